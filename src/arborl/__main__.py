@@ -1,0 +1,5 @@
+"""`python -m arborl` is `arborl`."""
+
+from arborl.cli.main import main
+
+main()

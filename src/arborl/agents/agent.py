@@ -1,0 +1,38 @@
+"""What an agent is, and what it sees of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from arborl.envs.env import Env
+from arborl.types import Message, Metrics, Task, ToolSpec
+
+
+class Model(Protocol):
+    """The model as an agent sees it: messages in, a message out. Every call is recorded, token by token.
+
+    Raises `ContextFull` when the messages leave no room to sample; let it pass, it ends the episode cleanly.
+    """
+
+    async def chat(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> Message:
+        """Sample the assistant's next message. The messages may extend the last call's, or be edited at will."""
+        ...
+
+    def count(self, metrics: Metrics) -> None:
+        """Add these numbers to the episode's metrics (`{"tool/calls": 1}`)."""
+        ...
+
+
+class Agent(Protocol):
+    """Any async program that calls the model."""
+
+    async def run(self, task: Task, env: Env, model: Model) -> None:
+        """Play one episode. The environment is fresh: the agent resets it.
+
+        Args:
+            task: the problem.
+            env: `await env.reset(task, task.seed)` opens it. Its steps are recorded.
+            model: its calls are recorded.
+        """
+        ...

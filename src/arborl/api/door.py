@@ -1,0 +1,243 @@
+"""Train and evaluate: configuration in, a run folder out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console as Terminal
+
+from arborl import checkpoint
+from arborl.api import folder as folders
+from arborl.api.souvenirs import keepsakes
+from arborl.build import Parts, build
+from arborl.config.base import validate
+from arborl.config.load import from_kwargs, load
+from arborl.config.run import RunConfig
+from arborl.errors import ConfigError
+from arborl.rollout.store import EpisodeStore
+from arborl.track import Console, JsonlTracker, TensorBoardTracker, Tracker, Trackers, table_before_after
+from arborl.trainer.evaluate import Measured
+from arborl.trainer.hooks import Evaluate, KeepEpisodes, Save
+from arborl.trainer.trainer import Hook, Trainer
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A finished run: its folder and its numbers."""
+
+    folder: Path
+    summary: dict[str, Any] = field(default_factory=dict)
+
+    def view(self) -> Path:
+        """Open the report in a browser; returns its path."""
+        import webbrowser
+
+        report = self.folder / "report.html"
+        webbrowser.open(report.resolve().as_uri())
+        return report
+
+
+def run(**settings: Any) -> Run:
+    """Train from Python. Keywords are those of a configuration file; tools, rewards, agents and environments may be
+    given as objects.
+
+    Example:
+        run = arborl.run(model="seedling", data="train.json", agent="tool", tools=[calculator], rewards=[exact],
+                         algorithm="grpo", steps=50)
+    """
+    resume, stub = settings.pop("resume", None), settings.pop("stub", False)
+    named, objects = name_objects(settings)
+    return train(from_kwargs(**named), resume=resume, stub=stub, objects=objects)
+
+
+def train(
+    config: RunConfig, *, resume: str | None = None, stub: bool = False, objects: Mapping[str, Any] | None = None
+) -> Run:
+    """Train as the configuration says; everything that can be wrong with it is found before anything is written.
+
+    Args:
+        config: the run.
+        resume: `latest`, a step, or a checkpoint's path.
+        stub: a few small steps on scripted replies, to see the whole loop work.
+        objects: parts handed in by Python code, by the name the configuration uses for them.
+    """
+    config = stubbed(config) if stub else config
+    home = folders.choose(config, resuming=resume is not None)
+    start = checkpoint.find(home / "checkpoints", resume) if resume is not None else None
+    parts = build(config, objects)
+    return wait_for(Session(parts, home, start).run())
+
+
+def evaluate(path: str, overrides: Sequence[str] = ()) -> dict[str, dict[str, float]]:
+    """Numbers of a run's last checkpoint, of a checkpoint, or of a model by name, on held-out tasks."""
+    place = Path(path)
+    if (place / "config.yaml").exists():
+        config, model = (
+            load(place / "config.yaml", overrides),
+            checkpoint.find(place / "checkpoints", "latest") / "model",
+        )
+    elif (place / "model" / "config.json").exists():
+        config, model = load(place.parent.parent / "config.yaml", overrides), place / "model"
+    elif place.exists() and not (place / "config.json").exists():
+        raise ConfigError(f"{path!r} is neither a run folder, a checkpoint nor a model folder.")
+    else:
+        config, model = load(None, overrides), place
+    if config.evaluation.tasks == 0:
+        raise ConfigError("evaluation.tasks=0: nothing to evaluate. Write evaluation.tasks=200.")
+    named = config.model_copy(update={"model": config.model.model_copy(update={"name": str(model)})})
+    measured = wait_for(build(named).evaluator.measure()).metrics
+    greedy = {name.removeprefix("greedy_"): value for name, value in measured.items() if name.startswith("greedy_")}
+    sampled = {name: value for name, value in measured.items() if not name.startswith("greedy_")}
+    return {"sampled": sampled} | ({"greedy": greedy} if greedy else {})
+
+
+def stubbed(config: RunConfig) -> RunConfig:
+    """The same run, small and on scripted replies."""
+    tree = config.model_dump()
+    tree["engine"] |= {"name": "scripted"}
+    tree["trainer"] |= {"steps": min(config.trainer.steps, 3)}
+    tree["rollout"] |= {"tasks_per_step": min(config.rollout.tasks_per_step, 4)}
+    tree["learner"] |= {"minibatches": 1}
+    tree["evaluation"] |= {"tasks": min(config.evaluation.tasks, 8)}
+    return validate(RunConfig, tree)
+
+
+def name_objects(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Settings with names in place of objects, and the objects by those names."""
+    objects: dict[str, Any] = {}
+
+    def named(value: Any) -> Any:
+        if isinstance(value, str | Mapping | Path | int | float) or value is None:
+            return value
+        name = str(getattr(value, "name", None) or getattr(value, "__name__", type(value).__name__))
+        objects[name] = value
+        return name
+
+    out = dict(settings)
+    for key in ("agent", "env"):
+        if key in out:
+            out[key] = named(out[key])
+    for key in ("tools", "rewards"):
+        if key in out:
+            given = out[key] if isinstance(out[key], list | tuple) else [out[key]]
+            out[key] = [named(value) for value in given]
+    return out, objects
+
+
+def wait_for(work: Coroutine[Any, Any, T]) -> T:
+    """Run to the end, also where a loop is running already (a notebook)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    box: list[T] = []
+    thread = threading.Thread(target=lambda: box.append(asyncio.run(work)))
+    thread.start()
+    thread.join()
+    return box[0]
+
+
+class Session:
+    """One run from its first evaluation to its last file."""
+
+    def __init__(self, parts: Parts, home: Path, start: Path | None):
+        self.parts, self.config, self.home, self.start = parts, parts.config, home, start
+        self.memory: dict[str, Any] = {"before": {}, "seed": self.config.seed}
+
+    async def run(self) -> Run:
+        """Measure, train, measure again, and leave everything worth keeping in the folder."""
+        trainer, save = self._trainer()
+        self._begin(trainer)
+        console = Console(self.config.trainer.steps, self._title(), start=trainer.step)
+        with console:
+            trainer.tracker = self._trackers(console, trainer.step)
+            try:
+                if self.start is None:
+                    console.progress("measuring on held-out tasks, before training")
+                    self.memory["before"] = (await self._measure(0)).metrics
+                await trainer.fit()
+            except asyncio.CancelledError:
+                path = save.now(trainer)
+                console.note(f"Stopped at step {trainer.step}; saved {path}")
+                console.note(f"Go on with:  arborl train --resume latest output_dir={self.home}")
+                raise
+            finally:
+                trainer.tracker.close()
+            console.progress("measuring on held-out tasks, after training")
+            after = await self._measure(trainer.step)
+        await self.parts.engine.close()
+        return await self._finish(trainer, after)
+
+    def _trainer(self) -> tuple[Trainer, Save]:
+        parts, config = self.parts, self.config
+        save = Save(
+            self.home / "checkpoints", config.trainer.save_every, config.trainer.keep, self.memory, parts.copy_tokenizer
+        )
+        hooks: list[Hook] = [KeepEpisodes(self.home / "episodes")] if config.track.episodes else []
+        if config.evaluation.every and config.evaluation.tasks:
+            hooks.append(Evaluate(parts.evaluator, config.evaluation.every))
+        trainer = Trainer(
+            config, parts.source, parts.rollout, parts.rewards, parts.algorithm, parts.learner, parts.engine,
+            Trackers([]), hooks, save,
+        )  # fmt: skip
+        return trainer, save
+
+    def _begin(self, trainer: Trainer) -> None:
+        """From the start, or exactly where the checkpoint left off."""
+        if self.start is not None:
+            state = checkpoint.load_state(self.start)
+            trainer.step, trainer.train_seconds = state["step"], state["train_seconds"]
+            self.memory["before"] = state["before"]
+            if state["seed"] != self.config.seed:
+                raise ConfigError(
+                    f"seed={self.config.seed}: the checkpoint was made with seed={state['seed']}. Write that."
+                )
+            self.parts.learner.load(self.start)
+            checkpoint.rewind(self.home / "checkpoints", trainer.step)
+        folders.open_folder(self.home, self.config)
+
+    def _trackers(self, console: Console, step: int) -> Trackers:
+        chosen: list[Tracker] = [console, JsonlTracker(self.home / "metrics.jsonl", resume_at=step)]
+        if self.config.track.tensorboard:
+            chosen.append(TensorBoardTracker(self.home / "tensorboard", resume_at=step))
+        return Trackers(chosen)
+
+    def _title(self) -> list[str]:
+        config = self.config
+        what = f"{config.model.name} learns {config.env.name} with {config.algorithm.name}, seed {config.seed}"
+        return [f"{config.name}: {what}", f"into {self.home}"]
+
+    async def _measure(self, step: int) -> Measured:
+        if self.config.evaluation.tasks == 0:
+            return Measured({}, [])
+        await self.parts.engine.load(self.parts.learner.weights(), version=step)
+        measured = await self.parts.evaluator.measure()
+        if self.config.track.episodes:
+            EpisodeStore(self.home / "episodes" / "evaluation").write(step, measured.groups)
+        return measured
+
+    async def _finish(self, trainer: Trainer, after: Measured) -> Run:
+        summary = {
+            "before": self.memory["before"],
+            "after": after.metrics,
+            "train_seconds": round(trainer.train_seconds, 3),
+            "steps": trainer.step,
+            "seed": self.config.seed,
+        }
+        folders.write_summary(self.home, summary)
+        episodes = [episode for group in after.groups for episode in group.survivors]
+        written = await keepsakes(self.parts, self.home, summary, episodes)
+        terminal = Terminal()
+        if after.metrics:
+            terminal.print(table_before_after(summary["before"], summary["after"]))
+        for name, path in written.items():
+            terminal.print(f"{name:>14}  {path}", highlight=False, soft_wrap=True)
+        return Run(self.home, json.loads(json.dumps(summary)))

@@ -1,0 +1,77 @@
+"""The token bookkeeping of one episode: the next prompt extends the tokens of an earlier call wherever its text does.
+
+Text decides, tokens follow. The template renders the whole conversation each time; where that text begins with exactly
+what an earlier call was shown and wrote, the earlier call's ids are taken as they are and only the rest is tokenised.
+Where it does not (a message was deleted, old thinking was stripped, a sub-agent started), the prompt is tokenised whole
+and a new branch begins. So a sampled id is never changed, and nothing is ever patched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from arborl.chat.renderer import Renderer
+from arborl.types import Completion, Message, ToolSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What the model is given."""
+
+    tokens: tuple[int, ...]
+    text: str
+    reused: int
+    """How many of the tokens, from the start, are an earlier call's; 0 begins a new branch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """What one call was shown and wrote."""
+
+    text: str
+    tokens: tuple[int, ...]
+
+
+class Conversations:
+    """The branches of one episode; any number of conversations may be interleaved.
+
+    Example:
+        conversations = Conversations(renderer)
+        prompt = conversations.prompt(messages)
+        completion = await engine.generate(prompt.tokens, sampling, session="…")
+        conversations.sampled(prompt, completion)
+        messages += [renderer.read(completion), Message("user", "Go on.")]
+        conversations.prompt(messages).tokens     # begins with prompt.tokens + completion.tokens
+    """
+
+    def __init__(self, renderer: Renderer):
+        self.renderer = renderer
+        self._branches: list[Branch] = []
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> Prompt:
+        """The ids to sample from, for these messages."""
+        text = self.renderer.text(messages, tools)
+        begun = [branch for branch in self._branches if text.startswith(branch.text)]
+        # Of equally long ones the latest: an agent that asks twice goes on from its second answer.
+        branch = max(reversed(begun), key=lambda branch: len(branch.text), default=Branch("", ()))
+        rest = self._encode(text[len(branch.text) :], after=branch.tokens)
+        return Prompt((*branch.tokens, *rest), text, reused=len(branch.tokens))
+
+    def sampled(self, prompt: Prompt, completion: Completion) -> None:
+        """Record what the model answered to `prompt`. Earlier branches stay: a later prompt may leave from them."""
+        content, end = self.renderer.written(completion)
+        self._branches.append(Branch(prompt.text + content + end, (*prompt.tokens, *completion.tokens)))
+
+    def _encode(self, text: str, after: Sequence[int]) -> list[int]:
+        """The only place where a prompt is tokenised.
+
+        A stop token is a hard border, so the ids behind it do not depend on what is before it, but they may depend on
+        its being there: some tokenizers mark the start of a text, and some control tokens take white space after them.
+        """
+        encode, decode = self.renderer.tokenizer.encode, self.renderer.tokenizer.decode
+        if text and after and after[-1] in self.renderer.stop:
+            ids = encode(decode(after[-1:]) + text)
+            if ids[:1] == [after[-1]]:
+                return ids[1:]
+        return encode(text)

@@ -1,0 +1,132 @@
+"""A model's chat template: messages to the text the model is shown, by the conventions of Hugging Face's Jinja.
+
+Written against those conventions rather than on top of transformers, so that talking needs no torch; the tests hold
+both to the same text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.ext import Extension
+from jinja2.nodes import Node
+from jinja2.parser import Parser as JinjaParser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from arborl.errors import ConfigError
+from arborl.types import Message, ToolSpec
+
+
+class Template:
+    """Renders a conversation as one text.
+
+    Example:
+        template = Template(source, bos_token=None, eos_token="<|im_end|>")
+        template.render([Message("user", "Hi")], tools=(), generation=True)
+        # '<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n'
+
+    Args:
+        source: the Jinja template.
+        bos_token: text of the begin token, where the model has one.
+        eos_token: text of the end token.
+        with_tools: another template that takes over when tools are given; some models ship two.
+        now: what `strftime_now` tells. Taken once, so that all renders of a run tell the same day.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        bos_token: str | None,
+        eos_token: str | None,
+        *,
+        with_tools: str | None = None,
+        now: datetime | None = None,
+    ):
+        environment = _environment(now or datetime.now())
+        self._plain = _compile(environment, source)
+        self._with_tools = self._plain if with_tools is None else _compile(environment, with_tools)
+        # A token that does not exist must stay undefined: None would be rendered as the text "None".
+        named = {"bos_token": bos_token, "eos_token": eos_token}
+        self._tokens = {name: token for name, token in named.items() if token is not None}
+
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec], generation: bool) -> str:
+        """The conversation's text; `generation` adds what comes before the assistant's next message."""
+        template = self._with_tools if tools else self._plain
+        try:
+            return template.render(
+                messages=[as_dict(message) for message in messages],
+                tools=[describe(tool) for tool in tools] or None,
+                documents=None,
+                add_generation_prompt=generation,
+                **self._tokens,
+            )
+        except jinja2.TemplateError as error:
+            roles = ", ".join(message.role for message in messages)
+            raise ValueError(f"the chat template refused the messages ({roles}): {error}") from error
+
+
+def as_dict(message: Message) -> dict[str, Any]:
+    """A message as templates read it. A sampled one is its text alone, so the model is shown what it wrote."""
+    shown: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls and not message.sampled:
+        shown["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id is not None:
+        shown["tool_call_id"] = message.tool_call_id
+    if message.name is not None:
+        shown["name"] = message.name
+    return shown
+
+
+def describe(tool: ToolSpec) -> dict[str, Any]:
+    """A tool as templates read it."""
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+    return {"type": "function", "function": function}
+
+
+class _Generation(Extension):
+    """`{% generation %}…{% endgeneration %}` marks what the model says; the text is the same without it."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: JinjaParser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment(now: datetime) -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = now.strftime
+    return environment
+
+
+def _compile(environment: ImmutableSandboxedEnvironment, source: str) -> jinja2.Template:
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(f"the chat template is not valid Jinja, line {error.lineno}: {error.message}") from error
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes HTML; models were trained on plain JSON."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

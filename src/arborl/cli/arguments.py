@@ -1,0 +1,48 @@
+"""Positional arguments of a verb: one file or folder, and `a.b=c` settings, in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from arborl.errors import ConfigError, did_you_mean
+
+
+def split(arguments: Sequence[str], options: Sequence[str] = ()) -> tuple[list[str], list[str]]:
+    """Paths and settings.
+
+    Example:
+        split(["run.yaml", "learner.lr=1e-4", "~data"])     # (["run.yaml"], ["learner.lr=1e-4", "~data"])
+
+    Args:
+        arguments: as typed.
+        options: the verb's own options, for the message about one that it does not have.
+    """
+    paths, settings = [], []
+    for argument in arguments:
+        if argument.startswith("-"):
+            raise ConfigError(_unknown_option(argument, options))
+        is_setting = "=" in argument or (argument.startswith("~") and not argument.startswith("~/"))
+        if is_setting and not Path(argument).is_file():  # a path may hold `=` too
+            settings.append(argument)
+        else:
+            paths.append(argument)
+    return paths, settings
+
+
+def one_path(paths: Sequence[str], what: str) -> str | None:
+    """The only path, if any."""
+    if len(paths) < 2:
+        return paths[0] if paths else None
+    # Among several, the one that looks least like a file is the setting that lost its `=`.
+    kept = next((path for path in paths if Path(path).exists()), None)
+    kept = kept or next((path for path in paths if path.endswith(".yaml")), paths[0])
+    other = next(path for path in paths if path is not kept)
+    raise ConfigError(f"{other!r}: the {what} is {kept!r} already, and a setting is written {other}=VALUE.")
+
+
+def _unknown_option(argument: str, options: Sequence[str]) -> str:
+    name, equals, value = argument.partition("=")
+    if equals and name not in options and name.lstrip("-") not in [option.lstrip("-") for option in options]:
+        return f"{argument!r}: a setting has no dashes. Write {name.lstrip('-')}={value}."
+    return f"{name}: unknown option.{did_you_mean(name, options)} Known: {', '.join(options) or 'none'}."

@@ -1,0 +1,59 @@
+"""`arborl`: the verbs, and what happens to a configuration that cannot run."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed
+from platform import python_version
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from arborl.cli.doctor import doctor
+from arborl.cli.evaluate import evaluate
+from arborl.cli.train import train
+from arborl.errors import ConfigError
+
+
+class Verbs(TyperGroup):
+    """A `ConfigError` of any verb is one line a mistake on stderr, and exit code 2."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ConfigError as error:
+            for line in str(error).splitlines():
+                typer.echo(f"arborl: {line}", err=True)
+            raise typer.Exit(2) from error
+
+
+app = typer.Typer(
+    name="arborl",
+    cls=Verbs,
+    help="Train language-model agents by reinforcement learning.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+# Without these a mistyped `--a.b=c` would be refused before the verb can say what to write.
+SETTINGS = {"ignore_unknown_options": True}
+app.command(context_settings=SETTINGS)(train)
+app.command(context_settings=SETTINGS)(evaluate)
+app.command()(doctor)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    try:
+        torch = installed("torch")
+    except PackageNotFoundError:
+        torch = "not installed"
+    typer.echo(f"arborl {installed('arborl')} (python {python_version()}, torch {torch})")
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app(prog_name="arborl")

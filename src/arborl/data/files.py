@@ -1,0 +1,97 @@
+"""Reads rows from a file. Whatever is wrong with it is one line that names the file and the row."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from arborl.errors import ConfigError
+
+Row = dict[str, Any]
+
+
+def read_rows(path: Path) -> list[tuple[str, Row]]:
+    """Every row, with its place in the file for error messages (`row 3`, counted from 1; `line 3` in JSONL).
+
+    Example:
+        read_rows(Path("train.jsonl"))      # [("line 1", {"question": "6*7?", "answer": "42"}), …]
+    """
+    read = READERS.get(path.suffix.lower())
+    if read is None:
+        raise ConfigError(f"{path}: unknown kind of file {path.suffix!r}. Give one of {', '.join(READERS)}.")
+    if not path.is_file():
+        what = "is a folder; give a file" if path.is_dir() else "no such file"
+        raise ConfigError(f"{path}: {what}. data.path is looked up from {Path.cwd()}.")
+    try:
+        rows = list(read(path))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text ({error}). Save it as UTF-8.") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    if not rows:
+        raise ConfigError(f"{path}: no rows in it. Give at least one task.")
+    for place, row in rows:
+        if not isinstance(row, dict):
+            raise ConfigError(f"{path}, {place}: {type(row).__name__}, not an object with columns.")
+    return rows
+
+
+def _json(path: Path) -> Iterator[tuple[str, Any]]:
+    text = path.read_text(encoding="utf-8-sig")
+    if not text.strip():
+        return
+    try:
+        rows = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not valid JSON: {error}. For one object a line, name the file .jsonl.") from error
+    if not isinstance(rows, list):
+        raise ConfigError(f"{path}: {type(rows).__name__} at the top, not a list of rows. Write [{{…}}, {{…}}].")
+    for number, row in enumerate(rows, 1):
+        yield f"row {number}", row
+
+
+def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
+    with path.open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                yield f"line {number}", json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"{path}, line {number}: not valid JSON: {error}") from error
+
+
+def _csv(path: Path) -> Iterator[tuple[str, Any]]:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(file, strict=True)
+        try:
+            names = next(reader, [])
+            for number, cells in enumerate((cells for cells in reader if cells), 1):
+                if len(cells) != len(names):
+                    raise ConfigError(f"{path}, row {number}: {len(cells)} cells, but the header names {len(names)}.")
+                yield f"row {number}", dict(zip(names, cells, strict=True))
+        except csv.Error as error:
+            raise ConfigError(f"{path}, line {reader.line_num}: not valid CSV: {error}") from error
+
+
+def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
+    import pyarrow  # type: ignore[import-untyped]
+    import pyarrow.parquet  # type: ignore[import-untyped]
+
+    try:
+        rows = pyarrow.parquet.read_table(path).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ConfigError(f"{path}: not a valid Parquet file: {error}") from error
+    for number, row in enumerate(rows, 1):
+        yield f"row {number}", row
+
+
+READERS: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {
+    ".json": _json,
+    ".jsonl": _jsonl,
+    ".csv": _csv,
+    ".parquet": _parquet,
+}

@@ -1,0 +1,34 @@
+"""What an engine is: token ids in, sampled ids and their log-probabilities out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from arborl.types import Completion, Metrics, Sampling
+
+if TYPE_CHECKING:
+    import torch
+
+Weights = Mapping[str, "torch.Tensor"]
+"""Parameters by name. A tensor that already is the engine's own is recognised and costs nothing."""
+
+
+class Engine(Protocol):
+    """Sees only tokens."""
+
+    async def generate(self, prompt: Sequence[int], sampling: Sampling, *, session: str) -> Completion:
+        """Sample a continuation of `prompt`. Calls of one `session` tend to extend each other."""
+        ...
+
+    async def load(self, weights: Weights, version: int) -> None:
+        """Sample from these weights from now on, and stamp completions with `version`."""
+        ...
+
+    async def close(self) -> None:
+        """Release memory and threads."""
+        ...
+
+    def metrics(self) -> Metrics:
+        """Counters since the last call: sampled and prefilled tokens, cache hits, …"""
+        ...

@@ -1,0 +1,79 @@
+"""What an environment is: `reset` opens an episode, `step` answers one message of the agent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from arborl.types import Message, Metrics, Task
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What the agent is shown."""
+
+    messages: tuple[Message, ...]
+    state_key: str = ""
+    """Equal for equal states of the same task; algorithms that compare states (GiGPO) group by it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The environment's answer to one message."""
+
+    observation: Observation
+    reward: float = 0.0
+    terminated: bool = False
+    """The task is over: solved, lost, or answered."""
+    truncated: bool = False
+    """Cut short by a limit; the state itself was not final."""
+    info: Mapping[str, float] = field(default_factory=dict)
+    """Numbers about this step, kept with the turn."""
+
+    @property
+    def over(self) -> bool:
+        return self.terminated or self.truncated
+
+
+class Env(Protocol):
+    """Answers messages. One object plays one episode at a time; `reset` starts the next.
+
+    `reset` and `step` are yours to write; subclass `Env` to inherit the rest. The start state must depend on
+    `task` alone (all attempts of a group begin alike), chance during the episode on `seed` alone.
+    """
+
+    async def reset(self, task: Task, seed: int) -> Observation:
+        """Begin an episode."""
+        ...
+
+    async def step(self, action: Message) -> Step:
+        """Answer the agent's message."""
+        ...
+
+    async def close(self) -> None:
+        """Release what the episode holds. Called once, also after a failure."""
+        return None
+
+    def metrics(self) -> Metrics:
+        """Numbers about the episode so far. `success` (0 or 1) is what success rates are made of."""
+        return {}
+
+    def actions(self) -> list[str]:
+        """Texts that are valid moves now; empty when any text is."""
+        return []
+
+    def oracle(self) -> str | None:
+        """The text a perfect player would say now, if one is known."""
+        return None
+
+    def render(self) -> str:
+        """The state as text, for people."""
+        return ""
+
+    def picture(self) -> Image | None:
+        """The state as a picture, for people."""
+        return None

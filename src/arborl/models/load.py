@@ -1,0 +1,64 @@
+"""From a name to a model and its folder: `seedling`, `smollm2`, a folder, or a Hugging Face id."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from arborl.errors import ConfigError, did_you_mean
+from arborl.models.attention import NAME
+from arborl.models.seedling import WEIGHTS
+
+EMBEDDED = ("seedling", "smollm2")
+
+
+def resolve(name: str) -> Path:
+    """The folder that holds the model's files; downloads a Hugging Face id where a hub can be reached."""
+    if name == "seedling":
+        return WEIGHTS
+    if name == "smollm2":
+        from arborl.models.smollm2 import folder
+
+        return folder()
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").exists():
+            raise ConfigError(
+                f"model.name: the folder {str(path)!r} has no config.json; give a folder in Hugging Face form."
+            )
+        return path
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise ConfigError(
+            f"model.name: no model is called {name!r} and no such folder exists.{did_you_mean(name, EMBEDDED)} "
+            "Write seedling, smollm2, a folder, or a Hugging Face id such as Qwen/Qwen2.5-0.5B-Instruct."
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]))
+    except Exception as error:
+        raise ConfigError(
+            f"model.name: cannot fetch {name!r} from the Hugging Face hub ({type(error).__name__}). Check the id "
+            "and the network, or give a folder."
+        ) from error
+
+
+def device_of(name: str) -> torch.device:
+    """`auto` takes the GPU where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"model.device: {name!r} is not a device. Write auto, cpu or cuda.") from error
+
+
+def load_model(folder: Path, dtype: str = "float32", device: str = "auto") -> PreTrainedModel:
+    """The model, ready for `hidden_states`; dropout off."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="sdpa")
+    model.set_attn_implementation(NAME)
+    return model.to(device_of(device)).eval()

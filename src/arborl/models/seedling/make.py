@@ -1,0 +1,235 @@
+"""Make seedling from nothing: `python -m arborl.models.seedling.make [--out DIR] [--transcripts N] [--epochs N]`.
+
+Writes the transcripts of scripted players, trains a tokenizer on some of them, trains a small Llama to imitate the
+players' words, and saves model, tokenizer, chat template and a record of the run, in a form plain transformers loads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from arborl.chat.template import Template
+from arborl.models.seedling import WEIGHTS
+from arborl.models.seedling.transcripts import WRITERS, write
+from arborl.seeds import generator
+
+VOCABULARY = 1024
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+MARKS = (
+    "<answer>",
+    "</answer>",
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+)
+CONTEXT = 4096
+ROW = 1024
+"""Tokens in a training row; transcripts are laid end to end."""
+QUIET = 0.1
+"""Weight of tokens the assistant did not write, in the training loss."""
+SOURCE = Path(__file__).parent / "chat_template.jinja"
+ARCHITECTURE = {
+    "hidden_size": 160,
+    "intermediate_size": 448,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 40,
+}
+
+
+def template() -> Template:
+    return Template(SOURCE.read_text(), bos_token=None, eos_token="<|im_end|>")
+
+
+def texts(seed: int, count: int) -> Iterator[str]:
+    """The first `count` transcripts of this seed, as the model sees them."""
+    chance, shape = generator(seed, "transcripts"), template()
+    for _ in range(count):
+        transcript = write(chance)
+        yield shape.render(transcript.messages, transcript.tools, generation=False)
+
+
+def train_tokenizer(seed: int, count: int) -> Tokenizer:
+    """Byte-level BPE that never joins digits, capitals or signs, so a cell of a grid is always one token."""
+    tokenizer = Tokenizer(models.BPE())
+    words = Regex(r" ?[A-Z]?[a-z]+|\d|[A-Z]|\s|[^\sA-Za-z\d]")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(words, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY - len(MARKS),
+        special_tokens=list(SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts(seed, count), trainer)
+    tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in MARKS])
+    return tokenizer
+
+
+def encode_share(job: tuple[str, int, int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows of whole transcripts from one worker: token ids, which of them the assistant wrote, and positions."""
+    path, seed, count = job
+    tokenizer = Tokenizer.from_file(path)
+    rows: list[tuple[list[int], list[bool], list[int]]] = [([], [], [])]
+    for text in texts(seed, count):
+        ids = tokenizer.encode(text).ids
+        if len(rows[-1][0]) + len(ids) > ROW:
+            rows.append(([], [], []))
+        rows[-1][0].extend(ids)
+        rows[-1][1].extend(spoken_by_assistant(tokenizer, ids))
+        rows[-1][2].extend(range(len(ids)))
+    pad = tokenizer.token_to_id("<|endoftext|>")
+    for ids, spoken, positions in rows:
+        missing = ROW - len(ids)
+        ids.extend([pad] * missing)
+        spoken.extend([False] * missing)
+        positions.extend(range(missing))
+    return tuple(np.array(column, dtype=np.uint16) for column in zip(*rows, strict=True))  # type: ignore[return-value]
+
+
+def spoken_by_assistant(tokenizer: Tokenizer, ids: list[int]) -> list[bool]:
+    """Which tokens the assistant wrote: from after its header to its end of turn."""
+    header = tokenizer.encode("<|im_start|>assistant\n").ids
+    start, end = header[0], tokenizer.encode("<|im_end|>").ids[0]
+    spoken = [False] * len(ids)
+    for i in range(len(ids) - len(header)):
+        if ids[i] == start and ids[i : i + len(header)] == header:
+            stop = ids.index(end, i)
+            spoken[i + len(header) : stop + 1] = [True] * (stop + 1 - i - len(header))
+    return spoken
+
+
+def encode_all(tokenizer_path: Path, seed: int, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """All transcripts as rows of `ROW` tokens, written by all cores."""
+    workers = os.cpu_count() or 1
+    share = -(-count // (workers * 4))
+    jobs = [(str(tokenizer_path), seed + 1 + i, share) for i in range(workers * 4)]
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        parts = pool.map(encode_share, jobs, chunksize=1)
+    ids, spoken, positions = (
+        torch.from_numpy(np.concatenate(column).astype(np.int32)) for column in zip(*parts, strict=True)
+    )
+    return ids, spoken.bool(), positions
+
+
+def train(
+    model: LlamaForCausalLM, rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor], epochs: int, batch: int, lr: float
+) -> float:
+    """Imitate; cosine schedule with a short warm-up. Returns the final loss on the players' words."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model.to(device).train()
+    ids, spoken, positions = (column.to(device) for column in rows)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.01)
+    steps = epochs * (len(ids) // batch)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda s: min((s + 1) / 100, 0.02 + 0.98 * (1 + math.cos(math.pi * s / steps)) / 2)
+    )
+    recent: list[float] = []
+    for step in range(steps):
+        drawn = torch.randint(len(ids), (batch,), device=device)
+        tokens, own = ids[drawn].long(), spoken[drawn][:, 1:]
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            # positions that start again keep the transcripts of a row apart, but only without a cache
+            logits = model(tokens, position_ids=positions[drawn].long(), use_cache=False).logits[:, :-1]
+        targets = tokens[:, 1:]
+        losses = torch.nn.functional.cross_entropy(logits.float().transpose(1, 2), targets, reduction="none")
+        weight = own + QUIET * (~own & (targets != model.config.pad_token_id))
+        ((losses * weight).sum() / weight.sum()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step % 100 == 0 or step == steps - 1:
+            recent.append(float((losses.detach() * own).sum() / own.sum()))
+            print(f"step {step:6d}/{steps}  loss on the players' words {recent[-1]:.4f}", flush=True)
+    return recent[-1]
+
+
+def save(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path, record: dict[str, object]) -> None:
+    """A folder plain transformers loads: weights in bfloat16, float32 when loaded."""
+    model.to("cpu", torch.bfloat16).save_pretrained(out)
+    tokenizer.save(str(out / "tokenizer.json"))
+    (out / "chat_template.jinja").write_text(SOURCE.read_text())
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "model_max_length": CONTEXT,
+        "clean_up_tokenization_spaces": False,
+    }
+    (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    (out / "record.json").write_text(json.dumps(record, indent=2) + "\n")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Make seedling from nothing.")
+    parser.add_argument("--out", type=Path, default=WEIGHTS)
+    parser.add_argument("--transcripts", type=int, default=600_000)
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=128, help="rows of 1024 tokens a step")
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(args.seed)
+
+    began = time.perf_counter()
+    tokenizer = train_tokenizer(args.seed, min(args.transcripts, 20_000))
+    tokenizer.save(str(args.out / "tokenizer.json"))
+    rows = encode_all(args.out / "tokenizer.json", args.seed, args.transcripts)
+    written = time.perf_counter() - began
+    print(f"{args.transcripts:,} transcripts, {rows[0].numel():,} tokens, {written:.0f} s", flush=True)
+
+    end, pad = tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")
+    shape = LlamaConfig(
+        vocab_size=VOCABULARY,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=end,
+        pad_token_id=pad,
+        **ARCHITECTURE,
+    )
+    model = LlamaForCausalLM(shape)
+    began = time.perf_counter()
+    loss = train(model, rows, args.epochs, args.batch, args.lr)
+    record = {
+        "command": "python -m arborl.models.seedling.make " + " ".join(sys.argv[1:] if argv is None else argv),
+        "transcripts": args.transcripts,
+        "shares": {name: share for name, (share, _) in WRITERS.items()},
+        "tokens": rows[0].numel(),
+        "epochs": args.epochs,
+        "parameters": model.num_parameters(),
+        "write_seconds": round(written),
+        "train_seconds": round(time.perf_counter() - began),
+        "final_loss": round(loss, 4),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "versions": {"torch": torch.__version__, "tokenizers": tokenizers.__version__},
+    }
+    save(model, tokenizer, args.out, record)
+    print(json.dumps(record, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

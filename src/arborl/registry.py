@@ -1,0 +1,84 @@
+"""Parts by name: a short one from a literal table in the part's room, or `package.module:attribute`.
+
+Nothing registers itself on import: a table can be listed, and grepped, without importing what it names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from arborl.errors import ConfigError, UnknownName, did_you_mean
+
+
+class Registry(Mapping[str, Any]):
+    """Short name or `module:attribute` -> object.
+
+    Example:
+        ENVS = Registry("environment", {"frozen_lake": "arborl.envs.frozen_lake:FrozenLake"})
+        ENVS["frozen_lake"]        # the class
+        ENVS["my_pkg.envs:Maze"]   # yours, no registration needed
+    """
+
+    def __init__(self, kind: str, table: dict[str, str]):
+        self.kind = kind
+        self.table = table
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.table and ":" not in name:
+            raise UnknownName(
+                f"no {self.kind} is called {name!r}.{did_you_mean(name, self.table)} "
+                f"Known: {', '.join(self.table)}; or give your own as 'package.module:attribute'."
+            )
+        return load(self.table.get(name, name), self.kind)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.table)
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def build(self, name: str, args: Mapping[str, Any], where: str) -> Any:
+        """Call the part with `args`, after checking every key against its signature.
+
+        Args:
+            name: short name or `module:attribute`.
+            args: keyword arguments, as a configuration gave them.
+            where: path of `args` in the configuration, for the error message.
+        """
+        return call_checked(self[name], args, where)
+
+
+def load(path: str, kind: str = "object") -> Any:
+    """Import `package.module:attribute`."""
+    module_name, _, attribute = path.partition(":")
+    try:
+        found = importlib.import_module(module_name)
+    except ImportError as error:
+        raise UnknownName(
+            f"cannot import {module_name!r} for the {kind} {path!r}: {error}. "
+            "Is the package installed, or its folder on PYTHONPATH?"
+        ) from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            names = [name for name in vars(found) if not name.startswith("_")]
+            raise UnknownName(f"{module_name!r} has no {attribute!r} (wanted as {kind}).{did_you_mean(part, names)}")
+        found = getattr(found, part)
+    return found
+
+
+def call_checked(part: Any, args: Mapping[str, Any], where: str) -> Any:
+    """`part(**args)`, where an argument it does not take is an error that lists what it takes."""
+    parameters = inspect.signature(part).parameters
+    known = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        for key in args:
+            if key not in known:
+                takes = ", ".join(known) or "no arguments"
+                raise ConfigError(f"{where}.{key}: unknown argument.{did_you_mean(key, known)} It takes: {takes}.")
+    try:
+        return part(**args)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: {error}") from error

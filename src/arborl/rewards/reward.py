@@ -1,0 +1,157 @@
+"""What a reward is, `@reward` for plain functions, and `Rewards`, which scores groups.
+
+A reward that raises, overruns its time, or returns something other than finite numbers costs the episode it was
+scoring: that episode is a failure with the reward's name on it, and its siblings go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import math
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
+from typing import Any, Protocol, overload
+
+from arborl.errors import EpisodeError, boundary
+from arborl.types import Episode, Failure, Group, Stop
+
+
+class Reward(Protocol):
+    """Reads a finished episode and says what it was worth."""
+
+    async def __call__(self, episode: Episode) -> float | dict[str, float]:
+        """A finite number; or several by name, which are added up."""
+        ...
+
+
+class RewardFunction(Reward):
+    """A function as a reward. Made by `@reward`.
+
+    Its parameter `episode` is the episode; every other one is filled from the fields of the task, by name.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str | None = None, weight: float = 1.0):
+        self.function = function
+        self.name = name or str(getattr(function, "__name__", type(function).__name__))
+        self.weight = weight
+        self._parameters = inspect.signature(function).parameters
+        if "episode" not in self._parameters:
+            raise TypeError(f"reward {self.name!r} takes no `episode`; write def {self.name}(episode, …)")
+        for parameter in self._parameters.values():
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
+                raise TypeError(f"reward {self.name!r}: {str(parameter)!r} cannot be filled by name; drop the * or /")
+        functools.update_wrapper(self, function, updated=())
+
+    async def __call__(self, episode: Episode) -> float | dict[str, float]:
+        value = self.function(episode=episode, **self._fields(episode))
+        return await value if inspect.isawaitable(value) else value  # type: ignore[no-any-return]
+
+    def __repr__(self) -> str:
+        return f"RewardFunction({self.name!r})"
+
+    def _fields(self, episode: Episode) -> dict[str, Any]:
+        has = {name: value for name, value in episode.task.fields.items() if name != "episode"}
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in self._parameters.values()):
+            return has | self._named(has, episode)
+        return self._named(has, episode)
+
+    def _named(self, has: Mapping[str, Any], episode: Episode) -> dict[str, Any]:
+        filled = {}
+        for name, parameter in self._parameters.items():
+            if name == "episode" or parameter.kind is parameter.VAR_KEYWORD:
+                continue
+            if name in has:
+                filled[name] = has[name]
+            elif parameter.default is parameter.empty:
+                fields = ", ".join(has) or "no fields"
+                raise LookupError(
+                    f"reward {self.name!r} wants the field {name!r}; task {episode.task.id!r} has: {fields}"
+                )
+        return filled
+
+
+@overload
+def reward(function: Callable[..., Any], /) -> RewardFunction: ...
+@overload
+def reward(*, name: str | None = None, weight: float = 1.0) -> Callable[[Callable[..., Any]], RewardFunction]: ...
+def reward(
+    function: Callable[..., Any] | None = None, /, **options: Any
+) -> RewardFunction | Callable[[Callable[..., Any]], RewardFunction]:
+    """Make a reward of a function, plain or async. Registers nothing.
+
+    A plain function is called where it is: keep it quick, or make it async.
+
+    Example:
+        @reward
+        def exact(episode, answer: str) -> float:      # `answer` is a field of the task
+            return float(episode.answer == answer)
+
+        @reward(name="brevity", weight=0.1)
+        def short(episode) -> float:
+            return 1.0 - min(episode.sampled / 100, 1.0)
+    """
+    return RewardFunction(function, **options) if function is not None else functools.partial(RewardFunction, **options)
+
+
+class Rewards:
+    """Several rewards, by name, each with its weight.
+
+    Args:
+        rewards: name, reward, weight. A plain function is taken as `@reward` would take it.
+        seconds: what one reward may take for one episode.
+    """
+
+    def __init__(self, rewards: Sequence[tuple[str, Reward, float]], seconds: float):
+        self.rewards = [(name, reward(r) if inspect.isfunction(r) else r, weight) for name, r, weight in rewards]
+        self.seconds = seconds
+
+    async def score(self, groups: Sequence[Group]) -> None:
+        """Fill `rewards` and `metrics["success"]` of every surviving episode; all at once.
+
+        An environment that knows what success is has set it; elsewhere an episode succeeded when its rewards, weighted
+        and added up, reach 1.
+        """
+        await asyncio.gather(*(self._score(episode) for group in groups for episode in group.survivors))
+
+    async def _score(self, episode: Episode) -> None:
+        asked = (self._ask(name, one, weight, episode) for name, one, weight in self.rewards)
+        answers = await asyncio.gather(*asked)
+        for answer in answers:
+            if isinstance(answer, EpisodeError):  # the first by the order of the rewards, not of time
+                episode.rewards.clear()  # half a sum is no reward
+                episode.failure, episode.stop = as_failure(answer), Stop.ERROR
+                return
+            episode.rewards.update(answer)
+        episode.metrics.setdefault("success", float(episode.reward >= 1))
+
+    async def _ask(self, name: str, one: Reward, weight: float, episode: Episode) -> dict[str, float] | EpisodeError:
+        try:
+            async with boundary(f"reward {name!r}", self.seconds):
+                return {key: weight * value for key, value in numbers(name, await one(episode)).items()}
+        except EpisodeError as error:
+            return error
+
+
+def numbers(name: str, value: Any) -> dict[str, float]:
+    """What a reward returned, as finite numbers by name.
+
+    Example:
+        numbers("exact", True)               # {"exact": 1.0}
+        numbers("judge", {"tone": 0.5})      # {"judge/tone": 0.5}
+    """
+    named = {f"{name}/{key}": part for key, part in value.items()} if isinstance(value, Mapping) else {name: value}
+    for key, part in named.items():
+        if not isinstance(part, Real):
+            raise TypeError(f"{key} is {part!r} ({type(part).__name__}); return a number, or a dict of numbers by name")
+        if not math.isfinite(part):
+            raise ValueError(f"{key} is {part!r}; return a finite number")
+    return {key: float(part) for key, part in named.items()}
+
+
+def as_failure(error: EpisodeError) -> Failure:
+    """The error as data."""
+    trace = "".join(traceback.format_exception(error.cause))
+    return Failure(error.where, error.kind, str(error.cause), trace)

@@ -1,0 +1,239 @@
+"""The episode file: every episode of a step, one JSON object a line, nothing lost.
+
+Viewer, evaluation, replay and debugging read the same lines. Numbers keep every bit; a number that is not finite is
+written as Python writes it (`NaN`, `-Infinity`). What a task's fields hold beyond JSON is written as the nearest JSON
+(a tuple as a list, an array as lists, anything else as its text).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from arborl.types import (
+    Call,
+    Completion,
+    Episode,
+    Failure,
+    Finish,
+    Group,
+    Ints,
+    Message,
+    Stop,
+    Task,
+    ToolCall,
+    Turn,
+)
+
+log = logging.getLogger(__name__)
+
+
+class EpisodeStore:
+    """A folder of episode files, one a step.
+
+    Example:
+        store = EpisodeStore(folder / "episodes")
+        path = store.write(12, groups)                 # episodes/step-000012.jsonl
+        rewards = [episode.reward for episode in store.read(path)]
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def write(self, step: int, groups: Sequence[Group]) -> Path:
+        """Write the episodes of a step, whole or not at all. Writing a step again replaces it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"step-{step:06}.jsonl"
+        fresh = path.with_name(f".{path.name}.tmp")
+        with fresh.open("w", encoding="utf-8", errors="surrogatepass", newline="\n") as file:
+            for group in groups:
+                for episode in group.episodes:
+                    line = json.dumps(to_json(episode), ensure_ascii=False, separators=(",", ":"), default=_nearest)
+                    file.write(line + "\n")
+        os.replace(fresh, path)
+        return path
+
+    def paths(self) -> list[Path]:
+        """The files, first step first."""
+        return sorted(self.folder.glob("step-*.jsonl"), key=lambda path: int(path.stem.removeprefix("step-")))
+
+    @staticmethod
+    def read(path: Path) -> Iterator[Episode]:
+        """The episodes of a file, in order. A torn last line is passed over with a warning."""
+        with path.open(encoding="utf-8", errors="surrogatepass", newline="\n") as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    row = json.loads(line)
+                except ValueError as error:
+                    if not line.endswith("\n"):
+                        log.warning("%s: line %d is torn and passed over", path, number)
+                        return
+                    raise ValueError(f"{path}: line {number} is not JSON: {error}") from error
+                yield from_json(row)
+
+
+def to_json(episode: Episode) -> dict[str, Any]:
+    """An episode as plain JSON values; `from_json` gives it back."""
+    return {
+        "id": episode.id,
+        "task": _task_to(episode.task),
+        "seed": episode.seed,
+        "opening": [_message_to(message) for message in episode.opening],
+        "turns": [_turn_to(turn) for turn in episode.turns],
+        "calls": _calls_to(episode.calls),
+        "stop": episode.stop.value,
+        "rewards": dict(episode.rewards),
+        "metrics": dict(episode.metrics),
+        "failure": _failure_to(episode.failure) if episode.failure else None,
+        "seconds": episode.seconds,
+    }
+
+
+def from_json(row: Mapping[str, Any]) -> Episode:
+    """The episode that `to_json` made this of."""
+    return Episode(
+        id=row["id"],
+        task=_task_from(row["task"]),
+        seed=row["seed"],
+        opening=tuple(_message_from(message) for message in row["opening"]),
+        turns=[_turn_from(turn) for turn in row["turns"]],
+        calls=_calls_from(row["calls"]),
+        stop=Stop(row["stop"]),
+        rewards=row["rewards"],
+        metrics=row["metrics"],
+        failure=Failure(**row["failure"]) if row["failure"] else None,
+        seconds=row["seconds"],
+    )
+
+
+# ------------------------------------------------------------------------------------------------ calls
+
+
+def _calls_to(calls: Sequence[Call]) -> list[dict[str, Any]]:
+    """Each prompt as `[earlier call or -1, tokens of that call's prompt and completion it repeats, the remaining ids]`.
+
+    A conversation's prompts repeat each other; written out they would grow with the square of its length.
+    """
+    rows, seen = [], list[Ints]()
+    for call in calls:
+        prompt = np.array(call.prompt, dtype=np.int64)
+        shared = [_common(prompt, earlier) for earlier in seen]
+        best = int(np.argmax(shared)) if any(shared) else -1
+        repeated = shared[best] if best >= 0 else 0
+        rows.append(
+            {
+                "turn": call.turn,
+                "prompt": [best, repeated, prompt[repeated:].tolist()],
+                "tokens": [int(token) for token in call.completion.tokens],
+                "logprobs": [float(logprob) for logprob in call.completion.logprobs],
+                "finish": call.completion.finish.value,
+                "version": call.completion.version,
+                "seconds": call.completion.seconds,
+            }
+        )
+        seen.append(np.concatenate([prompt, np.array(call.completion.tokens, dtype=np.int64)]))
+    return rows
+
+
+def _calls_from(rows: Sequence[Mapping[str, Any]]) -> list[Call]:
+    calls, seen = list[Call](), list[tuple[int, ...]]()
+    for row in rows:
+        earlier, repeated, rest = row["prompt"]
+        prompt = (*seen[earlier][:repeated], *rest) if earlier >= 0 else tuple(rest)
+        completion = Completion(
+            tokens=tuple(row["tokens"]),
+            logprobs=tuple(row["logprobs"]),
+            finish=Finish(row["finish"]),
+            version=row["version"],
+            seconds=row["seconds"],
+        )
+        calls.append(Call(prompt, completion, row["turn"]))
+        seen.append(prompt + completion.tokens)
+    return calls
+
+
+def _common(one: Ints, other: Ints) -> int:
+    """Length of the common beginning."""
+    size = min(len(one), len(other))
+    differs = one[:size] != other[:size]
+    return int(differs.argmax()) if differs.any() else size
+
+
+# ------------------------------------------------------------------------------------------------ the rest
+
+
+def _task_to(task: Task) -> dict[str, Any]:
+    return {
+        "id": task.id,
+        "messages": [_message_to(message) for message in task.messages],
+        "fields": dict(task.fields),
+        "source": task.source,
+        "agent": task.agent,
+        "env": task.env,
+        "seed": task.seed,
+    }
+
+
+def _task_from(row: Mapping[str, Any]) -> Task:
+    return Task(**{**row, "messages": tuple(_message_from(message) for message in row["messages"])})
+
+
+def _turn_to(turn: Turn) -> dict[str, Any]:
+    return {
+        "message": _message_to(turn.message),
+        "observation": [_message_to(message) for message in turn.observation],
+        "reward": turn.reward,
+        "state_key": turn.state_key,
+        "info": dict(turn.info),
+    }
+
+
+def _turn_from(row: Mapping[str, Any]) -> Turn:
+    observation = tuple(_message_from(message) for message in row["observation"])
+    return Turn(**{**row, "message": _message_from(row["message"]), "observation": observation})
+
+
+def _message_to(message: Message) -> dict[str, Any]:
+    """OpenAI's shape; what says nothing is left out."""
+    row: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        row["tool_calls"] = [
+            {"id": call.id, "name": call.name, "arguments": dict(call.arguments), "error": call.error}
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id is not None:
+        row["tool_call_id"] = message.tool_call_id
+    if message.name is not None:
+        row["name"] = message.name
+    if message.sampled:
+        row["sampled"] = True
+    return row
+
+
+def _message_from(row: Mapping[str, Any]) -> Message:
+    return Message(**{**row, "tool_calls": tuple(ToolCall(**call) for call in row.get("tool_calls", ()))})
+
+
+def _failure_to(failure: Failure) -> dict[str, Any]:
+    return {
+        "where": failure.where,
+        "kind": failure.kind,
+        "message": failure.message,
+        "traceback": failure.traceback,
+    }
+
+
+def _nearest(value: Any) -> Any:
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=repr)
+    return str(value)

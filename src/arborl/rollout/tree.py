@@ -1,0 +1,112 @@
+"""Calls become token trees: each token of a group once, each sampled token one loss term.
+
+Sort the sequences of all calls (prompt + completion). Neighbours in that order share their longest common prefix, so
+one sweep lays the unique tokens out depth first; and the layout depends on the tokens alone, not on who sampled them
+in which order. Two siblings that sampled the same token in the same context share its place in the tree and still
+have a term each.
+
+Example (one prompt, two completions):
+    [1 2 | 3 4], [1 2 | 5]   ->   tokens 1 2 3 4 5   depth 0 1 2 3 2   end 5 5 4 4 5
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from arborl.types import Call, Episode, Forest, Group, Ints, Terms, TokenTree
+
+
+def grow(sequences: Iterable[Sequence[int]]) -> tuple[TokenTree, dict[tuple[int, ...], Ints]]:
+    """The tree of these sequences, and for each the places of its tokens in the tree."""
+    tokens: list[Ints] = []
+    depth: list[Ints] = []
+    paths: dict[tuple[int, ...], Ints] = {}
+    ends: list[tuple[Ints, int]] = []
+    size = 0
+    last, path = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+    for key in sorted({tuple(sequence) for sequence in sequences}):
+        row = np.asarray(key, dtype=np.int64)
+        shared = _common_prefix(last, row)
+        ends.append((path[shared:], size))  # whatever of the last path is left behind here ends here
+        new = np.arange(size, size + len(row) - shared)
+        tokens.append(row[shared:])
+        depth.append(np.arange(shared, len(row)))
+        size += len(new)
+        last, path = row, np.concatenate([path[:shared], new])
+        paths[key] = path
+    ends.append((path, size))
+    end = np.zeros(size, dtype=np.int64)
+    for places, where in ends:
+        end[places] = where
+    return TokenTree(_join(tokens), _join(depth), end), paths
+
+
+def _common_prefix(a: Ints, b: Ints) -> int:
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(a[:n] != b[:n])
+    return int(differ[0]) if len(differ) else n
+
+
+def _join(parts: Sequence[Ints]) -> Ints:
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+
+
+def plant(groups: Sequence[Group]) -> Forest:
+    """One tree a group, from the calls of its surviving episodes, and the terms of all of them.
+
+    Terms come in order of group, episode, call, token, with advantage 0 and weight 0: credit is the algorithm's.
+    """
+    trees: list[TokenTree] = []
+    columns: list[tuple[Ints, ...]] = []
+    logprobs: list[float] = []
+    raw = episodes = calls = 0
+    for group in groups:
+        tree, paths = grow(
+            (*call.prompt, *call.completion.tokens) for episode in group.survivors for call in episode.calls
+        )
+        for episode in group.survivors:
+            raw += _rows(episode)
+            for call in episode.calls:
+                places = paths[(*call.prompt, *call.completion.tokens)]
+                columns.append(_columns(call, places, len(trees), episodes, calls))
+                logprobs.extend(call.completion.logprobs)
+                calls += 1
+            episodes += 1
+        trees.append(tree)
+    tree_of, position, token, episode_of, call_of, turn, version = (
+        (_join(column) for column in zip(*columns, strict=True)) if columns else (_join(()) for _ in range(7))
+    )
+    zeros = np.zeros(len(token))
+    terms = Terms(
+        tree_of, position, token, np.asarray(logprobs), zeros, zeros.copy(), episode_of, call_of, turn, version
+    )
+    return Forest(tuple(trees), terms, raw)
+
+
+def _columns(call: Call, places: Ints, tree: int, episode: int, number: int) -> tuple[Ints, ...]:
+    sampled = call.completion.tokens
+    count, begin = len(sampled), len(call.prompt)
+    if count and begin == 0:
+        raise ValueError("a call with an empty prompt cannot be trained: nothing predicts its first token")
+    constants = (
+        np.full(count, value, dtype=np.int64) for value in (episode, number, call.turn, call.completion.version)
+    )
+    return (
+        np.full(count, tree, dtype=np.int64),
+        places[begin - 1 : begin - 1 + count],
+        np.asarray(sampled, dtype=np.int64),
+        *constants,
+    )
+
+
+def _rows(episode: Episode) -> int:
+    """Tokens of the rows an episode would take without sharing: one row a branch, where each call that another
+    call of the same episode extends is part of that other's row."""
+    sequences = sorted({(*call.prompt, *call.completion.tokens) for call in episode.calls})
+    return sum(
+        len(sequence)
+        for sequence, following in zip(sequences, [*sequences[1:], ()], strict=True)
+        if following[: len(sequence)] != sequence
+    )

@@ -1,0 +1,1 @@
+"""Tools that ship, by the names in `arborl.tools.TOOLS`."""

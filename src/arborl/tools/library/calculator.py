@@ -1,0 +1,108 @@
+"""A calculator that walks the syntax tree itself: nothing is evaluated, and no expression can be made expensive."""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from arborl.tools.tool import tool
+
+Number = int | float
+
+MAX_LENGTH = 500
+MAX_DIGITS = 300
+
+BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+FUNCTIONS: dict[str, Callable[..., Any]] = {"sqrt": math.sqrt, "abs": abs, "min": min, "max": max, "round": round}
+TAKES = f"It takes numbers, + - * / // % **, parentheses and {', '.join(FUNCTIONS)}."
+
+
+@tool
+def calculator(expression: str) -> str:
+    """Evaluate an arithmetic expression.
+
+    Args:
+        expression: for example (2 + 3) * 4 or sqrt(2) ** 2.
+    """
+    if len(expression) > MAX_LENGTH:
+        raise ValueError(f"the expression has {len(expression)} characters; {MAX_LENGTH} is the limit")
+    try:
+        return show(value_of(ast.parse(expression.strip(), mode="eval").body))
+    except SyntaxError:
+        raise ValueError(f"{expression!r} is not an expression. {TAKES}") from None
+    except (RecursionError, MemoryError):
+        raise ValueError("the expression is nested too deeply") from None
+
+
+def value_of(node: ast.expr) -> Number:
+    """The value of one node; every intermediate result is held to `MAX_DIGITS`."""
+    match node:
+        case ast.Constant(value=value) if type(value) in (int, float):
+            return bounded(value)
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in UNARY:
+            return bounded(UNARY[type(op)](value_of(operand)))
+        case ast.BinOp(left=left, op=ast.Pow(), right=right):
+            return power(value_of(left), value_of(right))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in BINARY:
+            return bounded(BINARY[type(op)](value_of(left), value_of(right)))
+        case ast.BinOp(op=ast.BitXor()):
+            raise ValueError("^ is not a power here; write **")
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS:
+            return apply(name, [value_of(arg) for arg in args])
+        case _:
+            raise ValueError(f"{ast.unparse(node)!r} is not arithmetic. {TAKES}")
+
+
+def power(base: Number, exponent: Number) -> Number:
+    """`base ** exponent`, refused before it is computed when the result would be too long."""
+    if isinstance(base, int) and isinstance(exponent, int) and abs(base) > 1 and abs(exponent) > 1:
+        digits = math.log10(abs(base)) * abs(exponent)
+        if digits > MAX_DIGITS:
+            raise ValueError(f"the result is beyond {MAX_DIGITS} digits")
+    try:
+        return bounded(base**exponent)
+    except OverflowError:
+        raise ValueError(f"the result is beyond {MAX_DIGITS} digits") from None
+
+
+def apply(name: str, values: list[Number]) -> Number:
+    """One of `FUNCTIONS`; one value is a value to min and max too."""
+    if not values:
+        raise ValueError(f"{name}() needs a number")
+    if name == "round" and len(values) == 2 and not (isinstance(values[1], int) and abs(values[1]) <= MAX_DIGITS):
+        raise ValueError(f"round(x, n) takes a whole n of at most {MAX_DIGITS}")
+    if name in ("min", "max"):
+        return bounded(FUNCTIONS[name](values))
+    return bounded(FUNCTIONS[name](*values))
+
+
+def bounded(value: Any) -> Number:
+    """The value, if it is a real number of reasonable length."""
+    if isinstance(value, complex):
+        raise ValueError("the result is not a real number")
+    if not abs(value) < 10**MAX_DIGITS:  # also true of nan
+        raise ValueError(f"the result is beyond {MAX_DIGITS} digits")
+    return value  # type: ignore[no-any-return]
+
+
+def show(value: Number) -> str:
+    """Whole numbers without a point, others with every digit that matters.
+
+    Example:
+        show(84 / 2)      # '42'
+        show(0.5)         # '0.5'
+    """
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        value = int(value)
+    return repr(value)

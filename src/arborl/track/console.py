@@ -1,0 +1,216 @@
+"""The terminal's view of a run: a live panel for people, one aligned line a step for pipes and CI."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self
+
+from rich import box
+from rich.console import Console as RichConsole
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from arborl.track.logs import logs_above
+from arborl.types import Metrics
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+RECENT = 10
+"""Steps whose mean length the time left is made of."""
+
+
+class Console:
+    """Shows a run while it trains. It is a tracker, and a context manager that holds the display.
+
+    Args:
+        total_steps: steps of the whole run.
+        title_lines: what the run is; the first line names it.
+        start: the first step this run will log, above 0 when resumed.
+        console: where to draw; standard output when not given.
+        clock: seconds, for elapsed time.
+
+    Example:
+        with Console(60, ["frozen-lake", "seedling, grpo, seed 0"]) as console:
+            console.progress("evaluating 40/200")                     # replaced by the next one, or by the next step
+            console.log({"reward/mean": 0.412, "time/step": 2.1}, step=2)
+        # without a terminal: step   3/60  reward  0.412   2.1 s/step  left 1:59
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        title_lines: Sequence[str],
+        start: int = 0,
+        *,
+        console: RichConsole | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.total, self.title, self.done = total_steps, tuple(title_lines), start
+        self.console = console or RichConsole()
+        self.clock = clock
+        self.began = self.logged = clock()
+        self.latest: Metrics = {}
+        self.doing = ""
+        self.rewards: list[float] = []
+        self.successes: list[float] = []
+        self.seconds: list[float] = []
+        self._held = ExitStack()
+        self._live: Live | None = None
+        self._ended: float | None = None
+
+    def __enter__(self) -> Self:
+        self.began = self.logged = self.clock()
+        if self.console.is_terminal and not self.console.is_dumb_terminal:
+            self._live = Live(console=self.console, get_renderable=self._panel, refresh_per_second=4)
+            self._held.enter_context(logs_above(self._live, self.console))
+        else:
+            for line in self.title:
+                self._print(line)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        now = self.clock()
+        self.latest = {name: value for name, value in metrics.items() if value is not None and math.isfinite(value)}
+        self.seconds.append(self.latest.get("time/step", now - self.logged))
+        self.done, self.logged, self.doing = step + 1, now, ""
+        for name, history in (("reward/mean", self.rewards), ("episode/success", self.successes)):
+            if name in self.latest:
+                history.append(self.latest[name])
+        if self._live is None:
+            self._print(self._line())
+
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        self._print(text)
+
+    def progress(self, text: str) -> None:
+        """What is going on within the step. Shown on a terminal only; the next one replaces it."""
+        self.doing = text
+
+    def close(self) -> None:
+        self.doing = ""
+        self._ended = self._ended or self.clock()
+        self._held.close()
+        self._live = None
+
+    @property
+    def left(self) -> float | None:
+        """Seconds to the end of the run, by the last few steps; unknown before the first."""
+        recent = self.seconds[-RECENT:]
+        return (self.total - self.done) * sum(recent) / len(recent) if recent else None
+
+    def _print(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _line(self) -> str:
+        width = max(3, len(str(self.total)))
+        left = [f"left {span(self.left)}"] if self.left is not None else []
+        return "  ".join([f"step {self.done:>{width}}/{self.total}", *fields(self.latest), *left])
+
+    def _panel(self) -> RenderableType:
+        parts: list[RenderableType] = [Text(line, style="dim") for line in self.title[1:]]
+        parts += [self._bar(), self._curves()]
+        rest = {name: value for name, value in self.latest.items() if name not in ("reward/mean", "episode/success")}
+        parts += [Text("   ".join(" ".join(shown.split()) for shown in fields(rest)))] if rest else []
+        parts += [Text(self.doing, style="italic dim")] if self.doing else []
+        name = Text(self.title[0] if self.title else "training", style="bold")
+        return Panel(
+            Group(*parts), title=name, title_align="left", box=box.ROUNDED, border_style="dim", width=self._width
+        )
+
+    @property
+    def _width(self) -> int:
+        return min(self.console.width, 100)
+
+    def _bar(self) -> RenderableType:
+        elapsed = (self._ended or self.clock()) - self.began
+        times = f"elapsed {span(elapsed)}" + (f"  left {span(self.left)}" if self.left is not None else "")
+        row = Table.grid(padding=(0, 2), expand=True)
+        row.add_column(no_wrap=True)
+        row.add_column(ratio=1)
+        row.add_column(no_wrap=True)
+        row.add_row(f"step {self.done}/{self.total}", ProgressBar(total=self.total, completed=self.done), times)
+        return row
+
+    def _curves(self) -> RenderableType:
+        rows = Table.grid(padding=(0, 2))
+        width = 0 if self.console.options.ascii_only else max(self._width - 26, 8)
+        if self.rewards:
+            low, high = min(self.rewards), max(self.rewards)
+            rows.add_row("reward", f"{self.rewards[-1]:.3f}", Text(sparkline(self.rewards, width, low, high), "cyan"))
+        if self.successes:
+            line = Text(sparkline(self.successes, width, 0.0, 1.0), "green")
+            rows.add_row("success", f"{self.successes[-1]:.1%}", line)
+        return rows
+
+
+def fields(metrics: Metrics) -> list[str]:
+    """The numbers a person follows, each as a short aligned text; those that are missing are left out."""
+    shows: dict[str, Callable[[float], str]] = {
+        "reward/mean": lambda value: f"reward {value:>6.3f}",
+        "episode/success": lambda value: f"success {value:.2f}",
+        "policy/entropy": lambda value: f"entropy {value:.2f}",
+        "rollout/sampled_per_second": lambda value: f"{thousands(value):>5} tok/s",
+        "time/step": lambda value: f"{value:>5.{1 if value >= 1 else 2}f} s/step",
+        "episode/failed": lambda value: f"failed {value:g}" if value else "",
+    }
+    texts = [show(metrics[name]) for name, show in shows.items() if name in metrics]
+    return [text for text in texts if text]
+
+
+def thousands(value: float) -> str:
+    """Example: 412 -> `412`, 4120 -> `4.1k`, 2500000 -> `2.5M`."""
+    for limit, unit in ((1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            return f"{value / limit:.1f}{unit}"
+    return f"{value:.0f}"
+
+
+def span(seconds: float) -> str:
+    """Example: 118 -> `1:58`, 3723 -> `1:02:03`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def sparkline(values: Sequence[float], width: int, low: float, high: float) -> str:
+    """A curve in one line of text, at most `width` characters: neighbours share one when there are more values.
+
+    Example:
+        sparkline([0, 1, 2, 3], width=4, low=0, high=3)     # ▁▃▅█
+    """
+    size = min(width, len(values))
+    cells = [values[len(values) * i // size : len(values) * (i + 1) // size] for i in range(size)]
+    share = [(sum(cell) / len(cell) - low) / ((high - low) or 1.0) for cell in cells]
+    return "".join(BLOCKS[round(min(max(part, 0.0), 1.0) * (len(BLOCKS) - 1))] for part in share)
+
+
+def table_before_after(before: Mapping[str, float], after: Mapping[str, float]) -> Table:
+    """What training changed: one column a measure, a row before and a row after."""
+    names = [name for name in ("success", "reward", "greedy_success") if name in before or name in after]
+    table = Table(box=box.SIMPLE_HEAD, title="held-out tasks", title_justify="left")
+    table.add_column("")
+    for name in names:
+        table.add_column(name.replace("_", " "), justify="right")
+    table.add_row("before", *(measure(name, before.get(name)) for name in names))
+    table.add_row("after", *(measure(name, after.get(name)) for name in names), style="bold")
+    return table
+
+
+def measure(name: str, value: float | None) -> str:
+    """A rate as per cent, anything else with three digits; `-` when it was not measured."""
+    if value is None:
+        return "-"
+    return f"{value:.1%}" if name.endswith("success") else f"{value:.3f}"

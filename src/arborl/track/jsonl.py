@@ -1,0 +1,68 @@
+"""The metrics file: one JSON object a step. Curves, reports and tests read it back."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from arborl.types import Metrics
+
+
+class JsonlTracker:
+    """Appends `{"step": n, **metrics}`, one flushed line a step; a number that is not finite is written as null.
+
+    A killed run may have written steps its last checkpoint does not know, and half a line. Resuming drops both, so the
+    file of a killed and resumed run has each step once, like that of a run that was never killed.
+
+    Args:
+        path: the file; its folder is made.
+        resume_at: the first step this run will log; lines from that step on are dropped.
+    """
+
+    def __init__(self, path: Path, resume_at: int = 0):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            _rewrite(path, [row for row in read_metrics(path) if row["step"] < resume_at])
+        self.file = path.open("a", encoding="utf-8")
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        self.file.write(_line({"step": step, **metrics}))
+        self.file.flush()
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a metrics file, in order. Lines a kill left torn are left out.
+
+    Example:
+        rewards = [row["reward/mean"] for row in read_metrics(folder / "metrics.jsonl")]
+    """
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            yield row
+
+
+def _rewrite(path: Path, rows: list[dict[str, Any]]) -> None:
+    fresh = path.with_name(f".{path.name}.tmp")
+    fresh.write_text("".join(_line(row) for row in rows), encoding="utf-8")
+    os.replace(fresh, path)
+
+
+def _line(row: dict[str, Any]) -> str:
+    return json.dumps({name: _finite(value) for name, value in row.items()}, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if value is None or isinstance(value, str | int):
+        return value
+    return float(value) if math.isfinite(value) else None

@@ -1,0 +1,65 @@
+"""What happens after a step, one small object each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from arborl import checkpoint
+from arborl.rollout.store import EpisodeStore
+from arborl.trainer.evaluate import Evaluator
+from arborl.trainer.trainer import Trainer
+from arborl.types import Group, Metrics
+
+
+class KeepEpisodes:
+    """Write every episode of the step."""
+
+    def __init__(self, folder: Path):
+        self.store = EpisodeStore(folder)
+
+    async def after(self, trainer: Trainer, groups: Sequence[Group], metrics: Metrics) -> None:
+        self.store.write(trainer.step, groups)
+
+
+class Evaluate:
+    """Measure on held-out tasks every so many steps."""
+
+    def __init__(self, evaluator: Evaluator, every: int):
+        self.evaluator, self.every = evaluator, every
+
+    async def after(self, trainer: Trainer, groups: Sequence[Group], metrics: Metrics) -> None:
+        if trainer.step % self.every == 0 and trainer.step < trainer.config.trainer.steps:
+            await trainer.engine.load(trainer.learner.weights(), version=trainer.step)
+            measured = await self.evaluator.measure()
+            metrics.update({f"evaluation/{name}": value for name, value in measured.metrics.items()})
+
+
+class Save:
+    """Write a checkpoint every so many steps, and at the last.
+
+    Args:
+        root: the run's `checkpoints` folder.
+        every: steps between two.
+        keep: how many to keep.
+        extra: more to remember (the evaluation before training, …).
+        beside: writes further files into the model's folder, such as its tokenizer.
+    """
+
+    def __init__(self, root: Path, every: int, keep: int, extra: dict[str, Any], beside: Callable[[Path], None]):
+        self.root, self.every, self.keep = root, every, keep
+        self.extra, self.beside = extra, beside
+
+    def __call__(self, trainer: Trainer) -> None:
+        if trainer.step % self.every == 0 or trainer.step == trainer.config.trainer.steps:
+            self.now(trainer)
+
+    def now(self, trainer: Trainer) -> Path:
+        """Write one, whatever the step."""
+
+        def write(folder: Path) -> None:
+            trainer.learner.save(folder)
+            self.beside(folder / "model")
+
+        return checkpoint.save(self.root, trainer.step, write, trainer.state() | self.extra, self.keep)

@@ -1,0 +1,60 @@
+"""A step's groups as numbers. Means are over episodes that did not fail, one vote each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from arborl.algorithms.advantages import is_flat
+from arborl.types import Episode, Forest, Group, Metrics, Terms
+
+
+def summarize(groups: Sequence[Group]) -> Metrics:
+    """What happened in these episodes."""
+    everyone = [episode for group in groups for episode in group.episodes]
+    alive = [episode for group in groups for episode in group.survivors]
+    metrics: Metrics = {
+        "episode/count": float(len(everyone)),
+        "episode/failed": float(len(everyone) - len(alive)),
+        "group/flat": float(np.mean([is_flat(_rewards(group)) for group in groups])) if groups else 0.0,
+    }
+    for where, count in Counter(episode.failure.where for episode in everyone if episode.failure).items():
+        metrics[f"failed/{where}"] = float(count)
+    if not alive:
+        return metrics
+    rewards = np.array([episode.reward for episode in alive])
+    metrics |= {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "episode/turns": float(np.mean([len(episode.turns) for episode in alive])),
+        "episode/sampled": float(np.mean([episode.sampled for episode in alive])),
+    }
+    for stop, count in Counter(episode.stop for episode in alive).items():
+        metrics[f"stop/{stop}"] = count / len(alive)
+    metrics |= {f"reward/{name}": value for name, value in _means(alive, "rewards").items()}
+    return metrics | {f"episode/{name}": value for name, value in _means(alive, "metrics").items()}
+
+
+def _means(episodes: Sequence[Episode], field: str) -> Metrics:
+    """Mean of each named number; an episode that does not name it counts as 0 (a tool that was not called)."""
+    rows: list[dict[str, float]] = [getattr(episode, field) for episode in episodes]
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: float(np.mean([row.get(name, 0.0) for row in rows])) for name in names}
+
+
+def _rewards(group: Group) -> np.ndarray:
+    return np.array([episode.reward for episode in group.survivors])
+
+
+def describe_batch(forest: Forest, terms: Terms) -> Metrics:
+    """The learner's batch: its size, what sharing saved, and the spread of advantages."""
+    unique = sum(len(tree) for tree in forest.trees)
+    return {
+        "learner/groups": float(len(forest.trees)),
+        "learner/terms": float(len(terms)),
+        "learner/tokens": float(unique),
+        "learner/unique_share": unique / forest.raw_tokens if forest.raw_tokens else 1.0,
+        "learner/advantage_abs": float(np.abs(terms.advantage).mean()) if len(terms) else 0.0,
+    }

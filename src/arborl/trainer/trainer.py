@@ -1,0 +1,121 @@
+"""The training loop. One step is one paragraph: sample, score, credit, learn, publish."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from arborl.algorithms.algorithm import Grpo
+from arborl.config.run import RunConfig
+from arborl.data.source import TaskSource
+from arborl.engines.engine import Engine
+from arborl.learner.learner import Learner
+from arborl.rewards.reward import Rewards
+from arborl.rollout.runner import Rollout
+from arborl.rollout.tree import plant
+from arborl.seeds import derive
+from arborl.track.tracker import Tracker
+from arborl.trainer.summary import describe_batch, summarize
+from arborl.types import Group, Metrics
+
+
+class Hook(Protocol):
+    """Something to do after a step. Each is one object in the list given to `Trainer`."""
+
+    async def after(self, trainer: Trainer, groups: Sequence[Group], metrics: Metrics) -> None:
+        """Called when `trainer.step` steps are done; may add to `metrics`, which are logged afterwards."""
+        ...
+
+
+class Clock:
+    """Seconds by stage.
+
+    Example:
+        with clock("rollout"):
+            ...
+        clock.seconds      # {"time/rollout": 1.2}
+    """
+
+    def __init__(self) -> None:
+        self.seconds: Metrics = {}
+        self.began = time.perf_counter()
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds[f"time/{stage}"] = time.perf_counter() - began
+
+    def stop(self) -> Metrics:
+        return self.seconds | {"time/step": time.perf_counter() - self.began}
+
+
+class Trainer:
+    """Holds the parts of a run and its position, `step`: how many steps are done."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        source: TaskSource,
+        rollout: Rollout,
+        rewards: Rewards,
+        algorithm: Grpo,
+        learner: Learner,
+        engine: Engine,
+        tracker: Tracker,
+        hooks: Sequence[Hook] = (),
+        save: Callable[[Trainer], None] | None = None,
+    ):
+        self.config, self.source, self.rollout, self.rewards = config, source, rollout, rewards
+        self.algorithm, self.learner, self.engine, self.tracker = algorithm, learner, engine, tracker
+        self.hooks, self.save = list(hooks), save
+        self.step = 0
+        self.train_seconds = 0.0
+
+    async def fit(self) -> None:
+        """Train to the last step, from wherever `step` stands."""
+        await self.engine.load(self.learner.weights(), version=self.step)
+        while self.step < self.config.trainer.steps:
+            await self.train_step()
+
+    async def train_step(self) -> None:
+        """Sample, score, credit, learn, publish."""
+        clock, config = Clock(), self.config.rollout
+        tasks = self.source.take(self.step, config.tasks_per_step)
+
+        with clock("rollout"):
+            seed = derive(self.config.seed, "step", self.step)
+            groups = await self.rollout.collect(tasks, seed, config.group_size)
+        with clock("score"):
+            await self.rewards.score(groups)
+        metrics = summarize(groups) | self._engine_metrics(clock)
+
+        with clock("learn"):
+            kept = self.algorithm.keep(groups)
+            forest = plant(kept)
+            terms = self.algorithm.credit(kept, forest.terms)
+            metrics |= describe_batch(forest, terms)
+            if len(terms):
+                metrics |= self.learner.update(forest.trees, terms, self.algorithm.loss)
+        self.step += 1  # from here on the step counts as done, whatever interrupts
+
+        self.train_seconds += clock.stop()["time/step"]
+        try:
+            for hook in self.hooks:
+                await hook.after(self, groups, metrics)
+        finally:
+            self.tracker.log(metrics | clock.stop(), step=self.step - 1)
+        if self.save is not None:  # after its metrics are written, so that a checkpoint never knows more than they do
+            self.save(self)
+        await self.engine.load(self.learner.weights(), version=self.step)
+
+    def _engine_metrics(self, clock: Clock) -> Metrics:
+        counted = self.engine.metrics()
+        rate = counted.get("engine/sampled", 0.0) / max(clock.seconds["time/rollout"], 1e-9)
+        return counted | {"rollout/sampled_per_second": rate}
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must remember besides weights and optimiser; everything else follows from the seed."""
+        return {"step": self.step, "train_seconds": self.train_seconds}

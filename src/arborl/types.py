@@ -1,0 +1,289 @@
+"""The nouns of Arbor: plain records that every room shares.
+
+Frozen, slotted, no torch and no I/O. An agent's conversation is made of `Message`s; what crossed the line between
+program and model is a `Call`; the calls of all attempts at one `Task` are a `Group`; their unique tokens are a
+`TokenTree`; and every sampled token is one row of `Terms`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Metrics = dict[str, float]
+"""Names are `room/what`; values are plain numbers."""
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+class Finish(StrEnum):
+    """Why the engine stopped sampling one completion."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class Stop(StrEnum):
+    """Why an episode ended; one list for environments, agents, metrics and people."""
+
+    DONE = "done"
+    """The environment reached a terminal state, or the agent gave its answer."""
+    TRUNCATED = "truncated"
+    """The environment cut the episode short (its own step limit)."""
+    MAX_TURNS = "max_turns"
+    CONTEXT_FULL = "context_full"
+    """The next prompt would not fit the model's context."""
+    TIMEOUT = "timeout"
+    """The episode passed its deadline."""
+    ERROR = "error"
+    """Something broke; `Episode.failure` says what and where."""
+
+
+# ------------------------------------------------------------------------------------------------ conversation
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A tool call the model wrote. One that did not parse is still a call, with its `error`."""
+
+    id: str
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSpec:
+    """What the model is told about a tool; `parameters` is a JSON schema."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What a tool answered. A failure is a result too: the model reads `content` either way."""
+
+    content: str
+    ok: bool = True
+    kind: str = "ok"
+    """`ok`, or the kind of failure: `unknown_tool`, `malformed`, `arguments`, `exception`, `timeout`."""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message in OpenAI's shape.
+
+    A sampled assistant message keeps its text exactly as sampled in `content` (without the stop token); `tool_calls`
+    is then what a parser read out of that text. Messages written by hand may have `tool_calls` and no text.
+    """
+
+    role: Role
+    content: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
+    sampled: bool = False
+    """True when `content` is what the model wrote, so a template must be given the text and not the parsed calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """The data half of a problem. Everything random about it comes from `seed`."""
+
+    id: str
+    messages: tuple[Message, ...] = ()
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Dataset columns (answer, document, …); they reach rewards, tools and environments by name."""
+    source: str = ""
+    agent: str | None = None
+    env: str | None = None
+    seed: int = 0
+
+
+# ------------------------------------------------------------------------------------------------ what was sampled
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to draw tokens. `temperature=0` takes the likeliest token."""
+
+    max_tokens: int = 64
+    temperature: float = 1.0
+    seed: int = 0
+    """Decides this request's randomness, together with the position of each token; neighbours do not matter."""
+    stop: tuple[int, ...] = ()
+    """Token ids that end the completion; the one sampled is part of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What an engine sampled."""
+
+    tokens: tuple[int, ...]
+    """Exactly what was sampled, the stop token included."""
+    logprobs: tuple[float, ...]
+    """Log-probability of each token under the distribution it was drawn from."""
+    finish: Finish
+    version: int = 0
+    """Version of the policy's weights that sampled it."""
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) != len(self.logprobs):
+            raise ValueError(f"{len(self.tokens)} tokens but {len(self.logprobs)} log-probabilities in one completion")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One model call, exactly as it happened: the ids the engine was given and what it sampled."""
+
+    prompt: tuple[int, ...]
+    completion: Completion
+    turn: int
+    """Index of the agent's turn this call served."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One step of the agent: its message and the environment's answer."""
+
+    message: Message
+    observation: tuple[Message, ...] = ()
+    reward: float = 0.0
+    state_key: str = ""
+    """Names the environment's state *before* the message, for algorithms that compare equal states."""
+    info: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What broke, as data: it crosses processes and is written to files."""
+
+    where: str
+    """The border it crossed, by name: `environment 'frozen_lake'`, `tool 'search'`, `reward 'exact'`."""
+    kind: str
+    """Exception type, or `timeout`."""
+    message: str
+    traceback: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.kind}: {self.message}"
+
+
+@dataclass(slots=True)
+class Episode:
+    """One attempt at a task. Filled while it runs and while it is scored; not changed afterwards."""
+
+    id: str
+    task: Task
+    seed: int = 0
+    """Decides the environment's chance and the sampling; with `task` and the messages it replays the episode."""
+    opening: tuple[Message, ...] = ()
+    """What the environment said at the start."""
+    turns: list[Turn] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    stop: Stop = Stop.DONE
+    rewards: dict[str, float] = field(default_factory=dict)
+    """By name, weights already applied; `reward` is their sum."""
+    metrics: Metrics = field(default_factory=dict)
+    failure: Failure | None = None
+    seconds: float = 0.0
+
+    @property
+    def reward(self) -> float:
+        """The number the algorithm learns from."""
+        return sum(self.rewards.values())
+
+    @property
+    def answer(self) -> str:
+        """The text of the agent's last message."""
+        return self.turns[-1].message.content if self.turns else ""
+
+    @property
+    def sampled(self) -> int:
+        """Number of sampled tokens."""
+        return sum(len(call.completion.tokens) for call in self.calls)
+
+
+@dataclass(slots=True)
+class Group:
+    """The episodes of one task: the unit of credit, filtering and staleness."""
+
+    task: Task
+    episodes: list[Episode]
+
+    @property
+    def survivors(self) -> list[Episode]:
+        """Episodes that count: a failed one leaves the baseline and the loss together."""
+        return [episode for episode in self.episodes if episode.failure is None]
+
+
+# ------------------------------------------------------------------------------------------------ what is learned
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTree:
+    """The unique tokens of a group in depth-first order.
+
+    Token `q` sees token `k` exactly when `k <= q < end[k]`, and its position id is `depth[q]`. Two trees laid end
+    to end (the second's `end` shifted by the first's length) are again such a tree, so packing needs no other rule.
+    """
+
+    tokens: Ints
+    depth: Ints
+    end: Ints
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """One row per sampled token, as equal-length columns."""
+
+    tree: Ints
+    """Index of the tree the token lives in."""
+    position: Ints
+    """Index in that tree of the token whose output predicts this one."""
+    token: Ints
+    logprob: Floats
+    """Under the policy that sampled it."""
+    advantage: Floats
+    weight: Floats
+    """Share of this term in the step's loss; the loss is the weighted sum, whatever the split into micro-batches."""
+    episode: Ints
+    """Counts the episodes of the whole batch, 0, 1, 2, …"""
+    call: Ints
+    """Counts the calls of the whole batch."""
+    turn: Ints
+    """The turn within its episode."""
+    version: Ints
+
+    def __len__(self) -> int:
+        return len(self.token)
+
+    def pick(self, rows: NDArray[Any]) -> Terms:
+        """The same columns, only these rows."""
+        return Terms(*(getattr(self, name)[rows] for name in self.__slots__))
+
+
+@dataclass(frozen=True, slots=True)
+class Forest:
+    """A batch for the learner: one tree a group, and the terms of all of them."""
+
+    trees: tuple[TokenTree, ...]
+    terms: Terms
+    raw_tokens: int
+    """Tokens that one row per branch would have run; `sum(len(tree))` over this is the share that is computed."""

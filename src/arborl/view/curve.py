@@ -1,0 +1,101 @@
+"""The learning curve of a run, as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from arborl.track.jsonl import read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SUCCESS, REWARD, HELD_OUT = "#2a9d5c", "#2f6fdb", "#d1495b"
+STYLE: dict[Any, Any] = {
+    "font.size": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#9aa0a6",
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "axes.grid": True,
+    "grid.color": "#e6e8eb",
+    "xtick.color": "#4a4f57",
+    "ytick.color": "#4a4f57",
+}
+
+
+def learning_curve(
+    metrics_file: Path, out: Path, title: str, before: float | None = None, after: float | None = None
+) -> Path:
+    """Draw success and reward of the training episodes, step by step.
+
+    Args:
+        metrics_file: a run's `metrics.jsonl`.
+        out: the PNG to write; its folder is made.
+        title: a line above the plots.
+        before, after: held-out success before and after training, drawn at the ends of the success curve.
+    """
+    rows = list(read_metrics(metrics_file))
+    success, reward = _series(rows, "episode/success"), _series(rows, "reward/mean")
+    if not success and not reward:
+        raise ValueError(f"{metrics_file}: no step has 'episode/success' or 'reward/mean', so there is nothing to draw")
+
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+    from matplotlib.ticker import PercentFormatter
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(11, 4.2), dpi=120, layout=ConstrainedLayoutEngine(w_pad=0.14, h_pad=0.12))
+        left, right = figure.subplots(1, 2)
+        _plot(left, success, SUCCESS, "Success of training episodes")
+        _mark(left, success, before, after)
+        left.set_ylim(-0.03, 1.05)
+        left.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
+        _plot(right, reward, REWARD, "Reward of training episodes")
+        figure.suptitle(title, x=0.014, ha="left", fontsize=13)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(out, format="png")
+    return out
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """Mean over a window centred on each value, a tenth of the curve wide, narrower at the ends."""
+    half = len(values) // 20 or int(len(values) >= 4)
+    windows = [values[max(i - half, 0) : i + half + 1] for i in range(len(values))]
+    return [sum(window) / len(window) for window in windows]
+
+
+Series = list[tuple[int, float]]
+
+
+def _series(rows: Sequence[dict[str, float | None]], name: str) -> Series:
+    found = [(row["step"], row.get(name)) for row in rows]
+    return [(int(step), value) for step, value in found if step is not None and value is not None]
+
+
+def _plot(axes: Axes, series: Series, colour: str, title: str) -> None:
+    axes.set_title(title, fontsize=11)
+    axes.set_xlabel("step")
+    if not series:
+        axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", color="#9aa0a6")
+        return
+    steps, values = zip(*series, strict=True)
+    axes.plot(steps, values, color=colour, alpha=0.3, linewidth=1.2, marker="." if len(steps) < 4 else None)
+    axes.plot(steps, smooth(values), color=colour, linewidth=2.6)
+
+
+def _mark(axes: Axes, series: Series, before: float | None, after: float | None) -> None:
+    """Held-out success where it was measured: before the first step and after the last."""
+    first, last = (series[0][0], series[-1][0] + 1) if series else (0, 1)
+    points = [(where, value) for where, value in ((first, before), (last, after)) if value is not None]
+    if not points:
+        return
+    values = [f"{value:.0%} {name}" for value, name in ((before, "before"), (after, "after")) if value is not None]
+    label = f"held out: {', '.join(values)}"
+    axes.plot(*zip(*points, strict=True), "D", markersize=8, color=HELD_OUT, clip_on=False, zorder=5, label=label)
+    axes.legend(
+        loc="lower right", frameon=True, framealpha=0.9, edgecolor="none", labelcolor=HELD_OUT, handletextpad=0.2
+    )

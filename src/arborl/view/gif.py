@@ -1,0 +1,159 @@
+"""An episode as a moving picture: replayed from what was recorded, drawn with the model's words beside it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from arborl.envs.env import Env
+from arborl.seeds import derive
+from arborl.types import Episode
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from PIL.ImageDraw import ImageDraw
+    from PIL.ImageFont import FreeTypeFont
+    from PIL.ImageFont import ImageFont as BitmapFont
+
+    Font = FreeTypeFont | BitmapFont
+
+log = logging.getLogger(__name__)
+
+SIDE = (192, 480)
+"""Least and most pixels of a picture's longer side; smaller ones are enlarged by a whole factor."""
+PANEL = 240
+MARGIN = 12
+PAPER, INK, FAINT, ACCENT = "#fbfaf7", "#23262b", "#8a8f98", "#1f6feb"
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One moment of an episode."""
+
+    picture: Image
+    caption: str = ""
+    """The words that led here; empty at the start."""
+    note: str = ""
+    """The reward so far."""
+
+
+async def replay(env: Env, episode: Episode) -> list[Frame]:
+    """Play the recorded messages again in a fresh environment: the start, then one frame a turn.
+
+    Task, seed and messages decide an episode, so no model is needed. An environment without pictures gives no frames;
+    one that answers other than it did is shown as it is now, with a warning.
+
+    Example:
+        save_gif(await replay(FrozenLake(), episode), Path("frames/episode.gif"))
+    """
+    frames: list[Frame] = []
+    reward = 0.0
+
+    def take(caption: str) -> None:
+        picture = env.picture()
+        if picture is not None:
+            frames.append(Frame(picture, caption, f"reward {reward:.2f}"))
+
+    try:
+        opening = await env.reset(episode.task, derive(episode.seed, "environment"))  # the seed it was recorded with
+        same = opening.messages == episode.opening
+        take("")
+        for turn in episode.turns:
+            step = await env.step(turn.message)
+            same = same and step.observation.messages == turn.observation
+            reward += step.reward
+            take(turn.message.content)
+    finally:
+        await env.close()
+    if not same:
+        log.warning("the replay of episode %s is not what was recorded; was the environment made alike?", episode.id)
+    return frames
+
+
+def save_gif(frames: Sequence[Frame], path: Path, seconds: float = 0.8, last_seconds: float = 2.5) -> Path:
+    """Write the frames as an endless GIF.
+
+    Args:
+        frames: at least one.
+        path: the file; its folder is made.
+        seconds: how long a frame stays.
+        last_seconds: how long the last one does, so that the outcome can be read.
+    """
+    if not frames:
+        raise ValueError(f"no frames for {path}: the environment gives no pictures. Write a picture() for it.")
+    drawn = [_draw(frame, turn, len(frames) - 1) for turn, frame in enumerate(frames)]
+    width, height = max(image.width for image in drawn), max(image.height for image in drawn)
+    drawn = [_on_paper(image, width, height) for image in drawn]
+    durations = [round(1000 * seconds)] * (len(drawn) - 1) + [round(1000 * last_seconds)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    drawn[0].save(path, save_all=True, append_images=drawn[1:], duration=durations, loop=0)
+    return path
+
+
+def _draw(frame: Frame, turn: int, turns: int) -> Image:
+    from PIL import ImageDraw, ImageFont
+
+    picture = _fit(frame.picture)
+    image = _on_paper(picture, picture.width + PANEL, max(picture.height, SIDE[0]))
+    pen = ImageDraw.Draw(image)
+    small, words = ImageFont.load_default(size=14), ImageFont.load_default(size=15)
+    left, bottom = picture.width + MARGIN, image.height - MARGIN - 18
+    pen.text((left, MARGIN), f"turn {turn}/{turns}" if turn else "start", fill=FAINT, font=small)
+    pen.text((left, bottom), frame.note, fill=ACCENT, font=small)
+    top, line = MARGIN + 26, 20
+    for row, text in enumerate(_wrap(pen, frame.caption, words, PANEL - 2 * MARGIN, (bottom - top) // line)):
+        pen.text((left, top + row * line), text, fill=INK, font=words)
+    return image
+
+
+def _fit(picture: Image) -> Image:
+    from PIL.Image import Resampling
+
+    side, (least, most) = max(picture.size), SIDE
+    picture = picture.convert("RGB")
+    if side < least:
+        factor = -(-least // side)
+        return picture.resize((picture.width * factor, picture.height * factor), Resampling.NEAREST)
+    if side > most:
+        picture.thumbnail((most, most))
+    return picture
+
+
+def _on_paper(picture: Image, width: int, height: int) -> Image:
+    from PIL import Image
+
+    if picture.size == (width, height):
+        return picture
+    paper = Image.new("RGB", (width, height), PAPER)
+    paper.paste(picture, (0, 0))
+    return paper
+
+
+def _wrap(pen: ImageDraw, text: str, font: Font, width: int, rows: int) -> list[str]:
+    """Break text into at most `rows` lines of at most `width` pixels; what is left over becomes `...`."""
+    lines: list[str] = []
+    for paragraph in text.splitlines():
+        line = ""
+        for word in paragraph.split():
+            for piece in _pieces(pen, word, font, width):
+                joined = f"{line} {piece}".strip()
+                if line and pen.textlength(joined, font=font) > width:
+                    lines.append(line)
+                    line = piece
+                else:
+                    line = joined
+        lines.append(line)
+    return lines if len(lines) <= rows else [*lines[: max(rows - 1, 0)], "..."]
+
+
+def _pieces(pen: ImageDraw, word: str, font: Font, width: int) -> list[str]:
+    """A word wider than the panel, cut where it must be."""
+    pieces = [""]
+    for letter in word:
+        if pieces[-1] and pen.textlength(pieces[-1] + letter, font=font) > width:
+            pieces.append("")
+        pieces[-1] += letter
+    return pieces

@@ -1,0 +1,161 @@
+"""One static page about a run: open it in a browser, send it by mail; it loads nothing from anywhere."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+from collections.abc import Mapping
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from arborl.rollout.store import EpisodeStore
+from arborl.track.console import measure, span
+from arborl.types import Episode
+from arborl.view.curve import learning_curve
+from arborl.view.transcript import Decode, transcript
+
+log = logging.getLogger(__name__)
+
+FACTS = {
+    "model": "model.name",
+    "algorithm": "algorithm.name",
+    "seed": "seed",
+    "environment": "env.name",
+    "agent": "agent.name",
+    "engine": "engine.name",
+    "steps": "trainer.steps",
+    "tasks a step": "rollout.tasks_per_step",
+    "group size": "rollout.group_size",
+    "learning rate": "learner.lr",
+    "deterministic": "deterministic",
+}
+MEASURES = ("success", "reward", "greedy_success")
+
+
+def write_report(folder: Path, decode: Decode | None = None, last_steps: int = 2) -> Path:
+    """Write `report.html` into a run folder, from whatever the folder holds so far.
+
+    Args:
+        folder: of the run, with any of `config.yaml`, `summary.json`, `metrics.jsonl`, `frames/*.gif`, `episodes/`.
+        decode: token ids to text, to show how likely each sampled token was; without it, messages only.
+        last_steps: how many of the last steps show episodes; each shows its best, middle and worst one.
+    """
+    config, summary = _config(folder / "config.yaml"), _summary(folder / "summary.json")
+    name = str(config.get("name") or folder.resolve().name)
+    sections = [
+        _header(name, config, summary),
+        _outcome(summary),
+        _curve(folder, name, summary),
+        _gifs(folder / "frames"),
+        _episodes(folder / "episodes", decode, last_steps),
+    ]
+    path = folder / "report.html"
+    path.write_text(_page(name, "".join(sections)), encoding="utf-8", errors="replace")
+    return path
+
+
+def _page(name: str, body: str) -> str:
+    style = files("arborl.view").joinpath("report.css").read_text(encoding="utf-8")
+    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(name)}</title><style>{style}</style></head>\n<body>{body}</body></html>\n"
+    )
+
+
+def _header(name: str, config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
+    facts = {label: _look_up(config, path) for label, path in FACTS.items()}
+    if facts["seed"] is None:
+        facts["seed"] = summary.get("seed")
+    if summary.get("train_seconds") is not None:
+        facts["trained in"] = span(summary["train_seconds"])
+    shown = [f"<span>{escape(label)} <b>{escape(str(v))}</b></span>" for label, v in facts.items() if v is not None]
+    return f'<h1>{escape(name)}</h1><p class="facts">{"".join(shown)}</p>'
+
+
+def _outcome(summary: Mapping[str, Any]) -> str:
+    rows = {name: summary[name] for name in ("before", "after") if isinstance(summary.get(name), dict)}
+    names = [name for name in MEASURES if any(name in row for row in rows.values())]
+    if not names:
+        return ""
+    head = "".join(f"<th>{escape(name.replace('_', ' '))}</th>" for name in names)
+    body = "".join(
+        f'<tr class="{when}"><td>{when}</td>'
+        + "".join(f"<td>{measure(name, row.get(name))}</td>" for name in names)
+        + "</tr>"
+        for when, row in rows.items()
+    )
+    return f"<h2>Held-out tasks</h2><table><tr><th></th>{head}</tr>{body}</table>"
+
+
+def _curve(folder: Path, name: str, summary: Mapping[str, Any]) -> str:
+    metrics = folder / "metrics.jsonl"
+    if not metrics.exists():
+        return ""
+    before, after = ((summary.get(when) or {}).get("success") for when in ("before", "after"))
+    try:
+        picture = learning_curve(metrics, folder / "curve.png", name, before, after)
+    except ValueError as error:  # no step yet
+        log.info("no curve in the report: %s", error)
+        return ""
+    return f'<h2>Learning curve</h2><img alt="success and reward by step" src="{_data_uri(picture, "image/png")}">'
+
+
+def _gifs(folder: Path) -> str:
+    figures = [
+        f'<figure><img alt="replay" src="{_data_uri(path, "image/gif")}">'
+        f"<figcaption>{escape(path.stem)}</figcaption></figure>"
+        for path in sorted(folder.glob("*.gif"))
+    ]
+    return f'<h2>Replays</h2><div class="gifs">{"".join(figures)}</div>' if figures else ""
+
+
+def _episodes(folder: Path, decode: Decode | None, last_steps: int) -> str:
+    store = EpisodeStore(folder)
+    paths = store.paths()[-last_steps:] if last_steps > 0 else []
+    blocks: list[str] = []
+    for path in reversed(paths):
+        label = f"step {int(path.stem.removeprefix('step-'))}"
+        blocks += [transcript(it, label, decode, opened=not blocks) for it in _telling(list(store.read(path)))]
+    if not blocks:
+        return ""
+    hint = "Shade: the less likely a token was when it was sampled, the stronger. Point at one for its log-probability."
+    return f"<h2>Episodes</h2>{f'<p class=hint>{hint}</p>' if decode else ''}{''.join(blocks)}"
+
+
+def _telling(episodes: list[Episode]) -> list[Episode]:
+    """The best, the middle and the worst by reward, and one that failed if any did."""
+    ranked = sorted((it for it in episodes if it.failure is None), key=lambda it: it.reward, reverse=True)
+    places = sorted({0, len(ranked) // 2, len(ranked) - 1}) if ranked else []
+    return [ranked[place] for place in places] + [it for it in episodes if it.failure is not None][:1]
+
+
+def _config(path: Path) -> dict[str, Any]:
+    found = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None
+    return found if isinstance(found, dict) else {}
+
+
+def _summary(path: Path) -> dict[str, Any]:
+    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    return found if isinstance(found, dict) else {}
+
+
+def _look_up(config: Mapping[str, Any], path: str) -> Any:
+    """`model.name` in a nested mapping. A part may be given as its bare name."""
+    found: Any = config
+    for key in path.split("."):
+        if isinstance(found, str) and key == "name":
+            return found
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
+
+
+def _data_uri(path: Path, kind: str) -> str:
+    return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode('ascii')}"

@@ -1,0 +1,66 @@
+import asyncio
+
+import pytest
+
+from arborl.agents import AGENTS
+from arborl.agents.chat import ChatAgent
+from arborl.envs.env import Env, Observation, Step
+from arborl.envs.frozen_lake import FrozenLake
+from arborl.errors import ContextFull
+from arborl.types import Message, Task
+
+
+class Countdown(Env):
+    async def reset(self, task, seed):
+        self.left, self.heard = 3, []
+        return Observation((Message("system", "Count."), Message("user", "3")))
+
+    async def step(self, action):
+        self.heard.append(action.content)
+        self.left -= 1
+        return Step(Observation((Message("user", str(self.left)),)), terminated=self.left == 0)
+
+
+class Script:
+    def __init__(self, replies):
+        self.replies, self.prompts = list(replies), []
+
+    async def chat(self, messages, tools=()):
+        self.prompts.append(list(messages))
+        if not self.replies:
+            raise ContextFull("no more")
+        return Message("assistant", self.replies.pop(0), sampled=True)
+
+    def count(self, metrics):
+        raise AssertionError("a chat agent counts nothing")
+
+
+def test_the_conversation_grows_by_what_was_said_until_it_is_over():
+    env, model = Countdown(), Script(["a", "b", "c", "d"])
+    asyncio.run(ChatAgent().run(Task("t"), env, model))
+    assert env.heard == ["a", "b", "c"]
+    last = [message.content for message in model.prompts[-1]]
+    assert last == ["Count.", "3", "a", "2", "b", "1"]
+    for before, after in zip(model.prompts, model.prompts[1:], strict=False):
+        assert after[: len(before)] == before
+
+
+def test_a_full_context_passes_through_the_agent():
+    with pytest.raises(ContextFull):
+        asyncio.run(ChatAgent().run(Task("t"), Countdown(), Script(["a"])))
+
+
+def test_the_oracle_wins_through_the_loop():
+    env = FrozenLake()
+
+    class Oracle(Script):
+        async def chat(self, messages, tools=()):
+            return Message("assistant", env.oracle())
+
+    asyncio.run(ChatAgent().run(Task("t", seed=5), env, Oracle([])))
+    assert env.metrics()["success"] == 1
+
+
+def test_every_agent_in_the_table_can_be_built():
+    for name in AGENTS:
+        assert AGENTS.build(name, {}, "agent.args")

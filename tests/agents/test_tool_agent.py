@@ -1,0 +1,98 @@
+import asyncio
+from collections import Counter
+
+import pytest
+
+from arborl.agents.tool import ToolAgent
+from arborl.envs.env import Env, Observation, Step
+from arborl.tools import tool
+from arborl.types import Message, Task, ToolCall
+
+
+@tool
+def double(x: int) -> int:
+    """Double a number."""
+    return 2 * x
+
+
+class TwoAnswers(Env):
+    async def reset(self, task, seed):
+        self.heard = []
+        return Observation((Message("system", "Be brief."), Message("user", "first?")))
+
+    async def step(self, action):
+        self.heard.append(action)
+        return Step(Observation((Message("user", "second?"),)), terminated=len(self.heard) == 2)
+
+
+class Script:
+    def __init__(self, *replies):
+        self.replies, self.prompts, self.tools, self.counts = list(replies), [], [], Counter()
+
+    async def chat(self, messages, tools=()):
+        self.prompts.append(list(messages))
+        self.tools.append(tools)
+        return self.replies.pop(0)
+
+    def count(self, metrics):
+        self.counts.update(metrics)
+
+
+def call(id, x, name="double", error=None):
+    return ToolCall(id, name, {"x": x}, error)
+
+
+def says(text, *calls):
+    return Message("assistant", text, tool_calls=calls, sampled=True)
+
+
+def test_calls_are_answered_by_tools_and_the_rest_by_the_environment():
+    model = Script(says("let me see", call("1", 2), call("2", 3)), says("4 and 6"), says("done"))
+    env = TwoAnswers()
+    asyncio.run(ToolAgent([double]).run(Task("t"), env, model))
+    assert [message.content for message in env.heard] == ["4 and 6", "done"]
+    assert [message.content for message in model.prompts[0]] == ["Be brief.", "first?"]
+    assert model.prompts[1][-2:] == [
+        Message("tool", "4", tool_call_id="1", name="double"),
+        Message("tool", "6", tool_call_id="2", name="double"),
+    ]
+    assert [message.content for message in model.prompts[2]][-2:] == ["4 and 6", "second?"]
+    for before, after in zip(model.prompts, model.prompts[1:], strict=False):
+        assert after[: len(before)] == before
+    assert all(tools == (double.spec,) for tools in model.tools)
+    assert model.counts == {"tool/calls": 2}
+
+
+def test_failures_are_counted_by_kind_and_read_by_the_model():
+    calls = call("1", 2, "dubble"), call("2", "two"), call("3", 1, error="bad JSON")
+    model = Script(says("", *calls), says("a"), says("b"))
+    asyncio.run(ToolAgent([double]).run(Task("t"), TwoAnswers(), model))
+    assert model.counts == {
+        "tool/calls": 3,
+        "tool/failed": 3,
+        "tool/unknown_tool": 1,
+        "tool/arguments": 1,
+        "tool/malformed": 1,
+    }
+    assert "Did you mean 'double'?" in model.prompts[1][-3].content
+
+
+def test_after_the_last_round_the_message_goes_to_the_environment_as_it_is():
+    again = says("again", call("1", 1))
+    model = Script(*[again] * 6)
+    env = TwoAnswers()
+    asyncio.run(ToolAgent([double], max_tool_rounds=2).run(Task("t"), env, model))
+    assert env.heard == [again, again]
+    assert len(model.prompts) == 6
+    assert model.counts == {"tool/calls": 4}
+
+
+def test_without_rounds_it_is_a_chat_agent():
+    model = Script(says("a", call("1", 1)), says("b"))
+    asyncio.run(ToolAgent([double], max_tool_rounds=0).run(Task("t"), TwoAnswers(), model))
+    assert not model.counts
+
+
+def test_a_negative_number_of_rounds_is_refused():
+    with pytest.raises(ValueError, match="max_tool_rounds=-1"):
+        ToolAgent(max_tool_rounds=-1)

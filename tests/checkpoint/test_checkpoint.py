@@ -1,0 +1,205 @@
+"""A kill at any moment leaves a good checkpoint to resume from."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from arborl.checkpoint import Damaged, checkpoint, complete, find, load_state, rewind, save
+from arborl.errors import ConfigError
+
+
+def writer(text="weights"):
+    def write(folder):
+        (folder / "model").mkdir()
+        (folder / "model" / "model.safetensors").write_text(text)
+        (folder / "optimizer.pt").write_bytes(b"\0" * 1000)
+
+    return write
+
+
+def steps(root):
+    return [int(folder.name[5:]) for folder in complete(root)]
+
+
+def test_a_checkpoint_has_its_files_its_state_and_a_manifest_of_both(tmp_path):
+    folder = save(tmp_path, 12, writer(), {"step": 12, "lr": 0.1}, keep=2)
+    assert folder == tmp_path / "step-000012"
+    assert load_state(find(tmp_path, "latest")) == {"step": 12, "lr": 0.1}
+    manifest = json.loads((folder / "MANIFEST").read_text())
+    assert manifest["step"] == 12
+    assert sorted(manifest["files"]) == ["model/model.safetensors", "optimizer.pt", "state.json"]
+    assert manifest["files"]["optimizer.pt"][0] == 1000
+
+
+def test_a_write_that_fails_midway_leaves_the_previous_checkpoint_as_latest(tmp_path):
+    save(tmp_path, 1, writer(), {}, keep=2)
+
+    def fails(folder):
+        writer()(folder)
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        save(tmp_path, 2, fails, {}, keep=2)
+    assert find(tmp_path, "latest").name == "step-000001"
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
+def test_a_state_that_is_not_json_leaves_nothing_behind(tmp_path):
+    with pytest.raises(TypeError):
+        save(tmp_path, 2, writer(), {"model": object()}, keep=2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_killed_while_writing_leaves_the_previous_checkpoint_as_latest(tmp_path):
+    save(tmp_path, 1, writer(), {}, keep=2)
+    program = """
+        import sys, time
+        from pathlib import Path
+        from arborl.checkpoint import save
+
+        def slow(folder):
+            (folder / "half").write_text("half")
+            print("writing", flush=True)
+            time.sleep(60)
+
+        save(Path(sys.argv[1]), 2, slow, {}, keep=2)
+    """
+    running = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert running.stdout.readline() == "writing\n"
+    running.send_signal(signal.SIGKILL)
+    running.communicate()
+    assert find(tmp_path, "latest").name == "step-000001"
+    save(tmp_path, 2, writer(), {}, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000002"]
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("deadly", range(4))
+def test_replacing_a_step_is_safe_wherever_it_is_killed(tmp_path, monkeypatch, deadly):
+    """Dies before the n-th rename or deletion; one of the two versions must be there, whole."""
+    save(tmp_path, 5, writer("old"), {"version": "old"}, keep=1)
+    count = 0
+
+    def dies_in(function):
+        def call(*args, **kwargs):
+            nonlocal count
+            count += 1
+            if count > deadly:
+                raise Killed
+            return function(*args, **kwargs)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.Path, "rename", dies_in(checkpoint.Path.rename))
+        patch.setattr(checkpoint.shutil, "rmtree", dies_in(checkpoint.shutil.rmtree))
+        try:
+            save(tmp_path, 5, writer("new"), {"version": "new"}, keep=1)
+        except Killed:
+            assert deadly < 3
+    found = find(tmp_path, "latest")
+    expected = "old" if deadly < 2 else "new"
+    assert load_state(found) == {"version": expected}
+    assert (found / "model" / "model.safetensors").read_text() == expected
+    save(tmp_path, 6, writer(), {}, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000006"]
+
+
+def test_a_truncated_file_is_passed_over_for_latest_and_named_when_asked_for(tmp_path, caplog):
+    save(tmp_path, 1, writer(), {}, keep=3)
+    newest = save(tmp_path, 2, writer(), {}, keep=3)
+    os.truncate(newest / "optimizer.pt", 10)
+    with caplog.at_level(logging.WARNING):
+        assert find(tmp_path, "latest", verify=False).name == "step-000001"
+    assert "step-000002" in caplog.text
+    assert "optimizer.pt has 10 bytes, and 1000 were written" in caplog.text
+    with pytest.raises(Damaged, match=r"optimizer\.pt has 10 bytes.*has steps 1; write"):
+        find(tmp_path, "2")
+
+
+def test_changed_bytes_of_the_same_size_are_found_by_hash(tmp_path):
+    folder = save(tmp_path, 3, writer("weights"), {}, keep=3)
+    (folder / "model" / "model.safetensors").write_text("weighty")
+    assert find(tmp_path, "3", verify=False) == folder
+    with pytest.raises(Damaged, match=r"model\.safetensors has the right size but not the bytes"):
+        find(tmp_path, "3")
+
+
+@pytest.mark.parametrize("name", ["MANIFEST", "state.json", "model/model.safetensors"])
+def test_a_missing_file_is_named(tmp_path, name):
+    folder = save(tmp_path, 3, writer(), {}, keep=3)
+    (folder / name).unlink()
+    assert complete(tmp_path) == []
+    with pytest.raises(Damaged, match=f"{name} is missing"):
+        find(tmp_path, str(folder))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [('{"version": 2}', "version 2"), ("[]", "cannot be read"), ("{", "cannot be read"), ('{"version": 1}', "files")],
+)
+def test_a_manifest_that_cannot_be_read_says_why(tmp_path, text, message):
+    folder = save(tmp_path, 3, writer(), {}, keep=3)
+    (folder / "MANIFEST").write_text(text)
+    with pytest.raises(Damaged, match=message):
+        find(tmp_path, "3")
+
+
+def test_the_newest_are_kept_and_the_one_just_written_always(tmp_path):
+    for step in (10, 20, 30):
+        save(tmp_path, step, writer(), {}, keep=2)
+    assert steps(tmp_path) == [20, 30]
+    save(tmp_path, 5, writer(), {}, keep=2)
+    assert steps(tmp_path) == [5, 20, 30]
+
+
+def test_a_damaged_checkpoint_does_not_count_among_the_kept(tmp_path):
+    save(tmp_path, 1, writer(), {}, keep=2)
+    damaged = save(tmp_path, 2, writer(), {}, keep=2)
+    (damaged / "MANIFEST").unlink()
+    save(tmp_path, 3, writer(), {}, keep=2)
+    assert steps(tmp_path) == [1, 3]
+
+
+def test_rewinding_removes_the_line_that_was_left(tmp_path):
+    for step in (10, 20, 30):
+        save(tmp_path, step, writer(), {}, keep=3)
+    rewind(tmp_path, 10)
+    assert steps(tmp_path) == [10]
+
+
+def test_a_checkpoint_is_found_by_number_name_and_path(tmp_path):
+    folder = save(tmp_path, 7, writer(), {}, keep=3)
+    assert find(tmp_path, "7") == find(tmp_path, "step-000007") == find(tmp_path / "x", str(folder)) == folder
+
+
+def test_asking_for_what_is_not_there_says_what_is(tmp_path):
+    with pytest.raises(ConfigError, match="There is none"):
+        find(tmp_path / "nowhere", "latest")
+    for step in (10, 20):
+        save(tmp_path, step, writer(), {}, keep=3)
+    for which in ("15", "some/where"):
+        with pytest.raises(ConfigError, match="has steps 10, 20; write 'latest'"):
+            find(tmp_path, which)
+
+
+def test_steps_past_a_million_keep_their_order(tmp_path):
+    for step in (999_999, 1_000_000):
+        save(tmp_path, step, writer(), {}, keep=3)
+    assert find(tmp_path, "latest").name == "step-1000000"
+
+
+def test_the_room_loads_without_torch():
+    program = "import sys, arborl.checkpoint; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

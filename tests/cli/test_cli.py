@@ -1,0 +1,254 @@
+"""The command line: verbs reach what they call, and every bad input is one line, exit code 2, and no trace on disk."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from arborl.cli.doctor import Check, examine
+from arborl.cli.main import app
+from arborl.cli.train import newest
+from arborl.config import RunConfig
+from arborl.config.base import dump_yaml
+from arborl.config.load import load
+from arborl.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments)
+
+
+@dataclass
+class FakeApi:
+    """Stands where `arborl.api` does, and remembers what it was asked."""
+
+    asked: list[tuple[RunConfig, str | None, bool]] = field(default_factory=list)
+
+    def train(self, config: RunConfig, *, resume: str | None = None, stub: bool = False) -> None:
+        self.asked.append((config, resume, stub))
+
+    def evaluate(self, path: str, overrides: Sequence[str]) -> dict[str, dict[str, float]]:
+        if path == "nobody":
+            raise ConfigError("no model is called 'nobody'.")
+        return {"sampled": {"success": 0.25, "tasks": float(len(overrides))}, "greedy": {"success": 0.5}}
+
+
+@pytest.fixture
+def api(monkeypatch: pytest.MonkeyPatch) -> FakeApi:
+    fake, module = FakeApi(), ModuleType("arborl.api")
+    vars(module).update(train=fake.train, evaluate=fake.evaluate)
+    monkeypatch.setitem(sys.modules, "arborl.api", module)
+    monkeypatch.setattr("arborl.api", module, raising=False)
+    return fake
+
+
+def make_run(folder: Path, **settings: Any) -> Path:
+    (folder / "checkpoints" / "step-000002").mkdir(parents=True)
+    (folder / "config.yaml").write_text(dump_yaml(RunConfig.model_validate(settings)))
+    return folder
+
+
+# ------------------------------------------------------------------------------------------------ bad input
+
+BAD: dict[str, tuple[list[str], str]] = {
+    "missing file": (["train", "rnu.yaml"], "rnu.yaml: no such file. Near it: run.yaml."),
+    "yaml syntax": (["train", "bad.yaml"], "bad.yaml: line 2, column 5: not valid YAML"),
+    "unknown key": (["train", "lr=1"], "lr: unknown key. Did you mean 'learner.lr'?"),
+    "unknown key in a file": (["train", "typo.yaml"], "learner.lrr: unknown key. Did you mean 'learner.lr'?"),
+    "wrong type": (["train", "run.yaml", "trainer.steps=many"], "trainer.steps: must be a whole number >= 1"),
+    "out of range": (["train", "learner.lr=-1"], "learner.lr: must be a number > 0, given -1."),
+    "contradiction": (["train", "algorithm=grpo", "rollout.group_size=1"], "Write rollout.group_size=8"),
+    "no equals sign": (["train", "run.yaml", "seed"], "a setting is written seed=VALUE."),
+    "no equals sign alone": (["train", "seed"], "A setting is written seed=VALUE."),
+    "dashes": (["train", "--learner.lr=1"], "a setting has no dashes. Write learner.lr=1."),
+    "unknown option": (["train", "--stab"], "--stab: unknown option. Did you mean '--stub'?"),
+    "two files": (["train", "run.yaml", "typo.yaml"], "the file is 'run.yaml' already"),
+    "nothing to resume": (["train", "--resume", "latest"], "holds no run called 'frozen-lake' to resume"),
+    "no such run": (["train", "--resume", "latest", "output_dir=x"], "config.yaml: no such file"),
+    "nothing to evaluate": (["evaluate"], "nothing to evaluate. Write `arborl evaluate PATH`"),
+    "evaluating nobody": (["evaluate", "nobody"], "no model is called 'nobody'."),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD.values(), ids=BAD)
+def test_bad_input_is_one_line_and_writes_nothing(arguments: list[str], message: str, here: Path, api: FakeApi) -> None:
+    (here / "run.yaml").write_text("seed: 1\n")
+    (here / "bad.yaml").write_text("learner: [0.9\nseed: 3\n")
+    (here / "typo.yaml").write_text("learner: {lrr: 1}\n")
+    before = sorted(here.rglob("*"))
+    result = call(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("arborl: ")
+    assert result.stderr.count("\n") == 1
+    assert message in result.stderr
+    assert api.asked == []
+    assert sorted(here.rglob("*")) == before
+
+
+# ------------------------------------------------------------------------------------------------ verbs
+
+
+def test_train_passes_the_configuration_on_(api: FakeApi, here: Path) -> None:
+    (here / "run.yaml").write_text("seed: 1\n")
+    result = call("train", "learner.lr=0.5", "run.yaml", "--stub")
+    assert result.exit_code == 0
+    config, resume, stub = api.asked[0]
+    assert (config.seed, config.learner.lr, resume, stub) == (1, 0.5, None, True)
+
+
+def test_print_shows_a_configuration_that_loads_to_the_same_and_stops(api: FakeApi, here: Path) -> None:
+    result = call("train", "--print", "env.args.size=6")
+    assert api.asked == []
+    (here / "printed.yaml").write_text(result.stdout)
+    assert load(here / "printed.yaml") == load(None, ["env.args.size=6"])
+
+
+def test_resume_takes_the_runs_own_configuration_with_settings_on_top(api: FakeApi, here: Path) -> None:
+    make_run(here / "x", seed=5, agent="tool", tools=["calculator"])
+    assert call("train", "--resume", "latest", "output_dir=x", "trainer.steps=9").exit_code == 0
+    config, resume, _ = api.asked[0]
+    assert (config.seed, config.trainer.steps, config.output_dir, resume) == (5, 9, Path("x"), "latest")
+    assert config.tools == ("calculator",)
+
+
+def test_resume_without_a_folder_finds_the_newest_run_of_that_name(api: FakeApi, here: Path) -> None:
+    for number in (1, 2, 10):
+        make_run(here / "runs" / f"maze-{number:03}", seed=number)
+    make_run(here / "runs" / "maze-big-099", seed=99)
+    assert call("train", "--resume", "2", "name=maze").exit_code == 0
+    config, resume, _ = api.asked[0]
+    assert (config.seed, config.output_dir, resume) == (10, Path("runs/maze-010"), "2")
+
+
+def test_resume_from_a_path_finds_the_run_it_lies_in(api: FakeApi, here: Path) -> None:
+    run = make_run(here / "x", seed=5)
+    checkpoint = str(run / "checkpoints" / "step-000002")
+    assert call("train", "--resume", checkpoint).exit_code == 0
+    assert call("train", "--resume", "x").exit_code == 0
+    assert [(config.output_dir, resume) for config, resume, _ in api.asked] == [
+        (run, checkpoint),
+        (Path("x"), "latest"),
+    ]
+
+
+def test_resume_with_a_file_takes_the_file(api: FakeApi, here: Path) -> None:
+    make_run(here / "runs" / "maze-001", seed=5)
+    (here / "run.yaml").write_text("name: maze\nseed: 6\n")
+    assert call("train", "run.yaml", "--resume", "latest").exit_code == 0
+    config, _, _ = api.asked[0]
+    assert (config.seed, config.output_dir) == (6, Path("runs/maze-001"))
+
+
+def test_a_run_folder_that_is_not_there_is_said_to_be_missing(here: Path) -> None:
+    make_run(here / "runs" / "other-001")
+    with pytest.raises(ConfigError, match=r"no run called 'maze' to resume\. There: other-001\. Write output_dir="):
+        newest(Path("runs"), "maze")
+
+
+def test_evaluate_prints_one_column_for_each_way_of_playing(api: FakeApi) -> None:
+    result = call("evaluate", "seedling", "evaluation.tasks=3", "seed=1")
+    assert result.exit_code == 0
+    rows = [line.split() for line in result.stdout.splitlines()]
+    assert ["metric", "sampled", "greedy"] in rows
+    assert ["success", "0.25", "0.5"] in rows
+    assert ["tasks", "2", "-"] in rows
+
+
+def test_version_names_arborl_python_and_torch() -> None:
+    result = call("version")
+    assert result.stdout.startswith("arborl 0.1.0 (python 3.")
+    assert "torch" in result.stdout
+
+
+# ------------------------------------------------------------------------------------------------ doctor
+
+
+def test_doctor_reports_every_check_as_json() -> None:
+    result = call("doctor", "--json")
+    rows = {row["name"]: row for row in json.loads(result.stdout)}
+    assert {"python", "torch", "gpu", "transformers", "extras", "embedded model", "chat template"} <= set(rows)
+    assert {"runs/", "cpu", "memory"} <= set(rows)
+    assert rows["torch"]["state"] == "ok"
+    failed = [row for row in rows.values() if row["state"] == "fail"]
+    assert result.exit_code == (1 if failed else 0)
+    assert all(row["advice"] for row in failed)
+
+
+def test_a_check_that_breaks_is_a_failed_row_and_the_rest_go_on() -> None:
+    def disk_speed() -> Check:
+        raise RuntimeError("no disk")
+
+    def fine() -> Check:
+        return Check("fine", "ok", "yes")
+
+    broken, after = examine([disk_speed, fine])
+    assert (broken.name, broken.state, broken.detail) == ("disk speed", "fail", "RuntimeError: no disk")
+    assert after.state == "ok"
+
+
+def test_doctor_exits_with_1_when_a_row_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("arborl.cli.doctor.CHECKS", (lambda: Check("disk", "fail", "full", "Make room."),))
+    result = call("doctor")
+    assert result.exit_code == 1
+    assert "Make room." in result.stdout
+
+
+def test_doctor_leaves_nothing_behind(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from arborl.cli.doctor import run_folder
+
+    assert run_folder().state == "ok"
+    assert list(here.iterdir()) == []
+
+
+# ------------------------------------------------------------------------------------------------ imports
+
+HEAVY = "{'torch', 'transformers', 'hydra', 'matplotlib'}"
+
+
+def python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_importing_arborl_loads_nothing_heavy_and_lists_its_names() -> None:
+    code = f"import sys, arborl; print(sorted({HEAVY} & set(sys.modules)), 'run' in dir(arborl), arborl.__version__)"
+    assert python(code) == "[] True 0.1.0"
+    assert (
+        python("import arborl; print(arborl.Message.__module__, arborl.RunConfig.__name__)") == "arborl.types RunConfig"
+    )
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    import arborl
+
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        arborl.trian  # noqa: B018
+
+
+def test_help_and_print_load_nothing_heavy() -> None:
+    template = "import sys; from typer.testing import CliRunner; from arborl.cli.main import app; "
+    template += "assert CliRunner().invoke(app, {}).exit_code == 0; print(sorted({} & set(sys.modules)))"
+    assert python(template.format(["--help"], HEAVY)) == "[]"
+    assert python(template.format(["version"], HEAVY)) == "[]"
+    assert python(template.format(["train", "--print"], "{'torch', 'transformers', 'matplotlib'}")) == "[]"
+
+
+def test_python_dash_m_is_the_same_program(here: Path) -> None:
+    ran = subprocess.run([sys.executable, "-m", "arborl", "train", "lr=1"], capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert ran.stderr == "arborl: lr: unknown key. Did you mean 'learner.lr'?\n"

@@ -1,0 +1,187 @@
+"""Sections: what they accept, how their mistakes read, and how they are written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from arborl.config.base import dump_yaml, explain, paths, section, validate
+from arborl.config.load import load
+from arborl.config.run import EnvConfig, RunConfig
+from arborl.errors import ConfigError
+
+
+def mistake(data: dict[str, object]) -> str:
+    with pytest.raises(ConfigError) as raised:
+        validate(RunConfig, data)
+    return str(raised.value)
+
+
+def test_a_section_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError):
+        RunConfig().seed = 3  # type: ignore[misc]
+
+
+def test_a_bare_string_is_short_for_a_sections_name_or_path() -> None:
+    config = validate(RunConfig, {"env": "frozen_lake", "algorithm": "grpo", "data": "a.json", "rewards": ["exact"]})
+    assert config.env.name == "frozen_lake"
+    assert config.data.path == Path("a.json")
+    assert config.rewards[0].name == "exact"
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        ({"lr": 1}, "lr: unknown key. Did you mean 'learner.lr'?"),
+        ({"learner": {"lrr": 1}}, "learner.lrr: unknown key. Did you mean 'learner.lr'?"),
+        ({"learner": {"steps": 1}}, "learner.steps: unknown key. Did you mean 'trainer.steps'?"),
+        ({"traner": {}}, "traner: unknown key. Did you mean 'trainer'?"),
+        ({"algorithm": {"kl": {"coeff": 1}}}, "algorithm.kl.coeff: unknown key. Did you mean 'algorithm.kl.coef'?"),
+        (
+            {"rewards": [{"name": "exact", "weigth": 2}]},
+            "rewards.0.weigth: unknown key. Did you mean 'rewards.0.weight'?",
+        ),
+        (
+            {"temperature": 1},
+            "temperature: unknown key. Did you mean 'sampling.temperature' or 'evaluation.temperature'?",
+        ),
+        ({"track": {"zzz": 1}}, "track.zzz: unknown key. Known here: tensorboard, episodes, gifs."),
+        ({"trainer": {"steps": "many"}}, "trainer.steps: must be a whole number >= 1, given 'many'."),
+        ({"trainer": {"steps": 0}}, "trainer.steps: must be a whole number >= 1, given 0."),
+        ({"data": {"evaluation_share": 2}}, "data.evaluation_share: must be a number > 0 and < 1, given 2."),
+        ({"learner": {"betas": [0.9, "x"]}}, "learner.betas.1: must be a number, given 'x'."),
+        ({"learner": {"betas": [0.9, 0.9, 0.9]}}, "learner.betas: must have 2 items, given [0.9, 0.9, 0.9]."),
+        ({"deterministic": "maybe"}, "deterministic: must be true or false, given 'maybe'."),
+        (
+            {"model": {"dtype": "float3"}},
+            "model.dtype: must be one of float32, bfloat16, float64; given 'float3'. Did you mean 'float32'?",
+        ),
+        ({"tools": "calculator"}, "tools: must be a list, given 'calculator'. Write tools=[calculator]."),
+        ({"rewards": [{"weight": 2}]}, "rewards.0.name: is missing."),
+        ({"learner": 5}, "learner: must be a section of keys and values, given 5."),
+        ({"env": None}, "env: must be a section of keys and values, given null."),
+    ],
+)
+def test_a_mistake_is_one_line_with_its_path_and_what_to_write(data: dict[str, object], line: str) -> None:
+    assert mistake(data) == line
+
+
+def test_several_mistakes_are_a_line_each() -> None:
+    lines = mistake({"lr": 1, "seed": -1}).splitlines()
+    assert [line.split(":")[0] for line in lines] == ["seed", "lr"]
+
+
+def test_settings_that_contradict_each_other_say_what_to_write() -> None:
+    line = mistake({"rollout": {"group_size": 1}})
+    assert line.startswith("rollout.group_size=1 with algorithm.baseline=mean")
+    assert "Write rollout.group_size=8" in line
+
+
+def test_explain_works_for_a_section_by_itself() -> None:
+    with pytest.raises(ValidationError) as raised:
+        EnvConfig.model_validate({"nam": "frozen_lake"})
+    assert explain(raised.value, EnvConfig) == "nam: unknown key. Did you mean 'name'?"
+
+
+def test_a_long_value_is_cut_short_in_the_message() -> None:
+    assert len(mistake({"learner": {"lr": "x" * 5000}})) < 200
+
+
+@pytest.mark.parametrize(
+    ("data", "env"),
+    [
+        ({"data": "a.json"}, "question"),
+        ({"data": {"path": "a.json"}, "env": {"args": {"x": 1}}}, "question"),
+        ({"data": "a.json", "env": "frozen_lake"}, "frozen_lake"),
+        ({"data": {"question": "q"}}, "frozen_lake"),
+    ],
+)
+def test_rows_from_a_file_are_questions_unless_an_environment_is_named(data: dict[str, object], env: str) -> None:
+    assert validate(RunConfig, {**data, "rewards": ["exact"]}).env.name == env
+
+
+def test_every_key_of_the_tree_has_a_default_or_is_a_section() -> None:
+    config = RunConfig()
+    for path in paths(RunConfig):
+        found: object = config
+        for key in path.split("."):
+            found = getattr(found, key)
+    assert section(RunConfig, "learner") is not None
+    assert section(RunConfig, "rewards") is None
+
+
+# ------------------------------------------------------------------------------------------------ as a file
+
+text = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), max_size=12) | st.sampled_from(
+    [
+        "${seed}",
+        r"\${x}",
+        r"\\${x",
+        "$",
+        "1e-3",
+        "null",
+        "yes",
+        "0x1f",
+        "1:30",
+        "",
+        " a ",
+        "2024-01-01",
+        "{a: 1}",
+        "~",
+        "é",
+    ]
+)
+plain = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**9), 10**9)
+    | st.floats(allow_nan=False, width=32)
+    | text.filter(
+        lambda value: value != "???"  # OmegaConf's mark for a value that is still to come
+    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), inner),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=50, deadline=None)  # a load takes about 0.1 s
+@given(
+    name=st.from_regex(r"[a-z0-9][a-z0-9 _.-]{0,12}", fullmatch=True),
+    seed=st.integers(0, 2**31),
+    lr=st.floats(1e-9, 1.0),
+    betas=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+    args=st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), plain, max_size=3),
+    weight=st.floats(-10, 10),
+)
+def test_what_is_written_is_read_back_equal(
+    tmp_path_factory: pytest.TempPathFactory,
+    name: str,
+    seed: int,
+    lr: float,
+    betas: tuple[float, float],
+    args: dict[str, object],
+    weight: float,
+) -> None:
+    config = RunConfig.model_validate(
+        {
+            "name": name,
+            "seed": seed,
+            "output_dir": "runs/here",
+            "learner": {"lr": lr, "betas": betas},
+            "env": {"name": "frozen_lake", "args": args},
+            "rewards": [{"name": "exact", "weight": weight}],
+        }
+    )
+    file = tmp_path_factory.mktemp("written") / "config.yaml"
+    file.write_text(dump_yaml(config), encoding="utf-8")
+    assert load(file) == config
+
+
+def test_an_object_cannot_be_written_and_the_message_says_where() -> None:
+    config = validate(RunConfig, {"env": {"name": "frozen_lake", "args": {"rule": [object()]}}})
+    with pytest.raises(ConfigError, match=r"env\.args\.rule\.0: an object of type object cannot be written"):
+        dump_yaml(config)

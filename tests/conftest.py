@@ -1,0 +1,52 @@
+"""Small real things shared by tests: tiny models, a scripted episode maker, the embedded model."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "arbor", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
+settings.load_profile("arbor")
+
+
+@pytest.fixture(scope="session")
+def tiny_llama():
+    """Two layers, grouped heads, float64: for equalities to the last digits."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from arborl.models.attention import NAME
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+    )
+    model = LlamaForCausalLM(config).double().eval()
+    for parent in [*model.model.layers, model.model]:  # the library's norm rounds to float32 on its way
+        for name, child in list(parent.named_children()):
+            if type(child).__name__ == "LlamaRMSNorm":
+                setattr(parent, name, torch.nn.RMSNorm(32, eps=child.variance_epsilon, dtype=torch.float64))
+    model.set_attn_implementation(NAME)
+    return model
+
+
+@pytest.fixture(scope="session")
+def seedling():
+    """The embedded model and its renderer."""
+    from arborl.chat import Renderer
+    from arborl.models.load import load_model, resolve
+
+    folder = resolve("seedling")
+    return load_model(folder, device="cpu"), Renderer.from_folder(folder)

@@ -1,0 +1,109 @@
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from arborl.data import FileTasks
+from arborl.data.files import read_rows
+from arborl.data.rows import read_messages, read_task
+from arborl.errors import ConfigError
+from arborl.types import Message, ToolCall
+
+ROWS = [{"question": "1+1?", "answer": "2"}, {"question": "größer, «é»?", "answer": "ja,\nnein"}]
+
+
+def written(folder, name, text):
+    path = folder / name
+    if isinstance(text, bytes):
+        path.write_bytes(text)
+    else:
+        path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_every_format_gives_the_same_rows(tmp_path):
+    written(tmp_path, "a.json", json.dumps(ROWS))
+    written(tmp_path, "a.jsonl", "\n\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS) + "\n")
+    written(tmp_path, "a.csv", '\ufeffquestion,answer\r\n1+1?,2\r\n\r\n"größer, «é»?","ja,\nnein"\r\n')
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
+    for suffix in ("json", "jsonl", "csv", "parquet"):
+        assert [row for _, row in read_rows(tmp_path / f"a.{suffix}")] == ROWS
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("a.json", "", "no rows in it"),
+        ("a.json", "[]", "no rows in it"),
+        ("a.jsonl", "\n\n", "no rows in it"),
+        ("a.csv", "", "no rows in it"),
+        ("a.csv", "question,answer\n", "no rows in it"),
+        ("a.json", "[{", "not valid JSON"),
+        ("a.json", '{"question": "a"}', "dict at the top, not a list of rows"),
+        ("a.json", '[{"question": "a"}, 3]', "row 2: int, not an object"),
+        ("a.jsonl", '{"question": "a"}\n\n{"question"', "line 3: not valid JSON"),
+        ("a.jsonl", '{"question": "a"}\n[1]', "line 2: list, not an object"),
+        ("a.csv", "question,answer\na,b\nc", "row 2: 1 cells, but the header names 2"),
+        ("a.csv", 'question\n"a', "not valid CSV"),
+        ("a.parquet", "PAR1 no", "not a valid Parquet file"),
+        ("a.parquet", "", "not a valid Parquet file"),
+        ("a.json", b'["\xff"]', "not UTF-8"),
+        ("a.txt", "hello", "unknown kind of file '.txt'. Give one of .json, .jsonl, .csv, .parquet"),
+        ("a.json", '[{"question": "a"}, {"questoin": "b"}]', "row 2: no column 'question'. Did you mean 'questoin'?"),
+        ("a.json", '[{"question": 3}]', "row 1, question: int, not text"),
+        ("a.json", '[{"question": " "}]', "row 1, question: empty"),
+        ("a.json", '[{"messages": []}]', "row 1, messages: not a list of messages"),
+        ("a.json", '[{"messages": "hello"}]', "row 1, messages: not valid JSON"),
+        ("a.json", '[{"messages": ["hi"]}]', r"row 1, messages[0]: str, not an object"),
+        ("a.json", '[{"messages": [{"role": "usr"}]}]', r"messages[0].role: 'usr' is not a role. Did you mean 'user'?"),
+        ("a.json", '[{"messages": [{"role": "user", "content": 3}]}]', r"messages[0].content: int, not text"),
+        ("a.json", '[{"messages": [{"role": "assistant", "tool_calls": [3]}]}]', r"tool_calls[0]: not a call"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_one_line_that_names_it(tmp_path, name, text, says):
+    path = written(tmp_path, name, text)
+    with pytest.raises(ConfigError) as caught:
+        FileTasks(path)
+    assert says in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_a_missing_file_says_where_it_was_looked_for(tmp_path):
+    with pytest.raises(ConfigError, match="no such file"):
+        FileTasks(tmp_path / "none.json")
+    (tmp_path / "folder.json").mkdir()
+    with pytest.raises(ConfigError, match="is a folder"):
+        FileTasks(tmp_path / "folder.json")
+
+
+def test_messages_come_in_openais_shape_and_win_over_the_question():
+    given = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "6*"}, {"type": "text", "text": "7?"}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "calc", "arguments": '{"x": "6*7"}'}}],
+        },
+        {"role": "tool", "content": "42", "tool_call_id": "1", "name": "calc"},
+    ]
+    wanted = (
+        Message("system", "Be brief."),
+        Message("user", "6*7?"),
+        Message("assistant", "", tool_calls=(ToolCall("1", "calc", {"x": "6*7"}),)),
+        Message("tool", "42", tool_call_id="1", name="calc"),
+    )
+    row = {"messages": given, "question": "other", "id": 12, "agent_name": "tool"}
+    task = read_task(row, "question", "here", "file")
+    assert task.messages == wanted
+    assert (task.id, task.agent) == ("12", "tool")
+    assert task.fields == row
+    assert read_messages(json.dumps(given), "here") == wanted
+
+
+def test_parquet_rows_may_hold_messages(tmp_path):
+    path = tmp_path / "a.parquet"
+    rows = [{"messages": [{"role": "user", "content": f"q{n}"}]} for n in range(3)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    assert FileTasks(path).take(0, 1)[0].messages[0].content.startswith("q")

@@ -1,0 +1,201 @@
+import asyncio
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+
+from arborl.envs.checker import assert_env, check_env
+from arborl.envs.env import Env, Observation, Step
+from arborl.seeds import generator
+from arborl.types import Message, Task
+
+TASK = Task("t", seed=3)
+ticket = itertools.count()
+
+
+class Walk(Env):
+    """A sound environment: a walk along a line, with a little chance."""
+
+    async def reset(self, task, seed):
+        self.place, self.chance = task.seed % 5, generator(seed, "walk")
+        return self.seen()
+
+    def seen(self):
+        return Observation((Message("user", f"at {self.place}"),), state_key=str(self.place))
+
+    async def step(self, action):
+        self.place += {"left": -1, "right": 1}[action.content] * int(self.chance.integers(1, 3))
+        return Step(self.seen(), reward=0.5, terminated=self.place > 8, info={"place": self.place})
+
+    def actions(self):
+        return ["left", "right"]
+
+    def metrics(self):
+        return {"success": float(self.place > 8)}
+
+
+class Bent(Walk):
+    """The same, with every step changed by `how`."""
+
+    def __init__(self, how):
+        self.how = how
+
+    async def step(self, action):
+        return self.how(await super().step(action))
+
+
+def test_a_sound_environment_has_no_problems_and_needs_no_methods_beyond_two():
+    class Bare(Env):
+        async def reset(self, task, seed):
+            return Observation((Message("user", "hi"),))
+
+        async def step(self, action):
+            return Step(Observation(()))
+
+    assert check_env(Walk, TASK) == []
+    assert check_env(Bare, TASK) == []
+    assert_env(Walk, TASK, seed=4, steps=5)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"reward": math.nan}, "step() returned reward=nan (float): return a finite float."),
+        ({"reward": "1"}, "step() returned reward='1' (str)"),
+        ({"reward": None}, "step() returned reward=None (NoneType)"),
+        ({"terminated": 1}, "step() returned terminated=1 (int): return True or False."),
+        ({"truncated": None}, "step() returned truncated=None"),
+        ({"terminated": True, "truncated": True}, "step() returned both terminated and truncated"),
+        ({"info": {"note": "hm"}}, "step() returned info['note']='hm' (str): return a finite number"),
+        ({"info": {"x": math.inf}}, "step() returned info['x']=inf"),
+        ({"info": None}, "step() returned info=None"),
+        ({"observation": "text"}, "step() returned 'text' (str) as observation: return an Observation."),
+        ({"observation": Observation([])}, "step() returned messages as list: return a tuple of Message."),
+        ({"observation": Observation(("hi",))}, "step() returned 'hi' (str) among messages"),
+        ({"observation": Observation((Message("user", None),))}, "content is None"),
+        ({"observation": Observation((Message("npc", "hi"),))}, "role 'npc'"),
+        ({"observation": Observation((), state_key=7)}, "step() returned state_key=7 (int): return a str"),
+    ],
+)
+def test_each_wrong_field_is_named_with_what_to_return(change, says):
+    problems = check_env(lambda: Bent(lambda step: replace(step, **change)), TASK)
+    assert any(says in problem for problem in problems), problems
+    assert len(problems) == len(set(problems))
+
+
+def test_a_step_that_is_no_step_is_named():
+    assert check_env(lambda: Bent(lambda step: (step.observation, 0.0)), TASK)[0].startswith("step() returned (Obs")
+
+
+def test_chance_that_does_not_come_from_the_seed_is_found():
+    def fresh(step):
+        return replace(step, reward=float(next(ticket)))
+
+    assert "another reward on replay (step 1)" in check_env(lambda: Bent(fresh), TASK)[0]
+
+
+def test_a_state_key_that_differs_in_equal_states_is_found():
+    def fresh(step):
+        return replace(step, observation=replace(step.observation, state_key=f"{next(ticket)}"))
+
+    assert "another state_key on replay" in check_env(lambda: Bent(fresh), TASK)[0]
+
+
+def test_an_opening_that_carries_over_from_the_last_episode_is_found():
+    class Leaky(Walk):
+        async def reset(self, task, seed):
+            self.games = getattr(self, "games", 0) + 1
+            return replace(await super().reset(task, seed), messages=(Message("user", f"game {self.games}"),))
+
+    assert "other messages the second time" in check_env(Leaky, TASK)[0]
+
+
+def test_a_state_key_that_carries_over_is_found():
+    class Leaky(Walk):
+        async def reset(self, task, seed):
+            return replace(await super().reset(task, seed), state_key=str(next(ticket)))
+
+    assert "other state_key the second time" in check_env(Leaky, TASK)[0]
+
+
+def test_an_opening_that_differs_between_objects_is_found():
+    class Shared(Walk):
+        def __init__(self):
+            self.number = next(ticket)
+
+        async def reset(self, task, seed):
+            return replace(await super().reset(task, seed), messages=(Message("user", f"{self.number}"),))
+
+    assert "other messages in a second environment" in check_env(Shared, TASK)[0]
+
+
+def test_a_start_that_depends_on_the_episodes_seed_is_found():
+    class Seedy(Walk):
+        async def reset(self, task, seed):
+            return await super().reset(replace(task, seed=seed), seed)
+
+    assert "draw the start state from task.seed" in check_env(Seedy, TASK)[0]
+
+
+def test_whatever_raises_is_a_problem_and_not_an_exception():
+    class Raises(Walk):
+        def __init__(self, where):
+            self.where, self.closed = where, 0
+
+        def fail(self, where):
+            if self.where == where:
+                raise OSError("gone")
+
+        async def reset(self, task, seed):
+            self.fail("reset")
+            return await super().reset(task, seed)
+
+        async def step(self, action):
+            self.fail("step")
+            return await super().step(action)
+
+        def actions(self):
+            self.fail("actions")
+            return super().actions()
+
+        def metrics(self):
+            self.fail("metrics")
+            return super().metrics()
+
+        async def close(self):
+            self.closed += 1
+            if self.closed == 2:
+                self.fail("the second close")
+
+    for where in ("reset", "step", "actions", "metrics", "the second close"):
+        assert check_env(lambda where=where: Raises(where), TASK) == [f"{where}() raised OSError: gone."]
+    assert check_env(lambda: Raises(), TASK)[0].startswith("make() raised TypeError")
+
+
+def test_wrong_actions_and_metrics_are_named():
+    class Wrong(Walk):
+        def actions(self):
+            return ("left",)
+
+        async def step(self, action):
+            return Step(self.seen())
+
+        def metrics(self):
+            return {"success": math.nan}
+
+    problems = check_env(Wrong, TASK)
+    assert any(problem.startswith("actions() returned ('left',)") for problem in problems)
+    assert any(problem.startswith("metrics() returned metrics['success']=nan") for problem in problems)
+
+
+def test_it_can_be_called_inside_an_event_loop():
+    async def inside():
+        return check_env(Walk, TASK)
+
+    assert asyncio.run(inside()) == []
+
+
+def test_the_assertion_lists_the_problems():
+    with pytest.raises(AssertionError, match=r"breaks its contract:\n- step\(\) returned reward=nan"):
+        assert_env(lambda: Bent(lambda step: replace(step, reward=math.nan)), TASK)

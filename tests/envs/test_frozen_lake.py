@@ -1,0 +1,165 @@
+import asyncio
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arborl.envs.checker import check_env
+from arborl.envs.frozen_lake import INVALID, MOVES, FrozenLake, best_moves, distances, draw_map, read_move
+from arborl.types import Message, Task
+
+seeds = st.integers(0, 2**63 - 1)
+sizes = st.integers(3, 8)
+splits = st.sampled_from(["train", "held_out"])
+
+
+def task(seed, split="train"):
+    return Task("t", seed=seed, fields={"split": split})
+
+
+async def play(env, chosen_task, seed, choose):
+    """Everything said in one episode, and the steps."""
+    opening = await env.reset(chosen_task, seed)
+    steps = []
+    while not steps or not steps[-1].over:
+        steps.append(await env.step(Message("assistant", choose(env))))
+    return opening, steps
+
+
+@given(seeds, sizes, splits, st.floats(0.5, 1.0), st.integers(3, 14))
+def test_every_map_can_be_solved_within_the_limit(seed, size, split, frozen, within):
+    grid, player = draw_map(seed, split, size, frozen, within)
+    assert grid[player[0]][player[1]] == "_"
+    assert 1 <= distances(grid)[player] <= within
+    assert "".join(grid).count("G") == 1
+    assert len(grid) == size
+    assert {len(row) for row in grid} == {size}
+
+
+def test_training_never_draws_a_held_out_map():
+    train = {draw_map(seed, "train", 3, 0.8, 10) for seed in range(1500)}
+    held_out = {draw_map(seed, "held_out", 3, 0.8, 10) for seed in range(300)}
+    assert len(train) > 300
+    assert len(held_out) > 50
+    assert train.isdisjoint(held_out)
+
+
+@given(seeds, sizes, splits)
+def test_the_same_seed_gives_the_same_map_also_without_the_cache(seed, size, split):
+    first = draw_map(seed, split, size, 0.8, 12)
+    assert first == draw_map.__wrapped__(seed, split, size, 0.8, 12)
+
+
+@given(seeds, seeds, sizes)
+def test_all_attempts_of_a_task_begin_alike(seed, chance, size):
+    env = FrozenLake(size=size, slippery=True)
+    assert asyncio.run(env.reset(task(seed), chance)) == asyncio.run(env.reset(task(seed), chance + 1))
+
+
+@given(seeds, sizes, splits)
+def test_the_oracle_takes_the_shortest_way(seed, size, split):
+    env = FrozenLake(size=size, max_steps=14)
+    _, steps = asyncio.run(play(env, task(seed, split), 0, lambda env: env.oracle()))
+    grid, player = draw_map(seed, split, size, 0.8, 14)
+    assert len(steps) == distances(grid)[player]
+    assert steps[-1].terminated
+    assert sum(step.reward for step in steps) == 1.0
+    assert env.metrics() == {"success": 1.0, "valid": 1.0, "effective": 1.0}
+
+
+@given(seeds, sizes, st.booleans(), st.randoms(use_true_random=False))
+def test_random_legal_moves_are_always_valid(seed, size, slippery, random):
+    env = FrozenLake(size=size, slippery=slippery)
+    _, steps = asyncio.run(play(env, task(seed), seed, lambda env: random.choice(env.actions())))
+    metrics = env.metrics()
+    assert metrics["valid"] == 1.0
+    assert all(step.info["valid"] == 1.0 and step.reward in (0.0, 1.0) for step in steps)
+    assert 0 <= metrics["effective"] <= 1
+    assert metrics["success"] == sum(step.reward for step in steps)
+    assert len(steps) <= env.max_steps
+    assert not (steps[-1].terminated and steps[-1].truncated)
+    last = env.render()
+    assert steps[-1].terminated == ("X" in last or "√" in last)
+
+
+@given(seeds, st.text(max_size=40).filter(lambda text: read_move(text) is None))
+def test_text_that_is_no_move_leaves_the_player_and_costs_the_penalty(seed, text):
+    async def one():
+        env = FrozenLake(format_penalty=-0.25)
+        opening = await env.reset(task(seed), 0)
+        return env, opening, await env.step(Message("assistant", text))
+
+    env, opening, step = asyncio.run(one())
+    assert step.reward == -0.25
+    assert step.observation.state_key == opening.state_key
+    assert step.observation.messages[0].content == f"{INVALID}\n{opening.messages[1].content}"
+    assert step.info == {"valid": 0.0, "effective": 0.0}
+    assert env.metrics() == {"success": 0.0, "valid": 0.0, "effective": 0.0}
+    assert not step.terminated
+
+
+@given(seeds, seeds, st.lists(st.sampled_from(list(MOVES)), min_size=10, max_size=10))
+def test_a_slippery_episode_replays_from_its_seed(seed, chance, moves):
+    def replay():
+        left = iter(moves)
+        env = FrozenLake(slippery=True)
+        return asyncio.run(play(env, task(seed), chance, lambda env: f"<answer>{next(left)}</answer>"))
+
+    assert replay() == replay()
+
+
+def test_slipping_goes_to_either_side_and_never_backwards():
+    async def landings():
+        env, found = FrozenLake(size=5, frozen=1.0, slippery=True), set()
+        for chance in range(60):
+            await env.reset(task(1), chance)
+            env.player = (2, 2)
+            await env.step(Message("assistant", "<answer>Up</answer>"))
+            found.add(env.player)
+        return found
+
+    assert asyncio.run(landings()) == {(1, 2), (2, 1), (2, 3)}
+
+
+@given(seeds, sizes)
+def test_best_moves_are_those_that_come_one_nearer(seed, size):
+    grid, _ = draw_map(seed, "train", size, 0.8, 12)
+    far = distances(grid)
+    for (row, column), here in far.items():
+        nearer = [name for name, (d, r) in MOVES.items() if far.get((row + d, column + r)) == here - 1]
+        assert best_moves(grid, (row, column)) == nearer
+        assert bool(nearer) == (here > 0)
+
+
+@given(seeds, st.booleans())
+@settings(max_examples=25)
+def test_it_keeps_the_contract_of_an_environment(seed, slippery):
+    assert check_env(lambda: FrozenLake(slippery=slippery), task(seed), seed=seed % 1000) == []
+
+
+def test_moves_are_read_whatever_their_case_and_padding():
+    assert read_move("I go <answer> right\n</answer>") == "Right"
+    assert read_move("<answer>Right</answer><answer>Left</answer>") == "Right"
+    assert read_move("<answer>Sideways</answer>") is None
+    assert read_move("Right") is None
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"size": 1}, {"size": 21}, {"frozen": 0}, {"frozen": 1.5}, {"max_steps": 0}, {"format_penalty": 0.1}]
+)
+def test_arguments_that_make_no_lake_are_refused(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        FrozenLake(**wrong)
+
+
+def test_an_unknown_split_and_a_lake_without_maps_are_errors_not_hangs():
+    with pytest.raises(ValueError, match="split='test'"):
+        draw_map(0, "test", 4, 0.8, 10)
+    with pytest.raises(ValueError, match="no map of split 'held_out'"):
+        draw_map(0, "held_out", 2, 1e-9, 10)
+
+
+def test_it_can_be_seen():
+    env = FrozenLake()
+    asyncio.run(env.reset(task(3), 0))
+    assert env.picture().size == (192, 192)

@@ -1,0 +1,184 @@
+"""The episode file loses nothing."""
+
+import json
+import logging
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arborl.rollout.store import EpisodeStore, from_json, to_json
+from arborl.types import Call, Completion, Episode, Failure, Finish, Group, Message, Stop, Task, ToolCall, Turn
+
+numbers = st.floats(allow_nan=False)
+texts = st.text(max_size=12)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | numbers | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=5,
+)
+metrics = st.dictionaries(texts, numbers, max_size=3)
+tool_calls = st.builds(ToolCall, texts, texts, st.dictionaries(texts, values, max_size=2), st.none() | texts)
+messages = st.builds(
+    Message,
+    st.sampled_from(["system", "user", "assistant", "tool"]),
+    texts,
+    st.lists(tool_calls, max_size=2).map(tuple),
+    st.none() | texts,
+    st.none() | texts,
+    st.booleans(),
+)
+several = st.lists(messages, max_size=3).map(tuple)
+tasks = st.builds(
+    Task,
+    texts,
+    several,
+    st.dictionaries(texts, values, max_size=3),
+    texts,
+    st.none() | texts,
+    st.none() | texts,
+    st.integers(),
+)
+turns = st.builds(Turn, messages, several, numbers, texts, metrics)
+ids = st.lists(st.integers(0, 3), max_size=6).map(tuple)  # few ids, so that prompts often share a beginning
+
+
+@st.composite
+def completions(draw):
+    tokens = draw(ids)
+    logprobs = draw(st.lists(numbers, min_size=len(tokens), max_size=len(tokens)).map(tuple))
+    return Completion(tokens, logprobs, draw(st.sampled_from(Finish)), draw(st.integers(0, 99)), draw(numbers))
+
+
+@st.composite
+def call_lists(draw):
+    """Fresh prompts, prompts that extend an earlier call, and prompts that repeat only a part of one."""
+    calls = []
+    for turn in range(draw(st.integers(0, 5))):
+        prompt = draw(ids)
+        if calls and draw(st.booleans()):
+            earlier = draw(st.sampled_from(calls))
+            whole = earlier.prompt + earlier.completion.tokens
+            prompt = whole[: draw(st.integers(0, len(whole)))] + prompt
+        calls.append(Call(prompt, draw(completions()), turn))
+    return calls
+
+
+episodes = st.builds(
+    Episode,
+    id=texts,
+    task=tasks,
+    seed=st.integers(0, 2**63 - 1),
+    opening=several,
+    turns=st.lists(turns, max_size=3),
+    calls=call_lists(),
+    stop=st.sampled_from(Stop),
+    rewards=metrics,
+    metrics=metrics,
+    failure=st.none() | st.builds(Failure, texts, texts, texts, texts),
+    seconds=numbers,
+)
+
+
+def completion(*tokens):
+    return Completion(tokens, tuple(-0.1 * token for token in tokens), Finish.STOP)
+
+
+def group(*given):
+    return Group(given[0].task, list(given))
+
+
+@settings(max_examples=150, deadline=None)
+@given(episodes)
+def test_an_episode_survives_json_bit_for_bit(episode):
+    assert from_json(json.loads(json.dumps(to_json(episode)))) == episode
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(episodes, min_size=1, max_size=3))
+def test_a_file_gives_back_equal_episodes_in_order(tmp_path_factory, given_episodes):
+    store = EpisodeStore(tmp_path_factory.mktemp("episodes"))
+    path = store.write(12, [group(episode) for episode in given_episodes])
+    assert path.name == "step-000012.jsonl"
+    assert list(store.read(path)) == given_episodes
+
+
+def test_a_prompt_that_extends_an_earlier_call_stores_only_what_is_new():
+    episode = Episode("e", Task("t"))
+    episode.calls = [
+        Call((1, 2, 3), completion(4, 5), 0),
+        Call((1, 2, 3, 4, 5, 6), completion(7), 1),
+        Call((1, 2, 9), completion(8), 2),  # the history was edited: a branch
+        Call((9, 9), completion(8), 3),
+    ]
+    assert [row["prompt"] for row in to_json(episode)["calls"]] == [
+        [-1, 0, [1, 2, 3]],
+        [0, 5, [6]],
+        [0, 2, [9]],
+        [-1, 0, [9, 9]],
+    ]
+
+
+def test_a_long_conversation_grows_with_its_length_and_not_with_its_square():
+    def size(length):
+        episode, prompt = Episode("e", Task("t")), ()
+        for turn in range(length):
+            prompt += (1000 + turn,) * 20
+            episode.calls.append(Call(prompt, completion(7), turn))
+            prompt += (7,)
+        return len(json.dumps(to_json(episode)))
+
+    assert size(80) < 2.2 * size(40)
+
+
+def test_a_torn_last_line_is_passed_over_with_a_warning(tmp_path, caplog):
+    store = EpisodeStore(tmp_path)
+    path = store.write(0, [group(Episode("a", Task("t")), Episode("b", Task("t")))])
+    path.write_bytes(path.read_bytes()[:-20])
+    with caplog.at_level(logging.WARNING):
+        assert [episode.id for episode in store.read(path)] == ["a"]
+    assert "line 2 is torn" in caplog.text
+
+
+def test_a_broken_line_in_the_middle_is_an_error_that_says_where(tmp_path):
+    store = EpisodeStore(tmp_path)
+    path = store.write(0, [group(Episode("a", Task("t")))])
+    path.write_text("{oops\n" + path.read_text())
+    with pytest.raises(ValueError, match=r"step-000000\.jsonl: line 1 is not JSON"):
+        list(store.read(path))
+
+
+def test_writing_a_step_again_replaces_it_and_leaves_no_other_file(tmp_path):
+    store = EpisodeStore(tmp_path / "episodes")
+    store.write(3, [group(Episode("old", Task("t")))])
+    path = store.write(3, [group(Episode("new", Task("t")))])
+    assert [episode.id for episode in store.read(path)] == ["new"]
+    assert list((tmp_path / "episodes").iterdir()) == [path]
+
+
+def test_the_files_come_in_the_order_of_their_steps(tmp_path):
+    store = EpisodeStore(tmp_path)
+    for step in (1_000_000, 2, 11):
+        store.write(step, [])
+    assert [path.stem for path in store.paths()] == ["step-000002", "step-000011", "step-1000000"]
+
+
+def test_fields_beyond_json_do_not_stop_a_run(tmp_path):
+    fields = {"array": np.arange(3), "number": np.float32(0.5), "pair": (1, 2), "set": {2, 1}, "where": tmp_path}
+    episode = Episode("e", Task("t", fields=fields), metrics={"x": np.float64(0.25)})
+    store = EpisodeStore(tmp_path)
+    (read,) = store.read(store.write(0, [group(episode)]))
+    assert read.task.fields == {
+        "array": [0, 1, 2],
+        "number": 0.5,
+        "pair": [1, 2],
+        "set": [1, 2],
+        "where": str(tmp_path),
+    }
+
+
+def test_half_a_character_pair_in_a_text_is_kept(tmp_path):
+    store = EpisodeStore(tmp_path)
+    episode = Episode("e", Task("t"), turns=[Turn(Message("assistant", "\ud83d\u2028 line"))])
+    assert list(store.read(store.write(0, [group(episode)]))) == [episode]

@@ -1,0 +1,192 @@
+import asyncio
+import time
+from typing import Literal, Optional
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arborl.tools import Tool, tool
+from arborl.tools.docstring import read_docstring
+from arborl.types import ToolResult
+
+
+@tool
+def search(
+    query: str,
+    limit: int = 3,
+    order: Literal["new", "old"] = "new",
+    tags: list[str] | None = None,
+    near: Optional[float] = None,  # noqa: UP045
+    exact: bool = False,
+    more: dict[str, int] | None = None,
+) -> str:
+    """Search the library.
+
+    Finds what is there.
+
+    Args:
+        query: what to look for,
+            in a few words.
+        limit (int): most results: at least 1.
+
+    Returns:
+        The results.
+    """
+    return f"{query}|{limit}|{order}|{tags}|{near}|{exact}|{more}"
+
+
+def run(made: Tool, arguments: dict) -> ToolResult:
+    return asyncio.run(made.run(arguments))
+
+
+def test_the_schema_comes_from_the_signature_and_the_docstring():
+    spec = search.spec
+    assert (spec.name, spec.description) == ("search", "Search the library. Finds what is there.")
+    assert spec.parameters["required"] == ["query"]
+    properties = spec.parameters["properties"]
+    assert properties["query"] == {"type": "string", "description": "what to look for, in a few words."}
+    assert properties["limit"] == {"type": "integer", "default": 3, "description": "most results: at least 1."}
+    assert properties["order"] == {"type": "string", "enum": ["new", "old"], "default": "new"}
+    assert properties["tags"] == {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
+    assert properties["near"] == {"anyOf": [{"type": "number"}, {"type": "null"}]}
+    assert properties["exact"] == {"type": "boolean", "default": False}
+    assert properties["more"]["anyOf"][0] == {"type": "object", "additionalProperties": {"type": "integer"}}
+    assert "title" not in str(spec.parameters)
+    assert list(spec.parameters) == ["type", "properties", "required"]
+
+
+def test_a_tool_is_still_the_function():
+    assert search("cats", 1) == "cats|1|new|None|None|False|None"
+    assert search.__name__ == "search"
+
+
+def test_a_tool_can_be_named_and_described_by_hand():
+    @tool(name="look", description="Look it up.", max_chars=5)
+    def anything(what):
+        return what
+
+    assert (anything.spec.name, anything.spec.description) == ("look", "Look it up.")
+    assert anything.spec.parameters == {"type": "object", "properties": {"what": {}}, "required": ["what"]}
+
+
+def test_arguments_arrive_converted_and_defaults_apply():
+    result = run(search, {"query": "cats", "limit": "2", "tags": ["a"]})
+    assert result.ok
+    assert result.kind == "ok"
+    assert result.content == "cats|2|new|['a']|None|False|None"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({}, "search: argument 'query' is missing; it takes query (string), limit (integer, optional)"),
+        ({"query": 3}, "argument 'query' should be a valid string, not 3; it takes"),
+        ({"query": "a", "limits": 3}, "argument 'limits' is unknown. Did you mean 'limit'?; it takes"),
+        ({"query": "a", "limit": "many"}, "argument 'limit' should be a valid integer"),
+        ({"query": "a", "order": "best"}, "argument 'order' should be 'new' or 'old', not 'best'"),
+        ({"query": "a", "tags": [1]}, "argument 'tags[0]' should be a valid string, not 1"),
+        ({"limit": "many"}, "argument 'query' is missing, argument 'limit' should be"),
+        (["a"], "search: the arguments are ['a'], not an object; it takes"),
+    ],
+)
+def test_wrong_arguments_are_an_answer_the_model_can_act_on(arguments, says):
+    result = run(search, arguments)
+    assert (result.ok, result.kind) == (False, "arguments")
+    assert says in result.content
+
+
+def test_a_union_is_named_as_a_whole():
+    @tool
+    def f(x: int | list[int]):
+        return x
+
+    assert "argument 'x' should be integer or array of integer" in run(f, {"x": "no"}).content
+
+
+def test_names_that_mean_something_to_pydantic_are_names_like_any_other():
+    @tool
+    def f(json: str, copy: int, model_config: bool, _private: str = "p"):
+        return [json, copy, model_config, _private]
+
+    assert run(f, {"json": "j", "copy": 1, "model_config": True}).content == '["j", 1, true, "p"]'
+
+
+def test_parameters_without_a_name_are_refused_when_the_tool_is_made():
+    with pytest.raises(TypeError, match=r"tool 'f': parameter '\*args: str'"):
+
+        @tool
+        def f(*args: str):
+            return args
+
+
+def test_an_exception_is_an_answer():
+    @tool
+    def broken(x: int):
+        return x // 0
+
+    result = run(broken, {"x": 1})
+    assert (result.ok, result.kind) == (False, "exception")
+    assert result.content.startswith("broken: ZeroDivisionError: ")
+
+
+@pytest.mark.parametrize("raised", [SystemExit(1), StopIteration(), KeyboardInterrupt()])
+def test_even_exit_and_stop_iteration_cost_no_more_than_the_call(raised):
+    @tool
+    def leaves():
+        raise raised
+
+    assert run(leaves, {}).kind == "exception"
+
+
+def test_a_plain_tool_that_hangs_is_left_behind_and_holds_up_nobody():
+    @tool(timeout=0.05)
+    def slow():
+        time.sleep(6)
+
+    @tool
+    def quick():
+        return "here"
+
+    async def many():
+        return await asyncio.gather(*(slow.run({}) for _ in range(40)), quick.run({}))
+
+    start = time.perf_counter()
+    *hung, last = asyncio.run(many())
+    assert time.perf_counter() - start < 4
+    assert {result.kind for result in hung} == {"timeout"}
+    assert "took longer than 0.05 s" in hung[0].content
+    assert last.content == "here"
+
+
+def test_an_async_tool_is_awaited_under_the_same_limits():
+    @tool(timeout=0.05)
+    async def waits(seconds: float):
+        await asyncio.sleep(seconds)
+        return {"slept": seconds}
+
+    assert run(waits, {"seconds": 0}).content == '{"slept": 0.0}'
+    assert run(waits, {"seconds": 5}).kind == "timeout"
+
+
+def test_long_output_is_cut_where_the_model_can_see_it():
+    @tool(max_chars=10)
+    def long():
+        return "x" * 5130
+
+    assert run(long, {}).content == "x" * 10 + "… [cut: 5,120 more characters]"
+
+
+@given(st.text())
+def test_any_docstring_can_be_read(text):
+    read_docstring(text)
+
+
+@given(
+    st.dictionaries(
+        st.text(max_size=5) | st.sampled_from(["query", "limit", "tags"]),
+        st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists, max_leaves=4),
+    )
+)
+def test_whatever_the_model_writes_is_answered(arguments):
+    assert run(search, arguments).kind in ("ok", "arguments")

@@ -1,0 +1,163 @@
+"""What a person sees of a run."""
+
+import io
+import logging
+import re
+import sys
+
+import pytest
+from rich.console import Console as RichConsole
+
+from arborl.track import Console, table_before_after
+from arborl.track.console import BLOCKS, span, sparkline, thousands
+
+METRICS = {
+    "reward/mean": 0.412,
+    "episode/success": 0.41,
+    "policy/entropy": 0.83,
+    "rollout/sampled_per_second": 4120.0,
+    "time/step": 2.1,
+    "episode/failed": 0.0,
+    "learner/grad_norm": 0.7,
+}
+
+
+def piped():
+    return RichConsole(file=io.StringIO(), width=60)
+
+
+def terminal():
+    return RichConsole(file=io.StringIO(), width=90, force_terminal=True, _environ={"TERM": "xterm"})
+
+
+def plain(console):
+    """What was written, without control sequences."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())
+
+
+def test_without_a_terminal_a_step_is_one_line_however_narrow():
+    rich = piped()
+    with Console(60, ["frozen-lake", "seedling"], console=rich) as console:
+        console.log(METRICS, step=2)
+    assert rich.file.getvalue().splitlines() == [
+        "frozen-lake",
+        "seedling",
+        "step   3/60  reward  0.412  success 0.41  entropy 0.83   4.1k tok/s    2.1 s/step  left 2:00",
+    ]
+
+
+def test_lines_of_a_run_are_aligned():
+    rich = piped()
+    with Console(100, [], console=rich) as console:
+        for step, (reward, speed) in enumerate([(0.5, 12_345.0), (-0.25, 7.0)]):
+            console.log({**METRICS, "reward/mean": reward, "rollout/sampled_per_second": speed}, step)
+    first, second = rich.file.getvalue().splitlines()
+    assert [first.index(word) for word in ("success", "tok/s", "left")] == [
+        second.index(word) for word in ("success", "tok/s", "left")
+    ]
+
+
+def test_missing_and_not_finite_numbers_are_not_shown():
+    rich = piped()
+    with Console(10, [], console=rich, clock=lambda: 0.0) as console:
+        console.log({"reward/mean": float("nan"), "time/step": 1.0}, step=9)
+    assert rich.file.getvalue() == "step  10/10    1.0 s/step  left 0:00\n"
+
+
+def test_failed_episodes_are_shown_only_when_there_are_any():
+    rich = piped()
+    with Console(10, [], console=rich) as console:
+        console.log(METRICS, step=0)
+        console.log({**METRICS, "episode/failed": 3.0}, step=1)
+    first, second = rich.file.getvalue().splitlines()
+    assert "failed" not in first
+    assert "failed 3" in second
+
+
+def test_a_resumed_run_goes_on_counting():
+    console = Console(60, [], start=40, console=piped())
+    assert console.done == 40
+    console.log({"time/step": 2.0}, step=40)
+    assert (console.done, console.left) == (41, 38.0)
+
+
+def test_notes_stay_and_progress_does_not_reach_a_pipe():
+    rich = piped()
+    with Console(10, [], console=rich) as console:
+        console.progress("evaluating 3/200")
+        console.note("checkpoint [step-000010] written")
+    assert rich.file.getvalue() == "checkpoint [step-000010] written\n"
+
+
+def test_on_a_terminal_the_panel_shows_title_progress_numbers_and_curves():
+    rich = terminal()
+    with Console(60, ["frozen-lake", "seedling, grpo"], console=rich) as console:
+        for step in range(8):
+            console.log({**METRICS, "reward/mean": step / 8, "episode/success": step / 8}, step)
+        console.progress("rolling out 37/128")
+        console._live.refresh()
+    shown = plain(rich)
+    for part in (
+        "frozen-lake",
+        "seedling, grpo",
+        "step 8/60",
+        "left 1:49",
+        "0.875",
+        "4.1k tok/s",
+        "rolling out 37/128",
+    ):
+        assert part in shown
+    assert BLOCKS in shown
+
+
+@pytest.mark.parametrize("terminal_handler", [False, True])
+def test_warnings_logged_under_the_panel_are_printed_whole_above_it(terminal_handler, monkeypatch):
+    rich, outside = terminal(), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", outside)
+    logger = logging.getLogger("tests.console")
+    handler = logging.StreamHandler()  # a library that took hold of stderr before the display came up
+    if terminal_handler:
+        logging.root.addHandler(handler)
+    try:
+        with Console(60, ["lake"], console=rich) as console:
+            logger.warning("worker 3 is slow")
+            console._live.refresh()
+        assert outside.getvalue() == ""
+        assert plain(rich).count("worker 3 is slow") == 1
+        logger.warning("after")
+        assert ("after" in outside.getvalue()) == terminal_handler
+    finally:
+        logging.root.removeHandler(handler)
+
+
+def test_closing_twice_and_logging_without_a_display_are_fine():
+    rich = terminal()
+    console = Console(3, [], console=rich)
+    console.log({"reward/mean": 1.0}, 0)
+    console.close()
+    console.close()
+    assert "reward  1.000" in plain(rich)
+
+
+def test_a_sparkline_spreads_its_range_and_shares_cells_when_there_are_many():
+    assert sparkline(range(8), 8, 0, 7) == BLOCKS
+    assert sparkline(range(800), 8, 0, 799)[0] == BLOCKS[0]
+    assert len(sparkline(range(801), 8, 0, 800)) == 8
+    assert sparkline([0.5, 0.5], 10, 0.5, 0.5) == BLOCKS[0] * 2
+    assert sparkline([], 10, 0, 1) == sparkline([1.0], 0, 0, 1) == ""
+
+
+def test_numbers_for_people():
+    assert [thousands(value) for value in (0, 412, 4120, 2_500_000)] == ["0", "412", "4.1k", "2.5M"]
+    assert [span(value) for value in (0, 59.6, 118, 3723)] == ["0:00", "1:00", "1:58", "1:02:03"]
+
+
+def test_before_and_after_are_rows_and_what_was_not_measured_is_a_dash():
+    rich = piped()
+    rich.print(
+        table_before_after({"success": 0.18, "reward": 0.17}, {"success": 0.93, "reward": 0.9, "greedy_success": 1.0})
+    )
+    shown = [line.split() for line in rich.file.getvalue().splitlines() if line.strip()]
+    assert ["success", "reward", "greedy", "success"] in shown
+    assert ["before", "18.0%", "0.170", "-"] in shown
+    assert ["after", "93.0%", "0.900", "100.0%"] in shown

@@ -1,0 +1,109 @@
+"""Where a run's numbers go."""
+
+import json
+import logging
+import math
+
+import pytest
+
+from arborl.track import JsonlTracker, TensorBoardTracker, Trackers
+from arborl.track.jsonl import read_metrics
+
+
+class Kept:
+    """A tracker that remembers."""
+
+    def __init__(self):
+        self.rows, self.closed = [], 0
+
+    def log(self, metrics, step):
+        self.rows.append((step, metrics))
+
+    def close(self):
+        self.closed += 1
+
+
+class Broken(Kept):
+    def log(self, metrics, step):
+        super().log(metrics, step)
+        raise OSError("disk full")
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_tracker_that_raises_is_reported_once_and_the_others_go_on(caplog):
+    good, broken = Kept(), Broken()
+    trackers = Trackers([broken, good])
+    with caplog.at_level(logging.WARNING):
+        for step in range(3):
+            trackers.log({"a": 1.0}, step)
+    assert [step for step, _ in good.rows] == [0, 1, 2]
+    assert len(broken.rows) == 1
+    assert [record.message for record in caplog.records] == [
+        "Broken failed at step 0 and is dropped; the run goes on",
+    ]
+
+
+def test_every_tracker_is_closed_once_also_the_one_that_was_dropped():
+    good, broken = Kept(), Broken()
+    trackers = Trackers([broken, good])
+    trackers.log({}, 0)
+    trackers.close()
+    trackers.close()
+    assert (good.closed, broken.closed) == (1, 1)
+
+
+def test_a_line_is_on_disk_as_soon_as_its_step_is_logged(tmp_path):
+    tracker = JsonlTracker(tmp_path / "run" / "metrics.jsonl")
+    tracker.log({"reward/mean": 0.5}, 0)
+    assert rows(tmp_path / "run" / "metrics.jsonl") == [{"step": 0, "reward/mean": 0.5}]
+    tracker.close()
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_is_null_so_the_file_stays_json(tmp_path, number):
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl")
+    tracker.log({"a": number, "b": 1.0}, 0)
+    assert rows(tmp_path / "metrics.jsonl") == [{"step": 0, "a": None, "b": 1.0}]
+
+
+def test_a_killed_and_resumed_run_has_each_step_once(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    first = JsonlTracker(path)
+    for step in range(5):
+        first.log({"try": 1.0}, step)
+    first.file.write('{"step": 5, "tr')  # killed while writing
+    first.close()
+
+    second = JsonlTracker(path, resume_at=3)
+    for step in range(3, 6):
+        second.log({"try": 2.0}, step)
+    second.close()
+    assert [(row["step"], row["try"]) for row in rows(path)] == [(0, 1), (1, 1), (2, 1), (3, 2), (4, 2), (5, 2)]
+    assert [other.name for other in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_nulls_survive_a_resume(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    JsonlTracker(path).log({"a": math.nan}, 0)
+    JsonlTracker(path, resume_at=1).close()
+    assert list(read_metrics(path)) == [{"step": 0, "a": None}]
+
+
+def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    first = TensorBoardTracker(tmp_path)
+    for step in range(4):
+        first.log({"reward/mean": 0.0}, step)
+    first.close()
+    second = TensorBoardTracker(tmp_path, resume_at=2)
+    for step in range(2, 4):
+        second.log({"reward/mean": 1.0}, step)
+    second.close()
+
+    shown = EventAccumulator(str(tmp_path))
+    shown.Reload()
+    assert [(event.step, event.value) for event in shown.Scalars("reward/mean")] == [(0, 0), (1, 0), (2, 1), (3, 1)]

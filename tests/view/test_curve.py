@@ -1,0 +1,44 @@
+"""The learning curve."""
+
+import pytest
+from PIL import Image
+
+from arborl.track import JsonlTracker
+from arborl.view import learning_curve
+from arborl.view.curve import smooth
+
+
+def metrics(tmp_path, rows):
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl")
+    for step, row in enumerate(rows):
+        tracker.log(row, step)
+    tracker.close()
+    return tmp_path / "metrics.jsonl"
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"episode/success": 0.1, "reward/mean": 0.1}],
+        [{"episode/success": i / 40, "reward/mean": i / 40} for i in range(40)],
+        [{"reward/mean": -3.0}, {"reward/mean": float("nan")}, {"reward/mean": 2.0}],
+    ],
+)
+def test_a_curve_is_drawn_from_whatever_was_recorded(tmp_path, rows):
+    out = learning_curve(metrics(tmp_path, rows), tmp_path / "out" / "curve.png", "lake", before=0.1, after=0.9)
+    with Image.open(out) as picture:
+        assert picture.format == "PNG"
+        assert picture.width > 1000
+
+
+def test_a_run_without_steps_has_no_curve_and_says_so(tmp_path):
+    with pytest.raises(ValueError, match="nothing to draw"):
+        learning_curve(metrics(tmp_path, []), tmp_path / "curve.png", "lake")
+
+
+def test_smoothing_keeps_length_mean_level_and_short_curves():
+    assert smooth([2.0]) == [2.0]
+    assert smooth([0.0, 1.0]) == [0.0, 1.0]
+    assert smooth([3.0] * 50) == [3.0] * 50
+    assert len(smooth([float(i % 2) for i in range(100)])) == 100
+    assert all(abs(value - 0.5) < 0.1 for value in smooth([float(i % 2) for i in range(100)])[5:-5])

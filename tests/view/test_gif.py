@@ -1,0 +1,126 @@
+"""An episode becomes a moving picture again."""
+
+import asyncio
+
+import pytest
+from PIL import Image
+
+from arborl.envs.env import Env, Observation, Step
+from arborl.envs.frozen_lake import FrozenLake
+from arborl.rollout.recorder import Limits, RecordedEnv
+from arborl.seeds import derive
+from arborl.types import Episode, Message, Task, Turn
+from arborl.view import Frame, replay, save_gif
+
+
+class Counter(Env):
+    """Counts messages; its picture is as many grey levels bright, its start depends on task and seed."""
+
+    def __init__(self, pictures=True):
+        self.pictures, self.closed, self.heard = pictures, 0, []
+
+    async def reset(self, task, seed):
+        self.start, self.heard = (task.seed, seed), []
+        return Observation((Message("user", "go"),))
+
+    async def step(self, action):
+        self.heard.append(action.content)
+        return Step(Observation(()), reward=0.5)
+
+    async def close(self):
+        self.closed += 1
+
+    def picture(self):
+        return Image.new("RGB", (40, 40), (10 * len(self.heard),) * 3) if self.pictures else None
+
+
+def episode(*words):
+    turns = [Turn(Message("assistant", word, sampled=True), reward=0.5) for word in words]
+    return Episode("e", Task("t", seed=3), seed=9, turns=turns)
+
+
+def test_a_replay_says_the_recorded_words_to_a_fresh_environment():
+    env = Counter()
+    frames = asyncio.run(replay(env, episode("Left", "Down")))
+    assert env.start == (3, derive(9, "environment"))
+    assert env.heard == ["Left", "Down"]
+    assert env.closed == 1
+    assert [(frame.caption, frame.note) for frame in frames] == [
+        ("", "reward 0.00"),
+        ("Left", "reward 0.50"),
+        ("Down", "reward 1.00"),
+    ]
+    assert [frame.picture.getpixel((0, 0))[0] for frame in frames] == [0, 10, 20]
+
+
+def recorded_on_slippery_ice():
+    """An episode as the rollout records it."""
+    episode = Episode("e", Task("t", seed=5), seed=11)
+
+    async def play():
+        env = RecordedEnv(FrozenLake(slippery=True), "frozen_lake", Limits(), episode)
+        await env.reset(episode.task, 0)
+        while not (await env.step(Message("assistant", env.env.oracle()))).over:
+            pass
+
+    asyncio.run(play())
+    return episode
+
+
+def test_a_replay_slips_where_the_recorded_player_slipped(caplog):
+    episode = recorded_on_slippery_ice()
+    env = FrozenLake(slippery=True)
+    frames = asyncio.run(replay(env, episode))
+    assert len(frames) == len(episode.turns) + 1
+    assert episode.turns[-1].observation[0].content == env.render()
+    assert caplog.text == ""
+
+
+def test_a_replay_in_another_world_warns(caplog):
+    asyncio.run(replay(FrozenLake(size=5), recorded_on_slippery_ice()))
+    assert "episode e is not what was recorded" in caplog.text
+
+
+def test_the_gif_has_one_frame_a_turn_and_one_for_the_start_and_rests_on_the_last(tmp_path):
+    frames = asyncio.run(replay(Counter(), episode("Left", "Left", "Down")))
+    path = save_gif(frames, tmp_path / "frames" / "e.gif", seconds=0.5, last_seconds=2.0)
+    with Image.open(path) as gif:
+        durations = []
+        for index in range(gif.n_frames):
+            gif.seek(index)
+            durations.append(gif.info["duration"])
+    assert durations == [500, 500, 500, 2000]
+
+
+def test_frames_of_a_standing_player_are_not_merged(tmp_path):
+    still = Image.new("RGB", (64, 64))
+    path = save_gif([Frame(still, "wait", "reward 0.00")] * 5, tmp_path / "e.gif")
+    with Image.open(path) as gif:
+        assert gif.n_frames == 5
+
+
+@pytest.mark.parametrize("size", [(1, 1), (50, 20), (192, 192), (2000, 900)])
+@pytest.mark.parametrize("words", ["", "word " * 400, "x" * 4000, "two\n\nlines", "<answer>√</answer> ürgh 漢字"])
+def test_any_picture_and_any_words_fit(tmp_path, size, words):
+    path = save_gif([Frame(Image.new("RGB", size), words), Frame(Image.new("P", size), words)], tmp_path / "e.gif")
+    with Image.open(path) as gif:
+        assert gif.width <= 720
+        assert 192 <= gif.height <= 480
+
+
+def test_an_environment_without_pictures_gives_no_frames_and_saving_none_says_why(tmp_path):
+    frames = asyncio.run(replay(Counter(pictures=False), episode("Left")))
+    assert frames == []
+    with pytest.raises(ValueError, match="gives no pictures"):
+        save_gif(frames, tmp_path / "e.gif")
+
+
+def test_the_environment_is_closed_when_a_replay_breaks():
+    class Breaks(Counter):
+        async def step(self, action):
+            raise RuntimeError("gone")
+
+    env = Breaks()
+    with pytest.raises(RuntimeError):
+        asyncio.run(replay(env, episode("Left")))
+    assert env.closed == 1

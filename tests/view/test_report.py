@@ -1,0 +1,166 @@
+"""One page about a run."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+from PIL import Image
+
+from arborl.rollout.store import EpisodeStore
+from arborl.track import JsonlTracker
+from arborl.types import Call, Completion, Episode, Failure, Finish, Group, Message, Stop, Task, Turn
+from arborl.view import Frame, save_gif, write_report
+from arborl.view.transcript import pieces, transcript
+
+EVIL = "<script>alert('x')</script> & \"quoted\""
+VOID = {"meta", "img"}
+
+
+class Page(HTMLParser):
+    """Holds the page to well-formedness and keeps its tags and text."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.open, self.tags, self.text = [], [], ""
+        self.feed(html)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+    def having(self, kind):
+        return [attrs for _, attrs in self.tags if kind in (attrs.get("class") or "").split()]
+
+
+def decode(tokens):
+    return "".join(chr(token) for token in tokens)
+
+
+def episode(name, reward, words=EVIL, failure=None):
+    tokens = tuple(ord(letter) for letter in words)
+    call = Call((1, 2), Completion(tokens, (-0.5,) * len(tokens), Finish.STOP), 0)
+    turn = Turn(Message("assistant", words, sampled=True), (Message("user", f"map {EVIL}"),), reward)
+    opening = (Message("system", "rules"), Message("user", EVIL))
+    stop = Stop.ERROR if failure else Stop.DONE
+    return Episode(name, Task(f"{name} {EVIL}"), 0, opening, [turn], [call], stop, {"env": reward}, failure=failure)
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = tmp_path / "lake-001"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(
+        "name: lake <b>bold</b>\nseed: 7\nmodel: {name: seedling}\nalgorithm: grpo\nlearner: {lr: 0.001}\n"
+    )
+    summary = {"before": {"success": 0.18, "reward": 0.17}, "after": {"success": 0.93, "reward": 0.92}}
+    (folder / "summary.json").write_text(json.dumps({**summary, "train_seconds": 118.0, "steps": 2, "seed": 7}))
+    tracker = JsonlTracker(folder / "metrics.jsonl")
+    for step in range(2):
+        tracker.log({"episode/success": step / 2, "reward/mean": step / 2}, step)
+    tracker.close()
+    save_gif([Frame(Image.new("RGB", (64, 64)), "Left")], folder / "frames" / "first.gif")
+    store = EpisodeStore(folder / "episodes")
+    failure = Failure(f"tool {EVIL}", "ValueError", EVIL)
+    for step in range(3):
+        given = [episode(f"s{step}e{i}", float(i)) for i in range(8)] + [episode("broken", 0.0, failure=failure)]
+        store.write(step, [Group(given[0].task, given)])
+    return folder
+
+
+def read(path):
+    return Page(path.read_text(encoding="utf-8"))
+
+
+def test_the_page_tells_what_the_run_was_and_what_came_of_it(run):
+    page = read(write_report(run))
+    for part in ("lake <b>bold</b>", "model seedling", "algorithm grpo", "seed 7", "learning rate 0.001", "1:58"):
+        assert part in page.text
+    for number in ("18.0%", "93.0%", "0.170", "0.920"):
+        assert number in page.text
+
+
+def test_curve_and_replays_are_inside_the_page_and_nothing_is_loaded(run):
+    html = write_report(run).read_text(encoding="utf-8")
+    sources = [attrs["src"] for tag, attrs in Page(html).tags if tag == "img"]
+    assert [source.split(";")[0] for source in sources] == ["data:image/png", "data:image/gif"]
+    assert not re.search(r"(src|href)=\"(?!data:)|url\(|@import|https?:", html)
+
+
+@pytest.mark.parametrize("how", [None, decode])
+def test_words_of_tasks_models_and_errors_are_escaped(run, how):
+    page = read(write_report(run, how))
+    assert {tag for tag, _ in page.tags} <= {
+        *("html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "span", "b", "table", "tr", "th", "td"),
+        *("img", "div", "figure", "figcaption", "details", "summary", "pre"),
+    }
+    assert page.text.count(EVIL) >= 8
+
+
+def test_the_last_steps_show_their_best_middle_worst_and_one_failed_episode(run):
+    page = read(write_report(run, last_steps=2))
+    shown = re.findall(r"step (\d) · task (\w+)", page.text)
+    assert shown == [
+        *[("2", "s2e7"), ("2", "s2e3"), ("2", "s2e0"), ("2", "broken")],
+        *[("1", "s1e7"), ("1", "s1e3"), ("1", "s1e0"), ("1", "broken")],
+    ]
+    assert len(page.having("failure")) == 2
+
+
+def test_tokens_are_shaded_and_carry_their_log_probability_when_they_can_be_decoded(run):
+    assert read(write_report(run)).having("token") == []
+    tokens = read(write_report(run, decode)).having("token")
+    assert len(tokens) == 8 * len(EVIL)
+    assert tokens[0]["style"] == "--doubt:0.39"
+    assert tokens[0]["title"] == "token 60, log-probability -0.500, probability 60.7%"
+
+
+def call(prompt, words, turn):
+    tokens = tuple(map(ord, words))
+    return Call(tuple(map(ord, prompt)), Completion(tokens, (-0.1,) * len(tokens), Finish.STOP), turn)
+
+
+def test_a_call_the_environment_never_heard_is_shown_too():
+    broken = episode("e", 0.0, "heard", Failure("environment 'lake'", "ValueError", "gone"))
+    broken.calls.append(call("p", "too late", 1))
+    page = Page(transcript(broken, "step 3", decode))
+    assert page.text.index("heard") < page.text.index("too late") < page.text.index("gone")
+
+
+def test_between_two_calls_of_a_turn_stands_what_a_tool_answered():
+    told = episode("e", 1.0, "42")
+    told.calls = [call("6*7?", "calc", 0), call("6*7?calc = <42>", "42", 0), call("short", "ok", 0)]
+    shown = Page(transcript(told, "step 3", decode)).text
+    assert "calc= <42>42(another context, 5 tokens)ok" in shown
+
+
+def test_a_folder_with_nothing_in_it_still_has_a_page(tmp_path):
+    page = read(write_report(tmp_path))
+    assert tmp_path.name in page.text
+
+
+def test_a_run_killed_before_its_first_step_has_a_page_without_a_curve(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert [tag for tag, _ in read(write_report(tmp_path)).tags if tag == "img"] == []
+
+
+def test_pieces_join_to_the_whole_text_also_where_a_character_spans_tokens():
+    text = "a√ 漢b"
+    tokens = list(text.encode())
+    shown = pieces(tokens, lambda ids: bytes(ids).decode(errors="replace"))
+    assert len(shown) == len(tokens)
+    assert "".join(shown) == text
+    assert shown[:4] == ["a", "", "", "√"]
+
+
+def test_a_text_that_ends_in_half_a_character_is_shown_as_it_is():
+    shown = pieces([97, 0xE2], lambda ids: bytes(ids).decode(errors="replace"))
+    assert shown == ["a", "\N{REPLACEMENT CHARACTER}"]
