@@ -82,7 +82,13 @@ def build(config: RunConfig, objects: Mapping[str, Any] | None = None) -> Parts:
     )
     rollout = Rollout(engine, renderer, cast, sampling, limits, config.rollout.concurrency)
     algorithm = ALGORITHMS[config.algorithm.name](config.algorithm)
-    learner = Learner(model, config.learner, config.sampling.temperature, reference=algorithm.needs_reference)
+    learner = Learner(
+        model,
+        config.learner,
+        config.sampling.temperature,
+        reference=algorithm.needs_reference,
+        total_steps=config.trainer.steps,
+    )
     evaluator = Evaluator(source, rollout, rewards, config.evaluation, config.seed)
     return Parts(config, folder, model, renderer, engine, source, cast, rollout, rewards, algorithm, learner, evaluator)
 

@@ -20,9 +20,7 @@ REWARD = st.floats(-100, 100, allow_nan=False)
 
 
 def episode(reward: float, *, failed: bool = False, calls: int = 1, tokens: int = 2) -> Episode:
-    made = [
-        Call((1, i), Completion(tuple(range(tokens)), (-1.0,) * tokens, Finish.STOP), turn=i) for i in range(calls)
-    ]
+    made = [Call((1, i), Completion(tuple(range(tokens)), (-1.0,) * tokens, Finish.STOP), turn=i) for i in range(calls)]
     failure = Failure("environment 'x'", "ValueError", "boom") if failed else None
     return Episode("e", Task("t"), calls=made, rewards={"r": reward}, failure=failure)
 
@@ -99,9 +97,7 @@ def test_k1_and_k3_are_unbiased_over_a_whole_distribution():
 def test_ppo_clip_golden_values():
     # ratios 1.5 and 0.5 with clip 0.2: gains beyond 1.2 (or below 0.8 for a bad token) are not rewarded
     new = torch.tensor([1.5, 1.5, 0.5, 0.5]).double().log()
-    terms = TermBatch(
-        torch.zeros(4).double(), torch.tensor([1.0, -1.0, 1.0, -1.0]).double(), *[torch.zeros(4)] * 3
-    )
+    terms = TermBatch(torch.zeros(4).double(), torch.tensor([1.0, -1.0, 1.0, -1.0]).double(), *[torch.zeros(4)] * 3)
     loss, seen = ppo_clip(new, terms, 0.2, 0.2)
     assert loss.tolist() == pytest.approx([-1.2, 1.5, -0.5, 0.8])
     assert seen["policy/clipped"].tolist() == [1.0, 0.0, 0.0, 1.0]

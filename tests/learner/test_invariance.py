@@ -54,9 +54,7 @@ def tree_gradients(model, groups: list[Group], algorithm: Grpo, budget: int) -> 
 
 def row_gradients(model, groups: list[Group], config: AlgorithmConfig) -> tuple[float, list[torch.Tensor]]:
     """The same loss by the longest way: one plain Hugging Face forward pass per call, float64, written out by hand."""
-    rows = [
-        (episode, g, c) for g, group in enumerate(groups) for episode in group.episodes for c in episode.calls
-    ]
+    rows = [(episode, g, c) for g, group in enumerate(groups) for episode in group.episodes for c in episode.calls]
     tokens_in = {id(e): e.sampled for group in groups for e in group.episodes}
     all_tokens, all_episodes = sum(tokens_in.values()), len(tokens_in)
     reference = {name: value * 1.01 for name, value in model.state_dict().items()}

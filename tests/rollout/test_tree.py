@@ -36,7 +36,9 @@ def episodes(draw: st.DrawFn, number: int = 0) -> Episode:
     return Episode(f"e{number}", Task("t"), calls=calls)
 
 
-GROUPS = st.lists(st.lists(episodes(), min_size=1, max_size=4).map(lambda e: Group(Task("t"), e)), min_size=1, max_size=3)
+GROUPS = st.lists(
+    st.lists(episodes(), min_size=1, max_size=4).map(lambda e: Group(Task("t"), e)), min_size=1, max_size=3
+)
 
 
 def ancestors(tree: TokenTree, place: int) -> list[int]:

@@ -29,7 +29,7 @@ def choose(config: RunConfig, resuming: bool) -> Path:
 def open_folder(folder: Path, config: RunConfig) -> None:
     """Make it and write down what is run."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(dump_yaml(config.model_copy(update={"output_dir": folder})))
+    (folder / "config.yaml").write_text(dump_yaml(config.model_copy(update={"output_dir": folder})), encoding="utf-8")
 
 
 def write_summary(folder: Path, summary: dict[str, Any]) -> Path:

@@ -26,6 +26,8 @@ class Verbs(TyperGroup):
             for line in str(error).splitlines():
                 typer.echo(f"arborl: {line}", err=True)
             raise typer.Exit(2) from error
+        except KeyboardInterrupt as stopped:
+            raise typer.Exit(130) from stopped
 
 
 app = typer.Typer(

@@ -139,11 +139,14 @@ class LearnerConfig(Config):
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
     warmup_steps: int = Field(0, ge=0)
+    """Optimiser steps over which `lr` is reached."""
+    decay: Literal["none", "linear"] = "linear"
+    """`linear` brings `lr` to nothing at the run's last step."""
     epochs: int = Field(1, ge=1)
     """Passes over a step's batch."""
     minibatches: int = Field(1, ge=1)
     """Optimiser steps a pass."""
-    micro_batch_tokens: int = Field(8192, ge=1)
+    micro_batch_tokens: int = Field(4096, ge=1)
     """Tree tokens that go through the model at once; changes memory and speed, never the result."""
 
 
@@ -183,7 +186,9 @@ class RunConfig(Config):
     """One run."""
 
     name: str = "frozen-lake"
+    """What the run is called; its folder is named after it."""
     seed: int = Field(0, ge=0)
+    """Decides everything random: tasks, sampling, chance in environments. Held-out tasks are the same for all seeds."""
     output_dir: Path | None = None
     """Folder of the run; without it, the next free `runs/<name>-NNN`."""
     deterministic: bool = False
@@ -197,6 +202,7 @@ class RunConfig(Config):
     tools: tuple[str, ...] = ()
     """Names from the library, or your own as `package.module:attribute`."""
     rewards: tuple[RewardConfig, ...] = (RewardConfig(name="env"),)
+    """Each with `name`, `weight` and `args`; their weighted sum is learned from. `env` is the environment's own."""
     engine: EngineConfig = EngineConfig()
     sampling: SamplingConfig = SamplingConfig()
     rollout: RolloutConfig = RolloutConfig()

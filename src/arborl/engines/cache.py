@@ -33,10 +33,9 @@ class Cache:
 
     def common_prefixes(self, prompt: np.ndarray) -> np.ndarray:
         """How much of `prompt` each slot has read, in tokens."""
-        n = min(len(prompt), self.tokens.shape[1])
-        same = self.tokens[:, :n] == prompt[:n]
-        first_difference = np.where(same.all(1), n, same.argmin(1))
-        return np.minimum(first_difference, self.filled)
+        same = self.tokens[:, : len(prompt)] == prompt
+        ends = np.zeros((len(same), 1), dtype=bool)  # a difference after the last token, for prompts wholly read
+        return np.minimum(np.concatenate([same, ends], axis=1).argmin(1), self.filled)
 
     def copy(self, source: int, target: int, count: int) -> None:
         """Give slot `target` the first `count` tokens of `source`."""

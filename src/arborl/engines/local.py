@@ -110,11 +110,15 @@ class LocalEngine:
                 if self.live:
                     self._step()
             except Exception as error:
-                for request in self.live:
-                    if not request.done.done():
-                        request.done.set_exception(EngineError(f"{type(error).__name__}: {error}"))
-                self.live.clear()
-                self.cache.forget()
+                self._fail(EngineError(f"{type(error).__name__}: {error}"))
+
+    def _fail(self, error: EngineError) -> None:
+        """A step broke: nobody can be left waiting, and what the cache holds is in doubt."""
+        for request in (*self.waiting, *self.live):
+            if not request.done.done():
+                request.done.set_exception(error)
+        self.waiting, self.live = [], []
+        self.cache.forget()
 
     def _drop_cancelled(self) -> None:
         self.waiting = [r for r in self.waiting if not r.done.done()]

@@ -27,10 +27,19 @@ class Learner:
         model: the policy; its parameters are updated in place, so an engine that shares them needs no copy.
         temperature: what the rollout divides logits by; terms are scored under the same distribution.
         reference: keep a frozen copy of the weights as they are now, for algorithms that ask for one.
+        total_steps: how many updates the run will make, for the learning rate's decay.
     """
 
-    def __init__(self, model: PreTrainedModel, config: LearnerConfig, temperature: float, reference: bool = False):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: LearnerConfig,
+        temperature: float,
+        reference: bool = False,
+        total_steps: int = 0,
+    ):
         self.model, self.config, self.temperature = model, config, temperature
+        self.total_steps = total_steps
         self.reference = copy.deepcopy(model).requires_grad_(False) if reference else None
         decay = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
         plain = [p for p in model.parameters() if p.requires_grad and p.ndim <= 1]
@@ -39,8 +48,17 @@ class Learner:
             lr=config.lr,
             betas=config.betas,
         )
-        warmup = config.warmup_steps
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda s: min(1.0, (s + 1) / (warmup + 1)))
+        self.done = 0
+        """Optimiser steps so far."""
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the next optimiser step: up over the warm-up, then down to the run's end if asked."""
+        config = self.config
+        rise = min(1.0, (self.done + 1) / (config.warmup_steps + 1))
+        if config.decay == "none" or not self.total_steps:
+            return config.lr * rise
+        return config.lr * rise * max(0.0, 1.0 - self.done / (self.total_steps * config.epochs * config.minibatches))
 
     def update(self, trees: Sequence[TokenTree], terms: Terms, loss: Loss) -> Metrics:
         """Learn from the batch: `epochs` passes, each in `minibatches` optimiser steps of whole trees."""
@@ -53,17 +71,21 @@ class Learner:
                         seen.setdefault(name, []).append(value)
         # the gap between rollout and learner is read before any weight has moved
         metrics = {name: v[0] if "rollout_gap" in name else float(np.mean(v)) for name, v in seen.items()}
-        return metrics | {"learner/lr": float(self.schedule.get_last_lr()[0])}
+        return metrics
 
     def _step(self, trees: Sequence[TokenTree], terms: Terms, loss: Loss) -> Metrics:
         """Gradients of all micro-batches add up to those of the whole; then one optimiser step."""
         self.optimizer.zero_grad(set_to_none=True)
         metrics = self.backward(trees, terms, loss)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
-        if torch.isfinite(norm):
+        for part in self.optimizer.param_groups:
+            part["lr"] = self.rate
+        finite = bool(torch.isfinite(norm))
+        if finite:
             self.optimizer.step()
-        self.schedule.step()
-        return metrics | {"learner/grad_norm": float(norm), "learner/skipped": float(not torch.isfinite(norm))}
+        metrics |= {"learner/lr": self.rate, "learner/grad_norm": float(norm), "learner/skipped": float(not finite)}
+        self.done += 1
+        return metrics
 
     def backward(self, trees: Sequence[TokenTree], terms: Terms, loss: Loss) -> Metrics:
         """Add this batch's gradients; return its loss and the mean over terms of everything worth logging."""
@@ -118,7 +140,7 @@ class Learner:
     def save(self, folder: Path) -> None:
         """Model in Hugging Face form, and the optimiser beside it."""
         self.model.save_pretrained(folder / "model")
-        state = {"optimizer": self.optimizer.state_dict(), "schedule": self.schedule.state_dict()}
+        state = {"optimizer": self.optimizer.state_dict(), "done": self.done}
         if self.reference is not None:
             self.reference.save_pretrained(folder / "reference")
         torch.save(state, folder / "optimizer.pt")
@@ -130,7 +152,7 @@ class Learner:
             self._read(self.reference, folder / "reference")
         state = torch.load(folder / "optimizer.pt", weights_only=True, map_location=self.model.device)
         self.optimizer.load_state_dict(state["optimizer"])
-        self.schedule.load_state_dict(state["schedule"])
+        self.done = int(state["done"])
 
     @staticmethod
     def _read(model: PreTrainedModel, folder: Path) -> None:

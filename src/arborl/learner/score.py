@@ -12,36 +12,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from arborl.learner.attend import attend_over
 from arborl.learner.batch import MicroBatch
 from arborl.models.attention import hidden_states, logits
 
 HEAD_CHUNK = 4096
 """Terms whose logits are held at once."""
-
-
-class TreeAttend:
-    """Attention over trees: token q sees token k exactly when k <= q < end[k], within its own tree."""
-
-    def __init__(self, lengths: tuple[int, ...], end_N: Tensor):
-        self.lengths = lengths
-        self.masks = []
-        start = 0
-        for length in lengths:
-            end = end_N[start : start + length] - start
-            place = torch.arange(length, device=end_N.device)
-            self.masks.append((place[None] <= place[:, None]) & (place[:, None] < end[None]))
-            start += length
-
-    def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, scale: float) -> Tensor:
-        outs = []
-        parts = zip(*(x.split(self.lengths) for x in (q_NHD, k_NKD, v_NKD)), self.masks, strict=True)
-        for q, k, v, mask in parts:
-            q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-            out = torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-            )
-            outs.append(out[0].transpose(0, 1))
-        return torch.cat(outs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +32,11 @@ class Scores:
 def score(model: PreTrainedModel, batch: MicroBatch, temperature: float) -> Scores:
     """Log-probabilities under the distribution that was sampled from: logits divided by the temperature."""
     device = model.device
-    tokens, depth, end, position, token = (
+    tokens, depth, position, token = (
         torch.from_numpy(column).to(device)
-        for column in (batch.tokens, batch.depth, batch.end, batch.terms.position, batch.terms.token)
+        for column in (batch.tokens, batch.depth, batch.terms.position, batch.terms.token)
     )
-    hidden_NE = hidden_states(model, tokens, depth, TreeAttend(batch.lengths, end))
+    hidden_NE = hidden_states(model, tokens, depth, attend_over(batch, device))
     logprobs, entropies = [], []
     for places, targets in zip(position.split(HEAD_CHUNK), token.split(HEAD_CHUNK), strict=True):
         logprob, entropy = checkpoint(_head, model, hidden_NE[places], targets, temperature, use_reentrant=False)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from arborl.errors import ConfigError, did_you_mean
 from arborl.models.attention import NAME
@@ -58,7 +58,7 @@ def device_of(name: str) -> torch.device:
 
 def load_model(folder: Path, dtype: str = "float32", device: str = "auto") -> PreTrainedModel:
     """The model, ready for `hidden_states`; dropout off."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="sdpa")
     model.set_attn_implementation(NAME)
     return model.to(device_of(device)).eval()

@@ -98,7 +98,7 @@ def encode_share(job: tuple[str, int, int]) -> tuple[np.ndarray, np.ndarray, np.
         rows[-1][0].extend(ids)
         rows[-1][1].extend(spoken_by_assistant(tokenizer, ids))
         rows[-1][2].extend(range(len(ids)))
-    pad = tokenizer.token_to_id("<|endoftext|>")
+    pad = tokenizer.encode("<|endoftext|>").ids[0]
     for ids, spoken, positions in rows:
         missing = ROW - len(ids)
         ids.extend([pad] * missing)

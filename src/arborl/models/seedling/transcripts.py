@@ -31,16 +31,17 @@ def pick(chance: Chance, options: Sequence[str]) -> str:
 
 # ------------------------------------------------------------------------------------------------ frozen lake
 
-SKILLS = ((0.0, 0.68), (0.25, 0.26), (0.9, 0.06))
-"""How often a player moves along a shortest path (else anywhere), and the share of such players."""
+PLAYERS = {"wanderer": (0.42, 0.0), "habit": (0.40, 0.7), "skilled": (0.18, 0.6)}
+"""Share of the games, and how often a player does what it is named for; else it moves anywhere. The creature of habit
+goes right and down, as if every goal were in the corner; the skilled one follows a shortest path."""
 MUMBLES = ("Right", "<answer></answer>", "<answer>Jump</answer>", "I go down.", "<answer>Left, Up</answer>")
 
 
 def frozen_lake(chance: Chance) -> Transcript:
-    """Players of three skills, on maps of the training split only; now and then one mumbles."""
+    """Three kinds of players, on maps of the training split only; now and then one mumbles."""
     size = int(chance.choice([3, 4, 5, 6], p=[0.05, 0.85, 0.05, 0.05]))
-    skill = float(chance.choice([skill for skill, _ in SKILLS], p=[share for _, share in SKILLS]))
-    game = _play(FrozenLake(size=size, slippery=bool(chance.random() < 0.03)), skill, chance)
+    player = str(chance.choice(list(PLAYERS), p=[share for share, _ in PLAYERS.values()]))
+    game = _play(FrozenLake(size=size, slippery=bool(chance.random() < 0.03)), player, chance)
     try:
         game.send(None)
     except StopIteration as over:  # the lake never waits, so one push plays the game to its end
@@ -48,12 +49,12 @@ def frozen_lake(chance: Chance) -> Transcript:
     raise RuntimeError("the lake waited for something")
 
 
-async def _play(env: FrozenLake, skill: float, chance: Chance) -> Transcript:
+async def _play(env: FrozenLake, player: str, chance: Chance) -> Transcript:
     seed = int(chance.integers(1 << 62))
     messages = list((await env.reset(Task(id="lake", seed=seed), seed)).messages)
     while True:
-        best = best_moves(env.grid, env.player)
-        move = pick(chance, best if best and chance.random() < skill else tuple(MOVES))
+        wanted = best_moves(env.grid, env.player) if player == "skilled" else ("Right", "Down")
+        move = pick(chance, wanted if wanted and chance.random() < PLAYERS[player][1] else tuple(MOVES))
         text = pick(chance, MUMBLES) if chance.random() < 0.02 else f"<answer>{move}</answer>"
         messages.append(Message("assistant", text))
         step = await env.step(messages[-1])

@@ -1,0 +1,58 @@
+"""The page that lists every key: `python -m arborl.config.document > docs/configuration.md`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from arborl.config.base import Config, section
+from arborl.config.run import RunConfig
+
+HEAD = """# Configuration
+
+Every key, its default and what it does. A file is YAML with these keys; on the command line they are written `a.b=c`; in Python
+`arborl.run(**{"a.b": c})`. A bare string in place of a section with a `name` is short for the name: `env=frozen_lake`. Files may
+have a `defaults:` list, as in Hydra. A key that is not here is an error.
+
+This page is generated: `python -m arborl.config.document > docs/configuration.md`.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    return "\n".join([HEAD, *_section("", RunConfig)]) + "\n"
+
+
+def _section(path: str, model: type[Config]) -> Iterator[str]:
+    fields = model.model_fields.items()
+    inner = [(name, found) for name, _ in fields if (found := section(model, name))]
+    plain = [(name, field) for name, field in fields if section(model, name) is None]
+    if path:
+        yield f"\n## {path}\n"
+        yield f"{_text(model.__doc__)}\n"
+    yield "| key | default | |\n|---|---|---|"
+    for name, field in plain:
+        key = f"{path}.{name}" if path else name
+        yield f"| `{key}` | {_default(field)} | {_text(field.description)} |"
+    for name, found in inner:
+        yield from _section(f"{path}.{name}" if path else name, found)
+
+
+def _default(field: FieldInfo) -> str:
+    value: Any = field.get_default(call_default_factory=True)
+    if value is None:
+        return "none"
+    if isinstance(value, tuple):
+        return f"`[{', '.join(str(getattr(item, 'name', item)) for item in value)}]`"
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _text(words: str | None) -> str:
+    return " ".join((words or "").split()).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

@@ -1,0 +1,69 @@
+"""What every engine must do. Parametrised over all of them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from arborl.engines.local import LocalEngine
+from arborl.engines.scripted import ScriptedEngine
+from arborl.types import Finish, Sampling
+
+STOP = 2
+
+
+@pytest.fixture(params=["local", "local deterministic", "scripted"])
+def engine(request, seedling):
+    model, _ = seedling
+    match request.param:
+        case "local":
+            return LocalEngine(model, max_context=64, slots=4)
+        case "local deterministic":
+            return LocalEngine(model, max_context=64, slots=4, deterministic=True)
+        case _:
+            return ScriptedEngine([[5, 6, 7, STOP], [8, STOP]])
+
+
+def ask(engine, *requests: tuple[list[int], Sampling]):
+    async def run():
+        return await asyncio.gather(
+            *(engine.generate(prompt, sampling, session=str(i)) for i, (prompt, sampling) in enumerate(requests))
+        )
+
+    return asyncio.run(run())
+
+
+def test_tokens_and_logprobs_have_the_same_length_and_logprobs_are_not_positive(engine):
+    for done in ask(engine, ([1, 2, 3], Sampling(8, seed=1)), ([4], Sampling(8, seed=2))):
+        assert len(done.tokens) == len(done.logprobs) >= 1
+        assert all(x <= 0 for x in done.logprobs)
+
+
+def test_at_most_max_tokens_are_sampled_and_the_finish_says_so(engine):
+    (done,) = ask(engine, ([1, 2, 3], Sampling(1, seed=1, stop=(STOP,))))
+    assert len(done.tokens) == 1
+    assert done.finish is (Finish.STOP if done.tokens[-1] == STOP else Finish.LENGTH)
+
+
+def test_the_same_seed_gives_the_same_tokens_and_others_may_differ(engine):
+    first = ask(engine, *(([1, 2, 3], Sampling(6, seed=s)) for s in range(20)))
+    again = ask(engine, *(([1, 2, 3], Sampling(6, seed=s)) for s in range(20)))
+    assert [c.tokens for c in first] == [c.tokens for c in again]
+    assert len({c.tokens for c in first}) > 1
+
+
+def test_a_loaded_version_is_stamped_on_completions(engine):
+    asyncio.run(engine.load({}, version=7))
+    assert ask(engine, ([1], Sampling(2)))[0].version == 7
+
+
+def test_more_requests_than_slots_are_all_answered(engine):
+    assert len(ask(engine, *(([i + 1, 3], Sampling(3, seed=i)) for i in range(30)))) == 30
+
+
+def test_metrics_count_sampled_tokens_once(engine):
+    engine.metrics()
+    done = ask(engine, *(([i + 1, 3], Sampling(3, seed=i)) for i in range(5)))
+    assert engine.metrics()["engine/sampled"] == sum(len(c.tokens) for c in done)
+    assert engine.metrics()["engine/sampled"] == 0

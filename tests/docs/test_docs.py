@@ -1,0 +1,60 @@
+"""What the docs say works."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import arborl
+from arborl.cli.main import app
+from arborl.config.document import page
+
+ROOT = Path(__file__).parents[2]
+PAGES = ["README.md", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").glob("*.md")))]
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if blocks(name, "python")])
+def test_python_examples_run(name, tmp_path, monkeypatch):
+    """All blocks of a page in one namespace, as a reader would paste them; training runs as a stub."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"question": f"What is {a} + 2?", "answer": a + 2} for a in range(20)]
+    (tmp_path / "train.json").write_text(json.dumps(rows))
+    honest = arborl.run
+    monkeypatch.setattr(arborl, "run", lambda **given: honest(**given | {"stub": True}))
+    monkeypatch.setattr("webbrowser.open", lambda address: True)
+    exec("\n".join(blocks(name, "python")), {"__name__": "example"})
+    assert list((tmp_path / "runs").glob("*/summary.json"))
+
+
+@pytest.mark.parametrize(
+    "line", [line for block in blocks("README.md", "") for line in block.splitlines() if "arborl train" in line]
+)
+def test_commands_of_the_readme_are_understood(line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("trainer: {steps: 3}\n")
+    words = shlex.split(line, comments=True)[1:]
+    if "--resume" in words:
+        assert CliRunner().invoke(app, [*words, "--print"]).exit_code == 2  # there is no run here to go on with
+        return
+    done = CliRunner().invoke(app, [*words, "--print"])
+    assert done.exit_code == 0, done.output
+    assert "seed:" in done.output
+
+
+def test_the_configuration_page_is_up_to_date():
+    assert (ROOT / "docs" / "configuration.md").read_text() == page()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_to_files(name):
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", (ROOT / name).read_text()):
+        assert ((ROOT / name).parent / target).exists(), target

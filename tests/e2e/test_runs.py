@@ -1,0 +1,241 @@
+"""Whole runs, small ones, through the front doors."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import arborl
+from arborl.envs.env import Env, Observation, Step
+from arborl.rollout.store import EpisodeStore
+from arborl.track.jsonl import read_metrics
+from arborl.types import Message
+
+SMALL = [
+    "rollout.tasks_per_step=2", "rollout.group_size=3", "trainer.steps=5", "trainer.save_every=2", "evaluation.tasks=2",
+    "track.gifs=1", "track.tensorboard=false", "deterministic=true", "threads=1", "model.device=cpu",
+    "algorithm.skip_zero_variance=false",
+]  # fmt: skip
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "arborl", *words]
+
+
+def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command(*words), cwd=cwd, capture_output=True, text=True, env=environment, timeout=240)
+
+
+def settled(folder: Path) -> list[dict]:
+    """A run's metrics without the ones that are about time."""
+    return [
+        {k: v for k, v in row.items() if not (k.startswith("time/") or "second" in k)}
+        for row in read_metrics(folder / "metrics.jsonl")
+    ]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "checkpoints" / "step-000005" / "model" / "model.safetensors")
+
+
+def test_a_run_killed_with_9_and_resumed_ends_bit_equal_to_one_that_was_not(tmp_path):
+    whole = run("train", *SMALL, "output_dir=whole", cwd=tmp_path)
+    assert whole.returncode == 0, whole.stderr
+
+    victim = subprocess.Popen(
+        command("train", *SMALL, "output_dir=cut"), cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    metrics = tmp_path / "cut" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 3):  # past the checkpoint of step 2
+        assert time.monotonic() < deadline
+        assert victim.poll() is None
+        time.sleep(0.01)
+    victim.send_signal(signal.SIGKILL)
+    victim.wait()
+    assert not (tmp_path / "cut" / "summary.json").exists()
+
+    resumed = run("train", "--resume", "latest", "output_dir=cut", cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    assert settled(tmp_path / "cut") == settled(tmp_path / "whole")
+    ours, theirs = weights(tmp_path / "cut"), weights(tmp_path / "whole")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("cut", "whole")]
+    for summary in summaries:
+        del summary["train_seconds"]
+    assert summaries[0] == summaries[1]
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
+    victim = subprocess.Popen(
+        command("train", *SMALL, "trainer.steps=500", "output_dir=stopped"), cwd=tmp_path, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    metrics = tmp_path / "stopped" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 1):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    victim.send_signal(signal.SIGINT)
+    said, _ = victim.communicate(timeout=60)
+    assert victim.returncode == 130
+    assert "--resume latest output_dir=stopped" in said
+    assert "Traceback" not in said
+    saved = sorted((tmp_path / "stopped" / "checkpoints").iterdir())[-1]
+    assert json.loads((saved / "state.json").read_text())["step"] == metrics.read_text().count("\n")
+
+
+def test_stub_runs_the_whole_loop_and_leaves_everything_a_run_leaves(tmp_path):
+    done = run("train", "--stub", "output_dir=x", "seed=7", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for name in ("config.yaml", "metrics.jsonl", "summary.json", "curve.png", "report.html", "frames/episode-1.gif",
+                 "episodes/step-000003.jsonl", "checkpoints/step-000003/MANIFEST", "tensorboard"):  # fmt: skip
+        assert (tmp_path / "x" / name).exists(), name
+    summary = json.loads((tmp_path / "x" / "summary.json").read_text())
+    assert summary["seed"] == 7
+    assert summary["steps"] == 3
+    assert {"success", "reward"} <= summary["before"].keys() & summary["after"].keys()
+    assert summary["train_seconds"] > 0
+
+
+def test_a_checkpoint_is_a_model_that_plain_transformers_loads_and_evaluate_measures(tmp_path):
+    assert run("train", "--stub", "output_dir=x", cwd=tmp_path).returncode == 0
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = tmp_path / "x" / "checkpoints" / "step-000003" / "model"
+    assert AutoModelForCausalLM.from_pretrained(folder).num_parameters() > 1_000_000
+    assert AutoTokenizer.from_pretrained(folder).decode([65]) != ""
+    for path in ("x", "x/checkpoints/step-000003", "seedling"):
+        done = run("evaluate", path, "evaluation.tasks=4", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert "success" in done.stdout
+
+
+class Troubled(Env):
+    """Answers any message; every fourth episode it raises, hangs or pays NaN, in turn."""
+
+    count = 0
+
+    async def reset(self, task, seed):
+        Troubled.count += 1
+        self.number = Troubled.count
+        return Observation((Message("user", "Say yes."),))
+
+    async def step(self, action):
+        import asyncio
+
+        if self.number % 12 == 4:
+            raise RuntimeError("ice")
+        if self.number % 12 == 8:
+            await asyncio.sleep(3600)
+        return Step(Observation(()), reward=float("yes" in action.content.lower()), terminated=True)
+
+    def metrics(self):
+        return {"success": 1.0}
+
+
+def test_trouble_costs_single_episodes_is_named_in_the_metrics_and_the_run_goes_on(tmp_path, caplog):
+    @arborl.reward
+    def fickle(episode) -> float:
+        return float("nan") if int(episode.id[-1]) == 1 else 1.0
+
+    Troubled.count = 0
+    done = arborl.run(
+        env=Troubled, rewards=["env", fickle], output_dir=tmp_path / "r", steps=2, engine="scripted",
+        **{"engine.replies": ["Yes.", "No."], "rollout.tasks_per_step": 3, "rollout.group_size": 4,
+           "rollout.step_seconds": 0.3, "evaluation.tasks": 0, "track.tensorboard": False},
+    )  # fmt: skip
+    rows = list(read_metrics(done.folder / "metrics.jsonl"))
+    assert len(rows) == 2
+    assert rows[0]["failed/reward 'fickle'"] == 3
+    assert rows[0]["failed/environment 'Troubled'"] == 2
+    assert rows[0]["episode/failed"] == 5
+    assert "environment 'Troubled': RuntimeError: ice" in caplog.text
+    assert "took longer than 0.3 s" in caplog.text
+    assert "reward 'fickle'" in caplog.text
+    stored = [e for path in EpisodeStore(done.folder / "episodes").paths() for e in EpisodeStore.read(path)]
+    assert (
+        sum(episode.failure is not None for episode in stored) == rows[0]["episode/failed"] + rows[1]["episode/failed"]
+    )
+
+
+def test_python_trains_a_tool_agent_on_a_file_with_its_own_tool_and_reward(tmp_path):
+    rows = [{"question": f"What is {a} + 2? Answer as <answer>number</answer>.", "answer": a + 2} for a in range(30)]
+    (tmp_path / "train.json").write_text(json.dumps(rows))
+    asked: list[str] = []
+
+    @arborl.tool
+    def adder(expression: str) -> int:
+        """Add two numbers.
+
+        Args:
+            expression: such as 1 + 2.
+        """
+        asked.append(expression)
+        return sum(map(int, expression.split("+")))
+
+    @arborl.reward
+    def right(episode, answer: int) -> float:
+        return float(f"<answer>{answer}</answer>" in episode.answer)
+
+    call = '<tool_call>{"name": "adder", "arguments": {"expression": "1 + 2"}}</tool_call>'
+    done = arborl.run(
+        model="seedling", data=tmp_path / "train.json", agent="tool", tools=[adder], rewards=[right], algorithm="grpo",
+        steps=1, engine="scripted", output_dir=tmp_path / "run",
+        **{"engine.replies": [call, "<answer>3</answer>"], "sampling.max_tokens": 64, "rollout.tasks_per_step": 2,
+           "rollout.group_size": 4, "evaluation.tasks": 2, "track.tensorboard": False},
+    )  # fmt: skip
+    assert asked
+    (row,) = read_metrics(done.folder / "metrics.jsonl")
+    assert row["episode/tool/calls"] > 0
+    assert done.summary["steps"] == 1
+    assert (done.folder / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["env=frozen_lak"], "Did you mean 'frozen_lake'?"),
+        (["agent=chatt"], "Did you mean 'chat'?"),
+        (["model=seedlin"], "Did you mean 'seedling'?"),
+        (["engine=locl"], "Did you mean 'local'?"),
+        (["rewards=[envv]"], "Did you mean 'env'?"),
+        (["env.args.sise=4"], "Did you mean 'size'?"),
+        (["env.args.size=1"], "2 to 20"),
+        (["rollout.group_size=1"], "group_size"),
+        (["data.path=missing.json", "rewards=[exact]"], "missing.json"),
+        (["sampling.max_context=100000"], "max_context"),
+        (["tools=[calculator]"], "agent=tool"),
+        (["model.device=toaster"], "toaster"),
+        (["--resume", "latest", "output_dir=nowhere"], "nowhere"),
+    ],
+)
+def test_bad_input_is_one_clear_line_exit_code_2_and_nothing_written(tmp_path, monkeypatch, words, complaint):
+    from typer.testing import CliRunner
+
+    from arborl.cli.main import app
+
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["train", *words])
+    assert done.exit_code == 2, done.output
+    assert complaint in done.output
+    assert len(done.output.strip().splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path):
+    assert run("train", "--stub", "output_dir=x", cwd=tmp_path).returncode == 0
+    again = run("train", "--stub", "output_dir=x", cwd=tmp_path)
+    assert again.returncode == 2
+    assert "--resume latest" in again.stderr

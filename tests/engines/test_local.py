@@ -1,0 +1,187 @@
+"""The local engine: exact tokens, exact log-probabilities (law 3), and neighbours that do not matter (law 6)."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from arborl.config.run import LearnerConfig
+from arborl.engines.local import LocalEngine
+from arborl.engines.sampling import draw, uniforms
+from arborl.errors import EngineError
+from arborl.learner.learner import Learner
+from arborl.rollout.tree import plant
+from arborl.types import Call, Episode, Finish, Group, Sampling, Task
+
+
+def random_prompts(sizes: list[int], vocabulary: int, seed: int = 0) -> list[list[int]]:
+    chance = np.random.default_rng(seed)
+    return [chance.integers(0, vocabulary, size).tolist() for size in sizes]
+
+
+@pytest.fixture(scope="module")
+def qwen3():
+    torch.manual_seed(1)
+    config = Qwen3Config(
+        vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=256, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config).eval()
+
+
+def greedy_by_transformers(model, prompts: list[list[int]], count: int) -> list[list[int]]:
+    own = model.config._attn_implementation
+    model.set_attn_implementation("sdpa")
+    out = [
+        model.generate(
+            torch.tensor([p]), attention_mask=torch.ones(1, len(p), dtype=torch.long), max_new_tokens=count,
+            min_new_tokens=count, do_sample=False, pad_token_id=0,
+        )[0, len(p) :].tolist()
+        for p in prompts
+    ]  # fmt: skip
+    model.set_attn_implementation(own)
+    return out
+
+
+def generate(engine: LocalEngine, prompts: list[list[int]], samplings: list[Sampling]):
+    async def run():
+        calls = (engine.generate(p, s, session=str(i)) for i, (p, s) in enumerate(zip(prompts, samplings, strict=True)))
+        return await asyncio.gather(*calls)
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("slots", [1, 3, 16])
+def test_greedy_tokens_equal_those_of_transformers_with_and_without_prefix_hits(qwen3, slots):
+    prompts = random_prompts([3, 40, 77, 9, 25], 99)
+    prompts += [prompts[1] + [5, 6], prompts[1][:30] + [1], prompts[2]]
+    expected = greedy_by_transformers(qwen3, prompts, 12)
+    engine = LocalEngine(qwen3, max_context=128, slots=slots)
+    for _ in range(2):  # the second time everything may be found in the cache
+        assert [list(c.tokens) for c in generate(engine, prompts, [Sampling(12, 0.0)] * len(prompts))] == expected
+    if slots == 16:
+        assert engine.metrics()["engine/hit_rate"] > 0.3
+
+
+def test_a_later_turn_reads_only_what_is_new(qwen3):
+    engine = LocalEngine(qwen3, max_context=128, slots=4)
+    (first,) = generate(engine, [[1, 2, 3, 4, 5]], [Sampling(4, seed=0)])
+    engine.metrics()
+    generate(engine, [[1, 2, 3, 4, 5, *first.tokens, 7, 8]], [Sampling(1)])
+    assert engine.metrics()["engine/read"] == 3  # the last sampled token, 7 and 8
+
+
+def test_siblings_read_their_prompt_once(qwen3):
+    engine = LocalEngine(qwen3, max_context=128, slots=8)
+    (prompt,) = random_prompts([60], 99)
+    generate(engine, [prompt] * 8, [Sampling(1, seed=i) for i in range(8)])
+    assert engine.metrics()["engine/read"] == 60 + 7
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_rollouts_logprobs_equal_the_learners(seedling, temperature):
+    model, _ = seedling
+    engine = LocalEngine(model, max_context=256, slots=8)
+    prompts = random_prompts([5, 33, 80, 80, 12], 600)
+    done = generate(engine, prompts, [Sampling(20, temperature, seed=i) for i in range(5)])
+    calls = [Call(tuple(p), c, 0) for p, c in zip(prompts, done, strict=True)]
+    forest = plant([Group(Task("t"), [Episode("e", Task("t"), calls=calls)])])
+    learner = Learner(model, LearnerConfig(), temperature)
+    gap = (learner.logprobs(forest.trees, forest.terms) - torch.from_numpy(forest.terms.logprob)).abs().max()
+    assert gap < 1e-4
+
+
+def test_new_weights_empty_the_cache_and_change_the_answer(qwen3):
+    import copy
+
+    model = copy.deepcopy(qwen3)
+    engine = LocalEngine(model, max_context=128, slots=4)
+    prompts, samplings = random_prompts([20], 99), [Sampling(6, 0.0)]
+    generate(engine, prompts, samplings)
+    other = {name: torch.randn_like(value) * 0.05 for name, value in model.state_dict().items()}
+    asyncio.run(engine.load(other, version=1))
+    assert [list(c.tokens) for c in generate(engine, prompts, samplings)] == greedy_by_transformers(model, prompts, 6)
+
+
+def test_deterministic_mode_gives_bit_equal_logprobs_alone_and_in_company(seedling):
+    model, _ = seedling
+    prompts = random_prompts([30, 11, 47, 5], 600)
+    samplings = [Sampling(10, seed=i) for i in range(4)]
+    engine = LocalEngine(model, max_context=256, slots=4, deterministic=True)
+    together = generate(engine, prompts, samplings)
+    alone = [generate(engine, [p], [s])[0] for p, s in zip(prompts, samplings, strict=True)]
+    assert [(c.tokens, c.logprobs) for c in together] == [(c.tokens, c.logprobs) for c in alone]
+
+
+def test_a_stop_token_ends_the_completion_and_is_part_of_it(qwen3):
+    engine = LocalEngine(qwen3, max_context=128, slots=4)
+    (prompt,) = random_prompts([10], 99)
+    (free,) = generate(engine, [prompt], [Sampling(8, 0.0)])
+    (stopped,) = generate(engine, [prompt], [Sampling(8, 0.0, stop=(free.tokens[3],))])
+    cut = free.tokens.index(free.tokens[3]) + 1
+    assert stopped.tokens == free.tokens[:cut]
+    assert stopped.finish is Finish.STOP
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "complaint"),
+    [
+        ([], Sampling(), "empty"),
+        ([1] * 128, Sampling(), "no room"),
+        ([99], Sampling(), "outside the vocabulary"),
+        ([-1], Sampling(), "outside the vocabulary"),
+        ([1], Sampling(temperature=-1.0), "negative"),
+        ([1], Sampling(max_tokens=0), "at least 1"),
+    ],
+)
+def test_a_bad_request_is_refused_alone(qwen3, prompt, sampling, complaint):
+    engine = LocalEngine(qwen3, max_context=128, slots=2)
+
+    async def run():
+        return await asyncio.gather(
+            engine.generate(prompt, sampling, session="bad"),
+            engine.generate([1, 2], Sampling(3), session="good"),
+            return_exceptions=True,
+        )
+
+    bad, good = asyncio.run(run())
+    assert isinstance(bad, EngineError)
+    assert complaint in str(bad)
+    assert len(good.tokens) == 3
+
+
+def test_a_cancelled_request_leaves_and_the_others_go_on(qwen3):
+    engine = LocalEngine(qwen3, max_context=128, slots=4)
+
+    async def run():
+        slow = asyncio.create_task(engine.generate([1, 2], Sampling(100), session="slow"))
+        quick = asyncio.create_task(engine.generate([3], Sampling(30), session="quick"))
+        await asyncio.sleep(0.02)
+        slow.cancel()
+        done = await quick
+        return done, engine.live, engine.waiting
+
+    done, live, waiting = asyncio.run(run())
+    assert len(done.tokens) == 30
+    assert not live
+    assert not waiting
+
+
+def test_tokens_are_drawn_with_their_probabilities():
+    logits = torch.log(torch.tensor([[0.5, 0.3, 0.2, 0.0]])).expand(20_000, 4)
+    tokens, logprobs = draw(logits, [1.0] * 20_000, uniforms(range(20_000), [0] * 20_000))
+    shares = np.bincount(tokens, minlength=4) / 20_000
+    assert shares == pytest.approx([0.5, 0.3, 0.2, 0.0], abs=0.015)
+    assert np.exp(logprobs[:5]) == pytest.approx([[0.5, 0.3, 0.2][t] for t in tokens[:5]])
+
+
+def test_uniform_numbers_are_uniform_over_seeds_and_over_positions():
+    for numbers in (uniforms(range(50_000), [3] * 50_000), uniforms([3] * 50_000, range(50_000))):
+        assert 0 <= numbers.min()
+        assert numbers.max() < 1
+        assert np.histogram(numbers, 10, (0, 1))[0] == pytest.approx([5000] * 10, abs=350)
+        assert np.corrcoef(numbers[:-1], numbers[1:])[0, 1] == pytest.approx(0, abs=0.02)

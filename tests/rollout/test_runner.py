@@ -1,0 +1,142 @@
+"""Law 8 in small: one bad episode costs itself, is named, and the others go on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from arborl.agents.chat import ChatAgent
+from arborl.engines.scripted import ScriptedEngine
+from arborl.envs.env import Env, Observation, Step
+from arborl.envs.frozen_lake import FrozenLake
+from arborl.rollout.recorder import Limits
+from arborl.rollout.runner import Cast, Rollout
+from arborl.types import Message, Sampling, Stop, Task
+
+HELLO = Observation((Message("user", "hello"),))
+
+
+class Moody(Env):
+    """Misbehaves in the way its task's id says, in the first episode it is asked to play."""
+
+    def __init__(self, played: list[str]):
+        self.played = played
+
+    async def reset(self, task: Task, seed: int) -> Observation:
+        self.trouble = task.id if task.id not in self.played else "none"
+        self.played.append(task.id)
+        if self.trouble == "raises in reset":
+            raise RuntimeError("no lake today")
+        return HELLO
+
+    async def step(self, action: Message) -> Step:
+        match self.trouble:
+            case "raises":
+                raise ZeroDivisionError("the ice broke")
+            case "hangs":
+                await asyncio.sleep(3600)
+            case "nan reward":
+                return Step(HELLO, reward=float("nan"), terminated=True)
+            case "wrong shape":
+                return (HELLO, 1.0, True)  # type: ignore[return-value]
+            case "number as text":
+                return Step(Observation((Message("user", 7),)), terminated=True)  # type: ignore[arg-type]
+        return Step(HELLO, reward=1.0, terminated=True)
+
+
+def rollout(renderer, env, replies=("yes",), **limits) -> Rollout:
+    replies = [[*renderer.tokenizer.encode(text), renderer.stop[0]] for text in replies]
+    limits = {"step_seconds": 0.2, "episode_seconds": 5.0} | limits
+    cast = Cast(agent=lambda task: ChatAgent(), env=env)
+    return Rollout(ScriptedEngine(replies), renderer, cast, Sampling(8), Limits(**limits), concurrency=8)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "kind", "words"),
+    [
+        ("raises in reset", "RuntimeError", "no lake today"),
+        ("raises", "ZeroDivisionError", "the ice broke"),
+        ("hangs", "timeout", "longer than 0.2 s"),
+        ("nan reward", "ValueError", "reward is nan"),
+        ("wrong shape", "TypeError", "return arborl.Step"),
+        ("number as text", "TypeError", "content is int"),
+    ],
+)
+def test_a_bad_environment_costs_one_episode_and_is_named(seedling, caplog, trouble, kind, words):
+    _, renderer = seedling
+    played: list[str] = []
+    run = rollout(renderer, lambda task: Moody(played))
+    with caplog.at_level(logging.WARNING):
+        (group,) = asyncio.run(run.collect([Task(trouble, env="moody")], seed=0, group_size=4))
+    assert [episode.failure is None for episode in group.episodes] == [False, True, True, True]
+    bad = group.episodes[0]
+    assert bad.failure.where == "environment 'moody'"
+    assert bad.failure.kind == kind
+    assert words in bad.failure.message
+    assert bad.stop is (Stop.TIMEOUT if kind == "timeout" else Stop.ERROR)
+    assert "environment 'moody'" in caplog.text
+    assert [episode.turns[0].reward for episode in group.survivors] == [1.0, 1.0, 1.0]
+
+
+def test_an_episode_past_its_deadline_says_where_the_time_went(seedling):
+    _, renderer = seedling
+    run = rollout(renderer, lambda task: Moody([]), step_seconds=60.0, episode_seconds=0.2)
+    (group,) = asyncio.run(run.collect([Task("hangs", env="moody")], seed=0, group_size=1))
+    assert group.episodes[0].failure.where == "environment 'moody'"
+    assert "episode took longer than 0.2 s" in group.episodes[0].failure.message
+    assert group.episodes[0].stop is Stop.TIMEOUT
+
+
+def test_an_agent_that_raises_is_named_as_agent(seedling):
+    class Broken:
+        async def run(self, task, env, model):
+            await env.reset(task, 0)
+            raise KeyError("lost")
+
+    _, renderer = seedling
+    run = rollout(renderer, lambda task: FrozenLake())
+    run.cast = Cast(lambda task: Broken(), lambda task: FrozenLake())
+    (group,) = asyncio.run(run.collect([Task("t", agent="broken")], seed=0, group_size=1))
+    assert group.episodes[0].failure.where == "agent broken"
+
+
+def test_an_engine_that_refuses_is_named_as_engine(seedling):
+    class Refuses(ScriptedEngine):
+        async def generate(self, prompt, sampling, *, session):
+            raise OSError("no power")
+
+    _, renderer = seedling
+    run = rollout(renderer, lambda task: FrozenLake())
+    run.engine = Refuses([[1]])
+    (group,) = asyncio.run(run.collect([Task("t")], seed=0, group_size=1))
+    assert group.episodes[0].failure.where == "engine"
+
+
+def test_limits_end_an_episode_without_failing_it(seedling):
+    _, renderer = seedling
+    walk = ("<answer>Up</answer>",)
+    for limits, stop in (
+        ({"max_turns": 2}, Stop.MAX_TURNS),
+        ({"max_context": 130}, Stop.CONTEXT_FULL),
+        ({}, Stop.TRUNCATED),
+    ):
+        run = rollout(renderer, lambda task: FrozenLake(frozen=1.0, size=8), walk, **limits)
+        (group,) = asyncio.run(run.collect([Task("t", seed=3)], seed=0, group_size=1))
+        episode = group.episodes[0]
+        if episode.metrics["success"]:
+            continue
+        assert episode.failure is None
+        assert episode.stop is stop
+
+
+def test_members_of_a_group_begin_alike_and_sample_differently(seedling):
+    _, renderer = seedling
+    moves = ("<answer>Left</answer>", "<answer>Right</answer>", "<answer>Up</answer>", "<answer>Down</answer>")
+    run = rollout(renderer, lambda task: FrozenLake(), moves)
+    groups = asyncio.run(run.collect([Task("a", seed=1), Task("b", seed=2)], seed=0, group_size=6))
+    for group in groups:
+        assert len({episode.opening for episode in group.episodes}) == 1
+        assert len({tuple(t.message.content for t in e.turns) for e in group.episodes}) > 1
+    assert groups[0].episodes[0].opening != groups[1].episodes[0].opening
