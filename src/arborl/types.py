@@ -7,6 +7,7 @@ program and model is a `Call`; the calls of all attempts at one `Task` are a `Gr
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -14,6 +15,8 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from arborl.errors import EpisodeError
 
 Metrics = dict[str, float]
 """Names are `room/what`; values are plain numbers."""
@@ -197,6 +200,14 @@ class Episode:
     metrics: Metrics = field(default_factory=dict)
     failure: Failure | None = None
     seconds: float = 0.0
+
+    def fail(self, error: EpisodeError) -> Failure:
+        """Mark the episode as failed. It keeps what was recorded, and no reward: half a sum would be none."""
+        trace = "".join(traceback.format_exception(error.cause))
+        self.failure = Failure(error.where, error.kind, str(error.cause), trace)
+        self.stop = Stop.TIMEOUT if error.kind == "timeout" else Stop.ERROR
+        self.rewards.clear()
+        return self.failure
 
     @property
     def reward(self) -> float:

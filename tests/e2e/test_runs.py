@@ -12,9 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import Result
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 import arborl
+from arborl.api import train
+from arborl.cli.main import app
+from arborl.config.load import load
 from arborl.envs.env import Env, Observation, Step
 from arborl.rollout.store import EpisodeStore
 from arborl.track.jsonl import read_metrics
@@ -31,9 +36,18 @@ def command(*words: str) -> list[str]:
     return [sys.executable, "-m", "arborl", *words]
 
 
-def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(command(*words), cwd=cwd, capture_output=True, text=True, env=environment, timeout=240)
+def invoke(*words: str) -> Result:
+    """The command line without a new process."""
+    return CliRunner().invoke(app, list(words))
+
+
+@pytest.fixture(scope="module")
+def stub(tmp_path_factory) -> Path:
+    """A run on scripted replies."""
+    folder = tmp_path_factory.mktemp("stub") / "x"
+    done = invoke("train", "--stub", f"output_dir={folder}", "seed=7")
+    assert done.exit_code == 0, done.output
+    return folder
 
 
 def settled(folder: Path) -> list[dict]:
@@ -49,9 +63,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_run_killed_with_9_and_resumed_ends_bit_equal_to_one_that_was_not(tmp_path):
-    whole = run("train", *SMALL, "output_dir=whole", cwd=tmp_path)
-    assert whole.returncode == 0, whole.stderr
-
+    train(load(None, [*SMALL, f"output_dir={tmp_path / 'whole'}"]))
     victim = subprocess.Popen(
         command("train", *SMALL, "output_dir=cut"), cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -66,8 +78,8 @@ def test_a_run_killed_with_9_and_resumed_ends_bit_equal_to_one_that_was_not(tmp_
     victim.wait()
     assert not (tmp_path / "cut" / "summary.json").exists()
 
-    resumed = run("train", "--resume", "latest", "output_dir=cut", cwd=tmp_path)
-    assert resumed.returncode == 0, resumed.stderr
+    resumed = invoke("train", "--resume", "latest", f"output_dir={tmp_path / 'cut'}")
+    assert resumed.exit_code == 0, resumed.output
     assert settled(tmp_path / "cut") == settled(tmp_path / "whole")
     ours, theirs = weights(tmp_path / "cut"), weights(tmp_path / "whole")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -96,30 +108,27 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
     assert json.loads((saved / "state.json").read_text())["step"] == metrics.read_text().count("\n")
 
 
-def test_stub_runs_the_whole_loop_and_leaves_everything_a_run_leaves(tmp_path):
-    done = run("train", "--stub", "output_dir=x", "seed=7", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+def test_stub_runs_the_whole_loop_and_leaves_everything_a_run_leaves(stub):
     for name in ("config.yaml", "metrics.jsonl", "summary.json", "curve.png", "report.html", "frames/episode-1.gif",
                  "episodes/step-000003.jsonl", "checkpoints/step-000003/MANIFEST", "tensorboard"):  # fmt: skip
-        assert (tmp_path / "x" / name).exists(), name
-    summary = json.loads((tmp_path / "x" / "summary.json").read_text())
+        assert (stub / name).exists(), name
+    summary = json.loads((stub / "summary.json").read_text())
     assert summary["seed"] == 7
     assert summary["steps"] == 3
     assert {"success", "reward"} <= summary["before"].keys() & summary["after"].keys()
     assert summary["train_seconds"] > 0
 
 
-def test_a_checkpoint_is_a_model_that_plain_transformers_loads_and_evaluate_measures(tmp_path):
-    assert run("train", "--stub", "output_dir=x", cwd=tmp_path).returncode == 0
+def test_a_checkpoint_is_a_model_that_plain_transformers_loads_and_evaluate_measures(stub):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = tmp_path / "x" / "checkpoints" / "step-000003" / "model"
+    folder = stub / "checkpoints" / "step-000003" / "model"
     assert AutoModelForCausalLM.from_pretrained(folder).num_parameters() > 1_000_000
     assert AutoTokenizer.from_pretrained(folder).decode([65]) != ""
-    for path in ("x", "x/checkpoints/step-000003", "seedling"):
-        done = run("evaluate", path, "evaluation.tasks=4", cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        assert "success" in done.stdout
+    for path in (stub, folder.parent, "seedling"):
+        done = invoke("evaluate", str(path), "evaluation.tasks=4")
+        assert done.exit_code == 0, done.output
+        assert "success" in done.output
 
 
 class Troubled(Env):
@@ -222,20 +231,15 @@ def test_python_trains_a_tool_agent_on_a_file_with_its_own_tool_and_reward(tmp_p
     ],
 )
 def test_bad_input_is_one_clear_line_exit_code_2_and_nothing_written(tmp_path, monkeypatch, words, complaint):
-    from typer.testing import CliRunner
-
-    from arborl.cli.main import app
-
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(app, ["train", *words])
+    done = invoke("train", *words)
     assert done.exit_code == 2, done.output
     assert complaint in done.output
     assert len(done.output.strip().splitlines()) == 1
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path):
-    assert run("train", "--stub", "output_dir=x", cwd=tmp_path).returncode == 0
-    again = run("train", "--stub", "output_dir=x", cwd=tmp_path)
-    assert again.returncode == 2
-    assert "--resume latest" in again.stderr
+def test_a_folder_that_holds_a_run_is_not_written_over(stub):
+    again = invoke("train", "--stub", f"output_dir={stub}")
+    assert again.exit_code == 2
+    assert "--resume latest" in again.output

@@ -156,7 +156,7 @@ def test_an_unknown_split_and_a_lake_without_maps_are_errors_not_hangs():
     with pytest.raises(ValueError, match="split='test'"):
         draw_map(0, "test", 4, 0.8, 10)
     with pytest.raises(ValueError, match="no map of split 'held_out'"):
-        draw_map(0, "held_out", 2, 1e-9, 10)
+        draw_map(0, "held_out", 2, 1.0, 10)  # all ice, two by two: four grids, none of them held out
 
 
 def test_it_can_be_seen():

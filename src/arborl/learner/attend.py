@@ -16,7 +16,9 @@ from torch import Tensor
 from arborl.learner.batch import MicroBatch
 from arborl.models.attention import Attend
 
-BLOCK = 64
+BLOCK = 32
+BUCKET = 16
+"""Blocks attended in one call; they are sorted by their number of keys first, so that few are padded much."""
 WORTH_GATHERING = 0.7
 """Blocks are used when they multiply less than this share of what the dense way does."""
 
@@ -24,7 +26,7 @@ WORTH_GATHERING = 0.7
 def attend_over(batch: MicroBatch, device: torch.device) -> Attend:
     """The cheaper way for this micro-batch."""
     keys = block_keys(batch.end)
-    blocks = len(keys) * BLOCK * max(map(len, keys))
+    blocks = BLOCK * sum(map(len, keys))
     dense = sum(length**2 for length in batch.lengths)
     if blocks < WORTH_GATHERING * dense:
         return BlockAttend(batch, keys, device)
@@ -65,31 +67,31 @@ class DenseAttend:
         return torch.cat(outs)
 
 
-class BlockAttend:
-    """All blocks in one call, each against its own gathered keys."""
+class Bucket:
+    """Some blocks, each against its own gathered keys, padded to the most any of them has."""
 
-    def __init__(self, batch: MicroBatch, keys: list[np.ndarray], device: torch.device):
-        size, longest = len(batch.end), max(map(len, keys))
-        gathered = np.zeros((len(keys), longest), dtype=np.int64)
+    def __init__(self, starts: np.ndarray, keys: list[np.ndarray], end: np.ndarray, device: torch.device):
+        gathered = np.zeros((len(keys), max(map(len, keys))), dtype=np.int64)
         real = np.zeros_like(gathered, dtype=bool)
         for row, own in enumerate(keys):
             gathered[row, : len(own)] = own
             real[row, : len(own)] = True
         # the last block repeats the last token where it runs out: a query that sees nothing would give NaN
-        query = np.minimum(np.arange(len(keys) * BLOCK), size - 1)
-        place = query.reshape(-1, BLOCK, 1)
-        sees = (gathered[:, None] <= place) & (place < batch.end[gathered][:, None]) & real[:, None]
-        self.size, self.blocks = size, len(keys)
+        self.places = starts[:, None] + np.arange(BLOCK)
+        query = np.minimum(self.places, len(end) - 1)[:, :, None]
+        sees = (gathered[:, None] <= query) & (query < end[gathered][:, None]) & real[:, None]
+        self.blocks = len(keys)
         self.query, self.keys, self.sees = (
-            torch.from_numpy(x).to(device) for x in (query, gathered.reshape(-1), sees[:, None])
+            torch.from_numpy(x).to(device) for x in (query.reshape(-1), gathered.reshape(-1), sees[:, None])
         )
         self.mask: Tensor | None = None
 
-    def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, scale: float) -> Tensor:
+    def attend(self, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, scale: float) -> Tensor:
+        """The blocks' attended values, one after the other."""
         heads, size = k_NKD.shape[1:]
         groups = q_NHD.shape[1] // heads
         # query heads that share a key head become more queries of that head, so keys are never repeated
-        q = q_NHD[self.query].view(self.blocks, BLOCK, heads, groups, size)
+        q = q_NHD.index_select(0, self.query).view(self.blocks, BLOCK, heads, groups, size)
         q = q.permute(0, 2, 3, 1, 4).reshape(self.blocks, heads, groups * BLOCK, size)
         k, v = (x.index_select(0, self.keys).view(self.blocks, -1, heads, size).transpose(1, 2) for x in (k_NKD, v_NKD))
         if self.mask is None:  # the same at every layer, and cheaper as numbers to add than as a choice to make
@@ -97,4 +99,21 @@ class BlockAttend:
             self.mask = bias.repeat(1, 1, groups, 1)
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, scale=scale)
         out = out.view(self.blocks, heads, groups, BLOCK, size).permute(0, 3, 1, 2, 4)
-        return out.reshape(self.blocks * BLOCK, heads * groups, size)[: self.size]
+        return out.reshape(self.blocks * BLOCK, heads * groups, size)
+
+
+class BlockAttend:
+    """Blocks in buckets of like numbers of keys; the tokens come back in their own order."""
+
+    def __init__(self, batch: MicroBatch, keys: list[np.ndarray], device: torch.device):
+        order = sorted(range(len(keys)), key=lambda block: len(keys[block]))
+        chosen = [order[i : i + BUCKET] for i in range(0, len(order), BUCKET)]
+        self.buckets = [
+            Bucket(np.array(blocks) * BLOCK, [keys[b] for b in blocks], batch.end, device) for blocks in chosen
+        ]
+        places = np.concatenate([bucket.places.reshape(-1) for bucket in self.buckets])
+        self.back = torch.from_numpy(np.argsort(places)[: len(batch.end)]).to(device)
+
+    def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, scale: float) -> Tensor:
+        outs = [bucket.attend(q_NHD, k_NKD, v_NKD, scale) for bucket in self.buckets]
+        return torch.cat(outs).index_select(0, self.back)

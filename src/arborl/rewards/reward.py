@@ -9,14 +9,16 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import logging
 import math
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any, Protocol, overload
 
 from arborl.errors import EpisodeError, boundary
-from arborl.types import Episode, Failure, Group, Stop
+from arborl.types import Episode, Group
+
+log = logging.getLogger(__name__)
 
 
 class Reward(Protocol):
@@ -121,8 +123,7 @@ class Rewards:
         answers = await asyncio.gather(*asked)
         for answer in answers:
             if isinstance(answer, EpisodeError):  # the first by the order of the rewards, not of time
-                episode.rewards.clear()  # half a sum is no reward
-                episode.failure, episode.stop = as_failure(answer), Stop.ERROR
+                log.warning("episode %s failed and is left out: %s", episode.id, episode.fail(answer))
                 return
             episode.rewards.update(answer)
         episode.metrics.setdefault("success", float(episode.reward >= 1))
@@ -149,9 +150,3 @@ def numbers(name: str, value: Any) -> dict[str, float]:
         if not math.isfinite(part):
             raise ValueError(f"{key} is {part!r}; return a finite number")
     return {key: float(part) for key, part in named.items()}
-
-
-def as_failure(error: EpisodeError) -> Failure:
-    """The error as data."""
-    trace = "".join(traceback.format_exception(error.cause))
-    return Failure(error.where, error.kind, str(error.cause), trace)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ from arborl.envs.env import Env
 from arborl.errors import EpisodeError, EpisodeOver, boundary
 from arborl.rollout.recorder import Limits, RecordedEnv, Recorder
 from arborl.seeds import derive
-from arborl.types import Episode, Failure, Group, Sampling, Stop, Task
+from arborl.types import Episode, Group, Sampling, Stop, Task
 
 log = logging.getLogger(__name__)
 
@@ -71,10 +70,7 @@ class Rollout:
             async with boundary("episode", self.limits.episode_seconds):
                 await self._act(episode, sampling or self.sampling)
         except EpisodeError as error:
-            episode.stop = Stop.TIMEOUT if error.kind == "timeout" else Stop.ERROR
-            trace = "".join(traceback.format_exception(error.cause))
-            episode.failure = Failure(error.where, error.kind, str(error.cause), trace)
-            log.warning("episode %s failed and is left out: %s", episode.id, episode.failure)
+            log.warning("episode %s failed and is left out: %s", episode.id, episode.fail(error))
         episode.seconds = time.perf_counter() - began
         return episode
 

@@ -83,6 +83,7 @@ class Trainer:
     async def train_step(self) -> None:
         """Sample, score, credit, learn, publish."""
         clock, config = Clock(), self.config.rollout
+        self.engine.metrics()  # what was counted between steps (an evaluation, say) is not this step's
         tasks = self.source.take(self.step, config.tasks_per_step)
 
         with clock("rollout"):

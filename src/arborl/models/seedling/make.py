@@ -185,7 +185,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Make seedling from nothing.")
     parser.add_argument("--out", type=Path, default=WEIGHTS)
     parser.add_argument("--transcripts", type=int, default=600_000)
-    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--batch", type=int, default=128, help="rows of 1024 tokens a step")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)

@@ -31,7 +31,7 @@ def pick(chance: Chance, options: Sequence[str]) -> str:
 
 # ------------------------------------------------------------------------------------------------ frozen lake
 
-PLAYERS = {"wanderer": (0.42, 0.0), "habit": (0.40, 0.7), "skilled": (0.18, 0.6)}
+PLAYERS = {"wanderer": (0.44, 0.0), "habit": (0.41, 0.7), "skilled": (0.15, 0.9)}
 """Share of the games, and how often a player does what it is named for; else it moves anywhere. The creature of habit
 goes right and down, as if every goal were in the corner; the skilled one follows a shortest path."""
 MUMBLES = ("Right", "<answer></answer>", "<answer>Jump</answer>", "I go down.", "<answer>Left, Up</answer>")
