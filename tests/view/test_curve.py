@@ -1,10 +1,12 @@
 """The learning curve."""
 
+import json
+
 import pytest
 from PIL import Image
 
 from arborl.track import JsonlTracker
-from arborl.view import learning_curve
+from arborl.view import compare, learning_curve
 from arborl.view.curve import smooth
 
 
@@ -42,3 +44,15 @@ def test_smoothing_keeps_length_mean_level_and_short_curves():
     assert smooth([3.0] * 50) == [3.0] * 50
     assert len(smooth([float(i % 2) for i in range(100)])) == 100
     assert all(abs(value - 0.5) < 0.1 for value in smooth([float(i % 2) for i in range(100)])[5:-5])
+
+
+def test_several_runs_are_drawn_in_one_picture(tmp_path):
+    for name, after in (("a", 0.9), ("b", None)):
+        (tmp_path / name).mkdir()
+        rows = "".join(json.dumps({"step": i, "episode/success": i / 10}) + "\n" for i in range(9))
+        (tmp_path / name / "metrics.jsonl").write_text(rows)
+        held_out = {"before": {"success": 0.1}, "after": {"success": after}} if after else {"before": {}, "after": {}}
+        (tmp_path / name / "summary.json").write_text(json.dumps(held_out))
+    out = compare([tmp_path / "a", tmp_path / "b"], tmp_path / "both.png", "two runs")
+    with Image.open(out) as picture:
+        assert picture.size == (960, 504)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
@@ -15,7 +16,28 @@ from arborl.config.run import AlgorithmConfig
 from arborl.types import Floats, Group, Ints, Terms
 
 
-class Grpo:
+class Algorithm(Protocol):
+    """What a trainer and a learner need to know of an algorithm. It knows no model."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares with the policy as it was at the start."""
+        ...
+
+    def keep(self, groups: Sequence[Group]) -> list[Group]:
+        """The groups that can teach something."""
+        ...
+
+    def credit(self, groups: Sequence[Group], terms: Terms) -> Terms:
+        """The same terms with their advantage and their share of the loss. `groups` are those the terms came from."""
+        ...
+
+    def loss(self, new_M: Tensor, terms: TermBatch) -> LossParts:
+        """The loss of every term."""
+        ...
+
+
+class Grpo(Algorithm):
     """Group-relative policy optimisation: an episode is compared with the other attempts at its task."""
 
     def __init__(self, config: AlgorithmConfig):
@@ -26,14 +48,12 @@ class Grpo:
         return self.config.kl.coef > 0
 
     def keep(self, groups: Sequence[Group]) -> list[Group]:
-        """The groups that can teach something."""
         kept = [group for group in groups if any(episode.calls for episode in group.survivors)]
         if self.config.skip_zero_variance and self.config.baseline == "mean":
             kept = [group for group in kept if not is_flat(_rewards(group))]
         return kept
 
     def credit(self, groups: Sequence[Group], terms: Terms) -> Terms:
-        """The same terms with their advantage and their share of the loss. `groups` are those the terms came from."""
         per_group = grpo([_rewards(group) for group in groups], self.config.baseline, self.config.std)
         per_episode = np.concatenate([np.zeros(0), *per_group])
         return dataclasses.replace(
@@ -43,7 +63,6 @@ class Grpo:
         )
 
     def loss(self, new_M: Tensor, terms: TermBatch) -> LossParts:
-        """The loss of every term."""
         loss_M, seen = ppo_clip(new_M, terms, self.config.clip_low, self.config.clip_high)
         if terms.reference_M is not None:
             kl_M = KL[self.config.kl.estimator](new_M, terms.reference_M)
@@ -67,6 +86,6 @@ def by_episode(episode: Ints) -> Floats:
     return 1.0 / (len(counts) * counts[index]) if len(episode) else np.zeros(0)
 
 
-WEIGHTS = {"token": by_token, "episode": by_episode}
+WEIGHTS: dict[str, Callable[[Ints], Floats]] = {"token": by_token, "episode": by_episode}
 
-ALGORITHMS = {"grpo": Grpo}
+ALGORITHMS: dict[str, Callable[[AlgorithmConfig], Algorithm]] = {"grpo": Grpo}

@@ -83,7 +83,7 @@ class SamplingConfig(Config):
     """How tokens are drawn in training."""
 
     temperature: float = Field(1.0, gt=0)
-    max_tokens: int = Field(16, ge=1)
+    max_tokens: int = Field(64, ge=1)
     """Sampled tokens a model call."""
     max_context: int = Field(1024, ge=8)
     """Prompt and completion together; an episode whose next prompt would not fit ends."""
@@ -124,8 +124,8 @@ class AlgorithmConfig(Config):
     """What the difference is divided by."""
     clip_low: float = Field(0.2, ge=0, lt=1)
     clip_high: float = Field(0.2, ge=0)
-    aggregation: Literal["token", "episode"] = "token"
-    """One vote a token, or one vote an episode (its tokens share it)."""
+    aggregation: Literal["token", "episode"] = "episode"
+    """One vote an episode (its tokens share it), or one vote a token (long episodes then weigh more)."""
     skip_zero_variance: bool = True
     """Leave groups whose episodes all scored alike out of the learner's batch and of the loss's denominator."""
     kl: KLConfig = KLConfig()
@@ -134,7 +134,8 @@ class AlgorithmConfig(Config):
 class LearnerConfig(Config):
     """How gradients become weights."""
 
-    lr: float = Field(1e-3, gt=0)
+    lr: float | None = Field(None, gt=0)
+    """Without one, by the model's size: 6e-4 below 10M parameters (seedling), 1e-5 below 500M, else 1e-6."""
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
@@ -153,8 +154,8 @@ class LearnerConfig(Config):
 class TrainerConfig(Config):
     """The run itself."""
 
-    steps: int = Field(60, ge=1)
-    save_every: int = Field(20, ge=1)
+    steps: int = Field(30, ge=1)
+    save_every: int = Field(10, ge=1)
     """Steps between checkpoints; one is always written at the end."""
     keep: int = Field(2, ge=1)
     """Checkpoints to keep."""

@@ -40,12 +40,13 @@ class Learner:
     ):
         self.model, self.config, self.temperature = model, config, temperature
         self.total_steps = total_steps
+        self.lr = config.lr or usual_rate(model.num_parameters())
         self.reference = copy.deepcopy(model).requires_grad_(False) if reference else None
         decay = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
         plain = [p for p in model.parameters() if p.requires_grad and p.ndim <= 1]
         self.optimizer = torch.optim.AdamW(
             [{"params": decay, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}],
-            lr=config.lr,
+            lr=self.lr,
             betas=config.betas,
         )
         self.done = 0
@@ -57,8 +58,8 @@ class Learner:
         config = self.config
         rise = min(1.0, (self.done + 1) / (config.warmup_steps + 1))
         if config.decay == "none" or not self.total_steps:
-            return config.lr * rise
-        return config.lr * rise * max(0.0, 1.0 - self.done / (self.total_steps * config.epochs * config.minibatches))
+            return self.lr * rise
+        return self.lr * rise * max(0.0, 1.0 - self.done / (self.total_steps * config.epochs * config.minibatches))
 
     def update(self, trees: Sequence[TokenTree], terms: Terms, loss: Loss) -> Metrics:
         """Learn from the batch: `epochs` passes, each in `minibatches` optimiser steps of whole trees."""
@@ -160,3 +161,8 @@ class Learner:
         with torch.no_grad():
             for name, own in model.state_dict().items():
                 own.copy_(saved[name])
+
+
+def usual_rate(parameters: int) -> float:
+    """A learning rate that is a fair start for a policy of this size."""
+    return 6e-4 if parameters < 10_000_000 else 1e-5 if parameters < 500_000_000 else 1e-6

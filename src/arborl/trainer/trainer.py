@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from arborl.algorithms.algorithm import Grpo
+from arborl.algorithms.algorithm import Algorithm
 from arborl.config.run import RunConfig
 from arborl.data.source import TaskSource
 from arborl.engines.engine import Engine
@@ -61,7 +61,7 @@ class Trainer:
         source: TaskSource,
         rollout: Rollout,
         rewards: Rewards,
-        algorithm: Grpo,
+        algorithm: Algorithm,
         learner: Learner,
         engine: Engine,
         tracker: Tracker,

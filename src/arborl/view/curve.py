@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SUCCESS, REWARD, HELD_OUT = "#2a9d5c", "#2f6fdb", "#d1495b"
+COLOURS = [SUCCESS, REWARD, HELD_OUT, "#e0a030", "#7d5ba6", "#4aa3a2"]
 STYLE: dict[Any, Any] = {
     "font.size": 11,
     "axes.spines.top": False,
@@ -56,6 +58,37 @@ def learning_curve(
         left.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
         _plot(right, reward, REWARD, "Reward of training episodes")
         figure.suptitle(title, x=0.014, ha="left", fontsize=13)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(out, format="png")
+    return out
+
+
+def compare(runs: Sequence[Path], out: Path, title: str) -> Path:
+    """Success of several finished runs in one picture; held-out success at the ends of each curve.
+
+    Example:
+        compare([Path("runs/a"), Path("runs/b")], Path("both.png"), "two seeds")
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(8, 4.2), dpi=120, layout="constrained")
+        axes = figure.subplots()
+        for colour, run in zip(COLOURS * len(runs), runs, strict=False):
+            summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+            series = _series(list(read_metrics(run / "metrics.jsonl")), "episode/success")
+            before, after = (summary[when].get("success") for when in ("before", "after"))
+            label = f"{run.name}: {before:.0%} to {after:.0%} held out" if after is not None else run.name
+            steps, values = zip(*series, strict=True)
+            axes.plot(steps, values, color=colour, alpha=0.2, linewidth=1)
+            axes.plot(steps, smooth(values), color=colour, linewidth=2.4, label=label)
+            if after is not None:
+                axes.plot([0, len(steps)], [before, after], "D", color=colour, markersize=7, clip_on=False, zorder=5)
+        axes.set(xlabel="step", ylim=(-0.03, 1.05), title=title)
+        axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
+        axes.legend(loc="lower right", frameon=True, framealpha=0.9, edgecolor="none")
         out.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(out, format="png")
     return out
