@@ -5,6 +5,7 @@ Everything a configuration can get wrong is found here, before anything is writt
 
 from __future__ import annotations
 
+import copy
 import inspect
 import shutil
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from arborl.agents import AGENTS, Agent
+from arborl.agents import AGENTS, Agent, FunctionAgent
 from arborl.algorithms.algorithm import ALGORITHMS, Algorithm
 from arborl.chat import Renderer
 from arborl.config.run import Part, RunConfig
@@ -112,9 +113,12 @@ class Workshop:
         return self.objects[name] if name in self.objects else registry[name]
 
     def make(self, registry: Registry, part: Part, where: str, **more: Any) -> Any:
-        """A fresh object of a class (or factory), or the object itself where one was handed in."""
+        """A fresh object where the name leads to a class or a function that makes one, else the object it leads to."""
         found = self.find(registry, part.name)
-        if not callable(found) or (part.name in self.objects and not isinstance(found, type)):
+        makes = inspect.isclass(found) or (inspect.isfunction(found) and not inspect.iscoroutinefunction(found))
+        if not makes:
+            if part.args:
+                raise ConfigError(f"{where}.args: {part.name!r} is an object already and takes no arguments.")
             return found
         takes = inspect.signature(found).parameters
         return call_checked(found, part.args | {k: v for k, v in more.items() if k in takes}, f"{where}.args")
@@ -128,13 +132,13 @@ class Workshop:
             name = task.env or config.env.name
             part = config.env if name == config.env.name else Part(name=name)
             found: Env = self.make(ENVS, part, "env")
-            return found
+            return copy.deepcopy(found)  # an object that was handed in must not play two episodes at once
 
         def agent(task: Task) -> Agent:
             name = task.agent or config.agent.name
             part = config.agent if name == config.agent.name else Part(name=name)
-            found: Agent = self.make(AGENTS, part, "agent", tools=tools)
-            return found
+            found = self.make(AGENTS, part, "agent", tools=tools)
+            return FunctionAgent(found) if inspect.iscoroutinefunction(found) else found
 
         made = Cast(agent, env)
         made.env(Task("check"))

@@ -21,6 +21,7 @@ from arborl.api import train
 from arborl.cli.main import app
 from arborl.config.load import load
 from arborl.envs.env import Env, Observation, Step
+from arborl.envs.frozen_lake import FrozenLake
 from arborl.rollout.store import EpisodeStore
 from arborl.track.jsonl import read_metrics
 from arborl.types import Message
@@ -177,6 +178,24 @@ def test_trouble_costs_single_episodes_is_named_in_the_metrics_and_the_run_goes_
     assert (
         sum(episode.failure is not None for episode in stored) == rows[0]["episode/failed"] + rows[1]["episode/failed"]
     )
+
+
+def test_any_async_function_is_an_agent_and_an_environment_may_be_an_object(tmp_path):
+    async def twice(task, env, model):
+        opening = await env.reset(task, task.seed)
+        await model.chat(opening.messages)  # a first thought, recorded like any other call
+        step = await env.step(await model.chat(opening.messages))
+        assert step.observation.messages
+
+    done = arborl.run(
+        agent=twice, env=FrozenLake(size=3), steps=1, engine="scripted", output_dir=tmp_path / "run",
+        **{"rollout.tasks_per_step": 2, "evaluation.tasks": 0, "track.tensorboard": False},
+    )  # fmt: skip
+    (path,) = EpisodeStore(done.folder / "episodes").paths()
+    episodes = list(EpisodeStore.read(path))
+    assert all(episode.failure is None for episode in episodes)
+    assert all(len(episode.calls) == 2 and len(episode.turns) == 1 for episode in episodes)
+    assert len(episodes[0].opening[-1].content.splitlines()) == 3
 
 
 def test_python_trains_a_tool_agent_on_a_file_with_its_own_tool_and_reward(tmp_path):

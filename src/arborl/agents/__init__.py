@@ -3,7 +3,7 @@
 Start with `agent.py` (the two protocols), then `chat.py` (the plain loop), then `tool.py` (the loop with tools).
 """
 
-from arborl.agents.agent import Agent, Model
+from arborl.agents.agent import Agent, FunctionAgent, Model
 from arborl.registry import Registry
 
 AGENTS = Registry(
@@ -14,4 +14,4 @@ AGENTS = Registry(
     },
 )
 
-__all__ = ["AGENTS", "Agent", "Model"]
+__all__ = ["AGENTS", "Agent", "FunctionAgent", "Model"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from arborl.envs.env import Env
@@ -36,3 +36,21 @@ class Agent(Protocol):
             model: its calls are recorded.
         """
         ...
+
+
+class FunctionAgent:
+    """An async function as an agent.
+
+    Example:
+        async def once(task, env, model):
+            observation = await env.reset(task, task.seed)
+            await env.step(await model.chat(observation.messages))
+
+        arborl.run(agent=once)
+    """
+
+    def __init__(self, function: Callable[[Task, Env, Model], Awaitable[None]]):
+        self.function = function
+
+    async def run(self, task: Task, env: Env, model: Model) -> None:
+        await self.function(task, env, model)

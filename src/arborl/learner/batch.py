@@ -6,7 +6,7 @@ Two trees laid end to end are again a tree (see `TokenTree`), so a micro-batch i
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -56,12 +56,11 @@ def pack(trees: Sequence[TokenTree], numbers: Sequence[int], terms: Terms) -> Mi
     rows = np.flatnonzero(np.isin(terms.tree, numbers))
     own = terms.pick(rows)
     shift = np.array([where[int(t)] for t in own.tree], dtype=np.int64)
-    own.position[:] = own.position + shift  # `pick` made a copy
     return MicroBatch(
         np.concatenate([tree.tokens for tree in trees]),
         np.concatenate([tree.depth for tree in trees]),
         np.concatenate([tree.end + offset for tree, offset in zip(trees, offsets, strict=True)]),
         lengths,
-        own,
+        replace(own, position=own.position + shift),
         rows,
     )

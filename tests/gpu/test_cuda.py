@@ -1,0 +1,68 @@
+"""The same laws on a GPU."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+import arborl
+from arborl.config.run import LearnerConfig
+from arborl.engines.local import LocalEngine
+from arborl.learner.learner import Learner
+from arborl.models.load import load_model, resolve
+from arborl.rollout.tree import plant
+from arborl.track.jsonl import read_metrics
+from arborl.types import Call, Episode, Group, Sampling, Task
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def sample(model, prompts: list[list[int]], temperature: float):
+    engine = LocalEngine(model, max_context=256, slots=16)
+
+    async def run():
+        return await asyncio.gather(
+            *(engine.generate(p, Sampling(20, temperature, seed=i), session=str(i)) for i, p in enumerate(prompts))
+        )
+
+    return asyncio.run(run())
+
+
+def random_prompts() -> list[list[int]]:
+    chance = np.random.default_rng(0)
+    return [chance.integers(0, 600, size).tolist() for size in (5, 33, 80, 80, 12, 1)]
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-3), ("bfloat16", 0.05)])
+def test_the_rollouts_logprobs_equal_the_learners(dtype, bound):
+    model = load_model(resolve("seedling"), dtype, "cuda")
+    prompts = random_prompts()
+    calls = [Call(tuple(p), c, 0) for p, c in zip(prompts, sample(model, prompts, 1.0), strict=True)]
+    forest = plant([Group(Task("t"), [Episode("e", Task("t"), calls=calls)])])
+    scored = Learner(model, LearnerConfig(), 1.0).logprobs(forest.trees, forest.terms)
+    gap = (scored - torch.from_numpy(forest.terms.logprob)).abs()
+    assert float(gap.exp().mean()) - 1 < bound
+
+
+def test_greedy_tokens_equal_those_of_transformers():
+    model = load_model(resolve("seedling"), "float32", "cuda")
+    prompts = random_prompts()
+    ours = [list(c.tokens) for c in sample(model, prompts, 0.0)]
+    model.set_attn_implementation("sdpa")
+    for prompt, mine in zip(prompts, ours, strict=True):
+        ids = torch.tensor([prompt], device="cuda")
+        theirs = model.generate(ids, max_new_tokens=20, min_new_tokens=20, do_sample=False, pad_token_id=0)
+        assert mine == theirs[0, len(prompt) :].tolist()
+
+
+def test_a_short_run_trains_on_the_gpu(tmp_path):
+    done = arborl.run(
+        output_dir=tmp_path / "run", steps=4, **{"model.device": "cuda", "evaluation.tasks": 20, "track.gifs": 0}
+    )
+    rows = list(read_metrics(done.folder / "metrics.jsonl"))
+    assert len(rows) == 4
+    assert all(row["policy/rollout_gap"] < 0.05 for row in rows)
+    assert rows[-1]["reward/mean"] > rows[0]["reward/mean"] - 0.2
