@@ -74,7 +74,16 @@ def build(config: RunConfig, objects: Mapping[str, Any] | None = None) -> Parts:
     model = load_model(folder, config.model.dtype, config.model.device)
     _check_context(config, model)
     engine = workshop.engine(model, renderer, cast)
-    sampling = Sampling(config.sampling.max_tokens, config.sampling.temperature, stop=renderer.stop)
+    drawn = config.sampling
+    sampling = Sampling(
+        drawn.max_tokens,
+        drawn.temperature,
+        stop=renderer.stop,
+        stop_texts=drawn.stop,
+        top_k=drawn.top_k,
+        top_p=drawn.top_p,
+        min_p=drawn.min_p,
+    )
     limits = Limits(
         config.rollout.max_turns,
         config.sampling.max_context,
@@ -86,7 +95,7 @@ def build(config: RunConfig, objects: Mapping[str, Any] | None = None) -> Parts:
     learner = Learner(
         model,
         config.learner,
-        config.sampling.temperature,
+        sampling,
         reference=algorithm.needs_reference,
         total_steps=config.trainer.steps,
     )
@@ -174,7 +183,13 @@ class Workshop:
         config = self.config
         found = ENGINES[config.engine.name]
         if config.engine.name == "local":
-            made: Engine = found(model, config.sampling.max_context, config.engine.slots, config.deterministic)
+            made: Engine = found(
+                model,
+                config.sampling.max_context,
+                config.engine.slots,
+                config.deterministic,
+                renderer.tokenizer.decode,
+            )
         elif config.engine.name == "scripted":
             texts = config.engine.replies or cast.env(Task("check")).actions() or ("Yes.",)
             made = found(replies(renderer, texts))

@@ -125,6 +125,21 @@ class Sampling:
     """Decides this request's randomness, together with the position of each token; neighbours do not matter."""
     stop: tuple[int, ...] = ()
     """Token ids that end the completion; the one sampled is part of it."""
+    stop_texts: tuple[str, ...] = ()
+    """Texts that end the completion as soon as they have been written; they are part of it."""
+    top_k: int = 0
+    """Draw from the k likeliest tokens only; 0 from all."""
+    top_p: float = 1.0
+    """Draw from the fewest tokens that hold this much of the probability."""
+    min_p: float = 0.0
+    """Draw from tokens at least this many times as likely as the likeliest."""
+    seconds: float | None = None
+    """The completion ends after this long, with whatever has been sampled."""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens cannot be drawn."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
 @dataclass(frozen=True, slots=True)

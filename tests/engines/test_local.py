@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GemmaConfig,
+    GemmaForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from arborl.config.run import LearnerConfig
 from arborl.engines.local import LocalEngine
@@ -55,6 +67,38 @@ def generate(engine: LocalEngine, prompts: list[list[int]], samplings: list[Samp
     return asyncio.run(run())
 
 
+SIZES = {
+    "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+FAMILIES = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "llama, wide heads": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, head_dim=16, attention_bias=True)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8)),
+    "gemma": lambda: GemmaForCausalLM(GemmaConfig(**SIZES, head_dim=8)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None)),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_equal_those_of_transformers_for_every_family(family):
+    torch.manual_seed(2)
+    model = FAMILIES[family]().eval()
+    prompts = random_prompts([3, 40, 77, 1], 99)
+    prompts += [[*prompts[1], 5, 6], prompts[1]]
+    expected = greedy_by_transformers(model, prompts, 10)
+    engine = LocalEngine(model, max_context=128, slots=3)
+    for _ in range(2):
+        assert [list(c.tokens) for c in generate(engine, prompts, [Sampling(10, 0.0)] * len(prompts))] == expected
+
+
+def test_a_model_whose_attention_we_do_not_follow_is_refused_by_name():
+    model = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=16)).eval()
+    with pytest.raises(EngineError, match="sliding_window"):
+        generate(LocalEngine(model, max_context=128, slots=1), [[1, 2, 3]], [Sampling(2)])
+
+
 @pytest.mark.parametrize("slots", [1, 3, 16])
 def test_greedy_tokens_equal_those_of_transformers_with_and_without_prefix_hits(qwen3, slots):
     prompts = random_prompts([3, 40, 77, 9, 25], 99)
@@ -82,15 +126,25 @@ def test_siblings_read_their_prompt_once(qwen3):
     assert engine.metrics()["engine/read"] == 60 + 7
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_the_rollouts_logprobs_equal_the_learners(seedling, temperature):
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(20),
+        Sampling(20, 0.7),
+        Sampling(20, 1.5, top_k=5),
+        Sampling(20, top_p=0.8),
+        Sampling(20, 2.0, min_p=0.1),
+    ],
+    ids=["plain", "cool", "top-k", "top-p", "min-p"],
+)
+def test_the_rollouts_logprobs_equal_the_learners(seedling, sampling):
     model, _ = seedling
     engine = LocalEngine(model, max_context=256, slots=8)
     prompts = random_prompts([5, 33, 80, 80, 12], 600)
-    done = generate(engine, prompts, [Sampling(20, temperature, seed=i) for i in range(5)])
+    done = generate(engine, prompts, [dataclasses.replace(sampling, seed=i) for i in range(5)])
     calls = [Call(tuple(p), c, 0) for p, c in zip(prompts, done, strict=True)]
     forest = plant([Group(Task("t"), [Episode("e", Task("t"), calls=calls)])])
-    learner = Learner(model, LearnerConfig(), temperature)
+    learner = Learner(model, LearnerConfig(), sampling)
     gap = (learner.logprobs(forest.trees, forest.terms) - torch.from_numpy(forest.terms.logprob)).abs().max()
     assert gap < 1e-4
 
@@ -127,6 +181,28 @@ def test_a_stop_token_ends_the_completion_and_is_part_of_it(qwen3):
     assert stopped.finish is Finish.STOP
 
 
+def test_a_stop_text_ends_the_completion_as_soon_as_it_is_written(seedling):
+    model, renderer = seedling
+    engine = LocalEngine(model, max_context=128, slots=4, decode=renderer.tokenizer.decode)
+    prompt = renderer.tokenizer.encode("<|im_start|>user\nWho are you?<|im_end|>\n<|im_start|>assistant\n")
+    (free,) = generate(engine, [prompt], [Sampling(30, 0.0)])
+    text = renderer.tokenizer.decode(free.tokens)
+    wanted = text[4:7]
+    (cut,) = generate(engine, [prompt], [Sampling(30, 0.0, stop_texts=(wanted, "never written"))])
+    assert cut.finish is Finish.STOP
+    assert cut.tokens == free.tokens[: len(cut.tokens)]
+    assert wanted in renderer.tokenizer.decode(cut.tokens)
+    assert wanted not in renderer.tokenizer.decode(cut.tokens[:-1])
+
+
+def test_a_deadline_ends_a_request_with_what_has_been_sampled(qwen3):
+    engine = LocalEngine(qwen3, max_context=250, slots=4)
+    late, free = generate(engine, [[1, 2], [3]], [Sampling(200, 0.0, seconds=0.05), Sampling(200, 0.0)])
+    assert late.finish is Finish.ABORT
+    assert 0 < len(late.tokens) < 200
+    assert len(free.tokens) == 200
+
+
 @pytest.mark.parametrize(
     ("prompt", "sampling", "complaint"),
     [
@@ -136,6 +212,9 @@ def test_a_stop_token_ends_the_completion_and_is_part_of_it(qwen3):
         ([-1], Sampling(), "outside the vocabulary"),
         ([1], Sampling(temperature=-1.0), "negative"),
         ([1], Sampling(max_tokens=0), "at least 1"),
+        ([1], Sampling(top_p=0.0), "top_p"),
+        ([1], Sampling(top_k=-1), "top_k"),
+        ([1], Sampling(stop_texts=("x",)), "decode"),
     ],
 )
 def test_a_bad_request_is_refused_alone(qwen3, prompt, sampling, complaint):
@@ -173,7 +252,7 @@ def test_a_cancelled_request_leaves_and_the_others_go_on(qwen3):
 
 def test_tokens_are_drawn_with_their_probabilities():
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.2, 0.0]])).expand(20_000, 4)
-    tokens, logprobs = draw(logits, [1.0] * 20_000, uniforms(range(20_000), [0] * 20_000))
+    tokens, logprobs = draw(logits, [Sampling()] * 20_000, uniforms(range(20_000), [0] * 20_000))
     shares = np.bincount(tokens, minlength=4) / 20_000
     assert shares == pytest.approx([0.5, 0.3, 0.2, 0.0], abs=0.015)
     assert np.exp(logprobs[:5]) == pytest.approx([[0.5, 0.3, 0.2][t] for t in tokens[:5]])

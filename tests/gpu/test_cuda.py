@@ -42,7 +42,7 @@ def test_the_rollouts_logprobs_equal_the_learners(dtype, bound):
     prompts = random_prompts()
     calls = [Call(tuple(p), c, 0) for p, c in zip(prompts, sample(model, prompts, 1.0), strict=True)]
     forest = plant([Group(Task("t"), [Episode("e", Task("t"), calls=calls)])])
-    scored = Learner(model, LearnerConfig(), 1.0).logprobs(forest.trees, forest.terms)
+    scored = Learner(model, LearnerConfig(), Sampling()).logprobs(forest.trees, forest.terms)
     gap = (scored - torch.from_numpy(forest.terms.logprob)).abs()
     assert float(gap.exp().mean()) - 1 < bound
 

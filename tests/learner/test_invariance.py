@@ -13,9 +13,10 @@ from arborl.algorithms.algorithm import Grpo
 from arborl.config.run import AlgorithmConfig, KLConfig, LearnerConfig
 from arborl.learner.learner import Learner
 from arborl.rollout.tree import plant
-from arborl.types import Call, Completion, Episode, Finish, Group, Task
+from arborl.types import Call, Completion, Episode, Finish, Group, Sampling, Task
 
 TEMPERATURE = 0.7
+SAMPLING = Sampling(temperature=TEMPERATURE)
 
 
 def random_groups(seed: int, groups: int = 3) -> list[Group]:
@@ -40,7 +41,7 @@ def random_groups(seed: int, groups: int = 3) -> list[Group]:
 
 
 def tree_gradients(model, groups: list[Group], algorithm: Grpo, budget: int) -> tuple[float, list[torch.Tensor]]:
-    learner = Learner(model, LearnerConfig(micro_batch_tokens=budget), TEMPERATURE, reference=algorithm.needs_reference)
+    learner = Learner(model, LearnerConfig(micro_batch_tokens=budget), SAMPLING, reference=algorithm.needs_reference)
     if learner.reference is not None:  # a reference that differs, so that the penalty is not zero
         with torch.no_grad():
             for parameter in learner.reference.parameters():
@@ -127,7 +128,7 @@ def test_minibatches_see_every_term_once_and_average_to_the_whole_gradient(tiny_
     groups = random_groups(5, groups=4)
     algorithm = Grpo(AlgorithmConfig(skip_zero_variance=False))
     whole = tree_gradients(tiny_llama, groups, algorithm, 10_000)[1]
-    learner = Learner(tiny_llama, LearnerConfig(minibatches=2), TEMPERATURE)
+    learner = Learner(tiny_llama, LearnerConfig(minibatches=2), SAMPLING)
     forest = plant(groups)
     terms = algorithm.credit(groups, forest.terms)
     halves = []
@@ -149,7 +150,7 @@ def test_a_loss_that_is_not_finite_leaves_the_weights_untouched(tiny_llama):
     terms = algorithm.credit(groups, forest.terms)
     poisoned = dataclasses.replace(terms, advantage=np.full(len(terms), np.nan))
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    metrics = Learner(model, LearnerConfig(), TEMPERATURE).update(forest.trees, poisoned, algorithm.loss)
+    metrics = Learner(model, LearnerConfig(), SAMPLING).update(forest.trees, poisoned, algorithm.loss)
     assert metrics["learner/skipped"] == 1.0
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name

@@ -83,6 +83,14 @@ class SamplingConfig(Config):
     """How tokens are drawn in training."""
 
     temperature: float = Field(1.0, gt=0)
+    top_k: int = Field(0, ge=0)
+    """Draw from the k likeliest tokens only; 0 from all. The learner scores under the same distribution."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Draw from the fewest tokens that hold this much of the probability."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """Draw from tokens at least this many times as likely as the likeliest."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion once written, besides the model's own end of turn."""
     max_tokens: int = Field(64, ge=1)
     """Sampled tokens a model call."""
     max_context: int = Field(1024, ge=8)

@@ -17,6 +17,9 @@ Weights = Mapping[str, "torch.Tensor"]
 class Engine(Protocol):
     """Sees only tokens."""
 
+    follows_weights: bool
+    """Whether what it samples depends on the weights it is given; a script's does not."""
+
     async def generate(self, prompt: Sequence[int], sampling: Sampling, *, session: str) -> Completion:
         """Sample a continuation of `prompt`. Calls of one `session` tend to extend each other."""
         ...

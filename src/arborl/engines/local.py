@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from arborl.engines.cache import Cache, CacheAttend, lane
 from arborl.engines.engine import Weights
-from arborl.engines.sampling import check_request, draw, uniforms
+from arborl.engines.sampling import StopTexts, check_request, draw, uniforms
 from arborl.errors import EngineError
 from arborl.models.attention import hidden_states, logits
 from arborl.types import Completion, Finish, Metrics, Sampling
@@ -39,6 +39,7 @@ class Request:
     sampling: Sampling
     done: asyncio.Future[Completion]
     began: float
+    stop_texts: StopTexts | None = None
     slot: int = -1
     logprobs: list[float] = field(default_factory=list)
 
@@ -51,12 +52,23 @@ class LocalEngine:
         max_context: longest prompt and completion together.
         slots: sequences kept; more live requests than slots wait their turn.
         deterministic: run each request alone and from its start, so that not even rounding depends on its neighbours.
+        decode: token ids to text, for stop texts.
     """
 
-    def __init__(self, model: PreTrainedModel, max_context: int = 1024, slots: int = 128, deterministic: bool = False):
+    follows_weights = True
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        max_context: int = 1024,
+        slots: int = 128,
+        deterministic: bool = False,
+        decode: Callable[[Sequence[int]], str] | None = None,
+    ):
         if slots < 1:
             raise ValueError(f"slots={slots}: give at least 1")
         self.model, self.max_context, self.deterministic = model, max_context, deterministic
+        self.decode = decode
         self.groups = model.config.num_attention_heads // model.config.num_key_value_heads
         self.cache = Cache(model, 1 if deterministic else slots, max_context)
         self.version = 0
@@ -69,8 +81,11 @@ class LocalEngine:
     async def generate(self, prompt: Sequence[int], sampling: Sampling, *, session: str) -> Completion:
         """Sample a continuation of `prompt`; the session's earlier turns are found by their tokens."""
         check_request(prompt, sampling, self.model.config.vocab_size, self.max_context)
+        if sampling.stop_texts and self.decode is None:
+            raise EngineError("stop_texts need an engine that can read tokens; give it `decode`")
+        stops = StopTexts(self.decode, sampling.stop_texts) if self.decode and sampling.stop_texts else None
         done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self.waiting.append(Request(list(prompt), len(prompt), sampling, done, time.perf_counter()))
+        self.waiting.append(Request(list(prompt), len(prompt), sampling, done, time.perf_counter(), stops))
         if self.worker is None or self.worker.done():
             self.worker = asyncio.create_task(self._work())
         return await done
@@ -104,7 +119,7 @@ class LocalEngine:
         """consumes: `waiting`     produces: each request's completion     waits for: nothing; ends when idle."""
         while self.waiting or self.live:
             await asyncio.sleep(0)  # let episodes that just got their answer ask again, so they join this step
-            self._drop_cancelled()
+            self._drop_ended()
             try:
                 self._admit()
                 if self.live:
@@ -120,7 +135,13 @@ class LocalEngine:
         self.waiting, self.live = [], []
         self.cache.forget()
 
-    def _drop_cancelled(self) -> None:
+    def _drop_ended(self) -> None:
+        """Let go of requests whose caller has gone, and answer those whose time is up."""
+        now = time.perf_counter()
+        for request in (*self.waiting, *self.live):
+            limit = request.sampling.seconds
+            if limit is not None and now - request.began > limit and not request.done.done():
+                self._answer(request, Finish.ABORT)
         self.waiting = [r for r in self.waiting if not r.done.done()]
         self.live = [r for r in self.live if not r.done.done()]
 
@@ -203,20 +224,22 @@ class LocalEngine:
 
     def _sample(self, requests: list[Request], hidden: torch.Tensor) -> None:
         chance = uniforms([r.sampling.seed for r in requests], [len(r.logprobs) for r in requests])
-        tokens, logprobs = draw(logits(self.model, hidden), [r.sampling.temperature for r in requests], chance)
+        tokens, logprobs = draw(logits(self.model, hidden), [r.sampling for r in requests], chance)
         self.counts["sampled"] += len(tokens)
         for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
             request.tokens.append(token)
             request.logprobs.append(logprob)
-            stopped = token in request.sampling.stop
+            stopped = token in request.sampling.stop or (
+                request.stop_texts is not None and request.stop_texts.reached(request.tokens[request.prompt :])
+            )
             full = len(request.logprobs) >= request.sampling.max_tokens or len(request.tokens) >= self.max_context
             if stopped or full:
-                self._finish(request, Finish.STOP if stopped else Finish.LENGTH)
+                self.live.remove(request)
+                self._answer(request, Finish.STOP if stopped else Finish.LENGTH)
             else:
                 self.cache.tokens[request.slot, len(request.tokens) - 1] = token
 
-    def _finish(self, request: Request, finish: Finish) -> None:
-        self.live.remove(request)
+    def _answer(self, request: Request, finish: Finish) -> None:
         seconds = time.perf_counter() - request.began
         sampled = tuple(request.tokens[request.prompt :])
         request.done.set_result(Completion(sampled, tuple(request.logprobs), finish, self.version, seconds))

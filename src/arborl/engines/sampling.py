@@ -6,7 +6,7 @@ the token is where the cumulative probability passes it. No state, so a request 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from arborl.errors import EngineError
+from arborl.models.distribution import Shape, log_distribution
 from arborl.types import Sampling
 
 
@@ -32,21 +33,38 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def draw(
-    logits_BV: Tensor, temperatures: Sequence[float], uniform_B: NDArray[np.float64]
+    logits_BV: Tensor, samplings: Sequence[Sampling], uniform_B: NDArray[np.float64]
 ) -> tuple[list[int], list[float]]:
     """A token for each row and its log-probability under the distribution it was drawn from.
 
     Temperature 0 takes the likeliest token, and reports its probability at temperature 1.
     """
-    heat = torch.tensor([t or 1.0 for t in temperatures], dtype=logits_BV.dtype, device=logits_BV.device)
-    log_BV = torch.log_softmax(logits_BV / heat[:, None], dim=-1)
+    log_BV = log_distribution(logits_BV, Shape.of(samplings, logits_BV.device))
     total_BV = log_BV.double().exp().cumsum(-1)
     point_B1 = torch.from_numpy(uniform_B).to(total_BV.device)[:, None] * total_BV[:, -1:]
     token_B = torch.searchsorted(total_BV, point_B1, right=True)[:, 0].clamp(max=logits_BV.shape[1] - 1)
-    if 0.0 in temperatures:
-        greedy = torch.tensor([t == 0.0 for t in temperatures], device=logits_BV.device)
+    if any(s.temperature == 0.0 for s in samplings):
+        greedy = torch.tensor([s.temperature == 0.0 for s in samplings], device=logits_BV.device)
         token_B = torch.where(greedy, log_BV.argmax(-1), token_B)
     return token_B.tolist(), log_BV.gather(1, token_B[:, None])[:, 0].tolist()
+
+
+class StopTexts:
+    """Notices when one of some texts has been written.
+
+    Example:
+        stops = StopTexts(tokenizer.decode, ("</answer>",))
+        stops.reached([…])      # True as soon as the last token completed it
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], texts: Sequence[str]):
+        self.decode, self.texts = decode, tuple(texts)
+        self.window = 4 * max(map(len, self.texts)) + 4  # in tokens: a character takes at most four
+
+    def reached(self, sampled: Sequence[int]) -> bool:
+        """Asked after every token, so only the end needs looking at."""
+        tail = self.decode(sampled[-self.window :])
+        return any(text in tail for text in self.texts)
 
 
 def check_request(prompt: Sequence[int], sampling: Sampling, vocabulary: int, context: int) -> None:
@@ -62,3 +80,10 @@ def check_request(prompt: Sequence[int], sampling: Sampling, vocabulary: int, co
         raise EngineError(f"temperature={sampling.temperature} is negative; give 0 (likeliest token) or more")
     if sampling.max_tokens < 1:
         raise EngineError(f"max_tokens={sampling.max_tokens}; give at least 1")
+    if sampling.top_k < 0 or not 0 < sampling.top_p <= 1 or not 0 <= sampling.min_p <= 1:
+        raise EngineError(
+            f"top_k={sampling.top_k}, top_p={sampling.top_p}, min_p={sampling.min_p}; give top_k of 0 or more, "
+            "top_p above 0 and up to 1, min_p from 0 to 1"
+        )
+    if sampling.stop_texts and not all(sampling.stop_texts):
+        raise EngineError("an empty stop text would end every completion; leave it out")

@@ -16,6 +16,8 @@ class ScriptedEngine:
         choose: instead of drawing, a function of (prompt, session) that names the reply's index.
     """
 
+    follows_weights = False
+
     def __init__(self, replies: Sequence[Sequence[int]], choose: Callable[[Sequence[int], str], int] | None = None):
         if not replies or not all(replies):
             raise ValueError("replies: give at least one reply of at least one token")

@@ -15,7 +15,7 @@ from arborl.algorithms.losses import LossParts, TermBatch
 from arborl.config.run import LearnerConfig
 from arborl.learner.batch import MicroBatch, split
 from arborl.learner.score import score
-from arborl.types import Metrics, Terms, TokenTree
+from arborl.types import Metrics, Sampling, Terms, TokenTree
 
 Loss = Callable[[Tensor, TermBatch], LossParts]
 
@@ -25,7 +25,7 @@ class Learner:
 
     Args:
         model: the policy; its parameters are updated in place, so an engine that shares them needs no copy.
-        temperature: what the rollout divides logits by; terms are scored under the same distribution.
+        sampling: how the rollout draws tokens; terms are scored under the same distribution.
         reference: keep a frozen copy of the weights as they are now, for algorithms that ask for one.
         total_steps: how many updates the run will make, for the learning rate's decay.
     """
@@ -34,11 +34,11 @@ class Learner:
         self,
         model: PreTrainedModel,
         config: LearnerConfig,
-        temperature: float,
+        sampling: Sampling,
         reference: bool = False,
         total_steps: int = 0,
     ):
-        self.model, self.config, self.temperature = model, config, temperature
+        self.model, self.config, self.sampling = model, config, sampling
         self.total_steps = total_steps
         self.lr = config.lr or usual_rate(model.num_parameters())
         self.reference = copy.deepcopy(model).requires_grad_(False) if reference else None
@@ -93,7 +93,7 @@ class Learner:
         sums: dict[str, float] = {}
         total = len(terms)
         for batch in split(trees, terms, self.config.micro_batch_tokens):
-            scores = score(self.model, batch, self.temperature)
+            scores = score(self.model, batch, self.sampling)
             columns = self._columns(batch)
             loss_M, parts = loss(scores.logprob_M, columns)
             value = (loss_M * columns.weight_M).sum() * self.config.minibatches
@@ -115,7 +115,7 @@ class Learner:
         reference = None
         if self.reference is not None:
             with torch.no_grad():
-                reference = score(self.reference, batch, self.temperature).logprob_M
+                reference = score(self.reference, batch, self.sampling).logprob_M
         terms = batch.terms
         return TermBatch(
             tensor(terms.logprob),
@@ -131,7 +131,7 @@ class Learner:
         """Log-probability of every term under the present weights."""
         out = torch.zeros(len(terms), dtype=torch.float64)
         for batch in split(trees, terms, self.config.micro_batch_tokens):
-            out[torch.from_numpy(batch.rows)] = score(self.model, batch, self.temperature).logprob_M.double().cpu()
+            out[torch.from_numpy(batch.rows)] = score(self.model, batch, self.sampling).logprob_M.double().cpu()
         return out
 
     def weights(self) -> dict[str, Tensor]:

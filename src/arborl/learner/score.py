@@ -15,6 +15,8 @@ from transformers import PreTrainedModel
 from arborl.learner.attend import attend_over
 from arborl.learner.batch import MicroBatch
 from arborl.models.attention import hidden_states, logits
+from arborl.models.distribution import Shape, log_distribution
+from arborl.types import Sampling
 
 HEAD_CHUNK = 4096
 """Terms whose logits are held at once."""
@@ -29,9 +31,10 @@ class Scores:
     """Of the distribution each token was drawn from; no gradient."""
 
 
-def score(model: PreTrainedModel, batch: MicroBatch, temperature: float) -> Scores:
-    """Log-probabilities under the distribution that was sampled from: logits divided by the temperature."""
+def score(model: PreTrainedModel, batch: MicroBatch, sampling: Sampling) -> Scores:
+    """Log-probabilities under the distribution that was sampled from."""
     device = model.device
+    shape = Shape.of([sampling], device)
     tokens, depth, position, token = (
         torch.from_numpy(column).to(device)
         for column in (batch.tokens, batch.depth, batch.terms.position, batch.terms.token)
@@ -39,14 +42,14 @@ def score(model: PreTrainedModel, batch: MicroBatch, temperature: float) -> Scor
     hidden_NE = hidden_states(model, tokens, depth, attend_over(batch, device))
     logprobs, entropies = [], []
     for places, targets in zip(position.split(HEAD_CHUNK), token.split(HEAD_CHUNK), strict=True):
-        logprob, entropy = checkpoint(_head, model, hidden_NE[places], targets, temperature, use_reentrant=False)
+        logprob, entropy = checkpoint(_head, model, hidden_NE[places], targets, shape, use_reentrant=False)
         logprobs.append(logprob)
         entropies.append(entropy)
     return Scores(torch.cat(logprobs), torch.cat(entropies))
 
 
-def _head(model: PreTrainedModel, hidden_ME: Tensor, token_M: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    log_MV = torch.log_softmax(logits(model, hidden_ME) / temperature, dim=-1)
+def _head(model: PreTrainedModel, hidden_ME: Tensor, token_M: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+    log_MV = log_distribution(logits(model, hidden_ME), shape, token_M)
     with torch.no_grad():
-        entropy_M = -(log_MV.exp() * log_MV).sum(-1)
+        entropy_M = -(log_MV.exp() * log_MV.clamp(min=-1e4)).sum(-1)  # a token that cannot be drawn adds nothing
     return log_MV.gather(1, token_M[:, None])[:, 0], entropy_M

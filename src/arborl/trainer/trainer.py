@@ -17,6 +17,7 @@ from arborl.rollout.runner import Rollout
 from arborl.rollout.tree import plant
 from arborl.seeds import derive
 from arborl.track.tracker import Tracker
+from arborl.trainer.probe import SyncProbe
 from arborl.trainer.summary import describe_batch, summarize
 from arborl.types import Group, Metrics
 
@@ -71,12 +72,14 @@ class Trainer:
         self.config, self.source, self.rollout, self.rewards = config, source, rollout, rewards
         self.algorithm, self.learner, self.engine, self.tracker = algorithm, learner, engine, tracker
         self.hooks, self.save = list(hooks), save
+        self.probe = SyncProbe(engine)
         self.step = 0
         self.train_seconds = 0.0
 
     async def fit(self) -> None:
         """Train to the last step, from wherever `step` stands."""
         await self.engine.load(self.learner.weights(), version=self.step)
+        await self.probe.ask()
         while self.step < self.config.trainer.steps:
             await self.train_step()
 
@@ -111,6 +114,7 @@ class Trainer:
         if self.save is not None:  # after its metrics are written, so that a checkpoint never knows more than they do
             self.save(self)
         await self.engine.load(self.learner.weights(), version=self.step)
+        await self.probe.check(metrics)
 
     def _engine_metrics(self, clock: Clock) -> Metrics:
         counted = self.engine.metrics()

@@ -1,0 +1,60 @@
+"""A sync that does nothing is noticed at the first update."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+
+import pytest
+import torch
+
+from arborl.engines.local import LocalEngine
+from arborl.engines.scripted import ScriptedEngine
+from arborl.trainer.probe import StaleEngine, SyncProbe
+
+MOVED = {"learner/grad_norm": 0.3, "learner/lr": 1e-3, "learner/skipped": 0.0}
+STILL = {"learner/grad_norm": 0.0, "learner/lr": 1e-3, "learner/skipped": 0.0}
+
+
+def watch(engine, weights, metrics, updates: int = 1) -> SyncProbe:
+    async def run():
+        probe = SyncProbe(engine)
+        await probe.ask()
+        for version in range(1, updates + 1):
+            await engine.load(weights, version)
+            await probe.check(metrics)
+        return probe
+
+    return asyncio.run(run())
+
+
+def changed(model) -> dict[str, torch.Tensor]:
+    return {name: value + 0.01 * torch.randn_like(value) for name, value in model.state_dict().items()}
+
+
+@pytest.fixture
+def engine(seedling):
+    return LocalEngine(copy.deepcopy(seedling[0]), max_context=64, slots=2)
+
+
+def test_an_update_that_arrives_settles_the_matter(engine):
+    assert watch(engine, changed(engine.model), MOVED).settled
+
+
+def test_updates_that_do_not_arrive_are_an_error(engine):
+    assert not watch(engine, {}, MOVED, updates=2).settled
+    with pytest.raises(StaleEngine, match="did not arrive"):
+        watch(engine, {}, MOVED, updates=3)
+
+
+def test_weights_that_change_without_gradients_are_an_error(engine):
+    with pytest.raises(StaleEngine, match="although"):
+        watch(engine, changed(engine.model), STILL)
+
+
+def test_an_update_without_gradients_proves_nothing_and_the_probe_waits(engine):
+    assert not watch(engine, {}, STILL, updates=5).settled
+
+
+def test_a_script_is_not_asked():
+    assert watch(ScriptedEngine([[1]]), {}, MOVED).settled
