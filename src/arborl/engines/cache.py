@@ -56,11 +56,11 @@ class Lane:
 
     rows: slice | Tensor
     """Slots, one a row. A slice avoids copying the cache."""
-    place: tuple[Tensor, Tensor]
-    """Row and column of each new token in the padded `[R, T]`."""
+    place: tuple[Tensor, Tensor] | None
+    """Row and column of each new token in the padded `[R, T]`; None where they fill it in order."""
     shape: tuple[int, int]
     mask: Tensor
-    """`[R, 1, G * T, L]`: what each new token sees."""
+    """`[R, 1, G * T, L]`, to be added: 0 where a new token sees a cached one, minus infinity elsewhere."""
     span: slice
     """Where this lane's tokens stand among the N."""
 
@@ -81,31 +81,29 @@ class CacheAttend:
     def _attend(lane: Lane, keys: Tensor, values: Tensor, q_NHD: Tensor, scale: float) -> Tensor:
         (rows, width), heads = lane.shape, keys.shape[1]
         length = lane.mask.shape[-1]
-        q_RTHD = q_NHD.new_zeros(rows, width, *q_NHD.shape[1:])
-        q_RTHD[lane.place] = q_NHD
+        if lane.place is None:
+            q_RTHD = q_NHD.reshape(rows, width, *q_NHD.shape[1:])
+        else:
+            q_RTHD = q_NHD.new_zeros(rows, width, *q_NHD.shape[1:])
+            q_RTHD[lane.place] = q_NHD
         groups, size = q_RTHD.shape[2] // heads, q_RTHD.shape[3]
         # query heads that share a key head become more queries of that head, so keys are never repeated
-        q = (
-            q_RTHD.view(rows, width, heads, groups, size)
-            .permute(0, 2, 3, 1, 4)
-            .reshape(rows, heads, groups * width, size)
-        )
+        q = q_RTHD.view(rows, width, heads, groups, size).permute(0, 2, 3, 1, 4)
+        q = q.reshape(rows, heads, groups * width, size)
         k, v = keys[:, :, :length][lane.rows], values[:, :, :length][lane.rows]
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=lane.mask, scale=scale)
-        out = (
-            out.view(rows, heads, groups, width, size).permute(0, 3, 1, 2, 4).reshape(rows, width, heads * groups, size)
-        )
-        return out[lane.place]
+        out = out.view(rows, heads, groups, width, size).permute(0, 3, 1, 2, 4)
+        out = out.reshape(rows, width, heads * groups, size)
+        return out.reshape(q_NHD.shape) if lane.place is None else out[lane.place]
 
 
-def lane(
-    slots: np.ndarray, starts: np.ndarray, counts: np.ndarray, offset: int, groups: int, device: torch.device
-) -> Lane:
+def lane(cache: Cache, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray, offset: int, groups: int) -> Lane:
     """The lane of these rows: row i brings `counts[i]` new tokens to slot `slots[i]`, which has read `starts[i]`.
 
     When the rows fill most of a run of slots, the whole run is taken as a view; the rows in between see nothing new and
     their output is not read.
     """
+    device = cache.keys.device
     width, length = int(counts.max()), int((starts + counts).max())
     top = int(slots.max()) + 1
     dense = len(slots) * 2 > top
@@ -114,14 +112,15 @@ def lane(
     start = np.zeros(rows, dtype=np.int64)
     start[row_of] = starts
     query = start[:, None] + np.arange(width)  # [R, T] position of each new token
-    mask = np.arange(length)[None, None] <= query[:, :, None]
-    mask = np.tile(mask, (1, groups, 1))[:, None]
+    sees = np.arange(length)[None, None] <= query[:, :, None]
+    bias = torch.from_numpy(np.where(sees, np.float32(0), np.float32("-inf"))).to(cache.keys)
     row = np.repeat(row_of, counts)
     column = np.concatenate([np.arange(c) for c in counts])
+    full = len(row) == rows * width and bool((row[1:] >= row[:-1]).all())
     return Lane(
         slice(0, top) if dense else torch.from_numpy(slots).to(device),
-        (torch.from_numpy(row).to(device), torch.from_numpy(column).to(device)),
+        None if full else (torch.from_numpy(row).to(device), torch.from_numpy(column).to(device)),
         (rows, width),
-        torch.from_numpy(mask).to(device),
+        bias.repeat(1, groups, 1)[:, None],
         slice(offset, offset + int(counts.sum())),
     )

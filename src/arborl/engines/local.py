@@ -186,7 +186,7 @@ class LocalEngine:
         began = time.perf_counter()
         filled = self.cache.filled
         chunks = [(r, int(filled[r.slot]), len(r.tokens)) for r in self.live]
-        chunks.sort(key=lambda chunk: chunk[2] - chunk[1] > 1)  # one-token rows first: they make the first lane
+        chunks.sort(key=lambda chunk: (chunk[2] - chunk[1] > 1, chunk[0].slot))  # one-token rows make the first lane
         budget = READ_AT_ONCE
         taken: list[tuple[Request, int, int]] = []
         for request, start, end in chunks:
@@ -215,7 +215,7 @@ class LocalEngine:
         lanes, offset = [], 0
         for chosen in (counts == 1, counts > 1):
             if chosen.any():
-                lanes.append(lane(slots[chosen], starts[chosen], counts[chosen], offset, self.groups, device))
+                lanes.append(lane(self.cache, slots[chosen], starts[chosen], counts[chosen], offset, self.groups))
                 offset = lanes[-1].span.stop
         position_N = torch.from_numpy(positions).to(device)
         slot_N = torch.from_numpy(np.repeat(slots, counts)).to(device)

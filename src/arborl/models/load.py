@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 
 import torch
@@ -56,9 +57,17 @@ def device_of(name: str) -> torch.device:
         raise ConfigError(f"model.device: {name!r} is not a device. Write auto, cpu or cuda.") from error
 
 
+def tune_cpu() -> None:
+    """On Arm, leave matrix products to the BLAS: oneDNN repacks the weights at every call, which doubles the time of
+    the small batches that sampling is made of and gains nothing on large ones (docs/results/engine.md)."""
+    if platform.machine() in ("aarch64", "arm64"):
+        torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+
+
 def load_model(folder: Path, dtype: str = "float32", device: str = "auto") -> PreTrainedModel:
     """The model, ready for `hidden_states`; dropout off."""
     disable_progress_bar()
+    tune_cpu()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="sdpa")
     model.set_attn_implementation(NAME)
     return model.to(device_of(device)).eval()

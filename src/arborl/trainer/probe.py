@@ -1,7 +1,7 @@
 """Proof, once a run, that the engine samples from the weights the learner has changed.
 
-A weight sync that silently does nothing looks like slow learning for weeks. So the log-probability of one fixed token is
-taken at the start and after updates whose gradients were not zero, until it has moved.
+A weight sync that silently does nothing looks like slow learning for weeks. So the log-probability of one fixed token
+is taken at the start and after updates whose gradients were not zero, until it has moved.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class SyncProbe:
         self.missed += same and moved
         if self.missed >= PATIENCE:
             raise StaleEngine(
-                f"the learner changed its weights {PATIENCE} times, but the engine's answer to a probe is the same to the "
-                "last bit: the new weights did not arrive. Check that engine.load copies into, or shares, what it samples "
-                "from; in bfloat16, that learner.lr is large enough to move a weight."
+                f"the learner changed its weights {PATIENCE} times, but the engine's answer to a probe is the same to "
+                "the last bit: the new weights did not arrive. Check that engine.load copies into, or shares, what it "
+                "samples from; in bfloat16, that learner.lr is large enough to move a weight."
             )
 
     async def _sample(self) -> Completion:
