@@ -20,7 +20,8 @@ from arborl.engines.cache import Cache, CacheAttend, lane
 from arborl.engines.engine import Weights
 from arborl.engines.sampling import StopTexts, check_request, draw, uniforms
 from arborl.errors import EngineError
-from arborl.models.attention import hidden_states, logits
+from arborl.models.attention import logits
+from arborl.models.lean import hidden_states
 from arborl.types import Completion, Finish, Metrics, Sampling
 
 READ_AT_ONCE = 4096

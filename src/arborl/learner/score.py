@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 
 from arborl.learner.attend import attend_over
 from arborl.learner.batch import MicroBatch
-from arborl.models.attention import hidden_states, logits
+from arborl.models.attention import logits
 from arborl.models.distribution import Shape, log_distribution
+from arborl.models.lean import hidden_states
 from arborl.types import Sampling
 
 HEAD_CHUNK = 4096

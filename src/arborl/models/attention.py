@@ -39,8 +39,8 @@ def _hook(
 ALL_ATTENTION_FUNCTIONS.register(NAME, _hook)
 
 
-def hidden_states(model: PreTrainedModel, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-    """The last layer's output for each token, `[N, hidden]`."""
+def library_hidden_states(model: PreTrainedModel, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    """The last layer's output for each token, `[N, hidden]`, by the library's own code."""
     if model.config._attn_implementation != NAME:
         model.set_attn_implementation(NAME)
     out = model.base_model(input_ids=tokens[None], position_ids=positions[None], use_cache=False, attend=attend)
