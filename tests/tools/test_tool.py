@@ -179,7 +179,9 @@ def test_long_output_is_cut_where_the_model_can_see_it():
 
 @given(st.text())
 def test_any_docstring_can_be_read(text):
-    read_docstring(text)
+    read = read_docstring(text)
+    assert isinstance(read.description, str)
+    assert all(isinstance(name, str) and isinstance(words, str) for name, words in read.arguments.items())
 
 
 @given(
