@@ -192,7 +192,7 @@ class Workshop:
             )
         elif config.engine.name == "scripted":
             texts = config.engine.replies or cast.env(Task("check")).actions() or ("Yes.",)
-            made = found(replies(renderer, texts))
+            made = found(replies(renderer, texts), decode=renderer.tokenizer.decode)
         else:
             made = found(model)
         return made

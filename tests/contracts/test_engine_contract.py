@@ -67,3 +67,11 @@ def test_metrics_count_sampled_tokens_once(engine):
     done = ask(engine, *(([i + 1, 3], Sampling(3, seed=i)) for i in range(5)))
     assert engine.metrics()["engine/sampled"] == sum(len(c.tokens) for c in done)
     assert engine.metrics()["engine/sampled"] == 0
+
+
+def test_a_stop_text_ends_the_completion_and_is_part_of_it(engine):
+    engine.decode = lambda ids: "".join(chr(200 + i) for i in ids)
+    (free,) = ask(engine, ([1, 2, 3], Sampling(6, seed=1)))
+    (cut,) = ask(engine, ([1, 2, 3], Sampling(6, seed=1, stop_texts=(engine.decode(free.tokens[:1]),))))
+    assert cut.tokens == free.tokens[:1]
+    assert cut.finish is Finish.STOP

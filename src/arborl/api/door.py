@@ -231,7 +231,7 @@ class Session:
         }
         folders.write_summary(self.home, summary)
         episodes = [episode for group in after.groups for episode in group.survivors]
-        written = await keepsakes(self.parts, self.home, summary, episodes)
+        written = await keepsakes(self.parts, self.home, episodes)
         terminal = Terminal()
         if after.metrics:
             terminal.print(table_before_after(summary["before"], summary["after"]))

@@ -5,27 +5,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from arborl.build import Parts
 from arborl.types import Episode
-from arborl.view import learning_curve, replay, save_gif, write_report
+from arborl.view import replay, save_gif, write_report
 
 log = logging.getLogger(__name__)
 
 
-async def keepsakes(parts: Parts, home: Path, summary: dict[str, Any], episodes: Sequence[Episode]) -> dict[str, Path]:
+async def keepsakes(parts: Parts, home: Path, episodes: Sequence[Episode]) -> dict[str, Path]:
     """Write them all; returns what is where. A picture that cannot be drawn is reported and does not cost the run."""
     written = {"run folder": home, "summary": home / "summary.json", "metrics": home / "metrics.jsonl"}
     try:
-        title = f"{parts.config.name}, seed {parts.config.seed}"
-        before, after = (summary[when].get("success") for when in ("before", "after"))
-        written["curve"] = learning_curve(home / "metrics.jsonl", home / "curve.png", title, before=before, after=after)
         for number, episode in enumerate(worth_seeing(episodes, parts.config.track.gifs), 1):
             frames = await replay(parts.cast.env(episode.task), episode)
             if frames:
                 written[f"episode {number}"] = save_gif(frames, home / "frames" / f"episode-{number}.gif")
-        written["report"] = write_report(home, parts.renderer.tokenizer.decode)
+        report = write_report(home, parts.renderer.tokenizer.decode)  # draws the curve on its way
+        written |= {"curve": home / "curve.png", "report": report}
     except Exception:
         log.exception("the run is complete, but not all of its pictures could be drawn")
     return written
