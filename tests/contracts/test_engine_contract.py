@@ -18,9 +18,9 @@ def engine(request, seedling):
     model, _ = seedling
     match request.param:
         case "local":
-            return LocalEngine(model, max_context=64, slots=4)
+            return LocalEngine(model, max_context=64, max_requests=4, kv_tokens=256)
         case "local deterministic":
-            return LocalEngine(model, max_context=64, slots=4, deterministic=True)
+            return LocalEngine(model, max_context=64, max_requests=4, kv_tokens=256, deterministic=True)
         case _:
             return ScriptedEngine([[5, 6, 7, STOP], [8, STOP]])
 

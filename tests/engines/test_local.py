@@ -23,7 +23,7 @@ from transformers import (
 
 from arborl.config.run import LearnerConfig
 from arborl.engines.local import LocalEngine
-from arborl.engines.sampling import draw, uniforms
+from arborl.engines.sampling import Draws, draw, uniforms
 from arborl.errors import EngineError
 from arborl.learner.learner import Learner
 from arborl.rollout.tree import plant
@@ -88,7 +88,7 @@ def test_greedy_tokens_equal_those_of_transformers_for_every_family(family):
     prompts = random_prompts([3, 40, 77, 1], 99)
     prompts += [[*prompts[1], 5, 6], prompts[1]]
     expected = greedy_by_transformers(model, prompts, 10)
-    engine = LocalEngine(model, max_context=128, slots=3)
+    engine = LocalEngine(model, max_context=128, max_requests=3, kv_tokens=384)
     for _ in range(2):
         assert [list(c.tokens) for c in generate(engine, prompts, [Sampling(10, 0.0)] * len(prompts))] == expected
 
@@ -96,23 +96,97 @@ def test_greedy_tokens_equal_those_of_transformers_for_every_family(family):
 def test_a_model_whose_attention_we_do_not_follow_is_refused_by_name():
     model = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=16)).eval()
     with pytest.raises(EngineError, match="sliding_window"):
-        generate(LocalEngine(model, max_context=128, slots=1), [[1, 2, 3]], [Sampling(2)])
+        LocalEngine(model, max_context=128, max_requests=1, kv_tokens=128)
 
 
-@pytest.mark.parametrize("slots", [1, 3, 16])
-def test_greedy_tokens_equal_those_of_transformers_with_and_without_prefix_hits(qwen3, slots):
+@pytest.mark.parametrize("page_size", [0, 1, 8, 16])
+@pytest.mark.parametrize("sequences", [1, 3, 16])
+def test_greedy_tokens_equal_those_of_transformers_with_and_without_prefix_hits(qwen3, sequences, page_size):
     prompts = random_prompts([3, 40, 77, 9, 25], 99)
     prompts += [[*prompts[1], 5, 6], [*prompts[1][:30], 1], prompts[2]]
     expected = greedy_by_transformers(qwen3, prompts, 12)
-    engine = LocalEngine(qwen3, max_context=128, slots=slots)
+    engine = LocalEngine(qwen3, max_context=128, kv_tokens=128 * sequences, page_size=page_size)
     for _ in range(2):  # the second time everything may be found in the cache
         assert [list(c.tokens) for c in generate(engine, prompts, [Sampling(12, 0.0)] * len(prompts))] == expected
-    if slots == 16:
+    if sequences == 16:
         assert engine.metrics()["engine/hit_rate"] > 0.3
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_requests_put_back_for_want_of_room_go_on_with_the_same_tokens(family, monkeypatch):
+    monkeypatch.setattr("arborl.engines.local.HEADROOM", 0)  # let them in as soon as they fit, so that room runs out
+    torch.manual_seed(3)
+    model = FAMILIES[family]().eval()
+    prompts = random_prompts([3, 40, 25, 31, 12, 30], 99)
+    expected = greedy_by_transformers(model, prompts, 40)
+    engine = LocalEngine(model, max_context=96, kv_tokens=160, page_size=4)
+    assert [list(c.tokens) for c in generate(engine, prompts, [Sampling(40, 0.0)] * len(prompts))] == expected
+    assert engine.metrics()["engine/paused"] >= 3
+
+
+def test_a_request_put_back_draws_the_tokens_it_would_have_drawn(qwen3, monkeypatch):
+    monkeypatch.setattr("arborl.engines.local.HEADROOM", 0)
+    prompts, samplings = random_prompts([3, 40, 25, 31], 99), [Sampling(40, seed=i) for i in range(4)]
+    roomy, tight = (LocalEngine(qwen3, max_context=96, kv_tokens=kv, page_size=4) for kv in (1000, 120))
+    free, held = generate(roomy, prompts, samplings), generate(tight, prompts, samplings)
+    assert tight.metrics()["engine/paused"] > 0
+    assert [c.tokens for c in held] == [c.tokens for c in free]
+    for a, b in zip(held, free, strict=True):
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+
+
+def test_ten_thousand_requests_through_a_pool_that_holds_two_hundred_lose_no_page(qwen3):
+    engine = LocalEngine(qwen3, max_context=32, max_requests=128, kv_tokens=200 * 8, page_size=8)
+    chance = np.random.default_rng(0)
+
+    async def episode(number: int) -> int:
+        prompt = chance.integers(0, 5, int(chance.integers(1, 7))).tolist()
+        for turn in range(4):
+            done = await engine.generate(prompt, Sampling(2, seed=number * 4 + turn), session=str(number))
+            prompt += done.tokens
+        return len(prompt)
+
+    async def run():
+        return await asyncio.gather(*(episode(i) for i in range(2500)))
+
+    assert len(asyncio.run(run())) == 2500
+    pages = engine.pages
+    assert (pages.held, pages.room) == (0, 200)
+    assert engine.metrics()["engine/sampled"] == 20_000
+    path = pages.open(np.array([98], dtype=np.int32))
+    assert pages.extend(path, 200 * 8)  # every page can be handed out again
+    assert sorted(node.page for node in path.nodes) == list(range(200))
+
+
+def test_a_pool_too_small_for_one_sequence_is_refused(qwen3):
+    with pytest.raises(ValueError, match="kv_tokens=100 holds no sequence of max_context=128"):
+        LocalEngine(qwen3, max_context=128, kv_tokens=100)
+
+
+def test_new_weights_while_requests_are_live_are_used_from_the_next_token_on(qwen3):
+    import copy
+
+    model = copy.deepcopy(qwen3)
+    engine = LocalEngine(model, max_context=128, kv_tokens=1024)
+    (prompt,) = random_prompts([20], 99)
+
+    async def run():
+        request = asyncio.create_task(engine.generate(prompt, Sampling(40, 0.0), session="a"))
+        while engine.rows.known.max() < 25:
+            await asyncio.sleep(0)
+        (row,) = engine.live
+        before = engine.rows.tokens[row, 20:25].tolist()
+        other = {name: torch.randn_like(value) * 0.05 for name, value in model.state_dict().items()}
+        await engine.load(other, version=1)
+        return before, await request
+
+    before, done = asyncio.run(run())
+    assert list(done.tokens[:5]) == before
+    assert list(done.tokens[5:]) == greedy_by_transformers(model, [[*prompt, *before]], 35)[0]
+
+
 def test_a_later_turn_reads_only_what_is_new(qwen3):
-    engine = LocalEngine(qwen3, max_context=128, slots=4)
+    engine = LocalEngine(qwen3, max_context=128, max_requests=4, kv_tokens=512)
     (first,) = generate(engine, [[1, 2, 3, 4, 5]], [Sampling(4, seed=0)])
     engine.metrics()
     generate(engine, [[1, 2, 3, 4, 5, *first.tokens, 7, 8]], [Sampling(1)])
@@ -120,7 +194,7 @@ def test_a_later_turn_reads_only_what_is_new(qwen3):
 
 
 def test_siblings_read_their_prompt_once(qwen3):
-    engine = LocalEngine(qwen3, max_context=128, slots=8)
+    engine = LocalEngine(qwen3, max_context=128, max_requests=8, kv_tokens=1024)
     (prompt,) = random_prompts([60], 99)
     generate(engine, [prompt] * 8, [Sampling(1, seed=i) for i in range(8)])
     assert engine.metrics()["engine/read"] == 60 + 7
@@ -139,7 +213,7 @@ def test_siblings_read_their_prompt_once(qwen3):
 )
 def test_the_rollouts_logprobs_equal_the_learners(seedling, sampling):
     model, _ = seedling
-    engine = LocalEngine(model, max_context=256, slots=8)
+    engine = LocalEngine(model, max_context=256, max_requests=8, kv_tokens=2048)
     prompts = random_prompts([5, 33, 80, 80, 12], 600)
     done = generate(engine, prompts, [dataclasses.replace(sampling, seed=i) for i in range(5)])
     calls = [Call(tuple(p), c, 0) for p, c in zip(prompts, done, strict=True)]
@@ -153,7 +227,7 @@ def test_new_weights_empty_the_cache_and_change_the_answer(qwen3):
     import copy
 
     model = copy.deepcopy(qwen3)
-    engine = LocalEngine(model, max_context=128, slots=4)
+    engine = LocalEngine(model, max_context=128, max_requests=4, kv_tokens=512)
     prompts, samplings = random_prompts([20], 99), [Sampling(6, 0.0)]
     generate(engine, prompts, samplings)
     other = {name: torch.randn_like(value) * 0.05 for name, value in model.state_dict().items()}
@@ -165,14 +239,14 @@ def test_deterministic_mode_gives_bit_equal_logprobs_alone_and_in_company(seedli
     model, _ = seedling
     prompts = random_prompts([30, 11, 47, 5], 600)
     samplings = [Sampling(10, seed=i) for i in range(4)]
-    engine = LocalEngine(model, max_context=256, slots=4, deterministic=True)
+    engine = LocalEngine(model, max_context=256, max_requests=4, kv_tokens=1024, deterministic=True)
     together = generate(engine, prompts, samplings)
     alone = [generate(engine, [p], [s])[0] for p, s in zip(prompts, samplings, strict=True)]
     assert [(c.tokens, c.logprobs) for c in together] == [(c.tokens, c.logprobs) for c in alone]
 
 
 def test_a_stop_token_ends_the_completion_and_is_part_of_it(qwen3):
-    engine = LocalEngine(qwen3, max_context=128, slots=4)
+    engine = LocalEngine(qwen3, max_context=128, max_requests=4, kv_tokens=512)
     (prompt,) = random_prompts([10], 99)
     (free,) = generate(engine, [prompt], [Sampling(8, 0.0)])
     (stopped,) = generate(engine, [prompt], [Sampling(8, 0.0, stop=(free.tokens[3],))])
@@ -183,7 +257,7 @@ def test_a_stop_token_ends_the_completion_and_is_part_of_it(qwen3):
 
 def test_a_stop_text_ends_the_completion_as_soon_as_it_is_written(seedling):
     model, renderer = seedling
-    engine = LocalEngine(model, max_context=128, slots=4, decode=renderer.tokenizer.decode)
+    engine = LocalEngine(model, max_context=128, max_requests=4, kv_tokens=512, decode=renderer.tokenizer.decode)
     prompt = renderer.tokenizer.encode("<|im_start|>user\nWho are you?<|im_end|>\n<|im_start|>assistant\n")
     (free,) = generate(engine, [prompt], [Sampling(30, 0.0)])
     text = renderer.tokenizer.decode(free.tokens)
@@ -196,7 +270,7 @@ def test_a_stop_text_ends_the_completion_as_soon_as_it_is_written(seedling):
 
 
 def test_a_deadline_ends_a_request_with_what_has_been_sampled(qwen3):
-    engine = LocalEngine(qwen3, max_context=250, slots=4)
+    engine = LocalEngine(qwen3, max_context=250, max_requests=4, kv_tokens=1000)
     late, free = generate(engine, [[1, 2], [3]], [Sampling(200, 0.0, seconds=0.05), Sampling(200, 0.0)])
     assert late.finish is Finish.ABORT
     assert 0 < len(late.tokens) < 200
@@ -218,7 +292,7 @@ def test_a_deadline_ends_a_request_with_what_has_been_sampled(qwen3):
     ],
 )
 def test_a_bad_request_is_refused_alone(qwen3, prompt, sampling, complaint):
-    engine = LocalEngine(qwen3, max_context=128, slots=2)
+    engine = LocalEngine(qwen3, max_context=128, max_requests=2, kv_tokens=256)
 
     async def run():
         return await asyncio.gather(
@@ -234,7 +308,7 @@ def test_a_bad_request_is_refused_alone(qwen3, prompt, sampling, complaint):
 
 
 def test_a_cancelled_request_leaves_and_the_others_go_on(qwen3):
-    engine = LocalEngine(qwen3, max_context=128, slots=4)
+    engine = LocalEngine(qwen3, max_context=128, max_requests=4, kv_tokens=512)
 
     async def run():
         slow = asyncio.create_task(engine.generate([1, 2], Sampling(100), session="slow"))
@@ -252,7 +326,7 @@ def test_a_cancelled_request_leaves_and_the_others_go_on(qwen3):
 
 def test_tokens_are_drawn_with_their_probabilities():
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.2, 0.0]])).expand(20_000, 4)
-    tokens, logprobs = draw(logits, [Sampling()] * 20_000, uniforms(range(20_000), [0] * 20_000))
+    tokens, logprobs = draw(logits, Draws.of([Sampling(seed=i) for i in range(20_000)], [0] * 20_000))
     shares = np.bincount(tokens, minlength=4) / 20_000
     assert shares == pytest.approx([0.5, 0.3, 0.2, 0.0], abs=0.015)
     assert np.exp(logprobs[:5]) == pytest.approx([[0.5, 0.3, 0.2][t] for t in tokens[:5]])
@@ -264,3 +338,23 @@ def test_uniform_numbers_are_uniform_over_seeds_and_over_positions():
         assert numbers.max() < 1
         assert np.histogram(numbers, 10, (0, 1))[0] == pytest.approx([5000] * 10, abs=350)
         assert np.corrcoef(numbers[:-1], numbers[1:])[0, 1] == pytest.approx(0, abs=0.02)
+
+
+def test_adapters_are_sampled_through_and_change_what_is_said():
+    pytest.importorskip("peft")
+    from arborl.config.run import LoraConfig
+    from arborl.models.lora import add_lora
+
+    torch.manual_seed(4)
+    model = FAMILIES["qwen2"]().eval()
+    prompts = random_prompts([5, 30], 99)
+    bare = greedy_by_transformers(model, prompts, 12)
+    add_lora(model, LoraConfig(rank=4))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    expected = greedy_by_transformers(model, prompts, 12)
+    engine = LocalEngine(model, max_context=64, kv_tokens=512, page_size=8)
+    assert engine.executor.forward.fused
+    assert [list(c.tokens) for c in generate(engine, prompts, [Sampling(12, 0.0)] * 2)] == expected
+    assert expected != bare

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 def sample(model, prompts: list[list[int]], temperature: float):
-    engine = LocalEngine(model, max_context=256, slots=16)
+    engine = LocalEngine(model, max_context=256, max_requests=16, kv_tokens=4096)
 
     async def run():
         return await asyncio.gather(
@@ -55,7 +55,8 @@ def test_greedy_tokens_equal_those_of_transformers():
     model.generation_config.eos_token_id = None  # go on past the end of turn, as ours does without a stop token
     for prompt, mine in zip(prompts, ours, strict=True):
         ids = torch.tensor([prompt], device="cuda")
-        theirs = model.generate(ids, max_new_tokens=20, do_sample=False, pad_token_id=0)
+        mask = torch.ones_like(ids)
+        theirs = model.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False, pad_token_id=0)
         assert mine == theirs[0, len(prompt) :].tolist()
 
 

@@ -62,15 +62,15 @@ def test_values_and_gradients_are_the_librarys(kind):
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_model_of_a_known_kind_is_trusted_after_the_check(kind):
-    assert lean._agrees(random(kind))
+    assert lean.agrees(random(kind), lean.lean)
 
 
 def test_a_kind_with_other_norms_keeps_the_librarys_code():
-    assert not lean._agrees(GemmaForCausalLM(GemmaConfig(**SIZES, head_dim=8)).eval())
+    assert not lean.agrees(GemmaForCausalLM(GemmaConfig(**SIZES, head_dim=8)).eval(), lean.lean)
 
 
 def test_a_model_that_differs_keeps_the_librarys_code_and_says_so(caplog):
     model = random("llama")
     model.model.layers[1].mlp.forward = lambda x: x  # someone changed the computation
-    assert not lean._agrees(model)
+    assert not lean.agrees(model, lean.lean)
     assert "differs" in caplog.text

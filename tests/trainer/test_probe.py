@@ -19,6 +19,7 @@ STILL = {"learner/grad_norm": 0.0, "learner/lr": 1e-3, "learner/skipped": 0.0}
 def watch(engine, weights, metrics, updates: int = 1) -> SyncProbe:
     async def run():
         probe = SyncProbe(engine)
+        await engine.load({}, 0)
         await probe.ask()
         for version in range(1, updates + 1):
             await engine.load(weights, version)
@@ -34,7 +35,7 @@ def changed(model) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def engine(seedling):
-    return LocalEngine(copy.deepcopy(seedling[0]), max_context=64, slots=2)
+    return LocalEngine(copy.deepcopy(seedling[0]), max_context=64, max_requests=2, kv_tokens=128)
 
 
 def test_an_update_that_arrives_settles_the_matter(engine):

@@ -1,7 +1,6 @@
-"""Keys and values of what has been read, in slots; and attention of new tokens over them.
+"""Keys and values of what has been read, in pages; and attention of new tokens over them with torch alone.
 
-A slot holds one sequence from its start. N new tokens of R rows, L cached positions, H query heads, K key heads,
-D head size, G = H / K.
+N new tokens of R rows, H query heads, K key heads, D head size, G = H / K, P tokens a page, L tokens of context.
 """
 
 from __future__ import annotations
@@ -10,52 +9,74 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+Array = NDArray[np.int64]
+
 
 class Cache:
-    """`slots` sequences of up to `length` tokens each."""
+    """`pages` pages of `size` tokens, of all layers."""
 
-    def __init__(self, model: PreTrainedModel, slots: int, length: int):
+    def __init__(self, model: PreTrainedModel, pages: int, size: int):
         config = model.config
-        heads = config.num_key_value_heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        shape = (config.num_hidden_layers, slots, heads, length, size)
+        self.pages, self.size = pages, size
+        self.groups = config.num_attention_heads // config.num_key_value_heads
+        shape = (config.num_hidden_layers, pages, config.num_key_value_heads, size, head_size(model))
         # zeros, not empty: a masked position has weight 0, and 0 x NaN would be NaN
         self.keys = torch.zeros(shape, dtype=model.dtype, device=model.device)
         self.values = torch.zeros(shape, dtype=model.dtype, device=model.device)
-        self.tokens = np.full((slots, length), -1, dtype=np.int64)
-        self.filled = np.zeros(slots, dtype=np.int64)
-        """How many tokens of each slot have keys and values."""
-        self.used = np.zeros(slots, dtype=np.int64)
-        """When each slot was last taken, to find the oldest."""
-
-    def common_prefixes(self, prompt: np.ndarray) -> np.ndarray:
-        """How much of `prompt` each slot has read, in tokens."""
-        same = self.tokens[:, : len(prompt)] == prompt
-        ends = np.zeros((len(same), 1), dtype=bool)  # a difference after the last token, for prompts wholly read
-        return np.minimum(np.concatenate([same, ends], axis=1).argmin(1), self.filled)
 
     def copy(self, source: int, target: int, count: int) -> None:
-        """Give slot `target` the first `count` tokens of `source`."""
-        if source != target:
-            self.keys[:, target, :, :count] = self.keys[:, source, :, :count]
-            self.values[:, target, :, :count] = self.values[:, source, :, :count]
-            self.tokens[target, :count] = self.tokens[source, :count]
-        self.filled[target] = count
+        """Give page `target` the first `count` tokens of `source`."""
+        self.keys[:, target, :, :count] = self.keys[:, source, :, :count]
+        self.values[:, target, :, :count] = self.values[:, source, :, :count]
 
-    def forget(self) -> None:
-        """The weights have changed: nothing that was read counts any more."""
-        self.filled[:] = 0
+
+def head_size(model: PreTrainedModel) -> int:
+    config = model.config
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def token_bytes(model: PreTrainedModel) -> int:
+    """Memory of one token's keys and values."""
+    config = model.config
+    return int(2 * config.num_hidden_layers * config.num_key_value_heads * head_size(model) * model.dtype.itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The new tokens of one step, row by row: row i brings tokens `starts[i]` to `ends[i]` of its sequence."""
+
+    starts: Array
+    ends: Array
+    tables: NDArray[np.int32]
+    """`[R, pages]`: the pages of each row's sequence."""
+
+    @property
+    def counts(self) -> Array:
+        return self.ends - self.starts
+
+    @property
+    def positions(self) -> Array:
+        """Of every new token in its own sequence."""
+        counts = self.counts
+        before = np.cumsum(counts) - counts
+        return np.arange(int(counts.sum())) - np.repeat(before - self.starts, counts)
+
+    def slots(self, size: int) -> Array:
+        """Where every new token's key goes: page times page size plus place in the page."""
+        positions, row = self.positions, np.repeat(np.arange(len(self.starts)), self.counts)
+        return self.tables[row, positions // size].astype(np.int64) * size + positions % size
 
 
 @dataclass(frozen=True, slots=True)
 class Lane:
     """Rows that bring a like number of new tokens, attended in one call; only attention is padded."""
 
-    rows: slice | Tensor
-    """Slots, one a row. A slice avoids copying the cache."""
+    pages: slice | Tensor
+    """The pages of each row: `[R * pages a row]`, or a run of the cache, one page a row, which avoids a copy."""
     place: tuple[Tensor, Tensor] | None
     """Row and column of each new token in the padded `[R, T]`; None where they fill it in order."""
     shape: tuple[int, int]
@@ -65,62 +86,89 @@ class Lane:
     """Where this lane's tokens stand among the N."""
 
 
-class CacheAttend:
-    """Attention of one step: the new tokens' keys and values go into the cache, then each row looks at its slot."""
+class TorchAttend:
+    """Attention of one step: the new tokens' keys and values go into the cache, then each row looks at its pages."""
 
-    def __init__(self, cache: Cache, slot_N: Tensor, position_N: Tensor, lanes: list[Lane]):
-        self.cache, self.slot_N, self.position_N, self.lanes = cache, slot_N, position_N, lanes
+    def __init__(self, cache: Cache, reading: Reading):
+        self.cache = cache
+        slots = reading.slots(cache.size)
+        device = cache.keys.device
+        self.page_N = torch.from_numpy(slots // cache.size).to(device)
+        self.place_N = torch.from_numpy(slots % cache.size).to(device)
+        self.lanes: list[Lane] = []
+        offset, one = 0, reading.counts == 1
+        if not one[: one.sum()].all():
+            raise ValueError("rows that bring one token come first")
+        for chosen in (one, ~one):
+            if chosen.any():
+                part = Reading(reading.starts[chosen], reading.ends[chosen], reading.tables[chosen])
+                self.lanes.append(lane(cache, part, offset))
+                offset = self.lanes[-1].span.stop
 
     def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, scale: float) -> Tensor:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        keys[self.slot_N, :, self.position_N] = k_NKD
-        values[self.slot_N, :, self.position_N] = v_NKD
-        return torch.cat([self._attend(lane, keys, values, q_NHD[lane.span], scale) for lane in self.lanes])
-
-    @staticmethod
-    def _attend(lane: Lane, keys: Tensor, values: Tensor, q_NHD: Tensor, scale: float) -> Tensor:
-        (rows, width), heads = lane.shape, keys.shape[1]
-        length = lane.mask.shape[-1]
-        if lane.place is None:
-            q_RTHD = q_NHD.reshape(rows, width, *q_NHD.shape[1:])
-        else:
-            q_RTHD = q_NHD.new_zeros(rows, width, *q_NHD.shape[1:])
-            q_RTHD[lane.place] = q_NHD
-        groups, size = q_RTHD.shape[2] // heads, q_RTHD.shape[3]
-        # query heads that share a key head become more queries of that head, so keys are never repeated
-        q = q_RTHD.view(rows, width, heads, groups, size).permute(0, 2, 3, 1, 4)
-        q = q.reshape(rows, heads, groups * width, size)
-        k, v = keys[:, :, :length][lane.rows], values[:, :, :length][lane.rows]
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=lane.mask, scale=scale)
-        out = out.view(rows, heads, groups, width, size).permute(0, 3, 1, 2, 4)
-        out = out.reshape(rows, width, heads * groups, size)
-        return out.reshape(q_NHD.shape) if lane.place is None else out[lane.place]
+        keys[self.page_N, :, self.place_N] = k_NKD
+        values[self.page_N, :, self.place_N] = v_NKD
+        outs = [_attend(lane, keys, values, q_NHD[lane.span], scale) for lane in self.lanes]
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
-def lane(cache: Cache, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray, offset: int, groups: int) -> Lane:
-    """The lane of these rows: row i brings `counts[i]` new tokens to slot `slots[i]`, which has read `starts[i]`.
+def _attend(lane: Lane, keys: Tensor, values: Tensor, q_NHD: Tensor, scale: float) -> Tensor:
+    (rows, width), heads = lane.shape, keys.shape[1]
+    if lane.place is None:
+        q_RTHD = q_NHD.reshape(rows, width, *q_NHD.shape[1:])
+    else:
+        q_RTHD = q_NHD.new_zeros(rows, width, *q_NHD.shape[1:])
+        q_RTHD[lane.place] = q_NHD
+    groups, size = q_RTHD.shape[2] // heads, q_RTHD.shape[3]
+    # query heads that share a key head become more queries of that head, so keys are never repeated
+    q = q_RTHD.view(rows, width, heads, groups, size).permute(0, 2, 3, 1, 4)
+    q = q.reshape(rows, heads, groups * width, size)
+    k, v = (_sequences(lane, cached) for cached in (keys, values))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=lane.mask, scale=scale)
+    out = out.view(rows, heads, groups, width, size).permute(0, 3, 1, 2, 4)
+    out = out.reshape(rows, width, heads * groups, size)
+    return out.reshape(q_NHD.shape) if lane.place is None else out[lane.place]
 
-    When the rows fill most of a run of slots, the whole run is taken as a view; the rows in between see nothing new and
-    their output is not read.
+
+def _sequences(lane: Lane, cached: Tensor) -> Tensor:
+    """Each row's keys (or values) as one run, `[R, K, L, D]`."""
+    length = lane.mask.shape[-1]
+    if isinstance(lane.pages, slice):
+        return cached[lane.pages, :, :length]
+    rows, heads, size = lane.shape[0], cached.shape[1], cached.shape[3]
+    if len(lane.pages) == rows:
+        return cached[:, :, :length][lane.pages]
+    gathered = cached.index_select(0, lane.pages).view(rows, -1, heads, *cached.shape[2:])
+    return gathered.transpose(1, 2).reshape(rows, heads, -1, size)[:, :, :length]
+
+
+def lane(cache: Cache, part: Reading, offset: int) -> Lane:
+    """The lane of these rows.
+
+    Where a sequence is one page, and the rows fill most of a run of pages, the whole run is taken as a view; the rows
+    in between see nothing new and their output is not read.
     """
     device = cache.keys.device
-    width, length = int(counts.max()), int((starts + counts).max())
-    top = int(slots.max()) + 1
-    dense = len(slots) * 2 > top
-    rows = top if dense else len(slots)
-    row_of = slots if dense else np.arange(len(slots))
+    counts = part.counts
+    width, length = int(counts.max()), int(part.ends.max())
+    tables = part.tables[:, : -(-length // cache.size)]
+    top = int(tables.max()) + 1
+    dense = tables.shape[1] == 1 and len(tables) * 2 > top and len(np.unique(tables)) == len(tables)
+    rows = top if dense else len(tables)
+    row_of = tables[:, 0].astype(np.int64) if dense else np.arange(len(tables))
     start = np.zeros(rows, dtype=np.int64)
-    start[row_of] = starts
+    start[row_of] = part.starts
     query = start[:, None] + np.arange(width)  # [R, T] position of each new token
-    sees = np.arange(length)[None, None] <= query[:, :, None]
-    bias = torch.from_numpy(np.where(sees, np.float32(0), np.float32("-inf"))).to(cache.keys)
+    bias = torch.from_numpy(query).to(device)[:, :, None] < torch.arange(length, device=device)
+    mask = torch.zeros(bias.shape, dtype=cache.keys.dtype, device=device).masked_fill_(bias, float("-inf"))
     row = np.repeat(row_of, counts)
-    column = np.concatenate([np.arange(c) for c in counts])
+    column = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
     full = len(row) == rows * width and bool((row[1:] >= row[:-1]).all())
     return Lane(
-        slice(0, top) if dense else torch.from_numpy(slots).to(device),
+        slice(0, top) if dense else torch.from_numpy(tables.reshape(-1).astype(np.int64)).to(device),
         None if full else (torch.from_numpy(row).to(device), torch.from_numpy(column).to(device)),
         (rows, width),
-        bias.repeat(1, groups, 1)[:, None],
+        (mask.repeat(1, cache.groups, 1) if cache.groups > 1 else mask)[:, None],
         slice(offset, offset + int(counts.sum())),
     )

@@ -7,10 +7,11 @@ the token is where the cumulative probability passes it. No state, so a request 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from arborl.errors import EngineError
@@ -18,7 +19,7 @@ from arborl.models.distribution import Shape, log_distribution
 from arborl.types import Sampling
 
 
-def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
+def uniforms(seeds: ArrayLike, positions: ArrayLike) -> NDArray[np.float64]:
     """One number in [0, 1) for each (seed, position), by two rounds of the splitmix64 mixer (Steele et al., 2014)."""
     with np.errstate(over="ignore"):
         state = np.asarray(seeds, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
@@ -32,21 +33,48 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def draw(
-    logits_BV: Tensor, samplings: Sequence[Sampling], uniform_B: NDArray[np.float64]
-) -> tuple[list[int], list[float]]:
-    """A token for each row and its log-probability under the distribution it was drawn from.
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """How the next token of each of B requests is to be drawn, as columns."""
 
-    Temperature 0 takes the likeliest token, and reports its probability at temperature 1.
-    """
-    log_BV = log_distribution(logits_BV, Shape.of(samplings, logits_BV.device))
-    total_BV = log_BV.double().exp().cumsum(-1)
-    point_B1 = torch.from_numpy(uniform_B).to(total_BV.device)[:, None] * total_BV[:, -1:]
+    temperature_B: NDArray[np.float64]
+    """0 takes the likeliest token, and reports its probability at temperature 1."""
+    top_k_B: NDArray[np.int64]
+    top_p_B: NDArray[np.float64]
+    min_p_B: NDArray[np.float64]
+    uniform_B: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, samplings: Sequence[Sampling], counts: Sequence[int]) -> Draws:
+        """Of requests that have sampled `counts` tokens so far."""
+        columns = zip(*((s.temperature, s.top_k, s.top_p, s.min_p) for s in samplings), strict=True)
+        heat, top_k, top_p, min_p = (np.asarray(column) for column in columns)
+        return cls(heat, top_k, top_p, min_p, uniforms([s.seed for s in samplings], counts))
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens of some request cannot be drawn."""
+        return bool(self.top_k_B.any() or (self.top_p_B < 1).any() or self.min_p_B.any())
+
+    def shape(self, device: torch.device) -> Shape:
+        heat = np.where(self.temperature_B == 0, 1.0, self.temperature_B)
+        temperature, top_k, top_p, min_p = (
+            torch.from_numpy(x).to(device) for x in (heat, self.top_k_B, self.top_p_B, self.min_p_B)
+        )
+        return Shape(temperature, top_k, top_p, min_p, self.truncates)
+
+
+def draw(logits_BV: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+    """A token for each row and its log-probability under the distribution it was drawn from."""
+    device = logits_BV.device
+    log_BV = log_distribution(logits_BV, draws.shape(device))
+    total_BV = log_BV.exp().cumsum(-1, dtype=torch.float64)
+    point_B1 = torch.from_numpy(draws.uniform_B).to(device)[:, None] * total_BV[:, -1:]
     token_B = torch.searchsorted(total_BV, point_B1, right=True)[:, 0].clamp(max=logits_BV.shape[1] - 1)
-    if any(s.temperature == 0.0 for s in samplings):
-        greedy = torch.tensor([s.temperature == 0.0 for s in samplings], device=logits_BV.device)
-        token_B = torch.where(greedy, log_BV.argmax(-1), token_B)
-    return token_B.tolist(), log_BV.gather(1, token_B[:, None])[:, 0].tolist()
+    greedy = draws.temperature_B == 0
+    if greedy.any():
+        token_B = torch.where(torch.from_numpy(greedy).to(device), log_BV.argmax(-1), token_B)
+    return token_B, log_BV.gather(1, token_B[:, None])[:, 0]
 
 
 class StopTexts:
@@ -67,11 +95,11 @@ class StopTexts:
         return any(text in tail for text in self.texts)
 
 
-def check_request(prompt: Sequence[int], sampling: Sampling, vocabulary: int, context: int) -> None:
+def check_request(prompt: NDArray[np.integer], sampling: Sampling, vocabulary: int, context: int) -> None:
     """Refuse what cannot be sampled, with a reason; other requests do not notice."""
-    if not prompt:
+    if not len(prompt):
         raise EngineError("the prompt is empty; give at least one token")
-    low, high = min(prompt), max(prompt)
+    low, high = int(prompt.min()), int(prompt.max())
     if low < 0 or high >= vocabulary:
         raise EngineError(f"token id {low if low < 0 else high} is outside the vocabulary of {vocabulary}")
     if len(prompt) >= context:

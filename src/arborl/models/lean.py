@@ -8,6 +8,8 @@ comes here it is checked against the library's own result; one that differs, or 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,36 +24,63 @@ log = logging.getLogger(__name__)
 KINDS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
+Run = Callable[[Sequence[Any], Tensor, Tensor, Tensor, Attend], Tensor]
+"""Runs some layers: their modules, what comes in, cosines and sines of the positions, and attention."""
+
 _trusted: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 
-def hidden_states(model: PreTrainedModel, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-    """The last layer's output for each token, `[N, hidden]`, by the lean way where it is known to be right."""
+def hidden_states(
+    model: PreTrainedModel, tokens: Tensor, positions: Tensor, attend: Attend, run: Run | None = None
+) -> Tensor:
+    """The last layer's output for each token, `[N, hidden]`, by the lean way where it is known to be right.
+
+    `run` runs the layers in place of `in_turn`: the same computation compiled, or recomputed when a gradient is due.
+    """
+    if is_lean(model):
+        return lean(model, tokens, positions, attend, run)
+    return library_hidden_states(model, tokens, positions, attend)
+
+
+def is_lean(model: PreTrainedModel) -> bool:
+    """Whether this model goes the lean way; decided by a comparison the first time."""
     if model not in _trusted:
-        _trusted[model] = _agrees(model)
-    return (lean if _trusted[model] else library_hidden_states)(model, tokens, positions, attend)
+        _trusted[model] = type(model).__name__ in KINDS and agrees(model, lean)
+    return _trusted[model]
 
 
-def lean(model: PreTrainedModel, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-    """N tokens, H query heads, K key heads, D head size, E model size."""
+def lean(model: PreTrainedModel, tokens: Tensor, positions: Tensor, attend: Attend, run: Run | None = None) -> Tensor:
+    """N tokens, E model size."""
     base = model.base_model
     x_NE = base.embed_tokens(tokens)
     cos, sin = (part[0, :, None] for part in base.rotary_emb(x_NE[None], positions[None]))
-    for number, layer in enumerate(base.layers):
-        attention, mlp = layer.self_attn, layer.mlp
-        h_NE = _norm(layer.input_layernorm, x_NE)
-        q, k, v = (
-            project(h_NE).unflatten(-1, (-1, attention.head_dim))
-            for project in (attention.q_proj, attention.k_proj, attention.v_proj)
-        )
-        if hasattr(attention, "q_norm"):
-            q, k = _norm(attention.q_norm, q), _norm(attention.k_norm, k)
-        both = _turn(torch.cat([q, k], dim=1), cos, sin)
-        q, k = both.split([q.shape[1], k.shape[1]], dim=1)
-        x_NE = x_NE + attention.o_proj(attend(number, q, k, v, attention.scaling).flatten(1))
-        h_NE = _norm(layer.post_attention_layernorm, x_NE)
-        x_NE = x_NE + mlp.down_proj(mlp.act_fn(mlp.gate_proj(h_NE)) * mlp.up_proj(h_NE))
-    return _norm(base.norm, x_NE)
+    return _norm(base.norm, (run or in_turn)(list(base.layers), x_NE, cos, sin, attend))
+
+
+def in_turn(layers: Sequence[Any], x_NE: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    """One layer after the other."""
+    for layer in layers:
+        x_NE = one_layer(layer, x_NE, cos, sin, attend)
+    return x_NE
+
+
+def one_layer(layer: Any, x_NE: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    """H query heads, K key heads, D head size. Attention is not told the layer's number: it would be compiled in, and
+    every layer compiled anew."""
+    attention, mlp = layer.self_attn, layer.mlp
+    h_NE = _norm(layer.input_layernorm, x_NE)
+    q, k, v = (
+        project(h_NE).unflatten(-1, (-1, attention.head_dim))
+        for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
+    if hasattr(attention, "q_norm"):
+        q, k = _norm(attention.q_norm, q), _norm(attention.k_norm, k)
+    both = _turn(torch.cat([q, k], dim=1), cos, sin)
+    q, k = both.split([q.shape[1], k.shape[1]], dim=1)
+    x_NE = x_NE + attention.o_proj(attend(0, q, k, v, attention.scaling).flatten(1))
+    h_NE = _norm(layer.post_attention_layernorm, x_NE)
+    out: Tensor = x_NE + mlp.down_proj(mlp.act_fn(mlp.gate_proj(h_NE)) * mlp.up_proj(h_NE))
+    return out
 
 
 def _norm(module: nn.Module, x: Tensor) -> Tensor:
@@ -78,15 +107,13 @@ class _Causal:
 
 
 @torch.no_grad()
-def _agrees(model: PreTrainedModel) -> bool:
-    """Whether the lean way gives the library's numbers for this model."""
-    if type(model).__name__ not in KINDS:
-        return False
+def agrees(model: PreTrainedModel, way: Callable[[PreTrainedModel, Tensor, Tensor, Attend], Tensor]) -> bool:
+    """Whether another way of running this model gives the library's numbers."""
     tokens = torch.arange(1, 17, device=model.device) % model.config.vocab_size
     positions = torch.arange(5, 21, device=model.device)
     theirs = library_hidden_states(model, tokens, positions, _Causal())
     try:
-        ours = lean(model, tokens, positions, _Causal())
+        ours = way(model, tokens, positions, _Causal())
     except (AttributeError, RuntimeError, TypeError) as error:
         log.warning("%s is run by the library's own code: %s", type(model).__name__, error)
         return False

@@ -1,0 +1,97 @@
+"""Running one step on a device: new tokens in, one sampled token out for each row that asked for one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from arborl.engines.cache import Array, Cache, Reading, TorchAttend
+from arborl.engines.forward import Forward, TorchOps
+from arborl.engines.sampling import Draws, draw
+from arborl.models.attention import library_hidden_states, logits
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What to run. Rows that bring one token come first."""
+
+    tokens: NDArray[np.int32]
+    """The new tokens of all rows, one after the other; below 0 where the host does not know it yet: -1 - i is the i-th
+    token sampled by the step before."""
+    reading: Reading
+    sampled: Array
+    """The rows that get a next token, as indices into the reading's."""
+    draws: Draws
+    """One entry a sampled row."""
+
+
+class Sampled(Protocol):
+    """The outcome of a step, on its way."""
+
+    def wait(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Tokens and log-probabilities of the sampled rows."""
+        ...
+
+
+class Executor(Protocol):
+    """Owns the cache's tensors and the way through the model."""
+
+    cache: Cache
+    ahead: bool
+    """Whether the next step may be launched before this one's outcome is known."""
+
+    def launch(self, step: Step) -> Sampled: ...
+
+    def weights_changed(self) -> None:
+        """Called after the model's weights were replaced or updated."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """An outcome that is there already."""
+
+    tokens: NDArray[np.int64]
+    logprobs: NDArray[np.float64]
+
+    def wait(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        return self.tokens, self.logprobs
+
+
+class TorchExecutor:
+    """With torch operations alone, on any device."""
+
+    ahead = False
+
+    def __init__(self, model: PreTrainedModel, pages: int, page_size: int, context: int):
+        self.model = model
+        self.cache = Cache(model, pages, page_size)
+        self.forward = Forward(model, context)
+
+    @torch.inference_mode()
+    def launch(self, step: Step) -> Sampled:
+        device = self.model.device
+        tokens = torch.from_numpy(step.tokens.astype(np.int64)).to(device)
+        positions = torch.from_numpy(step.reading.positions).to(device)
+        hidden_NE = self._hidden(tokens, positions, TorchAttend(self.cache, step.reading))
+        if not len(step.sampled):
+            return Ready(np.zeros(0, np.int64), np.zeros(0))
+        last = np.cumsum(step.reading.counts)[step.sampled] - 1
+        if len(last) < len(hidden_NE):
+            hidden_NE = hidden_NE[torch.from_numpy(last).to(device)]
+        token_B, logprob_B = draw(logits(self.model, hidden_NE), step.draws)
+        return Ready(token_B.cpu().numpy(), logprob_B.double().cpu().numpy())
+
+    def _hidden(self, tokens: Tensor, positions: Tensor, attend: TorchAttend) -> Tensor:
+        if self.forward.fused:
+            return self.forward(tokens, TorchOps(self.model, attend, positions))
+        return library_hidden_states(self.model, tokens, positions, attend)
+
+    def weights_changed(self) -> None:
+        self.forward.refresh()

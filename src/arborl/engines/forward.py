@@ -1,0 +1,216 @@
+"""The forward pass for sampling: Llama and its relatives in few operations, over the model's own weights.
+
+Layers that read the same input run as one product: their weights become views of one matrix, so they are still the
+model's parameters, trained in place, and there is no copy. What is left between the products is done by `Ops`: with
+torch on a CPU, with fused kernels on a GPU. A model of another kind, or one whose numbers come out differently, is run
+by the library's own code.
+
+N tokens, H query heads, K key heads, D head size, E model size.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, rms_norm
+from transformers import PreTrainedModel
+
+from arborl.engines.cache import head_size
+from arborl.models.attention import Attend
+from arborl.models.lean import KINDS, agrees
+
+log = logging.getLogger(__name__)
+
+STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+"""Position embeddings whose angles depend on the position alone."""
+
+
+class Joined:
+    """Linear layers that read the same input, as one product where they are plain."""
+
+    def __init__(self, modules: Sequence[nn.Module]):
+        self.modules = modules
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
+        plain = [m for m in modules if type(m) is nn.Linear]
+        if len(plain) == len(modules) and len({m.bias is None for m in plain}) == 1:
+            with torch.inference_mode(False), torch.no_grad():
+                self.weight = self._join([m.weight for m in plain])
+                self.bias = None if plain[0].bias is None else self._join([m.bias for m in plain])
+
+    @staticmethod
+    def _join(parameters: Sequence[Tensor]) -> Tensor:
+        whole = torch.cat([p.data for p in parameters])
+        for p, view in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
+            p.data = view
+        return whole
+
+    @property
+    def moved(self) -> bool:
+        """Whether a parameter has been given other memory since."""
+        first: Tensor = self.modules[0].weight  # type: ignore[assignment]
+        return self.weight is not None and first.data_ptr() != self.weight.data_ptr()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.weight is None:
+            return torch.cat([module(x) for module in self.modules], dim=-1)
+        return linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One layer."""
+
+    number: int
+    before: nn.Module
+    qkv: Joined
+    q_norm: nn.Module | None
+    k_norm: nn.Module | None
+    out: nn.Module
+    between: nn.Module
+    gate_up: Joined
+    down: nn.Module
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Cosines and sines of every position, `[L, D]`, in the model's precision."""
+
+    cos: Tensor
+    sin: Tensor
+    """With the sign that rotation by halves gives them: minus in the first half."""
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, length: int) -> Rope:
+        base = model.base_model
+        positions = torch.arange(length, device=model.device)[None]
+        like = torch.zeros((), dtype=model.dtype, device=model.device)
+        cos, sin = (part[0] for part in base.rotary_emb(like, positions))
+        half = cos.shape[-1] // 2
+        return cls(cos.contiguous(), torch.cat([-sin[:, :half], sin[:, half:]], dim=-1))
+
+
+class Ops(Protocol):
+    """What happens between the products, for the tokens of one step."""
+
+    def norm(self, x: Tensor, module: nn.Module) -> Tensor: ...
+
+    def add_norm(self, x: Tensor, y: Tensor, module: nn.Module) -> tuple[Tensor, Tensor]:
+        """x + y, and its norm."""
+        ...
+
+    def attention(self, block: Block, qkv: Tensor, rope: Rope) -> Tensor:
+        """Turn queries and keys by their position, put keys and values into the cache, attend. `[N, H * D]`."""
+        ...
+
+    def gate(self, gate_up: Tensor, activation: nn.Module) -> Tensor: ...
+
+
+class Forward:
+    """A model prepared for sampling contexts of up to `length` tokens."""
+
+    def __init__(self, model: PreTrainedModel, length: int):
+        self.model, self.length = model, length
+        self.blocks: list[Block] = []
+        self.rope: Rope | None = None
+        if self._known():
+            self._join()
+            if not agrees(model, self._check):
+                self.rope = None
+
+    @property
+    def fused(self) -> bool:
+        """Whether the model is run by this code and not by the library's."""
+        return self.rope is not None
+
+    def __call__(self, tokens: Tensor, ops: Ops) -> Tensor:
+        """The last layer's output for each token, `[N, E]`."""
+        base, rope = self.model.base_model, self.rope
+        assert rope is not None
+        x_NE = base.embed_tokens(tokens)
+        h_NE = ops.norm(x_NE, self.blocks[0].before)
+        activation = base.layers[0].mlp.act_fn
+        followers = [*(block.before for block in self.blocks[1:]), base.norm]
+        for block, follower in zip(self.blocks, followers, strict=True):
+            out_NE = block.out(ops.attention(block, block.qkv(h_NE), rope))
+            x_NE, h_NE = ops.add_norm(x_NE, out_NE, block.between)
+            out_NE = block.down(ops.gate(block.gate_up(h_NE), activation))
+            x_NE, h_NE = ops.add_norm(x_NE, out_NE, follower)
+        return h_NE
+
+    def refresh(self) -> bool:
+        """After weights were given other memory: join them again. True where that was so."""
+        if not any(part.moved for block in self.blocks for part in (block.qkv, block.gate_up)):
+            return False
+        self._join()
+        return True
+
+    def _known(self) -> bool:
+        model = self.model
+        if type(model).__name__ not in KINDS:
+            return False
+        rope = getattr(model.config, "rope_parameters", None) or {}
+        return rope.get("rope_type", "default") in STATIC_ROPE
+
+    def _join(self) -> None:
+        self.blocks = []
+        for number, layer in enumerate(self.model.base_model.layers):
+            a, mlp = layer.self_attn, layer.mlp
+            self.blocks.append(
+                Block(
+                    number, layer.input_layernorm, Joined([a.q_proj, a.k_proj, a.v_proj]),
+                    getattr(a, "q_norm", None), getattr(a, "k_norm", None), a.o_proj, layer.post_attention_layernorm,
+                    Joined([mlp.gate_proj, mlp.up_proj]), mlp.down_proj, float(a.scaling),
+                )
+            )  # fmt: skip
+        self.rope = Rope.of(self.model, self.length)
+
+    def _check(self, model: PreTrainedModel, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        return self(tokens, TorchOps(model, attend, positions))
+
+
+class TorchOps:
+    """The same with torch, for any device."""
+
+    def __init__(self, model: PreTrainedModel, attend: Attend, positions: Tensor):
+        config = model.config
+        self.attend, self.positions = attend, positions
+        self.turn: tuple[Tensor, Tensor] | None = None
+        self.heads, self.key_heads = config.num_attention_heads, config.num_key_value_heads
+        self.size = head_size(model)
+
+    def norm(self, x: Tensor, module: nn.Module) -> Tensor:
+        weight: Tensor = module.weight  # type: ignore[assignment]
+        return rms_norm(x, weight.shape, weight, epsilon(module))
+
+    def add_norm(self, x: Tensor, y: Tensor, module: nn.Module) -> tuple[Tensor, Tensor]:
+        x = x + y
+        return x, self.norm(x, module)
+
+    def attention(self, block: Block, qkv: Tensor, rope: Rope) -> Tensor:
+        qkv_NJD = qkv.view(len(qkv), -1, self.size)
+        turning, v_NKD = qkv_NJD.split([self.heads + self.key_heads, self.key_heads], dim=1)
+        if block.q_norm is not None and block.k_norm is not None:
+            q, k = turning.split([self.heads, self.key_heads], dim=1)
+            turning = torch.cat([self.norm(q, block.q_norm), self.norm(k, block.k_norm)], dim=1)
+        if self.turn is None:
+            self.turn = (rope.cos[self.positions, None], rope.sin[self.positions, None])
+        cos, sin = self.turn
+        turned = torch.addcmul(turning * cos, turning.roll(self.size // 2, dims=-1), sin)
+        q_NHD, k_NKD = turned.split([self.heads, self.key_heads], dim=1)
+        return self.attend(block.number, q_NHD, k_NKD, v_NKD, block.scale).flatten(1)
+
+    def gate(self, gate_up: Tensor, activation: nn.Module) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        out: Tensor = activation(gate) * up
+        return out
+
+
+def epsilon(norm: nn.Module) -> float:
+    return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)  # type: ignore[arg-type]

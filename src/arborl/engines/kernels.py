@@ -1,0 +1,362 @@
+"""What happens between the matrix products of a sampling step on a GPU, as a few fused Triton kernels.
+
+N tokens, R rows (sequences), H query heads, K key heads, G = H / K, D head size, P tokens a page, V vocabulary. Sizes
+that a block must have as a power of two are padded and masked. Sums are in float32 whatever the model's precision.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+KEYS = 64
+"""Keys that attention looks at in one go."""
+QUERIES = 16
+"""Queries of one row in a tile, when a row brings many."""
+CHUNK = 2048
+"""Logits one program looks at."""
+
+
+def power(n: int) -> int:
+    return int(triton.next_power_of_2(n))
+
+
+# ------------------------------------------------------------------------------------------------ norms and gates
+
+
+@triton.jit
+def _norm(x, y, weight, total, out, E, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * E
+    place = tl.arange(0, BLOCK)
+    mask = place < E
+    v = tl.load(x + row + place, mask=mask, other=0.0)
+    if ADD:
+        v = (v.to(tl.float32) + tl.load(y + row + place, mask=mask, other=0.0).to(tl.float32)).to(v.dtype)
+        tl.store(total + row + place, v, mask=mask)
+    f = v.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(f * f, axis=0) / E + eps)
+    w = tl.load(weight + place, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row + place, f * scale * w, mask=mask)
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm of each row."""
+    out = torch.empty_like(x)
+    _norm[(len(x),)](x, x, weight, x, out, x.shape[1], eps, ADD=False, BLOCK=power(x.shape[1]))
+    return out
+
+
+def add_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + y, in place of x, and its norm."""
+    out = torch.empty_like(x)
+    _norm[(len(x),)](x, y, weight, x, out, x.shape[1], eps, ADD=True, BLOCK=power(x.shape[1]))
+    return x, out
+
+
+@triton.jit
+def _gate(both, out, F, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < F
+    g = tl.load(both + row * 2 * F + place, mask=mask, other=0.0)
+    up = tl.load(both + row * 2 * F + F + place, mask=mask, other=0.0)
+    f = g.to(tl.float32)
+    silu = (f / (1.0 + tl.exp(-f))).to(g.dtype)
+    tl.store(out + row * F + place, silu * up, mask=mask)
+
+
+def gate(both: Tensor) -> Tensor:
+    """SiLU of the first half of each row, times the second half."""
+    width = both.shape[1] // 2
+    out = both.new_empty(len(both), width)
+    _gate[(len(both), triton.cdiv(width, 1024))](both, out, width, BLOCK=1024)
+    return out
+
+
+# ------------------------------------------------------------------------------------------------ positions and cache
+
+
+@triton.jit
+def _rotate_store(
+    qkv, cos, sin, position, slot, q_weight, k_weight, q_out, keys, values, page_stride, eps,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0).to(tl.int64)
+    j, d = tl.arange(0, HEADS)[:, None], tl.arange(0, SIZE)[None, :]
+    inside = (j < H + 2 * K) & (d < D)
+    turns = inside & (j < H + K)
+    other = (d + D // 2) % D
+    row = qkv + n * (H + 2 * K) * D + j * D
+    x = tl.load(row + d, mask=inside, other=0.0)
+    partner = tl.load(row + other, mask=turns, other=0.0)
+    if NORM:
+        f = x.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(f * f, axis=1) / D + eps)[:, None]
+        of_q = (j < H) & (d < D)
+        of_k = turns & (j >= H)
+        w = tl.load(q_weight + d + j * 0, mask=of_q, other=0.0) + tl.load(k_weight + d + j * 0, mask=of_k, other=0.0)
+        v = tl.load(q_weight + other + j * 0, mask=of_q, other=0.0)
+        v += tl.load(k_weight + other + j * 0, mask=of_k, other=0.0)
+        x = tl.where(turns, (f * scale * w.to(tl.float32)).to(x.dtype), x)
+        partner = (partner.to(tl.float32) * scale * v.to(tl.float32)).to(x.dtype)
+    at = tl.load(position + n)
+    c = tl.load(cos + at * D + d + j * 0, mask=turns, other=1.0).to(tl.float32)
+    s = tl.load(sin + at * D + d + j * 0, mask=turns, other=0.0).to(tl.float32)
+    y = (x.to(tl.float32) * c + partner.to(tl.float32) * s).to(x.dtype)
+    tl.store(q_out + n * H * D + j * D + d, y, mask=inside & (j < H))
+    here = tl.load(slot + n).to(tl.int64)
+    target = (here // P) * page_stride + (here % P) * D
+    tl.store(keys + target + (j - H) * P * D + d, y, mask=turns & (j >= H))
+    tl.store(values + target + (j - H - K) * P * D + d, y, mask=inside & (j >= H + K))
+
+
+def rotate_store(
+    qkv: Tensor, cos: Tensor, signed_sin: Tensor, position_N: Tensor, slot_N: Tensor, keys: Tensor, values: Tensor,
+    heads: int, norms: tuple[Tensor, Tensor, float] | None,
+) -> Tensor:  # fmt: skip
+    """Turn queries and keys by their position (after their norms, if any), put keys and values into the cache
+    `[pages, K, P, D]`; the queries come back, `[N, H, D]`."""
+    _, key_heads, page, size = keys.shape
+    out = qkv.new_empty(len(qkv), heads, size)
+    q_weight, k_weight, eps = norms or (cos, cos, 0.0)
+    _rotate_store[(len(qkv),)](
+        qkv, cos, signed_sin, position_N, slot_N, q_weight, k_weight, out, keys, values, keys.stride(0), eps,
+        H=heads, K=key_heads, D=size, P=page, NORM=norms is not None, HEADS=power(heads + 2 * key_heads),
+        SIZE=power(size),
+    )  # fmt: skip
+    return out
+
+
+# ------------------------------------------------------------------------------------------------ attention
+
+
+@triton.jit
+def _decode(
+    q, keys, values, table, length, out, partial, state, scale, page_stride, table_stride,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    r, k, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    G: tl.constexpr = H // K
+    g, d = tl.arange(0, GROUP), tl.arange(0, SIZE)
+    total = tl.load(length + r)
+    each = tl.cdiv(tl.cdiv(total, SPLITS), BLOCK) * BLOCK
+    begin, end = split * each, tl.minimum(split * each + each, total)
+    place = r * H * D + (k * G + g)[:, None] * D + d[None, :]
+    real = (g < G)[:, None] & (d < D)[None, :]
+    query = tl.load(q + place, mask=real, other=0.0)
+    highest = tl.full([GROUP], -1e30, tl.float32)
+    sum_ = tl.zeros([GROUP], tl.float32)
+    acc = tl.zeros([GROUP, SIZE], tl.float32)
+    for start in range(begin, end, BLOCK):
+        position = start + tl.arange(0, BLOCK)
+        valid = position < end
+        page = tl.load(table + r * table_stride + position // P, mask=valid, other=0).to(tl.int64)
+        row = page * page_stride + k * P * D + (position % P) * D
+        mask = valid[:, None] & (d < D)[None, :]
+        key = tl.load(keys + row[:, None] + d[None, :], mask=mask, other=0.0)
+        score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+        score = tl.where(valid[None, :], score, -1e30)
+        higher = tl.maximum(highest, tl.max(score, axis=1))
+        shrink = tl.exp(highest - higher)
+        weight = tl.exp(score - higher[:, None])
+        weight = tl.where(valid[None, :], weight, 0.0)
+        sum_ = sum_ * shrink + tl.sum(weight, axis=1)
+        value = tl.load(values + row[:, None] + d[None, :], mask=mask, other=0.0)
+        acc = acc * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
+        highest = higher
+    if SPLITS == 1:
+        acc = acc / tl.where(sum_ > 0, sum_, 1.0)[:, None]
+        tl.store(out + place, acc, mask=real)
+    else:
+        rows = tl.num_programs(0)
+        here = (split * rows + r) * H + k * G + g
+        tl.store(partial + here[:, None] * D + d[None, :], acc, mask=real)
+        tl.store(state + here * 2, highest, mask=g < G)
+        tl.store(state + here * 2 + 1, sum_, mask=g < G)
+
+
+@triton.jit
+def _combine(partial, state, out, RH, D: tl.constexpr, SPLITS: tl.constexpr, SIZE: tl.constexpr):
+    here = tl.program_id(0).to(tl.int64)
+    split, d = tl.arange(0, SPLITS), tl.arange(0, SIZE)
+    row = split * RH + here
+    highest = tl.load(state + row * 2)
+    sum_ = tl.load(state + row * 2 + 1)
+    weight = tl.exp(highest - tl.max(highest, axis=0))
+    acc = tl.load(partial + row[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)
+    total = tl.sum(sum_ * weight, axis=0)
+    mixed = tl.sum(acc * weight[:, None], axis=0) / tl.where(total > 0, total, 1.0)
+    tl.store(out + here * D + d, mixed, mask=d < D)
+
+
+def splits_for(rows: int, key_heads: int) -> int:
+    """Parts a row's keys are divided into, so that the device is filled when rows are few."""
+    return min(32, power(max(1, 264 // (rows * key_heads))))
+
+
+def decode(q_RHD: Tensor, keys: Tensor, values: Tensor, table: Tensor, length_R: Tensor, scale: float) -> Tensor:
+    """One query a row over the pages `table[row]` of the cache `[pages, K, P, D]`. `[R, H, D]`."""
+    rows, heads, size = q_RHD.shape
+    _, key_heads, page, _ = keys.shape
+    splits = splits_for(rows, key_heads)
+    out = torch.empty_like(q_RHD)
+    partial, state = out, out
+    if splits > 1:
+        partial = q_RHD.new_empty(splits, rows, heads, size, dtype=torch.float32)
+        state = q_RHD.new_empty(splits, rows, heads, 2, dtype=torch.float32)
+    _decode[(rows, key_heads, splits)](
+        q_RHD, keys, values, table, length_R, out, partial, state, scale, keys.stride(0), table.stride(0),
+        H=heads, K=key_heads, D=size, P=page, SPLITS=splits, GROUP=max(16, power(heads // key_heads)),
+        SIZE=max(16, power(size)), BLOCK=KEYS, PRECISION=precision(q_RHD.dtype), num_warps=4, num_stages=3,
+    )  # fmt: skip
+    if splits > 1:
+        _combine[(rows * heads,)](
+            partial, state, out, rows * heads, D=size, SPLITS=splits, SIZE=power(size), num_warps=2
+        )
+    return out
+
+
+@triton.jit
+def _read(
+    q, keys, values, table, tile_row, tile_first, first_query, start, end, out, scale, page_stride, table_stride,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tile, k = tl.program_id(0), tl.program_id(1)
+    G: tl.constexpr = H // K
+    r = tl.load(tile_row + tile).to(tl.int64)
+    first = tl.load(tile_first + tile)
+    begin, stop = tl.load(start + r), tl.load(end + r)
+    m, d = tl.arange(0, TILE * GROUP), tl.arange(0, SIZE)
+    g = m % GROUP
+    at = begin + first + m // GROUP  # position of each query
+    n = (tl.load(first_query + r) + first + m // GROUP).to(tl.int64)
+    place = n[:, None] * H * D + (k * G + g)[:, None] * D + d[None, :]
+    real = ((g < G) & (at < stop))[:, None] & (d < D)[None, :]
+    query = tl.load(q + place, mask=real, other=0.0)
+    highest = tl.full([TILE * GROUP], -1e30, tl.float32)
+    sum_ = tl.zeros([TILE * GROUP], tl.float32)
+    acc = tl.zeros([TILE * GROUP, SIZE], tl.float32)
+    for block in range(0, tl.minimum(begin + first + TILE, stop), BLOCK):
+        position = block + tl.arange(0, BLOCK)
+        valid = position < stop
+        page = tl.load(table + r * table_stride + position // P, mask=valid, other=0).to(tl.int64)
+        row = page * page_stride + k * P * D + (position % P) * D
+        mask = valid[:, None] & (d < D)[None, :]
+        key = tl.load(keys + row[:, None] + d[None, :], mask=mask, other=0.0)
+        sees = (position[None, :] <= at[:, None]) & valid[None, :]
+        score = tl.where(sees, tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale, -1e30)
+        higher = tl.maximum(highest, tl.max(score, axis=1))
+        shrink = tl.exp(highest - higher)
+        weight = tl.where(sees, tl.exp(score - higher[:, None]), 0.0)
+        sum_ = sum_ * shrink + tl.sum(weight, axis=1)
+        value = tl.load(values + row[:, None] + d[None, :], mask=mask, other=0.0)
+        acc = acc * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
+        highest = higher
+    acc = acc / tl.where(sum_ > 0, sum_, 1.0)[:, None]
+    tl.store(out + place, acc, mask=real)
+
+
+def read(
+    q_NHD: Tensor, keys: Tensor, values: Tensor, table: Tensor, tiles: tuple[Tensor, Tensor], first_R: Tensor,
+    start_R: Tensor, end_R: Tensor, scale: float,
+) -> Tensor:  # fmt: skip
+    """Many queries a row: row r's tokens `start[r]` to `end[r]`, whose queries begin at `first[r]` of the N, each over
+    its row's pages up to itself. `tiles` are the row and the first query of every piece of `QUERIES`."""
+    _, heads, size = q_NHD.shape
+    _, key_heads, page, _ = keys.shape
+    out = torch.empty_like(q_NHD)
+    wide = q_NHD.dtype == torch.float32
+    _read[(len(tiles[0]), key_heads)](
+        q_NHD, keys, values, table, *tiles, first_R, start_R, end_R, out, scale, keys.stride(0), table.stride(0),
+        H=heads, K=key_heads, D=size, P=page, TILE=QUERIES, GROUP=power(heads // key_heads), SIZE=max(16, power(size)),
+        BLOCK=32 if wide else KEYS, PRECISION=precision(q_NHD.dtype), num_warps=4, num_stages=1 if wide else 2,
+    )  # fmt: skip
+    return out
+
+
+def precision(dtype: torch.dtype) -> str:
+    """Full float32 products for a float32 model: tokens must be those of any other way to run it."""
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+# ------------------------------------------------------------------------------------------------ tokens
+
+
+@triton.jit
+def _feed(fed, last, tokens, N, BLOCK: tl.constexpr):
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(fed + n, mask=n < N, other=0)
+    sampled = tl.load(last + (-1 - token), mask=(n < N) & (token < 0), other=0)
+    tl.store(tokens + n, tl.where(token < 0, sampled, token.to(tl.int64)), mask=n < N)
+
+
+def feed(fed_N: Tensor, last: Tensor) -> Tensor:
+    """Tokens as the host gave them; where it gave -1 - i, the i-th that was sampled last."""
+    out = torch.empty(len(fed_N), dtype=torch.int64, device=fed_N.device)
+    _feed[(triton.cdiv(len(fed_N), 1024),)](fed_N, last, out, len(fed_N), BLOCK=1024)
+    return out
+
+
+@triton.jit
+def _survey(logits, heat, highest, sum_, likeliest, V, CHUNKS, BLOCK: tl.constexpr):
+    b, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    v = chunk * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + b * V + v, mask=v < V, other=float("-inf")).to(tl.float32)
+    x = x / tl.load(heat + b)
+    top = tl.max(x, axis=0)
+    tl.store(highest + b * CHUNKS + chunk, top)
+    tl.store(sum_ + b * CHUNKS + chunk, tl.sum(tl.exp(x - top), axis=0))
+    tl.store(likeliest + b * CHUNKS + chunk, chunk * BLOCK + tl.argmax(x, axis=0))
+
+
+@triton.jit
+def _choose(
+    logits, heat, greedy, uniform, highest, sum_, likeliest, token, logprob, V, CHUNKS,
+    PADDED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, PADDED)
+    real = c < CHUNKS
+    top_C = tl.load(highest + b * CHUNKS + c, mask=real, other=float("-inf"))
+    top = tl.max(top_C, axis=0)
+    mass_C = tl.where(real, tl.load(sum_ + b * CHUNKS + c, mask=real, other=0.0) * tl.exp(top_C - top), 0.0)
+    before_C = tl.cumsum(mass_C.to(tl.float64), axis=0)
+    total = tl.sum(mass_C.to(tl.float64), axis=0)
+    point = tl.load(uniform + b) * total
+    chunk = tl.minimum(tl.sum(((before_C <= point) & real).to(tl.int32), axis=0), CHUNKS - 1)
+    before = tl.sum(tl.where(c < chunk, mass_C.to(tl.float64), 0.0), axis=0)
+    v = chunk * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + b * V + v, mask=v < V, other=float("-inf")).to(tl.float32) / tl.load(heat + b)
+    passed = tl.cumsum(tl.exp(x - top), axis=0).to(tl.float64) + before <= point
+    count = tl.sum((passed & (v < V)).to(tl.int32), axis=0)
+    drawn = chunk * BLOCK + count
+    likely = tl.load(likeliest + b * CHUNKS + chunk)
+    drawn = tl.where((count < BLOCK) & (drawn < V), drawn, likely)  # rounding at a chunk's very end
+    best = tl.load(likeliest + b * CHUNKS + tl.argmax(top_C, axis=0))
+    drawn = tl.where(tl.load(greedy + b) != 0, best, drawn)
+    chosen = tl.load(logits + b * V + drawn).to(tl.float32) / tl.load(heat + b)
+    tl.store(token + b, drawn.to(tl.int64))
+    tl.store(logprob + b, chosen - top - tl.log(total.to(tl.float32)))
+
+
+def sample(
+    logits_BV: Tensor, heat_B: Tensor, greedy_B: Tensor, uniform_B: Tensor, token_B: Tensor, logprob_B: Tensor
+) -> None:
+    """A token for each row, where the cumulative probability passes its uniform number, and its log-probability.
+
+    `heat` is the temperature; a greedy row takes its likeliest token. Reads the logits once and one chunk again.
+    """
+    rows, vocabulary = logits_BV.shape
+    chunks = triton.cdiv(vocabulary, CHUNK)
+    highest, sum_ = (logits_BV.new_empty(rows, chunks, dtype=torch.float32) for _ in range(2))
+    likeliest = logits_BV.new_empty(rows, chunks, dtype=torch.int32)
+    _survey[(rows, chunks)](logits_BV, heat_B, highest, sum_, likeliest, vocabulary, chunks, BLOCK=CHUNK)
+    _choose[(rows,)](
+        logits_BV, heat_B, greedy_B, uniform_B, highest, sum_, likeliest, token_B, logprob_B, vocabulary, chunks,
+        PADDED=power(chunks), BLOCK=CHUNK,
+    )  # fmt: skip

@@ -1,0 +1,210 @@
+"""Which page of the cache holds which tokens: a prefix tree over pages, shared by reference.
+
+A page holds the keys and values of up to `size` consecutive tokens. A request holds a `Path`: the pages of its sequence
+from the start. Full pages that two sequences have in common are one page with two holders; of a page they share in
+part, the later one takes a copy. Pages nobody holds stay, as memory of what was read, until room is needed: the one let
+go longest ago goes first, leaves before what they grew from. Bookkeeping only: nothing here touches a tensor.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Tokens = NDArray[np.int32]
+NONE: Tokens = np.zeros(0, dtype=np.int32)
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One page. There is one object for each, used again and again: a pool that makes none keeps the garbage collector
+    out of the sampling loop."""
+
+    page: int
+    parent: Node | None = None
+    tokens: Tokens = field(default_factory=lambda: NONE)
+    """What others may find here; empty until it is known to have been read."""
+    holders: int = 0
+    full: dict[bytes, Node] = field(default_factory=dict)
+    """Children that are full, by all their tokens."""
+    children: dict[int, list[Node]] = field(default_factory=dict)
+    """All children, by the first of their tokens."""
+
+
+@dataclass(slots=True, eq=False)
+class Path:
+    """The pages of one request, from the start of its sequence."""
+
+    nodes: list[Node]
+    found: int = 0
+    """Tokens that were there already."""
+    copy: tuple[int, int, int] | None = None
+    """(from page, to page, tokens): to be copied before anything else is read."""
+    published: int = 0
+    """Full pages at its start that others can find."""
+
+
+class Pages:
+    """Hands out `count` pages of `size` tokens.
+
+    Example:
+        pages = Pages(count=100, size=16)
+        path = pages.open(prompt)
+        pages.extend(path, 40)            # pages for 40 tokens; False when there is no room
+        pages.publish(path, tokens[:40])  # they have been read: others may use them
+        pages.close(path)                 # let go; what was published stays until room is needed
+    """
+
+    def __init__(self, count: int, size: int):
+        self.count, self.size = count, size
+        self.root = Node(-1)
+        self.nodes = [Node(page) for page in range(count)]
+        self.free = list(range(count - 1, -1, -1))
+        self.idle: OrderedDict[int, None] = OrderedDict()
+        """Leaves nobody holds, by page, the one let go longest ago first."""
+        self.held = 0
+        """Pages somebody holds."""
+
+    @property
+    def room(self) -> int:
+        """Pages that could be handed out now, counting those that would be forgotten for it."""
+        return self.count - self.held
+
+    def needed(self, tokens: int) -> int:
+        """Pages for so many tokens."""
+        return -(-tokens // self.size)
+
+    def open(self, tokens: Tokens, reuse: bool = True) -> Path:
+        """Hold what is known of `tokens`: the longest common prefix."""
+        path, node = Path([]), self.root
+        if not reuse:
+            return path
+        text, step = tokens.tobytes(), self.size * tokens.itemsize
+        while (child := node.full.get(text[len(path.nodes) * step : (len(path.nodes) + 1) * step])) is not None:
+            self._hold(child)
+            path.nodes.append(child)
+            node = child
+        path.found, path.published = len(path.nodes) * self.size, len(path.nodes)
+        last, common = self._longest(node, tokens[path.found : path.found + self.size])
+        if last is None:
+            return path
+        if last.holders or common < len(last.tokens):
+            return self._fork(path, last, common)
+        self._hold(last)
+        path.nodes.append(last)
+        path.found += common
+        return path
+
+    def extend(self, path: Path, tokens: int) -> bool:
+        """Give the path pages for `tokens` tokens in all. False, and nothing given, when there is no room."""
+        missing = self.needed(tokens) - len(path.nodes)
+        if missing > self.room:
+            return False
+        for _ in range(missing):
+            self._grow(path)
+        return True
+
+    def publish(self, path: Path, tokens: Tokens) -> None:
+        """The keys and values of these first tokens of the path are there: let others find them."""
+        for index in range(path.published, self.needed(len(tokens))):
+            node, own = path.nodes[index], tokens[index * self.size : (index + 1) * self.size]
+            if len(own) > len(node.tokens):
+                self._show(node, own.copy())
+            path.published += len(own) == self.size
+
+    def close(self, path: Path) -> None:
+        """Let go. Pages never published are free at once."""
+        for node in reversed(path.nodes):
+            node.holders -= 1
+            if node.holders:
+                continue
+            self.held -= 1
+            if not len(node.tokens):
+                self.free.append(node.page)
+            elif not node.children:
+                self.idle[node.page] = None
+        path.nodes = []
+
+    def forget(self) -> None:
+        """The weights have changed: nothing that was read counts any more. No path may be open."""
+        if self.held:
+            raise RuntimeError(f"{self.held} pages are still held")
+        for node in (self.root, *self.nodes):
+            if node is self.root or len(node.tokens):
+                node.tokens, node.parent = NONE, None
+                node.full.clear()
+                node.children.clear()
+        self.idle.clear()
+        self.free = list(range(self.count - 1, -1, -1))
+
+    def _longest(self, node: Node, tokens: Tokens) -> tuple[Node | None, int]:
+        """The child that shares most with `tokens`, and how much; of equals, one that nobody is writing to."""
+        best, most = None, 0
+        for child in node.children.get(int(tokens[0]), ()) if len(tokens) else ():
+            common = common_prefix(child.tokens, tokens)
+            if common > most or (common == most and best is not None and best.holders and not child.holders):
+                best, most = child, common
+        return best, most
+
+    def _fork(self, path: Path, source: Node, count: int) -> Path:
+        """Take a copy of part of a page, if there is room. The source is held meanwhile, so that none is made of it."""
+        self._hold(source)
+        if self.room:
+            path.copy = (source.page, self._grow(path).page, count)
+            path.found += count
+        self.close(Path([source]))
+        return path
+
+    def _hold(self, node: Node) -> None:
+        if not node.holders:
+            self.held += 1
+            self.idle.pop(node.page, None)
+        node.holders += 1
+
+    def _grow(self, path: Path) -> Node:
+        """One more page at the end of the path. There must be room."""
+        if not self.free:
+            self._forget_oldest()
+        node = self.nodes[self.free.pop()]
+        node.parent = path.nodes[-1] if path.nodes else self.root
+        node.holders = 1
+        self.held += 1
+        path.nodes.append(node)
+        return node
+
+    def _show(self, node: Node, tokens: Tokens) -> None:
+        assert node.parent is not None
+        if not len(node.tokens):
+            node.parent.children.setdefault(int(tokens[0]), []).append(node)
+        if len(tokens) == self.size:
+            node.parent.full.setdefault(tokens.tobytes(), node)
+        node.tokens = tokens
+
+    def _forget_oldest(self) -> None:
+        node = self.nodes[self.idle.popitem(last=False)[0]]
+        parent = node.parent
+        assert parent is not None
+        siblings = parent.children[int(node.tokens[0])]
+        siblings.remove(node)
+        if not siblings:
+            del parent.children[int(node.tokens[0])]
+        if parent.full.get(key := node.tokens.tobytes()) is node:
+            del parent.full[key]
+            twin = next((n for n in siblings if len(n.tokens) == self.size and n.tokens.tobytes() == key), None)
+            if twin is not None:
+                parent.full[key] = twin
+        node.tokens, node.parent = NONE, None
+        self.free.append(node.page)
+        if parent is not self.root and not parent.children and not parent.holders:
+            self.idle[parent.page] = None
+            self.idle.move_to_end(parent.page, last=False)
+
+
+def common_prefix(a: Tokens, b: Tokens) -> int:
+    """How many tokens two sequences begin with in common."""
+    n = min(len(a), len(b))
+    same = a[:n] == b[:n]
+    return n if same.all() else int(same.argmin())

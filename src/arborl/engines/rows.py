@@ -1,0 +1,78 @@
+"""The requests being sampled, as columns: a step then costs no loop over requests."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arborl.engines.cache import Array
+from arborl.engines.pages import Path, Tokens
+from arborl.engines.sampling import Draws, StopTexts, uniforms
+from arborl.types import Completion, Sampling
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One call of `generate` on its way."""
+
+    tokens: Tokens
+    """Prompt, and what had been sampled when it was last put back."""
+    prompt: int
+    sampling: Sampling
+    done: asyncio.Future[Completion]
+    began: float
+    stop_texts: StopTexts | None = None
+    logprobs: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    row: int = -1
+    path: Path | None = None
+
+
+class Rows:
+    """One row a live request."""
+
+    def __init__(self, count: int, context: int, pages: int):
+        self.free = list(range(count - 1, -1, -1))
+        self.tokens = np.zeros((count, context), dtype=np.int32)
+        self.logprobs = np.zeros((count, context))
+        self.tables = np.zeros((count, pages), dtype=np.int32)
+        self.stops = np.full((count, 1), -1, dtype=np.int32)
+        self.prompt, self.known, self.length, self.filled, self.limit, self.pages = (
+            np.zeros(count, dtype=np.int64) for _ in range(6)
+        )
+        """Of each sequence: tokens of the prompt; tokens this process has seen; tokens there are, counting one that a
+        launched step will sample; tokens read; tokens it may come to; pages it has."""
+        self.seed = np.zeros(count, dtype=np.uint64)
+        self.temperature, self.top_p, self.min_p = (np.zeros(count) for _ in range(3))
+        self.top_k = np.zeros(count, dtype=np.int64)
+        self.lane = np.zeros(count, dtype=np.int64)
+        """Which of the launched step's sampled tokens is this row's."""
+        self.listens = np.zeros(count, dtype=bool)
+        """Whether a text may end it."""
+        self.tenant = np.zeros(count, dtype=np.int64)
+        """Changes when a request leaves the row, so that what was launched for it is not given to the next."""
+
+    def enter(self, request: Request, found: int, context: int) -> int:
+        row, sampling, size = self.free.pop(), request.sampling, len(request.tokens)
+        self.tokens[row, :size] = request.tokens
+        self.logprobs[row, request.prompt : size] = request.logprobs
+        self.prompt[row], self.known[row], self.length[row], self.filled[row] = request.prompt, size, size, found
+        self.limit[row] = min(request.prompt + sampling.max_tokens, context)
+        self.seed[row] = np.uint64(sampling.seed & 0xFFFFFFFFFFFFFFFF)
+        self.temperature[row], self.top_k[row] = sampling.temperature, sampling.top_k
+        self.top_p[row], self.min_p[row] = sampling.top_p, sampling.min_p
+        if len(sampling.stop) > self.stops.shape[1]:
+            wider = np.full((len(self.stops), len(sampling.stop)), -1, dtype=np.int32)
+            wider[:, : self.stops.shape[1]] = self.stops
+            self.stops = wider
+        self.stops[row] = -1
+        self.stops[row, : len(sampling.stop)] = sampling.stop
+        self.listens[row] = request.stop_texts is not None
+        return row
+
+    def draws(self, rows: Array) -> Draws:
+        """How to draw the next token of these rows."""
+        chance = uniforms(self.seed[rows], self.length[rows] - self.prompt[rows])
+        return Draws(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], chance)

@@ -1,0 +1,124 @@
+"""Pages are shared, copied, forgotten and handed back, and none is ever lost or given twice."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arborl.engines.pages import Pages, Path
+
+
+def ids(*tokens: int) -> np.ndarray:
+    return np.array(tokens, dtype=np.int32)
+
+
+def read(pages: Pages, tokens: np.ndarray) -> Path:
+    """Open, extend and publish: what a request does with its prompt."""
+    path = pages.open(tokens)
+    assert pages.extend(path, len(tokens))
+    pages.publish(path, tokens)
+    return path
+
+
+def nodes(pages: Pages) -> list:
+    found, queue = [], [pages.root]
+    while queue:
+        node = queue.pop()
+        queue += [child for siblings in node.children.values() for child in siblings]
+        found += [node] if node is not pages.root else []
+    return found
+
+
+def test_full_pages_are_shared_and_a_part_of_one_is_copied():
+    pages = Pages(10, 4)
+    first = read(pages, ids(1, 2, 3, 4, 5, 6, 7))
+    second = pages.open(ids(1, 2, 3, 4, 5, 6, 9))
+    assert second.found == 6
+    assert second.nodes[0] is first.nodes[0]
+    assert second.copy == (first.nodes[1].page, second.nodes[1].page, 2)
+
+
+def test_a_page_nobody_writes_to_is_taken_over_where_it_ends():
+    pages = Pages(10, 4)
+    first = read(pages, ids(1, 2, 3, 4, 5, 6))
+    kept = list(first.nodes)
+    pages.close(first)
+    second = pages.open(ids(1, 2, 3, 4, 5, 6, 7, 8, 9))
+    assert second.nodes == kept
+    assert (second.found, second.copy) == (6, None)
+
+
+def test_what_was_let_go_longest_ago_is_forgotten_first_and_leaves_before_their_stem():
+    pages = Pages(4, 2)
+    old, new = read(pages, ids(1, 2, 3, 4)), read(pages, ids(5, 6))
+    pages.close(old)
+    pages.close(new)
+    read(pages, ids(7, 8, 9, 9))  # takes the free page, then the leaf of the oldest
+    assert pages.open(ids(1, 2, 3, 4)).found == 2
+    assert pages.open(ids(5, 6)).found == 2
+
+
+def test_pages_that_are_held_are_never_given_away():
+    pages = Pages(3, 2)
+    held = read(pages, ids(1, 2, 3, 4))
+    other = pages.open(ids(9, 9, 9, 9))
+    assert not pages.extend(other, 4)
+    assert len(other.nodes) == 0
+    assert pages.extend(other, 2)
+    assert {n.page for n in held.nodes}.isdisjoint(n.page for n in other.nodes)
+
+
+def test_forgetting_while_something_is_held_is_refused():
+    pages = Pages(3, 2)
+    path = read(pages, ids(1, 2))
+    with pytest.raises(RuntimeError, match="held"):
+        pages.forget()
+    pages.close(path)
+    pages.forget()
+    assert pages.open(ids(1, 2)).found == 0
+
+
+@settings(max_examples=60)
+@given(
+    size=st.sampled_from([1, 2, 3, 8]),
+    count=st.integers(4, 12),
+    actions=st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 2), min_size=1, max_size=8)), max_size=40),
+)
+def test_every_page_is_free_or_findable_or_held_and_contents_are_what_they_say(size, count, actions):
+    """A memory of what was written stands in for the tensors: whatever is found must have been written there."""
+    pages = Pages(count, size)
+    written: dict[int, list[int]] = {page: [-1] * size for page in range(count)}
+    live: list[tuple[Path, np.ndarray]] = []
+    for kind, tokens in actions:
+        if kind == 3 and live:
+            path, _ = live.pop(0)
+            pages.close(path)
+            continue
+        row = ids(*tokens)
+        path = pages.open(row)
+        if path.copy:
+            source, target, n = path.copy
+            written[target][:n] = written[source][:n]
+        for place in range(path.found):
+            assert written[path.nodes[place // size].page][place % size] == row[place]
+        if not pages.extend(path, len(row)):
+            pages.close(path)
+            continue
+        for place in range(path.found, len(row)):
+            written[path.nodes[place // size].page][place % size] = int(row[place])
+        if kind:
+            pages.publish(path, row)
+        live.append((path, row))
+        for other, own in live:  # nobody's sequence was written over
+            assert [written[other.nodes[i // size].page][i % size] for i in range(len(own))] == own.tolist()
+    held = {node.page for path, _ in live for node in path.nodes}
+    assert pages.held == len(held)
+    assert held.isdisjoint(pages.free)
+    assert len(set(pages.free)) == len(pages.free)
+    assert held | {node.page for node in nodes(pages)} | set(pages.free) == set(range(count))
+    for path, _ in live:
+        pages.close(path)
+    assert pages.room == count
+    assert pages.extend(pages.open(ids(99)), count * size)  # all of it can be handed out again

@@ -1,0 +1,147 @@
+"""The engine on a GPU: kernels, graphs and running ahead give the tokens that any other way gives."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    GemmaConfig,
+    GemmaForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from arborl.engines.local import LocalEngine
+from arborl.types import Finish, Sampling
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+SIZES = {
+    "vocab_size": 99, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+FAMILIES = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=32)),
+    "gemma": lambda: GemmaForCausalLM(GemmaConfig(**SIZES, head_dim=16)),
+}
+
+
+def random_prompts(sizes: list[int]) -> list[list[int]]:
+    chance = np.random.default_rng(0)
+    return [chance.integers(0, 99, size).tolist() for size in sizes]
+
+
+def generate(engine: LocalEngine, prompts, samplings):
+    async def run():
+        calls = (engine.generate(p, s, session=str(i)) for i, (p, s) in enumerate(zip(prompts, samplings, strict=True)))
+        return await asyncio.gather(*calls)
+
+    return asyncio.run(run())
+
+
+def make(family: str):
+    torch.manual_seed(2)
+    return FAMILIES[family]().to("cuda").eval()
+
+
+def by_transformers(model, prompts, count: int) -> list[list[int]]:
+    model = copy.deepcopy(model)
+    model.set_attn_implementation("sdpa")
+    out = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt], device="cuda")
+        given = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "do_sample": False}
+        out.append(model.generate(ids, max_new_tokens=count, min_new_tokens=count, **given)[0, len(prompt) :].tolist())
+    return out
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_equal_those_of_transformers_also_when_requests_are_put_back(family, monkeypatch):
+    monkeypatch.setattr("arborl.engines.local.HEADROOM", 0)
+    model = make(family)
+    prompts = random_prompts([3, 40, 25, 31, 12, 30])
+    prompts += [[*prompts[1], 5, 6], prompts[1]]
+    expected = by_transformers(model, prompts, 40)
+    for kv_tokens, page_size in ((2000, 0), (160, 16)):
+        engine = LocalEngine(model, max_context=96, max_requests=8, kv_tokens=kv_tokens, page_size=page_size)
+        for _ in range(2):
+            assert [list(c.tokens) for c in generate(engine, prompts, [Sampling(40, 0.0)] * 8)] == expected
+        assert not engine.executor.broken
+        assert len(engine.executor.graphs) > 0
+    assert engine.metrics()["engine/paused"] > 0
+
+
+def test_sampled_tokens_are_those_of_the_cpu():
+    model = make("qwen3")
+    prompts, samplings = random_prompts([3, 40, 25, 31]), [Sampling(30, seed=i) for i in range(4)]
+    samplings[1] = Sampling(30, 0.8, seed=1, top_k=20)
+    here = generate(LocalEngine(model, max_context=96, kv_tokens=2000), prompts, samplings)
+    there = generate(LocalEngine(copy.deepcopy(model).cpu(), max_context=96, kv_tokens=2000), prompts, samplings)
+    assert [c.tokens for c in here] == [c.tokens for c in there]
+    for a, b in zip(here, there, strict=True):
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-3)
+
+
+def test_requests_stop_where_they_should_and_others_go_on():
+    model = make("llama")
+    prompts = random_prompts([10, 20])
+    engine = LocalEngine(model, max_context=96, kv_tokens=2000)
+    free, _ = generate(engine, prompts, [Sampling(20, 0.0)] * 2)
+    stop = free.tokens[7]
+    stopped, other = generate(engine, prompts, [Sampling(20, 0.0, stop=(stop,)), Sampling(20, 0.0)])
+    assert stopped.tokens == free.tokens[: free.tokens.index(stop) + 1]
+    assert stopped.finish is Finish.STOP
+    assert len(other.tokens) == 20
+    assert engine.pages.held == 0
+
+
+def test_graphs_use_weights_that_change_in_place():
+    model = make("qwen2")
+    engine = LocalEngine(model, max_context=96, kv_tokens=2000)
+    prompts = random_prompts([20, 7])
+    generate(engine, prompts, [Sampling(10, 0.0)] * 2)
+    recorded = dict(engine.executor.graphs)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.05)
+    asyncio.run(engine.load(dict(model.state_dict()), version=1))
+    done = generate(engine, prompts, [Sampling(10, 0.0)] * 2)
+    assert [list(c.tokens) for c in done] == by_transformers(model, prompts, 10)
+    assert engine.executor.graphs == recorded
+
+
+def test_weights_moved_to_other_memory_are_found_again():
+    model = make("qwen2")
+    engine = LocalEngine(model, max_context=96, kv_tokens=2000)
+    prompts = random_prompts([20, 7])
+    generate(engine, prompts, [Sampling(10, 0.0)] * 2)
+    for p in model.parameters():
+        p.data = p.data.clone() + 0.01
+    asyncio.run(engine.load({}, version=1))
+    assert [list(c.tokens) for c in generate(engine, prompts, [Sampling(10, 0.0)] * 2)] == by_transformers(
+        model, prompts, 10
+    )
+
+
+def test_a_live_conversation_of_many_turns_reads_only_what_is_new():
+    engine = LocalEngine(make("qwen2"), max_context=200, kv_tokens=4000)
+
+    async def run():
+        context = random_prompts([20])[0]
+        for turn in range(5):
+            done = await engine.generate(context, Sampling(10, seed=turn), session="a")
+            context += [*done.tokens, 1, 2, 3]
+
+    asyncio.run(run())
+    metrics = engine.metrics()
+    assert metrics["engine/read"] == 20 + 9 * 5 + 4 * 4  # prompt, all sampled but each turn's last, that and 3 new

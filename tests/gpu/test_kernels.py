@@ -1,0 +1,117 @@
+"""Each fused kernel gives what torch gives."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+DTYPES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def randn(*shape: int, dtype=torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda").to(dtype)
+
+
+def pool(rows: int, longest: int, key_heads: int, page: int, size: int, dtype):
+    """A cache with scattered pages and the table of who has which."""
+    pages = -(-longest // page)
+    order = torch.randperm(rows * pages, device="cuda").int().view(rows, pages)
+    return (
+        randn(rows * pages, key_heads, page, size, dtype=dtype),
+        randn(rows * pages, key_heads, page, size, dtype=dtype),
+        order,
+    )
+
+
+def sequence(cached: torch.Tensor, table: torch.Tensor, row: int, length: int) -> torch.Tensor:
+    """One row's keys as [K, L, D]."""
+    return cached[table[row].long()].transpose(0, 1).flatten(1, 2)[:, :length]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "key_heads", "size"), [(14, 2, 64), (4, 2, 40), (8, 8, 128), (16, 1, 256)])
+@pytest.mark.parametrize("rows", [1, 7, 200])
+def test_decode_attention(rows, heads, key_heads, size, dtype):
+    from arborl.engines import kernels
+
+    torch.manual_seed(0)
+    keys, values, table = pool(rows, 300, key_heads, 16, size, dtype)
+    length = torch.randint(1, 300, (rows,), device="cuda", dtype=torch.int32)
+    q = randn(rows, heads, size, dtype=dtype)
+    out = kernels.decode(q, keys, values, table, length, size**-0.5)
+    for row in range(0, rows, max(1, rows // 7)):
+        k, v = (sequence(x, table, row, int(length[row])).float() for x in (keys, values))
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            q[row].float()[None, :, None], k[None], v[None], enable_gqa=True
+        )[0, :, 0]
+        torch.testing.assert_close(out[row].float(), expected, atol=DTYPES[dtype], rtol=DTYPES[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "key_heads", "size"), [(14, 2, 64), (4, 2, 40), (8, 8, 128)])
+def test_reading_attention_over_rows_of_any_length_with_and_without_a_past(heads, key_heads, size, dtype):
+    from arborl.engines import kernels
+
+    torch.manual_seed(0)
+    start, end = np.array([0, 5, 100, 33, 0]), np.array([1, 6, 300, 60, 150])
+    counts = end - start
+    keys, values, table = pool(5, 300, key_heads, 16, size, dtype)
+    q = randn(int(counts.sum()), heads, size, dtype=dtype)
+    tiles = [(r, t) for r in range(5) for t in range(0, int(counts[r]), kernels.QUERIES)]
+    first = np.cumsum(counts) - counts
+    given = [
+        torch.tensor(np.asarray(x), dtype=torch.int32, device="cuda")
+        for x in ([r for r, _ in tiles], [t for _, t in tiles], first, start, end)
+    ]
+    out = kernels.read(q, keys, values, table, (given[0], given[1]), *given[2:], size**-0.5)
+    for row in range(5):
+        k, v = (sequence(x, table, row, int(end[row])).float() for x in (keys, values))
+        own = slice(int(first[row]), int(first[row] + counts[row]))
+        sees = torch.arange(end[row])[None] <= torch.arange(start[row], end[row])[:, None]
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            q[own].float().transpose(0, 1)[None], k[None], v[None], attn_mask=sees.cuda(), enable_gqa=True
+        )[0].transpose(0, 1)
+        torch.testing.assert_close(out[own].float(), expected, atol=DTYPES[dtype], rtol=DTYPES[dtype])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+@pytest.mark.parametrize("vocabulary", [50, 1024, 151936])
+def test_the_sampler_draws_the_same_tokens_as_on_a_cpu(vocabulary, temperature):
+    from arborl.engines import kernels
+    from arborl.engines.sampling import Draws, draw
+    from arborl.types import Sampling
+
+    torch.manual_seed(0)
+    rows = 64
+    logits = randn(rows, vocabulary) * 3
+    draws = Draws.of([Sampling(temperature=temperature, seed=i) for i in range(rows)], [5] * rows)
+    expected, logprob = draw(logits.cpu(), draws)
+    heat = torch.full((rows,), temperature or 1.0, device="cuda")
+    greedy = torch.full((rows,), int(temperature == 0), dtype=torch.int32, device="cuda")
+    token_B = torch.zeros(rows, dtype=torch.int64, device="cuda")
+    logprob_B = torch.zeros(rows, device="cuda")
+    kernels.sample(logits, heat, greedy, torch.from_numpy(draws.uniform_B).cuda(), token_B, logprob_B)
+    same = token_B.cpu() == expected
+    assert same.float().mean() >= 0.95  # a number next to a border may fall on its other side by rounding
+    torch.testing.assert_close(logprob_B.cpu()[same], logprob[same], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_and_gates(dtype):
+    from arborl.engines import kernels
+
+    torch.manual_seed(0)
+    x, y, w = randn(33, 896, dtype=dtype), randn(33, 896, dtype=dtype), randn(896, dtype=dtype)
+    close = {"atol": DTYPES[dtype], "rtol": DTYPES[dtype]}
+    rms = torch.nn.functional.rms_norm
+    torch.testing.assert_close(kernels.norm(x, w, 1e-6), rms(x, (896,), w, 1e-6), **close)
+    total = x + y
+    both, normed = kernels.add_norm(x.clone(), y, w, 1e-6)
+    torch.testing.assert_close(both, total)
+    torch.testing.assert_close(normed, rms(total, (896,), w, 1e-6), **close)
+    wide = randn(9, 2 * 4864, dtype=dtype)
+    a, b = wide.chunk(2, dim=-1)
+    torch.testing.assert_close(kernels.gate(wide), torch.nn.functional.silu(a) * b, **close)
