@@ -246,6 +246,8 @@ class Group:
 
     task: Task
     episodes: list[Episode]
+    greedy: float | None = None
+    """Reward of one extra episode played at temperature 0, which is not trained; a baseline for who asks for it."""
 
     @property
     def survivors(self) -> list[Episode]:
@@ -296,6 +298,14 @@ class Terms:
     turn: Ints
     """The turn within its episode."""
     version: Ints
+    proximal: Floats
+    """Log-probability under the weights as they were when this update began; NaN where not known, as in all below."""
+    reference: Floats
+    """Log-probability under the frozen reference policy."""
+    value: Floats
+    """The critic's estimate at the predicting position, before the update."""
+    target: Floats
+    """What the critic should have said there; filled by credit."""
 
     def __len__(self) -> int:
         return len(self.token)

@@ -1,28 +1,36 @@
-"""Law 4 and golden values."""
+"""Advantages of whole episodes: golden values, independent loops, and law 4."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
+from algorithm_batches import episode, group, random_groups, terms_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arborl.algorithms.advantages import grpo
-from arborl.algorithms.algorithm import Grpo, by_episode, by_token
-from arborl.algorithms.kl import k1, k2, k3
-from arborl.algorithms.losses import TermBatch, ppo_clip
-from arborl.config.run import AlgorithmConfig
+from arborl.algorithms import ADVANTAGES, Recipe
+from arborl.algorithms.advantages import gdpo, grpo, maxrl, opo, rae, reinforce, remax, rloo, split_shares
+from arborl.algorithms.weights import by_episode, by_length, by_token
+from arborl.config.algorithm import AlgorithmConfig
+from arborl.config.presets import COMPARES
 from arborl.rollout.tree import plant
-from arborl.types import Call, Completion, Episode, Failure, Finish, Group, Task
+from arborl.types import Group, Terms
 
 REWARD = st.floats(-100, 100, allow_nan=False)
+GROUPS = st.lists(st.lists(REWARD, min_size=1, max_size=6), min_size=1, max_size=4)
 
 
-def episode(reward: float, *, failed: bool = False, calls: int = 1, tokens: int = 2) -> Episode:
-    made = [Call((1, i), Completion(tuple(range(tokens)), (-1.0,) * tokens, Finish.STOP), turn=i) for i in range(calls)]
-    failure = Failure("environment 'x'", "ValueError", "boom") if failed else None
-    return Episode("e", Task("t"), calls=made, rewards={"r": reward}, failure=failure)
+def credited(groups: list[Group], terms: Terms, **settings) -> np.ndarray:
+    return Recipe(AlgorithmConfig(**settings)).credit(groups, terms).advantage
+
+
+def by_episodes(groups: list[Group], **settings) -> list[float]:
+    """The advantage of each episode, where all its terms share it."""
+    terms = terms_of(groups)
+    found = credited(groups, terms, **settings)
+    each = [found[terms.episode == number] for number in range(terms.episode.max() + 1)]
+    assert all(np.ptp(values) == 0 for values in each)
+    return [float(values[0]) for values in each]
 
 
 def test_grpo_golden_values():
@@ -36,6 +44,93 @@ def test_grpo_golden_values():
     assert grpo(rewards, baseline="none")[0].tolist() == [1.0, 0.0, 0.0, 1.0]
 
 
+@given(GROUPS)
+def test_grpo_equals_a_loop(rewards):
+    found = grpo([np.array(row) for row in rewards], std="group")
+    for values, group_ in zip(found, rewards, strict=True):
+        mean = sum(group_) / len(group_)
+        for value, reward in zip(values, group_, strict=True):
+            if len(set(group_)) < 2:
+                assert value == 0.0
+            else:
+                variance = sum((r - mean) ** 2 for r in group_) / (len(group_) - 1)
+                assert value == pytest.approx((reward - mean) / (variance**0.5 + 1e-6), abs=1e-6)
+
+
+@given(GROUPS)
+def test_rloo_equals_a_loop_over_the_others(rewards):
+    for values, group_ in zip(rloo([np.array(row) for row in rewards]), rewards, strict=True):
+        for i, value in enumerate(values):
+            others = [r for j, r in enumerate(group_) if j != i]
+            expected = group_[i] - sum(others) / len(others) if others and len(set(group_)) > 1 else 0.0
+            assert value == pytest.approx(expected, abs=1e-9)
+
+
+def test_rloo_opo_maxrl_remax_reinforce_golden_values():
+    rewards = np.array([2.0, 0.0, 1.0])
+    assert rloo([rewards])[0].tolist() == [1.5, -1.5, 0.0]  # 2 - 0.5, 0 - 1.5, 1 - 1
+    assert opo([rewards], [np.array([1.0, 2.0, 1.0])])[0].tolist() == [1.25, -0.75, 0.25]  # (2 + 0 + 1) / 4
+    assert maxrl([rewards])[0].tolist() == [1.0, -1.0, 0.0]  # mean 1
+    assert remax([rewards], [0.5])[0].tolist() == [1.5, -0.5, 0.5]
+    assert reinforce([rewards])[0].tolist() == [2.0, 0.0, 1.0]
+
+
+@given(st.lists(st.integers(0, 1), min_size=2, max_size=8))
+def test_maxrl_has_the_gradient_of_the_log_of_the_success_rate(outcomes):
+    # mean of A times score function = mean over successes of the score function, minus the plain mean
+    rewards = np.array(outcomes, dtype=float)
+    scores = np.random.default_rng(0).normal(size=len(rewards))
+    found = (maxrl([rewards])[0] * scores).mean()
+    expected = scores[rewards == 1].mean() - scores.mean() if 0 < rewards.sum() < len(rewards) else 0.0
+    assert found == pytest.approx(expected, abs=1e-9)
+
+
+def test_maxrl_refuses_negative_rewards():
+    with pytest.raises(ValueError, match="must not be negative"):
+        maxrl([np.array([-1.0, 1.0])])
+
+
+def test_gdpo_golden_values_and_loop():
+    random = np.random.default_rng(1)
+    columns = {name: [random.normal(size=3), random.normal(size=4)] for name in ("right", "short")}
+    found = gdpo(columns, {"short": 0.3})
+    for number in range(2):
+        right, short = columns["right"][number], columns["short"][number]
+        expected = [
+            (r - right.mean()) / (right.std(ddof=1) + 1e-6) + 0.3 * (s - short.mean()) / (short.std(ddof=1) + 1e-6)
+            for r, s in zip(right, short, strict=True)
+        ]
+        assert found[number] == pytest.approx(expected, abs=1e-12)
+    whole = np.concatenate(found)
+    after = np.concatenate(gdpo(columns, {"short": 0.3}, whiten=True))
+    assert after == pytest.approx(whole / (whole.std(ddof=1) + 1e-6), abs=1e-9)
+    # a reward a thousand times larger does not drown the other
+    small, large = np.array([1.0, 0.0, 0.0]), np.array([0.0, 0.0, 1000.0])
+    a, b, c = gdpo({"small": [small], "large": [large]})[0]
+    assert a == pytest.approx(c, abs=1e-3)
+    assert a > b
+
+
+def test_rae_moves_once_a_step_and_remembers():
+    groups = [group(episode(1.0), episode(0.0), source="ttt", role="x"), group(episode(1.0), source="ttt", role="o")]
+    algorithm = Recipe(AlgorithmConfig(name="rae", baseline_decay=0.8))
+    terms = terms_of(groups)
+    first = algorithm.credit(groups, terms)
+    assert first.advantage.tolist() == [0.5, 0.5, -0.5, -0.5, 0.0, 0.0]  # new roles start at the step's mean
+    assert algorithm.state() == {"baselines": {"ttt/x": 0.5, "ttt/o": 1.0}}
+    lost = [group(episode(0.0), source="ttt", role="o")]
+    again = Recipe(AlgorithmConfig(name="rae", baseline_decay=0.8))
+    again.load_state(algorithm.state())
+    assert again.credit(lost, terms_of(lost)).advantage == pytest.approx(-0.8)  # 0.8 * 1 + 0.2 * 0
+    assert again.state()["baselines"] == pytest.approx({"ttt/x": 0.5, "ttt/o": 0.8})
+
+
+def test_rae_does_not_depend_on_the_order_of_episodes():
+    one, _ = rae([np.array([1.0, 0.0, 5.0])], ["a"], {"a": 0.3})
+    other, _ = rae([np.array([5.0, 1.0, 0.0])], ["a"], {"a": 0.3})
+    assert sorted(one[0]) == pytest.approx(sorted(other[0]))
+
+
 @pytest.mark.parametrize("std", ["none", "group", "batch"])
 @given(reward=REWARD, size=st.integers(1, 6), other=st.lists(REWARD, min_size=2, max_size=5))
 def test_a_group_of_one_and_a_flat_group_have_advantage_exactly_zero(std, reward, size, other):
@@ -44,60 +139,90 @@ def test_a_group_of_one_and_a_flat_group_have_advantage_exactly_zero(std, reward
     assert flat.tolist() == [0.0] * size
 
 
+@pytest.mark.parametrize("name", sorted(COMPARES))
+@given(reward=st.floats(0, 1), size=st.integers(1, 4))
+def test_every_advantage_that_compares_gives_exactly_zero_to_one_alone_and_to_equals(name, reward, size):
+    flat = group(*(episode(turns=[reward, reward], states=["a", "b"]) for _ in range(size)))
+    other = group(episode(turns=[1.0, 0.5], states=["a", "b"]), episode(turns=[0.25, 0.0], states=["a", "b"]))
+    terms = terms_of([flat, other])
+    settings = {"name": name, "gamma": 1.0} if name in ("gigpo", "starpo", "turn_discounted") else {"name": name}
+    found = credited([flat, other], terms, **settings)
+    if name != "step_reinforce":  # which compares turns, and those differ within an episode
+        assert found[terms.tree == 0].tolist() == [0.0] * int((terms.tree == 0).sum())
+    elif size == 1:
+        assert not found[terms.tree == 0].any()
+    assert found[terms.tree == 1].any()
+
+
 @given(st.lists(REWARD, min_size=2, max_size=8))
 def test_advantages_of_a_group_add_up_to_nothing(rewards):
-    assert grpo([np.array(rewards)])[0].sum() == pytest.approx(0.0, abs=1e-9)
+    for rule in (grpo, rloo):
+        assert rule([np.array(rewards)])[0].sum() == pytest.approx(0.0, abs=1e-9)
 
 
 def test_a_failed_episode_leaves_baseline_and_loss_together():
-    group = Group(Task("t"), [episode(1.0), episode(0.0), episode(50.0, failed=True)])
-    forest = plant([group])
-    terms = Grpo(AlgorithmConfig()).credit([group], forest.terms)
+    groups = [group(episode(1.0), episode(0.0), episode(50.0, failed=True))]
+    terms = Recipe(AlgorithmConfig()).credit(groups, plant(groups).terms)
     assert terms.advantage.tolist() == [0.5, 0.5, -0.5, -0.5]
     assert terms.weight.sum() == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+def test_no_advantage_looks_at_a_failed_episode(name):
+    config = AlgorithmConfig(name="ppo" if name == "gae" else name)
+    good = [group(episode(1.0), episode(0.0))] if name == "maxrl" else random_groups(3)
+    with_failed = [Group(g.task, [episode(-1e6, failed=True), *g.episodes], g.greedy) for g in good]
+    terms = terms_of(good)
+    wanted = ADVANTAGES[name](good, terms, config, {})[0]
+    assert wanted.any()
+    assert np.array_equal(ADVANTAGES[name](with_failed, terms, config, {})[0], wanted)
+
+
 def test_an_episode_has_one_vote_whatever_its_number_of_branches():
-    many, few = episode(1.0, calls=5), episode(0.0, calls=1)
-    group = Group(Task("t"), [many, few])
-    terms = Grpo(AlgorithmConfig(aggregation="episode")).credit([group], plant([group]).terms)
+    many, few = episode(1.0, tokens=[2] * 5, turns=[0.0] * 5, rewards={"r": 1.0}), episode(0.0)
+    groups = [group(many, few)]
+    terms = Recipe(AlgorithmConfig(aggregation="episode")).credit(groups, plant(groups).terms)
     assert terms.weight[terms.episode == 0].sum() == pytest.approx(0.5)
     assert terms.weight[terms.episode == 1].sum() == pytest.approx(0.5)
     assert set(terms.advantage.tolist()) == {0.5, -0.5}  # the mean is over 2 episodes, not over 6 rows
 
 
-def test_weights_add_up_to_one():
+def test_weights_add_up_to_one_and_fixed_ones_do_not_know_the_length():
     ids = np.array([0, 0, 0, 2, 2, 5])
     assert by_token(ids).tolist() == pytest.approx([1 / 6] * 6)
     assert by_episode(ids).tolist() == pytest.approx([1 / 9] * 3 + [1 / 6] * 2 + [1 / 3])
-    assert len(by_token(ids[:0])) == len(by_episode(ids[:0])) == 0
+    assert by_length(ids, 4).tolist() == pytest.approx([1 / 12] * 6)
+    assert len(by_token(ids[:0])) == len(by_episode(ids[:0])) == len(by_length(ids[:0], 4)) == 0
 
 
-def test_flat_groups_are_skipped_only_when_asked():
-    flat, live = Group(Task("t"), [episode(1.0), episode(1.0)]), Group(Task("t"), [episode(1.0), episode(0.0)])
-    dead = Group(Task("t"), [episode(1.0, failed=True), episode(0.0, failed=True)])
-    assert Grpo(AlgorithmConfig()).keep([flat, live, dead]) == [live]
-    assert Grpo(AlgorithmConfig(skip_zero_variance=False)).keep([flat, live, dead]) == [flat, live]
+def test_aggregation_by_call_gives_every_call_one_vote():
+    groups = [group(episode(1.0, tokens=[1, 3], turns=[0.0, 0.0], rewards={"r": 1.0}), episode(0.0, tokens=4))]
+    terms = Recipe(AlgorithmConfig(aggregation="call")).credit(groups, plant(groups).terms)
+    assert terms.weight.tolist() == pytest.approx([1 / 3] + [1 / 9] * 3 + [1 / 12] * 4)
 
 
-def test_kl_estimators_golden_values():
-    policy, reference = torch.tensor([-1.0, -2.0]).double(), torch.tensor([-1.5, -1.0]).double()
-    assert k1(policy, reference).tolist() == pytest.approx([0.5, -1.0])
-    assert k2(policy, reference).tolist() == pytest.approx([0.125, 0.5])
-    assert k3(policy, reference).tolist() == pytest.approx([np.exp(-0.5) - 1 + 0.5, np.exp(1) - 1 - 1])
+def test_split_gives_branches_parts_of_the_advantage_and_never_of_the_reward():
+    assert split_shares(4, "broadcast").tolist() == [1.0] * 4
+    assert split_shares(4, "last").tolist() == [0.0, 0.0, 0.0, 1.0]
+    assert split_shares(4, "uniform").tolist() == [0.25] * 4
+    assert split_shares(3, "geometric", 0.5).tolist() == pytest.approx([1 / 7, 2 / 7, 4 / 7])
+    forgetful = episode(1.0, tokens=[1, 1, 1], turns=[0.0] * 3, rewards={"r": 1.0})
+    forgetful.calls[1] = type(forgetful.calls[1])((9,), forgetful.calls[1].completion, 1)  # a context of its own
+    groups = [group(forgetful, episode(0.0, tokens=1))]
+    terms = terms_of(groups)
+    # calls 0 and 2 are one branch, the last; call 1 is another
+    assert credited(groups, terms, split="last").tolist() == [0.5, 0.0, 0.5, -0.5]
+    assert credited(groups, terms, split="uniform").tolist() == [0.25, 0.25, 0.25, -0.5]
+    found = credited(groups, terms, split="geometric", split_ratio=0.5)
+    assert found.tolist() == pytest.approx([1 / 3, 1 / 6, 1 / 3, -0.5])
 
 
-def test_k1_and_k3_are_unbiased_over_a_whole_distribution():
-    p, q = torch.tensor([0.5, 0.3, 0.2]).double(), torch.tensor([0.2, 0.2, 0.6]).double()
-    exact = float((p * (p / q).log()).sum())
-    assert float((p * k1(p.log(), q.log())).sum()) == pytest.approx(exact)
-    assert float((p * k3(p.log(), q.log())).sum()) == pytest.approx(exact)
-
-
-def test_ppo_clip_golden_values():
-    # ratios 1.5 and 0.5 with clip 0.2: gains beyond 1.2 (or below 0.8 for a bad token) are not rewarded
-    new = torch.tensor([1.5, 1.5, 0.5, 0.5]).double().log()
-    terms = TermBatch(torch.zeros(4).double(), torch.tensor([1.0, -1.0, 1.0, -1.0]).double(), *[torch.zeros(4)] * 3)
-    loss, seen = ppo_clip(new, terms, 0.2, 0.2)
-    assert loss.tolist() == pytest.approx([-1.2, 1.5, -0.5, 0.8])
-    assert seen["policy/clipped"].tolist() == [1.0, 0.0, 0.0, 1.0]
+def test_named_rewards_reach_gdpo_with_the_kl_penalty_as_one_of_them():
+    groups = [group(episode(rewards={"a": 1.0, "b": 0.0}), episode(rewards={"a": 0.0, "b": 9.0}))]
+    assert by_episodes(groups, advantage="gdpo") == pytest.approx([0.0, 0.0], abs=1e-6)
+    weighted = by_episodes(groups, advantage="gdpo", reward_weights={"b": 0.0})
+    assert weighted == pytest.approx([0.5**0.5, -(0.5**0.5)], abs=1e-5)
+    terms = terms_of(groups)
+    off = credited(groups, terms, advantage="gdpo", reward_weights={"b": 0.0})
+    on = credited(groups, terms, advantage="gdpo", reward_weights={"b": 0.0}, kl={"coef": 0.1, "where": "reward"})
+    assert not np.allclose(off, on)

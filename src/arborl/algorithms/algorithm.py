@@ -3,89 +3,220 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from arborl.algorithms.advantages import grpo, is_flat
-from arborl.algorithms.kl import KL
-from arborl.algorithms.losses import LossParts, TermBatch, ppo_clip
-from arborl.config.run import AlgorithmConfig
-from arborl.types import Floats, Group, Ints, Terms
+from arborl.algorithms import preference
+from arborl.algorithms.estimators import ADVANTAGES, Memory
+from arborl.algorithms.guards import guard, ratios, staleness
+from arborl.algorithms.kl import KL, adapted
+from arborl.algorithms.ledger import kl_costs, penalised
+from arborl.algorithms.losses import LossParts, Said, TermBatch, value_loss
+from arborl.algorithms.objectives import LOSSES, PREPARES, known
+from arborl.algorithms.selection import select
+from arborl.algorithms.weights import WEIGHTS
+from arborl.config.algorithm import AlgorithmConfig, TrustRegionConfig
+from arborl.config.presets import LOSS_READS
+from arborl.types import Floats, Group, Metrics, Terms
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What an algorithm wants to know of each term besides what the rollout recorded."""
+
+    proximal: bool = False
+    """Log-probabilities under the weights as they were when the update began."""
+    reference: bool = False
+    """Log-probabilities under the frozen reference policy."""
+    value: bool = False
+    """A critic's estimates, and its gradient in the loss."""
+    entropy: bool = False
+    """The gradient of the entropy."""
+    greedy: bool = False
+    """One extra episode a task at temperature 0; its reward is `Group.greedy`."""
+
+    def __or__(self, other: Needs) -> Needs:
+        return Needs(*(getattr(self, name) or getattr(other, name) for name in self.__slots__))
 
 
 class Algorithm(Protocol):
     """What a trainer and a learner need to know of an algorithm. It knows no model."""
 
     @property
-    def needs_reference(self) -> bool:
-        """Whether the loss compares with the policy as it was at the start."""
+    def needs(self) -> Needs:
+        """What must be filled in before `credit`."""
+        ...
+
+    @property
+    def whole(self) -> bool:
+        """Whether the loss looks at whole sequences, so that `prepare` must be called."""
+        ...
+
+    @property
+    def trust_region(self) -> TrustRegionConfig | None:
+        """Where the step is not the optimiser's but the largest inside a bound on the policy's KL (TRPO)."""
         ...
 
     def keep(self, groups: Sequence[Group]) -> list[Group]:
-        """The groups that can teach something."""
+        """The groups that can teach something, without the episodes that cannot."""
         ...
 
     def credit(self, groups: Sequence[Group], terms: Terms) -> Terms:
-        """The same terms with their advantage and their share of the loss. `groups` are those the terms came from."""
+        """The same terms with advantage, share of the loss, and target. `groups` are those the terms came from."""
         ...
 
-    def loss(self, new_M: Tensor, terms: TermBatch) -> LossParts:
+    def prepare(self, now_M: Tensor, terms: TermBatch) -> Tensor:
+        """One number a term, from the present log-probabilities (no gradient) of whole groups."""
+        ...
+
+    def loss(self, said: Said, terms: TermBatch) -> LossParts:
         """The loss of every term."""
         ...
 
+    def metrics(self) -> Metrics:
+        """What the last `keep` and `credit` found: `dropped/<why>`, the present KL coefficient, …"""
+        ...
 
-class Grpo(Algorithm):
-    """Group-relative policy optimisation: an episode is compared with the other attempts at its task."""
+    def state(self) -> dict[str, Any]:
+        """What it remembers from step to step, as JSON."""
+        ...
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Remember what `state` said."""
+        ...
+
+
+class Recipe(Algorithm):
+    """One advantage and one loss from the tables, with what stands around them, as a configuration says.
+
+    Example:
+        algorithm = Recipe(AlgorithmConfig(name="gspo", kl={"coef": 0.01}))
+        kept = algorithm.keep(groups)
+        terms = algorithm.credit(kept, plant(kept).terms)
+    """
 
     def __init__(self, config: AlgorithmConfig):
         self.config = config
+        self.memory: Memory = {}
+        self.dropped: Metrics = {}
+        self.found: Metrics = {}
 
     @property
-    def needs_reference(self) -> bool:
-        return self.config.kl.coef > 0
+    def needs(self) -> Needs:
+        config = self.config
+        credited = "advantage" in LOSS_READS[config.loss]
+        return Needs(
+            proximal=config.loss == "decoupled_ppo" or config.guard.kind != "none" or config.against == "proximal",
+            reference=config.kl.coef > 0 or config.loss in ("dpo", "ipo", "kto", "distill"),
+            value=credited and config.advantage == "gae",
+            entropy=config.entropy_coef > 0,
+            greedy=credited and config.advantage == "remax",
+        )
+
+    @property
+    def whole(self) -> bool:
+        return self.config.loss in PREPARES
+
+    @property
+    def trust_region(self) -> TrustRegionConfig | None:
+        return self.config.trust_region if self.config.loss == "trpo" else None
 
     def keep(self, groups: Sequence[Group]) -> list[Group]:
-        kept = [group for group in groups if any(episode.calls for episode in group.survivors)]
-        if self.config.skip_zero_variance and self.config.baseline == "mean":
-            kept = [group for group in kept if not is_flat(_rewards(group))]
+        kept, dropped = select(groups, self.config)
+        self.dropped = counted(dropped)
         return kept
 
     def credit(self, groups: Sequence[Group], terms: Terms) -> Terms:
-        per_group = grpo([_rewards(group) for group in groups], self.config.baseline, self.config.std)
-        per_episode = np.concatenate([np.zeros(0), *per_group])
+        config, self.found = self.config, {}
+        groups = [penalised(group, config.overlong) for group in groups]
+        if "advantage" not in LOSS_READS[config.loss]:
+            return self._preferred(groups, terms)
+        advantage, target = ADVANTAGES[config.advantage](groups, terms, config, self.memory)
+        self._adapt_kl(terms)
         return dataclasses.replace(
             terms,
-            advantage=per_episode[terms.episode],
-            weight=WEIGHTS[self.config.aggregation](terms.episode),
+            advantage=advantage * self._guards(terms),
+            weight=WEIGHTS[config.aggregation](terms, config.fixed_length),
+            target=terms.target if target is None else target,
         )
 
-    def loss(self, new_M: Tensor, terms: TermBatch) -> LossParts:
-        loss_M, seen = ppo_clip(new_M, terms, self.config.clip_low, self.config.clip_high)
-        if terms.reference_M is not None:
-            kl_M = KL[self.config.kl.estimator](new_M, terms.reference_M)
-            loss_M = loss_M + self.config.kl.coef * kl_M
-            seen["policy/kl"] = kl_M.detach()
+    def _preferred(self, groups: Sequence[Group], terms: Terms) -> Terms:
+        """Losses without an advantage: the column says which episodes are better, or nothing."""
+        config = self.config
+        score_E = np.array([episode.reward for group in groups for episode in group.survivors], dtype=np.float64)
+        if config.loss in ("dpo", "ipo"):
+            group_E = np.repeat(np.arange(len(groups)), [len(group.survivors) for group in groups])
+            has_E = np.bincount(terms.episode, minlength=len(score_E)) > 0
+            pairs = preference.pairs(torch.from_numpy(score_E[has_E]), torch.from_numpy(group_E[has_E]), config.min_gap)
+            return dataclasses.replace(terms, advantage=score_E[terms.episode], weight=_each(terms, int(pairs.sum())))
+        if config.loss == "kto":
+            good_E = np.where(score_E >= config.reward_threshold, 1.0, -1.0)
+            weight = _each(terms, len(np.unique(terms.episode)))
+            return dataclasses.replace(terms, advantage=good_E[terms.episode], weight=weight)
+        return dataclasses.replace(terms, weight=WEIGHTS[config.aggregation](terms, config.fixed_length))
+
+    def _guards(self, terms: Terms) -> Floats:
+        """Factor on each term's advantage for not having been sampled from the policy that learns."""
+        config, factor = self.config, np.ones(len(terms))
+        if config.guard.kind != "none" and len(terms):
+            of = terms.call if config.sequence == "call" else terms.episode
+            ratio = ratios(terms.proximal - terms.logprob, of if config.guard.level == "sequence" else None)
+            factor = guard(config.guard.kind, ratio, *config.guard.bounds)
+            self.found |= {"guard/held": float((factor != ratio).mean()), "guard/factor": float(factor.mean())}
+        if config.staleness_decay < 1:
+            factor = factor * staleness(terms.version, config.staleness_decay)
+        return factor
+
+    def _adapt_kl(self, terms: Terms) -> None:
+        """After the step's advantages: move the coefficient of a KL penalty in the reward towards its target."""
+        kl = self.config.kl
+        if kl.where != "reward" or kl.coef == 0 or not len(terms):
+            return
+        coef = self.memory.get("kl_coef", kl.coef)
+        episodes = len(np.unique(terms.episode))
+        per_episode = float(kl_costs(terms, kl, 1.0).sum()) / episodes
+        self.found |= {"algorithm/kl": per_episode, "algorithm/kl_coef": coef}
+        if kl.target is not None:
+            self.memory["kl_coef"] = adapted(coef, per_episode, kl.target, episodes, kl.horizon)
+
+    def prepare(self, now_M: Tensor, terms: TermBatch) -> Tensor:
+        rule = PREPARES.get(self.config.loss)
+        return torch.zeros_like(now_M) if rule is None else rule(now_M.detach(), terms, self.config)
+
+    def loss(self, said: Said, terms: TermBatch) -> LossParts:
+        config = self.config
+        loss_M, seen = LOSSES[config.loss](said, terms, config)
+        if config.kl.coef > 0 and config.kl.where == "loss":
+            kl_M = KL[config.kl.estimator](said.logprob_M, known(terms.reference_M, "reference"))
+            loss_M, seen["policy/kl"] = loss_M + config.kl.coef * kl_M, kl_M.detach()
+        if config.entropy_coef > 0:
+            loss_M = loss_M - config.entropy_coef * said.entropy_M
+        if self.needs.value:
+            before_M, target_M = known(terms.value_M, "value"), known(terms.target_M, "target")
+            value_M = value_loss(known(said.value_M, "value"), before_M, target_M, config.value.clip)
+            loss_M, seen["policy/value_loss"] = loss_M + config.value.coef * value_M, value_M.detach()
         return loss_M, seen
 
+    def metrics(self) -> Metrics:
+        return self.dropped | self.found
 
-def _rewards(group: Group) -> Floats:
-    return np.array([episode.reward for episode in group.survivors])
+    def state(self) -> dict[str, Any]:
+        return dict(self.memory)
 
-
-def by_token(episode: Ints) -> Floats:
-    """Every token has the same share."""
-    return np.full(len(episode), 1.0 / max(len(episode), 1))
-
-
-def by_episode(episode: Ints) -> Floats:
-    """Every episode has the same share, which its tokens divide equally; its number of branches does not matter."""
-    _, index, counts = np.unique(episode, return_inverse=True, return_counts=True)
-    return 1.0 / (len(counts) * counts[index]) if len(episode) else np.zeros(0)
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.memory = dict(state)
 
 
-WEIGHTS: dict[str, Callable[[Ints], Floats]] = {"token": by_token, "episode": by_episode}
+def counted(dropped: Mapping[str, int]) -> Metrics:
+    """What was dropped, by reason, as metrics."""
+    return {f"dropped/{why}": float(count) for why, count in sorted(dropped.items())}
 
-ALGORITHMS: dict[str, Callable[[AlgorithmConfig], Algorithm]] = {"grpo": Grpo}
+
+def _each(terms: Terms, count: int) -> Floats:
+    """Every term whole, and all divided by how many things are compared."""
+    return np.full(len(terms), 1.0 / max(count, 1))

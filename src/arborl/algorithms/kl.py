@@ -1,7 +1,7 @@
-"""Three estimators of KL(policy || reference) from one sampled token (Schulman, "Approximating KL Divergence", 2020).
+"""Estimators of KL(policy || reference) from one sampled token (Schulman, "Approximating KL Divergence", 2020).
 
 With r = reference(token) / policy(token): k1 = -log r is unbiased and may be negative; k2 = (log r)^2 / 2 is biased and
-smooth; k3 = r - 1 - log r is unbiased and never negative.
+smooth (`mse` is its other name); k3 = r - 1 - log r is unbiased and never negative; abs = |log r|.
 """
 
 from __future__ import annotations
@@ -25,4 +25,19 @@ def k3(policy: Tensor, reference: Tensor) -> Tensor:
     return torch.expm1(difference) - difference
 
 
-KL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+def distance(policy: Tensor, reference: Tensor) -> Tensor:
+    return (policy - reference).abs()
+
+
+KL: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3, "mse": k2, "abs": distance}
+
+
+def adapted(coef: float, kl: float, target: float, episodes: int, horizon: int) -> float:
+    """The penalty's next coefficient, up where the KL is above its target and down where it is below.
+
+    coef (1 + clip(kl / target - 1, ±0.2) episodes / horizon), the controller of Ziegler et al. 2019 (arXiv 1909.08593).
+
+    >>> round(adapted(0.1, kl=9.0, target=6.0, episodes=100, horizon=1000), 6)     # 1.5 - 1, held at 0.2
+    0.102
+    """
+    return coef * (1.0 + min(max(kl / target - 1.0, -0.2), 0.2) * min(episodes / horizon, 1.0))

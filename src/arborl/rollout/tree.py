@@ -78,10 +78,10 @@ def plant(groups: Sequence[Group]) -> Forest:
     tree_of, position, token, episode_of, call_of, turn, version = (
         (_join(column) for column in zip(*columns, strict=True)) if columns else (_join(()) for _ in range(7))
     )
-    zeros = np.zeros(len(token))
-    terms = Terms(
-        tree_of, position, token, np.asarray(logprobs), zeros, zeros.copy(), episode_of, call_of, turn, version
-    )
+    advantage, weight = np.zeros(len(token)), np.zeros(len(token))
+    unknown = (np.full(len(token), np.nan) for _ in range(4))  # proximal, reference, value, target
+    old = np.asarray(logprobs, dtype=np.float64)
+    terms = Terms(tree_of, position, token, old, advantage, weight, episode_of, call_of, turn, version, *unknown)
     return Forest(tuple(trees), terms, raw)
 
 
@@ -107,6 +107,6 @@ def _rows(episode: Episode) -> int:
     sequences = sorted({(*call.prompt, *call.completion.tokens) for call in episode.calls})
     return sum(
         len(sequence)
-        for sequence, following in zip(sequences, [*sequences[1:], ()], strict=True)
+        for sequence, following in zip(sequences, [*sequences[1:], ()], strict=False)  # none, of an episode of no calls
         if following[: len(sequence)] != sequence
     )

@@ -1,0 +1,179 @@
+"""What a batch of groups earned, as arrays that advantages are computed from.
+
+Rewards live at three places: by name on the episode, by turn where the environment gives them, and by token where a KL
+penalty is part of the reward. A `Ledger` adds them up once, so that every advantage reads the same numbers.
+
+G groups, E episodes (survivors of all groups, in order), N turns of all episodes, M terms.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from arborl.algorithms.guards import overlong_penalty
+from arborl.algorithms.kl import KL
+from arborl.config.algorithm import KLConfig, OverlongConfig
+from arborl.types import Call, Episode, Finish, Floats, Group, Ints, Stop, Terms
+
+CUT_SHORT = (Stop.CONTEXT_FULL, Stop.MAX_TURNS)
+
+
+def is_overlong(episode: Episode) -> bool:
+    """Whether the episode ran out of room rather than came to its end."""
+    return episode.stop in CUT_SHORT or bool(episode.calls and episode.calls[-1].completion.finish is Finish.LENGTH)
+
+
+def penalised(group: Group, overlong: OverlongConfig) -> Group:
+    """The group with the penalty for length as one more reward, called `overlong`; the episodes given stay as they
+    are."""
+    if not overlong.penalty:
+        return group
+
+    def with_penalty(episode: Episode) -> Episode:
+        off = overlong_penalty(episode.sampled, overlong.max_tokens, overlong.buffer, overlong.penalty)
+        return dataclasses.replace(episode, rewards=episode.rewards | {"overlong": off})
+
+    return dataclasses.replace(group, episodes=[with_penalty(e) if e.failure is None else e for e in group.episodes])
+
+
+def turn_rewards(episode: Episode) -> Floats:
+    """What each turn earned; they add up to the episode's reward.
+
+    The environment's reward (`env`, with its weight) is where the environment gave it; every other reward judges the
+    whole episode and stands at its last turn.
+    """
+    turns = max([len(episode.turns), *(call.turn + 1 for call in episode.calls)], default=0)
+    out = np.zeros(max(turns, 1))
+    given = np.array([turn.reward for turn in episode.turns])
+    if "env" in episode.rewards and given.any():
+        total = float(given.sum())
+        out[: len(given)] = given * (episode.rewards["env"] / total if total else 1.0)
+    out[-1] += episode.reward - out.sum()
+    return out
+
+
+def branches(calls: Sequence[Call]) -> list[int]:
+    """The branch of each call: a call that goes on from another's tokens is in its branch. The last call's is last.
+
+    Example (the second call forgets the first, the third goes on from the second):
+        [1 | 2], [1 | 3], [1 3 9 | 4]   ->   0 1 1
+    """
+    found: list[int] = []
+    sequences: list[tuple[int, ...]] = []
+    for call in calls:
+        from_ = [i for i, earlier in enumerate(sequences) if call.prompt[: len(earlier)] == earlier]
+        found.append(found[from_[-1]] if from_ else len(found))
+        sequences.append((*call.prompt, *call.completion.tokens))
+    latest = sorted(set(found), key=lambda branch: max(i for i, one in enumerate(found) if one == branch))
+    return [latest.index(branch) for branch in found]
+
+
+def kl_costs(terms: Terms, kl: KLConfig, coef: float) -> Floats:
+    """What each term pays for leaving the reference, where that is part of the reward; else nothing."""
+    if kl.where != "reward" or coef == 0 or not len(terms):
+        return np.zeros(len(terms))
+    policy, reference = torch.from_numpy(terms.logprob), torch.from_numpy(terms.reference)
+    return np.asarray(coef * KL[kl.estimator](policy, reference).numpy(), dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """The batch's rewards at every level, KL penalty included."""
+
+    groups: Sequence[Group]
+    terms: Terms
+    cost_M: Floats
+    """What each term pays (`kl_costs`)."""
+
+    @cached_property
+    def episodes(self) -> list[Episode]:
+        return [episode for group in self.groups for episode in group.survivors]
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Episodes of each group."""
+        return [len(group.survivors) for group in self.groups]
+
+    @cached_property
+    def group_E(self) -> Ints:
+        return np.repeat(np.arange(len(self.groups)), self.sizes)
+
+    @cached_property
+    def cost_E(self) -> Floats:
+        return np.bincount(self.terms.episode, self.cost_M, minlength=len(self.episodes)).astype(np.float64)
+
+    @cached_property
+    def reward_E(self) -> Floats:
+        return np.array([episode.reward for episode in self.episodes], dtype=np.float64) - self.cost_E
+
+    @cached_property
+    def length_E(self) -> Floats:
+        """Sampled tokens."""
+        return np.array([episode.sampled for episode in self.episodes], dtype=np.float64)
+
+    def by_group(self, value_E: Floats) -> list[Floats]:
+        """Numbers of all episodes, one array a group."""
+        return np.split(value_E, np.cumsum(self.sizes)[:-1]) if self.sizes else []
+
+    @cached_property
+    def named(self) -> dict[str, list[Floats]]:
+        """Each reward by its name, group by group; an episode without it has 0. The penalty's name is `kl`."""
+        names = dict.fromkeys(name for episode in self.episodes for name in episode.rewards) or ("none",)
+        columns = {name: np.array([e.rewards.get(name, 0.0) for e in self.episodes]) for name in names}
+        if self.cost_M.any():
+            columns["kl"] = -self.cost_E
+        return {name: self.by_group(column) for name, column in columns.items()}
+
+    @cached_property
+    def turns(self) -> list[Floats]:
+        """Rewards of each episode's turns."""
+        found = [turn_rewards(episode) for episode in self.episodes]
+        for episode, rows in self.rows.items():
+            np.subtract.at(found[episode], self.terms.turn[rows], self.cost_M[rows])
+        return found
+
+    @cached_property
+    def first_E(self) -> Ints:
+        """Index of each episode's first turn among the N of all."""
+        return np.concatenate([[0], np.cumsum([len(turns) for turns in self.turns])])[:-1].astype(np.int64)
+
+    @cached_property
+    def episode_N(self) -> Ints:
+        return np.repeat(np.arange(len(self.turns)), [len(turns) for turns in self.turns])
+
+    @cached_property
+    def state_N(self) -> list[str]:
+        """Name of the state before each turn; empty where there is none."""
+        keys = [[turn.state_key for turn in episode.turns] for episode in self.episodes]
+        return [
+            own[t] if t < len(own) else ""
+            for own, turns in zip(keys, self.turns, strict=True)
+            for t in range(len(turns))
+        ]
+
+    def per_term(self, value_N: Floats) -> Floats:
+        """Each term's turn's number."""
+        return value_N[self.first_E[self.terms.episode] + self.terms.turn] if len(self.terms) else np.zeros(0)
+
+    @cached_property
+    def reward_M(self) -> Floats:
+        """Each term's own reward: a turn's stands at the last term up to the end of that turn."""
+        out = -self.cost_M
+        for episode, rows in self.rows.items():
+            for t, reward in enumerate(turn_rewards(self.episodes[episode])):
+                so_far = np.flatnonzero(self.terms.turn[rows] <= t)
+                out[rows[so_far[-1] if len(so_far) else 0]] += reward
+        return out
+
+    @cached_property
+    def rows(self) -> dict[int, Ints]:
+        """Terms of each episode that has any, in order."""
+        numbers, begins = np.unique(self.terms.episode, return_index=True)
+        ends = np.append(begins, len(self.terms))[1:]
+        return {int(e): np.arange(a, b) for e, a, b in zip(numbers, begins, ends, strict=True)}

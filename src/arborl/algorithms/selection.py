@@ -1,0 +1,145 @@
+"""Which episodes and groups can teach something. Nothing is dropped without being counted."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from arborl.algorithms import preference, turns
+from arborl.algorithms.ledger import is_overlong, penalised, turn_rewards
+from arborl.algorithms.votes import is_flat
+from arborl.config.algorithm import AlgorithmConfig
+from arborl.types import Episode, Group
+
+
+def select(groups: Sequence[Group], config: AlgorithmConfig) -> tuple[list[Group], Counter[str]]:
+    """The groups to learn from, without the episodes that say nothing, and how many were dropped, by reason.
+
+    Reasons about episodes are counted in episodes, those about groups (`zero_variance`, `nothing_sampled`, …) in
+    groups. A group that loses no episode is the object given.
+    """
+    dropped: Counter[str] = Counter()
+    kept = []
+    for group in groups:
+        dropped["failed"] += len(group.episodes) - len(group.survivors)
+        found = _without_bad(group, config, dropped)
+        why = _teaches_nothing(penalised(found, config.overlong), config)
+        if why:
+            dropped[why] += 1
+            continue
+        if config.loss in ("dpo", "ipo"):
+            found = _in_pairs(found, config, dropped)
+        kept.append(found)
+    return kept, +dropped
+
+
+def _without_bad(group: Group, config: AlgorithmConfig, dropped: Counter[str]) -> Group:
+    reasons = {id(episode): why for episode in group.survivors if (why := _why_not(episode, config))}
+    dropped.update(reasons.values())
+    if not reasons:
+        return group
+    return dataclasses.replace(group, episodes=[e for e in group.episodes if id(e) not in reasons])
+
+
+def _why_not(episode: Episode, config: AlgorithmConfig) -> str:
+    """Why an episode leaves baseline and loss together; empty if it stays."""
+    rewards = (*episode.rewards.values(), *(turn.reward for turn in episode.turns))
+    if not all(math.isfinite(reward) for reward in rewards):
+        return "reward_not_finite"
+    if config.overlong.filter and is_overlong(episode):
+        return "overlong"
+    if config.loss == "sft" and episode.reward < config.reward_threshold:
+        return "below_threshold"
+    return ""
+
+
+def _teaches_nothing(group: Group, config: AlgorithmConfig) -> str:
+    alive = group.survivors
+    if not alive:
+        return "empty_group"
+    if not any(episode.sampled for episode in alive):
+        return "nothing_sampled"
+    if config.loss in ("dpo", "ipo"):
+        return "" if _pairs(alive, config).any() else "no_pair"
+    if config.loss in ("kto", "sft", "distill"):
+        return ""
+    if config.advantage == "remax" and (group.greedy is None or not math.isfinite(group.greedy)):
+        return "no_greedy"
+    if config.advantage == "maxrl" and min(episode.reward for episode in alive) < 0:
+        return "negative_reward"
+    if config.skip_zero_variance and config.compares and FLAT.get(config.advantage, _flat_rewards)(alive, config):
+        return "zero_variance"
+    return ""
+
+
+def _pairs(episodes: Sequence[Episode], config: AlgorithmConfig) -> torch.Tensor:
+    """Which of these are preferred to which; one that sampled nothing takes no part."""
+    score = torch.tensor([e.reward for e in episodes], dtype=torch.float64)
+    sampled = torch.tensor([e.sampled > 0 for e in episodes])
+    same = torch.zeros(len(episodes), dtype=torch.int64)
+    return preference.pairs(score, same, config.min_gap) & sampled[:, None] & sampled[None, :]
+
+
+def _in_pairs(group: Group, config: AlgorithmConfig, dropped: Counter[str]) -> Group:
+    """The episodes that are part of a pair; of the best and the worst alone where so asked (first of equals)."""
+    alive = group.survivors
+    scored = penalised(Group(group.task, alive), config.overlong).episodes
+    found = _pairs(scored, config)
+    if config.pairs == "best_worst":
+        places = [i for i, episode in enumerate(scored) if episode.sampled]
+        chosen = [max(places, key=lambda i: scored[i].reward), min(places, key=lambda i: scored[i].reward)]
+        kept = [alive[i] for i in sorted(chosen)]
+    else:
+        kept = [episode for i, episode in enumerate(alive) if found[i].any() or found[:, i].any()]
+    dropped["outside_pairs"] += len(alive) - len(kept)
+    return group if len(kept) == len(group.episodes) else dataclasses.replace(group, episodes=kept)
+
+
+# ------------------------------------------------------------------------------------------------ nothing to compare
+
+
+def _flat_rewards(episodes: Sequence[Episode], config: AlgorithmConfig) -> bool:
+    return is_flat(np.array([episode.reward for episode in episodes]))
+
+
+def _flat_by_name(episodes: Sequence[Episode], config: AlgorithmConfig) -> bool:
+    """GDPO compares each reward: their sum may be flat where they are not."""
+    names = {name for episode in episodes for name in episode.rewards}
+    return all(is_flat(np.array([episode.rewards.get(name, 0.0) for episode in episodes])) for name in names)
+
+
+def _flat_returns(episodes: Sequence[Episode], config: AlgorithmConfig) -> bool:
+    if len(episodes) < 2:
+        return True
+    return is_flat(np.concatenate([turns.discounted(turn_rewards(e), config.gamma) for e in episodes]))
+
+
+def _flat_trajectories(episodes: Sequence[Episode], config: AlgorithmConfig) -> bool:
+    return is_flat(turns.trajectory_returns([turn_rewards(episode) for episode in episodes], config.gamma))
+
+
+def _flat_in_every_state(episodes: Sequence[Episode], config: AlgorithmConfig) -> bool:
+    """GiGPO also compares steps from equal states, which may differ where whole episodes do not."""
+    if not _flat_rewards(episodes, config):
+        return False
+    seen: dict[str, list[tuple[int, float]]] = {}
+    for number, episode in enumerate(episodes):
+        returns = turns.discounted(turn_rewards(episode), config.gamma)
+        for turn, value in zip(episode.turns, returns, strict=False):
+            if turn.state_key:
+                seen.setdefault(turn.state_key, []).append((number, float(value)))
+    return all(len({n for n, _ in rows}) < 2 or len({v for _, v in rows}) < 2 for rows in seen.values())
+
+
+FLAT: dict[str, Callable[[Sequence[Episode], AlgorithmConfig], bool]] = {
+    "gdpo": _flat_by_name,
+    "gigpo": _flat_in_every_state,
+    "starpo": _flat_trajectories,
+    "step_reinforce": _flat_returns,
+}
+"""Where an advantage compares something else than whole rewards."""

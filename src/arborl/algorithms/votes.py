@@ -1,0 +1,93 @@
+"""Statistics with one vote an episode, however many turns or tokens it has.
+
+N rows (turns or tokens), each owned by an episode. Deviations are the sample's (n - 1), n being episodes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arborl.types import Floats, Ints
+
+SMALL = 1e-6
+"""Added to a standard deviation before dividing by it."""
+
+
+def shares(owner_N: Ints) -> Floats:
+    """What each row may say: the rows of one owner divide its vote.
+
+    >>> shares(np.array([7, 7, 9])).tolist()
+    [0.5, 0.5, 1.0]
+    """
+    _, index, counts = np.unique(owner_N, return_inverse=True, return_counts=True)
+    return np.asarray(1.0 / counts[index], dtype=np.float64)
+
+
+def mean(value_N: Floats, owner_N: Ints) -> float:
+    """Mean of the owners' means.
+
+    >>> float(mean(np.array([1.0, 3.0, 6.0]), np.array([0, 0, 1])))     # (2 + 6) / 2
+    4.0
+    """
+    share_N = shares(owner_N)
+    return float((share_N * value_N).sum() / share_N.sum()) if len(value_N) else 0.0
+
+
+def deviation(value_N: Floats, owner_N: Ints) -> float:
+    """Standard deviation around `mean`; 0 for fewer than two owners.
+
+    >>> round(deviation(np.array([1.0, 3.0]), np.array([0, 1])), 6)     # sqrt((1 + 1) / (2 - 1))
+    1.414214
+    >>> deviation(np.array([1.0, 3.0]), np.array([0, 0]))
+    0.0
+    """
+    owners = len(np.unique(owner_N))
+    if owners < 2:
+        return 0.0
+    distance_N = value_N - mean(value_N, owner_N)
+    return float(np.sqrt((shares(owner_N) * distance_N**2).sum() / (owners - 1)))
+
+
+def whitened(value_N: Floats, owner_N: Ints, centre: bool = True) -> Floats:
+    """Values at deviation 1 and, unless told otherwise, mean 0; all 0 where nothing differs.
+
+    >>> whitened(np.array([1.0, 3.0]), np.array([0, 1])).round(4).tolist()     # -1 / 1.4142, 1 / 1.4142
+    [-0.7071, 0.7071]
+    >>> whitened(np.array([5.0, 5.0]), np.array([0, 1]), centre=False).tolist()
+    [0.0, 0.0]
+    """
+    if is_flat(value_N):
+        return np.zeros(len(value_N))
+    middle = mean(value_N, owner_N) if centre else 0.0
+    return (value_N - middle) / (deviation(value_N, owner_N) + SMALL)
+
+
+def relative(value_N: Floats, group_N: Ints, owner_N: Ints, baseline: str = "mean", std: str = "none") -> Floats:
+    """Each value less its group's mean, divided by a deviation if asked.
+
+    A group with one owner, and one whose values are all equal, comes out exactly 0.
+
+    Args:
+        baseline: `mean`, or `none` to take nothing off.
+        std: `none`, the `group`'s own deviation, or that of the whole `batch`.
+
+    >>> relative(np.array([1.0, 0.0, 7.0]), np.array([0, 0, 1]), np.array([0, 1, 2])).tolist()
+    [0.5, -0.5, 0.0]
+    """
+    out = np.zeros(len(value_N))
+    everything = deviation(value_N, owner_N)
+    for group in np.unique(group_N):
+        rows = np.flatnonzero(group_N == group)
+        value, owner = value_N[rows], owner_N[rows]
+        if baseline == "mean" and (is_flat(value) or len(np.unique(owner)) < 2):
+            continue
+        difference = value - mean(value, owner) if baseline == "mean" else value
+        spread = everything if std == "batch" else deviation(value, owner)
+        out[rows] = difference if std == "none" else difference / (spread + SMALL)
+    return out
+
+
+def is_flat(value_N: NDArray[np.float64]) -> bool:
+    """Nothing to compare: no two different values."""
+    return len(value_N) < 2 or bool(np.all(value_N == value_N[0]))

@@ -1,0 +1,317 @@
+"""How reward becomes gradient: an advantage, a loss, and what both read.
+
+`name` is a preset: a row of `PRESETS`, settings that go together. Whatever is written beside it wins. A setting that
+the chosen advantage and loss do not read is an error, so none is silently ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from arborl.config.base import Config, spelt_out
+from arborl.config.presets import ADVANTAGE_READS, BY_ADVANTAGE, BY_LOSS, COMPARES, LOSS_READS, PRESETS
+
+
+class KLConfig(Config):
+    """Penalty for leaving the reference policy (the weights at the start of the run)."""
+
+    coef: float = Field(0.0, ge=0)
+    """0 keeps no reference model."""
+    estimator: Literal["k1", "k2", "k3", "mse", "abs"] = "k3"
+    where: Literal["loss", "reward"] = "loss"
+    """Added to each token's loss, or taken off the reward before advantages are computed."""
+    target: float | None = Field(None, gt=0)
+    """With `where=reward`: `coef` is moved step by step until an episode's KL is this; without it, `coef` stays."""
+    horizon: int = Field(10_000, ge=1)
+    """With a `target`: episodes over which `coef` may change by a fifth."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> KLConfig:
+        if self.target is not None and (self.where != "reward" or self.coef == 0):
+            raise ValueError("target moves a penalty in the reward. Write where=reward and a coef above 0 to start at.")
+        if self.horizon != 10_000 and self.target is None:
+            raise ValueError("horizon is read with a target only. Write target too, or leave horizon out.")
+        return self
+
+
+class ValueConfig(Config):
+    """The critic's loss: half the squared distance from its target."""
+
+    coef: float = Field(0.5, gt=0)
+    clip: float | None = Field(None, gt=0)
+    """An estimate earns nothing for moving further than this from what it was before the update."""
+
+
+class GuardConfig(Config):
+    """Against the gap between the policy that sampled and the one that learns, by the ratio of the two. A bare string
+    is the kind.
+
+    `tis` cuts the ratio at `high`; `mis` drops what is outside `low` to `high`; `icepop` does the same, token by token,
+    with closer bounds.
+    """
+
+    shorthand: ClassVar[str] = "kind"
+
+    kind: Literal["none", "tis", "mis", "icepop"] = "none"
+    level: Literal["token", "sequence"] = "token"
+    """`sequence`: one ratio for all tokens of an episode (or call, see `sequence`), the geometric mean of theirs."""
+    low: float | None = Field(None, ge=0)
+    """Without one: 0 for `mis`, 0.5 for `icepop`."""
+    high: float | None = Field(None, gt=0)
+    """Without one: 2 for `tis` and `mis`, 5 for `icepop`."""
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The bounds in force."""
+        low, high = {"icepop": (0.5, 5.0)}.get(self.kind, (0.0, 2.0))
+        return low if self.low is None else self.low, high if self.high is None else self.high
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> GuardConfig:
+        given = [name for name in ("low", "high") if getattr(self, name) is not None]
+        if self.kind == "none" and (given or self.level != "token"):
+            raise ValueError(f"{(given or ['level'])[0]} is given without a kind. Write kind=tis, mis or icepop.")
+        if self.kind == "tis" and self.low is not None:
+            raise ValueError("tis cuts at high only. Leave low out, or write kind=mis.")
+        if self.kind == "icepop" and self.level == "sequence":
+            raise ValueError("icepop looks at tokens one by one. Leave level out, or write kind=mis.")
+        low, high = self.bounds
+        if low >= high:
+            raise ValueError(f"low={low:g} is not below high={high:g}.")
+        return self
+
+
+class OverlongConfig(Config):
+    """What becomes of episodes that ran out of room."""
+
+    filter: bool = False
+    """Leave episodes that were cut short (context full, turns used up, reply too long) out of baseline and loss."""
+    penalty: float = Field(0.0, ge=0)
+    """Taken off the reward of an episode with `max_tokens` sampled tokens or more; grows over the last `buffer`."""
+    max_tokens: int = Field(0, ge=0)
+    buffer: int = Field(0, ge=0)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> OverlongConfig:
+        if self.penalty and not 0 < self.buffer <= self.max_tokens:
+            raise ValueError("a penalty needs to know where it begins. Write max_tokens and a buffer of at most that.")
+        if not self.penalty and (self.max_tokens or self.buffer):
+            raise ValueError("max_tokens and buffer are read with a penalty only. Write penalty=1, or leave them out.")
+        return self
+
+
+class TrustRegionConfig(Config):
+    """TRPO's step: as far as the natural gradient leads inside a bound on the KL from the policy before the update."""
+
+    max_kl: float = Field(0.01, gt=0)
+    """Mean KL over terms, by their weight, that a step may cause."""
+    damping: float = Field(0.1, ge=0)
+    """Added to the Fisher matrix's diagonal."""
+    cg_iterations: int = Field(10, ge=1)
+    """Conjugate-gradient iterations."""
+    backtracks: int = Field(10, ge=0)
+    """Times the step may be shortened until surrogate and KL are right; after that the weights stay."""
+    backtrack_ratio: float = Field(0.5, gt=0, lt=1)
+    """By how much it is shortened each time."""
+
+
+Advantage = Literal[
+    "grpo", "rloo", "reinforce", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "gae", "opo", "maxrl",
+    "gdpo", "gigpo", "starpo", "step_reinforce", "turn_discounted", "rae",
+]  # fmt: skip
+Loss = Literal[
+    "ppo", "gspo", "cispo", "sapo", "topr", "a2c", "pg", "decoupled_ppo", "trpo", "dpo", "ipo", "kto", "sft", "distill"
+]
+Preset = Literal[
+    "grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "sapo", "topr", "decoupled_ppo", "rloo", "reinforce",
+    "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "ppo", "a2c", "trpo", "opo", "maxrl", "gdpo",
+    "gigpo", "starpo", "step_reinforce", "turn_discounted", "rae", "dpo", "ipo", "kto", "sft", "distill",
+]  # fmt: skip
+
+
+class AlgorithmConfig(Config):
+    """How reward becomes gradient."""
+
+    shorthand: ClassVar[str] = "name"
+
+    name: Preset = "grpo"
+    """A preset: an advantage, a loss and settings that go together. What is written beside it wins."""
+    advantage: Advantage = "grpo"
+    """How much better than it might have been: see `arborl.algorithms.ADVANTAGES`."""
+    loss: Loss = "ppo"
+    """See `arborl.algorithms.LOSSES`. `dpo`, `ipo`, `kto`, `sft` and `distill` read no advantage."""
+
+    baseline: Literal["mean", "none"] = "mean"
+    """What is taken off an episode's reward: the mean of its group, or nothing."""
+    std: Literal["none", "group", "batch"] = "none"
+    """What the difference is divided by."""
+    gamma: float = Field(1.0, ge=0, le=1)
+    """Discount, by turn (with `gae_level=token`, by token)."""
+    gae_lambda: float = Field(0.95, ge=0, le=1)
+    """0 trusts the critic, 1 the rewards."""
+    gae_level: Literal["turn", "token"] = "turn"
+    """What one step of GAE is."""
+    whiten: bool = False
+    """Bring the batch's advantages to deviation 1 (for `gae` also to mean 0), one vote an episode."""
+    step_weight: float = Field(1.0, ge=0)
+    """GiGPO's omega: weight of the comparison between equal states beside that between whole episodes."""
+    baseline_decay: float = Field(0.95, ge=0, lt=1)
+    """How much of a role's running baseline survives a step."""
+    reward_weights: dict[str, float] = Field(default_factory=dict)
+    """By reward name, for `gdpo`, which takes each reward to the same scale first; others weigh 1."""
+    split: Literal["broadcast", "last", "uniform", "geometric"] = "broadcast"
+    """How an episode's advantage reaches its branches: all to each, all to the last, equal or growing parts."""
+    split_ratio: float = Field(0.9, gt=0, le=1)
+    """With `split=geometric`: what a branch gets of the next one's part."""
+
+    clip_low: float = Field(0.2, ge=0, lt=1)
+    clip_high: float = Field(0.2, ge=0)
+    dual_clip: float | None = Field(None, gt=1)
+    """Largest ratio that counts against a bad token."""
+    sequence: Literal["episode", "call"] = "episode"
+    """What a sequence is, for ratios over sequences."""
+    tau_positive: float = Field(1.0, gt=0)
+    """SAPO's temperature for good tokens."""
+    tau_negative: float = Field(1.05, gt=0)
+    """SAPO's temperature for bad tokens."""
+    behaviour_cap: float | None = Field(5.0, gt=0)
+    """`decoupled_ppo` leaves out tokens that the policy before the update found this many times as likely as the
+    policy that sampled them."""
+    anchor: Literal["auto", "rollout", "proximal"] = "auto"
+    """Policy that ratios are taken against: the one that sampled, or the one the update began with. `auto` is the
+    latter with a guard, which makes up for the difference, else the former."""
+    beta: float = Field(0.1, gt=0)
+    """How close preferences hold the policy to the reference."""
+    pairs: Literal["best_worst", "all"] = "best_worst"
+    """Which two episodes of a group are a preference."""
+    min_gap: float = Field(0.0, ge=0)
+    """Rewards of a pair differ by more than this."""
+    reward_threshold: float = 0.5
+    """Episodes with at least this reward are good: `sft` learns from them alone, `kto` prefers them."""
+
+    aggregation: Literal["token", "episode", "call", "fixed"] = "episode"
+    """One vote an episode (its tokens share it), a token (long episodes then weigh more), or a call; `fixed` sums an
+    episode's tokens and divides by `fixed_length`."""
+    fixed_length: int = Field(1024, ge=1)
+    skip_zero_variance: bool = True
+    """Leave groups whose episodes all scored alike out of the learner's batch and of the loss's denominator."""
+    entropy_coef: float = Field(0.0, ge=0)
+    """Bonus for staying uncertain."""
+    staleness_decay: float = Field(1.0, gt=0, le=1)
+    """What a token's loss keeps for each version that its policy is older than the batch's newest."""
+    kl: KLConfig = KLConfig()
+    value: ValueConfig = ValueConfig()
+    guard: GuardConfig = GuardConfig()
+    overlong: OverlongConfig = OverlongConfig()
+    trust_region: TrustRegionConfig = TrustRegionConfig()
+    by_source: dict[str, AlgorithmConfig] = Field(default_factory=dict)
+    """Another algorithm, whole, for tasks of a source by its name. Sources weigh by their episodes."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_preset(cls, given: Any) -> Any:
+        """What is written goes over the preset, and that over what suits the advantage and the loss."""
+        given = spelt_out(cls, given)
+        if not isinstance(given, Mapping) or str(given.get("name", "grpo")) not in PRESETS:
+            return given
+        preset = {"advantage": "grpo", "loss": "ppo"} | PRESETS[str(given.get("name", "grpo"))]
+        chosen = preset | dict(given)
+        suits = dict(preset)
+        for key, table in (("advantage", BY_ADVANTAGE), ("loss", BY_LOSS)):
+            row = table.get(str(chosen[key]), {})
+            suits = row | suits if chosen[key] == preset[key] else suits | row
+        reads = reads_of(chosen)
+        return {key: value for key, value in suits.items() if key in reads} | dict(given)
+
+    @model_validator(mode="after")
+    def _no_setting_in_vain(self) -> AlgorithmConfig:
+        reads = reads_of({name: getattr(self, name) for name in type(self).model_fields})
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if name not in reads and value != field.get_default(call_default_factory=True):
+                raise ValueError(self._in_vain(name, value))
+        return self
+
+    def _in_vain(self, name: str, value: Any) -> str:
+        shown = "" if isinstance(value, Config | dict) else f"={value}"
+        credited = "advantage" in LOSS_READS[self.loss]
+        mine = f"advantage={self.advantage} and loss={self.loss}" if credited else f"loss={self.loss}"
+        by_loss = [key for key, read in LOSS_READS.items() if name in read]
+        by_advantage = [key for key, read in ADVANTAGE_READS.items() if name in read]
+        if name in SWITCHED:
+            instead = SWITCHED[name]
+        elif by_loss:
+            instead = f"loss={any_of(by_loss)}"
+        else:
+            instead = f"advantage={any_of(by_advantage)}" + ("" if credited else " and a loss that reads it, as ppo")
+        return f"{name}{shown} is not read with {mine}. Leave it out, or write {instead}."
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> AlgorithmConfig:
+        if self.anchor == "rollout" and self.guard.kind != "none":
+            raise ValueError(
+                f"guard={self.guard.kind} makes up for the gap between rollout and learner, and anchor=rollout would "
+                "do so again. Leave anchor out."
+            )
+        if self.loss == "a2c" and self.advantage != "gae":
+            raise ValueError(f"loss=a2c has a critic, advantage={self.advantage} none. Write advantage=gae or loss=pg.")
+        if self.advantage == "maxrl" and self.kl.where == "reward":
+            raise ValueError(
+                "advantage=maxrl divides by the mean reward, which a penalty could turn. Write where=loss."
+            )
+        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
+            raise ValueError(f"dual_clip={self.dual_clip:g} must be above 1 + clip_high = {1 + self.clip_high:g}.")
+        for source, other in self.by_source.items():
+            if other.by_source:
+                raise ValueError(f"by_source.{source} has a by_source of its own. Write its sources beside it.")
+            if "trpo" in (self.loss, other.loss) and self.loss != other.loss:
+                raise ValueError("loss=trpo takes the step of the whole batch. Write it for every source or for none.")
+        return self
+
+    @property
+    def compares(self) -> bool:
+        """Whether an episode alone in its group would learn nothing."""
+        if self.loss in ("dpo", "ipo"):
+            return True
+        return self.baseline == "mean" and self.advantage in COMPARES and "advantage" in LOSS_READS[self.loss]
+
+    @property
+    def against(self) -> Literal["rollout", "proximal"]:
+        """The policy that ratios are taken against."""
+        if self.anchor != "auto":
+            return self.anchor
+        return "proximal" if self.guard.kind != "none" else "rollout"
+
+
+ALWAYS = frozenset({"name", "loss", "overlong", "by_source"})
+
+SWITCHED = {
+    "split_ratio": "split=geometric",
+    "fixed_length": "aggregation=fixed",
+    "sequence": "loss=gspo or a guard with level=sequence",
+}
+"""Settings that another setting switches on."""
+
+
+def any_of(names: Sequence[str]) -> str:
+    """Names as words: `a, b or c`."""
+    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def reads_of(settings: Mapping[str, Any]) -> set[str]:
+    """The settings that count, given `advantage`, `loss` and those that switch others on."""
+    reads = set(ALWAYS | LOSS_READS.get(str(settings["loss"]), frozenset()))
+    if "advantage" in reads:
+        reads |= ADVANTAGE_READS.get(str(settings["advantage"]), frozenset())
+    guard = settings.get("guard")
+    level = guard.get("level") if isinstance(guard, Mapping) else getattr(guard, "level", None)
+    if "guard" in reads and level == "sequence":
+        reads.add("sequence")
+    if "split" in reads and settings.get("split") == "geometric":
+        reads.add("split_ratio")
+    if "aggregation" in reads and settings.get("aggregation") == "fixed":
+        reads.add("fixed_length")
+    return reads

@@ -1,0 +1,290 @@
+"""Presets as whole algorithms: what they need, what they keep, what they count, and that batches may be split."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+from algorithm_batches import batch_of, episode, group, pick, random_groups, said, terms_of
+
+from arborl.algorithms import ADVANTAGES, LOSSES, PRESETS, BySource, Needs, Recipe, make_algorithm
+from arborl.config.algorithm import AlgorithmConfig
+from arborl.config.presets import ADVANTAGE_READS, LOSS_READS
+from arborl.rollout.tree import plant
+from arborl.types import Finish, Group, Terms
+
+NAN, INF = float("nan"), float("inf")
+
+
+def playable(name: str, seed: int = 0, source: str = "") -> list[Group]:
+    """Groups that every preset can learn from."""
+    groups = random_groups(seed, source=source)
+    if name in ("maxrl", "sft", "kto"):
+        for g in groups:
+            for i, e in enumerate(g.episodes):
+                e.rewards = {"r": float(i % 2)}
+    return groups
+
+
+def total(algorithm, logprob: torch.Tensor, terms: Terms, parts: list[np.ndarray]) -> tuple[float, list[float]]:
+    """Loss and its gradient by log-probability, over a batch handed in parts that each hold whole groups."""
+    batch, new, value = batch_of(terms), logprob.clone().requires_grad_(), 0.0
+    for numbers in parts:
+        rows = torch.from_numpy(np.flatnonzero(np.isin(terms.tree, numbers)))
+        part, whole = pick(batch, rows), said(new)
+        models = dataclasses.replace(whole, logprob_M=new[rows], entropy_M=whole.entropy_M[rows])
+        models = dataclasses.replace(models, value_M=whole.value_M[rows])
+        if algorithm.whole:
+            part = dataclasses.replace(part, sequence_M=algorithm.prepare(new[rows].detach(), part))
+        loss, seen = algorithm.loss(models, part)
+        assert loss.shape == (len(rows),)
+        assert all(vector.shape == (len(rows),) and not vector.requires_grad for vector in seen.values())
+        (loss * part.weight_M).sum().backward()
+        value += float((loss * part.weight_M).sum().detach())
+    return value, new.grad.tolist()
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_every_preset_learns_something_and_does_not_mind_how_the_batch_is_split(name):
+    algorithm = make_algorithm(AlgorithmConfig(name=name))
+    groups = algorithm.keep(playable(name))
+    terms = algorithm.credit(groups, terms_of(groups))
+    assert np.isfinite(terms.advantage).all()
+    assert np.isfinite(terms.weight).all()
+    assert np.isfinite(terms.target).all() == algorithm.needs.value
+    now = torch.from_numpy(terms.logprob) + 0.05
+    whole, slopes = total(algorithm, now, terms, [np.arange(len(groups))])
+    split, again = total(algorithm, now, terms, [np.array([2]), np.array([0]), np.array([1])])
+    assert np.isfinite(whole)
+    assert any(slopes)
+    assert split == pytest.approx(whole, abs=1e-12)
+    assert again == pytest.approx(slopes, abs=1e-12)
+
+
+def test_tables_and_configuration_name_the_same_things():
+    assert set(ADVANTAGES) == set(ADVANTAGE_READS)
+    assert set(LOSSES) == set(LOSS_READS)
+    names = AlgorithmConfig.model_fields
+    assert set(PRESETS) == set(names["name"].annotation.__args__)
+    assert set(ADVANTAGES) == set(names["advantage"].annotation.__args__)
+    assert set(LOSSES) == set(names["loss"].annotation.__args__)
+    assert set().union(*ADVANTAGE_READS.values(), *LOSS_READS.values()) <= set(names)
+
+
+@pytest.mark.parametrize(
+    ("settings", "needs"),
+    [
+        ({}, Needs()),
+        ({"kl": {"coef": 0.1}}, Needs(reference=True)),
+        ({"kl": {"coef": 0.1, "where": "reward"}}, Needs(reference=True)),
+        ({"name": "ppo", "entropy_coef": 0.01}, Needs(value=True, entropy=True)),
+        ({"name": "a2c"}, Needs(value=True)),
+        ({"name": "remax"}, Needs(greedy=True)),
+        ({"name": "decoupled_ppo"}, Needs(proximal=True)),
+        ({"anchor": "proximal"}, Needs(proximal=True)),
+        ({"guard": "tis"}, Needs(proximal=True)),
+        ({"name": "dpo"}, Needs(reference=True)),
+        ({"name": "distill"}, Needs(reference=True)),
+        ({"name": "sft"}, Needs()),
+    ],
+    ids=str,
+)
+def test_an_algorithm_asks_for_exactly_what_it_reads(settings, needs):
+    algorithm = make_algorithm(AlgorithmConfig(**settings))
+    assert algorithm.needs == needs
+    groups = algorithm.keep(playable(settings.get("name", "grpo")))
+    terms = terms_of(groups)
+    unknown = {
+        name: np.full(len(terms), np.nan) for name in ("proximal", "reference", "value") if not getattr(needs, name)
+    }
+    terms = algorithm.credit(groups, dataclasses.replace(terms, **unknown))
+    value, slopes = total(algorithm, torch.from_numpy(terms.logprob), terms, [np.arange(len(groups))])
+    assert np.isfinite([value, *slopes]).all()
+
+
+def test_only_sequence_losses_need_whole_sequences_and_only_trpo_a_trust_region():
+    assert {name for name in PRESETS if make_algorithm(AlgorithmConfig(name=name)).whole} == {
+        "gspo",
+        "dpo",
+        "ipo",
+        "kto",
+    }
+    regions = {name: make_algorithm(AlgorithmConfig(name=name)).trust_region for name in PRESETS}
+    assert {name for name, region in regions.items() if region} == {"trpo"}
+    assert make_algorithm(AlgorithmConfig(name="trpo", trust_region={"max_kl": 0.5})).trust_region.max_kl == 0.5
+
+
+def test_gspo_over_calls_has_a_ratio_for_each_call():
+    groups = [group(episode(turns=[0.0, 1.0], tokens=[1, 2]), episode(turns=[0.0], tokens=1))]
+    terms = terms_of(groups)
+    now = torch.from_numpy(terms.logprob) + torch.tensor([0.1, 0.2, 0.4, 0.7]).double()
+    gaps = {}
+    for sequence in ("episode", "call"):
+        algorithm = Recipe(AlgorithmConfig(name="gspo", sequence=sequence))
+        gaps[sequence] = algorithm.prepare(now, batch_of(algorithm.credit(groups, terms))).tolist()
+    assert gaps["episode"] == pytest.approx([0.7 / 3] * 3 + [0.7])
+    assert gaps["call"] == pytest.approx([0.1, 0.3, 0.3, 0.7])
+
+
+# ------------------------------------------------------------------------------------------------ bad input
+
+
+def test_flat_groups_are_skipped_only_when_asked():
+    flat, live = group(episode(1.0), episode(1.0)), group(episode(1.0), episode(0.0))
+    dead = group(episode(1.0, failed=True), episode(0.0, failed=True))
+    algorithm = Recipe(AlgorithmConfig())
+    assert algorithm.keep([flat, live, dead]) == [live]
+    assert algorithm.metrics() == {"dropped/empty_group": 1.0, "dropped/failed": 2.0, "dropped/zero_variance": 1.0}
+    assert Recipe(AlgorithmConfig(skip_zero_variance=False)).keep([flat, live, dead]) == [flat, live]
+    assert Recipe(AlgorithmConfig(baseline="none")).keep([flat, live, dead]) == [flat, live]
+    assert Recipe(AlgorithmConfig(name="reinforce")).keep([flat, live, dead]) == [flat, live]
+
+
+def test_flat_means_what_the_advantage_compares():
+    traded = group(episode(rewards={"a": 1.0, "b": 0.0}), episode(rewards={"a": 0.0, "b": 1.0}))
+    assert Recipe(AlgorithmConfig()).keep([traded]) == []
+    assert Recipe(AlgorithmConfig(name="gdpo")).keep([traded]) == [traded]
+    slow = group(episode(turns=[0.0, 1.0], states=["s", "m"]), episode(turns=[1.0], states=["s"]))
+    assert Recipe(AlgorithmConfig()).keep([slow]) == []
+    assert Recipe(AlgorithmConfig(name="gigpo")).keep([slow]) == [slow]
+    assert Recipe(AlgorithmConfig(name="starpo", gamma=0.9)).keep([slow]) == [slow]
+    assert Recipe(AlgorithmConfig(name="step_reinforce")).keep([slow]) == [slow]
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_rewards_that_are_no_numbers_leave_their_episode_out_and_are_counted(name, bad):
+    algorithm = make_algorithm(AlgorithmConfig(name=name))
+    groups = [group(episode(bad), episode(1.0), episode(0.0), greedy=0.5), group(episode(bad), greedy=0.5)]
+    kept = algorithm.keep(groups)
+    assert algorithm.metrics()["dropped/reward_not_finite"] == 2.0
+    assert algorithm.metrics()["dropped/empty_group"] == 1.0
+    assert len(kept) == 1
+    terms = algorithm.credit(kept, terms_of(kept))
+    assert np.isfinite(terms.advantage).all()
+    assert len(groups[0].episodes) == 3  # the groups given are not touched
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_nothing_to_learn_from_is_an_empty_batch_and_no_error(name):
+    algorithm = make_algorithm(AlgorithmConfig(name=name))
+    silent = episode(1.0, tokens=0)
+    hopeless = [
+        group(),
+        group(episode(1.0, failed=True), episode(0.0, failed=True), greedy=0.0),
+        group(silent, episode(0.0, tokens=0), greedy=0.0),
+        group(episode(NAN), greedy=0.0),
+    ]
+    assert algorithm.keep(hopeless) == []
+    assert algorithm.keep([]) == []
+    terms = algorithm.credit([], plant([]).terms)
+    assert len(terms) == len(terms.advantage) == len(terms.weight) == 0
+
+
+def test_groups_that_an_advantage_cannot_use_are_counted():
+    remax = Recipe(AlgorithmConfig(name="remax"))
+    assert remax.keep([group(episode(1.0)), group(episode(1.0), greedy=NAN)]) == []
+    assert remax.metrics() == {"dropped/no_greedy": 2.0}
+    maxrl = Recipe(AlgorithmConfig(name="maxrl"))
+    assert maxrl.keep([group(episode(1.0), episode(-1.0))]) == []
+    assert maxrl.metrics() == {"dropped/negative_reward": 1.0}
+    sft = Recipe(AlgorithmConfig(name="sft", reward_threshold=0.9))
+    (kept,) = sft.keep([group(episode(1.0), episode(0.5)), group(episode(0.1))])
+    assert [e.reward for e in kept.episodes] == [1.0]
+    assert sft.metrics() == {"dropped/below_threshold": 2.0, "dropped/empty_group": 1.0}
+
+
+def test_an_episode_that_sampled_nothing_still_counts_in_the_mean():
+    groups = [group(episode(1.0, tokens=1), episode(0.0, tokens=0))]
+    terms = Recipe(AlgorithmConfig()).credit(groups, terms_of(groups))
+    assert terms.advantage.tolist() == [0.5]
+    assert terms.weight.tolist() == [1.0]
+
+
+# ------------------------------------------------------------------------------------------------ by source
+
+BOTH = AlgorithmConfig(
+    name="grpo",
+    by_source={"chat": AlgorithmConfig(name="dpo"), "game": {"name": "gigpo", "loss": "gspo", "aggregation": "token"}},
+)
+
+
+def mixed() -> list[Group]:
+    sources = ["game", "", "chat", "game", "unheard of"]
+    return [random_groups(seed, 1, source=source)[0] for seed, source in enumerate(sources)]
+
+
+def test_each_source_has_its_own_algorithm_and_weighs_by_its_episodes():
+    algorithm = make_algorithm(BOTH)
+    assert isinstance(algorithm, BySource)
+    assert algorithm.whole
+    assert algorithm.needs == Needs(reference=True)
+    groups = algorithm.keep(mixed())
+    assert [g.task.source for g in groups] == ["game", "", "chat", "game", "unheard of"]
+    terms = terms_of(groups)
+    found = algorithm.credit(groups, terms)
+    for places, config in (
+        ((0, 3), BOTH.by_source["game"]),
+        ((1, 4), AlgorithmConfig()),
+        ((2,), BOTH.by_source["chat"]),
+    ):
+        own = [groups[place] for place in places]
+        rows = np.flatnonzero(np.isin(terms.tree, places))
+        alone = terms_of(own)
+        columns = ("logprob", "proximal", "reference", "value")
+        alone = dataclasses.replace(alone, **{name: getattr(terms, name)[rows] for name in columns})
+        expected = Recipe(config).credit(own, alone)
+        share = sum(len(g.episodes) for g in own) / sum(len(g.episodes) for g in groups)
+        assert found.advantage[rows] == pytest.approx(expected.advantage)
+        assert found.weight[rows] == pytest.approx(expected.weight * share)
+
+
+def test_a_mixed_batch_may_be_split_too():
+    algorithm = make_algorithm(BOTH)
+    groups = algorithm.keep(mixed())
+    terms = algorithm.credit(groups, terms_of(groups))
+    now = torch.from_numpy(terms.logprob) + 0.05
+    whole = total(algorithm, now, terms, [np.arange(5)])
+    split = total(algorithm, now, terms, [np.array([4, 1]), np.array([0]), np.array([2, 3])])
+    assert split[0] == pytest.approx(whole[0], abs=1e-12)
+    assert split[1] == pytest.approx(whole[1], abs=1e-12)
+    assert all(np.abs(np.array(whole[1])[terms.tree == number]).max() > 0 for number in range(5))
+
+
+def test_what_a_source_logs_is_the_mean_over_its_own_terms():
+    algorithm = make_algorithm(AlgorithmConfig(by_source={"game": {"name": "grpo", "clip_high": 0.3}}))
+    groups = [random_groups(1, 1, source="game")[0], random_groups(2, 1)[0]]
+    terms = algorithm.credit(groups, terms_of(groups))
+    new = torch.from_numpy(terms.logprob) + torch.from_numpy(np.where(terms.tree == 0, 0.1, 0.2))
+    _, seen = algorithm.loss(said(new), batch_of(terms))
+    assert seen["source/game/policy/ratio"].mean().item() == pytest.approx(np.exp(0.1))
+    assert seen["source/other/policy/ratio"].mean().item() == pytest.approx(np.exp(0.2))
+
+
+def test_counts_and_memory_of_all_sources_are_kept():
+    algorithm = make_algorithm(AlgorithmConfig(by_source={"duel": "rae"}))
+    groups = [group(episode(1.0), source="duel", role="x"), group(episode(1.0), episode(1.0)), group(episode(NAN))]
+    kept = algorithm.keep(groups)
+    assert len(kept) == 1
+    metrics = algorithm.metrics()
+    assert metrics["dropped/zero_variance"] == 1.0
+    assert metrics["source/other/dropped/reward_not_finite"] == 1.0
+    algorithm.credit(kept, terms_of(kept))
+    saved = json.loads(json.dumps(algorithm.state()))
+    assert saved == {"": {}, "duel": {"baselines": {"duel/x": 1.0}}}
+    fresh = make_algorithm(AlgorithmConfig(by_source={"duel": "rae"}))
+    fresh.load_state(saved)
+    assert fresh.state() == saved
+
+
+def test_an_episode_cut_short_is_told_by_its_last_reply():
+    algorithm = Recipe(AlgorithmConfig(overlong={"filter": True}))
+    talked = episode(turns=[0.0, 1.0])
+    assert algorithm.keep([group(talked, episode(0.0))])[0].episodes[0] is talked
+    talked.calls[-1] = dataclasses.replace(
+        talked.calls[-1], completion=dataclasses.replace(talked.calls[-1].completion, finish=Finish.LENGTH)
+    )
+    assert algorithm.keep([group(talked, episode(0.0), episode(0.5))])[0].episodes[0] is not talked
