@@ -60,7 +60,7 @@ def test_calls_are_answered_by_tools_and_the_rest_by_the_environment():
     for before, after in zip(model.prompts, model.prompts[1:], strict=False):
         assert after[: len(before)] == before
     assert all(tools == (double.spec,) for tools in model.tools)
-    assert model.counts == {"tool/calls": 2}
+    assert model.counts == {"tool/used": 1, "tool/calls": 2}
 
 
 def test_failures_are_counted_by_kind_and_read_by_the_model():
@@ -68,6 +68,7 @@ def test_failures_are_counted_by_kind_and_read_by_the_model():
     model = Script(says("", *calls), says("a"), says("b"))
     asyncio.run(ToolAgent([double]).run(Task("t"), TwoAnswers(), model))
     assert model.counts == {
+        "tool/used": 1,
         "tool/calls": 3,
         "tool/failed": 3,
         "tool/unknown_tool": 1,
@@ -84,7 +85,7 @@ def test_after_the_last_round_the_message_goes_to_the_environment_as_it_is():
     asyncio.run(ToolAgent([double], max_tool_rounds=2).run(Task("t"), env, model))
     assert env.heard == [again, again]
     assert len(model.prompts) == 6
-    assert model.counts == {"tool/calls": 4}
+    assert model.counts == {"tool/used": 1, "tool/calls": 4}
 
 
 def test_without_rounds_it_is_a_chat_agent():

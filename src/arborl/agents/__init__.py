@@ -1,6 +1,8 @@
 """Agents: any async program that calls the model. An agent owns the prompt; recording and training are not its job.
 
-Start with `agent.py` (the two protocols), then `chat.py` (the plain loop), then `tool.py` (the loop with tools).
+Start with `agent.py` (the two protocols), then `chat.py` (the plain loop), then `rounds.py` (working before
+acting) and what is built on it: `tool.py`, `code.py`, `react.py`. `context.py` says how a past is edited, `statelm.py` is
+the agent whose model does so.
 """
 
 from arborl.agents.agent import Agent, FunctionAgent, Model
@@ -10,6 +12,9 @@ AGENTS = Registry(
     "agent",
     {
         "chat": "arborl.agents.chat:ChatAgent",
+        "code": "arborl.agents.code:CodeAgent",
+        "react": "arborl.agents.react:ReactAgent",
+        "statelm": "arborl.agents.statelm:StateLM",
         "tool": "arborl.agents.tool:ToolAgent",
     },
 )

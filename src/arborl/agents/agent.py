@@ -15,8 +15,13 @@ class Model(Protocol):
     Raises `ContextFull` when the messages leave no room to sample; let it pass, it ends the episode cleanly.
     """
 
-    async def chat(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> Message:
-        """Sample the assistant's next message. The messages may extend the last call's, or be edited at will."""
+    async def chat(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), *, stop: Sequence[str] = ()
+    ) -> Message:
+        """Sample the assistant's next message. The messages may extend the last call's, or be edited at will.
+
+        Texts in `stop` end it as soon as they have been written; they are part of it.
+        """
         ...
 
     def count(self, metrics: Metrics) -> None:

@@ -5,58 +5,46 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from arborl.agents.agent import Agent, Model
-from arborl.envs.env import Env
-from arborl.tools.tool import Tool
+from arborl.agents.agent import Model
+from arborl.agents.rounds import Act, RoundsAgent, answer, count
+from arborl.tools.context import Context
+from arborl.tools.tool import AnyTool
 from arborl.tools.toolbox import Toolbox
-from arborl.types import Message, Task, ToolCall, ToolResult
+from arborl.types import Message
 
 
-class ToolAgent(Agent):
-    """Lets the model call tools before it acts.
+class ToolAgent(RoundsAgent):
+    """Lets the model call tools, in its own format, before it acts. The calls of one message run at once.
+
+    A call of a terminal tool that works ends the episode, and what the tool returned is the answer.
 
     Args:
         tools: what it may call.
         max_tool_rounds: messages with calls that are answered before one step of the environment; the message after
-            that goes to the environment as it is.
+            that goes to the environment as it is, unless it calls a terminal tool.
+        max_calls: calls of one message that are run; those beyond are answered with that.
     """
 
-    def __init__(self, tools: Sequence[Tool | Callable[..., Any]] = (), max_tool_rounds: int = 8):
-        if max_tool_rounds < 0:
-            raise ValueError(f"max_tool_rounds={max_tool_rounds}: give 0 or more")
-        self.toolbox = Toolbox(tools)
-        self.max_tool_rounds = max_tool_rounds
+    def __init__(
+        self, tools: Sequence[AnyTool | Callable[..., Any]] = (), max_tool_rounds: int = 8, max_calls: int = 16
+    ):
+        super().__init__(max_tool_rounds)
+        self.toolbox = Toolbox(tools, max_calls)
 
-    async def run(self, task: Task, env: Env, model: Model) -> None:
-        observation = await env.reset(task, task.seed)
-        messages = list(observation.messages)
-        while True:
-            message = await self._act(messages, model)
-            step = await env.step(message)
-            if step.over:
-                return
-            messages += [message, *step.observation.messages]
-
-    async def _act(self, messages: list[Message], model: Model) -> Message:
-        """The model's next message to the environment; the rounds with tools before it are added to `messages`."""
-        for _ in range(self.max_tool_rounds):
-            message = await model.chat(messages, self.toolbox.specs)
-            if not message.tool_calls:
-                return message
-            results = await self.toolbox.run(message.tool_calls)
-            count(results, model)
-            messages += [message, *map(answer, message.tool_calls, results)]
+    async def ask(self, messages: Sequence[Message], model: Model) -> Message:
         return await model.chat(messages, self.toolbox.specs)
 
-
-def answer(call: ToolCall, result: ToolResult) -> Message:
-    """A tool's result as the message the model reads."""
-    return Message("tool", result.content, tool_call_id=call.id, name=call.name)
-
-
-def count(results: Sequence[ToolResult], model: Model) -> None:
-    """Add these results to the episode's metrics: all, those that failed, and the failures by kind."""
-    for result in results:
-        model.count({"tool/calls": 1.0})
-        if not result.ok:
-            model.count({"tool/failed": 1.0, f"tool/{result.kind}": 1.0})
+    async def work(self, message: Message, context: Context, model: Model, last: bool) -> Act | list[Message]:
+        calls = message.tool_calls
+        if last:
+            calls = tuple(call for call in calls if self.toolbox.is_terminal(call))
+        if not calls:
+            return Act(message, message)
+        results = await self.toolbox.run(calls, context)
+        count(results, context, model)
+        for call, result in zip(calls, results, strict=True):
+            if self.toolbox.ends(call, result):
+                return Act(message, Message("assistant", result.content), ends=True)
+        if last:
+            return Act(message, message)
+        return list(map(answer, calls, results))

@@ -33,6 +33,9 @@ class Branch:
     tokens: tuple[int, ...]
 
 
+START = Branch("", ())
+
+
 class Conversations:
     """The branches of one episode; any number of conversations may be interleaved.
 
@@ -52,11 +55,21 @@ class Conversations:
     def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> Prompt:
         """The ids to sample from, for these messages."""
         text = self.renderer.text(messages, tools)
-        begun = [branch for branch in self._branches if text.startswith(branch.text)]
-        # Of equally long ones the latest: an agent that asks twice goes on from its second answer.
-        branch = max(reversed(begun), key=lambda branch: len(branch.text), default=Branch("", ()))
+        branch = self._begun(text)
         rest = self._encode(text[len(branch.text) :], after=branch.tokens)
         return Prompt((*branch.tokens, *rest), text, reused=len(branch.tokens))
+
+    def _begun(self, text: str) -> Branch:
+        """The longest branch that this text goes on from.
+
+        Of equally long ones the latest: an agent that asks twice goes on from its second answer. The latest is nearly
+        always the one, so the others are told apart by their length alone.
+        """
+        best = START
+        for branch in reversed(self._branches):
+            if len(branch.text) > len(best.text) and text.startswith(branch.text):
+                best = branch
+        return best
 
     def sampled(self, prompt: Prompt, completion: Completion) -> None:
         """Record what the model answered to `prompt`. Earlier branches stay: a later prompt may leave from them."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from arborl.chat.parsers import HermesParser, Parser
+from arborl.chat.formats import Parser, choose
 from arborl.chat.template import Template
 from arborl.chat.tokenizer import FileTokenizer, Tokenizer
 from arborl.errors import ConfigError
@@ -33,14 +33,21 @@ class Renderer:
     """Ids that end a completion; give them to the engine as `Sampling.stop`."""
 
     @classmethod
-    def from_folder(cls, folder: str | Path, parser: Parser | None = None) -> Renderer:
-        """From a model folder in Hugging Face's layout; tool calls are Hermes' unless another parser is given."""
+    def from_folder(cls, folder: str | Path, tool_format: Parser | str = "auto") -> Renderer:
+        """From a model folder in Hugging Face's layout.
+
+        Args:
+            folder: of the model.
+            tool_format: how it writes tool calls: a parser, a name from `PARSERS`, or `auto` for what its chat template
+                shows it.
+        """
         tokenizer = FileTokenizer(folder)
         sources = tokenizer.chat_templates
         template = Template(
             sources["default"], tokenizer.bos_token, tokenizer.eos_token, with_tools=sources.get("tool_use")
         )
-        return cls(tokenizer, template, parser or HermesParser(), _stop(tokenizer))
+        parser = choose(tool_format, sources.values()) if isinstance(tool_format, str) else tool_format
+        return cls(tokenizer, template, parser, _stop(tokenizer))
 
     def text(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> str:
         """The conversation as the model is shown it, up to where its answer begins."""

@@ -51,19 +51,20 @@ class Template:
         self._with_tools = self._plain if with_tools is None else _compile(environment, with_tools)
         # A token that does not exist must stay undefined: None would be rendered as the text "None".
         named = {"bos_token": bos_token, "eos_token": eos_token}
-        self._tokens = {name: token for name, token in named.items() if token is not None}
+        self._always = {name: token for name, token in named.items() if token is not None} | {"documents": None}
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec], generation: bool) -> str:
         """The conversation's text; `generation` adds what comes before the assistant's next message."""
         template = self._with_tools if tools else self._plain
-        try:
-            return template.render(
-                messages=[as_dict(message) for message in messages],
-                tools=[describe(tool) for tool in tools] or None,
-                documents=None,
-                add_generation_prompt=generation,
-                **self._tokens,
-            )
+        known = {
+            **template.globals,
+            **self._always,
+            "messages": [as_dict(message) for message in messages],
+            "tools": [describe(tool) for tool in tools] or None,
+            "add_generation_prompt": generation,
+        }
+        try:  # what `template.render(**known)` does, without looking each global up in a chain of tables
+            return "".join(template.root_render_func(template.new_context(known, shared=True)))
         except jinja2.TemplateError as error:
             roles = ", ".join(message.role for message in messages)
             raise ValueError(f"the chat template refused the messages ({roles}): {error}") from error
@@ -100,10 +101,20 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+DICT = frozenset(dir(dict))
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """`message.role` is nearly always a key of a dict; Jinja looks for an attribute first, which costs an exception."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if type(obj) is dict and attribute not in DICT:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        return super().getattr(obj, attribute)
+
+
 def _environment(now: datetime) -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-    )
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = now.strftime
@@ -112,7 +123,9 @@ def _environment(now: datetime) -> ImmutableSandboxedEnvironment:
 
 def _compile(environment: ImmutableSandboxedEnvironment, source: str) -> jinja2.Template:
     try:
-        return environment.from_string(source)
+        template = environment.from_string(source)
+        template.globals = dict(template.globals)
+        return template
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(f"the chat template is not valid Jinja, line {error.lineno}: {error.message}") from error
 

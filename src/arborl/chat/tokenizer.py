@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
 import tokenizers
 
 from arborl.errors import ConfigError
+
+
+REMEMBERED = 8192
+"""Texts whose ids are kept, and lists of ids whose text is; the least recently used leave first."""
+SHORT_TEXT, SHORT_IDS = 2048, 64
+"""Longer ones are not kept."""
 
 
 class Tokenizer(Protocol):
@@ -63,12 +69,24 @@ class FileTokenizer:
         self._special = _read_json(self.folder / "special_tokens_map.json")
         self.bos_token = self._named("bos_token")
         self.eos_token = self._named("eos_token")
+        # Siblings of a group are shown the same states, and say the same things.
+        self._known_ids = lru_cache(REMEMBERED)(self._encode)
+        self._known_text = lru_cache(REMEMBERED)(self._decode)
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return list((self._known_ids if len(text) <= SHORT_TEXT else self._encode)(text))
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        return (self._known_text if len(ids) <= SHORT_IDS else self._decode)(tuple(ids))
+
+    def __reduce__(self) -> tuple[type[FileTokenizer], tuple[Path]]:
+        return FileTokenizer, (self.folder,)  # what is remembered stays where it is
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def _decode(self, ids: tuple[int, ...]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def token_id(self, text: str) -> int | None:
         return self._tokenizer.token_to_id(text)

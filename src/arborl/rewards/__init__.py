@@ -5,14 +5,21 @@ costing more than its episode.
 """
 
 from arborl.registry import Registry
-from arborl.rewards.reward import Reward, Rewards, reward
+from arborl.rewards.reward import GroupReward, Reward, Rewards, reward
 
 REWARDS = Registry(
     "reward",
     {
+        "choice": "arborl.rewards.choice:Choice",
+        "code_tests": "arborl.rewards.code:CodeTests",
+        "efficient": "arborl.rewards.efficiency:Efficient",
         "env": "arborl.rewards.rules:environment",
+        "equal": "arborl.rewards.numbers:Equal",
         "exact": "arborl.rewards.rules:exact",
+        "format": "arborl.rewards.format:Format",
+        "judge": "arborl.rewards.judge:Judge",
+        "short_answer": "arborl.rewards.choice:ShortAnswer",
     },
 )
 
-__all__ = ["REWARDS", "Reward", "Rewards", "reward"]
+__all__ = ["REWARDS", "GroupReward", "Reward", "Rewards", "reward"]

@@ -13,7 +13,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
-from typing import Any, Protocol, overload
+from typing import Any, Protocol, overload, runtime_checkable
 
 from arborl.errors import EpisodeError, boundary
 from arborl.types import Episode, Group
@@ -26,6 +26,19 @@ class Reward(Protocol):
 
     async def __call__(self, episode: Episode) -> float | dict[str, float]:
         """A finite number; or several by name, which are added up."""
+        ...
+
+
+@runtime_checkable
+class GroupReward(Protocol):
+    """A reward that also looks across the episodes of a task, once each of them has its own number."""
+
+    async def __call__(self, episode: Episode) -> float:
+        """The episode's own number."""
+        ...
+
+    def across(self, episodes: Sequence[Episode], values: Sequence[float]) -> Sequence[float]:
+        """What each episode gets in the end, given the numbers of all that survived."""
         ...
 
 
@@ -107,7 +120,7 @@ class Rewards:
     """
 
     def __init__(self, rewards: Sequence[tuple[str, Reward, float]], seconds: float):
-        self.rewards = [(name, reward(r) if inspect.isfunction(r) else r, weight) for name, r, weight in rewards]
+        self.rewards = [(name, as_reward(one), weight) for name, one, weight in rewards]
         self.seconds = seconds
 
     async def score(self, groups: Sequence[Group]) -> None:
@@ -116,7 +129,27 @@ class Rewards:
         An environment that knows what success is has set it; elsewhere an episode succeeded when its rewards, weighted
         and added up, reach 1.
         """
-        await asyncio.gather(*(self._score(episode) for group in groups for episode in group.survivors))
+        await asyncio.gather(*(self._score_group(group) for group in groups))
+
+    async def _score_group(self, group: Group) -> None:
+        await asyncio.gather(*(self._score(episode) for episode in group.survivors))
+        for name, one, weight in self.rewards:
+            if isinstance(one, GroupReward):
+                await self._compare(name, one, weight, group.survivors)
+        for episode in group.survivors:
+            episode.metrics.setdefault("success", float(episode.reward >= 1))
+
+    async def _compare(self, name: str, one: GroupReward, weight: float, episodes: Sequence[Episode]) -> None:
+        """Let a reward look at all episodes of the task. One that raises there costs them all."""
+        try:
+            async with boundary(f"reward {name!r}", self.seconds):
+                values = one.across(episodes, [episode.rewards[name] for episode in episodes])
+                scaled = [weight * numbers(name, value)[name] for value in values]
+                for episode, value in zip(episodes, scaled, strict=True):
+                    episode.rewards[name] = value
+        except EpisodeError as error:
+            for episode in episodes:
+                log.warning("episode %s failed and is left out: %s", episode.id, episode.fail(error))
 
     async def _score(self, episode: Episode) -> None:
         asked = (self._ask(name, one, weight, episode) for name, one, weight in self.rewards)
@@ -126,14 +159,19 @@ class Rewards:
                 log.warning("episode %s failed and is left out: %s", episode.id, episode.fail(answer))
                 return
             episode.rewards.update(answer)
-        episode.metrics.setdefault("success", float(episode.reward >= 1))
 
     async def _ask(self, name: str, one: Reward, weight: float, episode: Episode) -> dict[str, float] | EpisodeError:
+        weight = 1.0 if isinstance(one, GroupReward) else weight  # its weight is applied when it has seen the group
         try:
             async with boundary(f"reward {name!r}", self.seconds):
                 return {key: weight * value for key, value in numbers(name, await one(episode)).items()}
         except EpisodeError as error:
             return error
+
+
+def as_reward(given: Any) -> Reward:
+    """A plain function as `@reward` would take it; a reward as it is."""
+    return reward(given) if inspect.isfunction(given) else given
 
 
 def numbers(name: str, value: Any) -> dict[str, float]:

@@ -1,0 +1,268 @@
+"""Tools under load: a thousand calls at once through server and client, the sandbox beside a bare process, the limiter.
+
+    python benchmarks/tools.py --case calls
+
+Cases: `calls` (calculator and python through `arborl tools serve`), `restart` (stateful calls, the server killed and
+started anew half-way), `sandbox` (what a lease and a run cost, beside `subprocess.run`), `limit` (what processes reach
+under one limit). One line a measurement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import httpx
+import numpy as np
+
+from arborl.sandbox import Pool, Sandbox, best_level
+from arborl.tools.client import ToolClient
+
+LEDGER = """
+import os, time
+from arborl.tools import tool
+
+@tool(stateful=True)
+def enter(line: str) -> str:
+    '''Write a line into the ledger.'''
+    with open(os.environ["LEDGER"], "a") as file:
+        file.write(line + chr(10))
+    time.sleep(0.02)
+    return line
+"""
+LIMIT = """
+import os, sys, time
+from arborl.tools.limit import LimitTimeout, RateLimit
+count, rate, burst, seconds = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
+folder = sys.argv[5]
+limit = RateLimit(60 * rate, burst, "load", folder=folder)
+begin = time.monotonic() + 0.02 * count + 0.2
+for number in range(count):
+    if os.fork() == 0:
+        stamps = []
+        time.sleep(max(begin - time.monotonic(), 0))
+        try:
+            while True:
+                stamps.append((limit.acquire_sync(timeout=begin + seconds - time.monotonic()), time.monotonic()))
+        except LimitTimeout:
+            pass
+        with open(f"{folder}/{number}.txt", "w") as file:
+            file.writelines(f"{granted!r} {seen!r}\\n" for granted, seen in stamps)
+        os._exit(0)
+for _ in range(count):
+    os.wait()
+"""
+
+
+class Server:
+    """`arborl tools serve` in a process of its own."""
+
+    def __init__(self, tools: str, **env: str):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url, self.tools, self.env = f"http://127.0.0.1:{self.port}", tools, {**os.environ, **env}
+        self.folder = tempfile.TemporaryDirectory()
+        self.start()
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "arborl", "tools", "serve", "--tools", self.tools, "--port", str(self.port)]
+        command += ["--journal", f"{self.folder.name}/journal"]
+        self.process = subprocess.Popen(command, env=self.env, stderr=subprocess.DEVNULL)
+
+    def wait(self) -> None:
+        while True:
+            try:
+                httpx.get(f"{self.url}/health")
+                return
+            except httpx.HTTPError:
+                time.sleep(0.05)
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+def say(case: str, **numbers: object) -> None:
+    about = {"machine": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()}
+    rounded = {name: round(value, 4) if isinstance(value, float) else value for name, value in numbers.items()}
+    print(json.dumps({"case": case, **rounded, **about}), flush=True)
+
+
+async def timed(calls: int, one: Callable[[int], Awaitable[object]]) -> tuple[float, list[float], list[object]]:
+    """All at once: the whole time, each one's time from the common start, and the results."""
+    start = time.perf_counter()
+
+    async def each(number: int) -> tuple[float, object]:
+        result = await one(number)
+        return time.perf_counter() - start, result
+
+    done = await asyncio.gather(*(each(number) for number in range(calls)))
+    return time.perf_counter() - start, [at for at, _ in done], [result for _, result in done]
+
+
+def calls(count: int) -> None:
+    server = Server("calculator,arborl.tools.library.python:python_once")
+    server.wait()
+
+    async def play() -> None:
+        client = ToolClient(server.url, concurrency=64)
+        await client.call("calculator", {"expression": "1"})
+
+        async def calculate(number: int) -> object:
+            return (await client.call("calculator", {"expression": f"{number}*7"})).content
+
+        whole, ends, results = await timed(count, calculate)
+        right = sum(result == str(7 * number) for number, result in enumerate(results))
+        report("calculator", count, whole, ends, right)
+        alone = [(await timed(1, calculate))[0] for _ in range(100)]
+        say("calculator alone", p50_ms=1e3 * float(np.median(alone)), p99_ms=1e3 * float(np.percentile(alone, 99)))
+
+        async def run(number: int) -> object:
+            return (await client.call("python", {"code": f"print({number} * 7)"})).content
+
+        whole, ends, results = await timed(count, run)
+        right = sum(result == str(7 * number) for number, result in enumerate(results))
+        report("python, a fresh sandbox each", count, whole, ends, right)
+        await client.close()
+
+    asyncio.run(play())
+    server.stop()
+
+
+def report(what: str, count: int, whole: float, ends: list[float], right: int) -> None:
+    p50, p99 = (float(np.percentile(ends, share)) for share in (50, 99))
+    say(
+        what,
+        calls=count,
+        right=right,
+        lost=count - right,
+        seconds=whole,
+        per_second=count / whole,
+        p50_s=p50,
+        p99_s=p99,
+    )
+
+
+def restart(count: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "ledger_tool.py").write_text(LEDGER)
+        ledger = Path(folder, "ledger")
+        server = Server("ledger_tool:enter", PYTHONPATH=folder, LEDGER=str(ledger))
+        server.wait()
+
+        async def play() -> tuple[float, list[float], list[object]]:
+            client = ToolClient(server.url, call_seconds=90)
+
+            async def enter(number: int) -> object:
+                return (await client.call("enter", {"line": str(number)})).kind
+
+            async def kill() -> None:
+                while not ledger.exists() or len(ledger.read_text().splitlines()) < count // 2:
+                    await asyncio.sleep(0.01)
+                server.stop()
+                server.start()
+
+            killer = asyncio.ensure_future(kill())
+            done = await timed(count, enter)
+            await killer
+            return done
+
+        whole, ends, kinds = asyncio.run(play())
+        server.stop()
+        lines = Counter(ledger.read_text().splitlines())
+        say(
+            "stateful, server killed half-way", calls=count, kinds=dict(Counter(kinds)), seconds=whole,
+            run=len(lines), run_twice=sum(n > 1 for n in lines.values()), p99_s=float(np.percentile(ends, 99)),
+        )  # fmt: skip
+
+
+def sandbox() -> None:
+    code, level = "print(6 * 7)", best_level()
+
+    def bare() -> None:
+        subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, check=True)
+
+    def fresh() -> None:
+        with Sandbox() as box:
+            assert box.run_sync(code).ok
+
+    pool = Pool(spare=4)
+    with Sandbox() as kept:
+        cases = {
+            "bare process": bare,
+            "sandbox, started for the call": fresh,
+            "sandbox, kept": lambda: kept.run_sync(code),
+        }
+        for name, one in cases.items():
+            one()
+            times = []
+            for _ in range(100):
+                start = time.perf_counter()
+                one()
+                times.append(time.perf_counter() - start)
+            say(
+                name,
+                level=level.name,
+                p50_ms=1e3 * float(np.median(times)),
+                p99_ms=1e3 * float(np.percentile(times, 99)),
+            )
+    waits = []
+    for _ in range(50):
+        time.sleep(0.15)  # the pool refills meanwhile
+        start = time.perf_counter()
+        with pool.lease_sync() as box:
+            box.run_sync(code)
+            waits.append(time.perf_counter() - start)
+    say("sandbox, from the warm pool", level=level.name, p50_ms=1e3 * float(np.median(waits)))
+
+    async def many() -> float:
+        return (await timed(300, lambda number: pool.run(code)))[0]
+
+    say("leases at once", level=level.name, leases=300, per_second=300 / asyncio.run(many()))
+    pool.close()
+
+
+def limit() -> None:
+    for count, rate, burst in ((1, 10, 5), (8, 10, 5), (64, 10, 5), (8, 1000, 20)):
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = [str(count), str(rate), str(burst), "10", folder]
+            subprocess.run([sys.executable, "-c", LIMIT, *arguments], check=True)
+            rows = [line.split() for file in Path(folder).glob("*.txt") for line in file.read_text().splitlines()]
+        granted, seen = (np.sort(np.array([float(row[column]) for row in rows])) for column in (0, 1))
+        say(
+            "limit", processes=count, per_second=rate, burst=burst, reached=len(granted) / (10 * rate),
+            most_beyond_rate=over(granted, rate), most_beyond_rate_as_callers_saw=over(seen, rate),
+        )  # fmt: skip
+
+
+def over(times: np.ndarray, rate: float) -> float:
+    """The largest number of events in any window, less rate times its length; must not pass the burst."""
+    line = np.arange(len(times)) - rate * times
+    return float((line - np.minimum.accumulate(line)).max() + 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--case", choices=("calls", "restart", "sandbox", "limit"), action="append")
+    parser.add_argument("--calls", type=int, default=1000)
+    arguments = parser.parse_args()
+    for case in arguments.case or ("calls", "restart", "sandbox", "limit"):
+        {"calls": lambda: calls(arguments.calls), "restart": lambda: restart(arguments.calls), "sandbox": sandbox,
+         "limit": limit}[case]()  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

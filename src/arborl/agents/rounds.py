@@ -1,0 +1,89 @@
+"""The loop of agents that work before they act: rounds with tools, then one message to the environment."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from arborl.agents.agent import Agent, Model
+from arborl.envs.env import Env
+from arborl.tools.context import Context
+from arborl.types import Message, Task, ToolCall, ToolResult
+
+
+@dataclass(frozen=True, slots=True)
+class Act:
+    """What a round ended with: a message for the environment."""
+
+    said: Message
+    """As the model wrote it; this is what it sees of it later."""
+    action: Message
+    """What the environment is told."""
+    ends: bool = False
+    """The agent is done, whatever the environment answers."""
+
+
+class RoundsAgent(Agent):
+    """Plays an episode in rounds. A kind of agent is how it asks the model, and what it does with what the model said.
+
+    Args:
+        max_tool_rounds: rounds before one step of the environment; the message after them goes to the environment.
+    """
+
+    def __init__(self, max_tool_rounds: int = 8):
+        if max_tool_rounds < 0:
+            raise ValueError(f"max_tool_rounds={max_tool_rounds}: give 0 or more")
+        self.max_tool_rounds = max_tool_rounds
+
+    @abstractmethod
+    async def ask(self, messages: Sequence[Message], model: Model) -> Message:
+        """The model's next message."""
+
+    @abstractmethod
+    async def work(self, message: Message, context: Context, model: Model, last: bool) -> Act | list[Message]:
+        """What follows from a message: what the model is answered; or, always where it is the last, an act."""
+
+    def opening(self, messages: Sequence[Message]) -> list[Message]:
+        """The conversation as it begins."""
+        return list(messages)
+
+    async def run(self, task: Task, env: Env, model: Model) -> None:
+        async with Context(task, getattr(model, "tokenizer", None)) as context:
+            observation = await env.reset(task, task.seed)
+            messages = self.opening(observation.messages)
+            while True:
+                act = await self._act(messages, context, model)
+                step = await env.step(act.action)
+                if step.over or act.ends:
+                    return
+                messages += [act.said, *step.observation.messages]
+
+    async def _act(self, messages: list[Message], context: Context, model: Model) -> Act:
+        """The model's next message to the environment; the rounds before it are added to `messages`."""
+        for left in range(self.max_tool_rounds, -1, -1):
+            message = await self.ask(messages, model)
+            done = await self.work(message, context, model, last=left == 0)
+            if isinstance(done, Act):
+                return done
+            messages += [message, *done]
+        raise AssertionError("the last round always acts")
+
+
+def count(results: Sequence[ToolResult], context: Context, model: Model) -> None:
+    """Add these results to the episode's metrics: all, those that failed, and the failures by kind.
+
+    `tool/used` is 1 for an episode with a call, so its mean is the share of episodes that use tools.
+    """
+    if results and not context.calls:
+        model.count({"tool/used": 1.0})
+    context.calls += len(results)
+    for result in results:
+        model.count({"tool/calls": 1.0})
+        if not result.ok:
+            model.count({"tool/failed": 1.0, f"tool/{result.kind}": 1.0})
+
+
+def answer(call: ToolCall, result: ToolResult) -> Message:
+    """A tool's result as the message the model reads."""
+    return Message("tool", result.content, tool_call_id=call.id, name=call.name)

@@ -1,0 +1,119 @@
+"""`arborl tools`: what tools there are, and a server for them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from arborl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from arborl.tools.tool import AnyTool
+
+tools = typer.Typer(
+    name="tools", help="List tools, or serve them to other processes.", no_args_is_help=True, rich_markup_mode=None
+)
+
+LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+@tools.command("list")
+def show() -> None:
+    """Print the tools that ship."""
+    import inspect
+
+    from arborl.tools import TOOLS
+    from arborl.tools.docstring import read_docstring
+
+    for name in TOOLS:
+        part = TOOLS[name]
+        about = read_docstring(inspect.getdoc(part)).description if inspect.isclass(part) else part.spec.description
+        typer.echo(f"{name:<12} {about.partition('. ')[0].rstrip('.')}.")
+
+
+@tools.command()
+def serve(
+    names: Annotated[str, typer.Option("--tools", help="Names, or package.module:attribute, with commas.")],
+    port: Annotated[int, typer.Option(help="TCP port.")] = 30003,
+    host: Annotated[
+        str, typer.Option(help="Address to listen at; others than this machine's need an API key.")
+    ] = LOCAL[0],
+    api_key: Annotated[
+        str | None, typer.Option(envvar="ARBORL_TOOL_API_KEY", help="What clients must bring.", show_envvar=True)
+    ] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Calls that run at a time.")] = 64,
+    queue: Annotated[int, typer.Option(min=0, help="Calls that may wait.")] = 4096,
+    arg: Annotated[
+        list[str] | None, typer.Option(help="Argument of a tool that takes some: search.corpus=docs.jsonl")
+    ] = None,
+    journal: Annotated[
+        Path | None,
+        typer.Option(help="File that remembers stateful calls over a restart; by default one for the port."),
+    ] = None,
+    mcp: Annotated[bool, typer.Option("--mcp", help="Also speak MCP, at /mcp.")] = False,
+    stdio: Annotated[
+        bool, typer.Option("--stdio", help="Speak MCP on standard input and output, and no HTTP.")
+    ] = False,
+) -> None:
+    """Serve tools over HTTP, or as an MCP server."""
+    if host not in LOCAL and not api_key and not stdio:
+        raise ConfigError(f"--host {host} lets other machines in: give --api-key too, or leave --host out.")
+    chosen = pick(names, arg or [])
+    if stdio:
+        from arborl.tools.mcp import serve_stdio
+
+        serve_stdio(chosen)
+        return
+    try:
+        from arborl.tools.server import make_app
+        from arborl.tools.server import serve as run
+    except ImportError as error:
+        raise ConfigError(f"the tool server needs {error.name}: pip install 'arborl[serve]'") from error
+    from arborl.tools.desk import Desk
+    from arborl.tools.journal import Journal
+    from arborl.tools.limit import private_folder
+
+    extra = []
+    desk = Desk(chosen, concurrency, queue, Journal(journal or private_folder() / f"tools-{port}.journal"))
+    if mcp:
+        from arborl.tools.mcp import mounted
+
+        extra.append(mounted(desk))
+    typer.echo(f"arborl: serving {', '.join(desk.toolbox.tools)} at http://{host}:{port}", err=True)
+    run(make_app(desk, api_key, extra=extra), host, port)
+
+
+def pick(names: str, arguments: list[str]) -> list[AnyTool]:
+    """The tools that a command line names, made with the arguments it gives.
+
+    Example:
+        pick("calculator,search", ["search.corpus=docs.jsonl"])
+    """
+    from arborl.tools import TOOLS, as_tool
+
+    given: dict[str, dict[str, Any]] = {}
+    for argument in arguments:
+        path, equals, value = argument.partition("=")
+        name, dot, key = path.rpartition(".")
+        if not (equals and dot):
+            raise ConfigError(f"--arg {argument!r}: write TOOL.ARGUMENT=VALUE, as in search.corpus=docs.jsonl.")
+        given.setdefault(name, {})[key] = _value(value)
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    if not wanted:
+        raise ConfigError(
+            "--tools names none. Write --tools calculator,python; `arborl tools list` shows those that ship."
+        )
+    if astray := [name for name in given if name not in wanted]:
+        raise ConfigError(f"--arg {astray[0]}.…: --tools does not name {astray[0]!r}.")
+    return [as_tool(TOOLS[name], given.get(name), f"--arg {name}") for name in wanted]
+
+
+def _value(text: str) -> Any:
+    """JSON where it is JSON, else the text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

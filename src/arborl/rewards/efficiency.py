@@ -1,0 +1,94 @@
+"""Fewer tool calls for the same answer (OTC-PO): a reward times how close the episode came to the fewest calls.
+
+Multiplied, not added: an episode gains nothing by calling little and being wrong, or by calling at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from arborl.errors import ConfigError
+from arborl.registry import call_checked
+from arborl.rewards.reward import Reward, as_reward, numbers
+from arborl.types import Episode
+
+
+class Efficient:
+    """Another reward, scaled by tool efficiency.
+
+    With m calls in an episode, and n the fewest in a correct episode of its group:
+
+        f = 2mn / (m + n)                      m where n is 0
+        share = 1 where m = n = 0,  cos(mπ / (2m + smooth)) where n = 0,  sin(fπ / 2n) elsewhere
+
+    so the fewest calls give 1, and more (or fewer, and wrong) give less. Without a correct episode in the group, or
+    with `group: false`, n is 0.
+
+    Example:
+        rewards: [{name: efficient, args: {base: equal}}]
+
+    Args:
+        base: the reward that is scaled, by name; an episode is correct where it gives at least 1.
+        base_args: its arguments, where it takes some.
+        alpha: times all of it.
+        smooth: how gently calls cost where none were needed.
+        group: compare with the other episodes of the task.
+    """
+
+    name = "efficient"
+
+    def __init__(
+        self,
+        base: str | Reward = "equal",
+        base_args: Mapping[str, Any] | None = None,
+        alpha: float = 1.0,
+        smooth: float = 1.0,
+        group: bool = True,
+    ):
+        if smooth <= 0:
+            raise ValueError(f"smooth={smooth}: give more than 0")
+        self.base = _find(base, base_args or {}) if isinstance(base, str) else as_reward(base)
+        self.alpha, self.smooth, self.group = alpha, smooth, group
+
+    async def __call__(self, episode: Episode) -> float:
+        """The base reward; `across` scales it once the whole group has one."""
+        return sum(numbers(self.name, await self.base(episode)).values())
+
+    def across(self, episodes: Sequence[Episode], values: Sequence[float]) -> list[float]:
+        """The rewards of one group's episodes, scaled. Success is the base's: a detour is no failure."""
+        calls = [round(episode.metrics.get("tool/calls", 0.0)) for episode in episodes]
+        right = [count for count, value in zip(calls, values, strict=True) if value >= 1]
+        fewest = min(right) if right and self.group else 0
+        for episode, value in zip(episodes, values, strict=True):
+            episode.metrics.setdefault("success", float(value >= 1))
+        return [
+            self.alpha * efficiency(count, fewest, self.smooth) * value
+            for count, value in zip(calls, values, strict=True)
+        ]
+
+
+def efficiency(calls: int, fewest: int, smooth: float = 1.0) -> float:
+    """1 for the fewest calls, falling to 0 away from them.
+
+    Example:
+        efficiency(2, 2)      # 1.0
+        efficiency(6, 2)      # sin(3π/4) = 0.707…
+        efficiency(1, 0)      # cos(π/3) = 0.5
+    """
+    if fewest == 0:
+        return 1.0 if calls == 0 else max(0.0, math.cos(calls * math.pi / (2 * calls + smooth)))
+    effective = 2 * calls * fewest / (calls + fewest)
+    return max(0.0, math.sin(effective * math.pi / (2 * fewest)))
+
+
+def _find(name: str, args: Mapping[str, Any]) -> Reward:
+    from arborl.rewards import REWARDS  # the table names this module
+
+    found = REWARDS[name]
+    if isinstance(found, type):
+        found = call_checked(found, args, "base_args")
+    elif args:
+        raise ConfigError(f"base_args: the reward {name!r} is a function and takes no arguments here.")
+    return as_reward(found)

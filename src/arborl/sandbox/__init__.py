@@ -1,0 +1,57 @@
+"""Sandbox: foreign code in a process of its own that can reach nothing and use little.
+
+Start with `sandbox.py` (one guest: run code, say what became of it), then `pool.py` (guests kept ready), `level.py`
+(which isolation works here). `inside/` is what runs on the other side.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+from arborl.sandbox.level import Found, best_level, try_level
+from arborl.sandbox.limits import Limits, Outcome
+from arborl.sandbox.pool import Pool
+from arborl.sandbox.sandbox import LEVELS, Level, Sandbox, SandboxError
+
+__all__ = [
+    "LEVELS",
+    "Found",
+    "Level",
+    "Limits",
+    "Outcome",
+    "Pool",
+    "Sandbox",
+    "SandboxError",
+    "best_level",
+    "run_code",
+    "run_code_sync",
+    "shared_pool",
+    "try_level",
+]
+
+DEFAULT = Limits()
+
+
+@functools.lru_cache(maxsize=8)
+def shared_pool(limits: Limits = DEFAULT) -> Pool:
+    """The pool of this process for these limits; guests are kept ready from its first use on."""
+    return Pool(limits)
+
+
+async def run_code(
+    code: str, stdin: str = "", files: Mapping[str, str] | None = None, limits: Limits = DEFAULT
+) -> Outcome:
+    """Run Python in a fresh sandbox.
+
+    Example:
+        (await run_code("print(int(input()) * 2)", stdin="21")).stdout      # '42\\n'
+    """
+    return await shared_pool(limits).run(code, stdin, files)
+
+
+def run_code_sync(
+    code: str, stdin: str = "", files: Mapping[str, str] | None = None, limits: Limits = DEFAULT
+) -> Outcome:
+    """As `run_code`, for callers without an event loop."""
+    return shared_pool(limits).run_sync(code, stdin, files)

@@ -1,0 +1,154 @@
+"""Runs what it is sent, in one name space that lasts as long as the guest does.
+
+A request is a marshalled dictionary, which only the host writes. An answer is plain lengths and bytes: the host must be
+able to read it whoever wrote it.
+"""
+
+from __future__ import annotations
+
+import _ast
+import marshal
+import os
+import struct
+import sys
+
+CONTROL = 3
+ONLY_TREE = 0x400
+OK, RAISED, READY, FAILED = 0, 1, 2, 3
+
+
+def send(kind: int, *texts: str) -> None:
+    """Answer: the kind, then each text with its length in front."""
+    parts = [struct.pack("<B", kind)]
+    for text in texts:
+        data = text.encode("utf-8", "replace")[:1_000_000]
+        parts += [struct.pack("<I", len(data)), data]
+    data = b"".join(parts)
+    data = struct.pack("<I", len(data)) + data
+    while data:
+        data = data[os.write(CONTROL, data) :]
+
+
+def receive() -> dict | None:
+    """The next request, or None when the host is gone."""
+    head = read(4)
+    return marshal.loads(read(struct.unpack("<I", head)[0])) if head else None
+
+
+def read(count: int) -> bytes:
+    parts = b""
+    while len(parts) < count:
+        part = os.read(CONTROL, count - len(parts))
+        if not part:
+            return b""
+        parts += part
+    return parts
+
+
+def serve(plan: dict, fences: list[str]) -> None:
+    """Answer requests until there are no more."""
+    kind = type(sys)
+    main = kind("__main__")
+    sys.modules["__main__"] = main
+    main.__dict__.update(exit=sys.exit, quit=sys.exit)
+    sys.path[:] = [*(path for path in sys.path if not path.endswith("inside")), *plan["packages"]]
+    sys.argv = [""]
+    sys.dont_write_bytecode = True
+    send(READY, ",".join(fences))
+    count = 0
+    while (request := receive()) is not None:
+        count += 1
+        feed(request["stdin"])
+        send(*run(request, main.__dict__, f"<cell {count}>"))
+
+
+def run(request: dict, names: dict, label: str) -> tuple[int, str, str]:
+    """One piece of code. Its output has been written to descriptors 1 and 2 by the time this returns."""
+    shown, error, kind = "", "", OK
+    try:
+        for name, text in request["files"].items():
+            put(name, text)
+        tree = compile(request["code"], label, "exec", ONLY_TREE)
+        last = tree.body.pop() if tree.body and type(tree.body[-1]) is _ast.Expr else None
+        exec(compile(tree, label, "exec"), names)
+        if last is not None:
+            value = eval(compile(_ast.Expression(last.value), label, "eval"), names)
+            shown = "" if value is None else repr(value)
+    except SystemExit as left:
+        kind = OK if left.code in (None, 0) else RAISED
+        error = "" if kind == OK else f"SystemExit: {left.code}"
+    except BaseException as raised:
+        kind, error = RAISED, report(raised, request["code"], label)
+    flush()
+    return kind, shown, error
+
+
+def put(name: str, text: str) -> None:
+    """A file of the request, in the guest's folder."""
+    folder = os.path.dirname(name)
+    if folder:
+        os.makedirs(folder, exist_ok=True)
+    with open(name, "w") as file:
+        file.write(text)
+
+
+def report(raised: BaseException, code: str, label: str) -> str:
+    """Write the traceback where Python would, from the user's first line on; return its last line."""
+    try:
+        import linecache
+        import traceback
+
+        linecache.cache[label] = (len(code), None, code.splitlines(True), label)
+        trace = raised.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next
+        sys.stderr.write("".join(traceback.format_exception(type(raised), raised, trace)))
+        return "".join(traceback.format_exception_only(raised)).strip().rpartition("\n")[2]
+    except BaseException as again:  # what was raised cannot be shown, or there is no memory left to show it
+        return f"{type(raised).__name__} ({type(again).__name__} while showing it)"
+
+
+def feed(text: str) -> None:
+    """Make `text` the standard input, for `input()` as for whoever reads descriptor 0."""
+    try:  # noqa: SIM105
+        sys.stdin.close()
+    except BaseException:
+        pass  # closed or replaced by the code
+    if text:
+        with open(".stdin", "w+", newline="") as file:
+            os.unlink(".stdin")
+            file.write(text)
+            file.flush()
+            os.lseek(file.fileno(), 0, 0)
+            os.dup2(file.fileno(), 0)
+    else:
+        empty = os.open("/dev/null", os.O_RDONLY)
+        os.dup2(empty, 0)
+        os.close(empty)
+    sys.stdin = open(0, closefd=False, encoding="utf-8", errors="replace")  # noqa: SIM115
+
+
+def flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:  # noqa: SIM105
+            stream.flush()
+        except BaseException:  # closed or replaced by the code
+            pass
+
+
+def main() -> None:
+    """Entry under bubblewrap, which starts the guest as a program of its own."""
+    plan = marshal.loads(bytes.fromhex(sys.argv[1]))
+    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+    import confine
+
+    os.chdir(plan["home"])
+    confine.limit(plan)
+    if plan["uid"]:
+        confine.drop_user(plan["uid"])
+        confine.drop_capabilities()
+    serve(plan, confine.seal(plan))
+
+
+if __name__ == "__main__":
+    main()

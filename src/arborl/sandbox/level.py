@@ -1,0 +1,59 @@
+"""Which isolation works on this machine: found by trying, best first."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from dataclasses import dataclass
+
+from arborl.sandbox.limits import Limits
+from arborl.sandbox.sandbox import LEVELS, Level, Sandbox, SandboxError
+
+ABOUT: dict[Level, str] = {
+    "bubblewrap": "bubblewrap: own file system, processes and network",
+    "namespaces": "kernel name spaces: own file system, processes and network",
+    "rlimits": "resource limits: one process in a folder of its own",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The level in force."""
+
+    name: Level
+    fences: tuple[str, ...]
+    """`seccomp`: system calls are filtered; `landlock`: files are fenced, at the level without a file system."""
+    better: dict[str, str]
+    """Why no better level works here."""
+
+    @property
+    def isolates(self) -> bool:
+        """Whether foreign code can neither read the user's files nor reach the network."""
+        return self.name != "rlimits" or {"seccomp", "landlock"} <= set(self.fences)
+
+    def __str__(self) -> str:
+        fenced = f", fenced by {' and '.join(self.fences)}" if self.fences else ""
+        return f"{ABOUT[self.name]}{fenced}"
+
+
+@functools.lru_cache(maxsize=1)
+def best_level() -> Found:
+    """The best level that really starts a guest here; raises SandboxError, with every reason, where none does."""
+    better: dict[str, str] = {}
+    for level in LEVELS:
+        try:
+            return Found(level, try_level(level), better)
+        except SandboxError as error:
+            better[level] = str(error)
+    raise SandboxError("no sandbox works here. " + " ".join(f"{level}: {why}." for level, why in better.items()))
+
+
+def try_level(level: Level) -> tuple[str, ...]:
+    """Start a guest, have it add, and return its fences; SandboxError says what is missing."""
+    if sys.platform != "linux":
+        raise SandboxError(f"the sandbox needs Linux, this is {sys.platform}")
+    with Sandbox(Limits(), level) as box:
+        outcome = box.run_sync("1 + 1")
+        if outcome.value != "2":
+            raise SandboxError(f"a guest at level {level!r} cannot add: {outcome.error or outcome.stderr}")
+        return box.fences

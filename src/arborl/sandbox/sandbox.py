@@ -1,0 +1,338 @@
+"""One guest, seen from the host: started, given code, watched, ended."""
+
+from __future__ import annotations
+
+import asyncio
+import marshal
+import os
+import select
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from arborl.errors import ArborError
+from arborl.sandbox.limits import Limits, Outcome, Stopped
+from arborl.sandbox.watch import Usage, shared_out, size, usage
+
+Level = Literal["bubblewrap", "namespaces", "rlimits"]
+LEVELS: tuple[Level, ...] = ("bubblewrap", "namespaces", "rlimits")
+
+INSIDE = Path(__file__).parent / "inside"
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
+HOME = "/box"
+MB = 2**20
+TICK = 0.05
+START_SECONDS = 20.0
+OK, RAISED, READY, FAILED = range(4)
+MAX_ANSWER = 3 * MB
+
+
+class SandboxError(ArborError):
+    """A guest could not be started; nothing has been run."""
+
+
+class Sandbox:
+    """A Python process that can reach nothing: its variables last from one `run` to the next, until `close`.
+
+    Example:
+        with Sandbox() as box:
+            box.run_sync("x = 6")
+            box.run_sync("x * 7").value          # '42'
+            box.run_sync("while True: pass")     # Outcome(ok=False, stopped='cpu', …); the guest is gone
+
+    Args:
+        limits: what it may use.
+        level: how it is isolated; by default the best that works here (`arborl.sandbox.best_level`).
+        packages: folders with Python packages that it may import. Everybody must be allowed to read them: the guest is
+            another user.
+    """
+
+    def __init__(self, limits: Limits | None = None, level: Level | None = None, packages: Sequence[str | Path] = ()):
+        if level is None:
+            from arborl.sandbox.level import best_level
+
+            level = best_level().name
+        if level == "bubblewrap" and shutil.which("bwrap") is None:
+            raise SandboxError("bwrap is not installed (apt install bubblewrap)")
+        self.limits, self.level = limits or Limits(), level
+        self.fences: tuple[str, ...] = ()
+        self._folder = tempfile.mkdtemp(prefix="arborl-box-")
+        self._home = self._folder if level == "rlimits" else HOME
+        self._lock = threading.RLock()  # held while code runs; the end of the guest waits for it
+        self._open, self._killed = True, False
+        try:
+            self._start([str(Path(folder).resolve()) for folder in packages])
+        except BaseException:
+            self.close()
+            raise
+
+    # ------------------------------------------------------------------------------------------------ life
+
+    def _start(self, packages: list[str]) -> None:
+        limits = self.limits
+        python = getattr(sys, "_base_executable", "") or sys.executable
+        readable = [*SYSTEM, os.path.realpath(sys.base_prefix), sysconfig.get_path("stdlib")]
+        readable += packages if self.level == "rlimits" else []
+        plan: dict[str, Any] = {
+            "level": self.level, "root": self._folder, "home": self._home, "readable": sorted(set(readable)),
+            "packages": packages, "python": os.path.realpath(python), "bubblewrap": shutil.which("bwrap") or "",
+            "memory": limits.memory_mb * MB, "file": limits.file_mb * MB, "disk": limits.disk_mb * MB,
+            "processes": limits.processes, "open_files": limits.open_files, "nice": 0, "uid": 0,
+        }  # fmt: skip
+        self._control, theirs = socket.socketpair()
+        lifeline, self._lifeline = os.pipe()
+        self._out, out = os.pipe()
+        self._err, err = os.pipe()
+        command = [plan["python"], "-I", "-S", str(INSIDE / "keeper.py"), marshal.dumps(plan).hex()]
+        command.append(str(theirs.fileno()))
+        try:
+            self._keeper = subprocess.Popen(
+                command, stdin=lifeline, stdout=out, stderr=err, pass_fds=(theirs.fileno(),), env={}, cwd="/",
+                start_new_session=True,
+            )  # fmt: skip
+        finally:
+            theirs.close()
+            for theirs_too in (lifeline, out, err):
+                os.close(theirs_too)
+        for descriptor in (self._out, self._err):
+            os.set_blocking(descriptor, False)
+        self._greeting()
+
+    def _greeting(self) -> None:
+        """Wait until the guest says that it is there, and with which fences."""
+        self._control.settimeout(START_SECONDS)
+        try:
+            kind, texts = _answer(self._control)
+        except (OSError, ValueError) as error:
+            told = _drain(self._err, 2000).decode(errors="replace").strip()
+            raise SandboxError(f"no guest at level {self.level!r}: {told or error}") from error
+        if kind != READY:
+            raise SandboxError(f"no guest at level {self.level!r}: {' '.join(texts) or 'no reason given'}")
+        self.fences = tuple(filter(None, texts[0].split(",")))
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can run another piece of code."""
+        return self._open and not self._killed and self._keeper.poll() is None
+
+    def close(self) -> None:
+        """End the guest and all that it started. May be called from any thread, and twice."""
+        if not hasattr(self, "_lock"):  # it never began
+            return
+        if not self._lock.acquire(blocking=False):
+            self.kill()
+            self._lock.acquire()
+        try:
+            if self._open:
+                self._open = False
+                self._end()
+        finally:
+            self._lock.release()
+
+    def kill(self) -> None:
+        """Make the guest end now; a `run` under way answers that it died."""
+        self._killed = True
+        if hasattr(self, "_keeper"):
+            self._keeper.kill()  # the guest's processes are bound to the keeper's life
+
+    def _end(self) -> None:
+        if hasattr(self, "_keeper"):
+            os.close(self._lifeline)
+            try:
+                self._keeper.wait(5)
+            except subprocess.TimeoutExpired:
+                self.kill()
+                self._keeper.wait()
+            self._control.close()
+            os.close(self._out)
+            os.close(self._err)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        with suppress(Exception):
+            self.close()
+
+    # ------------------------------------------------------------------------------------------------ code
+
+    async def run(self, code: str, stdin: str = "", files: Mapping[str, str] | None = None) -> Outcome:
+        """As `run_sync`, beside the event loop. Cancelling it ends the guest."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Outcome] = loop.create_future()
+
+        def settle(outcome: Outcome | None, error: BaseException | None) -> None:
+            if done.done():
+                return
+            done.set_exception(error) if error is not None else done.set_result(outcome)  # type: ignore[arg-type]
+
+        def work() -> None:
+            outcome, error = None, None
+            try:
+                outcome = self.run_sync(code, stdin, files)
+            except BaseException as raised:
+                error = raised
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(settle, outcome, error)
+
+        threading.Thread(target=work, name="arborl-sandbox", daemon=True).start()
+        try:
+            return await done
+        except asyncio.CancelledError:
+            self.kill()
+            raise
+
+    def run_sync(self, code: str, stdin: str = "", files: Mapping[str, str] | None = None) -> Outcome:
+        """Run one piece of code and say what became of it; what the code does wrong is never an exception here.
+
+        Args:
+            code: Python. If its last line is an expression, its value is part of the outcome.
+            stdin: what it reads from standard input.
+            files: written to its folder before; names are relative.
+        """
+        with self._lock:
+            return self._run(code, stdin, files)
+
+    def _run(self, code: str, stdin: str, files: Mapping[str, str] | None) -> Outcome:
+        start = time.perf_counter()
+        if not self.alive:
+            return Outcome(False, error="the sandbox has ended", stopped="died")
+        request: dict[str, Any] = {"code": code, "stdin": stdin, "files": dict(files or {})}
+        data = marshal.dumps(request)
+        before = usage(self._keeper.pid)
+        try:
+            self._control.settimeout(self.limits.wall_seconds)
+            self._control.sendall(struct.pack("<I", len(data)) + data)
+        except OSError:
+            return self._ended("died", bytearray(), bytearray(), start)
+        return self._follow(start, before)
+
+    def _follow(self, start: float, before: Usage) -> Outcome:
+        """Read what the guest writes until it answers, passes a limit or ends."""
+        out, err = bytearray(), bytearray()
+        poll = select.poll()
+        for readable in (self._control.fileno(), self._out, self._err):
+            poll.register(readable, select.POLLIN)
+        checked = start
+        while True:
+            left = start + self.limits.wall_seconds - time.perf_counter()
+            if left <= 0:
+                return self._ended("wall", out, err, start)
+            events = dict(poll.poll(min(TICK, left) * 1000))
+            out += _drain(self._out, self.limits.output_bytes + 1)
+            err += _drain(self._err, self.limits.output_bytes + 1)
+            if len(out) + len(err) > self.limits.output_bytes:
+                return self._ended("output", out, err, start)
+            if self._control.fileno() in events:
+                try:
+                    kind, texts = _answer(self._control)
+                except (OSError, ValueError):
+                    return self._ended("died", out, err, start)
+                return self._answered(kind, texts, out, err, start)
+            if events.keys() and all(event & select.POLLHUP for event in events.values()):
+                return self._ended("died", out, err, start)
+            if time.perf_counter() - checked >= TICK and (passed := self._passed(before)):
+                return self._ended(passed, out, err, start)
+            if time.perf_counter() - checked >= TICK:
+                checked = time.perf_counter()
+
+    def _passed(self, before: Usage) -> Stopped:
+        """The limit on all processes together that has been passed, if any."""
+        now, limits = usage(self._keeper.pid), self.limits
+        if now.cpu - before.cpu > limits.cpu_seconds:
+            return "cpu"
+        if now.processes > limits.processes + 4:  # the guest itself and what keeps it
+            return "processes"
+        if now.memory > limits.memory_mb * MB and shared_out(self._keeper.pid) > limits.memory_mb * MB:
+            return "memory"
+        if self.level == "rlimits" and size(self._folder) > limits.disk_mb * MB:
+            return "disk"
+        return ""
+
+    def _answered(self, kind: int, texts: list[str], out: bytearray, err: bytearray, start: float) -> Outcome:
+        out += _drain(self._out, self.limits.output_bytes)
+        err += _drain(self._err, self.limits.output_bytes)
+        value, error = (*texts, "", "")[:2]
+        seconds = time.perf_counter() - start
+        return Outcome(kind == OK, _text(out), _text(err), value, error, seconds=seconds)
+
+    def _ended(self, why: Stopped, out: bytearray, err: bytearray, start: float) -> Outcome:
+        """The outcome of code that cost its guest."""
+        seconds = time.perf_counter() - start
+        out += _drain(self._out, self.limits.output_bytes)
+        err += _drain(self._err, self.limits.output_bytes)
+        self.close()
+        code, limits = self._keeper.returncode or 0, self.limits
+        how = f"signal {code - 128}" if code > 128 else f"exit code {code}"
+        error = {
+            "wall": f"stopped: ran longer than {limits.wall_seconds:g} s",
+            "cpu": f"stopped: used more than {limits.cpu_seconds:g} s of processor time",
+            "memory": f"stopped: used more than {limits.memory_mb} MB of memory",
+            "processes": f"stopped: started more than {limits.processes} processes",
+            "disk": f"stopped: wrote more than {limits.disk_mb} MB of files",
+            "output": f"stopped: printed more than {limits.output_bytes:,} bytes",
+            "died": f"the process ended ({how})",
+        }[why]
+        whole = limits.output_bytes
+        return Outcome(False, _text(out[:whole]), _text(err[:whole]), "", error, why, seconds)
+
+
+def _answer(control: socket.socket) -> tuple[int, list[str]]:
+    """One message of a guest, which may be anything: ValueError when it is not what guests say."""
+    length = struct.unpack("<I", _exactly(control, 4))[0]
+    if not 1 <= length <= MAX_ANSWER:
+        raise ValueError(f"an answer of {length} bytes")
+    data = _exactly(control, length)
+    texts, place = [], 1
+    while place < length:
+        if place + 4 > length:
+            raise ValueError("an answer that breaks off")
+        count = struct.unpack_from("<I", data, place)[0]
+        texts.append(data[place + 4 : place + 4 + count].decode(errors="replace"))
+        place += 4 + count
+    return data[0], texts
+
+
+def _exactly(control: socket.socket, count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        part = control.recv(count - len(data))
+        if not part:
+            raise ValueError("the guest is gone")
+        data += part
+    return bytes(data)
+
+
+def _drain(descriptor: int, limit: int) -> bytes:
+    """What is there to read now, up to a little over `limit`."""
+    data = bytearray()
+    while len(data) <= limit:
+        try:
+            part = os.read(descriptor, 65536)
+        except OSError:
+            break
+        if not part:
+            break
+        data += part
+    return bytes(data)
+
+
+def _text(data: bytearray) -> str:
+    return data.decode(errors="replace")

@@ -1,0 +1,89 @@
+"""A rate limit that machines share: grants come from a tool server."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+import time
+import weakref
+
+import httpx
+
+from arborl.errors import ConfigError
+from arborl.tools.limit import LimitTimeout
+
+ROUND = 20.0
+"""Seconds of one request; who must wait longer asks again."""
+BOUNDS = httpx.Limits(max_connections=None)  # every waiting caller holds one
+
+
+class ServerBook:
+    """The book of one limit, kept by a tool server. While no server answers, nobody is granted anything."""
+
+    def __init__(self, per_minute: float, burst: int, name: str, server: str | None, api_key: str | None):
+        server = server or os.environ.get("ARBORL_TOOL_SERVER")
+        if not server:
+            raise ConfigError(
+                f"RateLimit {name!r}: scope='cluster' needs a tool server: give server='http://HOST:PORT', "
+                "or set ARBORL_TOOL_SERVER."
+            )
+        key = api_key if api_key is not None else os.environ.get("ARBORL_TOOL_API_KEY")
+        self.name, self.url = name, f"{server.rstrip('/')}/limit"
+        self._headers = {"Content-Type": "application/json"}
+        if key:
+            self._headers["Authorization"] = f"Bearer {key}"
+        self._https: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._about = {"name": name, "per_minute": per_minute, "burst": burst}
+
+    async def acquire(self, timeout: float | None) -> float:
+        end = None if timeout is None else time.monotonic() + timeout
+        loop = asyncio.get_running_loop()
+        if loop not in self._https:
+            self._https[loop] = httpx.AsyncClient(headers=self._headers, timeout=ROUND + 10, limits=BOUNDS)
+        while True:
+            try:
+                answer = await self._https[loop].post(self.url, content=self._body(end))
+            except httpx.HTTPError as error:
+                await asyncio.sleep(self._patience(end, str(error)))
+                continue
+            if self._granted(answer):
+                return time.monotonic()
+            if (wait := self._patience(end, answer.text, answer.status_code)) > 0:
+                await asyncio.sleep(wait)
+
+    def acquire_sync(self, timeout: float | None) -> float:
+        end = None if timeout is None else time.monotonic() + timeout
+        while True:
+            try:
+                answer = self._http.post(self.url, content=self._body(end))
+            except httpx.HTTPError as error:
+                time.sleep(self._patience(end, str(error)))
+                continue
+            if self._granted(answer):
+                return time.monotonic()
+            if (wait := self._patience(end, answer.text, answer.status_code)) > 0:
+                time.sleep(wait)
+
+    @functools.cached_property
+    def _http(self) -> httpx.Client:
+        return httpx.Client(headers=self._headers, timeout=ROUND + 10, limits=BOUNDS)
+
+    def _body(self, end: float | None) -> bytes:
+        left = ROUND if end is None else min(max(end - time.monotonic(), 0.0), ROUND)
+        return json.dumps({**self._about, "timeout": left}).encode()
+
+    def _granted(self, answer: httpx.Response) -> bool:
+        if answer.status_code in (401, 403, 404, 409, 422):
+            raise ConfigError(f"RateLimit {self.name!r}: the tool server at {self.url} answered {answer.text[:300]}")
+        return answer.status_code == 200 and bool(answer.json().get("granted"))
+
+    def _patience(self, end: float | None, why: str, status: int = 0) -> float:
+        """Seconds before the next try; LimitTimeout when there is none."""
+        if end is not None and time.monotonic() >= end:
+            raise LimitTimeout(f"RateLimit {self.name!r}: no grant from {self.url} in time ({why[:200]})")
+        wait = 0.0 if status == 200 else 0.5
+        return wait if end is None else min(wait, max(end - time.monotonic(), 0.0))

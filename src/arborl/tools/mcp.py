@@ -1,0 +1,276 @@
+"""MCP both ways: tools of an MCP server as ours, and ours as an MCP server. Needs the extra `mcp`."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from arborl.errors import ConfigError
+from arborl.tools.context import Context
+from arborl.tools.desk import Busy, Desk, Draining
+from arborl.tools.output import cut
+from arborl.tools.tool import AnyTool
+from arborl.tools.wire import CallRequest
+from arborl.types import ToolResult, ToolSpec
+
+try:
+    import mcp_types as types
+    from mcp import Client, MCPError, StdioServerParameters
+    from mcp.server import Server
+except ImportError as missing:
+    raise ConfigError(
+        f"MCP needs the official SDK, version 2 or newer ({missing}): pip install 'arborl[mcp]'"
+    ) from missing
+
+SESSION = "arborl/session"
+"""Names the episode in a call's `_meta`, for servers that keep state by it; others do not look."""
+
+
+class McpServer:
+    """A connection to an MCP server.
+
+    Example:
+        files = McpServer(["uvx", "mcp-server-git", "--repository", "."])
+        search = McpServer("http://127.0.0.1:8000/mcp", headers={"Authorization": "Bearer …"})
+        toolbox = Toolbox([*files.tools(), *search.tools()])
+
+    It lives in a thread of its own, so its tools can be used from any event loop. A connection that breaks is made
+    anew at the next call.
+
+    Args:
+        server: a URL, or a command that speaks MCP on its standard input and output.
+        env: environment of that command, beside a safe few of this process's.
+        headers: sent with every request to a URL.
+        timeout: seconds for connecting, and for one call.
+        stateful: whether calls of one turn must run in the order written.
+        only: names of the tools to take; by default all.
+        max_tokens, max_chars: longer answers are cut, visibly.
+    """
+
+    def __init__(
+        self,
+        server: str | Sequence[str],
+        env: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout: float = 30.0,
+        stateful: bool = False,
+        only: Sequence[str] | None = None,
+        max_tokens: int = 512,
+        max_chars: int = 4000,
+    ):
+        if not server:
+            raise ConfigError("McpServer: give a URL, or a command as a list of words")
+        self.server = server
+        self.env, self.headers, self.timeout = dict(env or {}), dict(headers or {}), timeout
+        self.stateful, self.only = stateful, only
+        self.max_tokens, self.max_chars = max_tokens, max_chars
+        self.name = uuid.uuid4().hex[:12]
+        """Sets the episodes of this process apart from everybody else's."""
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name=f"arborl-mcp-{self}", daemon=True).start()
+        self._client: Client | None = None
+        self._stop: asyncio.Event | None = None
+        self._holder: asyncio.Task[None] | None = None
+        self._gate = asyncio.Lock()
+
+    def __str__(self) -> str:
+        return self.server if isinstance(self.server, str) else " ".join(self.server)
+
+    # ------------------------------------------------------------------------------------------------ use
+
+    def tools(self) -> list[McpTool]:
+        """Its tools. Blocks until it has answered: meant for the time before a run."""
+        try:
+            listed = asyncio.run_coroutine_threadsafe(self._list(), self._loop).result(self.timeout + 5)
+        except Exception as error:
+            raise ConfigError(f"no MCP server answers at {self}: {type(error).__name__}: {_reason(error)}") from error
+        names = [each.name for each in listed]
+        if missing := [name for name in self.only or () if name not in names]:
+            raise ConfigError(f"the MCP server {self} has no tool {missing[0]!r}. It has: {', '.join(names)}.")
+        return [McpTool(self, each) for each in listed if self.only is None or each.name in self.only]
+
+    async def call(self, name: str, arguments: Mapping[str, Any], session: str | None = None) -> ToolResult:
+        """Answer one call; a server that fails or is gone is an answer too."""
+        start = time.perf_counter()
+        try:
+            job = asyncio.run_coroutine_threadsafe(self._call(name, dict(arguments), session), self._loop)
+            content, kind = await asyncio.wrap_future(job)
+        except TimeoutError:
+            content, kind = f"{name}: TimeoutError: took longer than {self.timeout:g} s", "timeout"
+        except MCPError as error:
+            content, kind = f"{name}: {error}", "exception"
+        except Exception as error:
+            content, kind = f"{name}: the MCP server {self} is gone: {_reason(error)}", "unavailable"
+        return ToolResult(content, kind == "ok", kind, time.perf_counter() - start)
+
+    def close(self) -> None:
+        """End the connection, and the command if it is one."""
+        with suppress(Exception):
+            asyncio.run_coroutine_threadsafe(self._drop(), self._loop).result(10)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    # ------------------------------------------------------------------------------------------------ in its thread
+
+    async def _list(self) -> list[types.Tool]:
+        client = await self._connected()
+        found: list[types.Tool] = []
+        cursor = None
+        while True:
+            page = await client.list_tools(cursor=cursor)
+            found += page.tools
+            cursor = page.next_cursor
+            if not cursor:
+                return found
+
+    async def _call(self, name: str, arguments: dict[str, Any], session: str | None) -> tuple[str, str]:
+        meta: Any = {SESSION: session} if session else None
+        async with asyncio.timeout(self.timeout):
+            client = await self._connected()
+            try:
+                result = await client.call_tool(name, arguments, meta=meta)
+            except MCPError as error:
+                if error.error.code == types.CONNECTION_CLOSED:
+                    await self._drop()
+                    raise ConnectionError(str(error)) from error
+                raise
+            except (asyncio.CancelledError, TimeoutError):
+                raise
+            except Exception:
+                await self._drop()
+                raise
+        return _text(result), "exception" if result.is_error else "ok"
+
+    async def _connected(self) -> Client:
+        """The connection; made now if there is none."""
+        async with self._gate:
+            if self._client is None:
+                opened: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
+                self._stop = asyncio.Event()
+                self._holder = asyncio.create_task(self._hold(opened, self._stop))
+                self._client = await asyncio.wait_for(opened, self.timeout)
+            return self._client
+
+    async def _hold(self, opened: asyncio.Future[Client], stop: asyncio.Event) -> None:
+        """Opens and closes in one task, as the SDK's scopes want it."""
+        try:
+            async with Client(self._transport()) as client:
+                opened.set_result(client)
+                await stop.wait()
+        except BaseException as error:
+            if not opened.done():
+                opened.set_exception(error if isinstance(error, Exception) else ConnectionError(str(error)))
+        finally:
+            self._client = None
+
+    def _transport(self) -> Any:
+        if not isinstance(self.server, str):
+            return StdioServerParameters(command=self.server[0], args=list(self.server[1:]), env=self.env)
+        if not self.headers:
+            return self.server
+        from mcp.client.streamable_http import streamable_http_client
+        from mcp.shared._httpx_utils import create_mcp_http_client
+
+        return streamable_http_client(self.server, http_client=create_mcp_http_client(headers=self.headers))
+
+    async def _drop(self) -> None:
+        holder, self._client = self._holder, None
+        if self._stop is not None:
+            self._stop.set()
+        if holder is not None:
+            with suppress(Exception):
+                await asyncio.wait_for(asyncio.shield(holder), 5)
+
+
+class McpTool:
+    """One tool of an MCP server, to be used as one's own."""
+
+    def __init__(self, server: McpServer, about: types.Tool):
+        self.server, self.name = server, about.name
+        self.spec = ToolSpec(about.name, about.description or "", dict(about.input_schema))
+        self.stateful, self.terminal = server.stateful, False
+
+    def __repr__(self) -> str:
+        return f"McpTool({self.name!r}, {str(self.server)!r})"
+
+    async def run(self, arguments: Mapping[str, Any], context: Context | None = None) -> ToolResult:
+        """Answer one call."""
+        result = await self.server.call(self.name, arguments, f"{self.server.name}-{context.id}" if context else None)
+        kept = cut(
+            result.content, self.server.max_chars, self.server.max_tokens, context.tokenizer if context else None
+        )
+        return ToolResult(kept, result.ok, result.kind, result.seconds)
+
+
+def _text(result: types.CallToolResult) -> str:
+    """What the model reads: the text parts, and a word for each that is none."""
+    parts = [getattr(part, "text", None) or f"[{part.type}]" for part in result.content]
+    return "\n".join(parts) or (str(result.structured_content) if result.structured_content else "")
+
+
+def _reason(error: BaseException) -> str:
+    """The innermost reason of a group of errors."""
+    while isinstance(error, BaseExceptionGroup) and error.exceptions:
+        error = error.exceptions[0]
+    return str(error) or type(error).__name__
+
+
+# ------------------------------------------------------------------------------------------------ ours as a server
+
+
+def make_server(desk: Desk) -> Server[Any]:
+    """The tools of a desk as an MCP server. The state of stateful tools lasts as long as the connection."""
+    fallback = f"mcp-{uuid.uuid4().hex[:12]}"
+
+    async def list_tools(context: Any, params: Any) -> types.ListToolsResult:
+        offered = [
+            types.Tool(name=each.name, description=each.description, input_schema=each.parameters)
+            for each in desk.about()
+        ]
+        return types.ListToolsResult(tools=offered)
+
+    async def call_tool(context: Any, params: types.CallToolRequestParams) -> types.CallToolResult:
+        headers = getattr(context.request, "headers", {}) or {}
+        meta = context.meta or {}
+        session = meta.get(SESSION) or headers.get("mcp-session-id") or (None if context.request else fallback)
+        try:
+            request = CallRequest(name=params.name, arguments=params.arguments or {}, session=session)
+            answer = await desk.answer(request)
+        except (Busy, Draining, ValueError) as error:
+            return types.CallToolResult(content=[types.TextContent(type="text", text=str(error))], is_error=True)
+        text = types.TextContent(type="text", text=answer.content)
+        return types.CallToolResult(content=[text], is_error=not answer.ok)
+
+    return Server("arborl", on_list_tools=list_tools, on_call_tool=call_tool)
+
+
+def serve_stdio(tools: Sequence[AnyTool]) -> None:
+    """Speak MCP on standard input and output until it ends."""
+    from mcp.server.stdio import stdio_server
+
+    async def run() -> None:
+        desk = Desk(tools)
+        server = make_server(desk)
+        async with stdio_server() as (reading, writing):
+            await server.run(reading, writing, server.create_initialization_options())
+        await desk.drain(5)
+
+    asyncio.run(run())
+
+
+def mounted(desk: Desk) -> Callable[[Any], AsyncIterator[None]]:
+    """What adds MCP over HTTP to an application, at `/mcp`, for as long as it lives."""
+    from mcp.server.streamable_http_manager import StreamableHTTPASGIApp, StreamableHTTPSessionManager
+    from starlette.routing import Route
+
+    async def live(app: Any) -> AsyncIterator[None]:
+        manager = StreamableHTTPSessionManager(make_server(desk))
+        app.router.routes.append(Route("/mcp", endpoint=StreamableHTTPASGIApp(manager)))
+        async with manager.run():
+            yield
+
+    return live

@@ -1,0 +1,116 @@
+"""What tool server and client say to each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from arborl.types import ToolResult, ToolSpec
+
+PLAIN = r"^[!-~]+$"
+"""Keys and session names: visible ASCII, so that they can stand in a path, a file and a log."""
+
+
+class Shape(BaseModel):
+    """A body without surprises: an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class CallRequest(Shape):
+    """One call."""
+
+    name: str = Field(max_length=200)
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    key: str | None = Field(None, max_length=200, pattern=PLAIN)
+    """The same key is the same call: sent again, it is answered again and not run again."""
+    session: str | None = Field(None, max_length=200, pattern=PLAIN)
+    """Calls of one session share the state of stateful tools."""
+    fields: dict[str, Any] = Field(default_factory=dict)
+    """Those of the task that the tool asks for."""
+
+
+class CallAnswer(Shape):
+    """A `ToolResult`, and whether it is one that had been given before."""
+
+    content: str
+    ok: bool
+    kind: str
+    seconds: float
+    replayed: bool = False
+
+    @classmethod
+    def of(cls, result: ToolResult) -> CallAnswer:
+        return cls(content=encodable(result.content), ok=result.ok, kind=result.kind, seconds=result.seconds)
+
+    def result(self) -> ToolResult:
+        return ToolResult(self.content, self.ok, self.kind, self.seconds)
+
+
+class About(Shape):
+    """A tool as the server describes it."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+    stateful: bool = False
+    terminal: bool = False
+    fields: list[str] = Field(default_factory=list)
+    """Fields of the task that it wants sent with each call, where the task has them."""
+
+    @property
+    def spec(self) -> ToolSpec:
+        return ToolSpec(self.name, self.description, self.parameters)
+
+
+class ExecuteRequest(BaseModel):
+    """Code to run in a sandbox of its own; other keys that older clients send are of no use and of no harm."""
+
+    code: str = Field(max_length=1_000_000)
+
+
+class ExecuteAnswer(Shape):
+    """What became of it."""
+
+    success: bool
+    output: str
+    error: str | None
+    execution_time: float
+
+
+class LimitRequest(Shape):
+    """Ask for one grant of a rate limit that machines share."""
+
+    name: str = Field(max_length=200)
+    per_minute: float = Field(ge=0.001, le=1e9, allow_inf_nan=False)
+    burst: int = Field(1, ge=1, le=1_000_000)
+    timeout: float = Field(30.0, ge=0, le=600, allow_inf_nan=False)
+    """Answer within this many seconds, granted or not."""
+
+
+class LimitAnswer(Shape):
+    """Whether the call may be made now."""
+
+    granted: bool
+
+
+class Health(Shape):
+    """How the server stands."""
+
+    status: str
+    """`ok` or `draining`."""
+    running: int
+    waiting: int
+    sandbox: str | None = None
+
+
+class Problem(BaseModel):
+    """Why a request was not answered."""
+
+    detail: str
+
+
+def encodable(text: str) -> str:
+    """The text without what UTF-8 has no form for (half a surrogate pair)."""
+    return text.encode("utf-8", "replace").decode()

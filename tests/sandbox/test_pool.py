@@ -1,0 +1,101 @@
+import asyncio
+import time
+
+import pytest
+
+from arborl.sandbox import Limits, Pool, SandboxError, run_code, run_code_sync
+
+LIMITS = Limits(wall_seconds=5, memory_mb=128)
+
+
+@pytest.fixture
+def pool():
+    made = Pool(LIMITS, size=3, spare=2)
+    yield made
+    made.close()
+
+
+def test_every_lease_is_a_fresh_interpreter(pool):
+    with pool.lease_sync() as box:
+        assert box.run_sync(
+            "import builtins, math; secret = 1; builtins.leak = 2; math.pi = 3; open('f', 'w').close()"
+        ).ok
+    for _ in range(4):
+        with pool.lease_sync() as box:
+            for code in ("secret", "leak", "open('f')"):
+                assert not box.run_sync(code).ok
+            assert box.run_sync("import math; math.pi > 3.1").value == "True"
+
+
+def test_leases_beyond_the_size_wait_their_turn(pool):
+    async def one() -> float:
+        await pool.run("import time; time.sleep(0.3)")
+        return time.perf_counter()
+
+    async def play() -> list[float]:
+        start = time.perf_counter()
+        return sorted([at - start for at in await asyncio.gather(*(one() for _ in range(5)))])
+
+    ends = asyncio.run(play())
+    assert ends[3] > 0.55  # the fourth began when one of the first three had ended
+
+
+def test_spares_are_started_ahead(pool):
+    pool.run_sync("1")
+    deadline = time.monotonic() + 5
+    while len(pool._ready) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(pool._ready) == 2
+    start = time.perf_counter()
+    with pool.lease_sync() as box:
+        taken = time.perf_counter() - start
+        assert box.run_sync("1 + 1").value == "2"
+    assert taken < 0.02
+
+
+def test_a_spare_that_died_is_passed_over(pool):
+    pool.run_sync("1")
+    deadline = time.monotonic() + 5
+    while len(pool._ready) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    for box in pool._ready:
+        box.kill()
+        box._keeper.wait()
+    assert pool.run_sync("2").value == "2"
+
+
+def test_a_closed_pool_leaves_nobody_behind(pool):
+    pool.run_sync("1")
+    time.sleep(0.2)
+    ready = list(pool._ready)
+    pool.close()
+    assert not any(box.alive for box in ready)
+    with pytest.raises(SandboxError, match="closed"):
+        pool.run_sync("1")
+
+
+def test_one_piece_of_code_needs_one_call():
+    assert run_code_sync("print(int(input()) * 2)", stdin="21", limits=LIMITS).stdout == "42\n"
+    assert asyncio.run(run_code("6 * 7", limits=LIMITS)).value == "42"
+
+
+def test_the_same_pool_serves_one_event_loop_after_another():
+    async def many() -> list[str]:
+        return [
+            outcome.value for outcome in await asyncio.gather(*(run_code(f"{n} * 2", limits=LIMITS) for n in range(6)))
+        ]
+
+    for _ in range(2):
+        assert asyncio.run(many()) == [str(2 * n) for n in range(6)]
+
+
+def test_a_cancelled_lease_is_given_back():
+    pool = Pool(LIMITS, size=1, spare=0)
+
+    async def play() -> str:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(pool.run("import time; time.sleep(60)"), 0.3)
+        return (await asyncio.wait_for(pool.run("'free'"), 5)).value
+
+    assert asyncio.run(play()) == "'free'"
+    pool.close()

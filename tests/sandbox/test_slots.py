@@ -1,0 +1,74 @@
+import asyncio
+import threading
+import time
+
+from arborl.sandbox.slots import Slots
+
+
+def test_slots_go_to_who_waited_longest():
+    slots, order = Slots(1), []
+
+    async def one(number: int) -> None:
+        await slots.take()
+        order.append(number)
+        await asyncio.sleep(0)
+        slots.give()
+
+    async def play() -> None:
+        await asyncio.gather(*(one(number) for number in range(10)))
+
+    asyncio.run(play())
+    assert order == list(range(10))
+
+
+def test_a_slot_given_to_somebody_cancelled_is_not_lost():
+    slots = Slots(1)
+
+    async def play() -> None:
+        await slots.take()
+        waiting = [asyncio.ensure_future(slots.take()) for _ in range(3)]
+        await asyncio.sleep(0)
+        waiting[0].cancel()  # before it is given
+        slots.give()
+        waiting[1].cancel()  # after
+        await asyncio.gather(*waiting[:2], return_exceptions=True)
+        await asyncio.wait_for(waiting[2], 2)
+        slots.give()
+        await asyncio.wait_for(slots.take(), 2)
+
+    asyncio.run(play())
+
+
+def test_threads_and_event_loops_share_them():
+    slots, now, most = Slots(3), [], []
+
+    def work() -> None:
+        now.append(1)
+        most.append(len(now))
+        time.sleep(0.005)
+        now.pop()
+
+    def thread() -> None:
+        for _ in range(10):
+            slots.take_sync()
+            work()
+            slots.give()
+
+    async def task() -> None:
+        for _ in range(10):
+            await slots.take()
+            await asyncio.to_thread(work)
+            slots.give()
+
+    async def many() -> None:
+        await asyncio.gather(*(task() for _ in range(4)))
+
+    threads = [threading.Thread(target=thread) for _ in range(4)] + [
+        threading.Thread(target=lambda: asyncio.run(many()))
+    ]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(20)
+    assert max(most) <= 3
+    assert len(most) == 80

@@ -1,0 +1,192 @@
+import asyncio
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from arborl.errors import ConfigError
+from arborl.tools import RateLimit
+from arborl.tools.limit import LimitTimeout
+
+LOAD = """
+import json, os, sys, time
+from arborl.tools.limit import LimitTimeout, RateLimit
+
+count, per_minute, burst, seconds = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
+folder = sys.argv[5]
+limit = RateLimit(per_minute, burst, "load", folder=folder)
+begin = time.monotonic() + 0.02 * count + 0.2
+for number in range(count):
+    if os.fork() == 0:
+        stamps = []
+        time.sleep(max(begin - time.monotonic(), 0))
+        try:
+            while True:
+                granted = limit.acquire_sync(timeout=begin + seconds - time.monotonic())
+                stamps.append((granted, time.monotonic()))
+        except LimitTimeout:
+            pass
+        with open(f"{folder}/{number}.json", "w") as file:
+            json.dump(stamps, file)
+        os._exit(0)
+for _ in range(count):
+    assert os.wait()[1] == 0
+"""
+
+
+def over(times: list[float], rate: float) -> float:
+    """The largest number of events in any window, less rate times its length."""
+    times = sorted(times)
+    least, most = float("inf"), 0.0
+    for index, at in enumerate(times):
+        least = min(least, index - rate * at)
+        most = max(most, index + 1 - rate * at - least)
+    return most
+
+
+def load(count: int, rate: float, burst: int, seconds: float, folder) -> list[list[list[float]]]:
+    """What `count` real processes were granted that asked as fast as they could."""
+    arguments = [str(count), str(rate * 60), str(burst), str(seconds), str(folder)]
+    subprocess.run([sys.executable, "-c", LOAD, *arguments], check=True, timeout=120)
+    return [json.loads((folder / f"{number}.json").read_text()) for number in range(count)]
+
+
+def check(count: int, rate: float, burst: int, seconds: float, folder) -> None:
+    stamps = load(count, rate, burst, seconds, folder)
+    granted = [grant for each in stamps for grant, _ in each]
+    seen = [at for each in stamps for _, at in each]
+    assert over(granted, rate) <= burst + 1e-6
+    assert all(at >= grant for each in stamps for grant, at in each)  # nobody goes ahead before the grant
+    assert len(granted) >= 0.9 * rate * seconds
+    assert len(seen) <= rate * (max(seen) - min(seen)) + burst + 1
+    if rate * seconds >= count:  # in the order of asking: everybody had a turn
+        assert all(stamps)
+
+
+def test_the_measure_of_the_tests_can_fail():
+    assert over([0, 0, 0], 10) == 3
+    assert over([0, 0.1, 0.2, 0.3], 10) == pytest.approx(1)
+    assert over([0, 1, 1, 1.05], 10) == pytest.approx(2.5)
+
+
+CASES = [(1, 10, 5), (8, 10, 5), (64, 10, 5), (8, 1000, 20)]
+
+
+@pytest.mark.parametrize(("count", "rate", "burst"), CASES)
+def test_processes_together_keep_the_limit_and_use_it(count, rate, burst, tmp_path):
+    check(count, rate, burst, 2, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "rate", "burst"), [*CASES, (8, 10, 1)])
+def test_processes_together_keep_the_limit_and_use_it_for_ten_seconds(count, rate, burst, tmp_path):
+    check(count, rate, burst, 10, tmp_path)
+
+
+def test_tasks_of_one_process_share_it_too(tmp_path):
+    limit = RateLimit(per_minute=6000, burst=3, name="tasks", folder=tmp_path)
+
+    async def play() -> list[float]:
+        return await asyncio.gather(*(limit.acquire() for _ in range(30)))
+
+    start = time.monotonic()
+    granted = asyncio.run(play())
+    assert over(granted, 100) <= 3 + 1e-6
+    assert 0.26 <= time.monotonic() - start < 2
+
+
+def test_a_burst_is_there_again_after_a_pause(tmp_path):
+    limit = RateLimit(per_minute=600, burst=4, name="pause", folder=tmp_path)
+    for _ in range(2):
+        start = time.monotonic()
+        for _ in range(4):
+            limit.acquire_sync()
+        assert time.monotonic() - start < 0.09
+        time.sleep(0.45)
+
+
+def test_two_limits_of_one_name_are_one_limit(tmp_path):
+    first, second = (RateLimit(600, 2, "shared", folder=tmp_path) for _ in range(2))
+    other = RateLimit(600, 2, "other", folder=tmp_path)
+    first.acquire_sync()
+    second.acquire_sync()
+    with pytest.raises(LimitTimeout):
+        first.acquire_sync(timeout=0.01)
+    other.acquire_sync(timeout=0.01)
+
+
+def test_a_wait_that_is_refused_uses_nothing_up(tmp_path):
+    limit = RateLimit(60, 1, "refused", folder=tmp_path)
+    limit.acquire_sync()
+    for _ in range(100):
+        with pytest.raises(LimitTimeout, match=r"the next call is 1\.0 s away, not 0 s|0\.9 s away, not 0 s"):
+            limit.acquire_sync(timeout=0)
+    start = time.monotonic()
+    limit.acquire_sync(timeout=1.5)
+    assert time.monotonic() - start < 1.2
+
+
+def test_those_who_stop_waiting_leave_their_turn_to_others(tmp_path):
+    limit = RateLimit(600, 1, "cancelled", folder=tmp_path)
+
+    async def play() -> float:
+        await limit.acquire()
+        waiting = [asyncio.ensure_future(limit.acquire()) for _ in range(50)]
+        await asyncio.sleep(0.01)
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        start = time.monotonic()
+        await limit.acquire()
+        return time.monotonic() - start
+
+    assert asyncio.run(play()) < 0.3
+
+
+def test_a_caller_that_died_while_it_waited_holds_up_nobody(tmp_path):
+    limit = RateLimit(600, 1, "dead", folder=tmp_path)
+    limit.acquire_sync()
+    for _ in range(3):
+        limit._book._reserve(None)  # and never comes back
+    start = time.monotonic()
+    limit.acquire_sync()
+    limit.acquire_sync()
+    assert time.monotonic() - start < 0.75
+
+
+def test_turns_come_in_the_order_of_asking(tmp_path):
+    limit = RateLimit(6000, 1, "order", folder=tmp_path)
+    order: list[int] = []
+
+    async def one(number: int) -> None:
+        await limit.acquire()
+        order.append(number)
+
+    async def play() -> None:
+        await asyncio.gather(*(one(number) for number in range(20)))
+
+    asyncio.run(play())
+    assert order == sorted(order)
+
+
+def test_disagreeing_about_the_numbers_is_an_error(tmp_path):
+    RateLimit(600, 5, "x", folder=tmp_path).acquire_sync()
+    with pytest.raises(ConfigError, match=r"RateLimit 'x': in use with per_minute=600 and burst=5, here 300 and 5"):
+        RateLimit(300, 5, "x", folder=tmp_path).acquire_sync()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"per_minute": 0}, {"per_minute": 1, "burst": 0}, {"per_minute": 1, "scope": "moon"}]
+)
+def test_a_limit_that_makes_no_sense_is_refused(wrong):
+    with pytest.raises(ConfigError, match="RateLimit 'default'"):
+        RateLimit(**wrong)
+
+
+def test_a_file_that_says_nothing_sensible_is_begun_anew(tmp_path):
+    limit = RateLimit(600, 1, "torn", folder=tmp_path)
+    limit.acquire_sync()
+    limit._book.path.write_bytes(b"\x00" * 7)
+    limit.acquire_sync(timeout=0.01)
