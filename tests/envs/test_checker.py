@@ -25,7 +25,7 @@ class Walk(Env):
         return Observation((Message("user", f"at {self.place}"),), state_key=str(self.place))
 
     async def step(self, action):
-        self.place += {"left": -1, "right": 1}[action.content] * int(self.chance.integers(1, 3))
+        self.place += {"left": -1, "right": 1}.get(action.content, 0) * int(self.chance.integers(1, 3))
         return Step(self.seen(), reward=0.5, terminated=self.place > 8, info={"place": self.place})
 
     def actions(self):
@@ -199,3 +199,102 @@ def test_it_can_be_called_inside_an_event_loop():
 def test_the_assertion_lists_the_problems():
     with pytest.raises(AssertionError, match=r"breaks its contract:\n- step\(\) returned reward=nan"):
         assert_env(lambda: Bent(lambda step: replace(step, reward=math.nan)), TASK)
+
+
+# ------------------------------------------------------------------------------------------------ further methods
+
+
+def problems_of(kind):
+    return check_env(kind, TASK, seed=2)
+
+
+def test_a_step_in_gymnasiums_shape_is_recognised():
+    def five(step):
+        return step.observation.messages[0].content, 0.0, False, False, {}
+
+    assert check_env(lambda: Bent(five), TASK)[0].endswith("arborl.envs.from_gymnasium wraps such an environment.)")
+
+
+def test_a_message_that_is_no_move_must_be_answered():
+    class Strict(Walk):
+        async def step(self, action):
+            if action.content not in self.actions():
+                raise KeyError(action.content)
+            return await super().step(action)
+
+    assert problems_of(Strict)[0] == "step() on the message '' (str) raised KeyError: ''."
+
+
+def test_nonsense_that_counts_as_a_move_is_found():
+    class Lenient(Walk):
+        async def step(self, action):
+            return replace(await super().step(action), info={"valid": 1.0})
+
+    assert "info['valid']=1.0 (float) for '' (str), which is not among actions()" in problems_of(Lenient)[0]
+
+
+@pytest.mark.parametrize("method", ["render", "picture", "oracle", "random", "state_key", "metrics", "snapshot"])
+def test_looking_that_changes_the_state_is_found(method):
+    def look(self, *given):
+        self.place += 1
+        return getattr(Walk, method)(self, *given)
+
+    assert "looking must not change the state" in problems_of(type("Shy", (Walk,), {method: look}))[-1]
+
+
+@pytest.mark.parametrize(
+    ("method", "returned", "says"),
+    [
+        ("render", 7, "render() returned 7 (int): return a str"),
+        ("picture", "png", "picture() returned 'png' (str): return a PIL image of mode RGB"),
+        ("state_key", 7, "state_key() returned 7 (int): return a str"),
+        ("state_key", "here", "state_key() returned 'here' (str) where the observation says '3' (str)"),
+        ("oracle", 7, "oracle() returned 7 (int): return the text of a message"),
+        ("random", 7, "random() returned 7 (int): return the text of a message"),
+        ("metrics", {"success": 0.5}, "metrics() returned success=0.5 (float): return 1 for a solved task, else 0."),
+        ("metrics", {"valid": -0.5}, "metrics() returned valid=-0.5 (float): return a share from 0 to 1."),
+        ("metrics", {"effective": 2}, "metrics() returned effective=2 (int): return a share from 0 to 1."),
+    ],
+)
+def test_a_wrong_answer_of_a_further_method_is_named(method, returned, says):
+    problems = problems_of(type("Wrong", (Walk,), {method: lambda self, *given: returned}))
+    assert any(says in problem for problem in problems), problems
+
+
+def test_a_snapshot_that_forgets_chance_or_shares_the_state_is_found():
+    class Forgets(Walk):
+        def snapshot(self):
+            return self.place
+
+        def restore(self, snapshot):
+            self.place, self.chance = snapshot, generator(99, "walk")
+
+    class Shares(Walk):
+        def snapshot(self):
+            return vars(self)
+
+        def restore(self, snapshot):
+            vars(self).update(snapshot)
+
+    for kind in (Forgets, Shares):
+        assert any("after restore() in the same environment" in problem for problem in problems_of(kind))
+
+
+def test_a_snapshot_that_only_its_own_environment_understands_is_found():
+    class Keeps(Walk):
+        def snapshot(self):
+            self.kept = super().snapshot()
+            return "kept"
+
+        def restore(self, snapshot):
+            super().restore(getattr(self, "kept", {"place": 0, "chance": generator(0)}))
+
+    assert any("after restore() in a fresh environment" in problem for problem in problems_of(Keeps))
+
+
+def test_an_environment_may_say_that_it_has_no_snapshots():
+    class Remote(Walk):
+        def snapshot(self):
+            return None
+
+    assert problems_of(Remote) == []

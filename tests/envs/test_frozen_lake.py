@@ -5,7 +5,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arborl.envs.checker import check_env
-from arborl.envs.frozen_lake import INVALID, MOVES, FrozenLake, best_moves, distances, draw_map, read_move
+from arborl.envs.frozen_lake import (
+    INVALID,
+    MOVES,
+    FrozenLake,
+    best_moves,
+    chances,
+    distances,
+    draw_map,
+    read_move,
+    safest_move,
+)
 from arborl.types import Message, Task
 
 seeds = st.integers(0, 2**63 - 1)
@@ -145,7 +155,7 @@ def test_moves_are_read_whatever_their_case_and_padding():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"size": 1}, {"size": 21}, {"frozen": 0}, {"frozen": 1.5}, {"max_steps": 0}, {"format_penalty": 0.1}]
+    "wrong", [{"size": 1}, {"frozen": 0}, {"frozen": 1.5}, {"max_steps": 0}, {"format_penalty": 0.1}]
 )
 def test_arguments_that_make_no_lake_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
@@ -163,3 +173,57 @@ def test_it_can_be_seen():
     env = FrozenLake()
     asyncio.run(env.reset(task(3), 0))
     assert env.picture().size == (192, 192)
+
+
+@given(seeds, st.integers(21, 40), st.integers(2, 12))
+@settings(max_examples=10)
+def test_a_lake_may_be_of_any_size_and_its_goal_is_within_the_limit(seed, size, within):
+    grid, player = draw_map(seed, "train", size, 0.8, within)
+    assert len(grid) == size
+    assert 1 <= distances(grid)[player] <= within
+
+
+def chance_by_walking(grid, player, steps):
+    """The chance of the goal under the best play on slippery ice, one outcome at a time."""
+    row, column = player
+    if grid[row][column] in "GO" or steps == 0:
+        return float(grid[row][column] == "G")
+    names, size = list(MOVES), len(grid)
+
+    def landing(name):
+        down, right = MOVES[name]
+        return min(max(row + down, 0), size - 1), min(max(column + right, 0), size - 1)
+
+    return max(
+        sum(chance_by_walking(grid, landing(names[(i + turn) % 4]), steps - 1) for turn in (-1, 0, 1)) / 3
+        for i in range(4)
+    )
+
+
+@given(seeds, st.integers(1, 5))
+@settings(max_examples=20)
+def test_the_best_play_on_slippery_ice_is_known(seed, steps):
+    grid, player = draw_map(seed, "train", 3, 0.8, 10)
+    assert chances(grid, steps)[-1][player] == pytest.approx(chance_by_walking(grid, player, steps))
+
+
+def test_on_slippery_ice_the_oracle_prefers_the_safe_move_and_beats_the_shortest_path():
+    assert safest_move(("__G", "_OO", "___"), (0, 1), 9, 9) in ("Right", "Up")
+    assert safest_move(("O_G", "OOO", "___"), (0, 1), 9, 9) == "Right"
+
+    def success(shortest):
+        won = 0
+        for seed in range(150):
+            env = FrozenLake(slippery=True, max_steps=40)
+            asyncio.run(
+                play(
+                    env,
+                    task(seed),
+                    seed,
+                    lambda env: f"<answer>{best_moves(env.grid, env.player)[0]}</answer>" if shortest else env.oracle(),
+                )
+            )
+            won += env.metrics()["success"]
+        return won / 150
+
+    assert success(shortest=False) > success(shortest=True) + 0.1

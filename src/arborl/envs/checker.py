@@ -1,25 +1,38 @@
 """Holds an environment to its contract: run it on yours before you train on it.
 
-Two plays by one random, legal policy must be the same play; two openings of one task the same opening; and every field
-must be of the type its record promises. Problems come back as sentences; the checker itself never raises.
+Two plays by one random, legal policy must be the same play; two openings of one task the same opening; looking must
+change nothing; a snapshot must continue as the original did; nonsense must be answered; and every field must be of the
+type its record promises (`faults.py`). Problems come back as sentences; the checker itself never raises.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any
 
 from arborl.envs.env import Env, Observation, Step
+from arborl.envs.faults import (
+    fault_of_policy,
+    faults_of_looks,
+    faults_of_metrics,
+    faults_of_observation,
+    faults_of_picture,
+    faults_of_step,
+    show,
+)
 from arborl.errors import EpisodeError, boundary
 from arborl.seeds import generator
-from arborl.types import Message, Role, Task
+from arborl.types import Message, Task
 
 SECONDS = 30.0
 """What one reset, step or close may take."""
+PICTURES = 3
+"""Pictures asked for in one play, besides the last: some take long to draw."""
+NONSENSE = ("", "\n", "banana", "<answer></answer>", "<answer>banana</answer>", "</answer> <answer>", "é√\x00" * 500)
+"""What models say when they have no idea."""
 
 
 def check_env(make: Callable[[], Env], task: Task, *, seed: int = 0, steps: int = 20) -> list[str]:
@@ -73,23 +86,34 @@ class _Check:
             first, second = await self._play(), await self._play()
             if not self.problems:  # a play that broke off says nothing about the other
                 self._compare(first, second)
+            for further in (self._watch, self._branch, self._babble):
+                if not self.problems:
+                    await self._fresh(further, first)
         except Exception as error:
             self.problems.append(f"the check stopped at {type(error).__name__}: {error}.")
 
     async def _play(self) -> _Play:
         """One episode from a fresh environment."""
         play = _Play()
+
+        async def whole(env: Env, play: _Play) -> None:
+            await self._moves(env, play)
+            await self._reopen(env, play)
+
+        await self._fresh(whole, play)
+        return play
+
+    async def _fresh(self, part: Callable[[Env, _Play], Awaitable[None]], play: _Play) -> None:
+        """Do this part of the check with an environment of its own; what it raises is a problem."""
         env: Env | None = None
         try:
             async with boundary("make()"):
                 env = self.make()
-            await self._moves(env, play)
-            await self._reopen(env, play)
+            await part(env, play)
         except EpisodeError as error:
             self._raised(error)
         if env is not None:
             await self._close(env)
-        return play
 
     async def _moves(self, env: Env, play: _Play) -> None:
         """Open the episode and play it with random, legal moves."""
@@ -107,17 +131,22 @@ class _Check:
             if getattr(step, "terminated", False) or getattr(step, "truncated", False):
                 break
         async with boundary("metrics()"):
-            self.problems += faults_of_numbers("metrics()", env.metrics(), "metrics")
+            self.problems += faults_of_metrics(env.metrics())
 
     async def _choose(self, env: Env, chance: Any) -> str:
         async with boundary("actions()"):
             legal = env.actions()
         if not isinstance(legal, list) or not all(isinstance(text, str) for text in legal):
             self.problems.append(
-                f"actions() returned {_show(legal)}: return a list of str, empty when any text is a move."
+                f"actions() returned {show(legal)}: return a list of str, empty when any text is a move."
             )
             return "hello"
-        return legal[int(chance.integers(len(legal)))] if legal else "hello"
+        if legal:
+            return legal[int(chance.integers(len(legal)))]
+        async with boundary("random()"):
+            text = env.random(chance)
+        self.problems += fault_of_policy("random()", text)
+        return text if isinstance(text, str) else "hello"
 
     async def _reopen(self, env: Env, play: _Play) -> None:
         """The same object opens the same task again: nothing of the last episode, or of its chance, may show."""
@@ -137,6 +166,93 @@ class _Check:
                 "reset() gave other messages for another seed: draw the start state from task.seed and task.fields "
                 "alone, so that all attempts of a group begin alike."
             )
+
+    async def _watch(self, env: Env, first: _Play) -> None:
+        """The first play again, looked at from all sides before every step: looking must not change anything."""
+        async with boundary("reset()", SECONDS):
+            seen = await env.reset(self.task, self.seed)
+        for number, (text, expected) in enumerate(zip(first.texts, first.steps, strict=True), 1):
+            await self._look(env, seen, picture=number <= PICTURES)
+            async with boundary("step()", SECONDS):
+                step = await env.step(Message("assistant", text))
+            seen = step.observation
+            if differs := _difference(expected, step):
+                self.problems.append(
+                    f"step() gave another {differs} (step {number}) after render(), picture(), state_key(), metrics(), "
+                    "oracle(), random() and snapshot() had been called: looking must not change the state, or draw "
+                    "from its chance."
+                )
+                return
+        await self._look(env, seen)
+
+    async def _look(self, env: Env, seen: Observation, picture: bool = True) -> None:
+        async with boundary("render() or state_key()"):
+            self.problems += faults_of_looks(env)
+            key = env.state_key()
+        if picture:
+            async with boundary("picture()"):
+                self.problems += faults_of_picture(env.picture())
+        if key and key != seen.state_key:
+            self.problems.append(
+                f"state_key() returned {show(key)} where the observation says {show(seen.state_key)}: give "
+                "Observation(…, state_key=self.state_key())."
+            )
+        for name, ask in (("oracle()", env.oracle), ("random()", lambda: env.random(generator(self.seed, "look")))):
+            async with boundary(name):
+                self.problems += fault_of_policy(name, ask())
+        async with boundary("metrics()"):
+            self.problems += faults_of_metrics(env.metrics())
+        async with boundary("snapshot()"):
+            env.snapshot()
+
+    async def _branch(self, env: Env, first: _Play) -> None:
+        """From the middle of the first play: the rest, then the rest again from a snapshot, here and elsewhere."""
+        half = len(first.texts) // 2
+        async with boundary("reset()", SECONDS):
+            await env.reset(self.task, self.seed)
+        await self._steps(env, first.texts[:half])
+        async with boundary("snapshot()"):
+            kept = env.snapshot()
+        if kept is None:
+            return
+        await self._steps(env, first.texts[half:])
+        other = self.make()
+        for place, place_name in ((env, "the same environment"), (other, "a fresh environment")):
+            async with boundary("restore()"):
+                place.restore(kept)
+            again = await self._steps(place, first.texts[half:])
+            differs = next(filter(None, map(_difference, first.steps[half:], again)), "")
+            if differs:
+                self.problems.append(
+                    f"step() gave another {differs} after restore() in {place_name}: snapshot() must keep all that the "
+                    "rest of the episode depends on, chance included, and later steps must not change it."
+                )
+                break
+        await self._close(other)
+
+    async def _steps(self, env: Env, texts: Sequence[str]) -> list[Step]:
+        steps = []
+        for text in texts:
+            async with boundary("step()", SECONDS):
+                steps.append(await env.step(Message("assistant", text)))
+        return steps
+
+    async def _babble(self, env: Env, first: _Play) -> None:
+        """Each piece of nonsense at the opening: it is answered, and counts as no move where moves can be listed."""
+        for text in NONSENSE:
+            async with boundary("reset()", SECONDS):
+                await env.reset(self.task, self.seed)
+            listed = env.actions()
+            async with boundary(f"step() on the message {show(text)}", SECONDS):
+                step = await env.step(Message("assistant", text))
+            self.problems += faults_of_step(step)
+            if listed and text not in listed and isinstance(step, Step) and step.info.get("valid"):
+                self.problems.append(
+                    f"step() returned info['valid']={show(step.info['valid'])} for {show(text)}, which is not among "
+                    "actions(): return 0 for a message that is no move."
+                )
+        async with boundary("metrics()"):
+            self.problems += faults_of_metrics(env.metrics())
 
     async def _close(self, env: Env) -> None:
         try:
@@ -176,64 +292,6 @@ class _Check:
                 return
 
 
-def faults_of_observation(where: str, observation: Any) -> list[str]:
-    """What is wrong with the types of an observation."""
-    if not isinstance(observation, Observation):
-        return [f"{where} returned {_show(observation)} as observation: return an Observation."]
-    found = []
-    if not isinstance(observation.state_key, str):
-        found.append(
-            f"{where} returned state_key={_show(observation.state_key)}: return a str, equal for equal states."
-        )
-    if not isinstance(observation.messages, tuple):
-        return [
-            *found,
-            f"{where} returned messages as {type(observation.messages).__name__}: return a tuple of Message.",
-        ]
-    for message in observation.messages:
-        if not isinstance(message, Message):
-            found.append(f"{where} returned {_show(message)} among messages: return Message(role, content).")
-        elif not isinstance(message.content, str):
-            found.append(f"{where} returned a message whose content is {_show(message.content)}: return a str.")
-        elif message.role not in get_args(Role):
-            found.append(
-                f"{where} returned a message of role {message.role!r}: return one of {', '.join(get_args(Role))}."
-            )
-    return found
-
-
-def faults_of_step(step: Any) -> list[str]:
-    """What is wrong with the types of a step."""
-    if not isinstance(step, Step):
-        return [f"step() returned {_show(step)}: return a Step."]
-    found = faults_of_observation("step()", step.observation)
-    if not _finite(step.reward):
-        found.append(f"step() returned reward={_show(step.reward)}: return a finite float.")
-    for name in ("terminated", "truncated"):
-        if not isinstance(getattr(step, name), bool):
-            found.append(f"step() returned {name}={_show(getattr(step, name))}: return True or False.")
-    if step.terminated is True and step.truncated is True:
-        found.append(
-            "step() returned both terminated and truncated: return truncated only when the state was not final."
-        )
-    return found + faults_of_numbers("step()", step.info, "info")
-
-
-def faults_of_numbers(where: str, given: Any, name: str) -> list[str]:
-    """What is wrong with a mapping of names to numbers."""
-    if not isinstance(given, Mapping):
-        return [f"{where} returned {name}={_show(given)}: return a dict of numbers by name."]
-    return [
-        f"{where} returned {name}[{key!r}]={_show(value)}: return a finite number under a str."
-        for key, value in given.items()
-        if not isinstance(key, str) or not (isinstance(value, bool) or _finite(value))
-    ]
-
-
-def _finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _messages(observation: Any) -> Any:
     return getattr(observation, "messages", observation)
 
@@ -247,8 +305,3 @@ def _difference(one: Any, other: Any) -> str:
     if _messages(left) != _messages(right):
         return "observation"
     return "" if getattr(left, "state_key", "") == getattr(right, "state_key", "") else "state_key"
-
-
-def _show(value: Any) -> str:
-    text = repr(value)
-    return f"{text if len(text) <= 60 else text[:57] + '…'} ({type(value).__name__})"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from arborl.types import Message, Metrics, Task
 
 if TYPE_CHECKING:
+    from numpy.random import Generator
     from PIL.Image import Image
 
 
@@ -32,7 +34,7 @@ class Step:
     truncated: bool = False
     """Cut short by a limit; the state itself was not final."""
     info: Mapping[str, float] = field(default_factory=dict)
-    """Numbers about this step, kept with the turn."""
+    """Numbers about this step, kept with the turn. `valid` (0 or 1) says whether the message was a move at all."""
 
     @property
     def over(self) -> bool:
@@ -43,7 +45,8 @@ class Env(Protocol):
     """Answers messages. One object plays one episode at a time; `reset` starts the next.
 
     `reset` and `step` are yours to write; subclass `Env` to inherit the rest. The start state must depend on
-    `task` alone (all attempts of a group begin alike), chance during the episode on `seed` alone.
+    `task` alone (all attempts of a group begin alike), chance during the episode on `seed` alone. A message that is no
+    move is answered, never an exception: models say all sorts of things.
     """
 
     async def reset(self, task: Task, seed: int) -> Observation:
@@ -63,12 +66,30 @@ class Env(Protocol):
         return {}
 
     def actions(self) -> list[str]:
-        """Texts that are valid moves now; empty when any text is."""
+        """Texts that are valid moves now; empty when any text is, or when they are too many to list."""
         return []
 
     def oracle(self) -> str | None:
         """The text a perfect player would say now, if one is known."""
         return None
+
+    def random(self, chance: Generator) -> str | None:
+        """The text a random player would say now: any of `actions()`; None where the environment cannot tell."""
+        legal = self.actions()
+        return legal[int(chance.integers(len(legal)))] if legal else None
+
+    def state_key(self) -> str:
+        """Names the present state: what `Observation.state_key` says. Equal states of a task have equal names."""
+        return ""
+
+    def snapshot(self) -> Any:
+        """The episode as it stands, to come back to with `restore`, any number of times; None where that cannot be."""
+        return copy.deepcopy(vars(self))
+
+    def restore(self, snapshot: Any) -> None:
+        """Go on from there, in this object or in another of the same kind. Chance goes on from there too."""
+        vars(self).clear()
+        vars(self).update(copy.deepcopy(snapshot))
 
     def render(self) -> str:
         """The state as text, for people."""

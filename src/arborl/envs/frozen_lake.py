@@ -6,15 +6,16 @@ map itself, belongs to the split `held_out`: training never draws it, whatever i
 
 from __future__ import annotations
 
-import hashlib
-import re
 from collections import deque
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
+from arborl.envs.answers import answer, read_choice
 from arborl.envs.env import Env, Observation, Step
+from arborl.envs.splits import check_split, split_of, wanted_split
 from arborl.seeds import generator
 from arborl.types import Message, Metrics, Task
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MOVES = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
-ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 RULES = (
     "Cross the frozen lake from P to G. _ is ice, O is a hole. "
     "Each turn, answer with one move: <answer>Left</answer>, <answer>Down</answer>, <answer>Right</answer> "
@@ -31,12 +31,16 @@ RULES = (
 INVALID = "Not a move."
 TRIES = 20_000
 """Maps drawn before giving up: a tiny lake may have none of a split within the step limit."""
+WIDEST = 960
+"""Pixels a side of the picture of a large lake."""
+LARGE = 20
+"""Beyond this many cells a side, a start is chosen within reach of the goal rather than drawn until it is."""
 
 Cell = tuple[int, int]
 
 
 class FrozenLake(Env):
-    """The lake.
+    """Cross a frozen lake without falling into a hole.
 
     Args:
         size: cells a side.
@@ -54,8 +58,8 @@ class FrozenLake(Env):
         max_steps: int = 10,
         format_penalty: float = -0.01,
     ):
-        if not 2 <= size <= 20:
-            raise ValueError(f"size={size}: give a number from 2 to 20")
+        if size < 2:
+            raise ValueError(f"size={size}: give 2 or more")
         if not 0 < frozen <= 1:
             raise ValueError(f"frozen={frozen}: give a chance above 0 and up to 1")
         if max_steps < 1:
@@ -66,12 +70,12 @@ class FrozenLake(Env):
         self.max_steps, self.format_penalty = max_steps, format_penalty
 
     async def reset(self, task: Task, seed: int) -> Observation:
-        self.grid, self.player = draw_map(
-            task.seed, str(task.fields.get("split", "train")), self.size, self.frozen, self.max_steps
-        )
+        split = wanted_split(task, "frozen_lake")
+        self.grid, self.player = draw_map(task.seed, split, self.size, self.frozen, self.max_steps)
         self.chance = generator(seed, "frozen_lake")
         self.steps = self.valid = self.effective = 0
-        return Observation((Message("system", RULES), Message("user", self.render())), state_key=self.render())
+        board = self.render()
+        return Observation((Message("system", RULES), Message("user", board)), state_key=board)
 
     async def step(self, action: Message) -> Step:
         move = read_move(action.content)
@@ -83,9 +87,10 @@ class FrozenLake(Env):
         self.valid += move is not None
         self.effective += effective
         cell = self.grid[self.player[0]][self.player[1]]
-        text = self.render() if move else f"{INVALID}\n{self.render()}"
+        board = self.render()
+        text = board if move else f"{INVALID}\n{board}"
         return Step(
-            Observation((Message("user", text),), state_key=self.render()),
+            Observation((Message("user", text),), state_key=board),
             reward=self.format_penalty if move is None else float(cell == "G"),
             terminated=cell in "GO",
             truncated=cell not in "GO" and self.steps >= self.max_steps,
@@ -108,12 +113,17 @@ class FrozenLake(Env):
         }
 
     def actions(self) -> list[str]:
-        return [f"<answer>{move}</answer>" for move in MOVES]
+        return [answer(move) for move in MOVES]
 
     def oracle(self) -> str:
-        """A move of a shortest path (of the map without slipping)."""
+        """A move of a shortest path; on slippery ice the one most likely to end at the goal within the limit."""
+        if self.slippery:
+            return answer(safest_move(self.grid, self.player, self.max_steps - self.steps, self.max_steps))
         best = best_moves(self.grid, self.player)
-        return f"<answer>{best[0] if best else 'Left'}</answer>"
+        return answer(best[0] if best else "Left")
+
+    def state_key(self) -> str:
+        return self.render()
 
     def render(self) -> str:
         rows = [list(row) for row in self.grid]
@@ -124,20 +134,18 @@ class FrozenLake(Env):
     def picture(self) -> Image:
         from arborl.envs.tiles import paint
 
-        return paint(self.render())
+        return paint(self.render(), cell=max(8, min(48, WIDEST // self.size)))
 
 
 def read_move(text: str) -> str | None:
     """The move in the first `<answer>…</answer>`; None where that is no move, or there is none."""
-    found = ANSWER.search(text)
-    return {name.lower(): name for name in MOVES}.get(found.group(1).strip().lower()) if found else None
+    return read_choice(text, MOVES)
 
 
 @lru_cache(maxsize=4096)
 def draw_map(seed: int, split: str, size: int, frozen: float, within: int) -> tuple[tuple[str, ...], Cell]:
     """A map of this split, and where the player starts. The same arguments give the same map on every machine."""
-    if split not in ("train", "held_out"):
-        raise ValueError(f"split={split!r}: frozen_lake has 'train' and 'held_out'")
+    check_split(split, "frozen_lake")
     chance = generator(seed, "map", size)
     for _ in range(TRIES):
         cells = np.where(chance.random(size * size) < frozen, "_", "O")
@@ -145,18 +153,17 @@ def draw_map(seed: int, split: str, size: int, frozen: float, within: int) -> tu
         cells[start], cells[goal] = "_", "G"
         grid = tuple("".join(cells[row * size : (row + 1) * size]) for row in range(size))
         player = (int(start) // size, int(start) % size)
-        if _split(grid) == split and distances(grid).get(player, within + 1) <= within:
+        if split_of(grid) != split:  # by the grid alone: not even from another start is a held-out lake trained on
+            continue
+        if size > LARGE:
+            near = [cell for cell, far in distances(grid).items() if 1 <= far <= within]
+            player = near[int(chance.integers(len(near)))] if near else player
+        if distances(grid).get(player, within + 1) <= within:
             return grid, player
     raise ValueError(
         f"no map of split {split!r} in {TRIES:,} draws with size={size}, frozen={frozen}, max_steps={within}: "
         "give a larger size, more ice or more steps"
     )
-
-
-def _split(grid: tuple[str, ...]) -> str:
-    """By the grid alone: a held-out lake is never trained on, not even from another start."""
-    digest = hashlib.blake2b(repr(grid).encode(), digest_size=2).digest()
-    return "held_out" if int.from_bytes(digest, "big") % 10 == 0 else "train"
 
 
 @lru_cache(maxsize=4096)
@@ -181,3 +188,37 @@ def best_moves(grid: tuple[str, ...], player: Cell) -> list[str]:
     far = distances(grid)
     here = far.get(player, 0)
     return [name for name, (d, r) in MOVES.items() if far.get((player[0] + d, player[1] + r), here) == here - 1]
+
+
+def safest_move(grid: tuple[str, ...], player: Cell, steps: int, horizon: int) -> str:
+    """On slippery ice: the move with the best chance of the goal within `steps`, of `horizon` at the start."""
+    names, known = list(MOVES), chances(grid, horizon)
+    landed = _landings(known[min(max(steps - 1, 0), len(known) - 1)])
+    mean = [sum(landed[(i + turn) % 4][player] for turn in (-1, 0, 1)) for i in range(4)]
+    return names[int(np.argmax(np.round(mean, 12)))]  # rounded: of equals the first, on every machine
+
+
+@lru_cache(maxsize=256)
+def chances(grid: tuple[str, ...], horizon: int) -> list[NDArray[np.float64]]:
+    """On slippery ice: from every cell, the chance of the goal under the best play within 0, 1, 2, … steps.
+
+    The list ends at `horizon`, or sooner where more steps change nothing.
+    """
+    cells = np.array([list(row) for row in grid])
+    found = [np.where(cells == "G", 1.0, 0.0)]
+    while len(found) <= horizon:
+        landed = _landings(found[-1])
+        best = np.max([(landed[i - 1] + landed[i] + landed[(i + 1) % 4]) / 3 for i in range(4)], axis=0)
+        found.append(np.where(cells == "G", 1.0, np.where(cells == "O", 0.0, best)))
+        if np.abs(found[-1] - found[-2]).max() < 1e-9:
+            break
+    return found
+
+
+def _landings(value: NDArray[np.float64]) -> list[NDArray[np.float64]]:
+    """For each of the four moves, the value of the cell it leads to from every cell."""
+    size = len(value)
+    at = np.arange(size)
+    return [
+        value[np.clip(at + down, 0, size - 1)][:, np.clip(at + right, 0, size - 1)] for down, right in MOVES.values()
+    ]

@@ -1,0 +1,139 @@
+"""`arborl env list | play | check`: see the environments, play one, hold one to the contract."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from arborl.cli.arguments import one_path, split
+from arborl.errors import ConfigError
+
+PLAY_OPTIONS = ("--oracle", "--random", "--model", "--seed", "--split", "--pause", "--help")
+CHECK_OPTIONS = ("--tasks", "--steps", "--help")
+
+env = typer.Typer(name="env", help="See, play and check environments.", no_args_is_help=True, rich_markup_mode=None)
+SETTINGS = {"ignore_unknown_options": True}
+
+
+@env.command("list")
+def list_environments() -> None:
+    """Every environment with a short name, and its arguments."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from arborl.envs import ENVS, EXTRAS
+
+    shown = Table("name", "what", box=box.SIMPLE)
+    shown.add_column("arguments", overflow="fold")
+    for name in ENVS:
+        found = ENVS[name]
+        what = (inspect.getdoc(found) or "").splitlines()[0]
+        package = "openenv" if name == "openenv" else name
+        if name in EXTRAS and importlib.util.find_spec(package) is None:
+            what += f" (pip install 'arborl[{name}]')"
+        shown.add_row(Text(name, style="bold"), Text(what), Text(", ".join(_arguments(found)), style="dim"))
+    Console().print(shown)
+
+
+def _arguments(part: Any) -> list[str]:
+    return [
+        name if value.default is value.empty or value.default is None else f"{name}={value.default}"
+        for name, value in inspect.signature(part).parameters.items()
+        if value.kind not in (value.VAR_POSITIONAL, value.VAR_KEYWORD)
+    ]
+
+
+@env.command("play", context_settings=SETTINGS)
+def play(
+    arguments: Annotated[
+        list[str], typer.Argument(metavar="NAME a=b", help="An environment, and arguments of it.", show_default=False)
+    ],
+    oracle: Annotated[bool, typer.Option("--oracle", help="Watch a perfect player.")] = False,
+    random: Annotated[bool, typer.Option("--random", help="Watch a random player.")] = False,
+    model: Annotated[
+        str, typer.Option(metavar="PATH", help="Watch a run, a checkpoint or a model play.", show_default=False)
+    ] = "",
+    seed: Annotated[int, typer.Option(help="Which task.")] = 0,
+    split_name: Annotated[str, typer.Option("--split", help="train or held_out.")] = "train",
+    pause: Annotated[float, typer.Option(help="Seconds between the moves of a player that is watched.")] = 0.4,
+) -> None:
+    """Play by hand in the terminal, or watch a player."""
+    from arborl.cli.play import Stage, by_hand, by_model, by_oracle, by_random
+    from arborl.types import Task
+
+    if oracle + random + bool(model) > 1:
+        raise ConfigError("--oracle, --random and --model each name the player: give one of them.")
+    name, args = named(arguments, PLAY_OPTIONS)
+    task = Task(f"{name}/play-{seed}", seed=seed, env=name, fields={"split": split_name})
+    made = make(name, args)
+    stage = Stage(made, task, seed, pause if oracle or random or model else 0.0)
+    if model:
+        player, stage.seed = by_model(model, name, args, task, seed)
+    else:
+        player = by_oracle if oracle else by_random(seed) if random else by_hand(stage.console)
+    stage.run(player)
+
+
+@env.command("check", context_settings=SETTINGS)
+def check(
+    arguments: Annotated[
+        list[str],
+        typer.Argument(metavar="NAME a=b", help="A name or package.module:Class, and arguments.", show_default=False),
+    ],
+    tasks: Annotated[int, typer.Option(help="Tasks to open, with seeds 0, 1, 2, …", min=1)] = 10,
+    steps: Annotated[int, typer.Option(help="Longest play.", min=1)] = 30,
+) -> None:
+    """Hold an environment to the contract. Exit code 1 if it breaks it."""
+    from arborl.envs.checker import check_env
+    from arborl.types import Message, Task
+
+    name, args = named(arguments, CHECK_OPTIONS)
+    make(name, args)
+    question = (Message("user", "What is 6 * 7?"),)
+    problems: dict[str, int] = {}
+    for seed in range(tasks):
+        chosen = "held_out" if seed % 2 else "train"
+        task = Task(f"{name}/check-{seed}", question, {"split": chosen, "answer": "42"}, seed=seed)
+        for problem in check_env(lambda: make(name, args), task, seed=seed, steps=steps):
+            problems[problem] = problems.get(problem, 0) + 1
+    for problem, count in problems.items():
+        typer.echo(f"- {problem} ({count} of {tasks} tasks)")
+    if problems:
+        typer.echo(f"{name} breaks the contract of an environment in {len(problems)} way(s).", err=True)
+        raise typer.Exit(1)
+    typer.echo(f"{name} keeps the contract of an environment ({tasks} tasks, up to {steps} steps each).")
+
+
+def named(arguments: Sequence[str], options: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """The environment's name and its arguments.
+
+    Example:
+        named(["sokoban", "preset=10x10"], ())      # ("sokoban", {"preset": "10x10"})
+    """
+    import yaml
+
+    paths, settings = split(arguments, options)
+    name = one_path(paths, "environment")
+    if name is None:
+        raise ConfigError("no environment is named. Write its name first; `arborl env list` shows them.")
+    args: dict[str, Any] = {}
+    for setting in settings:
+        key, _, text = setting.partition("=")
+        try:
+            args[key.removeprefix("env.args.")] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{setting!r}: the value is no YAML: {error}") from error
+    return name, args
+
+
+def make(name: str, args: Mapping[str, Any]) -> Any:
+    """A fresh environment."""
+    from arborl.envs import ENVS
+
+    return ENVS.build(name, args, name)

@@ -1,0 +1,176 @@
+"""An episode in the terminal: the state in color, a move by hand or by a player, what it was worth."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from arborl.envs.env import Env, Observation
+from arborl.errors import ConfigError
+from arborl.seeds import derive, generator
+from arborl.types import Message, Task
+
+Player = Callable[[Env], str | None]
+"""The text to say now; None leaves the game."""
+
+COLORS = {
+    "P": "bold dark_orange",
+    "S": "bold dark_orange",
+    "G": "bold red",
+    "O": "blue",
+    "X": "bold yellow",
+    "√": "bold green",
+    "_": "grey62",
+    "#": "grey35",
+}
+KEYS = {"w": "Up", "a": "Left", "s": "Down", "d": "Right"}
+SHOWN_ACTIONS = 12
+
+
+@dataclass
+class Stage:
+    """Where an episode is shown.
+
+    Args:
+        env: fresh.
+        task: what is played.
+        seed: of the episode's chance.
+        pause: seconds between moves.
+    """
+
+    env: Env
+    task: Task
+    seed: int
+    pause: float = 0.0
+    console: Console = field(default_factory=lambda: Console(highlight=False))
+
+    def run(self, player: Player) -> None:
+        """Play to the end, or until the player leaves."""
+        asyncio.run(self._run(player))
+
+    async def _run(self, player: Player) -> None:
+        try:
+            await self._play(player)
+        finally:
+            await self.env.close()
+
+    async def _play(self, player: Player) -> None:
+        self._show(await self.env.reset(self.task, self.seed))
+        total, turns, over = 0.0, 0, False
+        while not over:
+            text = player(self.env)
+            if text is None:
+                self.console.print("left the game", style="dim")
+                break
+            step = await self.env.step(Message("assistant", text))
+            total, turns, over = total + step.reward, turns + 1, step.over
+            self.console.print(Text(f"\n{turns}> {text}", style="bold cyan"))
+            self._show(step.observation)
+            self.console.print(Text(f"reward {step.reward:+.2f}   total {total:+.2f}", style="dim"))
+            if self.pause and self.console.is_terminal:
+                time.sleep(self.pause)
+        numbers = "   ".join(f"{name} {value:.3g}" for name, value in self.env.metrics().items())
+        self.console.print(Text(f"\nreturn {total:+.2f} in {turns} turns   {numbers}", style="bold"))
+
+    def _show(self, seen: Observation) -> None:
+        for message in seen.messages:
+            self.console.print(colored(message.content, "italic" if message.role == "system" else ""))
+
+
+def colored(text: str, style: str = "") -> Text:
+    """A board by its symbols, words in square brackets as buttons, anything else as it is."""
+    shown = Text(style=style)
+    for line in text.splitlines():
+        if len(line) > 1 and set(line) <= set(COLORS):
+            for symbol in line:
+                shown.append(f"{symbol} ", COLORS[symbol])
+        else:
+            for part in re.split(r"(\[[^\]]*\])", line):
+                shown.append(part, "bold blue" if part.startswith("[") else "")
+        shown.append("\n")
+    shown.rstrip()
+    return shown
+
+
+# ------------------------------------------------------------------------------------------------ players
+
+
+def by_oracle(env: Env) -> str:
+    text = env.oracle()
+    if text is None:
+        raise ConfigError(f"{type(env).__name__} knows no perfect player. Write --random, or play by hand.")
+    return text
+
+
+def by_random(seed: int) -> Player:
+    chance = generator(seed, "player")
+
+    def player(env: Env) -> str:
+        text = env.random(chance)
+        if text is None:
+            raise ConfigError(f"{type(env).__name__} knows no random player. Play by hand.")
+        return text
+
+    return player
+
+
+def by_hand(console: Console) -> Player:
+    def player(env: Env) -> str | None:
+        legal = env.actions()
+        if legal:
+            listed = "   ".join(f"{number} {bare(text)}" for number, text in enumerate(legal[:SHOWN_ACTIONS], 1))
+            console.print(Text(listed, style="dim"))
+        try:
+            typed = console.input("[bold cyan]> [/]").strip()
+        except (EOFError, KeyboardInterrupt):
+            return None
+        return None if typed == "q" else meant(typed, legal)
+
+    return player
+
+
+def meant(typed: str, legal: list[str]) -> str:
+    """What somebody at a keyboard means: a number or the bare words of a legal move, w a s d, or any text as it is.
+
+    Example:
+        meant("right", ["<answer>Left</answer>", "<answer>Right</answer>"])      # '<answer>Right</answer>'
+    """
+    if typed.isdecimal() and 1 <= int(typed) <= len(legal):
+        return legal[int(typed) - 1]
+    words = {bare(text).lower(): text for text in legal}
+    return words.get(typed.lower()) or words.get(KEYS.get(typed.lower(), "").lower()) or typed
+
+
+def bare(text: str) -> str:
+    return text.removeprefix("<answer>").removesuffix("</answer>")
+
+
+def by_model(path: str, name: str, args: Mapping[str, Any], task: Task, seed: int) -> tuple[Player, int]:
+    """A model's episode, played first and then shown; and the seed its environment had."""
+    from arborl.build import build
+    from arborl.config import RunConfig
+
+    config = RunConfig.model_validate({"model": str(model_folder(path)), "env": {"name": name, "args": dict(args)}})
+    episode = asyncio.run(build(config).rollout.play(task, seed, f"{task.id}#0"))
+    if episode.failure is not None:
+        raise ConfigError(f"the episode failed: {episode.failure}")
+    texts = iter([turn.message.content for turn in episode.turns])
+    return (lambda env: next(texts, None)), derive(episode.seed, "environment")
+
+
+def model_folder(path: str) -> Path:
+    """The model of a run's last checkpoint, of a checkpoint, or the model's own folder or name."""
+    from arborl.checkpoint import checkpoint
+
+    place = Path(path).expanduser()
+    if (place / "checkpoints").is_dir():
+        return checkpoint.find(place / "checkpoints", "latest") / "model"
+    return place / "model" if (place / "model" / "config.json").exists() else place

@@ -1,0 +1,31 @@
+"""What a message says to do: the text between `<answer>` and `</answer>`, as one of the moves there are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+def read_answer(text: str) -> str | None:
+    """What stands in the first `<answer>…</answer>`, stripped; None where there is none."""
+    found = ANSWER.search(text)
+    return found.group(1).strip() if found else None
+
+
+def read_choice(text: str, choices: Iterable[str]) -> str | None:
+    """The choice that the first answer names, whatever its case; None where it names none.
+
+    Example:
+        read_choice("I go <answer> right </answer>", ["Left", "Right"])      # 'Right'
+    """
+    said = read_answer(text)
+    if said is None:
+        return None
+    return {choice.lower(): choice for choice in choices}.get(said.lower())
+
+
+def answer(text: str) -> str:
+    """The text as an answer."""
+    return f"<answer>{text}</answer>"

@@ -1,0 +1,126 @@
+import asyncio
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arborl.envs.rooms import Rooms
+from arborl.envs.rooms.house import BACK, TREASURE
+from arborl.envs.rooms.walk import Place, draw_house, possible, shortest
+from arborl.types import Message, Task
+
+seeds = st.integers(0, 2**63 - 1)
+
+
+def everything_in_reach(house):
+    """Rooms one gets to by walking about and picking up every key, over and over: no search, just growth."""
+    rooms, keys = {0}, set()
+    while True:
+        keys_now = keys | {thing for room in rooms for thing in house.things[room] if thing.endswith("key")}
+        rooms_now = rooms | {
+            there for room in rooms for _, there, door in house.links[room] if door is None or f"{door} key" in keys_now
+        }
+        if (rooms_now, keys_now) == (rooms, keys):
+            return rooms
+        rooms, keys = rooms_now, keys_now
+
+
+@given(seeds, st.integers(2, 14), st.integers(0, 6), st.sampled_from(["train", "held_out"]))
+@settings(max_examples=40)
+def test_every_house_can_be_solved_and_every_room_be_reached(seed, rooms, doors, split):
+    doors = min(doors, rooms - 1)
+    house = draw_house(seed, split, rooms, doors, 120)
+    assert everything_in_reach(house) == set(range(rooms))
+    assert sum(there.count(TREASURE) for there in house.things) == 1
+    assert len({door for links in house.links for _, _, door in links if door}) == doors
+    way = shortest(house, Place())
+    place = Place()
+    for command in way:
+        place = possible(house, place)[command]
+    assert place.done
+
+
+@given(seeds)
+@settings(max_examples=25)
+def test_ways_lead_back_and_rooms_lie_where_they_lead(seed):
+    house = draw_house(seed, "train", 10, 3, 120)
+    for room, links in enumerate(house.links):
+        for way, there, door in links:
+            assert (BACK[way], room, door) in house.links[there]
+    assert len(set(house.cells)) == len(set(house.names)) == 10
+
+
+def play(commands, **arguments):
+    async def run():
+        env = Rooms(**arguments)
+        await env.reset(Task("t", seed=5), 0)
+        return env, [await env.step(Message("assistant", command)) for command in commands]
+
+    return asyncio.run(run())
+
+
+def test_a_locked_door_wants_its_key_and_only_a_door_that_is_there_can_be_unlocked():
+    async def try_all():
+        env = Rooms(rooms=8, doors=3, max_steps=100)
+        await env.reset(Task("t", seed=11), 0)
+        refused = 0
+        while not env.place.done:
+            links = env.house.links[env.place.room]
+            for way, _, door in links:
+                if door and door not in env.place.unlocked:
+                    before = env.place
+                    assert (await env.step(Message("assistant", f"<answer>go {way}</answer>"))).info["valid"] == 0.0
+                    assert env.place == before
+                    refused += 1
+            await env.step(Message("assistant", env.oracle()))
+        return refused
+
+    assert asyncio.run(try_all()) > 0
+
+
+def test_only_the_treasure_pays_unless_keys_and_steps_are_said_to():
+    env, _ = play([])
+    way = shortest(env.house, Place())
+    env, steps = play(way)
+    assert [step.reward for step in steps] == [0.0] * (len(way) - 1) + [1.0]
+    assert steps[-1].terminated
+    assert env.metrics()["success"] == 1.0
+    keys = sum(command.endswith("key") for command in way)
+    env, steps = play(way, step_reward=-0.01, key_reward=0.25)
+    assert sum(step.reward for step in steps) == pytest.approx(1.0 + 0.25 * keys - 0.01 * len(way))
+    assert keys > 0
+
+
+def test_commands_are_read_with_and_without_the_tag_whatever_their_case_and_spacing():
+    env, _ = play([])
+    command = shortest(env.house, Place())[0]
+    for text in (
+        command,
+        f"<answer>{command}</answer>",
+        f"I think <answer> {command.upper()} </answer>",
+        f"  {command} ",
+    ):
+        _, (step,) = play([text])
+        assert step.info["valid"] == 1.0
+    for text in (f"please {command}", "<answer></answer>", "take treasure", "unlock up"):
+        _, (step,) = play([text])
+        assert step.info["valid"] == 0.0
+        assert step.reward == -0.01
+
+
+def test_looking_is_valid_and_changes_nothing():
+    _, (step,) = play(["look"])
+    assert step.info == {"valid": 1.0, "effective": 0.0}
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"rooms": 1}, {"rooms": 99}, {"doors": -1}, {"doors": 6}, {"max_steps": 0}, {"format_penalty": 0.1}]
+)
+def test_arguments_that_make_no_house_are_refused(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Rooms(**wrong)
+
+
+def test_a_house_that_is_too_far_for_its_limit_is_an_error_and_not_a_hang():
+    with pytest.raises(ValueError, match="no house of split 'train'"):
+        draw_house(0, "train", 12, 6, 3)
