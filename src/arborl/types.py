@@ -235,6 +235,23 @@ class Episode:
         return self.turns[-1].message.content if self.turns else ""
 
     @property
+    def branches(self) -> list[int]:
+        """The branch of each call, counted in order of their last calls: a call that goes on from another's last tokens
+        is in its branch.
+
+        Example (the second call forgets the first, the third goes on from the second):
+            [1 | 2], [1 | 3], [1 3 9 | 4]   ->   0 1 1
+        """
+        tips: dict[tuple[int, ...], int] = {}
+        found: list[int] = []
+        for call in self.calls:
+            lengths = [len(tip) for tip in tips if call.prompt[: len(tip)] == tip]
+            found.append(tips.pop(call.prompt[: max(lengths)]) if lengths else len(set(found)))
+            tips[(*call.prompt, *call.completion.tokens)] = found[-1]
+        latest = sorted(set(found), key=lambda branch: max(i for i, one in enumerate(found) if one == branch))
+        return [latest.index(branch) for branch in found]
+
+    @property
     def sampled(self) -> int:
         """Number of sampled tokens."""
         return sum(len(call.completion.tokens) for call in self.calls)

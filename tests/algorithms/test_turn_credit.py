@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arborl.algorithms import Recipe
-from arborl.algorithms.ledger import branches, turn_rewards
+from arborl.algorithms.ledger import turn_rewards
 from arborl.algorithms.turns import discounted, gae, gigpo, reinforce_plus_plus
 from arborl.config.algorithm import AlgorithmConfig
-from arborl.types import Call, Completion, Finish, Group
+from arborl.types import Call, Completion, Episode, Finish, Group, Task
 
 NUMBERS = st.lists(st.floats(-10, 10), min_size=1, max_size=6)
 
@@ -220,6 +220,14 @@ def test_branches_follow_the_tokens():
     def call(prompt: tuple[int, ...], *sampled: int) -> Call:
         return Call(prompt, Completion(sampled, (-1.0,) * len(sampled), Finish.STOP), 0)
 
-    assert branches([call((1,), 2), call((1, 2, 9), 3), call((1, 2, 9, 3, 9), 4)]) == [0, 0, 0]
-    assert branches([call((1,), 2), call((7,), 3), call((7, 3, 9), 4)]) == [0, 1, 1]
-    assert branches([call((1,), 2), call((7,), 3), call((1, 2, 9), 4)]) == [1, 0, 1]  # a helper's, then back
+    assert Episode("e", Task("t"), calls=[call((1,), 2), call((1, 2, 9), 3), call((1, 2, 9, 3, 9), 4)]).branches == [
+        0,
+        0,
+        0,
+    ]
+    assert Episode("e", Task("t"), calls=[call((1,), 2), call((7,), 3), call((7, 3, 9), 4)]).branches == [0, 1, 1]
+    assert Episode("e", Task("t"), calls=[call((1,), 2), call((7,), 3), call((1, 2, 9), 4)]).branches == [
+        1,
+        0,
+        1,
+    ]  # a helper's, then back

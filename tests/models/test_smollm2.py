@@ -26,7 +26,7 @@ def test_smollm2_is_converted_once_and_answers(tmp_path, monkeypatch):
     assert resolve("smollm2") == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == made
     renderer = Renderer.from_folder(folder)
-    engine = LocalEngine(load_model(folder, device="cpu"), max_context=256, slots=1)
+    engine = LocalEngine(load_model(folder, device="cpu"), max_context=256, max_requests=1, kv_tokens=256)
     prompt = renderer.tokenizer.encode(renderer.text([Message("user", "What is the capital of France?")]))
     done = asyncio.run(engine.generate(prompt, Sampling(24, 0.0, stop=renderer.stop), session="a"))
     assert "Paris" in renderer.read(done).content

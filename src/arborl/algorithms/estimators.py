@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from arborl.algorithms import advantages, turns
-from arborl.algorithms.ledger import Ledger, branches, kl_costs
+from arborl.algorithms.ledger import Ledger, kl_costs
 from arborl.algorithms.votes import whitened
 from arborl.config.algorithm import AlgorithmConfig
 from arborl.types import Floats, Group, Terms
@@ -38,7 +38,7 @@ def _over_branches(ledger: Ledger, advantage_E: Floats, config: AlgorithmConfig)
         if config.split == "broadcast":
             share_C += [1.0] * len(episode.calls)
             continue
-        found = branches(episode.calls)
+        found = episode.branches
         parts = advantages.split_shares(max(found, default=0) + 1, config.split, config.split_ratio)
         share_C += [float(parts[branch]) for branch in found]
     return np.asarray(advantage_E[ledger.terms.episode] * np.array(share_C)[ledger.terms.call], dtype=np.float64)

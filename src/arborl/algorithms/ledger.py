@@ -19,7 +19,7 @@ import torch
 from arborl.algorithms.guards import overlong_penalty
 from arborl.algorithms.kl import KL
 from arborl.config.algorithm import KLConfig, OverlongConfig
-from arborl.types import Call, Episode, Finish, Floats, Group, Ints, Stop, Terms
+from arborl.types import Episode, Finish, Floats, Group, Ints, Stop, Terms
 
 CUT_SHORT = (Stop.CONTEXT_FULL, Stop.MAX_TURNS)
 
@@ -56,22 +56,6 @@ def turn_rewards(episode: Episode) -> Floats:
         out[: len(given)] = given * (episode.rewards["env"] / total if total else 1.0)
     out[-1] += episode.reward - out.sum()
     return out
-
-
-def branches(calls: Sequence[Call]) -> list[int]:
-    """The branch of each call: a call that goes on from another's tokens is in its branch. The last call's is last.
-
-    Example (the second call forgets the first, the third goes on from the second):
-        [1 | 2], [1 | 3], [1 3 9 | 4]   ->   0 1 1
-    """
-    found: list[int] = []
-    sequences: list[tuple[int, ...]] = []
-    for call in calls:
-        from_ = [i for i, earlier in enumerate(sequences) if call.prompt[: len(earlier)] == earlier]
-        found.append(found[from_[-1]] if from_ else len(found))
-        sequences.append((*call.prompt, *call.completion.tokens))
-    latest = sorted(set(found), key=lambda branch: max(i for i, one in enumerate(found) if one == branch))
-    return [latest.index(branch) for branch in found]
 
 
 def kl_costs(terms: Terms, kl: KLConfig, coef: float) -> Floats:

@@ -1,8 +1,9 @@
 """Attention over trees: token q sees token k exactly when k <= q < end[k].
 
-Two ways to the same numbers. `DenseAttend` masks the square of each tree. `BlockAttend` cuts the tokens into blocks and
-gives each block only the keys it can see: in depth-first order those are the ancestors of its first token and the block
-itself, few when the tree has many branches. `attend_over` takes whichever multiplies less.
+Ways to the same numbers, of which `executor.py` chooses. `CausalAttend` is for chains, which need no mask.
+`DenseAttend` masks the square of each tree and is what the others are checked against. `BlockAttend` cuts the tokens
+into blocks and gives each block only the keys it can see: in depth-first order those are the ancestors of its first
+token and the block itself, few when the tree has many branches. `FlexAttend`, on a GPU, is in `flex.py`.
 
 N tokens, H query heads, K key heads, D head size, B blocks of T tokens, S keys a block.
 """
@@ -12,25 +13,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from arborl.learner.batch import MicroBatch
-from arborl.models.attention import Attend
 
 BLOCK = 32
 BUCKET = 16
 """Blocks attended in one call; they are sorted by their number of keys first, so that few are padded much."""
-WORTH_GATHERING = 0.7
-"""Blocks are used when they multiply less than this share of what the dense way does."""
-
-
-def attend_over(batch: MicroBatch, device: torch.device) -> Attend:
-    """The cheaper way for this micro-batch."""
-    keys = block_keys(batch.end)
-    blocks = BLOCK * sum(map(len, keys))
-    dense = sum(length**2 for length in batch.lengths)
-    if blocks < WORTH_GATHERING * dense:
-        return BlockAttend(batch, keys, device)
-    return DenseAttend(batch, device)
 
 
 def block_keys(end: np.ndarray) -> list[np.ndarray]:
@@ -40,6 +29,30 @@ def block_keys(end: np.ndarray) -> list[np.ndarray]:
         np.concatenate([np.flatnonzero(end[:start] > start), np.arange(start, min(start + BLOCK, len(end)))])
         for start in starts
     ]
+
+
+class CausalAttend:
+    """Every tree is a chain: plain causal attention, one call a length."""
+
+    def __init__(self, batch: MicroBatch, device: torch.device):
+        lengths, starts = np.asarray(batch.lengths), np.cumsum(batch.lengths) - batch.lengths
+        places = [starts[lengths == length][:, None] + np.arange(length) for length in np.unique(lengths)]
+        self.one = len(lengths) == 1
+        self.rows = [torch.from_numpy(group).to(device) for group in places]
+        self.back = torch.from_numpy(np.argsort(np.concatenate([group.reshape(-1) for group in places]))).to(device)
+
+    def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, scale: float) -> Tensor:
+        if self.one:
+            return self._attend(q_NHD[None], k_NKD[None], v_NKD[None], scale)[0]
+        outs = [self._attend(q_NHD[rows], k_NKD[rows], v_NKD[rows], scale).flatten(0, 1) for rows in self.rows]
+        return torch.cat(outs).index_select(0, self.back)
+
+    @staticmethod
+    def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """`[rows, tokens, heads, size]` in and out."""
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        return out.transpose(1, 2)
 
 
 class DenseAttend:
@@ -60,7 +73,7 @@ class DenseAttend:
         parts = zip(*(x.split(self.lengths) for x in (q_NHD, k_NKD, v_NKD)), self.masks, strict=True)
         for q, k, v, mask in parts:
             q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-            out = torch.nn.functional.scaled_dot_product_attention(
+            out = scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
             )
             outs.append(out[0].transpose(0, 1))
@@ -81,39 +94,52 @@ class Bucket:
         query = np.minimum(self.places, len(end) - 1)[:, :, None]
         sees = (gathered[:, None] <= query) & (query < end[gathered][:, None]) & real[:, None]
         self.blocks = len(keys)
-        self.query, self.keys, self.sees = (
-            torch.from_numpy(x).to(device) for x in (query.reshape(-1), gathered.reshape(-1), sees[:, None])
-        )
+        self.query, self.keys = query.reshape(-1), gathered.reshape(-1)
+        self.sees = torch.from_numpy(sees[:, None]).to(device)
         self.mask: Tensor | None = None
 
-    def attend(self, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, scale: float) -> Tensor:
-        """The blocks' attended values, one after the other."""
-        heads, size = k_NKD.shape[1:]
+    def attend(self, q_NHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, scale: float) -> Tensor:
+        """The blocks' attended values, one after the other, from their gathered queries, keys and values."""
+        heads, size = k_SKD.shape[1:]
         groups = q_NHD.shape[1] // heads
         # query heads that share a key head become more queries of that head, so keys are never repeated
-        q = q_NHD.index_select(0, self.query).view(self.blocks, BLOCK, heads, groups, size)
+        q = q_NHD.view(self.blocks, BLOCK, heads, groups, size)
         q = q.permute(0, 2, 3, 1, 4).reshape(self.blocks, heads, groups * BLOCK, size)
-        k, v = (x.index_select(0, self.keys).view(self.blocks, -1, heads, size).transpose(1, 2) for x in (k_NKD, v_NKD))
+        k, v = (x.view(self.blocks, -1, heads, size).transpose(1, 2) for x in (k_SKD, v_SKD))
         if self.mask is None:  # the same at every layer, and cheaper as numbers to add than as a choice to make
             bias = torch.zeros_like(self.sees, dtype=q.dtype).masked_fill_(~self.sees, float("-inf"))
             self.mask = bias.repeat(1, 1, groups, 1)
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, scale=scale)
+        out = scaled_dot_product_attention(q, k, v, attn_mask=self.mask, scale=scale)
         out = out.view(self.blocks, heads, groups, BLOCK, size).permute(0, 3, 1, 2, 4)
         return out.reshape(self.blocks * BLOCK, heads * groups, size)
 
 
 class BlockAttend:
-    """Blocks in buckets of like numbers of keys; the tokens come back in their own order."""
+    """Blocks in buckets of like numbers of keys; the tokens come back in their own order.
 
-    def __init__(self, batch: MicroBatch, keys: list[np.ndarray], device: torch.device):
+    All buckets' keys are gathered at once: the gradient of one large gather costs a fraction of many small ones'.
+    """
+
+    def __init__(self, batch: MicroBatch, device: torch.device):
+        keys = block_keys(batch.end)
         order = sorted(range(len(keys)), key=lambda block: len(keys[block]))
         chosen = [order[i : i + BUCKET] for i in range(0, len(order), BUCKET)]
         self.buckets = [
             Bucket(np.array(blocks) * BLOCK, [keys[b] for b in blocks], batch.end, device) for blocks in chosen
         ]
+        self.queries_each, self.keys_each = ([len(getattr(b, x)) for b in self.buckets] for x in ("query", "keys"))
         places = np.concatenate([bucket.places.reshape(-1) for bucket in self.buckets])
-        self.back = torch.from_numpy(np.argsort(places)[: len(batch.end)]).to(device)
+        self.query, self.keys, self.back = (
+            torch.from_numpy(index).to(device)
+            for index in (
+                np.concatenate([bucket.query for bucket in self.buckets]),
+                np.concatenate([bucket.keys for bucket in self.buckets]),
+                np.argsort(places)[: len(batch.end)],
+            )
+        )
 
     def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, scale: float) -> Tensor:
-        outs = [bucket.attend(q_NHD, k_NKD, v_NKD, scale) for bucket in self.buckets]
-        return torch.cat(outs).index_select(0, self.back)
+        queries = q_NHD.index_select(0, self.query).split(self.queries_each)
+        keys, values = (x.index_select(0, self.keys).split(self.keys_each) for x in (k_NKD, v_NKD))
+        parts = zip(self.buckets, queries, keys, values, strict=True)
+        return torch.cat([bucket.attend(q, k, v, scale) for bucket, q, k, v in parts]).index_select(0, self.back)

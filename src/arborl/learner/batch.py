@@ -1,16 +1,24 @@
-"""Trees are laid end to end into micro-batches of bounded size; each term keeps its place.
+"""Trees are laid end to end into micro-batches of bounded size; each term keeps its context.
 
-Two trees laid end to end are again a tree (see `TokenTree`), so a micro-batch is nothing but a longer tree.
+Two trees laid end to end are again a tree (see `TokenTree`), so a micro-batch is nothing but a longer tree. A tree that
+is too large is cut where branches begin: in depth-first order a piece is a run of tokens, and what these see besides
+each other are the ancestors of the first, which are repeated in front of it.
+
+Example (budget 4; the tree of [1 2 | 3 4] and [1 2 | 5]):
+    tokens 1 2 3 4 5   ->   1 2 3 4   and   1 2 5, which predicts only what follows its own token 5
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from arborl.types import Ints, Terms, TokenTree
+
+SHARED_LITTLE = 0.9
+"""Above this share of unique tokens, plain rows are considered in place of a tree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,40 +35,176 @@ class MicroBatch:
     rows: Ints
     """Which rows of the whole batch's terms these are."""
 
+    def __len__(self) -> int:
+        return len(self.tokens)
 
-def split(trees: Sequence[TokenTree], terms: Terms, budget: int) -> Iterator[MicroBatch]:
-    """Micro-batches of at most `budget` tokens; a larger tree travels alone.
+    @property
+    def is_chains(self) -> bool:
+        """Whether no tree branches."""
+        stops = np.repeat(np.cumsum(self.lengths), self.lengths)
+        return bool((self.end == stops).all())
 
-    Longest first into the first that has room, so the split is tight and depends on sizes alone.
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of a tree's tokens in depth-first order, behind the ancestors of the first."""
+
+    number: int
+    """Which tree."""
+    places: Ints
+    """Its tokens' places in that tree: ancestors, then the run."""
+    tree: TokenTree
+    rows: Ints
+    """The terms whose predicting token is in the run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What running the model costs, to choose between a tree and plain rows; in multiplications a layer."""
+
+    token: float
+    pair: float
+    """Of one token looking at another."""
+
+
+def split(
+    trees: Sequence[TokenTree], terms: Terms, budget: int, plain: Callable[[TokenTree], bool] | None = None
+) -> list[MicroBatch]:
+    """Micro-batches of at most `budget` tokens; a single branch that is longer travels alone.
+
+    Longest first into the first that has room, so the split is tight and depends on sizes alone. A tree that `plain`
+    says yes to is taken as plain rows, one a branch.
     """
-    bins: list[list[int]] = []
+    if not len(terms):
+        return []
+    pieces: list[Piece] = []
+    order = np.argsort(terms.tree, kind="stable")
+    numbers, begins = np.unique(terms.tree[order], return_index=True)
+    for number, rows in zip(numbers.tolist(), np.split(order, begins[1:]), strict=True):
+        tree = trees[number]
+        starts = branches(tree) if plain is not None and plain(tree) else cuts(tree, budget)
+        pieces.extend(cut(tree, number, starts, rows, terms.position))
+    pieces.sort(key=lambda piece: (-len(piece.tree), piece.number, int(piece.places[-1])))
+    bins: list[list[Piece]] = []
     room: list[int] = []
-    for index in sorted({int(t) for t in terms.tree}, key=lambda t: (-len(trees[t]), t)):
-        size = len(trees[index])
+    for piece in pieces:
+        size = len(piece.tree)
         home = next((b for b, free in enumerate(room) if free >= size), None)
         if home is None:
             bins.append([])
             room.append(budget)
             home = len(bins) - 1
-        bins[home].append(index)
+        bins[home].append(piece)
         room[home] -= size
-    for chosen in bins:
-        yield pack([trees[t] for t in chosen], chosen, terms)
+    return [_assemble(chosen, terms) for chosen in bins]
+
+
+def branches(tree: TokenTree) -> Ints:
+    """Where branches begin: tokens that do not continue the one before them."""
+    return np.flatnonzero(np.diff(tree.depth, prepend=-2) != 1)
+
+
+def cuts(tree: TokenTree, budget: int) -> Ints:
+    """Where to cut so that every piece fits, with the fewest tokens repeated.
+
+    A cut before token a repeats `depth[a]` tokens. Cutting inside a branch could make no piece smaller: its last token
+    needs all of it. So this is a shortest path over beginnings of branches, found from the back.
+    """
+    starts = branches(tree)
+    if len(tree) <= budget or len(starts) < 2:
+        return starts[:1]
+    bounds, above = [*starts.tolist(), len(tree)], tree.depth[starts].tolist()
+    repeated = [0.0] * len(bounds)
+    following = [len(starts)] * len(bounds)
+    for i in range(len(starts) - 1, -1, -1):
+        best = float("inf")
+        for j in range(i + 1, len(bounds)):
+            if j > i + 1 and above[i] + bounds[j] - bounds[i] > budget:
+                break
+            if above[i] + repeated[j] <= best:  # at equal cost the longer piece
+                best, following[i] = above[i] + repeated[j], j
+        repeated[i] = best
+    chosen, i = [], 0
+    while i < len(starts):
+        chosen.append(bounds[i])
+        i = following[i]
+    return np.asarray(chosen)
+
+
+def cut(tree: TokenTree, number: int, starts: Ints, rows: Ints, position: Ints) -> list[Piece]:
+    """The pieces that begin at `starts`; each term goes to the one whose run holds its predicting token."""
+    if len(starts) < 2:
+        return [Piece(number, np.arange(len(tree)), tree, rows)]
+    home = np.searchsorted(starts, position[rows], side="right") - 1
+    pieces = []
+    for i, (start, stop) in enumerate(zip(starts, [*starts[1:], len(tree)], strict=True)):
+        own = rows[home == i]
+        if len(own):
+            places = np.concatenate([np.flatnonzero(tree.end[:start] > start), np.arange(start, stop)])
+            part = TokenTree(tree.tokens[places], tree.depth[places], np.searchsorted(places, tree.end[places]))
+            pieces.append(Piece(number, places, part, own))
+    return pieces
+
+
+def rows_pay(tree: TokenTree, costs: Costs) -> bool:
+    """Whether plain rows, one a branch, cost less than the tree: they attend without a mask, to half a square each."""
+    leaves = np.flatnonzero(tree.end == np.arange(len(tree)) + 1)
+    lengths = tree.depth[leaves] + 1
+    raw = int(lengths.sum())
+    if len(leaves) < 2 or len(tree) <= SHARED_LITTLE * raw:
+        return False
+    block = 32
+    firsts = tree.depth[::block]
+    pairs = min(len(tree) ** 2, int((block * (firsts + block)).sum()))
+    return raw * costs.token + (lengths**2).sum() / 2 * costs.pair < len(tree) * costs.token + pairs * costs.pair
+
+
+def is_cut(batches: Sequence[MicroBatch]) -> bool:
+    """Whether a tree is spread over several micro-batches."""
+    numbers = [number for batch in batches for number in set(batch.terms.tree.tolist())]
+    return len(numbers) != len(set(numbers))
 
 
 def pack(trees: Sequence[TokenTree], numbers: Sequence[int], terms: Terms) -> MicroBatch:
-    """Lay these trees end to end. `numbers` are their indices in `terms.tree`."""
-    lengths = tuple(len(tree) for tree in trees)
+    """Lay these trees end to end, whole. `numbers` are their indices in `terms.tree`."""
+    return _assemble(
+        [
+            Piece(number, np.arange(len(tree)), tree, np.flatnonzero(terms.tree == number))
+            for tree, number in zip(trees, numbers, strict=True)
+        ],
+        terms,
+    )
+
+
+def _assemble(pieces: Sequence[Piece], terms: Terms) -> MicroBatch:
+    lengths = tuple(len(piece.tree) for piece in pieces)
     offsets = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
-    where = dict(zip(numbers, offsets, strict=True))
-    rows = np.flatnonzero(np.isin(terms.tree, numbers))
-    own = terms.pick(rows)
-    shift = np.array([where[int(t)] for t in own.tree], dtype=np.int64)
+    rows = np.concatenate([piece.rows for piece in pieces])
+    position = [
+        np.searchsorted(piece.places, terms.position[piece.rows]) + offset
+        for piece, offset in zip(pieces, offsets, strict=True)
+    ]
     return MicroBatch(
-        np.concatenate([tree.tokens for tree in trees]),
-        np.concatenate([tree.depth for tree in trees]),
-        np.concatenate([tree.end + offset for tree, offset in zip(trees, offsets, strict=True)]),
+        np.concatenate([piece.tree.tokens for piece in pieces]),
+        np.concatenate([piece.tree.depth for piece in pieces]),
+        np.concatenate([piece.tree.end + offset for piece, offset in zip(pieces, offsets, strict=True)]),
         lengths,
-        replace(own, position=own.position + shift),
+        replace(terms.pick(rows), position=np.concatenate(position).astype(np.int64)),
         rows,
+    )
+
+
+def padded(batch: MicroBatch, multiple: int) -> MicroBatch:
+    """The same batch with tokens added that see only themselves, up to a whole multiple."""
+    extra = -len(batch) % multiple
+    if not extra:
+        return batch
+    zeros = np.zeros(extra, dtype=np.int64)
+    own = np.arange(len(batch), len(batch) + extra)
+    return replace(
+        batch,
+        tokens=np.concatenate([batch.tokens, zeros]),
+        depth=np.concatenate([batch.depth, zeros]),
+        end=np.concatenate([batch.end, own + 1]),
+        lengths=(*batch.lengths, *([1] * extra)),
     )

@@ -1,56 +1,99 @@
-"""Run the model once over a micro-batch of trees and read off the log-probability of every term.
+"""Run the model once over a micro-batch of trees and read off what it says about every term.
 
-N tokens, M terms. The language-model head runs at predicting positions only, in chunks, in float32.
+N tokens, M terms, V tokens of the vocabulary. The language-model head runs at predicting positions only, in chunks
+whose logits are not kept for the gradient where there are several, in float32.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from arborl.learner.attend import attend_over
+from arborl.algorithms.losses import Said
 from arborl.learner.batch import MicroBatch
-from arborl.models.attention import logits
+from arborl.learner.critic import Critic
+from arborl.learner.executor import Way, allow_variants, hidden
+from arborl.models.attention import read_out
 from arborl.models.distribution import Shape, log_distribution
-from arborl.models.lean import hidden_states
 from arborl.types import Sampling
 
-HEAD_CHUNK = 4096
-"""Terms whose logits are held at once."""
+LOGITS_AT_ONCE = {"cpu": 2**26, "cuda": 2**28}
+"""Logits held at a time: a quarter of a gigabyte in float32, a whole one on a GPU."""
+ROWS_AT_ONCE = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """What the model says about each term."""
+def score(
+    model: PreTrainedModel,
+    batch: MicroBatch,
+    sampling: Sampling,
+    way: Way,
+    critic: Critic | None = None,
+    entropy: bool = False,
+) -> Said:
+    """Log-probabilities under the distribution that was sampled from.
 
-    logprob_M: Tensor
-    entropy_M: Tensor
-    """Of the distribution each token was drawn from; no gradient."""
-
-
-def score(model: PreTrainedModel, batch: MicroBatch, sampling: Sampling) -> Scores:
-    """Log-probabilities under the distribution that was sampled from."""
-    device = model.device
-    shape = Shape.of([sampling], device)
-    tokens, depth, position, token = (
-        torch.from_numpy(column).to(device)
-        for column in (batch.tokens, batch.depth, batch.terms.position, batch.terms.token)
-    )
-    hidden_NE = hidden_states(model, tokens, depth, attend_over(batch, device))
+    Args:
+        sampling: how the rollout draws tokens.
+        way: see `executor.Ways`.
+        critic: asked for a value at each predicting position.
+        entropy: whether the entropy carries a gradient.
+    """
+    hidden_NE = hidden(model, batch, way)
+    run = compiled_head() if way.compiled else _head
+    shape = Shape.of([sampling], model.device)
     logprobs, entropies = [], []
-    for places, targets in zip(position.split(HEAD_CHUNK), token.split(HEAD_CHUNK), strict=True):
-        logprob, entropy = checkpoint(_head, model, hidden_NE[places], targets, shape, use_reentrant=False)
+    for hidden_ME, token_M in _chunks(model, hidden_NE, batch):
+        given = (model.get_output_embeddings(), _cap(model), hidden_ME, token_M, shape, entropy)
+        alone = len(token_M) == len(batch.rows)  # then nothing is gained by letting its logits go
+        logprob, spread = run(*given) if alone else checkpoint(run, *given, use_reentrant=False)
         logprobs.append(logprob)
-        entropies.append(entropy)
-    return Scores(torch.cat(logprobs), torch.cat(entropies))
+        entropies.append(spread)
+    value = None
+    if critic is not None:
+        position = torch.from_numpy(batch.terms.position).to(model.device)
+        value = critic(hidden_NE[position], batch, way)
+    return Said(torch.cat(logprobs), torch.cat(entropies), value)
 
 
-def _head(model: PreTrainedModel, hidden_ME: Tensor, token_M: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
-    log_MV = log_distribution(logits(model, hidden_ME), shape, token_M)
-    with torch.no_grad():
-        entropy_M = -(log_MV.exp() * log_MV.clamp(min=-1e4)).sum(-1)  # a token that cannot be drawn adds nothing
+def distributions(model: PreTrainedModel, batch: MicroBatch, sampling: Sampling, way: Way) -> Tensor:
+    """The whole log-distribution each term was drawn from, `[M, V]`; it may be differentiated twice."""
+    shape = Shape.of([sampling], model.device)
+    return torch.cat(
+        [
+            log_distribution(read_out(model.get_output_embeddings(), _cap(model), hidden_ME), shape, token_M)
+            for hidden_ME, token_M in _chunks(model, hidden(model, batch, way), batch)
+        ]
+    )
+
+
+def _chunks(model: PreTrainedModel, hidden_NE: Tensor, batch: MicroBatch) -> Iterator[tuple[Tensor, Tensor]]:
+    rows = max(1, min(ROWS_AT_ONCE, LOGITS_AT_ONCE.get(hidden_NE.device.type, 2**26) // model.config.vocab_size))
+    position, token = (torch.from_numpy(c).to(hidden_NE.device) for c in (batch.terms.position, batch.terms.token))
+    for places, tokens in zip(position.split(rows), token.split(rows), strict=True):
+        yield hidden_NE[places], tokens
+
+
+def _cap(model: PreTrainedModel) -> float | None:
+    return getattr(model.config, "final_logit_softcapping", None)
+
+
+def _head(
+    head: Any, cap: float | None, hidden_ME: Tensor, token_M: Tensor, shape: Shape, entropy: bool
+) -> tuple[Tensor, Tensor]:
+    log_MV = log_distribution(read_out(head, cap, hidden_ME), shape, token_M)
+    said_MV = log_MV if entropy else log_MV.detach()
+    entropy_M = -(said_MV.exp() * said_MV.clamp(min=-1e4)).sum(-1)  # a token that cannot be drawn adds nothing
     return log_MV.gather(1, token_M[:, None])[:, 0], entropy_M
+
+
+@cache
+def compiled_head() -> Callable[..., tuple[Tensor, Tensor]]:
+    """The head and all that follows in few passes over the logits."""
+    allow_variants()
+    return torch.compile(_head, dynamic=True)

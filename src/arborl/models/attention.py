@@ -49,7 +49,11 @@ def library_hidden_states(model: PreTrainedModel, tokens: Tensor, positions: Ten
 
 def logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """Next-token logits in float32 (float64 stays) for rows of hidden states."""
-    head = model.get_output_embeddings()(hidden)
-    cap = getattr(model.config, "final_logit_softcapping", None)
-    head = head if head.dtype == torch.float64 else head.float()
-    return head if cap is None else torch.tanh(head / cap) * cap
+    return read_out(model.get_output_embeddings(), getattr(model.config, "final_logit_softcapping", None), hidden)
+
+
+def read_out(head: nn.Module, cap: float | None, hidden: Tensor) -> Tensor:
+    """The same for a head by itself."""
+    out: Tensor = head(hidden)
+    out = out if out.dtype == torch.float64 else out.float()
+    return out if cap is None else torch.tanh(out / cap) * cap

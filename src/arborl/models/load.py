@@ -26,7 +26,7 @@ def resolve(name: str) -> Path:
         return folder()
     path = Path(name).expanduser()
     if path.is_dir():
-        if not (path / "config.json").exists():
+        if not holds_model(path):
             raise ConfigError(
                 f"model.name: the folder {str(path)!r} has no config.json; give a folder in Hugging Face form."
             )
@@ -45,6 +45,11 @@ def resolve(name: str) -> Path:
             f"model.name: cannot fetch {name!r} from the Hugging Face hub ({type(error).__name__}). Check the id "
             "and the network, or give a folder."
         ) from error
+
+
+def holds_model(folder: Path) -> bool:
+    """Whether a folder is a model in Hugging Face form, or adapters of one."""
+    return any((folder / file).exists() for file in ("config.json", "adapter_config.json"))
 
 
 def device_of(name: str) -> torch.device:

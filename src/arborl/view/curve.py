@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SUCCESS, REWARD, HELD_OUT = "#2a9d5c", "#2f6fdb", "#d1495b"
-COLOURS = [SUCCESS, REWARD, HELD_OUT, "#e0a030", "#7d5ba6", "#4aa3a2"]
+COLOURS = [SUCCESS, REWARD, HELD_OUT, "#e0a030", "#7d5ba6", "#4aa3a2", "#8c564b", "#5f6368", "#d667a8", "#9a9b25"]
 STYLE: dict[Any, Any] = {
     "font.size": 11,
     "axes.spines.top": False,

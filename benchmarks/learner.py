@@ -1,0 +1,176 @@
+"""Forward and backward over trees beside one padded batch of the same rows, in one run, with equal gradients.
+
+    python benchmarks/learner.py --device cpu --json
+
+On a CPU, `turns`: eight attempts at one task, four turns each, the thinking of earlier turns stripped from the prompt,
+so that every turn is a row of its own (13,312 tokens in 32 rows). On a GPU, `group`: eight answers of 256 tokens to one
+prompt of 2,048, in bfloat16, with a random Qwen2.5-0.5B. The baseline is what one would write with transformers: rows
+padded to the longest, its own attention, logits at sampled tokens only, in float32. The best of `--repeats` counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import transformers
+from engine import load
+from transformers import PreTrainedModel
+
+from arborl.algorithms import Needs
+from arborl.config.run import LearnerConfig
+from arborl.learner.learner import Learner
+from arborl.models.attention import NAME
+from arborl.models.load import tune_cpu
+from arborl.rollout.tree import plant
+from arborl.types import Call, Completion, Episode, Finish, Forest, Group, Sampling, Task
+
+
+@dataclass(frozen=True)
+class Case:
+    """Attempts at one task; each turn samples thinking and an answer, and the next one sees only the answer."""
+
+    name: str
+    episodes: int
+    prompt: int
+    thinking: int
+    answer: int
+    turns: int = 1
+    observed: int = 0
+
+
+CASES = {
+    "cpu": Case("turns", episodes=8, prompt=280, thinking=48, answer=16, turns=4, observed=32),
+    "cuda": Case("group", episodes=8, prompt=2048, thinking=0, answer=256),
+}
+
+
+def play(case: Case, vocabulary: int) -> list[Call]:
+    """The calls of all episodes, of random tokens."""
+    chance = np.random.default_rng(0)
+
+    def some(count: int) -> tuple[int, ...]:
+        return tuple(chance.integers(0, vocabulary, count).tolist())
+
+    prompt, calls = some(case.prompt), []
+    for _ in range(case.episodes):
+        context = prompt
+        for turn in range(case.turns):
+            thinking, answer = some(case.thinking), some(case.answer)
+            sampled = (*thinking, *answer)
+            calls.append(Call(context, Completion(sampled, (-6.0,) * len(sampled), Finish.STOP), turn))
+            context = (*context, *answer, *some(case.observed))
+    return calls
+
+
+class Likelier:
+    """The simplest algorithm: raise the log-probability of what was sampled, times an advantage."""
+
+    needs, whole, trust_region = Needs(), False, None
+
+    def loss(self, said, terms):  # type: ignore[no-untyped-def]
+        return -said.logprob_M * terms.advantage_M, {}
+
+
+def advantage_of(call: int) -> float:
+    return float(np.cos(call))
+
+
+def forest_of(calls: list[Call]) -> Forest:
+    forest = plant([Group(Task("t"), [Episode(str(i), Task("t"), calls=[call]) for i, call in enumerate(calls)])])
+    forest.terms.advantage[:] = [advantage_of(call) for call in forest.terms.call]
+    forest.terms.weight[:] = 1.0 / len(forest.terms)
+    return forest
+
+
+def ours(learner: Learner, forest: Forest) -> None:
+    learner.backward(forest.trees, forest.terms, Likelier())
+
+
+def theirs(model: PreTrainedModel, calls: list[Call]) -> None:
+    """One padded batch."""
+    rows = [(*call.prompt, *call.completion.tokens) for call in calls]
+    longest = max(map(len, rows))
+    ids = torch.tensor([[*row, *([0] * (longest - len(row)))] for row in rows], device=model.device)
+    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=model.device)
+    places = [(i, t) for i, call in enumerate(calls) for t in range(len(call.prompt) - 1, len(rows[i]) - 1)]
+    row, place = torch.tensor(places, device=model.device).T
+    weight = torch.tensor([advantage_of(i) for i, _ in places], device=model.device) / len(places)
+    hidden = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+    log = torch.log_softmax(model.lm_head(hidden[row, place]).float(), -1)
+    logprob = log.gather(1, ids[row, place + 1][:, None])[:, 0]
+    (-logprob * weight).sum().backward()
+
+
+def measure(run: Callable[[], None], model: PreTrainedModel, repeats: int) -> tuple[float, float, list[torch.Tensor]]:
+    """Seconds of the fastest run after two that do not count, gigabytes at most, and the gradients."""
+    cuda = model.device.type == "cuda"
+    seconds = []
+    for repeat in range(repeats + 2):
+        model.zero_grad(set_to_none=True)
+        if cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        began = time.perf_counter()
+        run()
+        if cuda:
+            torch.cuda.synchronize()
+        if repeat > 1:
+            seconds.append(time.perf_counter() - began)
+    gradients = [p.grad.detach().clone() for p in model.parameters() if p.grad is not None]
+    peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
+    model.zero_grad(set_to_none=True)
+    return min(seconds), peak, gradients
+
+
+def gap(mine: list[torch.Tensor], other: list[torch.Tensor]) -> float:
+    """Norm of the difference over the norm."""
+    difference = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(mine, other, strict=True))
+    return float(np.sqrt(difference / sum(float(b.double().square().sum()) for b in other)))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--model", help="seedling, smollm2, qwen (random Qwen2.5-0.5B) or a folder")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", action="store_true", help="one JSON line, nothing else")
+    args = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    name = args.model or ("seedling" if args.device == "cpu" else "qwen")
+    model, case = load(name, args.device), CASES[args.device]
+    calls = play(case, min(model.config.vocab_size, 100_000))
+    forest = forest_of(calls)
+
+    model.set_attn_implementation("sdpa")
+    baseline, baseline_peak, expected = measure(lambda: theirs(model, calls), model, args.repeats)
+    model.set_attn_implementation(NAME)
+    tune_cpu()
+    config = LearnerConfig(micro_batch_tokens=8192, master="none")
+    learner = Learner(model, config, Sampling())
+    mine, peak, found = measure(lambda: ours(learner, forest), model, args.repeats)
+    batches = learner._split(forest.trees, forest.terms)
+    unique = sum(len(tree) for tree in forest.trees)
+    row = {
+        "case": case.name, "model": name, "rows": len(calls), "raw_tokens": forest.raw_tokens, "tree_tokens": unique,
+        "way": str(learner.ways(model, batches[0])), "ours_s": round(mine, 4), "baseline_s": round(baseline, 4),
+        "ratio": round(baseline / mine, 2), "gradient_gap": float(f"{gap(found, expected):.2e}"),
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else f"{platform.machine()} CPU",
+        "threads": torch.get_num_threads(), "torch": torch.__version__, "transformers": transformers.__version__,
+    }  # fmt: skip
+    if args.device == "cuda":
+        row |= {"ours_gib": round(peak, 2), "baseline_gib": round(baseline_peak, 2)}
+        row |= {"memory_ratio": round(peak / baseline_peak, 3)}
+    print(json.dumps(row) if args.json else "\n".join(f"{key:>14}  {value}" for key, value in row.items()))
+    return 0 if row["gradient_gap"] < (0.1 if args.device == "cuda" else 1e-3) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

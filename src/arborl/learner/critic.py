@@ -1,0 +1,51 @@
+"""The critic: what the state a token was sampled in is worth. A head on the policy's trunk, or a model of its own."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from arborl.learner.batch import MicroBatch
+from arborl.learner.executor import Way, hidden
+from arborl.models.heads import ValueHead
+
+
+class Critic(nn.Module):
+    """Its value at the start is 0 everywhere.
+
+    Args:
+        model: the policy.
+        separate: copy the policy's weights into a model of its own; else read the policy's hidden states.
+        detach: where the trunk is shared, leave it to the policy's gradient alone.
+    """
+
+    def __init__(self, model: PreTrainedModel, separate: bool, detach: bool = False):
+        super().__init__()
+        self.head = ValueHead(model)
+        self.trunk: PreTrainedModel | None = copy.deepcopy(model) if separate else None
+        self.detach = detach
+
+    def forward(self, hidden_ME: Tensor, batch: MicroBatch, way: Way) -> Tensor:
+        """One value a term. `hidden_ME` are the policy's hidden states at the predicting positions."""
+        if self.trunk is not None:
+            position = torch.from_numpy(batch.terms.position).to(hidden_ME.device)
+            hidden_ME = hidden(self.trunk, batch, way)[position]
+        elif self.detach:
+            hidden_ME = hidden_ME.detach()
+        return self.head(hidden_ME)
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters that are its own and reach its value; they are what a checkpoint holds of it."""
+        reached = {id(p) for p in self.head.parameters()}
+        if self.trunk is not None:
+            reached |= {id(p) for p in self.trunk.base_model.parameters()}
+        return {name: p for name, p in self.named_parameters() if p.requires_grad and id(p) in reached}
+
+    def load(self, saved: dict[str, Tensor]) -> None:
+        """Take what `trained` gave."""
+        with torch.no_grad():
+            for name, parameter in self.trained().items():
+                parameter.copy_(saved[name])

@@ -1,0 +1,145 @@
+"""Ways to run a model over a micro-batch: how it attends, whether its layers are compiled, what is kept for gradients.
+
+All give the same numbers; `ways.py` chooses one and makes sure of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from arborl.learner.attend import BLOCK, BlockAttend, CausalAttend, DenseAttend
+from arborl.learner.batch import MicroBatch, padded
+from arborl.learner.flex import SIZE, FlexAttend
+from arborl.models.attention import Attend
+from arborl.models.lean import Run, hidden_states, in_turn, is_lean
+
+WORTH_GATHERING = 0.7
+"""Blocks are used when they multiply less than this share of what the dense way does."""
+TOGETHER = 8
+"""Layers compiled as one piece, at most; as many as divide the model's number."""
+VARIANTS = 32
+"""Compiled forms of one function to keep: with and without gradients, adapters, for each model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Executor:
+    """Attention for one micro-batch, and what it asks of the batch."""
+
+    make: Callable[[MicroBatch, torch.device], Attend]
+    multiple: int = 1
+    """Batches are padded to a whole multiple of this many tokens."""
+    compiles: bool = False
+    """Whether layers around it can be compiled once for all sizes."""
+
+
+EXECUTORS: dict[str, Executor] = {
+    "causal": Executor(CausalAttend),
+    "dense": Executor(DenseAttend),
+    "blocks": Executor(BlockAttend),
+    "flex": Executor(FlexAttend, SIZE, compiles=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to run a model."""
+
+    attend: str
+    """A name in `EXECUTORS`."""
+    compiled: bool = False
+    recompute: bool = False
+    """Keep only what goes into each layer, and run the layer again when its gradient is due."""
+
+    def __str__(self) -> str:
+        return f"{self.attend} attention" + (", compiled" if self.compiled else "")
+
+
+DENSE = Way("dense")
+
+
+def hidden(model: PreTrainedModel, batch: MicroBatch, way: Way) -> Tensor:
+    """The last layer's output for each token of the batch; a few more at the end where the way pads."""
+    executor = EXECUTORS[way.attend]
+    batch = padded(batch, executor.multiple)
+    attend = executor.make(batch, model.device)
+    tokens, depth = (torch.from_numpy(column).to(model.device) for column in (batch.tokens, batch.depth))
+    recompute = way.recompute and torch.is_grad_enabled()
+    if is_lean(model):
+        return hidden_states(model, tokens, depth, attend, _run(way.compiled, recompute))
+    with _recomputing(model, recompute):
+        return hidden_states(model, tokens, depth, attend)
+
+
+def _run(compiled: bool, recompute: bool) -> Run:
+    run: Run = compiled_layers() if compiled else in_turn
+    if not recompute:
+        return run
+
+    def again(layers: Sequence[Any], x_NE: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        for layer in layers:
+            x_NE = checkpoint(run, [layer], x_NE, cos, sin, attend, use_reentrant=False)
+        return x_NE
+
+    return again
+
+
+@cache
+def compiled_layers() -> Run:
+    """Layers compiled for any number of tokens, some at a time: all such pieces of a model share the code, and each
+    costs the host one call instead of one a layer."""
+    allow_variants()
+    inner = torch.compile(in_turn, dynamic=True)
+
+    def run(layers: Sequence[Any], x_NE: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        size = next(n for n in range(TOGETHER, 0, -1) if len(layers) % n == 0)
+        for first in range(0, len(layers), size):
+            x_NE = inner(layers[first : first + size], x_NE, cos, sin, attend)
+        return x_NE
+
+    return run
+
+
+def allow_variants() -> None:
+    """Past its limit the compiler goes back to slow code without an error."""
+    settings = torch._dynamo.config
+    settings.recompile_limit = max(settings.recompile_limit, VARIANTS)
+
+
+@contextmanager
+def _recomputing(model: PreTrainedModel, wanted: bool) -> Iterator[None]:
+    """The library's own recomputation. It asks for training mode: given to the layers, not to the dropout in them."""
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)] if wanted else []
+    if layers:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in layers:
+        layer.training = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = False
+        if layers:
+            model.gradient_checkpointing_disable()
+
+
+def cheapest(batch: MicroBatch, device: torch.device) -> str:
+    """The executor that should be quickest for this batch."""
+    if device.type == "cuda":
+        return "causal" if len(batch.lengths) == 1 and batch.is_chains else "flex"
+    if batch.is_chains:
+        return "causal"
+    firsts = batch.depth[::BLOCK]  # a token has as many ancestors as its depth
+    blocks = BLOCK * int((firsts + BLOCK).sum())
+    dense = sum(length**2 for length in np.asarray(batch.lengths))
+    return "blocks" if blocks < WORTH_GATHERING * dense else "dense"

@@ -1,0 +1,143 @@
+"""Gradients become weights: AdamW with a schedule, clipping, and float32 masters of weights kept in fewer bits.
+
+A bfloat16 weight has 8 bits of precision: an update below 1/512 of it is rounded away, and at the learning rates of
+this trade most are. So the optimiser works on float32 copies, the masters; after each step the model's own weights are
+the masters rounded. Gradients of several micro-batches add up in the masters' precision too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from arborl.config.run import LearnerConfig
+from arborl.types import Metrics
+
+COARSE = (torch.bfloat16, torch.float16)
+
+
+class Masters:
+    """Each parameter, or its float32 copy where it is kept in fewer bits.
+
+    A coarse parameter's gradient moves to its master as soon as a backward pass has it, so both never exist at once.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], wanted: bool):
+        self.own = list(parameters)
+        self.all: list[nn.Parameter] = []
+        for parameter in self.own:
+            if not (wanted and parameter.dtype in COARSE):
+                self.all.append(parameter)
+                continue
+            master = nn.Parameter(parameter.detach().float())
+            self.all.append(master)
+            parameter.register_post_accumulate_grad_hook(_move_to(master))
+
+    def publish(self) -> None:
+        """The model's weights become the masters', rounded."""
+        with torch.no_grad():
+            for parameter, master in zip(self.own, self.all, strict=True):
+                if master is not parameter:
+                    parameter.copy_(master)
+
+    def zero(self) -> None:
+        for parameter in (*self.own, *self.all):
+            parameter.grad = None
+
+    def copies(self) -> list[Tensor]:
+        """The masters that are copies, in order, for a checkpoint."""
+        return [m.detach() for p, m in zip(self.own, self.all, strict=True) if m is not p]
+
+    def restore(self, saved: Sequence[Tensor]) -> None:
+        """The copies as `copies` gave them; without any, from the weights as they are now."""
+        held = [(p, m) for p, m in zip(self.own, self.all, strict=True) if m is not p]
+        with torch.no_grad():
+            for (_, master), value in zip(held, saved or [p for p, _ in held], strict=True):
+                master.copy_(value)
+
+
+def _move_to(master: nn.Parameter) -> Any:
+    def move(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        fine = parameter.grad.float()
+        master.grad = fine if master.grad is None else master.grad.add_(fine)
+        parameter.grad = None
+
+    return move
+
+
+class Optimizer:
+    """AdamW over the policy, and over the critic at its own rate; each is clipped by itself."""
+
+    def __init__(
+        self,
+        policy: Iterable[nn.Parameter],
+        critic: Iterable[nn.Parameter],
+        config: LearnerConfig,
+        rates: tuple[float, float],
+    ):
+        self.config = config
+        wanted = config.master == "float32"
+        self.parts = {"policy": Masters(policy, wanted), "critic": Masters(critic, wanted)}
+        groups: list[dict[str, Any]] = []
+        for part, rate in zip(self.parts.values(), rates, strict=True):
+            for decays in (True, False):
+                chosen = [p for p in part.all if (p.ndim > 1) == decays]
+                decay = config.weight_decay if decays else 0.0
+                if chosen:
+                    groups.append({"params": chosen, "weight_decay": decay, "lr": rate, "base": rate})
+        self.adam = torch.optim.AdamW(groups, betas=config.betas)
+
+    def zero(self) -> None:
+        for part in self.parts.values():
+            part.zero()
+
+    def gradients(self) -> list[Tensor]:
+        """Of every trained parameter, zeros where a batch did not reach one."""
+        found = []
+        for part in self.parts.values():
+            for parameter in part.all:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                found.append(parameter.grad)
+        return found
+
+    def step(self, scale: float, only: str | None = None) -> Metrics:
+        """One step at `scale` times the rates, unless a gradient is not finite; `only` steps one part.
+
+        The norms are of the gradients before clipping.
+        """
+        norms = {
+            name: torch.nn.utils.clip_grad_norm_(part.all, self.config.max_grad_norm)
+            for name, part in self.parts.items()
+            if part.all and only in (None, name)
+        }
+        finite = all(bool(torch.isfinite(norm)) for norm in norms.values())
+        if finite:
+            for group in self.adam.param_groups:
+                group["lr"] = group["base"] * scale
+            if only is not None:
+                for name, part in self.parts.items():
+                    if name != only:
+                        part.zero()  # AdamW passes over what has no gradient
+            self.adam.step()
+            for part in self.parts.values():
+                part.publish()
+        metrics = {"learner/skipped": 0.0} if finite else {"learner/skipped": 1.0, "learner/skipped/gradient": 1.0}
+        if "policy" in norms:
+            metrics["learner/grad_norm"] = float(norms["policy"])
+        if "critic" in norms:
+            metrics["learner/critic_grad_norm"] = float(norms["critic"])
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"adam": self.adam.state_dict(), "masters": {name: part.copies() for name, part in self.parts.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """After the weights themselves have been loaded."""
+        self.adam.load_state_dict(state["adam"])
+        for name, part in self.parts.items():
+            part.restore(state["masters"][name])

@@ -1,0 +1,79 @@
+"""Between the columns of `Terms` and numbers worth logging."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from arborl.algorithms.losses import Said, TermBatch
+from arborl.learner import spread
+from arborl.types import Metrics, Terms
+
+
+def columns(terms: Terms, device: torch.device, dtype: torch.dtype) -> TermBatch:
+    """The terms as tensors, numbers in float32 or the model's precision where finer; None where nothing is known."""
+    fine = torch.float64 if dtype == torch.float64 else torch.float32
+
+    def tensor(column: np.ndarray) -> Tensor:
+        found = torch.from_numpy(column).to(device)
+        return found.to(fine) if found.is_floating_point() else found
+
+    def known(column: np.ndarray) -> Tensor | None:
+        return None if np.isnan(column).all() else tensor(column)
+
+    return TermBatch(
+        old_M=tensor(terms.logprob),
+        advantage_M=tensor(terms.advantage),
+        weight_M=tensor(terms.weight),
+        episode_M=tensor(terms.episode),
+        call_M=tensor(terms.call),
+        turn_M=tensor(terms.turn),
+        group_M=tensor(terms.tree),
+        version_M=tensor(terms.version),
+        proximal_M=known(terms.proximal),
+        reference_M=known(terms.reference),
+        value_M=known(terms.value),
+        target_M=known(terms.target),
+    )
+
+
+def what_is_wrong(terms: Terms) -> list[str]:
+    """Why no step can be taken from these terms of all processes, if so: `no_terms`, or columns that are not finite."""
+    mine = [name for name in ("advantage", "weight") if not np.isfinite(getattr(terms, name)).all()]
+    everyone = spread.gather((len(terms), mine))
+    if not any(count for count, _ in everyone):
+        return ["no_terms"]
+    return sorted({name for _, names in everyone for name in names})
+
+
+class Tally:
+    """Sums over terms, kept where they were computed until they are asked for."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.sums: dict[str, Tensor] = {}
+        self.loss: Tensor | float = 0.0
+        self.widest: list[Tensor] = []
+
+    def add(self, count: int, loss: Tensor, said: Said, terms: TermBatch, parts: dict[str, Tensor]) -> None:
+        """One micro-batch."""
+        gap_M = (said.logprob_M.detach() - terms.old_M).abs()
+        for name, vector in (parts | {"policy/entropy": said.entropy_M, "policy/rollout_gap": gap_M.exp() - 1}).items():
+            self.sums[name] = self.sums.get(name, 0.0) + vector.detach().sum()
+        self.loss = self.loss + loss.detach()
+        self.widest.append(gap_M.max())
+        self.count += count
+
+    def metrics(self) -> Metrics:
+        """The loss, and means over the terms of all processes."""
+        mine = {name: float(value) for name, value in self.sums.items()}
+        widest = max((float(gap) for gap in self.widest), default=0.0)
+        everyone = spread.gather((self.count, float(self.loss), widest, mine))
+        total = max(1, sum(count for count, *_ in everyone))
+        names = dict.fromkeys(name for *_, sums in everyone for name in sums)
+        means = {name: sum(sums.get(name, 0.0) for *_, sums in everyone) / total for name in names}
+        return means | {
+            "policy/loss": sum(loss for _, loss, _, _ in everyone),
+            "policy/rollout_gap_max": max(gap for _, _, gap, _ in everyone),
+        }

@@ -1,0 +1,120 @@
+"""Which way to run a model: the quickest that has been shown to be right.
+
+The first time a model goes a way, the way is compared with the dense one on a small tree, log-probabilities and
+gradients; one that differs or breaks is not gone again, with a warning that says so.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from arborl.learner.batch import MicroBatch
+from arborl.learner.executor import DENSE, EXECUTORS, Way, cheapest
+from arborl.learner.score import score
+from arborl.models.lean import is_lean
+from arborl.types import Sampling, Terms
+
+log = logging.getLogger(__name__)
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.03}
+"""Norm of the difference over the norm, of log-probabilities and of gradients. A wrong mask differs by far more."""
+PROBED = 8
+"""Parameters whose gradients are compared."""
+
+_right: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, bool], bool]] = WeakKeyDictionary()
+
+
+class Ways:
+    """Chooses for each model and micro-batch.
+
+    Args:
+        attention: a name in `EXECUTORS`, or `auto`: the cheapest for each batch.
+        compiled: `on`, `off`, or `auto`: on a GPU.
+        recompute: run layers again for their gradients instead of keeping what they computed.
+    """
+
+    def __init__(self, attention: str = "auto", compiled: str = "auto", recompute: bool = False):
+        self.attention, self.compiled, self.recompute = attention, compiled, recompute
+
+    def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> Way:
+        known = _right.setdefault(model, {})
+        for way in self._candidates(model, batch):
+            key = (way.attend, way.compiled)
+            if key not in known:
+                known[key] = way == DENSE or agrees(model, way)
+            if known[key]:
+                return replace(way, recompute=self.recompute)
+        return replace(DENSE, recompute=self.recompute)
+
+    def _candidates(self, model: PreTrainedModel, batch: MicroBatch) -> Iterator[Way]:
+        chosen = cheapest(batch, model.device) if self.attention == "auto" else self.attention
+        if chosen == "causal" and not batch.is_chains:
+            chosen = "dense"
+        wanted = self.compiled == "on" or (self.compiled == "auto" and model.device.type == "cuda")
+        if wanted and EXECUTORS[chosen].compiles and is_lean(model):
+            yield Way(chosen, compiled=True)
+        yield Way(chosen)
+
+
+def agrees(model: PreTrainedModel, way: Way) -> bool:
+    """Whether this way gives the dense way's numbers for this model."""
+    batch = sample(model, chain=way.attend == "causal", size=40 if EXECUTORS[way.attend].multiple == 1 else 200)
+    try:
+        ours = _numbers(model, batch, way)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a compiler may fail in any way it likes
+        what = str(error).strip().splitlines()[0][:200] if str(error).strip() else ""
+        log.warning("%s is not used for %s: %s: %s", way, type(model).__name__, type(error).__name__, what)
+        return False
+    gap = max(_gap(a, b) for a, b in zip(ours, _numbers(model, batch, DENSE), strict=True))
+    if not gap <= TOLERANCE.get(model.dtype, 1e-3):
+        log.warning("%s is not used for %s: it differs from the dense way by %.1e", way, type(model).__name__, gap)
+        return False
+    return True
+
+
+def _numbers(model: PreTrainedModel, batch: MicroBatch, way: Way) -> list[Tensor]:
+    """Log-probabilities of the sample's terms, and gradients of some of the first parameters."""
+    probed = [p for p in model.parameters() if p.requires_grad and p.ndim > 1][:PROBED]
+    with torch.enable_grad():
+        logprob_M = score(model, batch, Sampling(), way).logprob_M
+        if not probed:
+            return [logprob_M.detach()]
+        weight_M = torch.linspace(-1.0, 1.0, len(logprob_M), device=logprob_M.device)
+        return [logprob_M.detach(), *torch.autograd.grad((logprob_M * weight_M).sum(), probed)]
+
+
+def _gap(ours: Tensor, theirs: Tensor) -> float:
+    a, b = ours.double(), theirs.double()
+    size = float(b.norm())
+    return float((a - b).norm()) / size if size > 0 else float(a.norm())
+
+
+def sample(model: PreTrainedModel, chain: bool, size: int) -> MicroBatch:
+    """A small tree: a stem of `size` tokens and three branches, one of which branches again; or its first branch."""
+    chance = np.random.default_rng(0)  # never the run's own: resuming must not depend on when a way was checked
+    twig = size // 3
+    depth = [np.arange(size + twig)]
+    if not chain:
+        depth += [size + np.arange(twig), size + twig + np.arange(twig), size + np.arange(twig)]
+        depth[2] -= twig // 2  # branches off in the middle of the second
+    depth_N = np.concatenate(depth)
+    end_N = np.full(len(depth_N), len(depth_N))
+    for k in range(len(depth_N)):
+        after = np.flatnonzero(depth_N[k + 1 :] <= depth_N[k])
+        end_N[k] = k + 1 + after[0] if len(after) else len(depth_N)
+    position = np.arange(0, len(depth_N), 2)
+    tokens = chance.integers(0, model.config.vocab_size, len(depth_N))
+    zeros, ints = np.zeros(len(position)), np.zeros(len(position), dtype=np.int64)
+    target = chance.integers(0, model.config.vocab_size, len(position))
+    terms = Terms(ints, position, target, zeros, zeros, zeros, ints, ints, ints, ints, zeros, zeros, zeros, zeros)
+    return MicroBatch(tokens, depth_N, end_N, (len(depth_N),), terms, np.arange(len(position)))

@@ -1,0 +1,150 @@
+"""Low-rank adapters through peft: the policy's own layers with a small correction each, and only that is trained.
+
+Adapters are put into the model's modules, so engine and learner go on sharing them, and the model with its adapters off
+is the policy as it was at the start: a reference that costs no memory.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from arborl.config.run import LoraConfig
+from arborl.errors import ConfigError
+from arborl.models.attention import NAME
+from arborl.models.load import device_of
+
+ADAPTER = "default"
+HOW = "Install it: pip install 'arborl[peft]'"
+
+
+def add_lora(model: PreTrainedModel, config: LoraConfig) -> None:
+    """Freeze the model and give it adapters, in float32 where the model is coarser. One that has some keeps them."""
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError(f"model.lora.rank={config.rank} needs the package peft. {HOW}, or write model.lora.rank=0.")
+    import peft
+
+    if not has_lora(model):
+        target = "all-linear" if config.target == ("all-linear",) else list(config.target)
+        asked = peft.LoraConfig(
+            r=config.rank,
+            lora_alpha=config.alpha,  # type: ignore[arg-type]
+            lora_dropout=config.dropout,
+            target_modules=target,
+            task_type="CAUSAL_LM",
+        )
+        try:
+            model.add_adapter(asked, ADAPTER)
+        except ValueError as error:
+            layers = [name for name, module in model.base_model.named_modules() if isinstance(module, nn.Linear)]
+            kinds = sorted({name.rpartition(".")[2] for name in layers})
+            raise ConfigError(
+                f"model.lora.target={list(config.target)}: no such layer in {type(model).__name__}. Write all-linear, "
+                f"or some of {', '.join(kinds)}."
+            ) from error
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+        if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.float()
+    model.eval()
+
+
+def has_lora(model: PreTrainedModel) -> bool:
+    """Whether the model carries adapters."""
+    return bool(getattr(model, "peft_config", None))
+
+
+def _layers(model: PreTrainedModel) -> list[Any]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+
+
+@contextmanager
+def adapters_off(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, the model is the one that was adapted."""
+    layers = _layers(model)
+    for layer in layers:
+        layer._disable_adapters = True  # peft's own switch would also stop and restart gradients
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+@contextmanager
+def dropout_on(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, the adapters' dropout drops; everywhere else (sampling, scoring, the reference) it does not."""
+    drops = [m for layer in _layers(model) for m in layer.lora_dropout.values()] if has_lora(model) else []
+    for module in drops:
+        module.train()
+    try:
+        yield
+    finally:
+        for module in drops:
+            module.eval()
+
+
+def save_adapter(model: PreTrainedModel, folder: Path) -> None:
+    """The adapters alone. Transformers, where peft is, loads such a folder and finds the base by the path it names."""
+    model.save_pretrained(folder)
+
+
+def load_adapter(model: PreTrainedModel, folder: Path) -> None:
+    """Take adapters that `save_adapter` wrote."""
+    from peft import set_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    saved: dict[str, Tensor] = load_file(folder / "adapter_model.safetensors")
+    plain = {name.removeprefix("base_model.model."): value for name, value in saved.items()}
+    found: Any = set_peft_model_state_dict(model, plain, adapter_name=ADAPTER)
+    if found.unexpected_keys:
+        raise ConfigError(f"{folder} holds adapters of another shape: {found.unexpected_keys[0]} has no place here.")
+
+
+def export_merged(model: PreTrainedModel, folder: Path) -> None:
+    """Write an ordinary model: each adapter added to the weights it corrects, so that peft is not needed to run it."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    whole = copy.deepcopy(model)
+    for name, module in list(whole.named_modules()):
+        if isinstance(module, BaseTunerLayer):
+            module.merge()  # type: ignore[operator]
+            parent, _, child = name.rpartition(".")
+            setattr(whole.get_submodule(parent), child, module.get_base_layer())
+    del whole.peft_config
+    whole._hf_peft_config_loaded = False
+    whole.save_pretrained(folder)
+
+
+def load_4bit(folder: Path, dtype: str, device: str) -> PreTrainedModel:
+    """The model with its linear layers in 4 bits (QLoRA's base), ready for adapters."""
+    place = device_of(device)
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            "model.quantize=4bit needs the package bitsandbytes. Install it: pip install bitsandbytes, or write "
+            "model.quantize=none."
+        )
+    if place.type != "cuda":
+        raise ConfigError(f"model.quantize=4bit needs a GPU, and model.device is {place}. Write model.quantize=none.")
+    from transformers import BitsAndBytesConfig
+
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=getattr(torch, dtype),
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=getattr(torch, dtype), attn_implementation="sdpa", quantization_config=quantization,
+        device_map={"": place},
+    )  # fmt: skip
+    model.set_attn_implementation(NAME)
+    return model.eval()

@@ -1,0 +1,184 @@
+"""The learner on a GPU: compiled FlexAttention and layers give the dense way's numbers, and memory is found out."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from arborl.algorithms.algorithm import Needs
+from arborl.config.run import LearnerConfig, LoraConfig
+from arborl.learner.executor import Way
+from arborl.learner.learner import Learner
+from arborl.learner.ways import agrees
+from arborl.models.load import load_model, resolve
+from arborl.models.lora import add_lora
+from arborl.rollout.tree import plant
+from arborl.types import Call, Completion, Episode, Finish, Forest, Group, Sampling, Task
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+COMPILED = Way("flex", compiled=True)
+
+
+class Simple:
+    """Log-probability times advantage, and a distance to the reference where there is one."""
+
+    trust_region = None
+    whole = False
+
+    def __init__(self, needs: Needs | None = None):
+        self.needs = needs or Needs()
+
+    def loss(self, said, terms):
+        loss_M = -said.logprob_M * terms.advantage_M
+        if terms.reference_M is not None:
+            loss_M = loss_M + 0.1 * (said.logprob_M - terms.reference_M).square()
+        if said.value_M is not None:
+            loss_M = loss_M + (said.value_M - terms.target_M).square()
+        return loss_M, {}
+
+
+def forest_of(seed: int, groups: int = 3, prompt: int = 150, answer: int = 40) -> Forest:
+    """Groups of four episodes of two turns, the second of which sees an edited history."""
+    chance = np.random.default_rng(seed)
+
+    def some(most: int) -> tuple[int, ...]:
+        return tuple(chance.integers(0, 600, chance.integers(most // 2, most)).tolist())
+
+    made = []
+    for _ in range(groups):
+        opening, episodes = some(prompt), []
+        for e in range(4):
+            contexts = [opening, (*opening, *some(20))]
+            calls = []
+            for turn, context in enumerate(contexts):
+                sampled = some(answer)
+                calls.append(Call(context, Completion(sampled, (-6.0,) * len(sampled), Finish.STOP), turn))
+            episodes.append(Episode(str(e), Task("t"), calls=calls))
+        made.append(Group(Task("t"), episodes))
+    forest = plant(made)
+    weight = np.full(len(forest.terms), 1.0 / len(forest.terms))
+    terms = dataclasses.replace(
+        forest.terms,
+        advantage=np.cos(forest.terms.episode.astype(float)),
+        weight=weight,
+        target=np.ones(len(forest.terms)),
+    )
+    return dataclasses.replace(forest, terms=terms)
+
+
+def gradients(learner: Learner, forest: Forest, algorithm: Simple) -> list[torch.Tensor]:
+    terms = learner.look(forest.trees, forest.terms, algorithm.needs)
+    learner.backward(forest.trees, dataclasses.replace(terms, target=forest.terms.target), algorithm)
+    found = [g.float().clone() for g in learner.optimizer.gradients()]
+    learner.optimizer.zero()
+    return found
+
+
+def gap(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+    difference = sum(float((a - b).square().sum()) for a, b in zip(ours, theirs, strict=True))
+    return float(np.sqrt(difference / sum(float(b.square().sum()) for b in theirs)))
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def model(request):
+    return load_model(resolve("seedling"), request.param, "cuda")
+
+
+@pytest.mark.parametrize("way", [COMPILED, Way("flex"), Way("blocks"), Way("causal")], ids=str)
+def test_every_way_agrees_with_the_dense_one(model, caplog, way):
+    assert agrees(model, way), caplog.text
+
+
+def test_on_a_gpu_layers_are_compiled_around_flex_attention_without_being_asked(model):
+    learner = Learner(model, LearnerConfig(), Sampling())
+    forest = forest_of(0)
+    assert learner.ways(model, learner._split(forest.trees, forest.terms)[0]) == COMPILED
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gradients_of_many_sizes_equal_the_dense_ways(model, recompute):
+    bound = 1e-3 if model.dtype == torch.float32 else 0.05
+    for seed, budget in ((0, 10_000), (1, 400), (2, 700), (3, 10_000)):
+        forest = forest_of(seed, groups=2 + seed)
+        ours = Learner(model, LearnerConfig(micro_batch_tokens=budget, recompute=recompute), Sampling(temperature=0.8))
+        dense = Learner(model, LearnerConfig(attention="dense", compile="off"), Sampling(temperature=0.8))
+        assert gap(gradients(ours, forest, Simple()), gradients(dense, forest, Simple())) < bound
+
+
+def test_no_more_is_compiled_once_two_sizes_have_been_seen(model):
+    learner = Learner(model, LearnerConfig(), Sampling())
+    for seed in (0, 1):
+        gradients(learner, forest_of(seed, groups=2 + seed), Simple())
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for seed in (4, 5, 6):
+        gradients(learner, forest_of(seed, groups=seed), Simple())
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
+
+
+@pytest.mark.parametrize("critic", ["shared", "separate"])
+def test_reference_and_critic_run_the_same_ways(model, caplog, critic):
+    policy = copy.deepcopy(model)
+    algorithm = Simple(Needs(reference=True, value=True, proximal=True))
+    learner = Learner(policy, LearnerConfig(lr=1e-4, decay="none", critic=critic), Sampling(), algorithm.needs)
+    forest = forest_of(0)
+    wrong = []
+    for _ in range(8):
+        terms = learner.look(forest.trees, forest.terms, algorithm.needs)
+        looked = dataclasses.replace(terms, target=forest.terms.target)
+        wrong.append(float(np.abs(looked.value - looked.target).mean()))
+        learner.update(forest.trees, looked, algorithm)
+    assert wrong[-1] < wrong[0] == 1.0
+    assert "not used" not in caplog.text
+
+
+def test_adapters_are_trained_through_compiled_layers(model, caplog):
+    pytest.importorskip("peft")
+    policy = copy.deepcopy(model)
+    add_lora(policy, LoraConfig(rank=4))
+    algorithm = Simple(Needs(reference=True, proximal=True))
+    learner = Learner(policy, LearnerConfig(lr=1e-2, decay="none"), Sampling(), algorithm.needs)
+    forest = forest_of(0)
+    first = learner.look(forest.trees, forest.terms, algorithm.needs)
+    for _ in range(3):
+        metrics = learner.update(forest.trees, first, algorithm)
+    last = learner.look(forest.trees, forest.terms, algorithm.needs)
+    assert metrics["learner/skipped"] == 0.0
+    np.testing.assert_array_equal(last.reference, first.reference)
+    assert np.abs(last.proximal - first.proximal).max() > 1e-3
+    assert "not used" not in caplog.text
+
+
+def test_bfloat16_weights_learn_at_a_small_rate_through_their_masters():
+    model = load_model(resolve("seedling"), "bfloat16", "cuda")
+    forest, moved = forest_of(0), {}
+    for master in ("float32", "none"):
+        policy = copy.deepcopy(model)
+        before = {name: p.detach().clone() for name, p in policy.named_parameters()}
+        learner = Learner(policy, LearnerConfig(lr=2e-6, decay="none", master=master), Sampling())
+        for _ in range(60):
+            learner.update(forest.trees, forest.terms, Simple())
+        moved[master] = sum(int((p != before[name]).sum()) for name, p in policy.named_parameters())
+    assert moved["float32"] > 2 * moved["none"]
+
+
+def test_memory_that_does_not_suffice_halves_the_micro_batch_and_leaves_the_gradients_as_they_are(caplog):
+    model = load_model(resolve("seedling"), "float32", "cuda")
+    forest = forest_of(0, groups=60, prompt=700, answer=300)
+    expected = gradients(Learner(model, LearnerConfig(micro_batch_tokens=4096), Sampling()), forest, Simple())
+    learner = Learner(model, LearnerConfig(micro_batch_tokens=1_000_000), Sampling())
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    limit = torch.cuda.memory_reserved() + 2 * 2**30
+    torch.cuda.set_per_process_memory_fraction(limit / total)
+    try:
+        found = gradients(learner, forest, Simple())
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert learner.budget < 1_000_000
+    assert "from now on learner.micro_batch_tokens=" in caplog.text
+    assert gap(found, expected) < 1e-3

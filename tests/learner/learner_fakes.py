@@ -1,0 +1,111 @@
+"""Episodes with branches, and algorithms of a few lines each whose gradients can be written out by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+
+from arborl.algorithms.algorithm import Needs
+from arborl.config.algorithm import TrustRegionConfig
+from arborl.rollout.tree import plant
+from arborl.types import Call, Completion, Episode, Finish, Forest, Group, Sampling, Task, Terms, TokenTree
+
+SAMPLING = Sampling(temperature=0.7)
+
+
+def random_groups(seed: int, groups: int = 3, vocabulary: int = 50, longest: int = 8) -> list[Group]:
+    """Episodes that share prompts, extend them, and sometimes edit them."""
+    chance = np.random.default_rng(seed)
+    made = []
+    for _ in range(groups):
+        prompt = chance.integers(0, vocabulary, chance.integers(1, longest)).tolist()
+        episodes = []
+        for e in range(int(chance.integers(2, 5))):
+            context, calls = list(prompt), []
+            for turn in range(int(chance.integers(1, 4))):
+                sampled = chance.integers(0, vocabulary, chance.integers(1, 5)).tolist()
+                logprobs = tuple(chance.uniform(-4.5, -3.0, len(sampled)).tolist())
+                calls.append(Call(tuple(context), Completion(tuple(sampled), logprobs, Finish.STOP), turn))
+                context = context + sampled + chance.integers(0, vocabulary, 3).tolist()
+                if chance.random() < 0.3:
+                    context = context[: len(prompt)] + chance.integers(0, vocabulary, 2).tolist()
+            episodes.append(Episode(f"{e}", Task("t"), calls=calls, rewards={"r": float(chance.normal())}))
+        made.append(Group(Task("t"), episodes))
+    return made
+
+
+class Fake:
+    """An algorithm that credits an episode with its reward; losses are `clip`, `sequence`, `value` and `entropy`."""
+
+    trust_region: TrustRegionConfig | None = None
+
+    def __init__(self, kind: str = "clip", reference: bool = False, proximal: bool = False):
+        self.kind = kind
+        self.needs = Needs(
+            value=kind == "value", entropy=kind == "entropy", reference=reference, proximal=proximal, greedy=False
+        )
+        self.whole = kind == "sequence"
+
+    def credit(self, groups: list[Group], terms: Terms) -> Terms:
+        """One vote an episode."""
+        rewards = np.array([e.reward for group in groups for e in group.survivors])
+        counts = np.bincount(terms.episode, minlength=len(rewards))
+        weight = 1.0 / (len(rewards) * counts[terms.episode])
+        advantage = rewards[terms.episode]
+        return dataclasses.replace(terms, advantage=advantage, weight=weight, target=advantage.copy())
+
+    def prepare(self, now_M, terms):
+        """The mean log-ratio of each episode: wrong for any part of one."""
+        sums = torch.zeros(int(terms.episode_M.max()) + 1, dtype=now_M.dtype)
+        counts = torch.zeros_like(sums)
+        sums.index_add_(0, terms.episode_M, now_M - terms.old_M)
+        counts.index_add_(0, terms.episode_M, torch.ones_like(now_M))
+        return (sums / counts.clamp(min=1))[terms.episode_M]
+
+    def loss(self, said, terms):
+        new_M = said.logprob_M
+        ratio_M = (new_M - terms.old_M).exp()
+        if self.kind == "sequence":
+            ratio_M = (terms.sequence_M + new_M - new_M.detach()).exp()
+        held_M = ratio_M.clamp(0.8, 1.2)
+        loss_M = -torch.minimum(ratio_M * terms.advantage_M, held_M * terms.advantage_M)
+        if self.kind == "entropy":
+            loss_M = loss_M - 0.1 * said.entropy_M
+        if self.kind == "value":
+            loss_M = loss_M + 0.5 * (said.value_M - terms.target_M).square()
+        if terms.reference_M is not None:
+            gap_M = terms.reference_M - new_M
+            loss_M = loss_M + 0.1 * (gap_M.exp() - 1 - gap_M)
+        if terms.proximal_M is not None:
+            loss_M = loss_M + 0.1 * (new_M - terms.proximal_M).square()
+        return loss_M, {"fake/ratio": ratio_M.detach()}
+
+
+def forest_of(groups: list[Group]) -> tuple[tuple[TokenTree, ...], Terms]:
+    forest = plant(groups)
+    return forest.trees, forest.terms
+
+
+def batch_of(groups: list[Group], algorithm: Fake) -> tuple[Forest, Terms]:
+    forest = plant(groups)
+    return forest, algorithm.credit(groups, forest.terms)
+
+
+def gradients(learner, groups: list[Group], algorithm: Fake) -> tuple[float, list[torch.Tensor]]:
+    """Loss and gradients of all trained parameters after `look`, `credit` and `backward`."""
+    forest = plant(groups)
+    terms = algorithm.credit(groups, learner.look(forest.trees, forest.terms, algorithm.needs))
+    value = learner.backward(forest.trees, terms, algorithm)["policy/loss"]
+    found = [g.clone() for g in learner.optimizer.gradients()]
+    learner.optimizer.zero()
+    return value, found
+
+
+def assert_same(one, other, tolerance: float = 1e-9) -> None:
+    """Loss and gradients; differences are measured against the largest gradient, since most are tiny."""
+    scale = max(1.0, max(float(g.abs().max()) for g in one[1]))
+    assert abs(one[0] - other[0]) < tolerance * max(1.0, abs(one[0]))
+    for a, b in zip(one[1], other[1], strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * scale)

@@ -1,0 +1,114 @@
+"""Cutting and packing: every term once, in exactly the context it was sampled in, in micro-batches that fit."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from learner_fakes import forest_of, random_groups
+
+from arborl.learner.batch import Costs, MicroBatch, branches, cuts, is_cut, pack, padded, rows_pay, split
+from arborl.rollout.tree import grow
+from arborl.types import TokenTree
+
+SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=10), min_size=1, max_size=7)
+
+
+def contexts(tokens, end, depth, positions) -> list[tuple[int, ...]]:
+    """What each position sees, by the rule itself; and its depth is how much that is before it."""
+    seen = []
+    for q in positions:
+        visible = [k for k in range(q + 1) if q < end[k]]
+        assert depth[q] == len(visible) - 1
+        seen.append(tuple(int(tokens[k]) for k in visible))
+    return seen
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(0, 10_000), budget=st.integers(1, 60), rows=st.booleans())
+def test_every_term_is_in_one_micro_batch_in_the_context_it_was_sampled_in(seed, budget, rows):
+    trees, terms = forest_of(random_groups(seed))
+    batches = split(trees, terms, budget, (lambda tree: True) if rows else None)
+    assert sorted(np.concatenate([batch.rows for batch in batches]).tolist()) == list(range(len(terms)))
+    for batch in batches:
+        ours = contexts(batch.tokens, batch.end, batch.depth, batch.terms.position)
+        for row, context in zip(batch.rows, ours, strict=True):
+            tree, position = trees[terms.tree[row]], terms.position[row]
+            assert contexts(tree.tokens, tree.end, tree.depth, [position]) == [context]
+        assert (batch.terms.token == terms.token[batch.rows]).all()
+        if rows:
+            assert batch.is_chains
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(0, 10_000), budget=st.integers(1, 60))
+def test_a_micro_batch_is_within_the_budget_or_a_single_branch(seed, budget):
+    trees, terms = forest_of(random_groups(seed))
+    for batch in split(trees, terms, budget):
+        assert len(batch) <= budget or (batch.is_chains and len(batch.lengths) == 1)
+
+
+def pieces_of(tree: TokenTree, starts: tuple[int, ...]) -> list[int]:
+    """Sizes of the pieces that begin at these places."""
+    bounds = [*starts, len(tree)]
+    return [int(tree.depth[a]) + b - a for a, b in itertools.pairwise(bounds)]
+
+
+@settings(max_examples=60)
+@given(sequences=SEQUENCES, budget=st.integers(3, 30))
+def test_cuts_repeat_as_few_tokens_as_any_cuts_could(sequences, budget):
+    tree, _ = grow(sequences)
+    longest = int(tree.depth.max()) + 1
+    budget = max(budget, longest)
+    found = pieces_of(tree, tuple(cuts(tree, budget)))
+    assert max(found) <= budget
+    places = range(1, len(tree))  # anywhere, not only where branches begin
+    all_ways = (c for n in range(4) for c in itertools.combinations(places, n)) if len(tree) < 16 else []
+    sizes = [pieces_of(tree, (0, *way)) for way in all_ways]
+    fitting = [sum(size) for size in sizes if max(size) <= budget]
+    if fitting and len(found) <= 4:
+        assert sum(found) <= min(fitting)
+
+
+def test_a_tree_within_the_budget_is_not_cut():
+    tree, _ = grow([[1, 2, 3, 4], [1, 2, 5]])
+    assert cuts(tree, 5).tolist() == [0]
+    assert cuts(tree, 4).tolist() == [0, 4]
+    assert branches(tree).tolist() == [0, 4]
+
+
+def test_only_a_tree_spread_over_several_micro_batches_counts_as_cut():
+    trees, terms = forest_of(random_groups(1))
+    assert not is_cut(split(trees, terms, 10_000))
+    assert is_cut(split(trees, terms, 1))
+
+
+def test_rows_are_taken_only_where_little_is_shared_and_rows_are_cheaper():
+    chance = np.random.default_rng(0)
+    stem = chance.integers(0, 99, 20).tolist()
+
+    def bush(shared: int) -> TokenTree:
+        return grow([stem[:shared] + chance.integers(0, 99, 300).tolist() for _ in range(4)])[0]
+
+    cheap_tokens, dear_tokens = Costs(token=1.0, pair=1.0), Costs(token=1e6, pair=1.0)
+    assert rows_pay(bush(5), cheap_tokens)
+    assert not rows_pay(bush(5), dear_tokens)  # five tokens more cost more than the masks
+    assert not rows_pay(grow([stem, [*stem[:15], 1, 2, 3]])[0], cheap_tokens)
+    assert not rows_pay(grow([stem])[0], cheap_tokens)
+
+
+@pytest.mark.parametrize("multiple", [1, 4, 128])
+def test_padding_adds_tokens_that_see_and_are_seen_by_nobody(multiple):
+    trees, terms = forest_of(random_groups(2))
+    batch = pack(trees, range(len(trees)), terms)
+    more = padded(batch, multiple)
+    assert len(more) % multiple == 0
+    assert len(more) - len(batch) < multiple
+    extra = range(len(batch), len(more))
+    assert [len(c) for c in contexts(more.tokens, more.end, more.depth, extra)] == [1] * len(extra)
+    assert isinstance(more, MicroBatch)
+    assert (more.end[: len(batch)] == batch.end).all()
+    assert sum(more.lengths) == len(more)

@@ -1,0 +1,139 @@
+"""A way of running the model is gone only once it has given the dense way's numbers."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+from learner_fakes import SAMPLING, forest_of, random_groups
+
+from arborl.learner import executor, score, ways
+from arborl.learner.attend import DenseAttend
+from arborl.learner.batch import branches, split
+from arborl.learner.executor import DENSE, EXECUTORS, Executor, Way, hidden
+from arborl.learner.ways import Ways, agrees, sample
+from arborl.types import TokenTree
+
+
+@pytest.fixture
+def model(tiny_llama):
+    """A model nothing has been found out about."""
+    return copy.deepcopy(tiny_llama)
+
+
+@pytest.fixture
+def batch():
+    return split(*forest_of(random_groups(4)), 10_000)[0]
+
+
+class Blind(DenseAttend):
+    """Sees only the tokens before it, whatever branch they are on."""
+
+    def __init__(self, batch, device):
+        super().__init__(batch, device)
+        self.masks = [torch.ones_like(mask).tril() for mask in self.masks]
+
+
+class Halved(DenseAttend):
+    """Right in value, wrong in gradient."""
+
+    def __call__(self, layer, q, k, v, scale):
+        out = super().__call__(layer, q, k, v, scale)
+        return out.detach() + 0.5 * (out - out.detach())
+
+
+@pytest.mark.parametrize("wrong", [Blind, Halved])
+def test_an_executor_that_differs_in_value_or_gradient_is_left_with_a_warning(monkeypatch, caplog, model, batch, wrong):
+    monkeypatch.setitem(EXECUTORS, "blocks", Executor(wrong))
+    choose = Ways(attention="blocks")
+    assert choose(model, batch) == DENSE
+    assert "blocks attention is not used for LlamaForCausalLM: it differs" in caplog.text
+    caplog.clear()
+    assert choose(model, batch) == DENSE
+    assert not caplog.text  # said once
+
+
+def test_one_that_breaks_is_left_and_the_warning_says_how(caplog, model, batch):
+    choose = Ways(attention="flex")  # which refuses gradients on a CPU
+    assert choose(model, batch) == DENSE
+    assert "flex attention is not used" in caplog.text
+    assert "NotImplementedError" in caplog.text
+
+
+def test_one_that_agrees_is_used_and_not_checked_again(monkeypatch, model, batch):
+    checked = []
+    monkeypatch.setattr(ways, "agrees", lambda model, way: checked.append(way) or True)
+    choose = Ways(attention="blocks", recompute=True)
+    assert [choose(model, batch), choose(model, batch)] == [Way("blocks", recompute=True)] * 2
+    assert checked == [Way("blocks")]
+
+
+def test_a_compiled_way_that_fails_leaves_the_same_way_not_compiled(monkeypatch, model, batch):
+    monkeypatch.setattr(ways, "agrees", lambda model, way: not way.compiled)
+    assert Ways(attention="flex", compiled="on")(model, batch) == Way("flex")
+
+
+def test_checking_leaves_gradients_and_the_random_state_alone(model):
+    before = torch.get_rng_state()
+    assert agrees(model, Way("blocks"))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("chain", [True, False])
+def test_the_sample_is_a_tree_that_branches_twice_or_a_chain(model, chain):
+    batch = sample(model, chain, 40)
+    assert batch.is_chains == chain
+    assert len(branches(TokenTree(batch.tokens, batch.depth, batch.end))) == (1 if chain else 4)
+
+
+@pytest.mark.parametrize("kind", ["lean", "library"])
+def test_recomputation_gives_the_same_gradients_and_keeps_less(model, batch, kind, monkeypatch):
+    if kind == "library":
+        monkeypatch.setattr(executor, "is_lean", lambda model: False)
+        monkeypatch.setattr("arborl.models.lean.is_lean", lambda model: False)
+    training = [module.training for module in model.modules()]
+    kept, found = [], []
+    for recompute in (False, True):
+        count = [0]
+
+        def pack(x, count=count):
+            count[0] += x.numel()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            out = hidden(model, batch, Way("dense", recompute=recompute))
+        found.append(torch.autograd.grad(out.square().sum(), list(model.model.parameters())))
+        kept.append(count[0])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+    assert kept[1] < 0.5 * kept[0]
+    assert [module.training for module in model.modules()] == training
+
+
+def test_layers_and_head_are_compiled_once_for_all_layers_and_sizes(monkeypatch, flex_on_cpu, model):
+    """Traced for real, run without code generation: what a GPU will compile has no breaks and few forms."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager", fullgraph=True))
+    for made in (executor.compiled_layers, score.compiled_head):
+        made.cache_clear()
+    try:
+        assert agrees(model, Way("flex", compiled=True))
+        counters = torch._dynamo.utils.counters["stats"]
+        graphs = []
+        for seed in (5, 6, 7):
+            batch = split(*forest_of(random_groups(seed, groups=4 * seed, longest=30)), 10_000)[0]
+            both = []
+            for way in (Way("flex", compiled=True), DENSE):
+                said = score.score(model, batch, SAMPLING, way)
+                both.append(torch.autograd.grad(said.logprob_M.sum(), list(model.parameters())))
+            for a, b in zip(*both, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+            graphs.append(counters["unique_graphs"])
+        assert graphs[1] == graphs[2]  # by the third size nothing is new
+    finally:
+        for made in (executor.compiled_layers, score.compiled_head):
+            made.cache_clear()
+        torch._dynamo.reset()

@@ -1,0 +1,238 @@
+"""Adapters: only they are trained and saved, engine and learner share them, and off, the model is the old one."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import importlib.util
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from arborl.algorithms.algorithm import Needs
+from arborl.config.run import LearnerConfig, LoraConfig
+from arborl.engines.local import LocalEngine
+from arborl.errors import ConfigError
+from arborl.learner.learner import Learner
+from arborl.models.lean import hidden_states, is_lean
+from arborl.models.load import load_model, resolve
+from arborl.models.lora import adapters_off, add_lora, dropout_on, export_merged, has_lora, load_4bit
+from arborl.rollout.tree import plant
+from arborl.types import Call, Completion, Episode, Finish, Group, Sampling, Task
+
+pytest.importorskip("peft")
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return load_model(resolve("seedling"), device="cpu")
+
+
+@pytest.fixture
+def adapted(plain):
+    """The embedded model with adapters that do something."""
+    model = copy.deepcopy(plain)
+    torch.manual_seed(1)
+    add_lora(model, LoraConfig(rank=4, alpha=8))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05)
+    return model
+
+
+def logits(model, ids: torch.Tensor) -> torch.Tensor:
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        out = model(ids).logits
+    model.set_attn_implementation("arbor")
+    return out
+
+
+IDS = torch.arange(1, 30)[None]
+
+
+class Simple:
+    """Makes what was sampled likelier."""
+
+    trust_region = None
+    whole = False
+
+    def __init__(self, reference: bool = False):
+        self.needs = Needs(reference=reference)
+
+    def loss(self, said, terms):
+        return -said.logprob_M * terms.advantage_M, {}
+
+
+def forest():
+    chance = np.random.default_rng(0)
+    prompt = tuple(chance.integers(0, 500, 12).tolist())
+    calls = [
+        Call(prompt, Completion(tuple(chance.integers(0, 500, 6).tolist()), (-5.0,) * 6, Finish.STOP), 0)
+        for _ in range(3)
+    ]
+    made = plant([Group(Task("t"), [Episode("e", Task("t"), calls=calls)])])
+    made.terms.advantage[:] = 1.0
+    made.terms.weight[:] = 1.0 / len(made.terms)
+    return made
+
+
+def test_only_adapters_are_trained_and_the_rest_stays_bit_for_bit(plain, adapted):
+    learner = Learner(adapted, LearnerConfig(lr=1e-2, decay="none"), Sampling())
+    before = {name: p.detach().clone() for name, p in adapted.named_parameters()}
+    made = forest()
+    first = learner.update(made.trees, made.terms, Simple())
+    second = learner.update(made.trees, made.terms, Simple())
+    assert second["policy/loss"] < first["policy/loss"]
+    for name, parameter in adapted.named_parameters():
+        assert torch.equal(parameter, before[name]) == ("lora_" not in name), name
+    trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    assert 0 < trained < 0.1 * plain.num_parameters()
+
+
+def test_fresh_adapters_change_nothing(plain):
+    model = copy.deepcopy(plain)
+    add_lora(model, LoraConfig(rank=4))
+    torch.testing.assert_close(logits(model, IDS), logits(plain, IDS))
+
+
+def test_the_lean_forward_goes_through_the_adapters(adapted, plain):
+    from arborl.models.lean import _Causal
+
+    assert is_lean(adapted)
+    tokens, positions = IDS[0], torch.arange(IDS.shape[1])
+    with torch.no_grad():
+        lean = hidden_states(adapted, tokens, positions, _Causal())
+        old = hidden_states(plain, tokens, positions, _Causal())
+    torch.testing.assert_close(adapted.lm_head(lean)[None], logits(adapted, IDS), rtol=1e-4, atol=1e-4)
+    assert float((lean - old).abs().max()) > 0.01
+
+
+def test_with_adapters_off_the_model_is_the_one_it_was(plain, adapted):
+    with adapters_off(adapted):
+        torch.testing.assert_close(logits(adapted, IDS), logits(plain, IDS))
+    assert float((logits(adapted, IDS) - logits(plain, IDS)).abs().max()) > 0.01
+    assert all(p.requires_grad == ("lora_" in name) for name, p in adapted.named_parameters())
+
+
+def test_the_reference_is_the_base_and_costs_no_copy(plain, adapted):
+    needs = Needs(reference=True, proximal=True)
+    learner = Learner(adapted, LearnerConfig(), Sampling(), needs)
+    assert learner.reference is None
+    made = forest()
+    found = learner.look(made.trees, made.terms, needs)
+    theirs = Learner(plain, LearnerConfig(), Sampling()).logprobs(made.trees, made.terms).numpy()
+    np.testing.assert_allclose(found.reference, theirs, atol=1e-4)
+    assert np.abs(found.proximal - theirs).max() > 0.01
+
+
+def test_looking_at_the_reference_first_leaves_the_quick_ways_open(adapted, caplog):
+    learner = Learner(adapted, LearnerConfig(attention="blocks"), Sampling(), Needs(reference=True))
+    made = forest()
+    learner.look(made.trees, made.terms, Needs(reference=True))
+    learner.update(made.trees, made.terms, Simple())
+    assert "not used" not in caplog.text
+
+
+def test_the_engine_samples_from_the_adapted_model_and_sees_updates(adapted):
+    """Law 3 under adapters: the rollout's log-probabilities are the learner's, before and after a step."""
+    engine = LocalEngine(adapted, max_context=64)
+    learner = Learner(adapted, LearnerConfig(lr=1e-2, decay="none"), Sampling())
+    prompt = tuple(range(1, 12))
+    for version in range(2):
+        asyncio.run(engine.load(learner.weights(), version))
+        done = asyncio.run(engine.generate(list(prompt), Sampling(8, seed=3), session="s"))
+        made = plant([Group(Task("t"), [Episode("e", Task("t"), calls=[Call(prompt, done, 0)])])])
+        scored = learner.logprobs(made.trees, made.terms).numpy()
+        np.testing.assert_allclose(scored, done.logprobs, atol=1e-4)
+        update = forest()
+        learner.update(update.trees, update.terms, Simple())
+
+
+def test_a_checkpoint_holds_the_adapters_alone_and_goes_on_bit_for_bit(plain, adapted, tmp_path):
+    made = forest()
+    learner = Learner(adapted, LearnerConfig(lr=1e-2, decay="none"), Sampling())
+    learner.update(made.trees, made.terms, Simple())
+    learner.save(tmp_path)
+    size = sum(f.stat().st_size for f in (tmp_path / "model").iterdir())
+    assert size < 0.2 * 4 * plain.num_parameters()
+    other = copy.deepcopy(plain)
+    add_lora(other, LoraConfig(rank=4, alpha=8))
+    resumed = Learner(other, LearnerConfig(lr=1e-2, decay="none"), Sampling())
+    resumed.load(tmp_path)
+    for one in (learner, resumed):
+        one.update(made.trees, made.terms, Simple())
+    ours, theirs = other.state_dict(), adapted.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_plain_transformers_loads_the_checkpoint_and_adapters_are_not_added_twice(adapted, tmp_path):
+    Learner(adapted, LearnerConfig(), Sampling()).save(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+    torch.testing.assert_close(loaded(IDS).logits.detach(), logits(adapted, IDS), rtol=1e-4, atol=1e-4)
+    again = load_model(tmp_path / "model", device="cpu")
+    assert has_lora(again)
+    add_lora(again, LoraConfig(rank=4, alpha=8))
+    assert all(p.requires_grad == ("lora_" in name) for name, p in again.named_parameters())
+    torch.testing.assert_close(logits(again, IDS), logits(adapted, IDS), rtol=1e-4, atol=1e-4)
+
+
+def test_the_merged_export_is_an_ordinary_model_that_says_the_same(adapted, tmp_path):
+    export_merged(adapted, tmp_path)
+    assert not (tmp_path / "adapter_config.json").exists()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert not any("lora" in name for name in loaded.state_dict())
+    torch.testing.assert_close(loaded(IDS).logits.detach(), logits(adapted, IDS), rtol=1e-4, atol=1e-4)
+    assert has_lora(adapted)
+
+
+def test_adapters_of_a_coarse_model_are_float32(plain):
+    model = copy.deepcopy(plain).bfloat16()
+    add_lora(model, LoraConfig(rank=2, target=("q_proj", "v_proj")))
+    kinds = {p.dtype for p in model.parameters() if p.requires_grad}
+    assert kinds == {torch.float32}
+    assert {name.split(".")[-4] for name, p in model.named_parameters() if p.requires_grad} == {"q_proj", "v_proj"}
+    made = forest()
+    metrics = Learner(model, LearnerConfig(lr=1e-3), Sampling()).update(made.trees, made.terms, Simple())
+    assert metrics["learner/skipped"] == 0.0
+
+
+def test_dropout_drops_only_while_gradients_are_taken(plain):
+    model = copy.deepcopy(plain)
+    add_lora(model, LoraConfig(rank=4, dropout=0.5))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05)
+    assert torch.equal(logits(model, IDS), logits(model, IDS))
+    with dropout_on(model):
+        assert not torch.equal(logits(model, IDS), logits(model, IDS))
+    assert not any(module.training for module in model.modules())
+
+
+def test_a_target_that_does_not_exist_names_those_that_do(plain):
+    with pytest.raises(ConfigError, match=r"q_proj.*up_proj"):
+        add_lora(copy.deepcopy(plain), LoraConfig(rank=4, target=("query",)))
+
+
+@pytest.mark.parametrize("package", ["peft", "bitsandbytes"])
+def test_a_missing_package_is_named_with_what_to_write_instead(plain, monkeypatch, package):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else found(name))
+    ask = {
+        "peft": lambda: add_lora(copy.deepcopy(plain), LoraConfig(rank=4)),
+        "bitsandbytes": lambda: load_4bit(resolve("seedling"), "bfloat16", "cpu"),
+    }
+    with pytest.raises(ConfigError, match=package):
+        ask[package]()
+
+
+def test_four_bits_without_adapters_are_refused():
+    from arborl.config.load import load
+
+    with pytest.raises(ConfigError, match=r"model\.lora\.rank"):
+        load(None, ["model.quantize=4bit"])
