@@ -74,7 +74,8 @@ def test_no_held_out_question_is_trained_on():
     ("answer", "right", "choice", "verdict"),
     [
         ("B", "B", True, True), ("B. Oslo", "B", True, True), ("(B)", "B", True, True), ("Because B", "B", True, False),
-        ("A", "B", True, False), ("  oslo. ", "Oslo", False, True), ("in Oslo", "Oslo", False, False), ("", "", False, False),
+        ("A", "B", True, False), ("  oslo. ", "Oslo", False, True), ("in Oslo", "Oslo", False, False),
+        ("", "", False, False),
     ],
 )  # fmt: skip
 def test_answers_are_compared_plainly(answer, right, choice, verdict):
@@ -83,7 +84,12 @@ def test_answers_are_compared_plainly(answer, right, choice, verdict):
 
 @pytest.mark.parametrize(
     ("args", "words"),
-    [({"tokens": (9, 3)}, "tokens="), ({"hops": 7}, "hops=7"), ({"kind": "essay"}, "kind='essay'"), ({"lures": -1}, "lures=-1")],
+    [
+        ({"tokens": (9, 3)}, "tokens="),
+        ({"hops": 7}, "hops=7"),
+        ({"kind": "essay"}, "kind='essay'"),
+        ({"lures": -1}, "lures=-1"),
+    ],
 )
 def test_numbers_that_cannot_be_are_refused(args, words):
     with pytest.raises(ValueError, match=words):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import threading
 
@@ -85,7 +86,7 @@ def test_any_text_is_cut_without_loss(text, size, overlap, letters):
 def test_chunks_hold_at_most_so_many_tokens_and_overlap_by_at_most_so_many():
     spans, _ = cut_into_chunks(TEXT, 100, 30, Letters())
     assert all(end - begin <= 100 for begin, end in spans)
-    for (_, end), (begin, _) in zip(spans, spans[1:], strict=False):
+    for (_, end), (begin, _) in itertools.pairwise(spans):
         assert 0 < end - begin <= 30
 
 

@@ -17,8 +17,8 @@ from arborl.seeds import derive
 from arborl.types import Message, Metrics, Task
 
 RULES = (
-    "Answer the question from a long document. Search it, read parts of it, note what matters, delete what you have read, "
-    "then finish with the answer."
+    "Answer the question from a long document. Search it, read parts of it, note what matters, delete what you have "
+    "read, then finish with the answer."
 )
 FIELD = "document_content"
 TRIES = 200
@@ -28,8 +28,8 @@ LETTER = re.compile(r"\s*\(?([A-D])(?:[).:]|\s*$)")
 class Documents(Env):
     """Answer a question about a hidden document.
 
-    The first message of the agent is its answer. Its reward is 1 where that is right, else 0; `choice`, `short_answer` and
-    `judge` are rewards that tell more apart.
+    The first message of the agent is its answer. Its reward is 1 where that is right, else 0; `choice`, `short_answer`
+    and `judge` are rewards that tell more apart.
 
     Args:
         tokens: length of a made document in words and signs, or the range it is drawn from.
@@ -68,7 +68,9 @@ class Documents(Env):
                 raise ValueError(f"task {task.id!r} has a document and no question")
         else:
             split = wanted_split(task, "documents")
-            problem = draw(task.seed, split, self.tokens, self.hops, self.distractors, self.lures, self.kind == "choice")
+            problem = draw(
+                task.seed, split, self.tokens, self.hops, self.distractors, self.lures, self.kind == "choice"
+            )
             self.problem, self.document, self.choices = problem, problem.document, problem.choices
             self.right = problem.letter if problem.choices else problem.answer
             asked = with_choices(problem.question, problem.choices) if problem.choices else problem.question

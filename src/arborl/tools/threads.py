@@ -32,7 +32,8 @@ async def in_thread(function: Callable[[], Any]) -> Any:
         with suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(settle, value, error)
 
-    threading.Thread(target=work, name=f"arborl-{function}", daemon=True).start()
+    name = getattr(getattr(function, "func", function), "__name__", "tool")  # never its arguments: they may be long
+    threading.Thread(target=work, name=f"arborl-{name}", daemon=True).start()
     value, error = await outcome
     if error is not None and not isinstance(error, Exception):  # SystemExit ends the thread it was raised in, no more
         raise RuntimeError(f"{type(error).__name__}: {error}") from error

@@ -1,4 +1,4 @@
-"""The document tools for small windows: each answer in a few words instead of JSON, each tool as its name and arguments.
+"""The document tools for small windows: each answer in a few words instead of JSON, each tool as name and arguments.
 
 Nothing is decided here: the same calls are made and answered, only shown shorter.
 """

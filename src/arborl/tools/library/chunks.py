@@ -1,8 +1,8 @@
 """A long text cut into chunks of so many tokens, and a full-text index over them (SQLite's FTS5, in memory).
 
 Chunks are exact slices of the text. Tokens are counted word by word, each different word once, so that a million
-tokens take a second and any tokenizer will do; a chunk therefore never has more tokens than asked for, give or take what
-a tokenizer merges across a space.
+tokens take a second and any tokenizer will do; a chunk therefore never has more tokens than asked for, give or take
+what a tokenizer merges across a space.
 """
 
 from __future__ import annotations

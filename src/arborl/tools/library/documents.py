@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from arborl.tools.context import Context
 from arborl.tools.library.chunks import cut_into_chunks, highlights
-from arborl.tools.library.workspace import FIELD, Index, Refused, Shared, json_tool
 from arborl.tools.library.finish import finish as plain_finish
+from arborl.tools.library.workspace import FIELD, Index, Refused, Shared, json_tool
 
 INDEX_ID = "document_index"
 FILE_NAME = "attached_document.txt"
@@ -28,9 +28,6 @@ def analyze_text(space: Shared, context: Context) -> dict[str, Any]:
 async def load_document(space: Shared, context: Context) -> dict[str, Any]:
     """Read the whole document at once. It may not fit your context."""
     return {FIELD: space.text(context)}
-
-
-
 
 
 @json_tool("buildIndex", timeout=120)
