@@ -73,7 +73,7 @@ def test_a_missing_file_says_where_it_was_looked_for(tmp_path):
     with pytest.raises(ConfigError, match="no such file"):
         FileTasks(tmp_path / "none.json")
     (tmp_path / "folder.json").mkdir()
-    with pytest.raises(ConfigError, match="is a folder"):
+    with pytest.raises(ConfigError, match="a folder without rows"):
         FileTasks(tmp_path / "folder.json")
 
 

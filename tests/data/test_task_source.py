@@ -19,6 +19,12 @@ def path(tmp_path_factory):
     return path
 
 
+def size(source):
+    """Rows of a pass."""
+    (pool,) = source.pools.values()
+    return pool.size
+
+
 def test_tasks_of_an_environment_follow_from_seed_and_step():
     source = EnvTasks("frozen_lake", seed=7)
     first = source.take(3, 4)
@@ -59,7 +65,7 @@ def test_taking_depends_on_the_step_alone(path):
 
 def test_every_pass_gives_every_row_once_in_a_new_order(path):
     source = FileTasks(path, seed=1)
-    rows = len(source.training)
+    rows = size(source)
     passes = [[task.id for task in source.take(k, rows)] for k in range(3)]
     assert set(passes[0]) == set(passes[1]) == set(passes[2])
     assert len(set(passes[0])) == rows
@@ -91,9 +97,10 @@ def test_a_small_file_still_has_both_sides_and_a_single_row_is_trained_on(rows, 
         path = Path(folder) / "few.jsonl"
         path.write_text("\n".join(json.dumps({"question": f"q{n}"}) for n in range(rows)))
         source = FileTasks(path, evaluation_share=share)
-    assert len(source.training) + len(source.held_out) == rows
-    assert source.training
-    assert bool(source.held_out) == (rows > 1)
+        held_out = source.evaluation(1000)
+    assert size(source) + len(held_out) == rows
+    assert size(source) > 0
+    assert bool(held_out) == (rows > 1)
 
 
 def test_adding_and_moving_rows_changes_no_rows_side(tmp_path):
@@ -101,8 +108,8 @@ def test_adding_and_moving_rows_changes_no_rows_side(tmp_path):
     before, after = tmp_path / "before.json", tmp_path / "after.json"
     before.write_text(json.dumps(rows))
     after.write_text(json.dumps([{"question": f"new{n}"} for n in range(20)] + rows[::-1]))
-    one = {task.fields["question"] for task in FileTasks(before).held_out}
-    other = {task.fields["question"] for task in FileTasks(after).held_out}
+    one = {task.fields["question"] for task in FileTasks(before).evaluation(99)}
+    other = {task.fields["question"] for task in FileTasks(after).evaluation(99)}
     assert one == {question for question in other if question.startswith("q")}
 
 
@@ -110,6 +117,21 @@ def test_equal_rows_fall_on_one_side_whatever_their_ids(tmp_path):
     path = tmp_path / "twice.json"
     path.write_text(json.dumps([{"id": n, "question": f"q{n % 20}"} for n in range(40)]))
     source = FileTasks(path, evaluation_share=0.5)
-    sides = [{task.fields["question"] for task in side} for side in (source.training, source.held_out)]
+    both = source.take(0, size(source)), source.evaluation(99)
+    sides = [{task.fields["question"] for task in side} for side in both]
     assert sides[0].isdisjoint(sides[1])
     assert source.take(0, 1)[0].id.isdigit()
+
+
+def test_batches_of_changing_size_leave_nothing_out_and_go_on_from_their_state(path):
+    counts = [3, 11, 1, 7, 20, 5, 13]
+    source = FileTasks(path, seed=3)
+    taken = [source.take(step, count) for step, count in enumerate(counts)]
+    names = [task.id for batch in taken for task in batch]
+    assert len(set(names[: size(source)])) == size(source)
+    for step, count in enumerate(counts):
+        assert source.take(step, count) == taken[step]  # asked for again, after all of them
+        state = source.state(step)
+        other = FileTasks(path, seed=3)
+        other.load_state(json.loads(json.dumps(state)))
+        assert [other.take(step + n, c) for n, c in enumerate(counts[step:])] == taken[step:]

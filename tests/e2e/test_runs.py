@@ -240,7 +240,7 @@ def test_python_trains_a_tool_agent_on_a_file_with_its_own_tool_and_reward(tmp_p
         (["engine=locl"], "Did you mean 'local'?"),
         (["rewards=[envv]"], "Did you mean 'env'?"),
         (["env.args.sise=4"], "Did you mean 'size'?"),
-        (["env.args.size=1"], "2 to 20"),
+        (["env.args.size=1"], "2 or more"),
         (["rollout.group_size=1"], "group_size"),
         (["data.path=missing.json", "rewards=[exact]"], "missing.json"),
         (["sampling.max_context=100000"], "max_context"),

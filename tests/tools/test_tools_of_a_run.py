@@ -9,7 +9,9 @@ from arborl.tools.library.search import Search
 
 
 def tools(*settings):
-    return Workshop(load(None, ["agent=tool", *settings]), {}).tools()
+    workshop = Workshop(load(None, ["agent=tool", *settings]), {})
+    (seat,) = workshop.seats().values()
+    return workshop.tools(seat, seat.tools)
 
 
 def test_tools_are_made_with_their_arguments(tmp_path, monkeypatch):
@@ -30,7 +32,7 @@ def test_tools_are_made_with_their_arguments(tmp_path, monkeypatch):
         (["tools=[calculator]", "agent.tool_args.calculator.x=1"], "takes no arguments"),
         (
             ["tools=[calculator]", "agent.tool_args.search.corpus=x"],
-            r"no such tool in this run. Write tools=\[search\]",
+            r"no such tool here. Write tools=\[search\]",
         ),
         (["tools=[calculater]"], "Did you mean 'calculator'"),
     ],

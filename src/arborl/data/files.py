@@ -1,4 +1,4 @@
-"""Reads rows from a file. Whatever is wrong with it is one line that names the file and the row."""
+"""Opens files of rows. Whatever is wrong with one is one line that names the file and the row."""
 
 from __future__ import annotations
 
@@ -8,9 +8,37 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from arborl.data.tables import JoinedTable, ListTable, ParquetTable, Row, Table
 from arborl.errors import ConfigError
 
-Row = dict[str, Any]
+MEMORY_ROWS, MEMORY_BYTES = 100_000, 64 * 2**20
+"""A Parquet file with no more than this is read at the start, as the other kinds always are."""
+
+
+def open_table(path: Path) -> Table:
+    """The rows of a file, or of all files in a folder, by name.
+
+    Example:
+        open_table(Path("train.parquet")).rows([0, 7])
+    """
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.suffix.lower() in READERS)
+        if not files:
+            raise ConfigError(f"{path}: a folder without rows. Put files into it: {', '.join(READERS)}.")
+        return files_as_one(files, str(path))
+    if path.suffix.lower() == ".parquet" and path.is_file():
+        large = ParquetTable(path)
+        footer = large.file.metadata
+        size = sum(footer.row_group(index).total_byte_size for index in range(footer.num_row_groups))
+        if footer.num_rows > MEMORY_ROWS or size > MEMORY_BYTES:
+            return large
+    return ListTable(read_rows(path), str(path))
+
+
+def files_as_one(files: list[Path], where: str) -> Table:
+    """Several files as one table."""
+    tables = [open_table(file) for file in files]
+    return tables[0] if len(tables) == 1 else JoinedTable(tables, where)
 
 
 def read_rows(path: Path) -> list[tuple[str, Row]]:

@@ -1,0 +1,119 @@
+"""Sets of rows that are made here, offline and from a seed: what `arborl data make` writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from arborl.data.arithmetic import problems
+from arborl.data.documents import make_documents
+from arborl.data.facts import make_facts
+from arborl.data.programs import code_problems
+from arborl.errors import ConfigError, did_you_mean
+from arborl.registry import call_checked
+
+Row = dict[str, Any]
+Files = dict[str, list[Row]]
+"""Rows by the name of the file they belong in."""
+
+
+def arithmetic(count: int = 2000, seed: int = 0, level: int = 1) -> Files:
+    """Word problems with one operation (level 1), two (2), or division and percent too (3)."""
+    return {"arithmetic.json": problems(count, seed, level)}
+
+
+def gsm8k(count: int = 2000, seed: int = 0, level: int = 1) -> Files:
+    """Word problems in the two columns of GSM8K as AgentFly has it, `question` and `answer`; a tenth for testing."""
+    rows = [{"question": row["question"], "answer": row["answer"]} for row in problems(count, seed, level)]
+    tenth = max(count // 10, 1)
+    return {"gsm8k_train.json": rows[tenth:], "gsm8k_test.json": rows[:tenth]}
+
+
+def code(count: int = 2000, seed: int = 0, kind: str = "compute") -> Files:
+    """Problems that code solves: `compute` an answer, write a `function`, write a `program`; with TACO's tests."""
+    return {"code.json": [_taco(row) for row in code_problems(count, seed, kind)]}
+
+
+def facts(count: int = 2000, seed: int = 0) -> Files:
+    """Questions about people, in the columns of Natural Questions, and the corpus to search."""
+    questions, documents = make_facts(count, seed)
+    return {"facts.json": questions, "corpus.jsonl": documents}
+
+
+def documents(
+    count: int = 200, seed: int = 0, tokens: int | list[int] = 8000, hops: int | list[int] = 2, kind: str = "short"
+) -> Files:
+    """Long documents with planted facts, and questions about them."""
+    size = tokens if isinstance(tokens, int) else (tokens[0], tokens[1])
+    steps = hops if isinstance(hops, int) else (hops[0], hops[1])
+    return {"documents.jsonl": make_documents(count, seed, size, steps, kind)}
+
+
+def mixed(count: int = 2000, seed: int = 0) -> Files:
+    """Code in TACO's columns, search in Natural Questions', math in MATH's; and the corpus to search."""
+    questions, corpus = make_facts(count, seed)
+    return {
+        **code(count, seed),
+        "search.json": questions,
+        "corpus.jsonl": corpus,
+        "math.json": [_math(row) for row in problems(count, seed)],
+    }
+
+
+def _taco(row: Row) -> Row:
+    """With the tests in TACO's form: inputs and outputs of a program, or arguments and values of a function."""
+    tests = row.get("tests") or [{"input": "", "output": row["answer"]}]
+    if "function" in tests[0]:
+        made = {
+            "fn_name": tests[0]["function"],
+            "inputs": [test["args"] for test in tests],
+            "outputs": [[test["returns"]] for test in tests],
+        }
+    else:
+        made = {"inputs": [test["input"] for test in tests], "outputs": [test["output"] for test in tests]}
+    return row | {"input_output": json.dumps(made), "data_source": "taco"}
+
+
+def _math(row: Row) -> Row:
+    """With a worked solution that ends in the answer, boxed."""
+    solution = f"We compute {row['expression']} = \\boxed{{{row['answer']}}}."
+    level = f"Level {row['level']}"
+    return {
+        "problem": row["question"],
+        "solution": solution,
+        "level": level,
+        "type": "Prealgebra",
+        "data_source": "math",
+    }
+
+
+MAKERS: dict[str, Callable[..., Files]] = {
+    "arithmetic": arithmetic,
+    "gsm8k": gsm8k,
+    "code": code,
+    "facts": facts,
+    "documents": documents,
+    "mixed": mixed,
+}
+
+
+def make(name: str, folder: Path, **settings: Any) -> dict[Path, int]:
+    """Write a set into a folder; returns how many rows went into each file.
+
+    Example:
+        make("mixed", Path("recipes/mixed/data"), count=2000, seed=0)
+    """
+    if name not in MAKERS:
+        known = ", ".join(MAKERS)
+        raise ConfigError(f"no set is called {name!r}.{did_you_mean(name, MAKERS)} Known: {known}.")
+    made = call_checked(MAKERS[name], settings, name)
+    folder.mkdir(parents=True, exist_ok=True)
+    written = {}
+    for file, rows in made.items():
+        lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+        text = "\n".join(lines) if file.endswith(".jsonl") else "[\n" + ",\n".join(lines) + "\n]"
+        (folder / file).write_text(text + "\n", encoding="utf-8")
+        written[folder / file] = len(rows)
+    return written

@@ -1,0 +1,211 @@
+"""Which rows are trained on, which are held out, and which are left out.
+
+A table that is in memory is looked at row by row at the start: every mistake in it is found then, and a row's side is
+decided by its content. One that is too large for that is not read at all unless a setting asks for it: a row's side is
+then decided by its number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from arborl.data.rows import Reader, content_hash
+from arborl.data.tables import Row, Table
+from arborl.errors import ConfigError
+from arborl.seeds import generator
+from arborl.types import Ints, Message, Task
+
+Length = Callable[[Sequence[Message]], int]
+"""Messages to the number of tokens they take as a prompt."""
+
+EVALUATION_SEED = 0
+"""Held-out tasks come from this and not from the run's seed: runs are then compared on the same tasks."""
+SPREAD = 16
+"""Blocks of a large table that held-out tasks are taken from, evenly spaced."""
+CHUNK = 8_192
+
+
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """Which prompts count."""
+
+    max_tokens: int = 0
+    """Longest prompt; 0 for any length."""
+    overlong: Literal["drop", "cut", "refuse"] = "drop"
+    deduplicate: bool = False
+    length: Length | None = None
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether rows may be left out, so that all must be looked at to know how many there are."""
+        return self.deduplicate or (self.max_tokens > 0 and self.overlong != "cut")
+
+    def too_long(self, task: Task) -> int:
+        """The prompt's length where that is too long, else 0."""
+        if not self.max_tokens or self.length is None:
+            return 0
+        tokens = self.length(task.messages)
+        return tokens if tokens > self.max_tokens else 0
+
+    def cut(self, task: Task) -> Task:
+        """The task, its longest message cut at the end until the prompt fits."""
+        if self.overlong != "cut" or not self.too_long(task):
+            return task
+        index = max(range(len(task.messages)), key=lambda i: len(task.messages[i].content))
+        text = task.messages[index].content
+        low, high = 0, len(text)
+        while low < high:  # the most characters that fit
+            middle = (low + high + 1) // 2
+            if self.too_long(_with(task, index, f"{text[:middle]}…")):
+                high = middle - 1
+            else:
+                low = middle
+        return _with(task, index, f"{text[:low]}…")
+
+
+def _with(task: Task, index: int, text: str) -> Task:
+    changed = replace(task.messages[index], content=text)
+    return replace(task, messages=(*task.messages[:index], changed, *task.messages[index + 1 :]))
+
+
+class Picked:
+    """Rows listed by number."""
+
+    def __init__(self, table: Table, numbers: Ints):
+        self.numbers, self.runs = np.sort(numbers), table.runs
+        self._bounds = np.searchsorted(self.numbers, np.concatenate([[0], np.cumsum(table.sizes)]))
+        self.sizes: Ints = np.diff(self._bounds)
+
+    def of(self, block: int) -> Ints:
+        return self.numbers[self._bounds[block] : self._bounds[block + 1]]
+
+
+class Numbered:
+    """One side of a table that has not been read: of every block, a share of its rows, or all but that share."""
+
+    def __init__(self, table: Table, share: float, held_out: bool):
+        self.held_out, self.runs = held_out, table.runs
+        self._all: Ints = table.sizes
+        self._held = np.floor(table.sizes * share).astype(np.int64)
+        self._starts = np.cumsum(table.sizes) - table.sizes
+        self.sizes: Ints = self._held if held_out else table.sizes - self._held
+
+    def of(self, block: int) -> Ints:
+        order = generator(EVALUATION_SEED, "held out", block).permutation(int(self._all[block]))
+        held = int(self._held[block])
+        rows: Ints = self._starts[block] + (order[:held] if self.held_out else np.sort(order[held:]))
+        return rows
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A table's two sides."""
+
+    training: Picked | Numbered
+    held_out: Ints
+    """Numbers of the held-out rows, in the order they are used; of a large table only the first few thousand."""
+    counts: Counter[str]
+    """Rows that were left out, by why."""
+    digests: np.ndarray | None = None
+    """Hash of each row's content, by number, of a table that is in memory."""
+
+    def name(self, number: int) -> str:
+        """What a row without an id is called: by its content where that is known, else by its number."""
+        return f"{number:08d}" if self.digests is None else f"{int(self.digests[number]):016x}"
+
+
+def split_table(
+    table: Table, reader: Reader, share: float, how: Literal["auto", "content", "number"], filters: Filters
+) -> Split:
+    """Decide every row's side. `share=0` holds nothing out."""
+    look = table.whole or filters.leaves_out or how == "content"
+    if not look:
+        training = Numbered(table, share, held_out=False)
+        return Split(training, _spread(Numbered(table, share, held_out=True)), Counter())
+    scan = _scan(table, reader, filters)
+    if not len(scan.numbers):
+        why = ", ".join(f"{count} {name}" for name, count in scan.counts.items())
+        raise ConfigError(f"{table.where}: no rows are left of it ({why}).")
+    if how == "number":
+        digests = np.array([_number_hash(int(number)) for number in scan.numbers], np.uint64)
+    else:
+        digests = scan.digests
+    limit = _limit(digests, share) if share else 0
+    held = digests < np.uint64(limit)
+    order = np.argsort(digests[held], kind="stable")
+    known = None
+    if table.whole:
+        known = np.zeros(int(table.sizes.sum()), np.uint64)
+        known[scan.numbers] = scan.digests
+    return Split(Picked(table, scan.numbers[~held]), scan.numbers[held][order], scan.counts, known)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scan:
+    numbers: Ints
+    digests: np.ndarray
+    counts: Counter[str]
+
+
+def _scan(table: Table, reader: Reader, filters: Filters) -> _Scan:
+    """Look at every row: is it a task, does it count, what is its hash."""
+    counts: Counter[str] = Counter()
+    seen: set[bytes] = set()
+    numbers, digests = [], []
+    for number, row in _each(table):
+        where = f"{table.where}, {table.place(number)}"
+        task = reader.task(row, where, name=str(number))
+        if filters.deduplicate and (key := _prompt_hash(task)) in seen:
+            counts["duplicate"] += 1
+            continue
+        if tokens := filters.too_long(task):
+            if filters.overlong == "refuse":
+                raise ConfigError(
+                    f"{where}: the prompt has {tokens} tokens, max_prompt_tokens is {filters.max_tokens}. Raise it, or "
+                    "write overlong=drop or cut."
+                )
+            counts["cut" if filters.overlong == "cut" else "overlong"] += 1
+            if filters.overlong == "drop":
+                continue
+        if filters.deduplicate:
+            seen.add(key)
+        numbers.append(number)
+        digests.append(content_hash(row))
+    return _Scan(np.array(numbers, np.int64), np.array(digests, np.uint64), counts)
+
+
+def _each(table: Table) -> Iterator[tuple[int, Row]]:
+    size = int(table.sizes.sum())
+    for start in range(0, size, CHUNK):
+        numbers = range(start, min(start + CHUNK, size))
+        yield from zip(numbers, table.rows(numbers), strict=True)
+
+
+def _prompt_hash(task: Task) -> bytes:
+    text = repr([(message.role, message.content) for message in task.messages])
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=12).digest()
+
+
+def _number_hash(number: int) -> int:
+    return int.from_bytes(hashlib.blake2b(str(number).encode(), digest_size=8).digest(), "big")
+
+
+def _limit(digests: np.ndarray, share: float) -> int:
+    """Rows with a hash below this are held out: the share of all hashes, moved where it would leave a side empty."""
+    low, high = int(digests.min()), int(digests.max())
+    return min(max(int(share * 2**64), low + 1), high)  # one row alone is trained on
+
+
+def _spread(side: Numbered, most: int = 8_192) -> Ints:
+    """Held-out rows from blocks all over the table, one from each in turn."""
+    full = np.flatnonzero(side.sizes > 0)
+    chosen = full[np.linspace(0, len(full) - 1, min(SPREAD, len(full))).astype(np.int64)] if len(full) else full
+    rows = [side.of(int(block))[: most // max(len(chosen), 1)] for block in chosen]
+    turns = range(max((len(some) for some in rows), default=0))
+    return np.array([some[turn] for turn in turns for some in rows if turn < len(some)], np.int64)

@@ -1,0 +1,157 @@
+"""`arborl data`: sets are made, files are shown, mixtures are counted; and what is wrong is one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from arborl.api import train
+from arborl.build import build
+from arborl.cli.main import app
+from arborl.config.load import load
+from arborl.data.facts import make_facts
+from arborl.data.making import MAKERS, make
+from arborl.rewards.code import read_cases
+from arborl.rewards.numbers import equal, final_part
+from arborl.tools.library.calculator import calculator
+from arborl.tools.library.search import Search
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_every_set_is_made_alike_from_the_same_seed(name, here):
+    for folder, seed in (("one", "3"), ("two", "3"), ("other", "4")):
+        done = call("data", "make", name, "--out", folder, "--count", "12", "--seed", seed)
+        assert done.exit_code == 0, done.output
+    files = sorted(path.name for path in (here / "one").iterdir())
+    assert all((here / "one" / file).read_text() == (here / "two" / file).read_text() for file in files)
+    assert any((here / "one" / file).read_text() != (here / "other" / file).read_text() for file in files)
+
+
+def test_settings_of_a_set_and_mistakes_in_them():
+    assert call("data", "make", "arithmetic", "level=2", "--count", "5").exit_code == 0
+    for words, says in (
+        (["make", "arithmatic"], "Did you mean 'arithmetic'?"),
+        (["make", "arithmetic", "levl=2"], "arithmetic.levl: unknown argument. Did you mean 'level'?"),
+        (["make", "code", "kind=essay"], "kind='essay'"),
+        (["make"], "Missing argument"),
+        (["inspect", "none.json"], "none.json: no such file"),
+        (["mix"], "Missing argument"),
+        (["mix", "env=frozen_lake"], "there are no rows to mix"),
+        (["prepare", "novelqa", "--input", "x.json"], "with --books FOLDER"),
+    ):
+        done = call("data", *words)
+        assert done.exit_code == 2, words
+        assert says in done.output, done.output
+
+
+def test_a_file_is_shown_with_its_columns_lengths_sources_and_prompts(here):
+    make("mixed", here / "data", count=50)
+    done = call("data", "inspect", "data/search.json")
+    assert done.exit_code == 0, done.output
+    assert "data/search.json: 50 rows" in done.output
+    assert "golden_answers" in done.output
+    assert "data_source: nq (50)" in done.output
+    assert done.output.count("prompt of row") == 3
+    assert "<|user|>" in done.output or "user" in done.output
+    assert "tokens" in done.output
+    (here / "bad.json").write_text('[{"question": "a"}, {"question": 3}]')
+    done = call("data", "inspect", "bad.json")
+    assert done.exit_code == 2
+    assert "bad.json, row 2, question: int, not text" in done.output
+
+
+def test_a_mixture_is_counted_without_training(here):
+    make("mixed", here / "recipes/mixed/data", count=60)
+    recipe = str(ROOT / "recipes/mixed/run.yaml")
+    done = call("data", "mix", recipe, "--batches", "200", "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.output)
+    assert found["short_batches"] == 0
+    assert [found["sources"][name]["target"] for name in ("code", "search", "math")] == [0.4, 0.3, 0.3]
+    assert [found["sources"][name]["achieved"] for name in ("code", "search", "math")] == [0.4, 0.3, 0.3]
+    code = found["sources"]["code"]
+    assert code["coverage"] == 1.0
+    assert code["repeats"] == code["drawn"] - code["rows"] == 1600 - code["rows"]
+    assert code["distinct"] == code["rows"]
+    odd = json.loads(call("data", "mix", recipe, "rollout.tasks_per_step=7", "--batches", "30", "--json").output)
+    assert odd["largest_batch_error"] < 1
+    assert odd["largest_total_error"] < 1
+    table = call("data", "mix", recipe, "--batches", "10").output
+    assert "0 of them short" in table
+    refused = call("data", "mix", recipe, "data.sources.code.ratio=0.5")
+    assert (refused.exit_code, "the ratios add up to 1.1, not to 1, and strict is on" in refused.output) == (2, True)
+    assert not (here / "runs").exists()
+
+
+def test_the_mixed_recipe_plays_three_agents_and_starts(here):
+    make("mixed", here / "recipes/mixed/data", count=60)
+    config = load(ROOT / "recipes/mixed/run.yaml", ["output_dir=run", "evaluation.tasks=6", "track.tensorboard=false"])
+    parts = build(config)
+    tasks = {task.source: task for task in parts.source.take(0, 20)}
+    kinds = {name: type(parts.cast.agent(task)).__name__ for name, task in tasks.items()}
+    assert kinds == {"code": "CodeAgent", "search": "ToolAgent", "math": "ToolAgent"}
+    assert [spec.name for spec in parts.cast.agent(tasks["search"]).toolbox.specs] == ["search"]
+    assert [spec.name for spec in parts.cast.agent(tasks["math"]).toolbox.specs] == ["calculator"]
+    run = train(config, stub=True)
+    assert {"success/code", "success/search", "success/math"} <= run.summary["after"].keys()
+
+
+def test_the_settings_that_the_recipes_name_for_real_files_are_understood():
+    more = [
+        "data.sources.code.path=taco.parquet",
+        "data.sources.code.rewards=[{name: code_tests, args: {field: input_output}}]",
+        "data.sources.search.agent.tool_args.search.corpus=wiki.jsonl",
+    ]
+    config = load(ROOT / "recipes/mixed/run.yaml", more)
+    assert config.data.sources["code"].rewards[0].args == {"field": "input_output"}
+    assert config.data.sources["search"].agent.tool_args == {"search": {"corpus": "wiki.jsonl", "top_k": 1}}
+
+
+def test_the_gsm8k_recipe_starts_on_made_rows_and_holds_out_its_own_file(here):
+    make("gsm8k", here / "recipes/gsm8k/data", count=60)
+    config = load(ROOT / "recipes/gsm8k/run.yaml", ["output_dir=run", "evaluation.tasks=50", "track.tensorboard=false"])
+    source = build(config).source
+    test_rows = {row["question"] for row in json.loads((here / "recipes/gsm8k/data/gsm8k_test.json").read_text())}
+    assert {task.fields["question"] for task in source.evaluation(50)} == test_rows
+    assert train(config, stub=True).summary["steps"] == 3
+
+
+def test_the_rows_of_the_mixed_set_can_be_solved(here):
+    make("mixed", here / "data", count=40)
+    read = {name: json.loads((here / f"data/{name}.json").read_text()) for name in ("code", "search", "math")}
+    for row in read["code"]:
+        (case,) = read_cases(row["input_output"])
+        assert case.wanted == row["answer"]
+    for row in read["math"]:
+        expression = row["solution"].removeprefix("We compute ").partition(" = ")[0]
+        assert equal(calculator(expression), final_part(row["solution"]))
+    search = Search(here / "data/corpus.jsonl", top_k=1, index=here / "index")
+    for row in read["search"]:
+        assert row["golden_answers"][0] in search.search(row["query"]).replace("[[", "").replace("]]", "")
+
+
+def test_a_question_names_one_document_and_its_answer_stands_in_it():
+    questions, documents = make_facts(4000, seed=2)
+    assert len({row["question"] for row in questions}) == 4000
+    by_title = {document["title"]: document["text"] for document in documents}
+    assert len(by_title) == len(documents)
+    for row in questions:
+        (title,) = [title for title in by_title if f" {title}" in row["question"].replace("?", " ?")][:1]
+        assert row["answer"] in by_title[title]
+    with pytest.raises(ValueError, match="count=999999"):
+        make_facts(999_999)

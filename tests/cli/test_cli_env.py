@@ -1,0 +1,124 @@
+"""`arborl env`: list, play, check."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from arborl.cli.env import named
+from arborl.cli.main import app
+from arborl.cli.play import colored, meant
+from arborl.envs import ENVS
+from arborl.envs.env import Env, Observation, Step
+from arborl.errors import ConfigError
+from arborl.types import Message
+
+MOVES = ["<answer>Left</answer>", "<answer>Down</answer>", "<answer>Right</answer>", "<answer>Up</answer>"]
+
+
+class Broken(Env):
+    """Says nothing right."""
+
+    async def reset(self, task, seed):
+        return Observation((Message("user", "hi"),))
+
+    async def step(self, action):
+        return Step(Observation((Message("user", 7),)), reward=float("nan"))
+
+
+def call(*arguments, typed=None):
+    return CliRunner().invoke(app, ["env", *arguments], input=typed)
+
+
+def test_the_list_names_every_environment_and_what_it_takes():
+    done = call("list")
+    assert done.exit_code == 0
+    for name in ENVS:
+        assert name in done.output
+    assert "preset=6x6" in done.output
+
+
+@pytest.mark.parametrize("name", ["frozen_lake", "sokoban", "shop", "countdown", "conversation", "rooms"])
+def test_check_passes_for_what_ships(name):
+    done = call("check", name, "--tasks", "2")
+    assert done.exit_code == 0, done.output
+    assert f"{name} keeps the contract of an environment (2 tasks" in done.output
+
+
+def test_check_names_the_fields_of_an_environment_that_breaks_the_contract():
+    done = call("check", f"{__name__}:Broken", "--tasks", "2")
+    assert done.exit_code == 1
+    assert "reward=nan (float): return a finite float. (2 of 2 tasks)" in done.output
+    assert "content is 7 (int): return a str" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["check", "sokobann"], "Did you mean 'sokoban'?"),
+        (["check", "sokoban", "boxes=0"], "boxes=0: give at least 1"),
+        (["check", "sokoban", "box=1"], "sokoban.box: unknown argument. Did you mean 'boxes'?"),
+        (["check", "a=1"], "no environment is named"),
+        (["play", "sokoban", "--orcale"], "--orcale: unknown option. Did you mean '--oracle'?"),
+        (["play", "sokoban", "--oracle", "--random"], "give one of them"),
+        (["play", "gymnasium", "--oracle"], "knows no perfect player"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line_and_exit_code_2(arguments, says):
+    done = call(*arguments)
+    assert done.exit_code == 2
+    assert says in done.output
+
+
+def test_an_oracle_is_watched_to_the_end():
+    done = call("play", "sokoban", "preset=10x10", "--oracle", "--seed", "4", "--pause", "0")
+    assert done.exit_code == 0, done.output
+    assert "success 1" in done.output
+    assert call("play", "shop", "--oracle", "--split", "held_out").output.count("click[Buy Now]") == 1
+
+
+def test_a_random_player_replays_from_the_seed():
+    first, again, other = (call("play", "rooms", "--random", "--seed", seed).output for seed in ("1", "1", "2"))
+    assert first == again != other
+
+
+def test_playing_by_hand_takes_keys_numbers_words_and_anything_else():
+    done = call("play", "frozen_lake", "frozen=1.0", typed="a\n2\nright\nbanana\nq\n")
+    assert done.exit_code == 0, done.output
+    assert "1> <answer>Left</answer>" in done.output
+    assert "2> <answer>Down</answer>" in done.output
+    assert "3> <answer>Right</answer>" in done.output
+    assert "4> banana" in done.output
+    assert "Not a move." in done.output
+    assert "left the game" in done.output
+    assert call("play", "frozen_lake", typed="").exit_code == 0
+
+
+def test_a_model_is_watched(monkeypatch):
+    done = call("play", "frozen_lake", "--model", "seedling", "--seed", "3")
+    assert done.exit_code == 0, done.output
+    assert "1> " in done.output
+    assert "return " in done.output
+
+
+def test_what_is_typed_is_understood():
+    assert meant("w", MOVES) == MOVES[3]
+    assert meant("DOWN", MOVES) == MOVES[1]
+    assert meant("3", MOVES) == MOVES[2]
+    assert meant("9", MOVES) == "9"
+    assert meant("buy it", []) == "buy it"
+
+
+def test_arguments_are_read_as_yaml():
+    assert named(["shop", "products=2000", "human=false", "env.args.data=null"], ()) == (
+        "shop",
+        {"products": 2000, "human": False, "data": None},
+    )
+    with pytest.raises(ConfigError, match="no YAML"):
+        named(["shop", "products=[1"], ())
+
+
+def test_boards_and_buttons_are_colored_and_the_words_stay():
+    shown = colored("P_\nOG\nsee [Buy Now]")
+    assert shown.plain == "P _ \nO G \nsee [Buy Now]"
+    assert {span.style for span in shown.spans} >= {"bold dark_orange", "bold blue"}

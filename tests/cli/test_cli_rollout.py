@@ -1,0 +1,71 @@
+"""`arborl rollout` shows one episode token by token."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from arborl.cli.main import app
+
+QUICK = ["--stub", "model.device=cpu", "threads=1"]
+
+
+def shown(*words: str) -> str:
+    done = CliRunner().invoke(app, ["rollout", *words, *QUICK], env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_an_episode_is_shown_with_its_tokens_masks_and_rewards():
+    text = shown("--env", "frozen_lake", "--agent", "chat")
+    assert "turn 1  call 1  prompt" in text
+    assert "mask  0 x " in text
+    assert "1 x 4 sampled" in text
+    assert "reward +0" in text
+    assert "each one loss term" in text
+    assert text.count("<|im_start|>system") == 1  # what was seen before is not shown again
+
+
+def test_a_step_wise_agent_is_seen_to_open_new_branches():
+    text = shown("--agent", "step", "agent.args.history_length=0", "env.args.frozen=1.0", "env.args.size=8")
+    assert "(a new branch)" in text
+    assert text.count("<|im_start|>system") > 1
+
+
+def test_an_episode_is_the_one_that_training_plays_and_is_told_by_its_place():
+    first, again, other = (shown("--task", task, "--seed", "5") for task in ("1", "1", "2"))
+    assert first.splitlines()[0] == again.splitlines()[0]
+    assert first.splitlines()[0] != other.splitlines()[0]
+    assert "train/000000-001" in first.splitlines()[0]
+    assert "held_out" in shown("--held-out").splitlines()[0]
+
+
+def test_token_ids_are_shown_where_asked_for():
+    assert "[2]" in shown("--ids")
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["--env", "frozen_lak"], "Did you mean 'frozen_lake'?"),
+        (["--task", "99"], "--task 99: there are 16 tasks, 0 to 15."),
+        (["--enw", "x"], "unknown option. Did you mean '--env'?"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(words, complaint):
+    done = CliRunner().invoke(app, ["rollout", *words, *QUICK])
+    assert done.exit_code == 2
+    assert complaint in done.output
+
+
+def test_an_episode_that_fails_is_shown_and_has_exit_code_1(tmp_path, monkeypatch):
+    (tmp_path / "breaking_lake.py").write_text(
+        "from arborl.envs.frozen_lake import FrozenLake\n"
+        "class Breaking(FrozenLake):\n"
+        "    async def step(self, action):\n"
+        "        raise RuntimeError('the ice broke')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    done = CliRunner().invoke(app, ["rollout", "--env", "breaking_lake:Breaking", *QUICK])
+    assert done.exit_code == 1
+    assert "the ice broke" in done.output

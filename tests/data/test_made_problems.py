@@ -1,0 +1,83 @@
+"""Problems that we make ourselves: solvable, different, and the same for the same seed."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from arborl.config.load import load
+from arborl.data import FileTasks
+from arborl.data.arithmetic import problems, show
+from arborl.data.programs import KINDS, code_problems
+from arborl.rewards.code import judge, read_cases
+from arborl.rewards.numbers import equal
+from arborl.sandbox import run_code
+from arborl.tools.library.calculator import calculator
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_the_calculator_solves_every_problem_by_its_expression(level):
+    rows = problems(300, seed=1, level=level)
+    assert len({row["question"] for row in rows}) == 300
+    for row in rows:
+        assert equal(calculator(row["expression"]), row["answer"]), row
+        assert Fraction(row["answer"]) >= 0
+    assert problems(300, seed=1, level=level) == rows
+    assert problems(300, seed=2, level=level) != rows
+
+
+def test_no_problem_tells_its_answer_by_its_numbers():
+    """A guesser who repeats a number of the question is seldom right."""
+    rows = problems(500)
+    told = sum(row["answer"] in row["question"].replace("?", " ").replace(".", " ").split() for row in rows)
+    assert told / len(rows) < 0.05
+
+
+def test_what_cannot_be_made_is_refused():
+    with pytest.raises(ValueError, match="level=4"):
+        problems(1, level=4)
+    with pytest.raises(ValueError, match="kind='essay'"):
+        code_problems(1, kind="essay")
+    assert show(Fraction(7, 2)) == "3.5"
+    assert show(Fraction(-4)) == "-4"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_code_of_a_row_solves_it_in_the_sandbox(kind):
+    rows = code_problems(24, seed=3, kind=kind)
+
+    async def solve(row):
+        if "tests" in row:
+            return await judge(row["code"], read_cases(row["tests"]), run_code)
+        return [(await run_code(row["code"])).stdout.strip() == row["answer"]]
+
+    async def everything():
+        return await asyncio.gather(*map(solve, rows))
+
+    assert all(all(passed) for passed in asyncio.run(everything()))
+    assert code_problems(24, seed=3, kind=kind) == rows
+
+
+@pytest.mark.parametrize(
+    ("recipe", "config", "arguments"),
+    [
+        ("calculator", "run.yaml", ["--count", "60"]),
+        ("code", "run.yaml", ["--count", "60"]),
+        ("code", "tests.yaml", ["--count", "60", "--kind", "function"]),
+    ],
+)
+def test_recipes_write_data_that_their_configurations_read(recipe, config, arguments, tmp_path):
+    out = tmp_path / "train.json"
+    subprocess.run([sys.executable, RECIPES / recipe / "make_data.py", "--out", out, *arguments], check=True)
+    assert len(json.loads(out.read_text())) == 60
+    settings = load(RECIPES / recipe / config, [f"data.path={out}"])
+    assert settings.env.name == "question"
+    source = FileTasks(out, settings.data.question, 0, settings.data.evaluation_share)
+    assert source.take(0, 8)
+    assert source.evaluation(5)
