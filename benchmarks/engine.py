@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import gc
 import json
 import platform
@@ -198,6 +199,7 @@ def main() -> int:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--case", choices=["single", "multi-turn", "group", "all"], default="all")
     parser.add_argument("--model", help="seedling, smollm2, qwen (random Qwen2.5-0.5B) or a folder")
+    parser.add_argument("--conversations", type=int, help="instead of the case's own number, for slow models")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--continuous", action="store_true", help="also run transformers' continuous batching")
     parser.add_argument("--json", action="store_true", help="one JSON line a case, nothing else")
@@ -210,6 +212,7 @@ def main() -> int:
     for case in CUDA if cuda else CPU:
         if args.case not in (case.name, "all"):
             continue
+        case = dataclasses.replace(case, conversations=args.conversations or case.conversations)
         with torch.inference_mode():
             model.set_attn_implementation("sdpa")
             torch.backends.mkldnn.enabled = True  # as torch comes; ours turns it off on Arm

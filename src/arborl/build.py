@@ -8,8 +8,8 @@ from __future__ import annotations
 import copy
 import inspect
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +17,31 @@ import torch
 from transformers import PreTrainedModel
 
 from arborl.agents import AGENTS, Agent, FunctionAgent
-from arborl.algorithms.algorithm import ALGORITHMS, Algorithm
+from arborl.algorithms import Algorithm, Needs, make_algorithm
+from arborl.algorithms.weighted import Weighted
 from arborl.chat import Renderer
-from arborl.config.run import Part, RunConfig
-from arborl.data import EnvTasks, FileTasks, TaskSource
+from arborl.config.data import SourceConfig
+from arborl.config.run import AgentConfig, EnvConfig, Part, RewardConfig, RunConfig
+from arborl.data import Mixture, TaskSource, open_source
+from arborl.data.pools import RowPool
 from arborl.engines import ENGINES, Engine
 from arborl.envs import ENVS, Env
 from arborl.errors import ConfigError
 from arborl.learner.learner import Learner
+from arborl.models.heads import float32_head
 from arborl.models.load import load_model, resolve
+from arborl.models.lora import add_lora, load_4bit
 from arborl.registry import Registry, call_checked
 from arborl.rewards import REWARDS, Rewards
+from arborl.rewards.by_source import RewardsBySource
+from arborl.rollout.manager import FILTERS, Manner
 from arborl.rollout.recorder import Limits
 from arborl.rollout.runner import Cast, Rollout
-from arborl.tools import TOOLS, Tool
+from arborl.rollout.tape import Recording, Replay
+from arborl.rollout.workers import Workers
+from arborl.tools import TOOLS, AnyTool, as_tool
 from arborl.trainer.evaluate import Evaluator
-from arborl.types import Sampling, Task
+from arborl.types import Message, Sampling, Task
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
@@ -64,14 +73,15 @@ class Parts:
 def build(config: RunConfig, objects: Mapping[str, Any] | None = None) -> Parts:
     """The objects of this configuration; `objects` are parts that Python code handed in, by name."""
     workshop = Workshop(config, objects or {})
-    cast, rewards, source = workshop.cast(), workshop.rewards(), workshop.source()
+    cast, rewards = workshop.cast(), workshop.rewards()
     folder = resolve(config.model.name)
-    renderer = Renderer.from_folder(folder)
+    renderer = Renderer.from_folder(folder, config.agent.tool_format)
+    source = workshop.source(renderer)
     if config.threads:
         torch.set_num_threads(config.threads)
     torch.use_deterministic_algorithms(config.deterministic)
     torch.manual_seed(config.seed)
-    model = load_model(folder, config.model.dtype, config.model.device)
+    model = _policy(config, folder)
     _check_context(config, model)
     engine = workshop.engine(model, renderer, cast)
     drawn = config.sampling
@@ -90,17 +100,38 @@ def build(config: RunConfig, objects: Mapping[str, Any] | None = None) -> Parts:
         config.rollout.episode_seconds,
         config.rollout.step_seconds,
     )
-    rollout = Rollout(engine, renderer, cast, sampling, limits, config.rollout.concurrency)
-    algorithm = ALGORITHMS[config.algorithm.name](config.algorithm)
+    rollout = workshop.rollout(engine, renderer, cast, sampling, limits, rewards)
+    algorithm = workshop.algorithm()
+    _check_critic(config, algorithm.needs)
     learner = Learner(
         model,
         config.learner,
         sampling,
-        reference=algorithm.needs_reference,
+        algorithm.needs,
         total_steps=config.trainer.steps,
     )
-    evaluator = Evaluator(source, rollout, rewards, config.evaluation, config.seed)
+    evaluator = Evaluator(source, rollout, rewards, config.evaluation, config.seed, config.rollout.val_envs)
     return Parts(config, folder, model, renderer, engine, source, cast, rollout, rewards, algorithm, learner, evaluator)
+
+
+def _policy(config: RunConfig, folder: Path) -> PreTrainedModel:
+    asked = config.model
+    model = (load_4bit if asked.quantize == "4bit" else load_model)(folder, asked.dtype, asked.device)
+    if asked.head == "float32":
+        float32_head(model)
+    if asked.lora.rank:
+        add_lora(model, asked.lora)
+    return model
+
+
+def _check_critic(config: RunConfig, needs: Needs) -> None:
+    name, critic = config.algorithm.name, config.learner.critic
+    if needs.value and critic == "none":
+        raise ConfigError(
+            f"learner.critic=none: algorithm={name} needs values. Write learner.critic=shared or separate."
+        )
+    if not needs.value and critic in ("shared", "separate"):
+        raise ConfigError(f"learner.critic={critic}: algorithm={name} needs no values. Write learner.critic=auto.")
 
 
 def _check_context(config: RunConfig, model: PreTrainedModel) -> None:
@@ -110,6 +141,19 @@ def _check_context(config: RunConfig, model: PreTrainedModel) -> None:
             f"sampling.max_context={config.sampling.max_context}: {config.model.name} reads {longest} tokens at most. "
             f"Write sampling.max_context={longest} or less."
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """What plays the tasks of one source, and what judges them."""
+
+    where: str
+    """In front of its keys in a configuration: empty for the run, `data.sources.math.` for a source."""
+    agent: AgentConfig
+    env: EnvConfig
+    tools: tuple[str, ...]
+    rewards: tuple[RewardConfig, ...]
+    tool_args: Mapping[str, dict[str, Any]]
 
 
 class Workshop:
@@ -132,52 +176,131 @@ class Workshop:
         takes = inspect.signature(found).parameters
         return call_checked(found, part.args | {k: v for k, v in more.items() if k in takes}, f"{where}.args")
 
-    def cast(self) -> Cast:
-        """Who plays. A task may name another agent or environment than the run's; that one takes no arguments."""
+    def seats(self) -> dict[str, Seat]:
+        """The run's own under the empty name, and that of each source."""
         config = self.config
-        tools = [self._tool(name) for name in config.tools]
+        own = Seat("", config.agent, config.env, config.tools, config.rewards, config.agent.tool_args)
+        seats = {"": own}
+        for name, source in config.data.sources.items():
+            agent = source.agent or config.agent
+            tools = config.tools if source.tools is None else source.tools
+            given = agent.tool_args
+            if source.agent is None:  # the run's agent at other tools: what is said of those it has not is not for here
+                given = {tool: args for tool, args in given.items() if tool in tools}
+            where = f"data.sources.{name}."
+            seats[name] = Seat(where, agent, source.env or config.env, tools, source.rewards or config.rewards, given)
+        return seats
+
+    def cast(self) -> Cast:
+        """Who plays, by a task's source; a task may itself name another agent or environment.
+
+        An agent that a source's configuration names comes before one that its rows name.
+        """
+        config, seats = self.config, self.seats()
+        everywhere = {name for seat in seats.values() for name in seat.tools}
+        tools = {name: self.tools(seat, everywhere) for name, seat in seats.items()}
+        sources = config.data.sources
+
+        def seat_of(task: Task) -> str:
+            return task.source if task.source in seats else ""
 
         def env(task: Task) -> Env:
-            name = task.env or config.env.name
-            part = config.env if name == config.env.name else Part(name=name)
-            found: Env = self.make(ENVS, part, "env")
+            seat = seats[seat_of(task)]
+            part = seat.env if task.env in (None, seat.env.name) else Part(name=str(task.env))
+            found: Env = self.make(ENVS, part, f"{seat.where}env")
             return copy.deepcopy(found)  # an object that was handed in must not play two episodes at once
 
         def agent(task: Task) -> Agent:
-            name = task.agent or config.agent.name
-            part = config.agent if name == config.agent.name else Part(name=name)
-            found = self.make(AGENTS, part, "agent", tools=tools)
+            name = seat_of(task)
+            part: Part = seats[name].agent
+            chosen = name in sources and sources[name].agent is not None
+            if task.agent and not chosen and task.agent != part.name:
+                part = config.data.agents.get(task.agent) or Part(name=task.agent)
+            found = self.make(AGENTS, part, f"{seats[name].where}agent", tools=tools[name])
             return FunctionAgent(found) if inspect.iscoroutinefunction(found) else found
 
-        made = Cast(agent, env)
-        made.env(Task("check"))
-        made.agent(Task("check"))
+        made = Cast(agent, env, *_differences(sources)) if sources else Cast(agent, env)
+        for name in seats:
+            made.env(Task("check", source=name))
+            made.agent(Task("check", source=name))
+        for named in config.data.agents:
+            made.agent(Task("check", agent=named))
         return made
 
-    def _tool(self, name: str) -> Tool:
-        found = self.find(TOOLS, name)
-        return found if isinstance(found, Tool) else Tool(found)
+    def tools(self, seat: Seat, everywhere: Collection[str]) -> list[AnyTool]:
+        """The tools, each made with its arguments."""
+        for name in seat.tool_args:
+            if name not in (seat.tools if seat.where else everywhere):
+                raise ConfigError(
+                    f"{seat.where}agent.tool_args.{name}: no such tool here. Write {seat.where}tools=[{name}]."
+                )
+        return [
+            as_tool(self.find(TOOLS, name), seat.tool_args.get(name), f"{seat.where}agent.tool_args.{name}")
+            for name in seat.tools
+        ]
 
     def rewards(self) -> Rewards:
-        """The rewards with their weights. A function is a reward as it stands; a class is called with its `args`."""
+        """The run's rewards, and those of sources that have their own."""
+        seats = self.seats()
+        run = self._rewards(seats.pop(""))
+        own = {name: source for name, source in self.config.data.sources.items() if source.rewards is not None}
+        return RewardsBySource(run, {name: self._rewards(seats[name]) for name in own}) if own else run
+
+    def _rewards(self, seat: Seat) -> Rewards:
+        """Rewards with their weights. A function is a reward as it stands; a class is called with its `args`."""
         chosen = []
-        for i, part in enumerate(self.config.rewards):
+        for i, part in enumerate(seat.rewards):
             found = self.find(REWARDS, part.name)
             if isinstance(found, type):
-                found = call_checked(found, part.args, f"rewards.{i}.args")
+                found = call_checked(found, part.args, f"{seat.where}rewards.{i}.args")
             elif part.args:
                 raise ConfigError(
-                    f"rewards.{i}.args: the reward {part.name!r} is a function and takes no arguments here."
+                    f"{seat.where}rewards.{i}.args: the reward {part.name!r} is a function and takes no arguments here."
                 )
             name = str(getattr(found, "name", part.name))
             chosen.append((name, found, part.weight * float(getattr(found, "weight", 1.0))))
         return Rewards(chosen, self.config.rollout.step_seconds)
 
-    def source(self) -> TaskSource:
-        data, seed = self.config.data, self.config.seed
-        if data.path is None:
-            return EnvTasks(self.config.env.name, seed)
-        return FileTasks(data.path, data.question, seed, data.evaluation_share)
+    def source(self, renderer: Renderer) -> TaskSource:
+        """Where tasks come from; that the agents they name exist, and that their rows will last, is checked here."""
+        config = self.config
+
+        def length(messages: Sequence[Message]) -> int:
+            return len(renderer.tokenizer.encode(renderer.text(messages)))
+
+        source = open_source(config.data, config.env.name, config.seed, length, self.objects)
+        if isinstance(source, Mixture):
+            source.check(config.trainer.steps, config.rollout.tasks_per_step + config.rollout.spare_groups)
+            for name, pool in source.pools.items():
+                own = name in config.data.sources and config.data.sources[name].agent is not None
+                for agent in () if own or not isinstance(pool, RowPool) else sorted(pool.agents()):
+                    self._check_agent(agent, name)
+        return source
+
+    def _check_agent(self, agent: str, source: str) -> None:
+        if agent in self.config.data.agents or agent == self.config.agent.name:
+            return
+        try:
+            self.find(AGENTS, agent)
+        except ConfigError as error:
+            raise ConfigError(f"rows of {source}, agent_name: {error} Or write data.agents.{agent}=NAME.") from error
+
+    def algorithm(self) -> Algorithm:
+        """The algorithm; it weighs sources where they say so."""
+        made = make_algorithm(self.config.algorithm)
+        weights = {name: source.weight for name, source in self.config.data.sources.items()}
+        return Weighted(made, weights) if len(set(weights.values())) > 1 else made
+
+    def rollout(
+        self, engine: Engine, renderer: Renderer, cast: Cast, sampling: Sampling, limits: Limits, rewards: Rewards
+    ) -> Rollout:
+        """What plays: where environments run, how groups are made, and what is recorded or replayed."""
+        asked = self.config.rollout
+        workers = Workers(asked.workers, asked.envs.max_env_num_per_worker)
+        keep = self.find(FILTERS, asked.group_filter) if asked.group_filter is not None else None
+        training = Manner(asked.redundancy, asked.group_seconds, keep, rewards.score)
+        tape = Replay(asked.replay) if asked.replay else Recording(asked.record) if asked.record else None
+        return Rollout(engine, renderer, cast, sampling, limits, asked.concurrency, workers, training, tape)
 
     def engine(self, model: PreTrainedModel, renderer: Renderer, cast: Cast) -> Engine:
         config = self.config
@@ -186,7 +309,9 @@ class Workshop:
             made: Engine = found(
                 model,
                 config.sampling.max_context,
-                config.engine.slots,
+                config.engine.max_requests,
+                config.engine.kv_tokens,
+                config.engine.page_size,
                 config.deterministic,
                 renderer.tokenizer.decode,
             )
@@ -196,6 +321,24 @@ class Workshop:
         else:
             made = found(model)
         return made
+
+
+def _differences(
+    sources: Mapping[str, SourceConfig],
+) -> tuple[Callable[[Task, Sampling], Sampling], Callable[[Task, Limits], Limits]]:
+    """What sources sample, and allow, otherwise than the run."""
+
+    def sampling(task: Task, run: Sampling) -> Sampling:
+        asked = sources[task.source].sampling if task.source in sources else None
+        if asked is None:
+            return run
+        return replace(run, max_tokens=asked.max_tokens or run.max_tokens, stop_texts=(*run.stop_texts, *asked.stop))
+
+    def limits(task: Task, run: Limits) -> Limits:
+        asked = sources[task.source].limits.model_dump(exclude_none=True) if task.source in sources else {}
+        return replace(run, **asked)
+
+    return sampling, limits
 
 
 def replies(renderer: Renderer, texts: Sequence[str]) -> list[list[int]]:

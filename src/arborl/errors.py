@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Iterable
+from types import TracebackType
 
 
 class ArborError(Exception):
@@ -60,31 +60,41 @@ class EpisodeError(ArborError):
         return "timeout" if isinstance(self.cause, TimeoutError) else type(self.cause).__name__
 
 
-@asynccontextmanager
-async def boundary(where: str, seconds: float | None = None) -> AsyncIterator[None]:
+class boundary:
     """Whatever fails inside belongs to `where`; with `seconds`, so does taking longer than that.
+
+    A class and no generator: every model call and environment step passes one.
 
     Example:
         async with boundary("tool 'search'", seconds=5):
             content = await tool(query="…")
         # -> EpisodeError: tool 'search': TimeoutError: took longer than 5 s
     """
-    try:
-        async with asyncio.timeout(seconds) as limit:
-            yield
-    except (EpisodeError, EpisodeOver):  # already attributed, or not a failure
-        raise
-    except asyncio.CancelledError as cancelled:
-        cancelled.add_note(where)  # so that an outer deadline can say where it struck
-        raise
-    except TimeoutError as error:
-        if limit.expired():
-            struck = getattr(error.__cause__, "__notes__", [where])[0]
-            late = TimeoutError(f"{'' if struck == where else where + ' '}took longer than {seconds:g} s")
-            raise EpisodeError(struck, late) from error
-        raise EpisodeError(where, error) from error
-    except Exception as error:
-        raise EpisodeError(where, error) from error
+
+    __slots__ = ("limit", "seconds", "where")
+
+    def __init__(self, where: str, seconds: float | None = None):
+        self.where, self.seconds = where, seconds
+        self.limit = None if seconds is None else asyncio.timeout(seconds)
+
+    async def __aenter__(self) -> None:
+        if self.limit is not None:
+            await self.limit.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.limit is not None:
+            try:
+                await self.limit.__aexit__(kind, error, trace)
+            except TimeoutError as expired:
+                struck = getattr(expired.__cause__, "__notes__", [self.where])[0]
+                whose = "" if struck == self.where else f"{self.where} "
+                raise EpisodeError(struck, TimeoutError(f"{whose}took longer than {self.seconds:g} s")) from expired
+        if isinstance(error, asyncio.CancelledError):
+            error.add_note(self.where)  # so that an outer deadline can say where it struck
+        elif isinstance(error, Exception) and not isinstance(error, EpisodeError | EpisodeOver):
+            raise EpisodeError(self.where, error) from error  # those two are attributed already, or no failure
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -49,7 +49,11 @@ def test_a_bare_string_is_short_for_a_sections_name_or_path() -> None:
             {"temperature": 1},
             "temperature: unknown key. Did you mean 'sampling.temperature' or 'evaluation.temperature'?",
         ),
-        ({"track": {"zzz": 1}}, "track.zzz: unknown key. Known here: tensorboard, episodes, gifs."),
+        (
+            {"track": {"zzz": 1}},
+            "track.zzz: unknown key. Known here: tensorboard, episodes, gifs, render_save_dir, render_every, "
+            "render_episodes.",
+        ),
         ({"trainer": {"steps": "many"}}, "trainer.steps: must be a whole number >= 1, given 'many'."),
         ({"trainer": {"steps": 0}}, "trainer.steps: must be a whole number >= 1, given 0."),
         ({"data": {"evaluation_share": 2}}, "data.evaluation_share: must be a number > 0 and < 1, given 2."),

@@ -298,3 +298,19 @@ def test_an_environment_may_say_that_it_has_no_snapshots():
             return None
 
     assert problems_of(Remote) == []
+
+
+def test_an_environment_of_plain_functions_is_checked_like_any_other():
+    class Sound(Env):
+        def reset(self, task, seed):
+            self.place = task.seed
+            return Observation((Message("user", str(self.place)),), state_key=str(self.place))
+
+        def step(self, action):
+            self.place += 1
+            return Step(Observation((Message("user", str(self.place)),), str(self.place)), terminated=self.place > 8)
+
+        def state_key(self):
+            return str(self.place)
+
+    assert check_env(Sound, TASK) == []

@@ -14,17 +14,20 @@ from rich.console import Console as Terminal
 
 from arborl import checkpoint
 from arborl.api import folder as folders
+from arborl.api.render import Render
 from arborl.api.souvenirs import keepsakes
 from arborl.build import Parts, build
 from arborl.config.base import validate
 from arborl.config.load import from_kwargs, load
 from arborl.config.run import RunConfig
 from arborl.errors import ConfigError
+from arborl.models.load import holds_model
 from arborl.rollout.store import EpisodeStore
 from arborl.track import Console, JsonlTracker, TensorBoardTracker, Tracker, Trackers, table_before_after
 from arborl.trainer.evaluate import Measured
 from arborl.trainer.hooks import Evaluate, KeepEpisodes, Save
 from arborl.trainer.trainer import Hook, Trainer
+from arborl.types import Group
 
 T = TypeVar("T")
 
@@ -84,9 +87,9 @@ def evaluate(path: str, overrides: Sequence[str] = ()) -> dict[str, dict[str, fl
             load(place / "config.yaml", overrides),
             checkpoint.find(place / "checkpoints", "latest") / "model",
         )
-    elif (place / "model" / "config.json").exists():
+    elif holds_model(place / "model"):
         config, model = load(place.parent.parent / "config.yaml", overrides), place / "model"
-    elif place.exists() and not (place / "config.json").exists():
+    elif place.exists() and not holds_model(place):
         raise ConfigError(f"{path!r} is neither a run folder, a checkpoint nor a model folder.")
     else:
         config, model = load(None, overrides), place
@@ -104,7 +107,9 @@ def stubbed(config: RunConfig) -> RunConfig:
     tree = config.model_dump()
     tree["engine"] |= {"name": "scripted"}
     tree["trainer"] |= {"steps": min(config.trainer.steps, 3)}
-    tree["rollout"] |= {"tasks_per_step": min(config.rollout.tasks_per_step, 4)}
+    if not config.rollout.envs.tags:  # a partition stays what it is
+        few = min(config.rollout.tasks_per_step, 4)
+        tree["rollout"] |= {"tasks_per_step": few, "envs": tree["rollout"]["envs"] | {"num_env_groups": None}}
     tree["learner"] |= {"minibatches": 1}
     tree["evaluation"] |= {"tasks": min(config.evaluation.tasks, 8)}
     return validate(RunConfig, tree)
@@ -121,15 +126,23 @@ def name_objects(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
         objects[name] = value
         return name
 
-    out = dict(settings)
-    for key in ("agent", "env"):
-        if key in out:
-            out[key] = named(out[key])
-    for key in ("tools", "rewards"):
-        if key in out:
-            given = out[key] if isinstance(out[key], list | tuple) else [out[key]]
-            out[key] = [named(value) for value in given]
-    return out, objects
+    def section(given: Mapping[str, Any]) -> dict[str, Any]:
+        out = dict(given)
+        for key in ("agent", "env", "rows"):
+            if key in out:
+                out[key] = named(out[key])
+        for key in ("tools", "rewards"):
+            if key in out and out[key] is not None:
+                several = out[key] if isinstance(out[key], list | tuple) else [out[key]]
+                out[key] = [named(value) for value in several]
+        if isinstance(out.get("data"), Mapping):
+            out["data"] = section(out["data"])
+        if isinstance(out.get("sources"), Mapping):
+            sources = out["sources"].items()
+            out["sources"] = {name: section(one) if isinstance(one, Mapping) else one for name, one in sources}
+        return out
+
+    return section(settings), objects
 
 
 def wait_for(work: Coroutine[Any, Any, T]) -> T:
@@ -148,6 +161,11 @@ class Session:
     def __init__(self, parts: Parts, home: Path, start: Path | None):
         self.parts, self.config, self.home, self.start = parts, parts.config, home, start
         self.memory: dict[str, Any] = {"before": {}, "seed": self.config.seed}
+        track = self.config.track
+        self.render: Render | None = None
+        if track.render_save_dir is not None:
+            decode = parts.renderer.tokenizer.decode
+            self.render = Render(parts.cast, decode, track.render_save_dir, track.render_every, track.render_episodes)
 
     async def run(self) -> Run:
         """Measure, train, measure again, and leave everything worth keeping in the folder."""
@@ -171,6 +189,7 @@ class Session:
             console.progress("measuring on held-out tasks, after training")
             after = await self._measure(trainer.step)
         await self.parts.engine.close()
+        self.parts.rollout.close()
         return await self._finish(trainer, after)
 
     def _trainer(self) -> tuple[Trainer, Save]:
@@ -179,8 +198,10 @@ class Session:
             self.home / "checkpoints", config.trainer.save_every, config.trainer.keep, self.memory, parts.copy_tokenizer
         )
         hooks: list[Hook] = [KeepEpisodes(self.home / "episodes")] if config.track.episodes else []
+        if self.render is not None:
+            hooks.append(self.render)
         if config.evaluation.every and config.evaluation.tasks:
-            hooks.append(Evaluate(parts.evaluator, config.evaluation.every))
+            hooks.append(Evaluate(parts.evaluator, config.evaluation.every, self._show))
         trainer = Trainer(
             config, parts.source, parts.rollout, parts.rewards, parts.algorithm, parts.learner, parts.engine,
             Trackers([]), hooks, save,
@@ -191,7 +212,7 @@ class Session:
         """From the start, or exactly where the checkpoint left off."""
         if self.start is not None:
             state = checkpoint.load_state(self.start)
-            trainer.step, trainer.train_seconds = state["step"], state["train_seconds"]
+            trainer.restore(state)
             self.memory["before"] = state["before"]
             if state["seed"] != self.config.seed:
                 raise ConfigError(
@@ -219,7 +240,13 @@ class Session:
         measured = await self.parts.evaluator.measure()
         if self.config.track.episodes:
             EpisodeStore(self.home / "episodes" / "evaluation").write(step, measured.groups)
+        await self._show(step, measured.groups)
         return measured
+
+    async def _show(self, step: int, groups: Sequence[Group]) -> None:
+        """Held-out episodes as moving pictures, where so asked."""
+        if self.render is not None:
+            await self.render.draw("validation", step, groups)
 
     async def _finish(self, trainer: Trainer, after: Measured) -> Run:
         summary = {

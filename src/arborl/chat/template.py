@@ -107,10 +107,18 @@ DICT = frozenset(dir(dict))
 class _Sandbox(ImmutableSandboxedEnvironment):
     """`message.role` is nearly always a key of a dict; Jinja looks for an attribute first, which costs an exception."""
 
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self._lacks: dict[str, jinja2.Undefined] = {}
+
     def getattr(self, obj: Any, attribute: str) -> Any:
-        if type(obj) is dict and attribute not in DICT:
-            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
-        return super().getattr(obj, attribute)
+        if type(obj) is not dict or attribute in DICT:
+            return super().getattr(obj, attribute)
+        if attribute in obj:
+            return obj[attribute]
+        if attribute not in self._lacks:  # what it says of itself is the same for every dict
+            self._lacks[attribute] = self.undefined(obj={}, name=attribute)
+        return self._lacks[attribute]
 
 
 def _environment(now: datetime) -> ImmutableSandboxedEnvironment:

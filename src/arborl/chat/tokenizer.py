@@ -12,7 +12,6 @@ import tokenizers
 
 from arborl.errors import ConfigError
 
-
 REMEMBERED = 8192
 """Texts whose ids are kept, and lists of ids whose text is; the least recently used leave first."""
 SHORT_TEXT, SHORT_IDS = 2048, 64

@@ -169,6 +169,22 @@ def run_folder() -> Check:
         )
 
 
+def sandbox() -> Check:
+    """How the `python` tool and code rewards isolate what the model wrote; found by starting a guest."""
+    from arborl.sandbox import SandboxError, best_level
+
+    try:
+        found = best_level()
+    except SandboxError as error:
+        return Check("sandbox", "warn", str(error), "Tools that run code will not work here.")
+    if not found.isolates:
+        advice = (
+            "Run untrusted code only with bubblewrap (apt install bubblewrap) or where user name spaces are allowed."
+        )
+        return Check("sandbox", "warn", str(found), advice)
+    return Check("sandbox", "ok", str(found))
+
+
 def processor() -> Check:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return Check("cpu", "ok", f"{cores} core{'s' if cores > 1 else ''}")
@@ -194,6 +210,7 @@ CHECKS = (
     embedded_model,
     chat_template,
     run_folder,
+    sandbox,
     processor,
     memory,
 )

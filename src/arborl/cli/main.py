@@ -11,8 +11,13 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from arborl.cli.convert import convert
+from arborl.cli.data import data
 from arborl.cli.doctor import doctor
+from arborl.cli.env import env
 from arborl.cli.evaluate import evaluate
+from arborl.cli.rollout import rollout
+from arborl.cli.tools import tools
 from arborl.cli.train import train
 from arborl.errors import ConfigError
 
@@ -48,7 +53,12 @@ app = typer.Typer(
 SETTINGS = {"ignore_unknown_options": True}
 app.command(context_settings=SETTINGS)(train)
 app.command(context_settings=SETTINGS)(evaluate)
+app.command(context_settings=SETTINGS)(rollout)
 app.command()(doctor)
+app.command()(convert)
+app.add_typer(data)
+app.add_typer(env)
+app.add_typer(tools)
 
 
 @app.command()

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from arborl.envs.env import Env, Observation
+from arborl.envs.passing import awaited
 from arborl.errors import ConfigError
 from arborl.seeds import derive, generator
 from arborl.types import Message, Task
@@ -54,6 +55,7 @@ class Stage:
 
     def run(self, player: Player) -> None:
         """Play to the end, or until the player leaves."""
+        self.env = awaited(self.env)
         asyncio.run(self._run(player))
 
     async def _run(self, player: Player) -> None:
@@ -169,8 +171,9 @@ def by_model(path: str, name: str, args: Mapping[str, Any], task: Task, seed: in
 def model_folder(path: str) -> Path:
     """The model of a run's last checkpoint, of a checkpoint, or the model's own folder or name."""
     from arborl.checkpoint import checkpoint
+    from arborl.models.load import holds_model
 
     place = Path(path).expanduser()
     if (place / "checkpoints").is_dir():
         return checkpoint.find(place / "checkpoints", "latest") / "model"
-    return place / "model" if (place / "model" / "config.json").exists() else place
+    return place / "model" if holds_model(place / "model") else place

@@ -4,27 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from arborl.config.algorithm import AlgorithmConfig as AlgorithmConfig
+from arborl.config.algorithm import KLConfig as KLConfig
 from arborl.config.base import Config, spelt_out
+from arborl.config.data import DataConfig as DataConfig
+from arborl.config.data import SourceConfig
+from arborl.config.parts import AgentConfig as AgentConfig
+from arborl.config.parts import EnvConfig as EnvConfig
+from arborl.config.parts import Named as Named
+from arborl.config.parts import Part as Part
+from arborl.config.parts import RewardConfig as RewardConfig
+from arborl.config.rollout import RolloutConfig as RolloutConfig
+from arborl.config.rollout import tags_as_sources
+from arborl.errors import did_you_mean
 
 
-class Named(Config):
-    """Something chosen by name. A bare string is short for the name."""
+class LoraConfig(Config):
+    """Low-rank adapters (needs the extra `peft`)."""
 
-    shorthand: ClassVar[str] = "name"
-
-    name: str
-    """A short name, or your own as `package.module:attribute`."""
-
-
-class Part(Named):
-    """Something chosen by name, with its own arguments."""
-
-    args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of that part; checked against its signature."""
+    rank: int = Field(0, ge=0)
+    """Of each adapter; 0 trains all weights. With one, only adapters are trained and saved."""
+    alpha: float = Field(32.0, gt=0)
+    """Adapters are scaled by `alpha / rank`."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """On what goes into an adapter while gradients are taken; above 0, gradients then depend on chance."""
+    target: tuple[str, ...] = ("all-linear",)
+    """Which layers: `all-linear`, or names such as `[q_proj, v_proj]`."""
 
 
 class ModelConfig(Named):
@@ -35,37 +44,20 @@ class ModelConfig(Named):
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     device: str = "auto"
     """`auto` takes the GPU where there is one."""
+    head: Literal["model", "float32"] = "model"
+    """Precision of the product that gives the logits: the model's own, or float32, in sampling and training alike."""
+    quantize: Literal["none", "4bit"] = "none"
+    """`4bit` keeps the frozen weights under the adapters in 4 bits (QLoRA; needs bitsandbytes and a GPU)."""
+    lora: LoraConfig = LoraConfig()
 
-
-class DataConfig(Config):
-    """Where tasks come from. Without a path the environment makes them, from the seed. A bare string is the path."""
-
-    shorthand: ClassVar[str] = "path"
-
-    path: Path | None = None
-    """JSON list, JSONL, CSV or Parquet; a row is a task."""
-    question: str = "question"
-    """Column that holds the problem, as text; a column `messages` in OpenAI's shape is taken before it."""
-    evaluation_share: float = Field(0.1, gt=0, lt=1)
-    """Share of the rows that is held out, chosen by a hash of the row."""
-
-
-class EnvConfig(Part):
-    """The environment."""
-
-    name: str = "frozen_lake"
-
-
-class AgentConfig(Part):
-    """The agent."""
-
-    name: str = "chat"
-
-
-class RewardConfig(Part):
-    """One reward and its weight."""
-
-    weight: float = 1.0
+    @model_validator(mode="after")
+    def _quantized_weights_cannot_be_trained(self) -> ModelConfig:
+        if self.quantize != "none" and not self.lora.rank:
+            raise ValueError(
+                f"quantize={self.quantize} with lora.rank=0: weights in 4 bits cannot be trained. Write "
+                "model.lora.rank=16, or model.quantize=none."
+            )
+        return self
 
 
 class EngineConfig(Named):
@@ -73,8 +65,13 @@ class EngineConfig(Named):
 
     name: str = "local"
     """`local` (in this process, sharing the learner's weights) or `scripted` (fixed replies)."""
-    slots: int = Field(128, ge=1)
-    """Sequences whose keys and values `local` keeps; requests beyond them wait their turn."""
+    max_requests: int = Field(256, ge=1)
+    """Requests `local` samples at once; others wait their turn."""
+    kv_tokens: int = Field(0, ge=0)
+    """Tokens whose keys and values `local` keeps. 0 takes a share of the memory: 30 % of what a GPU has free, 10 % of a
+    machine's. When it runs out the youngest request is put back and goes on later, with the same tokens."""
+    page_size: int = Field(0, ge=0)
+    """Tokens a page of that memory. 0 chooses: 64 on a GPU; on a CPU a whole sequence, so that nothing is gathered."""
     replies: tuple[str, ...] = ()
     """What `scripted` says, at random; without any, the environment's own moves."""
 
@@ -97,53 +94,12 @@ class SamplingConfig(Config):
     """Prompt and completion together; an episode whose next prompt would not fit ends."""
 
 
-class RolloutConfig(Config):
-    """How episodes are played."""
-
-    tasks_per_step: int = Field(16, ge=1)
-    group_size: int = Field(8, ge=1)
-    """Episodes of one task."""
-    concurrency: int = Field(128, ge=1)
-    """Episodes in flight."""
-    max_turns: int = Field(32, ge=1)
-    episode_seconds: float = Field(120.0, gt=0)
-    """Deadline of one episode."""
-    step_seconds: float = Field(30.0, gt=0)
-    """Deadline of one environment step or reward."""
-
-
-class KLConfig(Config):
-    """Penalty for leaving the reference policy (the weights at the start of the run)."""
-
-    coef: float = Field(0.0, ge=0)
-    """0 keeps no reference model."""
-    estimator: Literal["k1", "k2", "k3"] = "k3"
-
-
-class AlgorithmConfig(Config):
-    """How reward becomes gradient."""
-
-    shorthand: ClassVar[str] = "name"
-
-    name: Literal["grpo"] = "grpo"
-    baseline: Literal["mean", "none"] = "mean"
-    """What is taken off an episode's reward: the mean of its group, or nothing."""
-    std: Literal["none", "group", "batch"] = "none"
-    """What the difference is divided by."""
-    clip_low: float = Field(0.2, ge=0, lt=1)
-    clip_high: float = Field(0.2, ge=0)
-    aggregation: Literal["token", "episode"] = "episode"
-    """One vote an episode (its tokens share it), or one vote a token (long episodes then weigh more)."""
-    skip_zero_variance: bool = True
-    """Leave groups whose episodes all scored alike out of the learner's batch and of the loss's denominator."""
-    kl: KLConfig = KLConfig()
-
-
 class LearnerConfig(Config):
     """How gradients become weights."""
 
     lr: float | None = Field(None, gt=0)
-    """Without one, by the model's size: 6e-4 below 10M parameters (seedling), 1e-5 below 500M, else 1e-6."""
+    """Without one, by the model's size: 6e-4 below 10M parameters (seedling), 1e-5 below 500M, else 1e-6; adapters ten
+    times that."""
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
@@ -155,8 +111,26 @@ class LearnerConfig(Config):
     """Passes over a step's batch."""
     minibatches: int = Field(1, ge=1)
     """Optimiser steps a pass."""
-    micro_batch_tokens: int = Field(4096, ge=1)
-    """Tree tokens that go through the model at once; changes memory and speed, never the result."""
+    micro_batch_tokens: int = Field(0, ge=0)
+    """Tree tokens that go through the model at once; changes memory and speed, never the result. 0 takes 4,096 on a CPU
+    and 16,384 on a GPU; where a GPU's memory does not suffice, it is halved until it does."""
+    attention: Literal["auto", "causal", "dense", "blocks", "flex"] = "auto"
+    """How trees are attended; `auto` takes the cheapest. All give the same result; one that does not is left, with a
+    warning."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Compile the model's layers (where attention is `flex`); `auto` does on a GPU."""
+    recompute: bool = False
+    """Gradient checkpointing: run each layer again for its gradient instead of keeping what it computed."""
+    master: Literal["float32", "none"] = "float32"
+    """What the optimiser works on where the model is in bfloat16: float32 copies of its weights, or the weights
+    themselves, which lose small updates."""
+    critic: Literal["auto", "none", "shared", "separate"] = "auto"
+    """What estimates values: a head on the policy's own trunk, or a model of its own. `auto` is `shared` for an
+    algorithm that needs one."""
+    critic_lr: float | None = Field(None, gt=0)
+    """Of the critic's own weights; without one, `lr` for a model of its own and ten times `lr` for a head."""
+    critic_detach: bool = False
+    """Keep the gradient of a shared critic's loss out of the trunk."""
 
 
 class TrainerConfig(Config):
@@ -189,6 +163,12 @@ class TrackConfig(Config):
     """Write every episode to `episodes/`."""
     gifs: int = Field(3, ge=0)
     """Episodes rendered at the end."""
+    render_save_dir: Path | None = None
+    """Folder for GIFs of episodes, with the model's words beside the frames: `train/` and `validation/`."""
+    render_every: int = Field(10, ge=1)
+    """With `render_save_dir`: steps between training episodes that are rendered. Every evaluation is."""
+    render_episodes: int = Field(2, ge=1)
+    """With `render_save_dir`: episodes rendered each time."""
 
 
 class RunConfig(Config):
@@ -223,44 +203,107 @@ class RunConfig(Config):
 
     @model_validator(mode="before")
     @classmethod
+    def _tags_are_sources(cls, given: Any) -> Any:
+        return tags_as_sources(given) if isinstance(given, Mapping) else given
+
+    @model_validator(mode="before")
+    @classmethod
     def _rows_are_questions(cls, given: Any) -> Any:
         """Rows from a file and no environment named: the environment that asks them."""
         if not isinstance(given, Mapping):
             return given
         data = spelt_out(DataConfig, given.get("data"))
-        path = data.get("path") if isinstance(data, Mapping) else getattr(data, "path", None)
         env = spelt_out(EnvConfig, given.get("env", {}))
-        if path is None or not isinstance(env, Mapping) or "name" in env:
+        if not _brings_rows(data) or not isinstance(env, Mapping) or "name" in env or "_target_" in env:
             return given
         return {**given, "env": {**env, "name": "question"}}
 
     @model_validator(mode="after")
     def _fits_together(self) -> RunConfig:
-        if self.algorithm.baseline == "mean" and self.rollout.group_size < 2:
-            raise ValueError(
-                "rollout.group_size=1 with algorithm.baseline=mean: an episode alone equals its own mean, so every "
-                "advantage is 0. Write rollout.group_size=8, or algorithm.baseline=none."
-            )
+        for chosen in (self.algorithm, *self.algorithm.by_source.values()):
+            if chosen.compares and self.rollout.group_size < 2:
+                raise ValueError(_alone(chosen))
+        for name in self.algorithm.by_source if self.data.sources else ():
+            if name not in self.data.sources:
+                near = did_you_mean(name, self.data.sources)
+                raise ValueError(f"algorithm.by_source.{name}: no such source.{near} See data.sources.")
         if self.learner.minibatches > self.rollout.tasks_per_step:
             raise ValueError(
                 f"learner.minibatches={self.learner.minibatches} with rollout.tasks_per_step="
                 f"{self.rollout.tasks_per_step}: a minibatch holds whole groups. Write learner.minibatches="
                 f"{self.rollout.tasks_per_step} or less."
             )
+        for name in ("redundancy", "group_seconds"):
+            if self.deterministic and getattr(self.rollout, name):
+                raise ValueError(
+                    f"deterministic=true with rollout.{name}={getattr(self.rollout, name)}: who finishes first depends "
+                    f"on the clock. Leave rollout.{name} out, or write deterministic=false."
+                )
         if self.sampling.max_tokens >= self.sampling.max_context:
             raise ValueError(
                 f"sampling.max_tokens={self.sampling.max_tokens} with sampling.max_context="
                 f"{self.sampling.max_context}: no room for a prompt. Write a larger sampling.max_context."
             )
-        if self.tools and self.agent.name == "chat":
-            raise ValueError("tools are given but agent=chat calls none. Write agent=tool.")
-        if self.data.path is None and self.env.name == "question":
-            raise ValueError("env=question takes its tasks from a file. Write data.path=FILE.")
-        if self.env.name == "question" and [reward.name for reward in self.rewards] == ["env"]:
-            raise ValueError(
-                "env=question gives no reward of its own. Write rewards=[exact], which compares with the column "
-                "`answer`, or your own."
-            )
+        for where, source in self._places():
+            self._check_place(where, source)
         if self.engine.replies and self.engine.name != "scripted":
             raise ValueError(f"engine.replies are for engine=scripted, not for engine={self.engine.name}.")
         return self
+
+    def _places(self) -> list[tuple[str, SourceConfig]]:
+        """Every source with where it is written, the run's own settings filled in; a run without sources is one."""
+        data = self.data
+        if not data.sources:
+            return [("", SourceConfig(path=data.path, hub=data.hub, rows=data.rows))]
+        rows = {"path": data.path, "hub": data.hub} if data.by else {}
+        return [
+            (f"data.sources.{name}.", source.model_copy(update=rows) if rows else source)
+            for name, source in data.sources.items()
+        ]
+
+    def _check_place(self, where: str, source: SourceConfig) -> None:
+        agent, env = source.agent or self.agent, source.env or self.env
+        tools = self.tools if source.tools is None else source.tools
+        rewards = self.rewards if source.rewards is None else source.rewards
+        if tools and agent.name == "chat" and (source.tools or source.agent or not where):
+            raise ValueError(f"{where}tools are given but agent=chat calls none. Write {where}agent=tool.")
+        if source.agent is not None and source.agent.tool_format not in ("auto", self.agent.tool_format):
+            raise ValueError(f"{where}agent.tool_format: one model writes calls in one way. Write agent.tool_format.")
+        if not source.has_rows and env.name == "question":
+            raise ValueError(f"{where}env=question takes its tasks from a file. Write {where or 'data.'}path=FILE.")
+        if source.has_rows and env.name == "question" and [reward.name for reward in rewards] == ["env"]:
+            raise ValueError(
+                f"{where}env=question gives no reward of its own. Write {where}rewards=[exact], which compares with "
+                "the column `answer`, or your own."
+            )
+        for key, most in (("max_tokens", self.sampling.max_context - 1), ("max_context", self.sampling.max_context)):
+            asked = source.sampling.max_tokens if key == "max_tokens" else source.limits.max_context
+            if asked is not None and asked > most:
+                raise ValueError(
+                    f"{where}{'sampling' if key == 'max_tokens' else 'limits'}.{key}={asked} with "
+                    f"sampling.max_context={self.sampling.max_context}. Write a larger sampling.max_context."
+                )
+
+
+def _brings_rows(data: Any) -> bool:
+    """Whether `data`, as given, has rows: its own, or those of a source."""
+    if isinstance(data, DataConfig):
+        return data.has_rows or any(source.has_rows for source in data.sources.values())
+    if not isinstance(data, Mapping):
+        return False
+    sources = data.get("sources")
+    own = any(data.get(key) is not None for key in ("path", "hub", "rows"))
+    inner = [spelt_out(SourceConfig, one) for one in sources.values()] if isinstance(sources, Mapping) else []
+    return own or any(_brings_rows(one) for one in inner)
+
+
+def _alone(algorithm: AlgorithmConfig) -> str:
+    if algorithm.loss in ("dpo", "ipo"):
+        what, instead = f"loss={algorithm.loss}: one episode makes no pair", "algorithm.loss=sft"
+    elif algorithm.advantage in ("grpo", "step_reinforce"):
+        what = "baseline=mean: an episode alone equals its own mean, so every advantage is 0"
+        instead = "algorithm.baseline=none"
+    else:
+        what = f"advantage={algorithm.advantage}: an episode alone has nothing to be compared with"
+        instead = "algorithm.advantage=reinforce"
+    return f"rollout.group_size=1 with algorithm.{what}. Write rollout.group_size=8, or {instead}."

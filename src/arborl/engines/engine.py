@@ -15,7 +15,11 @@ Weights = Mapping[str, "torch.Tensor"]
 
 
 class Engine(Protocol):
-    """Sees only tokens."""
+    """Sees only tokens.
+
+    One that also has a property `crowded` says with it that requests wait which it has no room for: no further
+    episodes are begun while that is so.
+    """
 
     follows_weights: bool
     """Whether what it samples depends on the weights it is given; a script's does not."""

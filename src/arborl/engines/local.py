@@ -101,6 +101,8 @@ class LocalEngine:
         """Some caller has gone."""
         self.timed = False
         """Some request has had a deadline."""
+        self.no_pages = False
+        """The first in line found no room when it was last looked at."""
         self.worker: asyncio.Task[None] | None = None
         self.counts = dict.fromkeys(("sampled", "read", "reused", "steps", "paused", "seconds"), 0.0)
 
@@ -120,6 +122,11 @@ class LocalEngine:
             return await done
         finally:
             self.ended |= done.cancelled()
+
+    @property
+    def crowded(self) -> bool:
+        """Whether requests wait that there is no room for: it is better not to begin further episodes now."""
+        return bool(self.waiting) and (self.no_pages or len(self.waiting) > len(self.rows.free))
 
     async def load(self, weights: Weights, version: int) -> None:
         """Take these weights. Tensors that are the model's own are already in place."""
@@ -200,6 +207,7 @@ class LocalEngine:
         """Let waiting requests in, in order, while there is room; one whose prompt a sibling is about to read waits."""
         fresh: set[bytes] = set()
         later: list[Request] = []
+        self.no_pages = False
         while self.waiting and self.rows.free:
             request = self.waiting.popleft()
             path = self.pages.open(request.tokens[:-1], reuse=not self.deterministic)
@@ -213,6 +221,7 @@ class LocalEngine:
             else:
                 self.pages.close(path)
                 later.append(request)
+                self.no_pages = True
                 break
         self.waiting.extendleft(reversed(later))
 

@@ -23,6 +23,7 @@ from arborl.envs.faults import (
     faults_of_step,
     show,
 )
+from arborl.envs.passing import awaited
 from arborl.errors import EpisodeError, boundary
 from arborl.seeds import generator
 from arborl.types import Message, Task
@@ -108,7 +109,7 @@ class _Check:
         env: Env | None = None
         try:
             async with boundary("make()"):
-                env = self.make()
+                env = awaited(self.make())
             await part(env, play)
         except EpisodeError as error:
             self._raised(error)
@@ -216,7 +217,7 @@ class _Check:
         if kept is None:
             return
         await self._steps(env, first.texts[half:])
-        other = self.make()
+        other = awaited(self.make())
         for place, place_name in ((env, "the same environment"), (other, "a fresh environment")):
             async with boundary("restore()"):
                 place.restore(kept)

@@ -47,6 +47,9 @@ class Env(Protocol):
     `reset` and `step` are yours to write; subclass `Env` to inherit the rest. The start state must depend on
     `task` alone (all attempts of a group begin alike), chance during the episode on `seed` alone. A message that is no
     move is answered, never an exception: models say all sorts of things.
+
+    `reset`, `step` and `close` may be plain functions instead; they then run in a thread, as do those of a class that
+    says `blocking = True`: then they may take their time without holding other episodes up.
     """
 
     async def reset(self, task: Task, seed: int) -> Observation:

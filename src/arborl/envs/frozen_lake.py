@@ -28,6 +28,8 @@ RULES = (
     "Each turn, answer with one move: <answer>Left</answer>, <answer>Down</answer>, <answer>Right</answer> "
     "or <answer>Up</answer>."
 )
+PLAYER = {"G": "√", "O": "X", "_": "P"}
+"""How the player looks, by what is under them."""
 INVALID = "Not a move."
 TRIES = 20_000
 """Maps drawn before giving up: a tiny lake may have none of a split within the step limit."""
@@ -72,7 +74,7 @@ class FrozenLake(Env):
     async def reset(self, task: Task, seed: int) -> Observation:
         split = wanted_split(task, "frozen_lake")
         self.grid, self.player = draw_map(task.seed, split, self.size, self.frozen, self.max_steps)
-        self.chance = generator(seed, "frozen_lake")
+        self.chance = generator(seed, "frozen_lake") if self.slippery else None  # making one takes a while
         self.steps = self.valid = self.effective = 0
         board = self.render()
         return Observation((Message("system", RULES), Message("user", board)), state_key=board)
@@ -99,7 +101,7 @@ class FrozenLake(Env):
 
     def _slide(self, move: str) -> Cell:
         names = list(MOVES)
-        if self.slippery:
+        if self.chance is not None:
             move = names[(names.index(move) + int(self.chance.integers(-1, 2))) % 4]
         row, column = self.player[0] + MOVES[move][0], self.player[1] + MOVES[move][1]
         return min(max(row, 0), self.size - 1), min(max(column, 0), self.size - 1)
@@ -126,10 +128,10 @@ class FrozenLake(Env):
         return self.render()
 
     def render(self) -> str:
-        rows = [list(row) for row in self.grid]
         row, column = self.player
-        rows[row][column] = {"G": "√", "O": "X"}.get(rows[row][column], "P")
-        return "\n".join("".join(cells) for cells in rows)
+        line = self.grid[row]
+        shown = f"{line[:column]}{PLAYER[line[column]]}{line[column + 1 :]}"
+        return "\n".join((*self.grid[:row], shown, *self.grid[row + 1 :]))
 
     def picture(self) -> Image:
         from arborl.envs.tiles import paint

@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, get_args
+
+import numpy as np
 
 from arborl.chat.conversation import Conversations
 from arborl.chat.renderer import Renderer
+from arborl.chat.tokenizer import Tokenizer
 from arborl.engines.engine import Engine
 from arborl.envs.env import Env, Observation, Step
-from arborl.errors import ContextFull, MaxTurns, boundary
+from arborl.envs.passing import PassingEnv
+from arborl.errors import ContextFull, EpisodeError, MaxTurns
+from arborl.rollout.border import across
 from arborl.seeds import derive
-from arborl.types import Call, Episode, Message, Metrics, Sampling, Stop, Task, ToolSpec, Turn
+from arborl.types import Call, Completion, Episode, Message, Metrics, Role, Sampling, Stop, Task, ToolSpec, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +37,13 @@ class Limits:
     step_seconds: float = 30.0
 
 
+SAME_FOR_ALL_CALLS = frozenset(field.name for field in dataclasses.fields(Sampling)) - {
+    "max_tokens",
+    "seed",
+    "stop_texts",
+}
+
+
 class Recorder:
     """The model as the agent sees it. Each call's ids and log-probabilities go into `episode.calls` as they were."""
 
@@ -38,22 +51,31 @@ class Recorder:
         self.engine, self.renderer, self.sampling = engine, renderer, sampling
         self.limits, self.episode = limits, episode
         self.conversations = Conversations(renderer)
+        self._always: dict[str, Any] = {name: getattr(sampling, name) for name in SAME_FOR_ALL_CALLS}
+        self._always["stop"] = sampling.stop or renderer.stop
 
-    async def chat(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> Message:
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's: limits on what tools answer are counted in its tokens."""
+        return self.renderer.tokenizer
+
+    async def chat(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), *, stop: Sequence[str] = ()
+    ) -> Message:
         """Sample the next message; see `arborl.agents.Model`."""
         prompt = self.conversations.prompt(messages, tools)
         room = self.limits.max_context - len(prompt.tokens)
         if room < 1:
             raise ContextFull(f"the prompt has {len(prompt.tokens)} tokens, the context {self.limits.max_context}")
-        sampling = dataclasses.replace(
-            self.sampling,
+        sampling = Sampling(
+            **self._always,
             max_tokens=min(self.sampling.max_tokens, room),
             seed=derive(self.episode.seed, "sampling", len(self.episode.calls)),
-            stop=self.sampling.stop or self.renderer.stop,
+            stop_texts=(*self.sampling.stop_texts, *stop),
         )
-        async with boundary("engine"):
-            completion = await self.engine.generate(prompt.tokens, sampling, session=self.episode.id)
-        self.episode.calls.append(Call(tuple(prompt.tokens), completion, turn=len(self.episode.turns)))
+        generate, session = self.engine.generate, self.episode.id
+        completion: Completion = await across("engine", None, generate, prompt.tokens, sampling, session=session)
+        self.episode.calls.append(Call(prompt.tokens, completion, turn=len(self.episode.turns)))
         self.conversations.sampled(prompt, completion)
         return self.renderer.read(completion)
 
@@ -63,69 +85,113 @@ class Recorder:
             self.episode.metrics[name] = self.episode.metrics.get(name, 0.0) + value
 
 
-class RecordedEnv(Env):
-    """An environment that writes its turns into the episode and answers within its deadline."""
+class RecordedEnv(PassingEnv):
+    """An environment that writes its turns into the episode and answers within its deadline.
 
-    def __init__(self, env: Env, name: str, limits: Limits, episode: Episode):
-        self.env, self.where = env, f"environment {name!r}"
+    What else an agent may ask of it (`actions`, `oracle`, `snapshot`, …) is passed on, and not recorded.
+
+    Args:
+        env: plays.
+        name: what failures call it.
+        limits: of the episode.
+        episode: what is filled.
+        held: told when the environment kept everybody else from running, and for how long.
+    """
+
+    def __init__(
+        self, env: Env, name: str, limits: Limits, episode: Episode, held: Callable[[float], None] | None = None
+    ):
+        self.env, self.where, self.held = env, f"environment {name!r}", held
         self.limits, self.episode = limits, episode
-        self.state_key = ""
+        self.key = ""
+
+    async def _ask(self, function: Callable[..., Any], *args: Any) -> Any:
+        return await across(self.where, self.limits.step_seconds, function, *args, held=self.held)
 
     async def reset(self, task: Task, seed: int) -> Observation:
         """Open the episode with its own seed, whatever the agent passes."""
-        async with boundary(self.where, self.limits.step_seconds):
-            observation = await self.env.reset(task, derive(self.episode.seed, "environment"))
-            _check_messages(observation.messages)
+        observation = await self._ask(self.env.reset, task, derive(self.episode.seed, "environment"))
+        self._check(check_observation, "reset()", observation)
         self.episode.opening = observation.messages
-        self.state_key = observation.state_key
-        return observation
+        self.key = observation.state_key
+        return observation  # type: ignore[no-any-return]
 
     async def step(self, action: Message) -> Step:
         """Answer, record the turn, and end the episode when it is over or at its last turn."""
-        async with boundary(self.where, self.limits.step_seconds):
-            step = await self.env.step(action)
-            _check_step(step)
-        turn = Turn(action, step.observation.messages, float(step.reward), self.state_key, dict(step.info))
-        self.episode.turns.append(turn)
-        self.state_key = step.observation.state_key
+        step: Step = await self._ask(self.env.step, action)
+        self._check(check_step, step)
+        episode, observation = self.episode, step.observation
+        episode.turns.append(Turn(action, observation.messages, float(step.reward), self.key, dict(step.info)))
+        self.key = observation.state_key
         if step.over:
-            self.episode.stop = Stop.DONE if step.terminated else Stop.TRUNCATED
-        elif len(self.episode.turns) >= self.limits.max_turns:
+            episode.stop = Stop.DONE if step.terminated else Stop.TRUNCATED
+        elif len(episode.turns) >= self.limits.max_turns:
             raise MaxTurns(f"{self.limits.max_turns} turns are used up")
         return step
 
     async def finish(self) -> None:
         """Take the environment's own numbers."""
-        async with boundary(self.where, self.limits.step_seconds):
-            metrics = self.env.metrics()
-            for name, value in metrics.items():
-                if not _is_number(value):
-                    raise ValueError(f"metrics()[{name!r}] is {value!r}; return a finite number")
+        metrics = await self._ask(self.env.metrics)
+        self._check(check_numbers, "metrics()", metrics)
         self.episode.metrics.update({name: float(value) for name, value in metrics.items()})
 
     async def close(self) -> None:
-        async with boundary(self.where, self.limits.step_seconds):
-            await self.env.close()
+        await self._ask(self.env.close)
+
+    def _check(self, check: Callable[..., None], *args: Any) -> None:
+        try:
+            check(*args)
+        except (TypeError, ValueError) as error:
+            raise EpisodeError(self.where, error) from error
+
+
+# ------------------------------------------------------------------------------------------------ what came back
+
+ROLES = frozenset(get_args(Role))
+NUMBERS, TRUTHS = (int, float), (bool, np.bool_)
+
+
+def check_observation(where: str, observation: object) -> None:
+    """Refuse what is no observation; the error names the field and says what to return."""
+    if not isinstance(observation, Observation):
+        what = type(observation).__name__
+        raise TypeError(f"{where} returned {what} as observation; return arborl.Observation((Message(…), …))")
+    messages = observation.messages
+    if not isinstance(messages, tuple):
+        raise TypeError(f"observation.messages is {type(messages).__name__}; return a tuple of Message")
+    for message in messages:
+        if not isinstance(message, Message):
+            raise TypeError(f"observation.messages holds {type(message).__name__}; return a tuple of Message")
+        if not isinstance(message.content, str):
+            raise TypeError(f"a message's content is {type(message.content).__name__}; return text")
+        if message.role not in ROLES:
+            raise ValueError(f"a message's role is {message.role!r}; return one of {', '.join(sorted(ROLES))}")
+    if not isinstance(observation.state_key, str):
+        raise TypeError(f"observation.state_key is {type(observation.state_key).__name__}; return text")
+
+
+def check_step(step: object) -> None:
+    """Refuse what is no step."""
+    if not isinstance(step, Step):
+        raise TypeError(f"step() returned {type(step).__name__}; return arborl.Step(observation, reward, …)")
+    check_observation("step()", step.observation)
+    if not _is_number(step.reward):
+        raise ValueError(f"reward is {step.reward!r}; return a finite number")
+    if not isinstance(step.terminated, TRUTHS):
+        raise TypeError(f"terminated is {step.terminated!r}; return True or False")
+    if not isinstance(step.truncated, TRUTHS):
+        raise TypeError(f"truncated is {step.truncated!r}; return True or False")
+    check_numbers("info", step.info)
+
+
+def check_numbers(where: str, numbers: object) -> None:
+    """Refuse what is no table of finite numbers by name."""
+    if not isinstance(numbers, Mapping):
+        raise TypeError(f"{where} is {type(numbers).__name__}; return a dict of numbers by name")
+    for name, value in numbers.items():
+        if not _is_number(value):
+            raise ValueError(f"{where}[{name!r}] is {value!r}; return a finite number")
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
-def _check_messages(messages: object) -> None:
-    if not isinstance(messages, tuple) or not all(isinstance(m, Message) for m in messages):
-        raise TypeError(f"observation.messages is {type(messages).__name__}; return a tuple of Message")
-    for message in messages:
-        if not isinstance(message.content, str):
-            raise TypeError(f"a message's content is {type(message.content).__name__}; return text")
-
-
-def _check_step(step: object) -> None:
-    if not isinstance(step, Step):
-        raise TypeError(f"step() returned {type(step).__name__}; return arborl.Step(observation, reward, …)")
-    _check_messages(step.observation.messages)
-    if not _is_number(step.reward):
-        raise ValueError(f"reward is {step.reward!r}; return a finite number")
-    for name, value in step.info.items():
-        if not _is_number(value):
-            raise ValueError(f"info[{name!r}] is {value!r}; return a finite number")
+    return isinstance(value, NUMBERS) and math.isfinite(value)

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from arborl.agents.agent import Agent
 from arborl.chat.renderer import Renderer
 from arborl.engines.engine import Engine
 from arborl.envs.env import Env
 from arborl.errors import EpisodeError, EpisodeOver, boundary
+from arborl.rollout.manager import PLAIN, Manager, Manner, named
 from arborl.rollout.recorder import Limits, RecordedEnv, Recorder
-from arborl.seeds import derive
-from arborl.types import Episode, Group, Sampling, Stop, Task
+from arborl.rollout.tape import Tape
+from arborl.rollout.workers import Workers
+from arborl.types import Episode, Group, Metrics, Sampling, Stop, Task
 
 log = logging.getLogger(__name__)
+
+CROWDED = 0.005
+"""Seconds between two looks at a crowded engine."""
+COLLECT = 100_000
+"""New objects after which Python looks for garbage while episodes are played; its own number is 700."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +36,19 @@ class Cast:
 
     agent: Callable[[Task], Agent]
     env: Callable[[Task], Env]
+    sampling: Callable[[Task, Sampling], Sampling] | None = None
+    """What the task's source samples differently, given what the run does."""
+    limits: Callable[[Task, Limits], Limits] | None = None
+    """What an episode of the task's source may take, given what the run allows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Where episodes wait to begin."""
+
+    loop: asyncio.AbstractEventLoop
+    slots: asyncio.Semaphore
+    door: asyncio.Lock
 
 
 class Rollout:
@@ -33,53 +56,116 @@ class Rollout:
 
     Example:
         groups = await rollout.collect(tasks, seed=derive(run_seed, "step", 3), group_size=8)
+
+    Args:
+        engine, renderer: the model.
+        cast: who plays.
+        sampling: how tokens are drawn, where nothing else is said.
+        limits: of an episode.
+        concurrency: episodes in flight.
+        workers: where environments run.
+        training: how the groups of a training batch are made.
+        tape: records training batches, or has them on record.
     """
 
     def __init__(
-        self, engine: Engine, renderer: Renderer, cast: Cast, sampling: Sampling, limits: Limits, concurrency: int
+        self,
+        engine: Engine,
+        renderer: Renderer,
+        cast: Cast,
+        sampling: Sampling,
+        limits: Limits,
+        concurrency: int,
+        workers: Workers | None = None,
+        training: Manner = PLAIN,
+        tape: Tape | None = None,
     ):
         self.engine, self.renderer, self.cast = engine, renderer, cast
         self.sampling, self.limits = sampling, limits
-        self.slots = asyncio.Semaphore(concurrency)
+        self.concurrency = concurrency
+        self._line: Line | None = None
+        self.workers, self.training, self.tape = workers or Workers(), training, tape
+        self.counts: Counter[str] = Counter()
 
     async def collect(
-        self, tasks: Sequence[Task], seed: int, group_size: int, sampling: Sampling | None = None
+        self,
+        tasks: Sequence[Task],
+        seed: int,
+        group_size: int,
+        sampling: Sampling | None = None,
+        manner: Manner = PLAIN,
+        count: int | None = None,
     ) -> list[Group]:
-        """Play every task `group_size` times. Episodes depend on `seed`, their task and their number; nothing else."""
-        async with asyncio.TaskGroup() as running:
-            jobs = [
-                [
-                    running.create_task(
-                        self._turn_in_line(task, derive(seed, "task", t, "episode", e), f"{task.id}#{e}", sampling)
-                    )
-                    for e in range(group_size)
-                ]
-                for t, task in enumerate(tasks)
-            ]
-        return [Group(task, [job.result() for job in row]) for task, row in zip(tasks, jobs, strict=True)]
+        """Play every task `group_size` times. Episodes depend on `seed`, their task and their number; nothing else.
 
-    async def _turn_in_line(self, task: Task, seed: int, name: str, sampling: Sampling | None) -> Episode:
-        async with self.slots:
-            return await self.play(task, seed, name, sampling)
+        Args:
+            tasks: what to play. With a `count`, those beyond it are spares for groups that are dropped.
+            seed: of the batch.
+            group_size: episodes of a task.
+            sampling: instead of the run's.
+            manner: how groups are made.
+            count: groups to end up with; without one, as many as tasks.
+        """
+
+        line = self._in_line()
+
+        async def play(task: Task, own: int, name: str, begin: Callable[[], None]) -> Episode:
+            async with line.slots:
+                await self._admitted(line)
+                begin()
+                return await self.play(task, own, name, sampling)
+
+        with fewer_collections:
+            return await Manager(play, manner, self.counts).collect(tasks, seed, group_size, count)
+
+    async def train(
+        self, tasks: Sequence[Task], seed: int, group_size: int, count: int, sampling: Sampling | None = None
+    ) -> list[Group]:
+        """The groups to train on: made in the training's manner, and recorded or replayed where so asked."""
+
+        async def play() -> list[Group]:
+            manner = self.training if sampling is None else PLAIN  # a baseline is measured, not selected
+            return await self.collect(tasks, seed, group_size, sampling, manner, count)
+
+        return await play() if self.tape is None else await self.tape.batch(seed, tasks, play)
+
+    def _in_line(self) -> Line:
+        """What episodes wait in, of this event loop."""
+        if self._line is None or self._line.loop is not asyncio.get_running_loop():
+            self._line = Line(asyncio.get_running_loop(), asyncio.Semaphore(self.concurrency), asyncio.Lock())
+        return self._line
+
+    async def _admitted(self, line: Line) -> None:
+        """Hold new episodes back while the engine has requests it has no room for; one asks for all that wait."""
+        if not getattr(self.engine, "crowded", False):
+            return
+        async with line.door:
+            while getattr(self.engine, "crowded", False):
+                await asyncio.sleep(CROWDED)
 
     async def play(self, task: Task, seed: int, name: str, sampling: Sampling | None = None) -> Episode:
         """One episode, whatever happens in it."""
         episode = Episode(name, task, seed)
         began = time.perf_counter()
+        sampling = sampling or self.sampling
+        sampling = self.cast.sampling(task, sampling) if self.cast.sampling else sampling
+        limits = self.cast.limits(task, self.limits) if self.cast.limits else self.limits
         try:
-            async with boundary("episode", self.limits.episode_seconds):
-                await self._act(episode, sampling or self.sampling)
+            async with boundary("episode", limits.episode_seconds):
+                await self._act(episode, sampling, limits)
         except EpisodeError as error:
             log.warning("episode %s failed and is left out: %s", episode.id, episode.fail(error))
         episode.seconds = time.perf_counter() - began
         return episode
 
-    async def _act(self, episode: Episode, sampling: Sampling) -> None:
+    async def _act(self, episode: Episode, sampling: Sampling, limits: Limits) -> None:
         task = episode.task
         async with boundary(f"environment {task.env or 'of the run'}"):
-            inner = self.cast.env(task)
-        env = RecordedEnv(inner, task.env or type(inner).__name__, self.limits, episode)
-        model = Recorder(self.engine, self.renderer, sampling, self.limits, episode)
+            made = self.cast.env(task)
+            name = task.env or type(made).__name__
+            inner = await self.workers.place(made, name, limits.step_seconds)
+        env = RecordedEnv(inner, name, limits, episode, held=partial(self.workers.held, inner, name))
+        model = Recorder(self.engine, self.renderer, sampling, limits, episode)
         async with boundary(f"agent {task.agent or 'of the run'}"):
             agent = self.cast.agent(task)
             try:
@@ -89,3 +175,34 @@ class Rollout:
             finally:
                 await env.close()
         await env.finish()
+
+    def metrics(self) -> Metrics:
+        """Since the last call: episodes cancelled, groups expired or filtered, environments left behind or replaced."""
+        counts, self.counts = self.counts, Counter()
+        return named(counts) | self.workers.metrics()
+
+    def close(self) -> None:
+        """End the processes of environments."""
+        self.workers.close()
+
+
+class FewerCollections:
+    """Let Python look for garbage less often: episodes are many small objects that all stay until they are trained on,
+    and looking through them again and again takes a sixth of a rollout's time."""
+
+    def __init__(self) -> None:
+        self.depth, self.before = 0, gc.get_threshold()
+
+    def __enter__(self) -> None:
+        if self.depth == 0:
+            self.before = gc.get_threshold()
+            gc.set_threshold(max(self.before[0], COLLECT) if self.before[0] else 0, *self.before[1:])
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+        if self.depth == 0:
+            gc.set_threshold(*self.before)
+
+
+fewer_collections = FewerCollections()

@@ -54,8 +54,7 @@ class EpisodeStore:
         with fresh.open("w", encoding="utf-8", errors="surrogatepass", newline="\n") as file:
             for group in groups:
                 for episode in group.episodes:
-                    line = json.dumps(to_json(episode), ensure_ascii=False, separators=(",", ":"), default=_nearest)
-                    file.write(line + "\n")
+                    file.write(dumps(to_json(episode)) + "\n")
         os.replace(fresh, path)
         return path
 
@@ -76,6 +75,11 @@ class EpisodeStore:
                         return
                     raise ValueError(f"{path}: line {number} is not JSON: {error}") from error
                 yield from_json(row)
+
+
+def dumps(row: Mapping[str, Any]) -> str:
+    """One line of JSON; what JSON has not becomes the nearest it has."""
+    return json.dumps(row, ensure_ascii=False, separators=(",", ":"), default=_nearest)
 
 
 def to_json(episode: Episode) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ from arborl.rollout.store import EpisodeStore
 from arborl.trainer.evaluate import Evaluator
 from arborl.trainer.trainer import Trainer
 from arborl.types import Group, Metrics
+
+Show = Callable[[int, Sequence[Group]], Awaitable[object]]
 
 
 class KeepEpisodes:
@@ -24,16 +26,24 @@ class KeepEpisodes:
 
 
 class Evaluate:
-    """Measure on held-out tasks every so many steps."""
+    """Measure on held-out tasks every so many steps.
 
-    def __init__(self, evaluator: Evaluator, every: int):
-        self.evaluator, self.every = evaluator, every
+    Args:
+        evaluator: measures.
+        every: steps between two.
+        show: given the step and the episodes of each evaluation.
+    """
+
+    def __init__(self, evaluator: Evaluator, every: int, show: Show | None = None):
+        self.evaluator, self.every, self.show = evaluator, every, show
 
     async def after(self, trainer: Trainer, groups: Sequence[Group], metrics: Metrics) -> None:
         if trainer.step % self.every == 0 and trainer.step < trainer.config.trainer.steps:
             await trainer.engine.load(trainer.learner.weights(), version=trainer.step)
             measured = await self.evaluator.measure()
             metrics.update({f"evaluation/{name}": value for name, value in measured.metrics.items()})
+            if self.show is not None:
+                await self.show(trainer.step, measured.groups)
 
 
 class Save:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -78,31 +80,39 @@ class Trainer:
 
     async def fit(self) -> None:
         """Train to the last step, from wherever `step` stands."""
-        await self.engine.load(self.learner.weights(), version=self.step)
-        await self.probe.ask()
-        while self.step < self.config.trainer.steps:
-            await self.train_step()
+        gc.freeze()  # what the libraries have made so far is here to stay; looking through it stalls the engine
+        try:
+            await self.engine.load(self.learner.weights(), version=self.step)
+            await self.probe.ask()
+            while self.step < self.config.trainer.steps:
+                await self.train_step()
+        finally:
+            gc.unfreeze()
 
     async def train_step(self) -> None:
         """Sample, score, credit, learn, publish."""
         clock, config = Clock(), self.config.rollout
         self.engine.metrics()  # what was counted between steps (an evaluation, say) is not this step's
-        tasks = self.source.take(self.step, config.tasks_per_step)
+        tasks = self.source.take(self.step, config.tasks_per_step + config.spare_groups)
 
         with clock("rollout"):
             seed = derive(self.config.seed, "step", self.step)
-            groups = await self.rollout.collect(tasks, seed, config.group_size)
+            groups = await self.rollout.train(tasks, seed, config.group_size, config.tasks_per_step)
+            greedy = await self._greedy(groups, seed) if self.algorithm.needs.greedy else []
         with clock("score"):
-            await self.rewards.score(groups)
-        metrics = summarize(groups) | self._engine_metrics(clock)
+            await self.rewards.score([group for group in (*groups, *greedy) if not _scored(group)])
+            for group, alone in zip(groups, greedy, strict=False):
+                group.greedy = alone.survivors[0].reward if alone.survivors else None
+        metrics = summarize(groups) | self.source.observe(self.step, groups)
+        metrics |= self.rollout.metrics() | self._engine_metrics(clock)
 
         with clock("learn"):
             kept = self.algorithm.keep(groups)
             forest = plant(kept)
-            terms = self.algorithm.credit(kept, forest.terms)
-            metrics |= describe_batch(forest, terms)
-            if len(terms):
-                metrics |= self.learner.update(forest.trees, terms, self.algorithm.loss)
+            terms = self.learner.look(forest.trees, forest.terms, self.algorithm.needs)
+            terms = self.algorithm.credit(kept, terms)
+            metrics |= describe_batch(forest, terms) | self.algorithm.metrics()
+            metrics |= self.learner.update(forest.trees, terms, self.algorithm)
         self.step += 1  # from here on the step counts as done, whatever interrupts
 
         self.train_seconds += clock.stop()["time/step"]
@@ -116,6 +126,12 @@ class Trainer:
         await self.engine.load(self.learner.weights(), version=self.step)
         await self.probe.check(metrics)
 
+    async def _greedy(self, groups: Sequence[Group], seed: int) -> list[Group]:
+        """Each task once more, taking the likeliest tokens: a baseline, never trained on."""
+        sampling = dataclasses.replace(self.rollout.sampling, temperature=0.0)
+        tasks = [group.task for group in groups]
+        return await self.rollout.train(tasks, derive(seed, "greedy"), 1, len(tasks), sampling)
+
     def _engine_metrics(self, clock: Clock) -> Metrics:
         counted = self.engine.metrics()
         rate = counted.get("engine/sampled", 0.0) / max(clock.seconds["time/rollout"], 1e-9)
@@ -123,4 +139,20 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint must remember besides weights and optimiser; everything else follows from the seed."""
-        return {"step": self.step, "train_seconds": self.train_seconds}
+        return {
+            "step": self.step,
+            "train_seconds": self.train_seconds,
+            "algorithm": self.algorithm.state(),
+            "data": self.source.state(self.step),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` said."""
+        self.step, self.train_seconds = state["step"], state["train_seconds"]
+        self.algorithm.load_state(state["algorithm"])
+        self.source.load_state(state.get("data", {}))
+
+
+def _scored(group: Group) -> bool:
+    """Whether a group filter has had it scored already."""
+    return any(episode.rewards for episode in group.episodes)

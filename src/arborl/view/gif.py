@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from arborl.envs.env import Env
+from arborl.rollout.workers import Workers
 from arborl.seeds import derive
 from arborl.types import Episode
 
@@ -22,6 +24,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+Decode = Callable[[Sequence[int]], str]
+
+END = re.compile(r"(<\|[^|>]*\|>|</s>|<end_of_turn>)\s*$")
+"""What ends a turn, in the ways models write it."""
 SIDE = (192, 480)
 """Least and most pixels of a picture's longer side; smaller ones are enlarged by a whole factor."""
 PANEL = 240
@@ -40,20 +46,27 @@ class Frame:
     """The reward so far."""
 
 
-async def replay(env: Env, episode: Episode) -> list[Frame]:
+async def replay(env: Env, episode: Episode, decode: Decode | None = None) -> list[Frame]:
     """Play the recorded messages again in a fresh environment: the start, then one frame a turn.
 
-    Task, seed and messages decide an episode, so no model is needed. An environment without pictures gives no frames;
-    one that answers other than it did is shown as it is now, with a warning.
+    Task, seed and messages decide an episode, so no model is needed. An environment without pictures is shown as the
+    text it renders; one that renders none either gives no frames. One that answers other than it did is shown as it is
+    now, with a warning.
+
+    Args:
+        env: fresh; one that blocks is played in a thread.
+        episode: as recorded.
+        decode: token ids to text; with it a turn shows all the model said in it, its tool calls too.
 
     Example:
         save_gif(await replay(FrozenLake(), episode), Path("frames/episode.gif"))
     """
     frames: list[Frame] = []
     reward = 0.0
+    env = await Workers().place(env, type(env).__name__, seconds=60)
 
     def take(caption: str) -> None:
-        picture = env.picture()
+        picture = env.picture() or _written(env.render())
         if picture is not None:
             frames.append(Frame(picture, caption, f"reward {reward:.2f}"))
 
@@ -61,16 +74,31 @@ async def replay(env: Env, episode: Episode) -> list[Frame]:
         opening = await env.reset(episode.task, derive(episode.seed, "environment"))  # the seed it was recorded with
         same = opening.messages == episode.opening
         take("")
-        for turn in episode.turns:
+        for number, turn in enumerate(episode.turns):
             step = await env.step(turn.message)
             same = same and step.observation.messages == turn.observation
             reward += step.reward
-            take(turn.message.content)
+            take(said(episode, number, decode))
     finally:
         await env.close()
     if not same:
         log.warning("the replay of episode %s is not what was recorded; was the environment made alike?", episode.id)
     return frames
+
+
+def said(episode: Episode, number: int, decode: Decode | None) -> str:
+    """The model's words in a turn: its message; or, where it spoke several times or an agent changed it, every call."""
+    message = episode.turns[number].message
+    calls = [call for call in episode.calls if call.turn == number]
+    if decode is None or not calls or (len(calls) == 1 and message.sampled):
+        return message.content
+    return "\n".join(END.sub("", decode(call.completion.tokens)).strip() for call in calls)
+
+
+def _written(text: str) -> Image | None:
+    from arborl.envs.paper import write
+
+    return write(text) if text else None
 
 
 def save_gif(frames: Sequence[Frame], path: Path, seconds: float = 0.8, last_seconds: float = 2.5) -> Path:

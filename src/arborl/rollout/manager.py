@@ -1,0 +1,202 @@
+"""Groups: which episodes are played for a batch, which of them count, and which groups are kept.
+
+A group is one task played several times. Its members share the task, and with it the seed of the start; they play
+without waiting for each other or for other groups. Without further wishes a group is complete when all members are
+done; with redundancy when enough are, and the rest are cancelled: they leave baseline and loss together, as if they had
+never begun.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from arborl.registry import Registry
+from arborl.rollout.filters import Keep
+from arborl.seeds import derive
+from arborl.types import Episode, Group, Metrics, Task
+
+log = logging.getLogger(__name__)
+
+Play = Callable[[Task, int, str, Callable[[], None]], Awaitable[Episode]]
+"""Plays a task with a seed, under a name; says when its turn has come."""
+
+FILTERS = Registry(
+    "group filter", {"varied": "arborl.rollout.filters:varied", "solvable": "arborl.rollout.filters:solvable"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How groups are made. The default waits for everybody and keeps every group."""
+
+    redundancy: int = 0
+    """Episodes beyond the group's size: the first to finish count."""
+    seconds: float | None = None
+    """A group goes on with whoever has finished so long after its first episode began."""
+    keep: Keep | None = None
+    """Whether a scored group is worth training on; one that is not is dropped, and replaced while there are spares."""
+    score: Callable[[Sequence[Group]], Awaitable[None]] | None = None
+    """Scores groups for `keep`."""
+
+
+PLAIN = Manner()
+
+
+class Manager:
+    """Makes the groups of one batch.
+
+    Args:
+        play: plays one episode.
+        manner: how groups are made.
+        counts: what happened is added here: episodes cancelled, groups expired, filtered, and missing at the end.
+    """
+
+    def __init__(self, play: Play, manner: Manner, counts: Counter[str]):
+        self.play, self.manner, self.counts = play, manner, counts
+
+    async def collect(self, tasks: Sequence[Task], seed: int, size: int, count: int | None = None) -> list[Group]:
+        """The groups of `count` tasks, in the order of the tasks; those beyond are spares.
+
+        A group that is dropped is replaced by the next spare of its source, so a batch keeps its shares. Which tasks
+        end up in it follows from the groups alone and not from who finished when: spares are opened in their order,
+        one for each dropped group.
+        """
+        places, spares = divided([task.source for task in tasks], len(tasks) if count is None else count)
+        async with asyncio.TaskGroup() as running:
+            jobs = [
+                running.create_task(self._fill(tasks, place, spares[tasks[place].source], seed, size))
+                for place in places
+            ]
+        found = dict(outcome for job in jobs if (outcome := job.result()) is not None)
+        self.counts["missing"] += len(places) - len(found)
+        return [found[place] for place in sorted(found)]
+
+    async def _fill(
+        self, tasks: Sequence[Task], place: int, spares: deque[int], seed: int, size: int
+    ) -> tuple[int, Group] | None:
+        """A group for one place of the batch: the task's own, or that of a spare."""
+        while True:
+            group = await self._group(tasks[place], seed, place, size)
+            if await self._kept(group):
+                return place, group
+            self.counts["filtered"] += 1
+            if not spares:
+                return None
+            place = spares.popleft()
+
+    async def _kept(self, group: Group) -> bool:
+        manner = self.manner
+        if manner.keep is None:
+            return True
+        if manner.score is not None:
+            await manner.score([group])
+        try:
+            return bool(manner.keep(group))
+        except Exception:
+            log.exception("the group filter failed on task %s, which is kept", group.task.id)
+            self.counts["filter_failed"] += 1
+            return True
+
+    async def _group(self, task: Task, seed: int, place: int, size: int) -> Group:
+        """Play the task, until enough are done."""
+        opened = Opened(self.manner.seconds)
+        for number in range(size + self.manner.redundancy):
+            own = derive(seed, "task", place, "episode", number)
+            opened.add(asyncio.ensure_future(self.play(task, own, f"{task.id}#{number}", opened.begin)))
+        try:
+            await opened.wait(size, patient=not self.manner.redundancy)
+        finally:
+            opened.close()
+        counted = opened.counted(size)
+        self.counts["expired"] += opened.expired
+        self.counts["cancelled"] += len(opened.jobs) - len(counted)
+        return Group(task, counted)
+
+
+LEAVING: set[asyncio.Future[Episode]] = set()
+"""Cancelled members that are still closing their environments; a task that nobody holds may be collected half-way."""
+
+
+class Opened:
+    """A group in play. Its time begins with its first episode, and with it ends for those still playing."""
+
+    def __init__(self, seconds: float | None):
+        self.seconds = seconds
+        self.jobs: list[asyncio.Future[Episode]] = []
+        self.order: list[asyncio.Future[Episode]] = []
+        """Those that are done, the first first."""
+        self.timer: asyncio.TimerHandle | None = None
+        self.expired = False
+
+    def add(self, job: asyncio.Future[Episode]) -> None:
+        self.jobs.append(job)
+        job.add_done_callback(self.order.append)
+
+    def begin(self) -> None:
+        if self.seconds is not None and self.timer is None:
+            self.timer = asyncio.get_running_loop().call_later(self.seconds, self._expire)
+
+    async def wait(self, size: int, patient: bool) -> None:
+        """Until all are done; or, impatiently, until so many have finished without failing."""
+        pending = set(self.jobs)
+        when = asyncio.FIRST_EXCEPTION if patient else asyncio.FIRST_COMPLETED
+        while pending and not any(_broke(job) for job in self.order) and (patient or len(self._whole()) < size):
+            _, pending = await asyncio.wait(pending, return_when=when)
+
+    def counted(self, size: int) -> list[Episode]:
+        """The members that count, by number: the first to finish; and those that failed, to be reported."""
+        first = {id(job) for job in self._whole()[:size]}
+        done = [job for job in self.jobs if job.done() and not job.cancelled()]
+        return [job.result() for job in done if id(job) in first or job.result().failure is not None]
+
+    def _whole(self) -> list[asyncio.Future[Episode]]:
+        return [job for job in self.order if not job.cancelled() and job.result().failure is None]
+
+    def _expire(self) -> None:
+        self.expired = True
+        self._cancel()
+
+    def close(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+        self._cancel()
+
+    def _cancel(self) -> None:
+        for job in self.jobs:
+            if not job.done():
+                LEAVING.add(job)
+                job.add_done_callback(LEAVING.discard)
+                job.cancel()
+
+
+def _broke(job: asyncio.Future[Episode]) -> bool:
+    """A defect, and no failure of the episode: the batch ends with it."""
+    return not job.cancelled() and job.exception() is not None
+
+
+def divided(sources: Sequence[str], count: int) -> tuple[list[int], dict[str, deque[int]]]:
+    """The places to fill, and each source's spares: every source has the share of `count` that it has of the tasks.
+
+    Example:
+        divided(["a", "b", "a", "b", "a", "a"], 3)     # ([0, 1, 2], {"a": deque([4, 5]), "b": deque([3])})
+    """
+    members: dict[str, list[int]] = {}
+    for place, source in enumerate(sources):
+        members.setdefault(source, []).append(place)
+    shares = {source: Fraction(len(own) * count, len(sources)) for source, own in members.items()}
+    quota = {source: int(share) for source, share in shares.items()}
+    by_need = sorted(shares, key=lambda source: quota[source] - shares[source])
+    for source in by_need[: count - sum(quota.values())]:
+        quota[source] += 1
+    places = sorted(place for source, own in members.items() for place in own[: quota[source]])
+    return places, {source: deque(own[quota[source] :]) for source, own in members.items()}
+
+
+def named(counts: Counter[str]) -> Metrics:
+    """The counts as metrics."""
+    return {f"rollout/{name}": float(value) for name, value in counts.items() if value}

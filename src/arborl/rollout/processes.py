@@ -1,0 +1,338 @@
+"""Environments in processes: they use other cores, and one that hangs or crashes can be killed.
+
+A process holds several environments, each in a thread of its own there. When one of them does not answer in time the
+process is killed; its neighbours are then set up in another one and brought to where they were by playing their
+messages again, which task, seed and messages decide.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from arborl.envs.env import Env, Observation, Step
+from arborl.errors import ArborError
+from arborl.rollout.worker import DROP, MAKE, RANDOM
+from arborl.types import Message, Metrics, Task
+
+if TYPE_CHECKING:
+    from numpy.random import Generator
+    from PIL.Image import Image
+
+log = logging.getLogger(__name__)
+
+LOOK = 0.1
+"""Seconds between looks at whether a request is overdue."""
+START = 60.0
+"""Seconds a process may take to start."""
+
+
+class WorkerLost(ArborError):
+    """The process that held the environment is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request that has not been answered."""
+
+    outcome: Future[Any]
+    where: str
+    due: float
+
+
+class Process:
+    """One process, and what it has been asked."""
+
+    def __init__(self, alone: bool = False) -> None:
+        self.alone = alone
+        ours, theirs = socket.socketpair()
+        # stdout is ours to keep clean; what an environment prints goes to stderr
+        self.child = subprocess.Popen(
+            [sys.executable, "-m", "arborl.rollout.worker", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+            stdin=subprocess.DEVNULL,
+            stdout=2,
+            start_new_session=True,
+        )
+        theirs.close()
+        self.pipe = Connection(ours.detach())
+        self.lock = threading.Lock()
+        self.asked: dict[int, Asked] = {}
+        self.number = 0
+        self.envs = 0
+        self.lost = False
+        self.killed_for = ""
+        self.ready: Future[None] = Future()
+        self.asked[0] = Asked(self.ready, "a process of environments, starting,", time.monotonic() + START)
+        threading.Thread(target=self._listen, name="arborl-process", daemon=True).start()
+
+    def ask(self, where: str, seconds: float, place: int, method: str, *args: Any) -> Future[Any]:
+        """The answer to come. A request that takes longer than `seconds` costs the process."""
+        outcome: Future[Any] = Future()
+        with self.lock:
+            self.number += 1
+            number = self.number
+            packed = pickle.dumps((number, place, method, args))
+            self.asked[number] = Asked(outcome, where, time.monotonic() + seconds)
+            try:
+                if self.lost:
+                    raise OSError
+                self.pipe.send_bytes(packed)
+            except OSError:
+                del self.asked[number]
+                outcome.set_exception(WorkerLost(self.why()))
+        return outcome
+
+    def kill(self) -> None:
+        self.lost = True
+        with suppress(ProcessLookupError):
+            os.killpg(self.child.pid, signal.SIGKILL)
+
+    def _listen(self) -> None:
+        """Hands answers out, and looks after those that are overdue, until the process is gone."""
+        looked = time.monotonic()
+        try:
+            while True:
+                if self.pipe.poll(LOOK):
+                    self._hear(self.pipe.recv_bytes())
+                if time.monotonic() - looked > LOOK:  # however busy the others are
+                    self._look()
+                    looked = time.monotonic()
+        except (EOFError, OSError):
+            pass
+        self.lost = True
+        with suppress(OSError):
+            self.pipe.close()
+        self.child.wait()
+        with self.lock:
+            orphans, self.asked = self.asked, {}
+        for one in orphans.values():
+            _settle(one.outcome, None, WorkerLost(self.why()))
+
+    def _hear(self, packed: bytes) -> None:
+        number, worked, value = pickle.loads(packed)
+        with self.lock:
+            one = self.asked.pop(number)
+        if worked:
+            _settle(one.outcome, value, None)
+        else:
+            error, trace = value
+            error.add_note(trace)
+            _settle(one.outcome, None, error)
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        with self.lock:
+            late = [one for one in self.asked.values() if now > one.due]
+        if late and not self.lost:
+            self.killed_for = late[0].where
+            log.warning("%s did not answer in time: its process is killed and replaced", late[0].where)
+            self.kill()
+
+    def why(self) -> str:
+        if self.killed_for:
+            return f"its process was killed because {self.killed_for} hung"
+        return f"its process is gone, exit code {self.child.poll()}"
+
+
+def _settle(outcome: Future[Any], value: Any, error: BaseException | None) -> None:
+    with suppress(InvalidStateError):  # nobody waits any more
+        outcome.set_exception(error) if error is not None else outcome.set_result(value)
+
+
+class Processes:
+    """The processes of a rollout, started when they are needed.
+
+    Args:
+        per_process: environments in one; 0 divides them among as many processes as there are cores.
+    """
+
+    def __init__(self, per_process: int = 0):
+        self.per_process = per_process
+        self.most = None if per_process else (os.cpu_count() or 1)
+        self.alive: list[Process] = []
+        self.places = 0
+        self.replaced = 0
+        weakref.finalize(self, _kill, self.alive)
+
+    def take(self, alone: bool = False) -> tuple[Process, int]:
+        """A process with room, or a new one for this environment alone; and a number for the environment in it."""
+        self._sweep()
+        shared = [process for process in self.alive if not process.alone]
+        least = min(shared, key=lambda process: process.envs, default=None)
+        full = least is None or least.envs >= (self.per_process or 1)
+        if least is None or alone or (full and (self.most is None or len(shared) < self.most)):
+            least = Process(alone)
+            self.alive.append(least)
+        least.envs += 1
+        self.places += 1
+        return least, self.places
+
+    def _sweep(self) -> None:
+        gone = [process for process in self.alive if process.lost]
+        self.replaced += len(gone)
+        for process in gone:
+            self.alive.remove(process)
+
+    def metrics(self) -> Metrics:
+        """Since the last call: processes that were lost and replaced; and how many there are."""
+        self._sweep()
+        replaced, self.replaced = self.replaced, 0
+        return {"rollout/processes_replaced": float(replaced), "rollout/processes": float(len(self.alive))}
+
+    def close(self) -> None:
+        _kill(self.alive)
+
+
+def _kill(processes: list[Process]) -> None:
+    while processes:
+        processes.pop().kill()
+
+
+class ProcessEnv(Env):
+    """An environment that lives in a process.
+
+    Args:
+        env: fresh; it is sent there.
+        pool: where processes come from.
+        where: what it is called when it hangs.
+        seconds: what one call may take.
+    """
+
+    def __init__(self, env: Env, pool: Processes, where: str, seconds: float):
+        try:
+            self.packed = pickle.dumps(env)
+        except Exception as error:
+            raise TypeError(
+                f"{type(env).__name__} cannot be sent to a process ({type(error).__name__}: {error}). Define it in a "
+                "module and let it open what it needs in reset(), or write rollout.workers=thread."
+            ) from error
+        self.pool, self.where, self.seconds = pool, where, seconds
+        self.process: Process | None = None
+        self.place = 0
+        self.alone = False
+        """Its last process crashed, and this environment may be why: the next one it does not share."""
+        self.stuck = False
+        """A call was given up before it came back."""
+        self.played: list[tuple[str, tuple[Any, ...]]] = []
+        self.numbers: Metrics = {}
+
+    def _set_up(self) -> Iterator[Future[Any]]:
+        """Find a process and bring the environment there to where the episode stands; each answer is to be awaited."""
+        self.process, self.place = self.pool.take(self.alone)
+        yield self.process.ready
+        yield self._ask(MAKE, self.packed)
+        for method, args in self.played:
+            yield self._ask(method, *args)
+
+    def _ask(self, method: str, *args: Any) -> Future[Any]:
+        assert self.process is not None
+        return self.process.ask(self.where, self.seconds, self.place, method, *args)
+
+    def _lose(self) -> None:
+        """The process is gone. A second crash in a process of its own is this environment's doing."""
+        process, self.process = self.process, None
+        if process is not None:
+            process.envs -= 1
+            if self.alone and not process.killed_for:
+                raise WorkerLost(f"{process.why()}, twice")
+            self.alone = self.alone or not process.killed_for
+
+    async def open(self) -> None:
+        """Take a place in a process."""
+        for outcome in self._set_up():
+            await asyncio.shield(asyncio.wrap_future(outcome))
+
+    async def reset(self, task: Task, seed: int) -> Observation:
+        self.played.clear()
+        return await self._call("reset", task, seed)  # type: ignore[no-any-return]
+
+    async def step(self, action: Message) -> Step:
+        return await self._call("step", action)  # type: ignore[no-any-return]
+
+    async def close(self) -> None:
+        """Let it go. One that is busy with a call nobody waits for is closed when that returns."""
+        process, self.process = self.process, None
+        if process is None:
+            return
+        process.envs -= 1
+        outcome = process.ask(self.where, self.seconds, self.place, DROP)
+        if not self.stuck:
+            with suppress(WorkerLost):
+                self.numbers = await asyncio.shield(asyncio.wrap_future(outcome))
+        if process.alone:
+            process.kill()
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        while True:
+            try:
+                if self.process is None:
+                    await self.open()
+                self.stuck = True
+                answer = await asyncio.shield(asyncio.wrap_future(self._ask(method, *args)))
+            except WorkerLost:
+                self.stuck = False
+                self._lose()
+            except Exception:
+                self.stuck = False
+                raise
+            else:
+                self.stuck = False
+                self.played.append((method, args))
+                return answer
+
+    def _now(self, method: str, *args: Any) -> Any:
+        """An answer for somebody who cannot wait for it in the event loop."""
+        while True:
+            try:
+                if self.process is None:
+                    for outcome in self._set_up():
+                        outcome.result()
+                return self._ask(method, *args).result()
+            except WorkerLost:
+                self._lose()
+
+    def metrics(self) -> Metrics:
+        return self.numbers if self.process is None else self._now("metrics")  # type: ignore[no-any-return]
+
+    def actions(self) -> list[str]:
+        return self._now("actions")  # type: ignore[no-any-return]
+
+    def oracle(self) -> str | None:
+        return self._now("oracle")  # type: ignore[no-any-return]
+
+    def random(self, chance: Generator) -> str | None:
+        text, chance.bit_generator.state = self._now(RANDOM, chance)
+        return text  # type: ignore[no-any-return]
+
+    def state_key(self) -> str:
+        return self._now("state_key")  # type: ignore[no-any-return]
+
+    def snapshot(self) -> Any:
+        return self._now("snapshot")
+
+    def restore(self, snapshot: Any) -> None:
+        self._now("restore", snapshot)
+        self.played = [*self.played[:1], ("restore", (snapshot,))]
+
+    def render(self) -> str:
+        return self._now("render")  # type: ignore[no-any-return]
+
+    def picture(self) -> Image | None:
+        return self._now("picture")  # type: ignore[no-any-return]

@@ -1,0 +1,189 @@
+"""Environments in threads: one that blocks, or sleeps, keeps nobody else from playing.
+
+An environment has a thread to itself from its first call to its `close`, so what it opened there (a database, an event
+loop) it finds again. A thread whose call does not come back in time is left behind: the episode goes on without it, the
+environment is closed by that thread itself when the call returns after all, and the next episode gets another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from arborl.envs.env import Env, Observation, Step
+from arborl.envs.passing import PassingEnv
+from arborl.types import Message, Metrics, Task
+
+IDLE = 10.0
+"""Seconds after which a thread that nobody needs ends."""
+
+Job = Callable[[], None]
+
+
+class Hand:
+    """A thread that does one job after another."""
+
+    def __init__(self, pool: Threads):
+        self.pool, self.ended = pool, False
+        self.jobs: SimpleQueue[Job] = SimpleQueue()
+        self.loop: asyncio.AbstractEventLoop | None = None
+        threading.Thread(target=self._work, name="arborl-environment", daemon=True).start()
+
+    def submit(self, job: Job) -> None:
+        self.jobs.put(job)
+
+    def end(self, last: Job) -> None:
+        """Do this when everything before it is done, and no more."""
+
+        def job() -> None:
+            last()
+            self.ended = True
+            self.pool.came_back(self)
+
+        self.submit(job)
+
+    def settle(self, value: Any) -> Any:
+        """What an async environment returns, run to its end here; anything else as it is."""
+        if not inspect.isawaitable(value):
+            return value
+        self.loop = self.loop or asyncio.new_event_loop()
+
+        async def result() -> Any:
+            return await value
+
+        return self.loop.run_until_complete(result())
+
+    def _work(self) -> None:
+        while not self.ended:
+            try:
+                job = self.jobs.get(timeout=IDLE)
+            except Empty:
+                self.ended = self.pool.retire(self)
+                continue
+            job()
+        if self.loop is not None:
+            self.loop.close()
+
+
+class Threads:
+    """The threads of a rollout; as many as environments that want one at a time."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.idle: list[Hand] = []
+        self.left: set[Hand] = set()
+        """Threads whose call has not come back."""
+        self.abandoned = 0
+
+    def take(self) -> Hand:
+        with self.lock:
+            return self.idle.pop() if self.idle else Hand(self)
+
+    def give_back(self, hand: Hand) -> None:
+        with self.lock:
+            self.idle.append(hand)
+
+    def leave(self, hand: Hand, last: Job) -> None:
+        """It is busy with a call nobody waits for any more; when that returns it does `last`, and ends."""
+        with self.lock:
+            self.left.add(hand)
+            self.abandoned += 1
+        hand.end(last)
+
+    def came_back(self, hand: Hand) -> None:
+        with self.lock:
+            self.left.discard(hand)
+
+    def retire(self, hand: Hand) -> bool:
+        """Whether an idle thread may end: not if it was just taken."""
+        with self.lock:
+            if hand not in self.idle:
+                return False
+            self.idle.remove(hand)
+            return True
+
+    def metrics(self) -> Metrics:
+        """Since the last call: threads left behind; and how many have not come back yet."""
+        abandoned, self.abandoned = self.abandoned, 0
+        return {"rollout/threads_abandoned": float(abandoned), "rollout/threads_stuck": float(len(self.left))}
+
+
+class ThreadEnv(PassingEnv):
+    """An environment whose `reset`, `step` and `close` run in a thread."""
+
+    def __init__(self, env: Env, pool: Threads):
+        self.env, self.pool = env, pool
+        self.hand: Hand | None = None
+        self.stuck = False
+        """A call was given up before it came back."""
+        self.numbers: Metrics | None = None
+
+    async def reset(self, task: Task, seed: int) -> Observation:
+        return await self._call(lambda: self.env.reset(task, seed))  # type: ignore[no-any-return]
+
+    async def step(self, action: Message) -> Step:
+        return await self._call(lambda: self.env.step(action))  # type: ignore[no-any-return]
+
+    async def close(self) -> None:
+        """Close it in its thread; where that is stuck, the thread does so once it is not."""
+        hand = self.hand = self.hand or self.pool.take()
+        if self.stuck:
+            self.pool.leave(hand, lambda: self._late(hand))
+            return
+        try:
+            await self._call(lambda: self._end(hand))
+        finally:
+            if self.stuck:
+                self.pool.leave(hand, lambda: None)
+            else:
+                self.pool.give_back(hand)
+
+    def metrics(self) -> Metrics:
+        return self.env.metrics() if self.numbers is None else self.numbers
+
+    def _end(self, hand: Hand) -> None:
+        hand.settle(self.env.close())
+        self.numbers = hand.settle(self.env.metrics())
+
+    def _late(self, hand: Hand) -> None:
+        with suppress(BaseException):  # the episode has long failed, by name
+            hand.settle(self.env.close())
+
+    async def _call(self, function: Callable[[], Any]) -> Any:
+        """`function()` in the environment's thread."""
+        hand = self.hand = self.hand or self.pool.take()
+        loop = asyncio.get_running_loop()
+        outcome: asyncio.Future[Any] = loop.create_future()
+
+        def tell(value: Any, error: BaseException | None) -> None:
+            if outcome.done():  # cancelled: nobody waits any more
+                return
+            if error is None:
+                outcome.set_result(value)
+            else:
+                outcome.set_exception(error)
+
+        def job() -> None:
+            value, error = None, None
+            try:
+                value = hand.settle(function())
+            except Exception as raised:
+                error = raised
+            except BaseException as raised:  # SystemExit ends the episode it was raised in, no more
+                error = RuntimeError(f"{type(raised).__name__}: {raised}")
+            if isinstance(error, StopIteration):
+                error = RuntimeError(f"StopIteration: {error}")
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(tell, value, error)
+
+        hand.submit(job)
+        self.stuck = True
+        try:
+            return await outcome
+        finally:
+            self.stuck = outcome.cancelled()

@@ -1,0 +1,95 @@
+"""The other side of `processes.py`: a process that holds environments, each in a thread of its own.
+
+Started as `python -m arborl.rollout.worker FD`; ends when the pipe does.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+from contextlib import suppress
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+from arborl.envs.env import Env
+from arborl.rollout.threads import Hand, Threads
+
+MAKE, DROP, RANDOM = "make", "drop", "random"
+"""What is done to an environment besides calling its methods; and the method that uses up somebody's chance."""
+
+
+class Worker:
+    """Answers requests: (number, environment, method, arguments) in, (number, whether it worked, what came) out."""
+
+    def __init__(self, pipe: Connection):
+        self.pipe, self.lock = pipe, threading.Lock()
+        self.threads = Threads()
+        self.envs: dict[int, tuple[Env, Hand]] = {}
+
+    def serve(self) -> None:
+        self.pipe.send_bytes(pickle.dumps((0, True, None)))  # ready
+        while True:
+            try:
+                number, place, method, args = pickle.loads(self.pipe.recv_bytes())
+            except EOFError:
+                return
+            if method == MAKE:
+                hand = self.threads.take()
+                hand.submit(partial(self._answer, number, self._make, place, args[0], hand))
+            else:
+                _, hand = self.envs[place]
+                function = self._drop if method == DROP else self._ask
+                hand.submit(partial(self._answer, number, function, place, method, args))
+
+    def _make(self, place: int, pickled: bytes, hand: Hand) -> None:
+        self.envs[place] = pickle.loads(pickled), hand
+
+    def _ask(self, place: int, method: str, args: tuple[Any, ...]) -> Any:
+        env, hand = self.envs[place]
+        value = hand.settle(getattr(env, method)(*args))
+        return (value, args[0].bit_generator.state) if method == RANDOM else value
+
+    def _drop(self, place: int, method: str, args: tuple[Any, ...]) -> Any:
+        """Close it, and tell its numbers."""
+        env, hand = self.envs.pop(place)
+        try:
+            hand.settle(env.close())
+            return hand.settle(env.metrics())
+        finally:
+            self.threads.give_back(hand)
+
+    def _answer(self, number: int, function: Any, *args: Any) -> None:
+        try:
+            packed = pickle.dumps((number, True, function(*args)))
+        except BaseException as error:
+            packed = _pack(number, error)
+        with self.lock, suppress(OSError):  # nobody is there any more
+            self.pipe.send_bytes(packed)
+
+
+def _pack(number: int, error: BaseException) -> bytes:
+    """An error as it is where that can be sent, else its words."""
+    trace = "".join(traceback.format_exception(error))
+    words = RuntimeError(f"{type(error).__name__}: {error}")
+    kept = error if isinstance(error, Exception) and not isinstance(error, StopIteration) else words
+    try:
+        packed = pickle.dumps((number, False, (kept, trace)))
+        pickle.loads(packed)
+        return packed
+    except Exception:
+        return pickle.dumps((number, False, (words, trace)))
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who interrupts a run means the run, and the pipe ends with it
+    Worker(Connection(int(sys.argv[1]))).serve()
+    os._exit(0)  # not even a thread that hangs keeps it
+
+
+if __name__ == "__main__":
+    main()

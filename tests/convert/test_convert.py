@@ -1,0 +1,242 @@
+"""Other systems' scripts and files become configurations that start, and no key is lost on the way."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from arborl.api import train
+from arborl.build import build
+from arborl.cli.main import app
+from arborl.config.base import paths, validate
+from arborl.config.load import load
+from arborl.config.run import RunConfig
+from arborl.convert import SYSTEMS, Draft, convert
+from arborl.convert.reading import plain, read_script, read_yaml
+from arborl.errors import ConfigError
+
+AGENTFLY = r"""
+#!/bin/bash
+export WANDB_API_KEY="secret"   # for logging
+set -x
+head_node_ip=$(hostname --ip-address)
+ray start --head --node-ip-address="$head_node_ip" --num-gpus 1
+policy=Qwen/Qwen2.5-3B-Instruct
+rate=5e-7
+rows=32
+chains=8
+# adv=rloo
+adv=grpo
+kl=0.001
+tools="[calculator]"
+
+python3 -m verl.trainer.main_ppo \
+    algorithm.adv_estimator=$adv \
+    data.train_files="./gsm8k_train.json" data.val_files="./gsm8k_test.json" \
+    data.train_batch_size=$rows \
+    agent.agent_type=hf agent.tools=$tools agent.template=qwen2.5 \
+    agent.model_name_or_path=$policy agent.max_turns=${turns:-3} agent.backend=async_verl \
+    agent.reward_name=math_reward_string_equal agent.num_chains=${chains} agent.use_agent=True \
+    actor_rollout_ref.actor.optim.lr=$rate \
+    actor_rollout_ref.model.path=${policy} \
+    actor_rollout_ref.actor.ppo_mini_batch_size=${rows} \
+    actor_rollout_ref.actor.use_kl_loss=True \
+    actor_rollout_ref.actor.kl_loss_coef=$kl \
+    actor_rollout_ref.actor.kl_loss_type=mse \
+    actor_rollout_ref.actor.entropy_coeff=0.001 \
+    actor_rollout_ref.actor.fsdp_config.param_offload=True \
+    actor_rollout_ref.rollout.name=vllm \
+    actor_rollout_ref.rollout.response_length=256 \
+    algorithm.kl_ctrl.kl_coef=$kl \
+    trainer.logger=['console','wandb'] \
+    trainer.experiment_name=test_gsm8k \
+    trainer.n_gpus_per_node=1 \
+    trainer.save_freq=50 trainer.test_freq=10 \
+    trainer.total_training_steps=200 \
+    trainer.brand_new_key=7
+"""
+
+MIXED = """
+MODEL_PATH="/models/base"
+TRAIN_FILES="/data/mixed.parquet"
+TACO_RATIO=0.4    # code
+NQ_RATIO=0.3
+MATH_RATIO=0.3
+RATE_LIMIT_PER_MINUTE=60000
+WORKER_NODES=(
+    "10.0.0.1"
+    "10.0.0.2"
+)
+python3 -m verl.trainer.main_ppo \\
+    data.train_batch_size=256 \\
+    +data.mixed_dataset.enabled=true \\
+    +data.mixed_dataset.agent_mapping.taco=code_execution_agent \\
+    +data.mixed_dataset.agent_mapping.math=single_turn_agent \\
+    actor_rollout_ref.rollout.multi_turn.tool_config.code_start_tag="<custom_code>" \\
+    actor_rollout_ref.rollout.multi_turn.tool_config.code_end_tag="</custom_code>" \\
+    actor_rollout_ref.actor.clip_ratio=0.2 actor_rollout_ref.actor.clip_ratio_high=0.28 \\
+    actor_rollout_ref.actor.loss_agg_mode=token-mean \\
+    actor_rollout_ref.rollout.n=8 actor_rollout_ref.rollout.top_k=-1
+"""
+
+ROLL = {
+    "exp_name": "lakes", "seed": 42, "max_steps": 100, "save_steps": 50, "eval_steps": 10, "logging_dir": "logs",
+    "rollout_batch_size": 128, "sequence_length": 1024, "pretrain": "Qwen/Qwen2.5-0.5B-Instruct",
+    "adv_estimator": "gae", "ppo_epochs": 2, "gamma": 0.98, "lambd": 0.9, "pg_clip": 0.2, "init_kl_coef": 0.01,
+    "whiten_advantages": True, "entropy_loss_coef": 0.001,
+    "actor_train": {
+        "model_args": {"dtype": "bf16", "disable_gradient_checkpointing": False},
+        "training_args": {"learning_rate": 1.0e-6, "warmup_steps": 10, "lr_scheduler_type": "cosine"},
+        "device_mapping": "list(range(0,8))",
+    },
+    "actor_infer": {"generating_args": {"max_new_tokens": 128, "top_p": 0.99, "top_k": 100, "temperature": 0.99}},
+    "train_env_manager": {
+        "num_env_groups": 16, "group_size": 8, "tags": ["Lake", "Boxes"], "num_groups_partition": [12, 4],
+    },
+    "custom_envs": {
+        "Lake": {"env_type": "frozen_lake", "max_tokens_per_step": 64, "env_config": {"is_slippery": False, "size": 4}},
+        "Boxes": {"env_type": "sokoban", "max_steps": 10, "env_config": {"dim_room": [6, 6], "num_boxes": 1}},
+        "Shop": {"env_type": "webshop"},
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def written(tmp_path):
+    (tmp_path / "fly.sh").write_text(AGENTFLY)
+    (tmp_path / "mixed.sh").write_text(MIXED)
+    (tmp_path / "roll.yaml").write_text(yaml.safe_dump(ROLL))
+    return tmp_path
+
+
+def keys(draft):
+    return {line.key for line in draft.mapped} | {line.key for line in draft.dropped}
+
+
+def test_a_script_of_agentfly_becomes_a_run_that_starts(written, monkeypatch):
+    monkeypatch.chdir(written)
+    draft = convert("agentfly", [written / "fly.sh"])
+    config = validate(RunConfig, draft.tree())
+    assert (config.algorithm.name, config.algorithm.kl.coef, config.algorithm.kl.estimator) == ("grpo", 0.001, "mse")
+    assert (config.rollout.tasks_per_step, config.rollout.group_size, config.trainer.steps) == (32, 8, 200)
+    assert (config.agent.name, config.agent.args, config.tools) == ("tool", {"max_tool_rounds": 2}, ("calculator",))
+    assert (config.learner.lr, config.sampling.max_tokens, config.model.name) == (5e-7, 256, "Qwen/Qwen2.5-3B-Instruct")
+    why = {line.key: line.what for line in draft.dropped}
+    assert why["algorithm.kl_ctrl.kl_coef"] == "not read without use_kl_in_reward"
+    assert why["trainer.brand_new_key"] == "not a key this converter knows"
+    assert keys(draft) >= set(draft.given)
+    for name in ("gsm8k_train.json", "gsm8k_test.json"):
+        (written / name).write_text(json.dumps([{"question": f"{n} + 1?", "answer": str(n + 1)} for n in range(40)]))
+    done = CliRunner().invoke(app, ["convert", "agentfly", "fly.sh", "--out", "run.yaml"])
+    assert done.exit_code == 0, done.output
+    assert "algorithm.adv_estimator=grpo  ->  algorithm.name=grpo" in done.output
+    more = ["model=seedling", "output_dir=out", "evaluation.tasks=4", "rollout.group_size=2", "trainer.steps=1"]
+    assert train(load(written / "run.yaml", more), stub=True).summary["steps"] == 1
+
+
+def test_ratios_agents_and_tags_of_the_mixed_script_are_wired(written):
+    draft = convert("verl", [written / "mixed.sh"])
+    config = validate(RunConfig, draft.tree())
+    assert config.data.by == "data_source"
+    assert {name: source.ratio for name, source in config.data.sources.items()} == {"taco": 0.4, "nq": 0.3, "math": 0.3}
+    assert config.data.sources["taco"].agent.name == "code"
+    assert config.data.sources["math"].agent.name == "chat"
+    assert config.agent.args["code_start_tag"] == "<custom_code>"
+    assert (config.algorithm.clip_low, config.algorithm.clip_high, config.algorithm.aggregation) == (0.2, 0.28, "token")
+    assert (str(config.data.path), config.model.name, config.sampling.top_k) == (
+        "/data/mixed.parquet",
+        "/models/base",
+        0,
+    )
+    assert {"RATE_LIMIT_PER_MINUTE", "WORKER_NODES"} <= {line.key for line in draft.dropped}
+
+
+def test_environments_of_roll_become_sources(written):
+    draft = convert("roll", [written / "roll.yaml"])
+    config = validate(RunConfig, draft.tree())
+    assert (config.algorithm.name, config.algorithm.gamma, config.algorithm.gae_lambda) == ("ppo", 0.98, 0.9)
+    assert (config.algorithm.kl.coef, config.algorithm.kl.where, config.algorithm.whiten) == (0.01, "reward", True)
+    assert (config.rollout.tasks_per_step, config.rollout.group_size, config.model.dtype) == (16, 8, "bfloat16")
+    lake, boxes = config.data.sources["Lake"], config.data.sources["Boxes"]
+    assert (lake.env.name, lake.env.args, lake.ratio, lake.sampling.max_tokens) == (
+        "frozen_lake", {"slippery": False, "size": 4}, 12, 64,
+    )  # fmt: skip
+    assert (boxes.env.name, boxes.env.args) == ("sokoban", {"size": 6, "boxes": 1, "max_steps": 10})
+    why = {line.key: line.what for line in draft.dropped}
+    assert "cosine" in why["actor_train.training_args.lr_scheduler_type"]
+    assert why["custom_envs.Shop.env_type"] == "not among train_env_manager.tags"
+    tree = draft.tree() | {"model": {"name": "seedling"}, "engine": {"name": "scripted"}}
+    parts = build(validate(RunConfig, tree))
+    assert sorted(task.source for task in parts.source.take(0, 16)) == ["Boxes"] * 4 + ["Lake"] * 12
+
+
+def test_one_environment_is_the_runs_own_and_later_files_win(written):
+    (written / "more.txt").write_text("train_env_manager.tags=[Boxes] adv_estimator.x=1\n")
+    config = validate(RunConfig, convert("roll", [written / "roll.yaml", written / "more.txt"]).tree())
+    assert (config.env.name, config.data.sources) == ("sokoban", {})
+
+
+@pytest.mark.parametrize(
+    ("system", "name", "text", "says"),
+    [
+        ("verl", "none.sh", None, "no such file"),
+        ("verl", "empty.sh", "echo hello\n", "no settings of verl in it"),
+        ("verl", "bad.yaml", "a: [", "not valid YAML"),
+        ("verl", "list.yaml", "- a\n", "must be keys with values"),
+        ("trl", "x.sh", "a.b=c", "no system is called 'trl'"),
+        ("verl", "quote.sh", 'python x "a.b=c', "cannot read"),
+    ],
+)
+def test_what_cannot_be_converted_is_said_in_a_line(system, name, text, says, tmp_path):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    done = CliRunner().invoke(app, ["convert", system, str(tmp_path / name)])
+    assert done.exit_code == 2
+    assert says in done.output
+
+
+def test_scripts_are_read_and_never_run(tmp_path):
+    settings, variables = read_script(f"x=$(touch {tmp_path / 'gone'})\na.b=$x c.d=${{UNSET:-4}} e.f=$MISSING\n", "s")
+    assert not (tmp_path / "gone").exists()
+    assert settings["c.d"] == 4
+    assert settings["e.f"] == "$MISSING"
+    assert "x" in variables
+
+
+def test_values_are_read_as_they_are_meant():
+    assert [plain(text) for text in ("5e-7", "1", "True", "[a,b]", "a/b", "(a 'b c')", "null", "")] == [
+        5e-7, 1, True, ["a", "b"], "a/b", ["a", "b c"], "null", None,
+    ]  # fmt: skip
+    assert read_yaml("a: {b: 1}\nc: ${a.b}\nd: ${nobody}\n", "f") == {"a.b": 1, "c": 1, "d": "${nobody}"}
+
+
+@given(st.text(max_size=200))
+def test_any_text_is_either_read_or_refused_in_a_line(text):
+    try:
+        settings, _ = read_script(text, "script")
+    except ConfigError as error:
+        assert str(error).startswith("script: ")  # noqa: PT017
+    else:
+        assert all("." in key for key in settings)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_no_rule_leads_to_a_key_that_does_not_exist(system):
+    """Each rule alone, on a value of some kind it takes, sets only keys that the configuration has."""
+    table, _ = SYSTEMS[system]
+    samples = [True, 1, 0.5, "grpo", "name", "hermes", "mse"]
+    known = set(paths(RunConfig))
+    for key, rule in table.items():
+        for value in samples:
+            draft = Draft(given={"actor_rollout_ref.actor.use_kl_loss": True})
+            try:
+                rule(draft, key, value)
+            except (TypeError, ValueError):
+                continue
+            for path in draft.settings:
+                assert path in known or path.startswith(("agent.args.", "data.sources.", "data.agents.", "env.")), path

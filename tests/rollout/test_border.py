@@ -1,0 +1,121 @@
+"""Calls across the border take a short way where they wait for nothing, and mean the same either way."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from arborl.errors import EpisodeError, MaxTurns
+from arborl.rollout import border
+from arborl.rollout.border import across
+
+
+async def late(value, turns=3):
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    return value
+
+
+async def at_once(value):
+    return value
+
+
+def plain(value):
+    return value
+
+
+def awaitable(value):
+    return asyncio.ensure_future(late(value))
+
+
+@pytest.mark.parametrize("function", [late, at_once, plain, awaitable])
+def test_every_kind_of_function_answers(function):
+    assert asyncio.run(across("x", 5.0, function, 7)) == 7
+
+
+def raises(error):
+    raise error
+
+
+async def raises_at_once(error):
+    raise error
+
+
+async def raises_late(error):
+    await asyncio.sleep(0)
+    raise error
+
+
+@pytest.mark.parametrize("function", [raises, raises_at_once, raises_late])
+def test_whatever_fails_belongs_to_who_was_called(function):
+    with pytest.raises(EpisodeError, match="environment 'x': ValueError: oh") as caught:
+        asyncio.run(across("environment 'x'", 5.0, function, ValueError("oh")))
+    assert caught.value.kind == "ValueError"
+    inner = EpisodeError("tool 'y'", ValueError("oh"))
+    for error in (inner, MaxTurns("used up")):
+        with pytest.raises(type(error)) as passed:
+            asyncio.run(across("environment 'x'", 5.0, function, error))
+        assert passed.value is error  # attributed already, or no failure
+
+
+def test_a_plain_function_that_raises_stop_iteration_has_failed_and_not_returned():
+    with pytest.raises(EpisodeError, match="StopIteration"):
+        asyncio.run(across("x", None, raises, StopIteration(7)))
+
+
+def test_taking_too_long_belongs_to_it_too():
+    with pytest.raises(EpisodeError, match=r"x: TimeoutError: took longer than 0.05 s"):
+        asyncio.run(across("x", 0.05, asyncio.sleep, 5))
+
+
+def test_a_cancelled_call_is_told_and_may_clean_up():
+    told = []
+
+    async def patient():
+        try:
+            await asyncio.sleep(5)
+        finally:
+            await asyncio.sleep(0)
+            told.append("cleaned up")
+
+    async def main():
+        job = asyncio.ensure_future(across("x", 5.0, patient))
+        await asyncio.sleep(0.01)
+        job.cancel()
+        with pytest.raises(asyncio.CancelledError) as caught:
+            await job
+        assert caught.value.__notes__ == ["x"]
+
+    asyncio.run(main())
+    assert told == ["cleaned up"]
+
+
+def test_a_call_may_use_what_belongs_to_a_task():
+    async def nested():
+        async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+            jobs = [group.create_task(late(i)) for i in range(3)]
+        return [job.result() for job in jobs], asyncio.current_task()
+
+    async def main():
+        values, task = await across("x", 5.0, nested)
+        assert values == [0, 1, 2]
+        assert task is asyncio.current_task()
+
+    asyncio.run(main())
+
+
+def test_who_holds_the_event_loop_is_told_on(monkeypatch):
+    import time
+
+    monkeypatch.setattr(border, "HELD", 0.05)
+    told: list[float] = []
+
+    async def sleeps():
+        time.sleep(0.1)
+        return 1
+
+    assert asyncio.run(across("x", None, sleeps, held=told.append)) == 1
+    assert asyncio.run(across("x", None, at_once, 2, held=told.append)) == 2
+    assert len(told) == 1
+    assert told[0] >= 0.1

@@ -1,0 +1,244 @@
+"""Environments that block, hang or crash cost themselves and nobody else, wherever they run."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+from rollout_worlds import Declared, Secretive, Sync
+
+from arborl.agents.chat import ChatAgent
+from arborl.engines.scripted import ScriptedEngine
+from arborl.envs.countdown import Countdown
+from arborl.envs.frozen_lake import FrozenLake
+from arborl.rollout import border
+from arborl.rollout.processes import ProcessEnv, Processes
+from arborl.rollout.recorder import Limits
+from arborl.rollout.runner import Cast, Rollout
+from arborl.rollout.store import to_json
+from arborl.rollout.workers import Workers, blocks
+from arborl.types import Message, Sampling, Stop, Task
+
+
+def rollout(renderer, env, workers="auto", per_process=0, concurrency=64, **limits) -> Rollout:
+    replies = [[*renderer.tokenizer.encode(text), renderer.stop[0]] for text in ("yes", "no", "<answer>Up</answer>")]
+    cast = Cast(agent=lambda task: ChatAgent(), env=lambda task: env())
+    limits = {"step_seconds": 20.0, "episode_seconds": 60.0} | limits
+    engine, where = ScriptedEngine(replies), Workers(workers, per_process)
+    return Rollout(engine, renderer, cast, Sampling(8), Limits(**limits), concurrency, where)
+
+
+def play(run: Rollout, *names: str, size: int = 1):
+    try:
+        groups = asyncio.run(run.collect([Task(name, env="world") for name in names], seed=0, group_size=size))
+    finally:
+        run.close()
+    return [episode for group in groups for episode in group.episodes]
+
+
+def test_only_environments_that_may_block_are_put_into_threads():
+    assert blocks(Sync())
+    assert blocks(Declared())
+    assert not blocks(Secretive())
+    assert not blocks(FrozenLake())
+
+
+@pytest.mark.parametrize("world", [Sync, Declared])
+def test_a_step_that_sleeps_holds_nobody_up(seedling, world):
+    _, renderer = seedling
+    run = rollout(renderer, world)
+    began = time.perf_counter()
+    episodes = play(run, *["sleep:0.4"] * 10)
+    assert time.perf_counter() - began < 2.0  # one after the other they would take 4 s
+    assert all(episode.failure is None and len(episode.turns) == 3 for episode in episodes)
+
+
+def test_an_environment_is_called_in_one_thread_from_beginning_to_end_which_is_not_the_event_loops(seedling):
+    _, renderer = seedling
+    for episode in play(rollout(renderer, Sync), *"abcdef"):
+        assert episode.metrics["threads"] == 1.0
+    here = threading.get_ident()
+    seen = []
+
+    class Telling(Sync):
+        def close(self):
+            seen.append(threading.get_ident())
+
+    play(rollout(renderer, Telling), "a")
+    assert seen
+    assert here not in seen
+
+
+@pytest.mark.parametrize("workers", ["thread", "process"])
+def test_a_hung_step_costs_its_episode_alone_and_is_counted(seedling, workers):
+    _, renderer = seedling
+    run = rollout(renderer, Sync, workers, step_seconds=1.0)
+    began = time.perf_counter()
+    groups = asyncio.run(run.collect([Task(n, env="world") for n in ("a", "sleep:30", "b", "c")], 0, 2))
+    took = time.perf_counter() - began
+    counted = Counter(run.metrics())
+    while workers == "process" and not counted["rollout/processes_replaced"] and time.perf_counter() - began < 15:
+        time.sleep(0.05)  # who is overdue is looked for ten times a second
+        counted += Counter(run.metrics())
+    run.close()
+    good = [episode for group in groups for episode in group.episodes if group.task.id != "sleep:30"]
+    assert all(episode.failure is None and len(episode.turns) == 3 for episode in good)
+    for episode in groups[1].episodes:
+        assert episode.stop is Stop.TIMEOUT
+        assert episode.failure.where == "environment 'world'"
+        assert "longer than 1 s" in episode.failure.message
+    assert took < 15
+    if workers == "thread":
+        assert counted["rollout/threads_abandoned"] == 2.0
+        assert counted["rollout/threads_stuck"] == 2.0
+    else:
+        assert counted["rollout/processes_replaced"] >= 1.0
+
+
+def test_a_thread_that_comes_back_after_all_closes_its_environment_and_ends(seedling):
+    _, renderer = seedling
+    closed = []
+
+    class Late(Sync):
+        def close(self):
+            closed.append(self.turns)
+
+    run = rollout(renderer, Late, step_seconds=0.2)
+    play(run, "sleep:0.6")
+    assert closed == []
+    deadline = time.monotonic() + 5
+    while run.workers.threads.left and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert closed == [2]
+    assert not run.workers.threads.left
+
+
+def test_the_episodes_deadline_holds_for_blocking_code_too(seedling):
+    _, renderer = seedling
+    (episode,) = play(rollout(renderer, Sync, step_seconds=20.0, episode_seconds=0.3), "sleep:2")
+    assert episode.stop is Stop.TIMEOUT
+    assert episode.failure.where == "environment 'world'"
+    assert "episode took longer than 0.3 s" in episode.failure.message
+
+
+@pytest.mark.parametrize("workers", ["auto", "thread", "process", "none"])
+def test_what_an_environment_raises_is_told_by_its_own_name(seedling, workers):
+    _, renderer = seedling
+    bad, good = play(rollout(renderer, Sync, workers), "raise", "a")
+    assert (bad.failure.kind, bad.failure.message) == ("ZeroDivisionError", "the ice broke")
+    assert "trouble" in bad.failure.traceback
+    assert good.failure is None
+
+
+def test_a_crash_costs_the_one_that_crashed_and_its_neighbours_go_on_elsewhere(seedling):
+    _, renderer = seedling
+    run = rollout(renderer, Sync, "process", per_process=8)
+    *good, bad = play(run, "sleep:0.3", "sleep:0.3", "a", "exit")
+    assert bad.failure.where == "environment 'world'"
+    assert "exit code 7" in bad.failure.message
+    for episode in good:
+        assert episode.failure is None
+        assert [turn.observation[0].content.split()[1] for turn in episode.turns] == ["1", "2", "3"]
+
+
+def test_a_killed_process_costs_its_neighbours_nothing(seedling):
+    """Both live in one process; the neighbour is brought to where it was in another one."""
+    _, renderer = seedling
+    run = rollout(renderer, lambda: Sync(length=40), "process", per_process=8, step_seconds=1.0, max_turns=64)
+
+    class Slowly(ChatAgent):
+        async def run(self, task, env, model):
+            await env.reset(task, 0)
+            while not (await env.step(Message("assistant", "on"))).over:
+                await asyncio.sleep(0.06)
+
+    run.cast = Cast(lambda task: Slowly(), run.cast.env)
+    good, bad = play(run, "a", "sleep:60")
+    assert bad.stop is Stop.TIMEOUT
+    assert good.failure is None
+    said = [turn.observation[0].content.split() for turn in good.turns]
+    assert [int(words[1]) for words in said] == list(range(1, 41))
+    assert len({words[0] for words in said}) == 2  # it began in one process and ended in another
+
+
+@pytest.mark.parametrize("workers", ["auto", "thread", "process", "none"])
+def test_where_environments_run_changes_no_episode(seedling, workers):
+    _, renderer = seedling
+
+    def episodes(where: str) -> list[dict]:
+        run = rollout(renderer, lambda: FrozenLake(slippery=True, size=6), where, concurrency=5)
+        tasks = [Task(f"t{i}", env="frozen_lake", seed=i, fields={"split": "train"}) for i in range(3)]
+        groups = asyncio.run(run.collect(tasks, seed=5, group_size=3))
+        run.close()
+        rows = [to_json(episode) for group in groups for episode in group.episodes]
+        for row in rows:
+            del row["seconds"]
+        return rows
+
+    assert episodes(workers) == episodes("none")
+
+
+def test_an_agent_may_ask_a_remote_environment_everything_it_may_ask_a_near_one():
+    async def look(env) -> list:
+        await env.reset(Task("t", seed=3, fields={"split": "train"}), 0)
+        chance = np.random.default_rng(0)
+        drawn = [env.random(chance) for _ in range(2)]
+        kept = env.snapshot()
+        step = await env.step(Message("assistant", env.oracle()))
+        told = [env.state_key(), env.render(), env.actions(), env.metrics(), env.picture() is not None]
+        env.restore(kept)
+        back = env.state_key()
+        await env.close()
+        return [drawn, chance.integers(1000), step, told, back, env.metrics()]
+
+    async def both() -> tuple[list, list]:
+        pool = Processes()
+        remote = ProcessEnv(Countdown(), pool, "countdown", 20.0)
+        found = await look(remote)
+        pool.close()
+        return await look(Countdown()), found
+
+    near, far = asyncio.run(both())
+    assert near == far
+
+
+def test_an_environment_that_cannot_be_sent_says_what_to_write_instead(seedling):
+    _, renderer = seedling
+
+    class Local(Sync):
+        pass
+
+    (episode,) = play(rollout(renderer, Local, "process"), "a")
+    assert "cannot be sent to a process" in episode.failure.message
+    assert "rollout.workers=thread" in episode.failure.message
+
+
+def test_who_blocks_without_saying_so_is_found_out_and_put_into_threads_from_then_on(seedling, caplog, monkeypatch):
+    monkeypatch.setattr(border, "HELD", 0.1)
+    _, renderer = seedling
+    run = rollout(renderer, Secretive, concurrency=1)
+    first, second = play(run, "sleep:0.2", "sleep:0.2")
+    assert first.failure is None
+    assert second.failure is None
+    assert Secretive in run.workers.slow
+    assert caplog.text.count("blocking = True") == 1
+
+
+def test_the_number_of_environments_in_a_process_is_kept(seedling):
+    _, renderer = seedling
+    run = rollout(renderer, Sync, "process", per_process=2)
+    episodes = play(run, *["sleep:0.3"] * 5)
+    homes = [episode.turns[0].observation[0].content.split()[0] for episode in episodes]
+    assert sorted(homes.count(home) for home in set(homes)) == [1, 2, 2]
+
+
+def test_garbage_is_collected_as_before_when_a_rollout_is_over(seedling):
+    _, renderer = seedling
+    before = gc.get_threshold()
+    play(rollout(renderer, Sync), "a", "raise")
+    assert gc.get_threshold() == before
