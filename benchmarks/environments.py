@@ -153,24 +153,26 @@ def redundancy(args: argparse.Namespace) -> dict[str, object]:
     result: dict[str, object] = {"groups": 16, "group_size": 8, "median_step_s": args.median, "sigma": args.sigma}
     algorithm = make_algorithm(AlgorithmConfig())
     for extra in (0, 2, 4):
-        seconds, means = [], []
+        seconds, means, compared = [], [], 0
         for trial in range(args.repeat):
             one = rollout(lambda task: Straggler(args.median, args.sigma), 1000)
             began = time.perf_counter()
             groups = asyncio.run(one.collect(tasks(16), trial, 8, manner=Manner(redundancy=extra)))
             seconds.append(time.perf_counter() - began)
             assert all(len(group.survivors) == 8 for group in groups)
-            means.append(_mean_advantage(algorithm, groups))
+            found = _mean_advantages(algorithm, groups)
+            means, compared = [*means, *found], compared + len(found)
         result |= {
             f"seconds_with_{extra}": float(np.median(seconds)),
+            f"groups_compared_with_{extra}": compared,
             f"mean_advantage_with_{extra}": float(np.abs(means).max()),
         }
         result[f"ratio_with_{extra}"] = float(str(result["seconds_with_0"])) / float(np.median(seconds))
     return result
 
 
-def _mean_advantage(algorithm: object, groups: list[Group]) -> float:
-    """Largest mean advantage of a group, one vote an episode: 0 whatever was cancelled."""
+def _mean_advantages(algorithm: object, groups: list[Group]) -> list[float]:
+    """Mean advantage of each group that is trained on, one vote an episode: 0 whatever was cancelled."""
     for group in groups:
         for episode in group.episodes:
             episode.rewards["env"] = sum(turn.reward for turn in episode.turns)
@@ -178,7 +180,7 @@ def _mean_advantage(algorithm: object, groups: list[Group]) -> float:
     terms = algorithm.credit(kept, plant(kept).terms)  # type: ignore[attr-defined]
     first = np.unique(terms.episode, return_index=True)[1]
     trees = terms.tree[first]
-    return max((abs(float(terms.advantage[first][trees == tree].mean())) for tree in np.unique(trees)), default=0.0)
+    return [float(terms.advantage[first][trees == tree].mean()) for tree in np.unique(trees)]
 
 
 CASES = {"throughput": throughput, "slow": slow, "redundancy": redundancy}

@@ -147,6 +147,7 @@ class Opened:
         when = asyncio.FIRST_EXCEPTION if patient else asyncio.FIRST_COMPLETED
         while pending and not any(_broke(job) for job in self.order) and (patient or len(self._whole()) < size):
             _, pending = await asyncio.wait(pending, return_when=when)
+            await asyncio.sleep(0)  # one that finished in the same moment is no longer pending, and not yet in `order`
 
     def counted(self, size: int) -> list[Episode]:
         """The members that count, by number: the first to finish; and those that failed, to be reported."""

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 CROWDED = 0.005
 """Seconds between two looks at a crowded engine."""
-COLLECT = 100_000
+COLLECT = 250_000
 """New objects after which Python looks for garbage while episodes are played; its own number is 700."""
 
 
