@@ -94,6 +94,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
     victim = subprocess.Popen(
         command("train", *SMALL, "trainer.steps=500", "output_dir=stopped"), cwd=tmp_path, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
     )  # fmt: skip
     metrics = tmp_path / "stopped" / "metrics.jsonl"
     deadline = time.monotonic() + 120
