@@ -46,8 +46,9 @@ def qwen3():
 
 
 def greedy_by_transformers(model, prompts: list[list[int]], count: int) -> list[list[int]]:
-    own = model.config._attn_implementation
+    own, end = model.config._attn_implementation, model.generation_config.eos_token_id
     model.set_attn_implementation("sdpa")
+    model.generation_config.eos_token_id = None  # min_new_tokens would forbid the end of turn, which the engine may draw
     out = [
         model.generate(
             torch.tensor([p]), attention_mask=torch.ones(1, len(p), dtype=torch.long), max_new_tokens=count,
@@ -56,6 +57,7 @@ def greedy_by_transformers(model, prompts: list[list[int]], count: int) -> list[
         for p in prompts
     ]  # fmt: skip
     model.set_attn_implementation(own)
+    model.generation_config.eos_token_id = end
     return out
 
 
@@ -122,6 +124,23 @@ def test_requests_put_back_for_want_of_room_go_on_with_the_same_tokens(family, m
     engine = LocalEngine(model, max_context=96, kv_tokens=160, page_size=4)
     assert [list(c.tokens) for c in generate(engine, prompts, [Sampling(40, 0.0)] * len(prompts))] == expected
     assert engine.metrics()["engine/paused"] >= 3
+
+
+@pytest.mark.parametrize("page_size", [0, 8])
+def test_seedlings_greedy_tokens_equal_those_of_transformers_with_hits_and_when_put_back(
+    seedling, page_size, monkeypatch
+):
+    monkeypatch.setattr("arborl.engines.local.HEADROOM", 0)
+    model, _ = seedling
+    prompts = random_prompts([5, 33, 60, 12], 600)
+    prompts += [[*prompts[1], 7], prompts[2]]
+    expected = greedy_by_transformers(model, prompts, 24)
+    roomy = LocalEngine(model, max_context=96, kv_tokens=96 * 8, page_size=page_size)
+    tight = LocalEngine(model, max_context=96, kv_tokens=160, page_size=8)
+    for engine in (roomy, roomy, tight):
+        assert [list(c.tokens) for c in generate(engine, prompts, [Sampling(24, 0.0)] * len(prompts))] == expected
+    assert roomy.metrics()["engine/hit_rate"] > 0.3
+    assert tight.metrics()["engine/paused"] > 0
 
 
 def test_a_request_put_back_draws_the_tokens_it_would_have_drawn(qwen3, monkeypatch):

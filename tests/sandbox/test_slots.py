@@ -24,7 +24,7 @@ def test_slots_go_to_who_waited_longest():
 def test_a_slot_given_to_somebody_cancelled_is_not_lost():
     slots = Slots(1)
 
-    async def play() -> None:
+    async def play() -> list[bool]:
         await slots.take()
         waiting = [asyncio.ensure_future(slots.take()) for _ in range(3)]
         await asyncio.sleep(0)
@@ -32,11 +32,13 @@ def test_a_slot_given_to_somebody_cancelled_is_not_lost():
         slots.give()
         waiting[1].cancel()  # after
         await asyncio.gather(*waiting[:2], return_exceptions=True)
-        await asyncio.wait_for(waiting[2], 2)
+        await asyncio.wait([waiting[2]], timeout=2)
+        got = [task.done() and not task.cancelled() for task in waiting]
         slots.give()
-        await asyncio.wait_for(slots.take(), 2)
+        await asyncio.wait([again := asyncio.ensure_future(slots.take())], timeout=2)
+        return [*got, again.done()]
 
-    asyncio.run(play())
+    assert asyncio.run(play()) == [False, False, True, True]
 
 
 def test_threads_and_event_loops_share_them():

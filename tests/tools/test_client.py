@@ -415,15 +415,19 @@ def test_an_open_breaker_lets_one_try_at_a_time():
 def test_a_breaker_whose_trier_gave_up_lets_the_next_try():
     now = [0.0]
 
-    async def play() -> None:
+    async def play() -> tuple[bool, bool]:
         breaker = Breaker(failures=1, pause=1.0, clock=lambda: now[0])
         breaker.failed()
         now[0] = 1.1
         await breaker.enter()
+        following = asyncio.ensure_future(breaker.enter())
+        await asyncio.sleep(0.03)
+        before = following.done()
         breaker.left()
-        await asyncio.wait_for(breaker.enter(), 1)
+        await asyncio.wait([following], timeout=1)
+        return before, following.done()
 
-    asyncio.run(play())
+    assert asyncio.run(play()) == (False, True)
 
 
 def test_the_pauses_of_a_breaker_grow_and_shrink_again():

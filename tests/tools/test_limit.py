@@ -53,16 +53,19 @@ def load(count: int, rate: float, burst: int, seconds: float, folder) -> list[li
     return [json.loads((folder / f"{number}.json").read_text()) for number in range(count)]
 
 
-def check(count: int, rate: float, burst: int, seconds: float, folder) -> None:
+def broken(count: int, rate: float, burst: int, seconds: float, folder) -> list[str]:
+    """What a load of real processes shows to be wrong; nothing, if the limit holds and is used."""
     stamps = load(count, rate, burst, seconds, folder)
     granted = [grant for each in stamps for grant, _ in each]
     seen = [at for each in stamps for _, at in each]
-    assert over(granted, rate) <= burst + 1e-6
-    assert all(at >= grant for each in stamps for grant, at in each)  # nobody goes ahead before the grant
-    assert len(granted) >= 0.9 * rate * seconds
-    assert len(seen) <= rate * (max(seen) - min(seen)) + burst + 1
-    if rate * seconds >= count:  # in the order of asking: everybody had a turn
-        assert all(stamps)
+    held = {
+        "no window holds more than rate x length + burst": over(granted, rate) <= burst + 1e-6,
+        "nobody goes ahead before the grant": all(at >= grant for each in stamps for grant, at in each),
+        "nine tenths of the rate are used": len(granted) >= 0.9 * rate * seconds,
+        "callers see no more than is granted": len(seen) <= rate * (max(seen) - min(seen)) + burst + 1,
+        "everybody has a turn": all(stamps) or rate * seconds < count,
+    }
+    return [rule for rule, kept in held.items() if not kept]
 
 
 def test_the_measure_of_the_tests_can_fail():
@@ -76,13 +79,13 @@ CASES = [(1, 10, 5), (8, 10, 5), (64, 10, 5), (8, 1000, 20)]
 
 @pytest.mark.parametrize(("count", "rate", "burst"), CASES)
 def test_processes_together_keep_the_limit_and_use_it(count, rate, burst, tmp_path):
-    check(count, rate, burst, 2, tmp_path)
+    assert broken(count, rate, burst, 2, tmp_path) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "rate", "burst"), [*CASES, (8, 10, 1)])
 def test_processes_together_keep_the_limit_and_use_it_for_ten_seconds(count, rate, burst, tmp_path):
-    check(count, rate, burst, 10, tmp_path)
+    assert broken(count, rate, burst, 10, tmp_path) == []
 
 
 def test_tasks_of_one_process_share_it_too(tmp_path):
@@ -188,5 +191,8 @@ def test_a_limit_that_makes_no_sense_is_refused(wrong):
 def test_a_file_that_says_nothing_sensible_is_begun_anew(tmp_path):
     limit = RateLimit(600, 1, "torn", folder=tmp_path)
     limit.acquire_sync()
+    with pytest.raises(LimitTimeout):
+        limit.acquire_sync(timeout=0.01)
     limit._book.path.write_bytes(b"\x00" * 7)
-    limit.acquire_sync(timeout=0.01)
+    before = time.monotonic()
+    assert limit.acquire_sync(timeout=0.01) <= before + 0.01

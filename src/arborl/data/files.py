@@ -59,11 +59,16 @@ def read_rows(path: Path) -> list[tuple[str, Row]]:
         raise ConfigError(f"{path}: not UTF-8 text ({error}). Save it as UTF-8.") from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
+    return objects_only(rows, str(path))
+
+
+def objects_only(rows: list[tuple[str, Any]], where: str) -> list[tuple[str, Any]]:
+    """The same rows, each with its place, once there are some and all of them have columns."""
     if not rows:
-        raise ConfigError(f"{path}: no rows in it. Give at least one task.")
+        raise ConfigError(f"{where}: no rows in it. Give at least one task.")
     for place, row in rows:
         if not isinstance(row, dict):
-            raise ConfigError(f"{path}, {place}: {type(row).__name__}, not an object with columns.")
+            raise ConfigError(f"{where}, {place}: {type(row).__name__}, not an object with columns.")
     return rows
 
 

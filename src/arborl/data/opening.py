@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from arborl.config.data import DataConfig, RowsConfig, SourceConfig
-from arborl.data.files import MEMORY_BYTES, MEMORY_ROWS, open_table
+from arborl.data.files import MEMORY_BYTES, MEMORY_ROWS, objects_only, open_table
 from arborl.data.mixture import Band, Mixture
 from arborl.data.pools import EnvPool, Pool, RowPool, StreamPool, call_rows
 from arborl.data.rows import Reader
@@ -146,12 +146,7 @@ def _all_rows(make: Any, where: str, seed: int) -> list[tuple[str, Row]]:
     rows = [(f"row {number}", row) for number, row in enumerate(given, 1)]
     if len(rows) > MOST_ROWS:
         raise ConfigError(f"{where}: gives more than {MOST_ROWS:,} rows. Write endless=true if it never ends.")
-    if not rows:
-        raise ConfigError(f"{where}: gives no rows. Give at least one task.")
-    for place, row in rows:
-        if not isinstance(row, dict):
-            raise ConfigError(f"{where}, {place}: {type(row).__name__}, not an object with columns.")
-    return rows
+    return objects_only(rows, where)
 
 
 def open_hub(name: str) -> Table:

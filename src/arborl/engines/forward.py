@@ -17,12 +17,12 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, rms_norm
+from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from arborl.engines.cache import head_size
 from arborl.models.attention import Attend
-from arborl.models.lean import KINDS, agrees
+from arborl.models.lean import KINDS, agrees, norm
 
 log = logging.getLogger(__name__)
 
@@ -186,8 +186,7 @@ class TorchOps:
         self.size = head_size(model)
 
     def norm(self, x: Tensor, module: nn.Module) -> Tensor:
-        weight: Tensor = module.weight  # type: ignore[assignment]
-        return rms_norm(x, weight.shape, weight, epsilon(module))
+        return norm(module, x)
 
     def add_norm(self, x: Tensor, y: Tensor, module: nn.Module) -> tuple[Tensor, Tensor]:
         x = x + y
@@ -210,7 +209,3 @@ class TorchOps:
         gate, up = gate_up.chunk(2, dim=-1)
         out: Tensor = activation(gate) * up
         return out
-
-
-def epsilon(norm: nn.Module) -> float:
-    return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)  # type: ignore[arg-type]

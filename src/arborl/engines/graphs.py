@@ -23,9 +23,10 @@ from transformers.activations import SiLUActivation
 from arborl.engines import kernels
 from arborl.engines.cache import Cache
 from arborl.engines.executor import Ready, Sampled, Step
-from arborl.engines.forward import Block, Forward, Rope, epsilon
+from arborl.engines.forward import Block, Forward, Rope
 from arborl.engines.sampling import Draws, draw
-from arborl.models.attention import library_hidden_states
+from arborl.models.attention import library_hidden_states, logit_cap, raw_read_out
+from arborl.models.lean import epsilon
 
 log = logging.getLogger(__name__)
 
@@ -248,7 +249,7 @@ class GraphExecutor:
         tokens = kernels.feed(whole[:, FED].contiguous(), self.buffers.token)
         position, slot = whole[:, POSITION].contiguous(), whole[:, SLOT].contiguous()
         ops = TritonOps(self.cache, self.heads, position, slot, whole[:, TABLE:])
-        logits_BV = raw_logits(self.model, self._hidden(tokens, position, ops))
+        logits_BV = self._logits(self._hidden(tokens, position, ops))
         if not truncates:
             self._sample(logits_BV)
         return logits_BV
@@ -258,6 +259,10 @@ class GraphExecutor:
         heat, uniform = buffers.real[:rows, HEAT].float(), buffers.real[:rows, UNIFORM].contiguous()
         greedy = buffers.whole[:rows, GREEDY].contiguous()
         kernels.sample(logits_BV, heat, greedy, uniform, buffers.token, buffers.logprob)
+
+    def _logits(self, hidden_BE: Tensor) -> Tensor:
+        """As the head gives them; the sampler adds up in float32."""
+        return raw_read_out(self.model.get_output_embeddings(), logit_cap(self.model), hidden_BE)
 
     def _hidden(self, tokens: Tensor, position_N: Tensor, ops: TritonOps) -> Tensor:
         if self.forward.fused:
@@ -274,17 +279,10 @@ class GraphExecutor:
         fed, last_B = torch.from_numpy(sent).to(device).split([len(step.tokens), len(last)])
         hidden_NE = self._hidden(kernels.feed(fed, self.buffers.token), ops.position_N, ops)
         count = len(last)
-        logits_BV = raw_logits(self.model, hidden_NE[last_B.long()])
+        logits_BV = self._logits(hidden_NE[last_B.long()])
         if count and not truncates:
             whole, real = (x[:count].numpy() for x in self.buffers.sent[self.turn])
             self._chances(step.draws, whole[:, GREEDY], real)
             self._send(count)
             self._sample(logits_BV)
         return logits_BV
-
-
-def raw_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """Next-token logits in the precision the head gives; the sampler adds up in float32."""
-    head: Tensor = model.get_output_embeddings()(hidden)
-    cap = getattr(model.config, "final_logit_softcapping", None)
-    return head if cap is None else torch.tanh(head.float() / cap) * cap

@@ -19,7 +19,7 @@ from arborl.algorithms.losses import Said
 from arborl.learner.batch import MicroBatch
 from arborl.learner.critic import Critic
 from arborl.learner.executor import Way, allow_variants, hidden
-from arborl.models.attention import read_out
+from arborl.models.attention import logit_cap, read_out
 from arborl.models.distribution import Shape, log_distribution
 from arborl.types import Sampling
 
@@ -49,7 +49,7 @@ def score(
     shape = Shape.of([sampling], model.device)
     logprobs, entropies = [], []
     for hidden_ME, token_M in _chunks(model, hidden_NE, batch):
-        given = (model.get_output_embeddings(), _cap(model), hidden_ME, token_M, shape, entropy)
+        given = (model.get_output_embeddings(), logit_cap(model), hidden_ME, token_M, shape, entropy)
         alone = len(token_M) == len(batch.rows)  # then nothing is gained by letting its logits go
         logprob, spread = run(*given) if alone else checkpoint(run, *given, use_reentrant=False)
         logprobs.append(logprob)
@@ -66,7 +66,7 @@ def distributions(model: PreTrainedModel, batch: MicroBatch, sampling: Sampling,
     shape = Shape.of([sampling], model.device)
     return torch.cat(
         [
-            log_distribution(read_out(model.get_output_embeddings(), _cap(model), hidden_ME), shape, token_M)
+            log_distribution(read_out(model.get_output_embeddings(), logit_cap(model), hidden_ME), shape, token_M)
             for hidden_ME, token_M in _chunks(model, hidden(model, batch, way), batch)
         ]
     )
@@ -77,10 +77,6 @@ def _chunks(model: PreTrainedModel, hidden_NE: Tensor, batch: MicroBatch) -> Ite
     position, token = (torch.from_numpy(c).to(hidden_NE.device) for c in (batch.terms.position, batch.terms.token))
     for places, tokens in zip(position.split(rows), token.split(rows), strict=True):
         yield hidden_NE[places], tokens
-
-
-def _cap(model: PreTrainedModel) -> float | None:
-    return getattr(model.config, "final_logit_softcapping", None)
 
 
 def _head(

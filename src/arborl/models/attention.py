@@ -49,11 +49,24 @@ def library_hidden_states(model: PreTrainedModel, tokens: Tensor, positions: Ten
 
 def logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """Next-token logits in float32 (float64 stays) for rows of hidden states."""
-    return read_out(model.get_output_embeddings(), getattr(model.config, "final_logit_softcapping", None), hidden)
+    return read_out(model.get_output_embeddings(), logit_cap(model), hidden)
 
 
 def read_out(head: nn.Module, cap: float | None, hidden: Tensor) -> Tensor:
     """The same for a head by itself."""
+    out = raw_read_out(head, cap, hidden)
+    return out if out.dtype == torch.float64 else out.float()
+
+
+def raw_read_out(head: nn.Module, cap: float | None, hidden: Tensor) -> Tensor:
+    """The same in the precision the head gives, where nothing caps it."""
     out: Tensor = head(hidden)
+    if cap is None:
+        return out
     out = out if out.dtype == torch.float64 else out.float()
-    return out if cap is None else torch.tanh(out / cap) * cap
+    return torch.tanh(out / cap) * cap
+
+
+def logit_cap(model: PreTrainedModel) -> float | None:
+    """What the model's logits are softly held below, if anything."""
+    return getattr(model.config, "final_logit_softcapping", None)

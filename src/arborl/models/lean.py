@@ -1,8 +1,9 @@
 """The forward pass of Llama and its relatives in few operations, over the model's own modules.
 
-The library's code is written for every use; sampling calls it thousands of times on a handful of rows, where operations
-and not arithmetic take the time. This is the same computation with a third of the operations. The first time a model
-comes here it is checked against the library's own result; one that differs, or a kind not listed, keeps the library's.
+The library's code is written for every use. This is the same computation with a third of the operations, which
+compiles well and spares small models most of their time. The learner uses it; the engine has its own form of it, over a
+cache (`engines/forward.py`). The first time a model comes here it is checked against the library's own result; one that
+differs, or a kind not listed, keeps the library's.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def lean(model: PreTrainedModel, tokens: Tensor, positions: Tensor, attend: Atte
     base = model.base_model
     x_NE = base.embed_tokens(tokens)
     cos, sin = (part[0, :, None] for part in base.rotary_emb(x_NE[None], positions[None]))
-    return _norm(base.norm, (run or in_turn)(list(base.layers), x_NE, cos, sin, attend))
+    return norm(base.norm, (run or in_turn)(list(base.layers), x_NE, cos, sin, attend))
 
 
 def in_turn(layers: Sequence[Any], x_NE: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
@@ -68,25 +69,30 @@ def one_layer(layer: Any, x_NE: Tensor, cos: Tensor, sin: Tensor, attend: Attend
     """H query heads, K key heads, D head size. Attention is not told the layer's number: it would be compiled in, and
     every layer compiled anew."""
     attention, mlp = layer.self_attn, layer.mlp
-    h_NE = _norm(layer.input_layernorm, x_NE)
+    h_NE = norm(layer.input_layernorm, x_NE)
     q, k, v = (
         project(h_NE).unflatten(-1, (-1, attention.head_dim))
         for project in (attention.q_proj, attention.k_proj, attention.v_proj)
     )
     if hasattr(attention, "q_norm"):
-        q, k = _norm(attention.q_norm, q), _norm(attention.k_norm, k)
+        q, k = norm(attention.q_norm, q), norm(attention.k_norm, k)
     both = _turn(torch.cat([q, k], dim=1), cos, sin)
     q, k = both.split([q.shape[1], k.shape[1]], dim=1)
     x_NE = x_NE + attention.o_proj(attend(0, q, k, v, attention.scaling).flatten(1))
-    h_NE = _norm(layer.post_attention_layernorm, x_NE)
+    h_NE = norm(layer.post_attention_layernorm, x_NE)
     out: Tensor = x_NE + mlp.down_proj(mlp.act_fn(mlp.gate_proj(h_NE)) * mlp.up_proj(h_NE))
     return out
 
 
-def _norm(module: nn.Module, x: Tensor) -> Tensor:
+def norm(module: nn.Module, x: Tensor) -> Tensor:
+    """Root-mean-square norm with the module's weight."""
     weight: Tensor = module.weight  # type: ignore[assignment]
-    eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
-    return rms_norm(x, weight.shape, weight, eps)  # type: ignore[arg-type]
+    return rms_norm(x, weight.shape, weight, epsilon(module))
+
+
+def epsilon(module: nn.Module) -> float:
+    """What the norm adds under the root; the library has two names for it."""
+    return float(module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps)  # type: ignore[arg-type]
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
