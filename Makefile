@@ -1,6 +1,7 @@
 # make demo   set up, then train the embedded model on FrozenLake
 # make test   set up, then lint, types, layer contract, tests
 # make test-slow   the tests marked slow
+# make test-long   the property tests, with new examples and ten times as many
 # make smollm2     install the weights of the next size up, for model=smollm2
 # demo and test set up only what has changed since the last time.
 PYTHON ?= python3
@@ -10,7 +11,10 @@ STAMP := $(VENV)/.ready
 # The exact torch release is asked for first: an index that offers a CPU build of it is then used, and nothing else pulls another in.
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: help setup demo test test-slow smollm2 lint types layers format clean
+# Many tests start processes: installed packages are compiled once, not by each of them, even where that is switched off.
+ONCE := env -u PYTHONDONTWRITEBYTECODE
+
+.PHONY: help setup demo test test-slow test-long smollm2 lint types layers format clean
 
 help:
 	@sed -n 's/^# make /make /p' Makefile
@@ -31,11 +35,15 @@ demo: setup
 
 test: lint types layers
 	@echo "== tests"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	@$(ONCE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 test-slow: setup
 	@echo "== slow tests"
-	@OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m slow
+	@$(ONCE) OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m slow
+
+test-long: setup
+	@echo "== property tests at length"
+	@$(ONCE) OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m 'hypothesis and not gpu and not slow' --hypothesis-profile thorough
 
 smollm2: setup
 	@echo "== the weights of SmolLM2-135M-Instruct, for model=smollm2"

@@ -439,6 +439,7 @@ def synchronize(model: Any) -> None:
 
 def compare(case: Case, tiny: bool, repeats: int, micro_batch_tokens: int) -> dict[str, Any]:
     baseline, tried = measure_trl(case, tiny, repeats)
+    print(f"{case.name}: TRL {baseline.seconds:.3f} s a step, {tried}; now ours", file=sys.stderr, flush=True)
     mine, share = measure_ours(case, tiny, repeats, micro_batch_tokens)
     bf16 = case.device == "cuda"
     model = "random Qwen2.5-0.5B" if bf16 else "seedling grown to 5M" if case.turns > 1 else "random 5M Llama"
@@ -471,6 +472,7 @@ def main() -> int:
     parser.add_argument("--case", choices=[case.name for case in CASES], help="without one, all of the device")
     parser.add_argument("--repeats", type=int, help="3 on a CPU, 2 on a GPU")
     parser.add_argument("--micro-batch-tokens", type=int, help="ours: 4,096 on a CPU, 16,384 on a GPU")
+    parser.add_argument("--tried", type=int, nargs="*", help="TRL: sequences a micro-batch; without any, several")
     parser.add_argument("--json", action="store_true", help="one JSON line a case, nothing else")
     parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)  # a GPU's case, small, on a CPU
     args = parser.parse_args()
@@ -482,6 +484,8 @@ def main() -> int:
     datasets.disable_progress_bars()
     cuda = args.device == "cuda"
     for case in cases:
+        if args.tried:
+            case = dataclasses.replace(case, tried=tuple(args.tried))
         if args.tiny:
             prompt = case.prompt if case.turns > 1 else 16  # a lake's is what it is
             case = dataclasses.replace(case, prompts=2, prompt=prompt, sampled=8, tried=(16, 8))

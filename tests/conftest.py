@@ -9,12 +9,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 from hypothesis import HealthCheck, settings
 
-settings.register_profile(
-    "arbor",
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
+QUIET = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+settings.register_profile("arbor", max_examples=40, deadline=None, derandomize=True, suppress_health_check=QUIET)
+settings.register_profile("thorough", max_examples=400, deadline=None, suppress_health_check=QUIET)
 settings.load_profile("arbor")
 
 

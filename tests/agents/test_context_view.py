@@ -190,7 +190,7 @@ EDITS = st.one_of(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=120)
 @given(st.lists(EDITS, max_size=8), st.dictionaries(st.sampled_from("abc"), st.text(max_size=5)), st.booleans())
 def test_the_view_is_pure_and_whole_whatever_is_edited(tried, notes, tidy):
     history, edits = three_rounds(), ()

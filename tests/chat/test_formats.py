@@ -70,7 +70,7 @@ def test_calls_survive_being_written_and_read(format):
 def test_no_text_breaks_a_parser(format):
     parser = PARSERS[format]()
 
-    @settings(max_examples=300)
+    @settings(max_examples=100)
     @given(st.lists(st.sampled_from(MARKS) | st.text(max_size=5), max_size=12).map("".join))
     @example("[f(" + "(" * 50_000)
     @example("[f(x=" + "-" * 10_000 + "1)]")

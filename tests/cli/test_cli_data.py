@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -53,10 +54,56 @@ def test_settings_of_a_set_and_mistakes_in_them():
         (["mix"], "Missing argument"),
         (["mix", "env=frozen_lake"], "there are no rows to mix"),
         (["prepare", "novelqa", "--input", "x.json"], "with --books FOLDER"),
+        (["prepare", "longbench-v2", "--input", "none.json"], "none.json: no such file"),
+        (["prepare", "longbench-v2"], "Missing option '--input'"),
     ):
         done = call("data", *words)
         assert done.exit_code == 2, words
         assert says in done.output, done.output
+
+
+def longbench(count: int) -> list[dict[str, str]]:
+    """Rows in the layout LongBench-v2 is published in."""
+    about = {"domain": "Law", "sub_domain": "Cases", "difficulty": "easy", "length": "short"}
+    choices = {f"choice_{letter}": f"{letter} did" for letter in "ABCD"}
+    return [
+        {"_id": f"id{n}", **about, "question": f"Who did it {n}?", **choices, "answer": "ABCD"[n % 4],
+         "context": f"Document {n}. " * 40}
+        for n in range(count)
+    ]  # fmt: skip
+
+
+def test_longbench_is_prepared_shown_and_trained_on(here):
+    (here / "data.json").write_text(json.dumps(longbench(30)))
+    done = call("data", "prepare", "longbench-v2", "--input", "data.json", "--out", "data/longbench")
+    assert done.exit_code == 0, done.output
+    said = dict(line.split("  ") for line in done.output.splitlines())
+    assert sorted(said) == ["data/longbench/train.parquet", "data/longbench/val.parquet"]
+    assert sum(int(rows.split()[0]) for rows in said.values()) == 30
+    assert all((here / path).is_file() for path in said)
+    shown = call("data", "inspect", "data/longbench/train.parquet")
+    assert shown.exit_code == 0, shown.output
+    assert "document_content" in shown.output
+    assert "Select the best option from the choices above." in shown.output
+    assert "Document 1. " not in shown.output
+    small = ["model=seedling", "model.dtype=float32", "rollout.tasks_per_step=2", "rollout.group_size=2",
+             "sampling.max_context=1024", "sampling.max_tokens=64", "trainer.steps=1", "evaluation.tasks=2",
+             "output_dir=run"]  # fmt: skip
+    recipe = load(ROOT / "recipes/statelm-gpu/longbench.yaml", small)
+    assert train(recipe, stub=True).summary["steps"] == 1
+    held_out = pyarrow.parquet.read_table("data/longbench/val.parquet")["id"].to_pylist()
+    assert {task.fields["document_content"] for task in build(recipe).source.evaluation(2)} <= {
+        f"Document {name.removeprefix('id')}. " * 40 for name in held_out
+    }
+
+
+def test_answers_may_be_asked_for_in_words_and_a_single_row_is_for_training(here):
+    (here / "data.jsonl").write_text(json.dumps(longbench(1)[0]) + "\n")
+    done = call("data", "prepare", "longbench-v2", "--input", "data.jsonl", "--out", "one", "--mc-to-sa")
+    assert done.exit_code == 0, done.output
+    assert done.output == "one/train.parquet  1 rows\n"
+    assert [path.name for path in (here / "one").iterdir()] == ["train.parquet"]
+    assert "answer: A did" in call("data", "inspect", "one/train.parquet").output
 
 
 def test_a_file_is_shown_with_its_columns_lengths_sources_and_prompts(here):

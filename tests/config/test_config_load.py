@@ -239,3 +239,11 @@ def test_a_wrong_keyword_says_what_to_write(keywords: dict[str, object], line: s
     with pytest.raises(ConfigError) as raised:
         from_kwargs(**keywords)
     assert str(raised.value) == line
+
+
+def test_another_name_leaves_the_arguments_of_the_first_behind(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("agent: {name: tool, args: {max_tool_rounds: 2}}\n")
+    assert load(file, ["agent=chat"]).agent.args == {}
+    assert load(file, ["agent=tool"]).agent.args == {"max_tool_rounds": 2}
+    assert load(file, ["agent=code", "agent.args.max_tool_rounds=3"]).agent.args == {"max_tool_rounds": 3}

@@ -156,6 +156,27 @@ def test_ratios_agents_and_tags_of_the_mixed_script_are_wired(written):
     assert {"RATE_LIMIT_PER_MINUTE", "WORKER_NODES"} <= {line.key for line in draft.dropped}
 
 
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        ({"max_samples_per_trajectory": 2, "downsample_mode": "random"}, (2, "random")),
+        ({"max_samples_per_trajectory": 8}, (8, "last")),  # their default
+        ({"downsample_mode": "anything"}, (1, "random")),  # theirs again, and all that is not last
+        ({"max_samples_per_trajectory": None}, (None, "random")),
+    ],
+)
+def test_the_branches_statelm_trains_on_are_those_trained_here(given, ours, tmp_path):
+    script = {"actor_rollout_ref": {"rollout": {"n": 8, "multi_turn": given}}}
+    (tmp_path / "statelm.yaml").write_text(yaml.safe_dump(script))
+    draft = convert("verl", [tmp_path / "statelm.yaml"])
+    learner = validate(RunConfig, draft.tree()).learner
+    assert (learner.max_samples_per_trajectory, learner.downsample_mode) == ours
+    assert keys(draft) == set(draft.given)
+    script["actor_rollout_ref"]["actor"] = {"policy_loss": {"loss_mode": "gspo"}}
+    (tmp_path / "statelm.yaml").write_text(yaml.safe_dump(script))
+    assert validate(RunConfig, convert("verl", [tmp_path / "statelm.yaml"]).tree()).algorithm.loss == "gspo"
+
+
 def test_environments_of_roll_become_sources(written):
     draft = convert("roll", [written / "roll.yaml"])
     config = validate(RunConfig, draft.tree())

@@ -47,7 +47,7 @@ def mixtures(draw):
 
 
 @given(mixtures())
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_every_batch_is_full_and_within_a_row_of_its_quota_and_so_are_all_batches_together(made):
     rows, ratios, size, seed = made
     mixed = mixture(rows, ratios, seed)
@@ -65,7 +65,7 @@ def test_every_batch_is_full_and_within_a_row_of_its_quota_and_so_are_all_batche
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=8), st.integers(1, 30))
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_shares_keep_within_a_row_for_as_long_as_anyone_looks(weights, size):
     shares = exact({str(n): weight for n, weight in enumerate(weights)})
     behind = dict.fromkeys(shares, Fraction(0))
@@ -90,7 +90,7 @@ def test_where_ratios_and_sizes_change_batches_are_still_full_and_the_error_stay
 
 
 @given(mixtures(), st.integers(0, 12))
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_a_run_resumed_at_any_batch_goes_on_as_if_it_had_never_stopped(made, stop):
     rows, ratios, size, seed = made
     whole = mixture(rows, ratios, seed)
@@ -107,7 +107,7 @@ def test_a_run_resumed_at_any_batch_goes_on_as_if_it_had_never_stopped(made, sto
 
 
 @given(mixtures())
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_every_row_of_a_source_comes_before_any_comes_twice_and_every_pass_has_its_own_order(made):
     rows, ratios, size, seed = made
     mixed = mixture(rows, ratios, seed)

@@ -27,7 +27,8 @@ from arborl.track.jsonl import read_metrics
 from arborl.types import Message
 
 SMALL = [
-    "rollout.tasks_per_step=2", "rollout.group_size=3", "trainer.steps=5", "trainer.save_every=2", "evaluation.tasks=2",
+    "rollout.tasks_per_step=2", "rollout.group_size=3", "trainer.steps=4", "trainer.save_every=2", "evaluation.tasks=1",
+    "env.args.size=3", "env.args.max_steps=4",  # of a few short episodes some succeed, so there is a gradient
     "track.gifs=1", "track.tensorboard=false", "deterministic=true", "threads=1", "model.device=cpu",
     "algorithm.skip_zero_variance=false",
 ]  # fmt: skip
@@ -60,7 +61,7 @@ def settled(folder: Path) -> list[dict]:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "checkpoints" / "step-000005" / "model" / "model.safetensors")
+    return load_file(folder / "checkpoints" / "step-000004" / "model" / "model.safetensors")
 
 
 def test_a_run_killed_with_9_and_resumed_ends_bit_equal_to_one_that_was_not(tmp_path):
@@ -82,6 +83,7 @@ def test_a_run_killed_with_9_and_resumed_ends_bit_equal_to_one_that_was_not(tmp_
     resumed = invoke("train", "--resume", "latest", f"output_dir={tmp_path / 'cut'}")
     assert resumed.exit_code == 0, resumed.output
     assert settled(tmp_path / "cut") == settled(tmp_path / "whole")
+    assert any(row["learner/grad_norm"] > 0 for row in settled(tmp_path / "whole")[2:])  # or equal weights show nothing
     ours, theirs = weights(tmp_path / "cut"), weights(tmp_path / "whole")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("cut", "whole")]
@@ -92,8 +94,8 @@ def test_a_run_killed_with_9_and_resumed_ends_bit_equal_to_one_that_was_not(tmp_
 
 def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
     victim = subprocess.Popen(
-        command("train", *SMALL, "trainer.steps=500", "output_dir=stopped"), cwd=tmp_path, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        command("train", *SMALL, "trainer.steps=500", "evaluation.tasks=0", "output_dir=stopped"), cwd=tmp_path,
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
     )  # fmt: skip
     metrics = tmp_path / "stopped" / "metrics.jsonl"
@@ -242,12 +244,10 @@ def test_python_trains_a_tool_agent_on_a_file_with_its_own_tool_and_reward(tmp_p
         (["rewards=[envv]"], "Did you mean 'env'?"),
         (["env.args.sise=4"], "Did you mean 'size'?"),
         (["env.args.size=1"], "2 or more"),
-        (["rollout.group_size=1"], "group_size"),
         (["data.path=missing.json", "rewards=[exact]"], "missing.json"),
         (["sampling.max_context=100000"], "max_context"),
         (["tools=[calculator]"], "agent=tool"),
         (["model.device=toaster"], "toaster"),
-        (["--resume", "latest", "output_dir=nowhere"], "nowhere"),
     ],
 )
 def test_bad_input_is_one_clear_line_exit_code_2_and_nothing_written(tmp_path, monkeypatch, words, complaint):

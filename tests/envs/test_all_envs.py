@@ -130,17 +130,11 @@ def test_episodes_do_not_depend_on_their_order_their_neighbours_or_the_thread(na
 
 
 def test_episodes_are_the_same_in_another_process_with_other_string_hashes():
-    def elsewhere(salt):
-        done = subprocess.run(
-            [sys.executable, __file__],
-            env={**os.environ, "PYTHONHASHSEED": salt},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        return done.stdout.strip()
-
-    assert elsewhere("1") == elsewhere("271828") == digest_of_all()
+    salt = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+    command, env = [sys.executable, __file__], {**os.environ, "PYTHONHASHSEED": salt}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as elsewhere:
+        here = digest_of_all()
+        assert elsewhere.communicate()[0].strip() == here
 
 
 @pytest.mark.parametrize("name", MAKERS)

@@ -52,7 +52,7 @@ def test_any_text_survives_the_tokenizer(seedling):
 @pytest.mark.parametrize("seed", range(30))
 def test_incremental_rendering_of_its_own_transcripts_equals_the_full_render(seedling, seed):
     _, renderer = seedling
-    transcript = write(generator(seed, "test"))
+    transcript = write(generator(seed, "test"))[0]
     conversations = Conversations(renderer)
     for end, message in enumerate(transcript.messages):
         if message.role != "assistant" or message.tool_calls:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import yaml
 
+from arborl.agents.policy import ASK
 from arborl.models.seedling import documents
 from arborl.models.seedling.make import template
-from arborl.models.seedling.transcripts import Transcript
+from arborl.models.seedling.transcript import Transcript
 from arborl.seeds import generator
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "statelm" / "run.yaml"
@@ -18,14 +19,11 @@ PERFECT = documents.Manner(1, 1, 1, 1, 1, 1, 1)
 
 def test_transcripts_end_with_the_players_words_and_fit_a_row():
     chance = generator(0, "test")
-    for _ in range(20):
-        transcript = documents.documents(chance)
+    for transcript in [one for _ in range(10) for one in documents.documents(chance)]:
         assert isinstance(transcript, Transcript)
         assert transcript.messages[-1].role == "assistant"
-        assert "<tool_call>" in transcript.messages[-1].content
         text = template().render(transcript.messages, transcript.tools, generation=False)
-        assert len(documents.Pieces().encode(text)) <= 1000
-        assert "Notes: " in text
+        assert len(documents.Pieces().encode(text)) <= 1024
         assert text.startswith("<|im_start|>system\n")
 
 
@@ -41,11 +39,34 @@ def test_careful_players_mostly_succeed_and_those_who_never_delete_do_not():
     assert sum(documents.play(chance, 8000, hoarding)[1] for _ in range(8)) == 0
 
 
+def test_careful_players_answer_from_their_own_summaries_too():
+    chance = generator(5, "test")
+    tidy = documents.Manner(1, 1, 1, 0, 0, 1, 1)
+    played = [documents.play(chance, 5000, tidy, summaries=True) for _ in range(10)]
+    assert sum(success for _, success in played) >= 7
+    asked = [reply for player, _ in played for shown, reply in player.said if shown[-1].content == ASK]
+    assert any(": " in reply.content for reply in asked)
+
+
 def test_no_stub_is_taught_as_something_to_say():
     chance = generator(2, "test")
     for _ in range(20):
-        said = [message for message in documents.documents(chance).messages if message.role == "assistant"]
-        assert all(message.sampled and "deleted" not in message.content for message in said)
+        for transcript in documents.documents(chance):
+            said = [message for message in transcript.messages[transcript.since :] if message.role == "assistant"]
+            assert said
+            assert all(message.sampled and "deleted" not in message.content for message in said)
+
+
+def test_every_message_of_an_episode_is_imitated_once_in_the_context_it_was_written_in():
+    player, _ = documents.play(generator(3, "test"), 4000, PERFECT)
+    taught = [
+        (tuple(one.messages[:place]), message)
+        for one in documents.branches(player.said)
+        for place, message in enumerate(one.messages)
+        if place >= one.since and message.role == "assistant"
+    ]
+    assert taught == player.said
+    assert len(documents.branches(player.said)) > 1
 
 
 def test_the_recipe_plays_as_the_players_did():

@@ -89,7 +89,7 @@ def group(*given):
     return Group(given[0].task, list(given))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(episodes)
 def test_an_episode_survives_json_bit_for_bit(episode):
     assert from_json(json.loads(json.dumps(to_json(episode)))) == episode

@@ -13,6 +13,7 @@ import arborl
 from arborl.errors import ConfigError
 from arborl.rollout.runner import Rollout
 from arborl.rollout.tape import Recording, Replay
+from arborl.track.jsonl import read_metrics
 from arborl.types import Call, Completion, Episode, Finish, Group, Message, Task, Turn
 
 SMALL = {
@@ -20,6 +21,8 @@ SMALL = {
     "seed": 3,
     "rollout.tasks_per_step": 3,
     "rollout.group_size": 3,
+    "env.args.size": 3,
+    "env.args.max_steps": 4,
     "evaluation.tasks": 0,
     "track.tensorboard": False,
     "track.gifs": 0,
@@ -53,6 +56,7 @@ def test_a_replayed_run_trains_on_the_recorded_episodes_and_gives_the_same_updat
     first, second = weights(tmp_path / "played"), weights(tmp_path / "replayed")
     assert set(first) == set(second)
     assert all((first[name] == second[name]).all() for name in first)
+    assert any(row["learner/grad_norm"] > 0 for row in read_metrics(tmp_path / "played" / "metrics.jsonl"))
 
 
 def test_a_replay_with_another_seed_is_refused_by_what_to_write(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -52,7 +54,7 @@ def test_a_call_is_in_the_branch_it_goes_on_from_and_a_return_begins_another():
 
 @given(st.integers(1, 7), st.integers(1, 7), st.integers(0, 10**6))
 def test_a_branch_that_is_kept_stands_for_its_chance_of_being_kept(branches, most, seed):
-    draws = [factors(branches, [3] * branches, most, "random", generator(seed, i)) for i in range(40)]
+    draws = [factors([0.3] * branches, most, "random", generator(seed, i)) for i in range(40)]
     kept = np.array(draws)
     assert np.all((kept > 0).sum(axis=1) == min(branches, most))
     if 1 < most < branches:
@@ -63,19 +65,18 @@ def test_a_branch_that_is_kept_stands_for_its_chance_of_being_kept(branches, mos
 
 def test_the_expected_weight_of_every_branch_is_its_own():
     for branches, most in ((5, 1), (5, 3), (6, 2)):
-        mean = np.mean(
-            [factors(branches, [1] * branches, most, "random", generator(7, i)) for i in range(6000)], axis=0
-        )
+        mean = np.mean([factors([1.0] * branches, most, "random", generator(7, i)) for i in range(6000)], axis=0)
         assert np.allclose(mean, 1.0, atol=0.1)
 
 
-@pytest.mark.parametrize("aggregation", ["episode", "token", "fixed"])
+@pytest.mark.parametrize("aggregation", WEIGHTS)
 def test_neither_branches_nor_drawing_change_the_weight_of_an_episode(aggregation):
     groups = [Group(Task("t"), [episode("a", 6), episode("b", 1), episode("c", 3, first=30)])]
     terms = credited(groups, aggregation)
     whole = np.bincount(terms.episode, terms.weight)
-    last = thin(groups, terms, 2, "last", seed=0)[1]
-    assert np.allclose(np.bincount(last.episode, last.weight), whole)
+    for most in (1, 2, 5):
+        last = thin(groups, terms, most, "last", seed=0)[1]
+        assert np.allclose(np.bincount(last.episode, last.weight), whole)
     total = np.mean(
         [
             np.bincount(t.episode, t.weight, minlength=3)
@@ -104,7 +105,8 @@ def test_the_expected_gradient_is_that_of_all_branches():
 def test_what_is_kept_is_in_its_own_context_with_its_own_credit():
     groups = [Group(Task("t"), [episode("a", 4), episode("b", 2, first=30)])]
     terms = credited(groups)
-    forest, kept = thin(groups, terms, 1, "last", seed=0)
+    forest, kept, dropped = thin(groups, terms, 1, "last", seed=0)
+    assert dropped == {"thinned/branches": 3 + 1, "thinned/terms": len(terms) - len(kept)}
     assert len(kept) < len(terms)
     assert sum(len(tree) for tree in forest.trees) < sum(len(tree) for tree in plant(groups).trees)
     for row in range(len(kept)):
@@ -122,10 +124,74 @@ def test_what_is_kept_is_in_its_own_context_with_its_own_credit():
 def test_few_branches_are_left_alone_and_nonsense_is_refused():
     groups = [Group(Task("t"), [episode("a", 2)])]
     terms = credited(groups)
-    _, same = thin(groups, terms, 2, "random", seed=0)
+    _, same, dropped = thin(groups, terms, 2, "random", seed=0)
+    assert dropped == {"thinned/branches": 0, "thinned/terms": 0}
     assert np.array_equal(same.weight, terms.weight)
     assert np.array_equal(same.position, terms.position)
     for args, words in (((0, "last"), "most=0"), ((1, "first"), "how='first'")):
         with pytest.raises(ValueError, match=words):
             thin(groups, terms, *args, seed=0)
     assert len(thin([], credited([]), 1, "last", seed=0)[1]) == 0
+
+
+PLACED = {"tree", "position", "call", "weight"}
+
+
+@pytest.mark.parametrize("how", ["last", "random"])
+def test_every_column_but_place_and_weight_goes_with_its_term(how):
+    """Log-probabilities of policy and reference, values, targets, versions: each row is told by its advantage."""
+    groups = [Group(Task("t"), [episode("a", 4), episode("b", 2, first=30)]), Group(Task("u"), [episode("c", 5)])]
+    terms = credited(groups)
+    filled = {
+        name: np.arange(len(terms)) + 0.1 * n for n, name in enumerate(("proximal", "reference", "value", "target"))
+    }
+    terms = dataclasses.replace(terms, **filled)
+    forest, kept, _ = thin(groups, terms, 2, how, seed=1)
+    rows = kept.advantage.astype(int)  # counts the terms
+    assert 0 < len(rows) < len(terms)
+    for name in set(Terms.__slots__) - PLACED:
+        assert np.array_equal(getattr(kept, name), getattr(terms, name)[rows]), name
+    assert np.all(kept.weight >= terms.weight[rows])
+    assert kept.tree.tolist() == [0 if one < 2 else 1 for one in kept.episode]
+    for row in range(len(kept)):
+        assert (
+            forest.trees[int(kept.tree[row])].tokens[int(kept.position[row])]
+            == (plant(groups).trees[int(terms.tree[rows[row]])].tokens[int(terms.position[rows[row]])])
+        )
+
+
+@pytest.mark.parametrize("how", ["last", "random"])
+def test_an_episode_is_thinned_alike_whatever_is_beside_it(how):
+    """So two processes with half the groups each train on what one with all of them does."""
+    groups = [Group(Task(f"t{n}"), [episode(f"{n}{e}", 2 + e, first=10 * e) for e in range(3)]) for n in range(4)]
+    terms = credited(groups)
+    whole = thin(groups, terms, 2, how, seed=5)[1]
+    for mine in ([0, 1], [2, 3], [1]):
+        first = sum(len(e.calls) for group in groups[: mine[0]] for e in group.survivors)
+        own = terms.pick(np.flatnonzero(np.isin(terms.tree, mine)))
+        own = dataclasses.replace(own, tree=own.tree - mine[0], call=own.call - first)
+        part = thin([groups[n] for n in mine], own, 2, how, seed=5)[1]
+        same = whole.pick(np.flatnonzero(np.isin(whole.tree, mine)))
+        for name in ("token", "position", "advantage", "weight", "episode"):
+            assert np.array_equal(getattr(part, name), getattr(same, name)), name
+    assert not np.array_equal(
+        thin(groups, terms, 2, "random", 5)[1].advantage, thin(groups, terms, 2, "random", 6)[1].advantage
+    )
+
+
+@pytest.mark.parametrize("how", ["last", "random"])
+def test_a_branch_that_sampled_nothing_is_not_one_of_those_kept(how):
+    one = episode("a", 3)
+    one.calls.append(made([8, 8], []))  # cut off before its first token
+    groups = [Group(Task("t"), [one])]
+    terms = credited(groups)
+    _, kept, dropped = thin(groups, terms, 1, how, seed=0)
+    assert len(kept) > 0
+    assert dropped["thinned/branches"] == 2
+    if how == "last":
+        assert kept.weight.sum() == pytest.approx(terms.weight.sum())
+    assert len(thin([Group(Task("t"), [Episode("e", Task("t"))])], credited([]), 1, how, seed=0)[1]) == 0
+
+
+def test_branches_without_weight_are_kept_without_any():
+    assert factors([1.0, 0.0], 1, "last", generator(0)).tolist() == [0.0, 1.0]

@@ -1,6 +1,7 @@
 import asyncio
 import os
-import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -209,10 +210,12 @@ def test_an_endless_loop_is_ended_by_processor_time(level):
     assert "0.3 s of processor time" in outcome.output
 
 
-def test_an_endless_sleep_is_ended_by_the_clock(box):
-    outcome = box.run_sync("import time; time.sleep(100)")
+@pytest.mark.parametrize("level", HERE)
+def test_an_endless_sleep_is_ended_by_the_clock(level):
+    with Sandbox(replace(TIGHT, wall_seconds=0.5), level) as box:
+        outcome = box.run_sync("import time; time.sleep(100)")
     assert outcome.stopped == "wall"
-    assert 2.9 < outcome.seconds < 4
+    assert 0.45 < outcome.seconds < 1.5
 
 
 def test_endless_output_is_cut_off(box):
@@ -222,7 +225,8 @@ def test_endless_output_is_cut_off(box):
     within(outcome, 3)
 
 
-def test_code_that_ignores_signals_is_ended_too(box):
+@pytest.mark.parametrize("level", HERE)
+def test_code_that_ignores_signals_is_ended_too(level):
     code = """
 import signal
 for n in range(1, 32):
@@ -230,8 +234,9 @@ for n in range(1, 32):
     except OSError: pass
 while True: pass
 """
-    within(box.run_sync(code), 4)
-    assert not box.alive
+    with Sandbox(replace(TIGHT, cpu_seconds=0.2), level) as box:
+        within(box.run_sync(code), 4)
+        assert not box.alive
 
 
 def test_the_environment_of_the_parent_cannot_be_read(monkeypatch):
@@ -319,28 +324,41 @@ if os.fork() == 0:
     assert processes_of(mark) == []
 
 
-def test_a_daemon_does_not_outlive_a_host_that_is_killed(tmp_path):
-    """The host dies without a word; the guest and what it started must go too."""
-    import subprocess
-    import sys
-
-    mark = f"arborl-orphan-{os.getpid()}"
-    loop = "while true; do sleep 1; done"
-    code = f"import os\nif os.fork() == 0: os.execv('/bin/sh', ['/bin/sh', '-c', {loop!r}, {mark!r}])"
-    level = next((level for level in HERE if level != "rlimits"), None)
-    if level is None:
-        pytest.skip("there are no other processes at the only level that works here")
+def host_of(level: str, code: str, folder: Path) -> subprocess.Popen[str]:
+    """A process that keeps its sandboxes' folders under `folder`, and says True when `code` ran in one."""
+    made = f"from arborl.sandbox import *; import time; box = Sandbox(Limits(), {level!r}); "
+    said = f"print(box.run_sync({code!r}).ok, flush=True); "
     host = subprocess.Popen(
-        [sys.executable, "-c", f"from arborl.sandbox import *; import time; b = Sandbox(Limits(), {level!r}); "
-         f"print(b.run_sync({code!r}).ok, flush=True); time.sleep(60)"],
-        stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-c", made + said + "time.sleep(60)"],
+        stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(folder)},
     )  # fmt: skip
     assert host.stdout.readline() == "True\n"
-    wait_until(lambda: processes_of(mark))
-    host.send_signal(signal.SIGKILL)
-    host.wait()
-    wait_until(lambda: not processes_of(mark))
-    host.stdout.close()
+    return host
+
+
+@pytest.mark.parametrize("level", HERE)
+def test_a_host_that_is_killed_leaves_no_folder_and_no_daemon(tmp_path, level):
+    """The host dies without a word; the guest, what it started and what it wrote must go too."""
+    mark = f"arborl-orphan-{os.getpid()}"
+    loop = "while true; do sleep 1; done"
+    code = "import os; open('x', 'w').close()"
+    if level != "rlimits":  # where there are no other processes
+        code += f"\nif os.fork() == 0: os.execv('/bin/sh', ['/bin/sh', '-c', {loop!r}, {mark!r}])"
+    host = host_of(level, code, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1
+    wait_until(lambda: processes_of(mark) or level == "rlimits")
+    host.kill()
+    host.communicate()
+    wait_until(lambda: not processes_of(mark) and not list(tmp_path.iterdir()))
+
+
+def test_a_process_that_ends_with_spare_guests_leaves_no_folder(tmp_path):
+    code = "from arborl.sandbox import run_code_sync; print(run_code_sync('6 * 7').value)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"TMPDIR": str(tmp_path)}
+    )
+    assert done.stdout == "42\n"
+    wait_until(lambda: not list(tmp_path.iterdir()))
 
 
 def wait_until(true, seconds: float = 5.0) -> None:

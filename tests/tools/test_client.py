@@ -187,9 +187,8 @@ def test_a_cluster_limit_is_one_limit_for_all_who_ask_the_server(served):
 # ------------------------------------------------------------------------------------------------ bad days
 
 
-def through_a_restart(folder, calls: int) -> tuple[list, list[str]]:
+def through_a_restart(served: Served, calls: int) -> list:
     """`calls` stateful calls at once; the server is killed while some run, and started anew."""
-    served = Served(folder)
     served.wait()
     client = ToolClient(served.url, concurrency=32, call_seconds=90, pause=0.05)
 
@@ -204,8 +203,15 @@ def through_a_restart(folder, calls: int) -> tuple[list, list[str]]:
         await client.close()
         return results
 
+    return asyncio.run(play())
+
+
+@pytest.fixture(scope="module")
+def restarted(tmp_path_factory):
+    """A server that was killed under 150 calls and runs again, what they were answered, and what was written."""
+    served = Served(tmp_path_factory.mktemp("restarted"))
     try:
-        return asyncio.run(play()), served.lines()
+        yield served, through_a_restart(served, 150), served.lines()
     finally:
         served.stop(signal.SIGKILL)
 
@@ -222,25 +228,28 @@ def check_restart(results: list, lines: list[str], calls: int) -> None:
     assert kinds["ok"] >= calls // 2
 
 
-def test_a_server_killed_and_started_anew_loses_no_call_and_runs_none_twice(tmp_path):
-    results, lines = through_a_restart(tmp_path, 150)
+def test_a_server_killed_and_started_anew_loses_no_call_and_runs_none_twice(restarted):
+    _, results, lines = restarted
     check_restart(results, lines, 150)
 
 
 @pytest.mark.slow
 def test_a_thousand_calls_through_a_killed_server(tmp_path):
-    results, lines = through_a_restart(tmp_path, 1000)
-    check_restart(results, lines, 1000)
-
-
-def test_a_server_asked_to_stop_finishes_what_it_has(tmp_path):
     served = Served(tmp_path)
-    served.wait()
+    try:
+        results = through_a_restart(served, 1000)
+        check_restart(results, served.lines(), 1000)
+    finally:
+        served.stop(signal.SIGKILL)
+
+
+def test_a_server_asked_to_stop_finishes_what_it_has(restarted):
+    served, _, before = restarted
     client = ToolClient(served.url, call_seconds=3)
 
     async def play():
         jobs = [asyncio.ensure_future(client.call("enter", {"line": str(n)})) for n in range(20)]
-        while not served.lines():
+        while len(served.lines()) == len(before):
             await asyncio.sleep(0.002)
         served.process.send_signal(signal.SIGTERM)
         return await asyncio.gather(*jobs)
@@ -248,7 +257,7 @@ def test_a_server_asked_to_stop_finishes_what_it_has(tmp_path):
     results = asyncio.run(play())
     served.process.wait(60)
     entered = [result.content.removeprefix("entered ") for result in results if result.ok]
-    assert sorted(entered) == sorted(served.lines())  # what was run was answered
+    assert sorted(entered) == sorted(served.lines()[len(before) :])  # what was run was answered
     assert {result.kind for result in results} <= {"ok", "unavailable"}
 
 

@@ -84,11 +84,13 @@ class CodeAgent(RoundsAgent):
         else:
             result = await self.tool.run({self.argument: code.strip("\n")}, context)
         count([result], context, model)
-        start, end = self.results
-        return [Message(self.result_role, f"{start}\n{result.content}\n{end}", name=self._name())]
+        return [self.shown(result.content)]
 
-    def _name(self) -> str | None:
-        return self.tool.name if self.result_role == "tool" else None
+    def shown(self, result: str) -> Message:
+        """What code printed, as the model reads it."""
+        start, end = self.results
+        name = self.tool.name if self.result_role == "tool" else None
+        return Message(self.result_role, f"{start}\n{result}\n{end}", name=name)
 
     def _action(self, message: Message) -> Message:
         """The message as the environment and the rewards read it."""

@@ -80,9 +80,14 @@ def train(
 
 
 def evaluate(path: str, overrides: Sequence[str] = ()) -> dict[str, dict[str, float]]:
-    """Numbers of a run's last checkpoint, of a checkpoint, or of a model by name, on held-out tasks."""
+    """Numbers of a run's last checkpoint, of a checkpoint, of a model by name, or of the model that a YAML file begins
+    with, on held-out tasks."""
     place = Path(path)
-    if (place / "config.yaml").exists():
+    model: str | Path
+    if place.suffix == ".yaml":
+        config = load(place, overrides)
+        model = config.model.name
+    elif (place / "config.yaml").exists():
         config, model = (
             load(place / "config.yaml", overrides),
             checkpoint.find(place / "checkpoints", "latest") / "model",
@@ -90,7 +95,7 @@ def evaluate(path: str, overrides: Sequence[str] = ()) -> dict[str, dict[str, fl
     elif holds_model(place / "model"):
         config, model = load(place.parent.parent / "config.yaml", overrides), place / "model"
     elif place.exists() and not holds_model(place):
-        raise ConfigError(f"{path!r} is neither a run folder, a checkpoint nor a model folder.")
+        raise ConfigError(f"{path!r} is neither a run folder, a checkpoint, a model folder nor a YAML file.")
     else:
         config, model = load(None, overrides), place
     if config.evaluation.tasks == 0:

@@ -67,8 +67,9 @@ def prepare(
         written = prepare_novelqa(source, out, books, val_share=val_share)
     else:
         raise ConfigError(f"{name!r}: give longbench-v2, or novelqa with --books FOLDER and without --mc-to-sa.")
-    for file, rows in written.items():
-        typer.echo(f"{out / file}  {rows} rows")
+    for side, rows in written.items():
+        if rows:
+            typer.echo(f"{out / side}.parquet  {rows} rows")
 
 
 # ------------------------------------------------------------------------------------------------ inspect

@@ -17,15 +17,18 @@ if TYPE_CHECKING:
 def evaluate(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="PATH a.b=c", help="A run, a checkpoint or a model, and settings.", show_default=False),
+        typer.Argument(
+            metavar="PATH a.b=c", help="A run, a checkpoint, a model or a YAML file, and settings.", show_default=False
+        ),
     ] = None,
 ) -> None:
-    """Measure a run folder, a checkpoint or a model on held-out tasks."""
+    """Measure a run folder, a checkpoint, a model, or what a YAML file begins with, on held-out tasks."""
     paths, settings = split(arguments or (), ("--help",))
     path = one_path(paths, "thing to evaluate")
     if path is None:
         raise ConfigError(
-            "nothing to evaluate. Write `arborl evaluate PATH`: a run folder, a checkpoint or a model's name."
+            "nothing to evaluate. Write `arborl evaluate PATH`: "
+            "a run folder, a checkpoint, a model's name or a YAML file."
         )
     from rich.console import Console
 

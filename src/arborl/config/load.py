@@ -32,8 +32,8 @@ def load(file: Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
     Args:
         file: a YAML file; without one the defaults are the base.
         overrides: `key=value`, whether or not the file mentions the key; `~key` takes a key out. A name in place of a
-            section is short for its `name`. Where a folder of YAML files beside the file has the key's name,
-            `key=value` picks one of them, as in Hydra.
+            section is short for its `name`; another name than the file's leaves the file's `args` behind. Where a
+            folder of YAML files beside the file has the key's name, `key=value` picks one of them, as in Hydra.
 
     Example:
         load(Path("run.yaml"), ["env=frozen_lake", "env.args.size=6", "learner.lr=3e-4"])
@@ -208,7 +208,7 @@ def _raw(node: Any, key: Any) -> Any:
 
 def _apply(tree: DictConfig, override: Override) -> None:
     """Set or delete one key of `tree`. `+` and `++` say what a plain override does anyway."""
-    from omegaconf import Container, OmegaConf
+    from omegaconf import Container, DictConfig, OmegaConf
 
     key, value, text = override.key_or_group, override.value(), override.input_line
     above, _, last = key.rpartition(".")
@@ -228,6 +228,9 @@ def _apply(tree: DictConfig, override: Override) -> None:
         return
     model = section(RunConfig, key)
     if model and model.shorthand and isinstance(value, str):
+        before = OmegaConf.select(tree, key)
+        if isinstance(before, DictConfig) and before.get(model.shorthand) not in (None, value):
+            before.pop("args", None)  # they were the other one's
         key = f"{key}.{model.shorthand}"
     OmegaConf.update(tree, key, value, merge=True, force_add=True)
 

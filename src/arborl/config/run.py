@@ -114,6 +114,12 @@ class LearnerConfig(Config):
     micro_batch_tokens: int = Field(0, ge=0)
     """Tree tokens that go through the model at once; changes memory and speed, never the result. 0 takes 4,096 on a CPU
     and 16,384 on a GPU; where a GPU's memory does not suffice, it is halved until it does."""
+    max_samples_per_trajectory: int | None = Field(None, ge=1)
+    """Branches of an episode that are trained, where it has more; they count for those that are not. Without it, all.
+    Advantages are always those of the whole episode."""
+    downsample_mode: Literal["last", "random"] = "random"
+    """With `max_samples_per_trajectory`, which. `random`: the last and a draw of the others (of all, where it is 1),
+    with the expected gradient of all. `last`: the latest, with the weight of all."""
     attention: Literal["auto", "causal", "dense", "blocks", "flex"] = "auto"
     """How trees are attended; `auto` takes the cheapest. All give the same result; one that does not is left, with a
     warning."""
@@ -131,6 +137,15 @@ class LearnerConfig(Config):
     """Of the critic's own weights; without one, `lr` for a model of its own and ten times `lr` for a head."""
     critic_detach: bool = False
     """Keep the gradient of a shared critic's loss out of the trunk."""
+
+    @model_validator(mode="after")
+    def _says_how_many(self) -> LearnerConfig:
+        if self.downsample_mode != "random" and self.max_samples_per_trajectory is None:
+            raise ValueError(
+                f"downsample_mode={self.downsample_mode} says which branches are trained where not all are. Write "
+                "max_samples_per_trajectory=2 too."
+            )
+        return self
 
 
 class TrainerConfig(Config):
@@ -223,6 +238,11 @@ class RunConfig(Config):
         for chosen in (self.algorithm, *self.algorithm.by_source.values()):
             if chosen.compares and self.rollout.group_size < 2:
                 raise ValueError(_alone(chosen))
+            if self.learner.max_samples_per_trajectory is not None and _needs_every_branch(chosen):
+                raise ValueError(
+                    f"learner.max_samples_per_trajectory with algorithm.loss={chosen.loss}, which is of whole "
+                    f"episodes: leave it out{', or write algorithm.sequence=call' if chosen.loss == 'gspo' else ''}."
+                )
         for name in self.algorithm.by_source if self.data.sources else ():
             if name not in self.data.sources:
                 near = did_you_mean(name, self.data.sources)
@@ -295,6 +315,11 @@ def _brings_rows(data: Any) -> bool:
     own = any(data.get(key) is not None for key in ("path", "hub", "rows"))
     inner = [spelt_out(SourceConfig, one) for one in sources.values()] if isinstance(sources, Mapping) else []
     return own or any(_brings_rows(one) for one in inner)
+
+
+def _needs_every_branch(algorithm: AlgorithmConfig) -> bool:
+    """Whether the loss adds up an episode's tokens before anything else: a part of them cannot stand for all."""
+    return algorithm.loss in ("dpo", "ipo", "kto") or (algorithm.loss == "gspo" and algorithm.sequence == "episode")
 
 
 def _alone(algorithm: AlgorithmConfig) -> str:

@@ -109,6 +109,22 @@ def turns(draft: Draft, key: str, value: Any) -> None:
         draft.drop(key, value, "an agent without a limit of its own has the context for one")
 
 
+def samples(draft: Draft, key: str, value: Any) -> None:
+    """Either of StateLM's two keys. They are read together: where one is left out, its default there is not ours."""
+    at = "actor_rollout_ref.rollout.multi_turn."
+    most, how = draft.given.get(f"{at}max_samples_per_trajectory", 1), draft.given.get(f"{at}downsample_mode", "last")
+    if not isinstance(most, int) or most < 1:
+        draft.drop(key, value, "all branches are trained, as here without learner.max_samples_per_trajectory")
+    elif draft.given.get("actor_rollout_ref.actor.policy_loss.loss_mode") == "gspo":
+        draft.drop(key, value, "the ratios of gspo are of whole episodes, of which all branches are trained")
+    else:
+        ours = {"max_samples_per_trajectory": most, "downsample_mode": "last" if how == "last" else "random"}
+        for name, setting in ours.items():
+            draft.settings[f"learner.{name}"] = setting
+        name = key.rpartition(".")[2]
+        draft.set(key, value, f"learner.{name}", ours[name])
+
+
 def ratio(draft: Draft, key: str, value: Any) -> None:
     name = key.rpartition(".")[2]
     draft.settings.setdefault("data.by", "data_source")
@@ -210,6 +226,8 @@ TABLE: dict[str, Rule] = {
     f"{R}multi_turn.max_assistant_turns": turns,
     f"{R}multi_turn.max_user_turns": no("the environment decides how often it answers"),
     f"{R}multi_turn.single_turn_max_tokens": to("sampling.max_tokens"),
+    f"{R}multi_turn.max_samples_per_trajectory": samples,
+    f"{R}multi_turn.downsample_mode": samples,
     f"{R}multi_turn.tool_config.code_start_tag": tag,
     f"{R}multi_turn.tool_config.code_end_tag": tag,
     f"{R}multi_turn.tool_config.answer_start_tag": tag,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import marshal
 import os
+import secrets
 import select
 import shutil
 import socket
@@ -67,7 +68,7 @@ class Sandbox:
             raise SandboxError("bwrap is not installed (apt install bubblewrap)")
         self.limits, self.level = limits or Limits(), level
         self.fences: tuple[str, ...] = ()
-        self._folder = tempfile.mkdtemp(prefix="arborl-box-")
+        self._folder = os.path.join(tempfile.gettempdir(), f"arborl-box-{secrets.token_hex(8)}")  # made by its keeper
         self._home = self._folder if level == "rlimits" else HOME
         self._lock = threading.RLock()  # held while code runs; the end of the guest waits for it
         self._open, self._killed = True, False
@@ -157,7 +158,7 @@ class Sandbox:
             self._control.close()
             os.close(self._out)
             os.close(self._err)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self._folder, ignore_errors=True)  # left only where the keeper was killed
 
     def __enter__(self) -> Self:
         return self

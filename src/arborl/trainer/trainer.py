@@ -16,12 +16,13 @@ from arborl.engines.engine import Engine
 from arborl.learner.learner import Learner
 from arborl.rewards.reward import Rewards
 from arborl.rollout.runner import Rollout
+from arborl.rollout.thin import thin
 from arborl.rollout.tree import plant
 from arborl.seeds import derive
 from arborl.track.tracker import Tracker
 from arborl.trainer.probe import SyncProbe
 from arborl.trainer.summary import describe_batch, summarize
-from arborl.types import Group, Metrics
+from arborl.types import Forest, Group, Metrics, Terms
 
 
 class Hook(Protocol):
@@ -111,7 +112,8 @@ class Trainer:
             forest = plant(kept)
             terms = self.learner.look(forest.trees, forest.terms, self.algorithm.needs)
             terms = self.algorithm.credit(kept, terms)
-            metrics |= describe_batch(forest, terms) | self.algorithm.metrics()
+            forest, terms, left_out = self._thinned(kept, forest, terms, derive(seed, "thin"))
+            metrics |= describe_batch(forest, terms) | self.algorithm.metrics() | left_out
             metrics |= self.learner.update(forest.trees, terms, self.algorithm)
         self.step += 1  # from here on the step counts as done, whatever interrupts
 
@@ -131,6 +133,13 @@ class Trainer:
         sampling = dataclasses.replace(self.rollout.sampling, temperature=0.0)
         tasks = [group.task for group in groups]
         return await self.rollout.train(tasks, derive(seed, "greedy"), 1, len(tasks), sampling)
+
+    def _thinned(self, kept: Sequence[Group], forest: Forest, terms: Terms, seed: int) -> tuple[Forest, Terms, Metrics]:
+        """What is trained: all branches, or, where the configuration says so, some of each episode, for all."""
+        config = self.config.learner
+        if config.max_samples_per_trajectory is None:
+            return forest, terms, {}
+        return thin(kept, terms, config.max_samples_per_trajectory, config.downsample_mode, seed)
 
     def _engine_metrics(self, clock: Clock) -> Metrics:
         counted = self.engine.metrics()

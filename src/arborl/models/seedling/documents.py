@@ -11,23 +11,19 @@ import asyncio
 import contextlib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from arborl.agents.policy import ASK
 from arborl.agents.statelm import StateLM
 from arborl.chat.formats.hermes import HermesParser
 from arborl.data.documents import Problem
 from arborl.data.words import COLOURS, OBJECTS, PEOPLE, TOWNS, TRADES
 from arborl.envs.documents import Documents
 from arborl.errors import EpisodeOver
+from arborl.models.seedling.transcript import MARKS, PIECE, Chance, Transcript, draw, pick
 from arborl.types import Message, Metrics, Task, ToolCall, ToolSpec
-
-if TYPE_CHECKING:
-    from arborl.models.seedling.transcripts import Transcript
-
-Chance = np.random.Generator
 
 AGENT = {
     "toolset": ["searchEngine", "readChunk", "note", "deleteContext", "finish"],
@@ -35,25 +31,28 @@ AGENT = {
     "stub": "deleted",
     "tidy": True,
     "max_assistant_turns": 24,
-    "reading": {"chunk_size": 272, "overlap": 16, "built": True, "results": 4, "fragments": 0},
+    "reading": {"chunk_size": 360, "overlap": 16, "built": True, "results": 4, "fragments": 0},
 }
 """Arguments of the agent, as the recipe has them."""
+SUMMARIES = {"policy": "summary", "toolset": ["searchEngine", "readChunk", "finish"]}
+"""Changes where the agent asks for summaries instead."""
 ENV = {"hops": 2, "distractors": 12, "lures": 1}
 """Arguments of the environment, besides the length."""
 WINDOW, REPLY = 1024, 96
-LONGEST = 900
+LONGEST = 1000
 """Pieces of a transcript; a row of training holds 1024 tokens, and some words are two."""
 LENGTHS = (1500, 16000)
-PIECE = re.compile(r" ?[A-Z]?[a-z]+|\d|[A-Z]|\s|[^\sA-Za-z\d]")
+PIECES = re.compile("|".join([*map(re.escape, MARKS), PIECE]))
 NUMBER = re.compile(r"#(\d+) ")
+CHUNK = re.compile(r"(?:#\d+ )?(\d+): ")
 CHUNKS = re.compile(r"chunks ([\d ]+)")
 
 
 class Pieces:
-    """Counts as seedling's tokenizer does before it joins letters."""
+    """Counts as seedling's tokenizer does, were every word one token."""
 
     def encode(self, text: str) -> list[int]:
-        return [0] * sum(1 for _ in PIECE.finditer(text))
+        return [0] * sum(1 for _ in PIECES.finditer(text))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +74,10 @@ class Manner:
 
 
 MANNERS = {
-    "careful": Manner(0.35, 0.97, 0.95, 0.95, 0.95, 0.98, 0.95),
-    "hasty": Manner(0.20, 0.90, 0.85, 0.40, 0.60, 0.45, 0.80),
-    "hoarder": Manner(0.20, 0.90, 0.90, 0.60, 0.10, 0.95, 0.90),
-    "lost": Manner(0.25, 0.45, 0.50, 0.60, 0.60, 0.80, 0.60),
+    "careful": Manner(0.50, 0.97, 0.97, 0.95, 0.95, 0.98, 0.97),
+    "hasty": Manner(0.15, 0.90, 0.85, 0.40, 0.60, 0.45, 0.85),
+    "hoarder": Manner(0.20, 0.92, 0.92, 0.60, 0.20, 0.95, 0.92),
+    "lost": Manner(0.15, 0.50, 0.60, 0.60, 0.60, 0.80, 0.70),
 }
 
 
@@ -94,6 +93,8 @@ class Player:
     hop: int = 0
     found: list[int] = field(default_factory=list)
     """Chunks of the last search that were not read yet."""
+    open: int = -1
+    """The chunk that was read last."""
     wanted: str = "search"
     guess: str = ""
 
@@ -103,7 +104,7 @@ class Player:
     async def chat(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), *, stop: Sequence[str] = ()
     ) -> Message:
-        text = self._next(messages[-1])
+        text = self._sum_up(messages[-2]) if messages[-1].content == ASK else self._next(messages[-1])
         reply = Message("assistant", text, tool_calls=HermesParser().parse(text), sampled=True)
         self.said.append((tuple(messages), reply))
         return reply
@@ -112,10 +113,14 @@ class Player:
         if self.wanted == "look":
             return self._look(last)
         if self.wanted == "results":
-            listed = CHUNKS.search(last.content)
-            self.found = [int(number) for number in listed.group(1).split()] if listed else []
-            self.wanted = "read"
+            self._list(last)
         return self._go_on()
+
+    def _list(self, last: Message) -> None:
+        """A search was answered."""
+        listed = CHUNKS.search(last.content)
+        self.found = [int(number) for number in listed.group(1).split()] if listed else []
+        self.wanted = "read"
 
     def _go_on(self) -> str:
         if self.hop == len(self.problem.hops):
@@ -135,23 +140,16 @@ class Player:
             chunk = self.found.pop(0)
         else:
             chunk = int(self.chance.integers(0, 30))
-        self.wanted = "look"
+        self.wanted, self.open = "look", chunk
         return call("readChunk", chunk_id=chunk)
 
     def _look(self, last: Message) -> str:
         """A chunk was read: note what it says, let go of it, and go on."""
         hop = self.problem.hops[self.hop]
-        seen = " ".join(hop.fact.split()) in " ".join(last.content.split())
         number = NUMBER.match(last.content)
         steps = []
-        if seen:
-            self.guess = hop.found if self._is(self.manner.copies) else self._other(hop.found)
-            self.hop += 1
-            self.wanted, self.found = "search", []
-            if self.hop < len(self.problem.hops) and self._is(self.manner.notes):
-                steps.append(call("note", key=hop.subject, summary=self.guess))
-        else:
-            self.wanted = "read" if self.found else "search"
+        if self._take_in(last) and self.hop < len(self.problem.hops) and self._is(self.manner.notes):
+            steps.append(call("note", key=hop.subject, summary=self.guess))
         if number and self.hop < len(self.problem.hops) and self._is(self.manner.deletes):
             slip = 0 if self._is(0.97) else int(self.chance.integers(1, 4))
             steps.append(call("deleteContext", msg_id=int(number.group(1)) + slip))
@@ -161,6 +159,28 @@ class Player:
             return "".join(steps)
         return self._go_on()
 
+    def _take_in(self, last: Message) -> bool:
+        """Whether a chunk says what this hop is about; if so, it is known, rightly or wrongly."""
+        hop = self.problem.hops[self.hop]
+        seen = " ".join(hop.fact.split()) in " ".join(last.content.split())
+        if seen:
+            self.guess = hop.found if self._is(self.manner.copies) else self._other(hop.found)
+            self.hop += 1
+            self.found = []
+        self.wanted = "read" if self.found else "search"
+        return seen
+
+    def _sum_up(self, last: Message) -> str:
+        """What is known so far, when the agent asks for it; it may leave the latest round out of what it shows."""
+        chunk = CHUNK.match(last.content)
+        if self.wanted == "look" and chunk and int(chunk.group(1)) == self.open:
+            self._take_in(last)
+        elif self.wanted == "results" and CHUNKS.match(last.content):
+            self._list(last)
+        known = f"{self.problem.hops[self.hop - 1].subject}: {self.guess}." if self.hop else "Nothing found."
+        tried = f" Chunks {' '.join(map(str, self.found))} are left." if self.found else ""
+        return known + tried
+
     def _finish(self, answer: str) -> str:
         return call("finish", answer=answer or self._other("Oslo"))
 
@@ -168,11 +188,8 @@ class Player:
         """Something else of the same kind."""
         for words in (PEOPLE, TOWNS, TRADES):
             if word in words:
-                return self._pick(words)
-        return f"{self._pick(COLOURS)} {self._pick(OBJECTS)}"
-
-    def _pick(self, words: Sequence[str]) -> str:
-        return words[int(self.chance.integers(len(words)))]
+                return pick(self.chance, words)
+        return f"{pick(self.chance, COLOURS)} {pick(self.chance, OBJECTS)}"
 
     def _is(self, share: float) -> bool:
         return bool(self.chance.random() < share)
@@ -182,11 +199,12 @@ def call(name: str, **arguments: object) -> str:
     return HermesParser().format(ToolCall("", name, dict(arguments)))
 
 
-def play(chance: Chance, tokens: int, manner: Manner) -> tuple[Player, float]:
+def play(chance: Chance, tokens: int, manner: Manner, summaries: bool = False) -> tuple[Player, float]:
     """One episode: the player with all it said, and whether it answered right."""
     env = Documents(tokens=tokens, **ENV)  # type: ignore[arg-type]
     task = Task("document", seed=int(chance.integers(1 << 62)))
-    agent = StateLM(**AGENT, max_model_len=WINDOW, single_turn_max_tokens=REPLY)  # type: ignore[arg-type]
+    given = AGENT | (SUMMARIES if summaries else {})
+    agent = StateLM(**given, max_model_len=WINDOW, single_turn_max_tokens=REPLY)  # type: ignore[arg-type]
 
     async def episode() -> Player:
         await env.reset(task, 0)
@@ -199,18 +217,28 @@ def play(chance: Chance, tokens: int, manner: Manner) -> tuple[Player, float]:
     return asyncio.run(episode()), env.metrics()["success"]
 
 
-def documents(chance: Chance) -> Transcript:
-    """One context of one episode, with the message that was its answer."""
-    from arborl.models.seedling.transcripts import Transcript  # which lists this writer among its own
-
-    kind = str(chance.choice(list(MANNERS), p=[manner.share for manner in MANNERS.values()]))
+def documents(chance: Chance) -> list[Transcript]:
+    """Every context of one episode as it was before the next edit, with the messages that were written in it."""
+    kind = draw(chance, {name: manner.share for name, manner in MANNERS.items()})
     low, high = np.log(LENGTHS)
-    player, _ = play(chance, int(np.exp(chance.uniform(low, high))), MANNERS[kind])
-    size = Pieces()
-    short = [
-        (shown, reply)
-        for shown, reply in player.said
-        if sum(len(size.encode(message.content)) + 6 for message in (*shown, reply)) <= LONGEST
-    ]
-    shown, reply = short[int(chance.integers(len(short)))] if short else player.said[0]
-    return Transcript((*shown, reply))
+    manner, summaries = MANNERS[kind], bool(chance.random() < 0.25)
+    if summaries:
+        manner = replace(manner, notes=0.0, deletes=0.0)
+    player, _ = play(chance, int(np.exp(chance.uniform(low, high))), manner, summaries)
+    return [one for one in branches(player.said) if _size(one.messages) <= LONGEST]
+
+
+def branches(said: Sequence[tuple[tuple[Message, ...], Message]]) -> list[Transcript]:
+    """The contexts of an episode, each with what it began with and all that was said until it was edited."""
+    out: list[Transcript] = []
+    for shown, reply in said:
+        whole = (*shown, reply)
+        if out and whole[: len(out[-1].messages)] == tuple(out[-1].messages):
+            out[-1] = Transcript(whole, since=out[-1].since)
+        else:
+            out.append(Transcript(whole, since=len(shown)))
+    return out
+
+
+def _size(messages: Sequence[Message]) -> int:
+    return sum(len(Pieces().encode(message.content)) + 6 for message in messages)

@@ -24,21 +24,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from arborl.chat.template import Template
 from arborl.models.seedling import WEIGHTS
+from arborl.models.seedling.transcript import MARKS, PIECE
 from arborl.models.seedling.transcripts import WRITERS, write
 from arborl.seeds import generator
 
-VOCABULARY = 1024
+VOCABULARY = 2048
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-MARKS = (
-    "<answer>",
-    "</answer>",
-    "<think>",
-    "</think>",
-    "<tool_call>",
-    "</tool_call>",
-    "<tool_response>",
-    "</tool_response>",
-)
 CONTEXT = 4096
 ROW = 1024
 """Tokens in a training row; transcripts are laid end to end."""
@@ -48,7 +39,7 @@ SOURCE = Path(__file__).parent / "chat_template.jinja"
 ARCHITECTURE = {
     "hidden_size": 160,
     "intermediate_size": 448,
-    "num_hidden_layers": 5,
+    "num_hidden_layers": 6,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 40,
@@ -59,20 +50,24 @@ def template() -> Template:
     return Template(SOURCE.read_text(), bos_token=None, eos_token="<|im_end|>")
 
 
-def texts(seed: int, count: int) -> Iterator[str]:
-    """The first `count` transcripts of this seed, as the model sees them."""
+def texts(seed: int, count: int) -> Iterator[tuple[str, int]]:
+    """What the first `count` draws of this seed wrote, as the model sees it, and how many of the assistant's messages
+    in it are not imitated."""
     chance, shape = generator(seed, "transcripts"), template()
     for _ in range(count):
-        transcript = write(chance)
-        yield shape.render(transcript.messages, transcript.tools, generation=False)
+        for transcript in write(chance):
+            earlier = sum(message.role == "assistant" for message in transcript.messages[: transcript.since])
+            yield shape.render(transcript.messages, transcript.tools, generation=False), earlier
 
 
 def train_tokenizer(seed: int, count: int) -> Tokenizer:
     """Byte-level BPE that never joins digits, capitals or signs, so a cell of a grid is always one token."""
     tokenizer = Tokenizer(models.BPE())
-    words = Regex(r" ?[A-Z]?[a-z]+|\d|[A-Z]|\s|[^\sA-Za-z\d]")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(words, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(PIECE), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -81,7 +76,7 @@ def train_tokenizer(seed: int, count: int) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts(seed, count), trainer)
+    tokenizer.train_from_iterator((text for text, _ in texts(seed, count)), trainer)
     tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in MARKS])
     return tokenizer
 
@@ -91,12 +86,12 @@ def encode_share(job: tuple[str, int, int]) -> tuple[np.ndarray, np.ndarray, np.
     path, seed, count = job
     tokenizer = Tokenizer.from_file(path)
     rows: list[tuple[list[int], list[bool], list[int]]] = [([], [], [])]
-    for text in texts(seed, count):
-        ids = tokenizer.encode(text).ids
+    for text, earlier in texts(seed, count):
+        ids = tokenizer.encode(text).ids[:ROW]  # a long game is cut
         if len(rows[-1][0]) + len(ids) > ROW:
             rows.append(([], [], []))
         rows[-1][0].extend(ids)
-        rows[-1][1].extend(spoken_by_assistant(tokenizer, ids))
+        rows[-1][1].extend(spoken_by_assistant(tokenizer, ids, earlier))
         rows[-1][2].extend(range(len(ids)))
     pad = tokenizer.encode("<|endoftext|>").ids[0]
     for ids, spoken, positions in rows:
@@ -107,14 +102,17 @@ def encode_share(job: tuple[str, int, int]) -> tuple[np.ndarray, np.ndarray, np.
     return tuple(np.array(column, dtype=np.uint16) for column in zip(*rows, strict=True))  # type: ignore[return-value]
 
 
-def spoken_by_assistant(tokenizer: Tokenizer, ids: list[int]) -> list[bool]:
-    """Which tokens the assistant wrote: from after its header to its end of turn."""
+def spoken_by_assistant(tokenizer: Tokenizer, ids: list[int], earlier: int = 0) -> list[bool]:
+    """Which tokens the assistant wrote, from after its header to its end of turn; without its first few messages."""
     header = tokenizer.encode("<|im_start|>assistant\n").ids
     start, end = header[0], tokenizer.encode("<|im_end|>").ids[0]
     spoken = [False] * len(ids)
     for i in range(len(ids) - len(header)):
         if ids[i] == start and ids[i : i + len(header)] == header:
-            stop = ids.index(end, i)
+            earlier -= 1
+            if earlier >= 0:
+                continue
+            stop = ids.index(end, i) if end in ids[i:] else len(ids) - 1
             spoken[i + len(header) : stop + 1] = [True] * (stop + 1 - i - len(header))
     return spoken
 
@@ -144,16 +142,21 @@ def train(
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda s: min((s + 1) / 100, 0.02 + 0.98 * (1 + math.cos(math.pi * s / steps)) / 2)
     )
+
+    def surprise(tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        # positions that start again keep the transcripts of a row apart, but only without a cache
+        logits = model(tokens, position_ids=places, use_cache=False).logits[:, :-1]
+        return torch.nn.functional.cross_entropy(logits.float().transpose(1, 2), tokens[:, 1:], reduction="none")
+
+    if device == "cuda":
+        surprise = torch.compile(surprise)
     recent: list[float] = []
     for step in range(steps):
         drawn = torch.randint(len(ids), (batch,), device=device)
         tokens, own = ids[drawn].long(), spoken[drawn][:, 1:]
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            # positions that start again keep the transcripts of a row apart, but only without a cache
-            logits = model(tokens, position_ids=positions[drawn].long(), use_cache=False).logits[:, :-1]
-        targets = tokens[:, 1:]
-        losses = torch.nn.functional.cross_entropy(logits.float().transpose(1, 2), targets, reduction="none")
-        weight = own + QUIET * (~own & (targets != model.config.pad_token_id))
+            losses = surprise(tokens, positions[drawn].long())
+        weight = own + QUIET * (~own & (tokens[:, 1:] != model.config.pad_token_id))
         ((losses * weight).sum() / weight.sum()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -1,5 +1,7 @@
 """Starts one guest, and ends it with everything it started: when it leaves, or when the host lets go of descriptor 0.
 
+The guest's folder is made and removed here too, so it lasts as long as this process and no longer.
+
 It is the reaper of all that comes from the guest, so nothing outlives it, and it is single-threaded, so signals tied to
 a parent's death are tied to this process and not to a thread of the host.
 """
@@ -29,12 +31,34 @@ def main() -> None:
         os.close(given)
     confine.prctl(confine.SET_SUBREAPER, 1)
     try:
+        os.mkdir(plan["root"], 0o700)
+    except OSError as error:
+        refuse(error)
+    try:
         child = START[plan["level"]](plan)
     except OSError as error:
-        guest.send(guest.FAILED, f"{error.strerror or error}")
-        os._exit(1)
+        remove(plan["root"])
+        refuse(error)
     os.close(CONTROL)
-    os._exit(keep(child))
+    code = keep(child)
+    remove(plan["root"])
+    os._exit(code)
+
+
+def refuse(error: OSError) -> None:
+    """No guest: the host is told why."""
+    guest.send(guest.FAILED, f"{error.strerror or error}")
+    os._exit(1)
+
+
+def remove(folder: str) -> None:
+    """Done here and not by the host, who may be killed, or leave with guests that nobody ever used."""
+    try:
+        os.rmdir(folder)  # empty, but for what a guest without a file system of its own has written
+    except OSError:
+        import shutil
+
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def start_bubblewrap(plan: dict) -> int:
