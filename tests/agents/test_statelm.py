@@ -15,7 +15,7 @@ import pytest
 
 from arborl.agents.chat import ChatAgent
 from arborl.agents.policy import compression
-from arborl.agents.statelm import TOOLSET, USUAL, StateLM, sawtooth
+from arborl.agents.statelm import TOOLSET, USUAL, StateLM
 from arborl.algorithms.algorithm import Recipe
 from arborl.chat import FileTokenizer, HermesParser, Renderer, Template
 from arborl.config.algorithm import AlgorithmConfig
@@ -33,6 +33,7 @@ from arborl.rollout.runner import Cast, Rollout
 from arborl.rollout.tree import plant
 from arborl.tools.library.chunks import Index
 from arborl.types import Group, Message, Sampling, Stop, Task
+from arborl.view.context import lengths as context_lengths
 
 TEMPLATES = Path(__file__).parent.parent / "fixtures" / "templates"
 SMALL = {"toolset": ["searchEngine", "readChunk", "note", "deleteContext", "checkBudget", "finish"], "form": "brief"}
@@ -124,7 +125,7 @@ def test_the_prompt_shrinks_where_something_was_deleted_and_never_passes_the_win
     script = [READ, call("deleteContext", msg_id=2), call("readChunk", chunk_id=1), DONE]
     window = room_for(renderer, 1)
     (episode,) = play(renderer, script, tidy=True, window=window).episodes
-    lengths = sawtooth(episode)
+    lengths = context_lengths(episode)
     assert lengths[2] < lengths[1]
     assert max(lengths) <= window
     assert episode.metrics["context/peak"] == max(lengths)
@@ -251,7 +252,7 @@ def test_a_window_and_truncation_go_on_where_nothing_is_managed(renderer, args):
     )
     (group,) = asyncio.run(rollout.collect([Task("t", seed=1)], seed=0, group_size=1))
     assert group.episodes[0].stop == Stop.MAX_TURNS
-    assert max(sawtooth(group.episodes[0])) <= size
+    assert max(context_lengths(group.episodes[0])) <= size
 
 
 @pytest.mark.parametrize("trained", [True, False])

@@ -26,7 +26,7 @@ from arborl.tools.library.workspace import WORKSPACE, JsonTool, Reading, Workspa
 from arborl.tools.threads import in_thread
 from arborl.tools.tool import AnyTool
 from arborl.tools.toolbox import Toolbox
-from arborl.types import Episode, Message, Task, ToolResult
+from arborl.types import Message, Task, ToolResult
 
 ALL = (
     documents.analyze_text, documents.load_document, documents.build_index, documents.read_chunk,
@@ -217,8 +217,3 @@ def chosen(names: Sequence[str] | None, policy: str) -> list[JsonTool]:
         if policy != "statelm" and name in ("deleteContext", "summarize"):
             raise ConfigError(f"agent.args.toolset: {name} edits the context, which policy={policy} does by itself.")
     return [TOOLSET[name] for name in dict.fromkeys(names)]
-
-
-def sawtooth(episode: Episode) -> list[int]:
-    """Context length over turns: tokens of prompt and completion of each call, in order."""
-    return [len(call.prompt) + len(call.completion.tokens) for call in episode.calls]

@@ -40,7 +40,7 @@ def learning_curve(
         before, after: held-out success before and after training, drawn at the ends of the success curve.
     """
     rows = list(read_metrics(metrics_file))
-    success, reward = _series(rows, "episode/success"), _series(rows, "reward/mean")
+    success, reward = series_of(rows, "episode/success"), series_of(rows, "reward/mean")
     if not success and not reward:
         raise ValueError(f"{metrics_file}: no step has 'episode/success' or 'reward/mean', so there is nothing to draw")
 
@@ -78,7 +78,7 @@ def compare(runs: Sequence[Path], out: Path, title: str) -> Path:
         axes = figure.subplots()
         for colour, run in zip(COLOURS * len(runs), runs, strict=False):
             summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
-            series = _series(list(read_metrics(run / "metrics.jsonl")), "episode/success")
+            series = series_of(list(read_metrics(run / "metrics.jsonl")), "episode/success")
             before, after = (summary[when].get("success") for when in ("before", "after"))
             label = f"{run.name}: {before:.0%} to {after:.0%} held out" if after is not None else run.name
             steps, values = zip(*series, strict=True)
@@ -104,7 +104,8 @@ def smooth(values: Sequence[float]) -> list[float]:
 Series = list[tuple[int, float]]
 
 
-def _series(rows: Sequence[dict[str, float | None]], name: str) -> Series:
+def series_of(rows: Sequence[dict[str, float | None]], name: str) -> Series:
+    """The steps that have this metric, with its value."""
     found = [(row["step"], row.get(name)) for row in rows]
     return [(int(step), value) for step, value in found if step is not None and value is not None]
 

@@ -16,7 +16,9 @@ import yaml  # type: ignore[import-untyped]
 from arborl.rollout.store import EpisodeStore
 from arborl.track.console import measure, span
 from arborl.types import Episode
+from arborl.view.context import context_length, edits_itself
 from arborl.view.curve import learning_curve
+from arborl.view.sources import composition, sources_of
 from arborl.view.transcript import Decode, transcript
 
 log = logging.getLogger(__name__)
@@ -51,6 +53,8 @@ def write_report(folder: Path, decode: Decode | None = None, last_steps: int = 2
         _header(name, config, summary),
         _outcome(summary),
         _curve(folder, name, summary),
+        _sources(folder, name),
+        _context(folder, config, last_steps),
         _gifs(folder / "frames"),
         _episodes(folder / "episodes", decode, last_steps),
     ]
@@ -106,6 +110,26 @@ def _curve(folder: Path, name: str, summary: Mapping[str, Any]) -> str:
         log.info("no curve in the report: %s", error)
         return ""
     return f'<h2>Learning curve</h2><img alt="success and reward by step" src="{_data_uri(picture, "image/png")}">'
+
+
+def _sources(folder: Path, name: str) -> str:
+    if len(sources_of(folder / "metrics.jsonl")) < 2:
+        return ""
+    picture = composition(folder, folder / "sources.png", name)
+    return f'<h2>Sources</h2><img alt="shares and success by source" src="{_data_uri(picture, "image/png")}">'
+
+
+def _context(folder: Path, config: Mapping[str, Any], last_steps: int) -> str:
+    """Of the last steps, the longest episodes of those whose agents edited their context."""
+    store = EpisodeStore(folder / "episodes")
+    paths = store.paths()[-last_steps:] if last_steps > 0 else []
+    edited = [episode for path in paths for episode in store.read(path) if edits_itself(episode)]
+    if not edited:
+        return ""
+    longest = sorted(edited, key=lambda episode: len(episode.calls))[-4:]
+    window = _look_up(config, "sampling.max_context")
+    picture = context_length(longest, folder / "context.png", "Length of the context", window)
+    return f'<h2>Context</h2><img alt="length of the context by call" src="{_data_uri(picture, "image/png")}">'
 
 
 def _gifs(folder: Path) -> str:

@@ -1,0 +1,55 @@
+"""How long an agent's context was over an episode, as a picture: a sawtooth, where the agent edits it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from arborl.types import Episode
+from arborl.view.curve import COLOURS, HELD_OUT, STYLE
+
+
+def lengths(episode: Episode) -> list[int]:
+    """Tokens of prompt and completion of each call, in order."""
+    return [len(call.prompt) + len(call.completion.tokens) for call in episode.calls]
+
+
+def edits_itself(episode: Episode) -> bool:
+    """Whether the context ever became shorter."""
+    tokens = lengths(episode)
+    return any(later < earlier for earlier, later in pairwise(tokens))
+
+
+def context_length(episodes: Sequence[Episode], out: Path, title: str, window: int | None = None) -> Path:
+    """Draw the context's length over the calls of a few episodes.
+
+    Args:
+        episodes: at most as many as are told apart; each is a line.
+        out: the PNG to write.
+        title: a line above the plot.
+        window: the most that fits, drawn as a line.
+    """
+    if not episodes:
+        raise ValueError("no episodes, so there is nothing to draw")
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(8, 4.2), dpi=120, layout="constrained")
+        axes = figure.subplots()
+        for colour, episode in zip(COLOURS * len(episodes), episodes, strict=False):
+            tokens = lengths(episode)
+            label = f"reward {episode.reward:g}, {len(tokens)} calls"
+            axes.plot(
+                range(1, len(tokens) + 1), tokens, color=colour, linewidth=2, marker="o", markersize=4, label=label
+            )
+        if window is not None:
+            axes.axhline(window, color=HELD_OUT, linestyle="--", linewidth=1.4)
+            axes.text(1, window, f"window, {window:,} tokens", color=HELD_OUT, va="bottom", fontsize=9)
+        axes.set(xlabel="call", ylabel="tokens of prompt and reply", title=title)
+        axes.set_ylim(0, 1.12 * max(window or 0, *(max(lengths(it), default=0) for it in episodes)))
+        axes.legend(loc="lower right", frameon=True, framealpha=0.9, edgecolor="none")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(out, format="png")
+    return out
