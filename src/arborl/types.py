@@ -168,6 +168,8 @@ class Call:
     completion: Completion
     turn: int
     """Index of the agent's turn this call served."""
+    trained: bool = True
+    """Whether its tokens become loss terms; not, where an agent says that they are not its own doing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +247,8 @@ class Episode:
         tips: dict[tuple[int, ...], int] = {}
         found: list[int] = []
         for call in self.calls:
-            lengths = [len(tip) for tip in tips if call.prompt[: len(tip)] == tip]
+            ends = ((tip, len(tip)) for tip in tips if call.prompt[len(tip) - 1 : len(tip)] == tip[-1:])  # cheap, first
+            lengths = [length for tip, length in ends if call.prompt[:length] == tip]
             found.append(tips.pop(call.prompt[: max(lengths)]) if lengths else len(set(found)))
             tips[(*call.prompt, *call.completion.tokens)] = found[-1]
         latest = sorted(set(found), key=lambda branch: max(i for i, one in enumerate(found) if one == branch))

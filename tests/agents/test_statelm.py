@@ -262,8 +262,13 @@ def test_a_summary_is_written_by_the_model_and_trained_if_asked(renderer, traine
     (episode,) = play(renderer, script, train_summaries=trained, **settings).episodes
     assert episode.metrics["context/folded"] == 1
     assert episode.answer == "Oslo"
-    sampled = [renderer.tokenizer.decode(call.completion.tokens) for call in episode.calls]
-    assert any("Chunk 0 says nothing." in text for text in sampled) == trained
+    (written,) = [c for c in episode.calls if "nothing." in renderer.tokenizer.decode(c.completion.tokens)]
+    assert written.trained == trained
+    terms = plant([Group(episode.task, [episode])]).terms
+    number = episode.calls.index(written)
+    assert np.any(terms.call == number) == trained
+    assert len(terms) == sum(len(c.completion.tokens) for c in episode.calls if c.trained)
+    assert set(terms.call.tolist()) == {i for i, c in enumerate(episode.calls) if c.trained}
     assert "[Previous Summary]: Chunk 0 says nothing." in prompts(renderer, episode)[-1]
 
 

@@ -61,7 +61,7 @@ def call_lists(draw):
             earlier = draw(st.sampled_from(calls))
             whole = earlier.prompt + earlier.completion.tokens
             prompt = whole[: draw(st.integers(0, len(whole)))] + prompt
-        calls.append(Call(prompt, draw(completions()), turn))
+        calls.append(Call(prompt, draw(completions()), turn, draw(st.booleans())))
     return calls
 
 

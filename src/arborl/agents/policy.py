@@ -5,7 +5,7 @@ All of them are edits of one history (`context.py`), so each gives branches that
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from arborl.agents.context import Delete, Fate, Fold, History, Truncate, Window
@@ -34,7 +34,7 @@ class Policy:
     compression_ratio: float = 0.5
     """With `truncate`: the share of the window that is left afterwards."""
     train_summaries: bool = True
-    """Whether the calls that write summaries are trained on; else they are left out of the record."""
+    """Whether the calls that write summaries are trained on."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -82,7 +82,7 @@ class Policy:
             messages = self._asking(session, last)
             if session.room(messages) >= 0:
                 reply = await session.model.chat(messages)
-                self._forget_call(session)
+                self._leave_out(session)
                 session.edit(Fold(1, last, reply.content.strip() or "(nothing)"))
                 return
         session.model.count({"context/exceeded": 1.0})
@@ -94,10 +94,11 @@ class Policy:
         edits = tuple(edit for edit in session.edits if not isinstance(edit, Delete) or edit.id <= last)
         return [*session.shown(kept, edits), Message("user", ASK)]
 
-    def _forget_call(self, session: Session) -> None:
+    def _leave_out(self, session: Session) -> None:
+        """The summary's own tokens are not trained on, where so asked; it is on record all the same."""
         calls = getattr(getattr(session.model, "episode", None), "calls", None)
         if not self.train_summaries and calls:
-            calls.pop()
+            calls[-1] = replace(calls[-1], trained=False)
 
 
 def round_heads(session: Session) -> list[int]:

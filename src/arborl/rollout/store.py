@@ -131,7 +131,8 @@ def _calls_to(calls: Sequence[Call]) -> list[dict[str, Any]]:
         best = int(np.argmax(shared)) if any(shared) else -1
         repeated = shared[best] if best >= 0 else 0
         rows.append(
-            {
+            ({} if call.trained else {"trained": False})
+            | {
                 "turn": call.turn,
                 "prompt": [best, repeated, prompt[repeated:].tolist()],
                 "tokens": [int(token) for token in call.completion.tokens],
@@ -157,7 +158,7 @@ def _calls_from(rows: Sequence[Mapping[str, Any]]) -> list[Call]:
             version=row["version"],
             seconds=row["seconds"],
         )
-        calls.append(Call(prompt, completion, row["turn"]))
+        calls.append(Call(prompt, completion, row["turn"], row.get("trained", True)))
         seen.append(prompt + completion.tokens)
     return calls
 

@@ -95,9 +95,15 @@ def thin(groups: Sequence[Group], terms: Terms, most: int, how: How, seed: int) 
 def _call_factors(
     episode: Episode, weight_C: Floats, most: int, how: How, chance: np.random.Generator
 ) -> tuple[list[float], int]:
-    """The factor of each call, and how many branches are dropped. A branch that sampled nothing is none."""
+    """The factor of each call, and how many branches are dropped. A branch without a trained token is none."""
     branch_C = episode.branches
     weight_B = np.bincount(branch_C, weight_C)
-    spoken = sorted({branch for branch, call in zip(branch_C, episode.calls, strict=True) if call.completion.tokens})
+    spoken = sorted(
+        {
+            branch
+            for branch, call in zip(branch_C, episode.calls, strict=True)
+            if call.trained and call.completion.tokens
+        }
+    )
     scale = dict(zip(spoken, factors(weight_B[spoken].tolist(), most, how, chance).tolist(), strict=True))
     return [scale.get(branch, 0.0) for branch in branch_C], max(len(spoken) - most, 0)

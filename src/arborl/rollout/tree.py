@@ -64,14 +64,18 @@ def plant(groups: Sequence[Group]) -> Forest:
     raw = episodes = calls = 0
     for group in groups:
         tree, paths = grow(
-            (*call.prompt, *call.completion.tokens) for episode in group.survivors for call in episode.calls
+            (*call.prompt, *call.completion.tokens)
+            for episode in group.survivors
+            for call in episode.calls
+            if call.trained
         )
         for episode in group.survivors:
             raw += _rows(episode)
             for call in episode.calls:
-                places = paths[(*call.prompt, *call.completion.tokens)]
-                columns.append(_columns(call, places, len(trees), episodes, calls))
-                logprobs.extend(call.completion.logprobs)
+                if call.trained:
+                    places = paths[(*call.prompt, *call.completion.tokens)]
+                    columns.append(_columns(call, places, len(trees), episodes, calls))
+                    logprobs.extend(call.completion.logprobs)
                 calls += 1
             episodes += 1
         trees.append(tree)
@@ -104,7 +108,7 @@ def _columns(call: Call, places: Ints, tree: int, episode: int, number: int) -> 
 def _rows(episode: Episode) -> int:
     """Tokens of the rows an episode would take without sharing: one row a branch, where each call that another
     call of the same episode extends is part of that other's row."""
-    sequences = sorted({(*call.prompt, *call.completion.tokens) for call in episode.calls})
+    sequences = sorted({(*call.prompt, *call.completion.tokens) for call in episode.calls if call.trained})
     return sum(
         len(sequence)
         for sequence, following in zip(sequences, [*sequences[1:], ()], strict=False)  # none, of an episode of no calls

@@ -34,6 +34,7 @@ def context_length(episodes: Sequence[Episode], out: Path, title: str, window: i
         raise ValueError("no episodes, so there is nothing to draw")
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(8, 4.2), dpi=120, layout="constrained")
@@ -47,6 +48,7 @@ def context_length(episodes: Sequence[Episode], out: Path, title: str, window: i
         if window is not None:
             axes.axhline(window, color=HELD_OUT, linestyle="--", linewidth=1.4)
             axes.text(1, window, f"window, {window:,} tokens", color=HELD_OUT, va="bottom", fontsize=9)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set(xlabel="call", ylabel="tokens of prompt and reply", title=title)
         axes.set_ylim(0, 1.12 * max(window or 0, *(max(lengths(it), default=0) for it in episodes)))
         axes.legend(loc="lower right", frameon=True, framealpha=0.9, edgecolor="none")
