@@ -52,9 +52,9 @@ def scan(chunks: list[str], keyword: str) -> int:
 async def measure(tokens: int, chunk_size: int, repeats: int) -> dict[str, Any]:
     tokenizer = FileTokenizer(WEIGHTS)
     before = resident_mb()
-    problem = make_problem(
-        0, round(tokens / 2.55), hops=3, distractors=100
-    )  # seedling's tokens: about two and a half a word
+    sample = make_problem(0, 10_000, hops=3, distractors=100).document
+    words = round(tokens * 10_000 / len(tokenizer.encode(sample)))
+    problem = make_problem(0, words, hops=3, distractors=100)
     task = Task("t", fields={"document_content": problem.document})
     async with Context(task, tokenizer) as context:
         began = time.perf_counter()

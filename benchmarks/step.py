@@ -127,7 +127,8 @@ def make_model(case: Case, tiny: bool) -> hf.PreTrainedModel:
         model: hf.PreTrainedModel = hf.Qwen2ForCausalLM(hf.Qwen2Config(**(QWEN | TINY if tiny else QWEN)))
         model = model.to("cpu" if tiny else "cuda", torch.bfloat16)
     else:
-        model = hf.LlamaForCausalLM(hf.LlamaConfig(**FIVE_MILLION, rms_norm_eps=1e-6))
+        words = {"vocab_size": 2048} if case.turns > 1 else {}
+        model = hf.LlamaForCausalLM(hf.LlamaConfig(**(FIVE_MILLION | words), rms_norm_eps=1e-6))
         if case.turns > 1:
             sow(model)
     for config in (model.config, model.generation_config):

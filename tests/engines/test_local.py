@@ -122,6 +122,15 @@ def test_greedy_tokens_equal_those_of_transformers_with_and_without_prefix_hits(
         assert engine.metrics()["engine/hit_rate"] > 0.3
 
 
+@pytest.mark.parametrize("read_at_once", [1, 2, 8, 9, 41])
+def test_a_prompt_of_which_one_token_is_read_in_a_step_is_read_rightly(qwen3, read_at_once):
+    prompts = random_prompts([7, 5, 40, 3], 99)
+    expected = greedy_by_transformers(qwen3, prompts, 4)
+    engine = LocalEngine(qwen3, max_context=128, kv_tokens=1024)
+    engine.read_at_once = read_at_once
+    assert [list(c.tokens) for c in generate(engine, prompts, [Sampling(4, 0.0)] * 4)] == expected
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_requests_put_back_for_want_of_room_go_on_with_the_same_tokens(family, monkeypatch):
     monkeypatch.setattr("arborl.engines.local.HEADROOM", 0)  # let them in as soon as they fit, so that room runs out

@@ -292,10 +292,12 @@ class LocalEngine:
         if not len(row):
             return None
         unread = rows.length[row] - rows.filled[row]
-        order = np.argsort(unread > 1, kind="stable")  # rows that bring one token come first
+        order = np.argsort(unread > 1, kind="stable")  # those that sample before those that read
         row, unread = row[order], unread[order]
         taken = np.minimum(unread, np.maximum(self.read_at_once - (np.cumsum(unread) - unread), 0))
-        row, taken = row[taken > 0], taken[taken > 0]
+        some = np.flatnonzero(taken)
+        some = some[np.argsort(taken[some] > 1, kind="stable")]  # rows that bring one token come first, cut ones too
+        row, taken = row[some], taken[some]
         starts = rows.filled[row]
         ends = starts + taken
         sampled = np.flatnonzero(ends == rows.length[row])

@@ -22,6 +22,8 @@ from arborl.track.logs import logs_above
 from arborl.types import Metrics
 
 BLOCKS = "▁▂▃▄▅▆▇█"
+SHOWN = ("success", "reward", "greedy_success", "failed", "greedy_failed")
+"""Measures of held-out tasks, in this order, where there are any."""
 RECENT = 10
 """Steps whose mean length the time left is made of."""
 
@@ -199,7 +201,7 @@ def sparkline(values: Sequence[float], width: int, low: float, high: float) -> s
 
 def table_before_after(before: Mapping[str, float], after: Mapping[str, float]) -> Table:
     """What training changed: one column a measure, a row before and a row after."""
-    names = [name for name in ("success", "reward", "greedy_success") if name in before or name in after]
+    names = [name for name in SHOWN if name in before or name in after]
     table = Table(box=box.SIMPLE_HEAD, title="held-out tasks", title_justify="left")
     table.add_column("")
     for name in names:
@@ -210,7 +212,9 @@ def table_before_after(before: Mapping[str, float], after: Mapping[str, float]) 
 
 
 def measure(name: str, value: float | None) -> str:
-    """A rate as per cent, anything else with three digits; `-` when it was not measured."""
+    """A rate as per cent, a count as it is, anything else with three digits; `-` when it was not measured."""
     if value is None:
         return "-"
+    if name.endswith("failed"):
+        return f"{value:.0f}"
     return f"{value:.1%}" if name.endswith("success") else f"{value:.3f}"

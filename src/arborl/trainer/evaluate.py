@@ -86,10 +86,12 @@ def headline(groups: list[Group]) -> Metrics:
 
 
 def scores(groups: list[Group]) -> Metrics:
-    """Success and reward. A failed episode is no success: it counts as 0 of both."""
+    """Success and reward. A failed episode is no success: it counts as 0 of both, and is named where there is one."""
     metrics = summarize(groups)
-    share = 1.0 - metrics["episode/failed"] / max(metrics["episode/count"], 1.0)
-    return {
+    failed = metrics["episode/failed"]
+    share = 1.0 - failed / max(metrics["episode/count"], 1.0)
+    found = {
         "success": metrics.get("episode/success", 0.0) * share,
         "reward": metrics.get("reward/mean", 0.0) * share,
     }
+    return found | ({"failed": failed} if failed else {})

@@ -14,7 +14,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from arborl.rollout.store import EpisodeStore
-from arborl.track.console import measure, span
+from arborl.track.console import SHOWN, measure, span
 from arborl.types import Episode
 from arborl.view.context import context_length, edits_itself
 from arborl.view.curve import learning_curve
@@ -36,7 +36,6 @@ FACTS = {
     "learning rate": "learner.lr",
     "deterministic": "deterministic",
 }
-MEASURES = ("success", "reward", "greedy_success")
 
 
 def write_report(folder: Path, decode: Decode | None = None, last_steps: int = 2) -> Path:
@@ -86,7 +85,7 @@ def _header(name: str, config: Mapping[str, Any], summary: Mapping[str, Any]) ->
 
 def _outcome(summary: Mapping[str, Any]) -> str:
     rows = {name: summary[name] for name in ("before", "after") if isinstance(summary.get(name), dict)}
-    names = [name for name in MEASURES if any(name in row for row in rows.values())]
+    names = [name for name in SHOWN if any(name in row for row in rows.values())]
     if not names:
         return ""
     head = "".join(f"<th>{escape(name.replace('_', ' '))}</th>" for name in names)
