@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import time
 
 import pytest
 
@@ -99,6 +100,7 @@ def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path):
     for step in range(4):
         first.log({"reward/mean": 0.0}, step)
     first.close()
+    time.sleep(1.1)  # files are read in the order of the second they were opened in
     second = TensorBoardTracker(tmp_path, resume_at=2)
     for step in range(2, 4):
         second.log({"reward/mean": 1.0}, step)
