@@ -61,6 +61,26 @@ def test_values_and_gradients_are_the_librarys(kind):
 
 
 @pytest.mark.parametrize("kind", MODELS)
+def test_the_rows_that_are_wanted_are_those_of_the_whole_in_value_and_gradient(kind):
+    model = random(kind).double()
+    tokens, positions, wanted = torch.randint(0, 60, (20,)), torch.arange(3, 23), torch.tensor([0, 4, 5, 13, 19])
+    attend, results = lean._Causal(), []
+    ways = (
+        lambda: lean.lean(model, tokens, positions, attend)[wanted],
+        lambda: lean.lean(model, tokens, positions, attend, wanted=wanted),
+        lambda: lean.lean(model, tokens, positions, attend, lean.in_turn, wanted),
+    )
+    for way in ways:
+        model.zero_grad()
+        out = way()
+        out.square().mean().backward()
+        results.append([out.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+    for whole, *others in zip(*results, strict=True):
+        for other in others:
+            torch.testing.assert_close(other, whole, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", MODELS)
 def test_a_model_of_a_known_kind_is_trusted_after_the_check(kind):
     assert lean.agrees(random(kind), lean.lean)
 

@@ -31,8 +31,7 @@ class Critic(nn.Module):
     def forward(self, hidden_ME: Tensor, batch: MicroBatch, way: Way) -> Tensor:
         """One value a term. `hidden_ME` are the policy's hidden states at the predicting positions."""
         if self.trunk is not None:
-            position = torch.from_numpy(batch.terms.position).to(hidden_ME.device)
-            hidden_ME = hidden(self.trunk, batch, way)[position]
+            hidden_ME = hidden(self.trunk, batch, way)
         elif self.detach:
             hidden_ME = hidden_ME.detach()
         return self.head(hidden_ME)

@@ -69,22 +69,25 @@ DENSE = Way("dense")
 
 
 def hidden(model: PreTrainedModel, batch: MicroBatch, way: Way) -> Tensor:
-    """The last layer's output for each token of the batch; a few more at the end where the way pads."""
+    """The last layer's output where each term is predicted, `[M, hidden]`."""
     executor = EXECUTORS[way.attend]
+    rows, term = (torch.from_numpy(x).to(model.device) for x in np.unique(batch.terms.position, return_inverse=True))
     batch = padded(batch, executor.multiple)
     attend = executor.make(batch, model.device)
     tokens, depth = (torch.from_numpy(column).to(model.device) for column in (batch.tokens, batch.depth))
     recompute = way.recompute and torch.is_grad_enabled()
     if is_lean(model):
-        return hidden_states(model, tokens, depth, attend, _run(way.compiled, recompute))
-    with _recomputing(model, recompute):
-        return hidden_states(model, tokens, depth, attend)
+        found = hidden_states(model, tokens, depth, attend, _run(way.compiled, recompute), rows)
+    else:
+        with _recomputing(model, recompute):
+            found = hidden_states(model, tokens, depth, attend, wanted=rows)
+    return found.index_select(0, term)
 
 
-def _run(compiled: bool, recompute: bool) -> Run:
-    run: Run = compiled_layers() if compiled else in_turn
+def _run(compiled: bool, recompute: bool) -> Run | None:
     if not recompute:
-        return run
+        return compiled_layers() if compiled else None
+    run = compiled_layers() if compiled else in_turn
 
     def again(layers: Sequence[Any], x_NE: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         for layer in layers:

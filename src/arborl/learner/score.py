@@ -1,6 +1,6 @@
 """Run the model once over a micro-batch of trees and read off what it says about every term.
 
-N tokens, M terms, V tokens of the vocabulary. The language-model head runs at predicting positions only, in chunks
+M terms, V tokens of the vocabulary. The language-model head runs at predicting positions only, in chunks
 whose logits are not kept for the gradient where there are several, in float32.
 """
 
@@ -44,20 +44,19 @@ def score(
         critic: asked for a value at each predicting position.
         entropy: whether the entropy carries a gradient.
     """
-    hidden_NE = hidden(model, batch, way)
+    hidden_ME = hidden(model, batch, way)
     run = compiled_head() if way.compiled else _head
     shape = Shape.of([sampling], model.device)
     logprobs, entropies = [], []
-    for hidden_ME, token_M in _chunks(model, hidden_NE, batch):
-        given = (model.get_output_embeddings(), logit_cap(model), hidden_ME, token_M, shape, entropy)
+    for some_ME, token_M in _chunks(model, hidden_ME, batch):
+        given = (model.get_output_embeddings(), logit_cap(model), some_ME, token_M, shape, entropy)
         alone = len(token_M) == len(batch.rows)  # then nothing is gained by letting its logits go
         logprob, spread = run(*given) if alone else checkpoint(run, *given, use_reentrant=False)
         logprobs.append(logprob)
         entropies.append(spread)
     value = None
     if critic is not None:
-        position = torch.from_numpy(batch.terms.position).to(model.device)
-        value = critic(hidden_NE[position], batch, way)
+        value = critic(hidden_ME, batch, way)
     return Said(torch.cat(logprobs), torch.cat(entropies), value)
 
 
@@ -66,17 +65,16 @@ def distributions(model: PreTrainedModel, batch: MicroBatch, sampling: Sampling,
     shape = Shape.of([sampling], model.device)
     return torch.cat(
         [
-            log_distribution(read_out(model.get_output_embeddings(), logit_cap(model), hidden_ME), shape, token_M)
-            for hidden_ME, token_M in _chunks(model, hidden(model, batch, way), batch)
+            log_distribution(read_out(model.get_output_embeddings(), logit_cap(model), some_ME), shape, token_M)
+            for some_ME, token_M in _chunks(model, hidden(model, batch, way), batch)
         ]
     )
 
 
-def _chunks(model: PreTrainedModel, hidden_NE: Tensor, batch: MicroBatch) -> Iterator[tuple[Tensor, Tensor]]:
-    rows = max(1, min(ROWS_AT_ONCE, LOGITS_AT_ONCE.get(hidden_NE.device.type, 2**26) // model.config.vocab_size))
-    position, token = (torch.from_numpy(c).to(hidden_NE.device) for c in (batch.terms.position, batch.terms.token))
-    for places, tokens in zip(position.split(rows), token.split(rows), strict=True):
-        yield hidden_NE[places], tokens
+def _chunks(model: PreTrainedModel, hidden_ME: Tensor, batch: MicroBatch) -> Iterator[tuple[Tensor, Tensor]]:
+    rows = max(1, min(ROWS_AT_ONCE, LOGITS_AT_ONCE.get(hidden_ME.device.type, 2**26) // model.config.vocab_size))
+    token = torch.from_numpy(batch.terms.token).to(hidden_ME.device)
+    yield from zip(hidden_ME.split(rows), token.split(rows), strict=True)
 
 
 def _head(

@@ -32,15 +32,22 @@ _trusted: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 
 def hidden_states(
-    model: PreTrainedModel, tokens: Tensor, positions: Tensor, attend: Attend, run: Run | None = None
+    model: PreTrainedModel,
+    tokens: Tensor,
+    positions: Tensor,
+    attend: Attend,
+    run: Run | None = None,
+    wanted: Tensor | None = None,
 ) -> Tensor:
     """The last layer's output for each token, `[N, hidden]`, by the lean way where it is known to be right.
 
     `run` runs the layers in place of `in_turn`: the same computation compiled, or recomputed when a gradient is due.
+    `wanted` are the rows to give, where not all are: after its attention, the last layer need not run at the others.
     """
     if is_lean(model):
-        return lean(model, tokens, positions, attend, run)
-    return library_hidden_states(model, tokens, positions, attend)
+        return lean(model, tokens, positions, attend, run, wanted)
+    out = library_hidden_states(model, tokens, positions, attend)
+    return out if wanted is None else out[wanted]
 
 
 def is_lean(model: PreTrainedModel) -> bool:
@@ -50,12 +57,24 @@ def is_lean(model: PreTrainedModel) -> bool:
     return _trusted[model]
 
 
-def lean(model: PreTrainedModel, tokens: Tensor, positions: Tensor, attend: Attend, run: Run | None = None) -> Tensor:
+def lean(
+    model: PreTrainedModel,
+    tokens: Tensor,
+    positions: Tensor,
+    attend: Attend,
+    run: Run | None = None,
+    wanted: Tensor | None = None,
+) -> Tensor:
     """N tokens, E model size."""
     base = model.base_model
     x_NE = base.embed_tokens(tokens)
     cos, sin = (part[0, :, None] for part in base.rotary_emb(x_NE[None], positions[None]))
-    return norm(base.norm, (run or in_turn)(list(base.layers), x_NE, cos, sin, attend))
+    layers = list(base.layers)
+    if run is not None or wanted is None:
+        x_NE = (run or in_turn)(layers, x_NE, cos, sin, attend)
+        return norm(base.norm, x_NE if wanted is None else x_NE[wanted])
+    x_NE = in_turn(layers[:-1], x_NE, cos, sin, attend)
+    return norm(base.norm, one_layer(layers[-1], x_NE, cos, sin, attend, wanted))
 
 
 def in_turn(layers: Sequence[Any], x_NE: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
@@ -65,9 +84,11 @@ def in_turn(layers: Sequence[Any], x_NE: Tensor, cos: Tensor, sin: Tensor, atten
     return x_NE
 
 
-def one_layer(layer: Any, x_NE: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+def one_layer(
+    layer: Any, x_NE: Tensor, cos: Tensor, sin: Tensor, attend: Attend, wanted: Tensor | None = None
+) -> Tensor:
     """H query heads, K key heads, D head size. Attention is not told the layer's number: it would be compiled in, and
-    every layer compiled anew."""
+    every layer compiled anew. What follows attention is computed at the `wanted` tokens only."""
     attention, mlp = layer.self_attn, layer.mlp
     h_NE = norm(layer.input_layernorm, x_NE)
     q, k, v = (
@@ -78,7 +99,10 @@ def one_layer(layer: Any, x_NE: Tensor, cos: Tensor, sin: Tensor, attend: Attend
         q, k = norm(attention.q_norm, q), norm(attention.k_norm, k)
     both = _turn(torch.cat([q, k], dim=1), cos, sin)
     q, k = both.split([q.shape[1], k.shape[1]], dim=1)
-    x_NE = x_NE + attention.o_proj(attend(0, q, k, v, attention.scaling).flatten(1))
+    seen = attend(0, q, k, v, attention.scaling).flatten(1)
+    if wanted is not None:
+        x_NE, seen = x_NE.index_select(0, wanted), seen.index_select(0, wanted)
+    x_NE = x_NE + attention.o_proj(seen)
     h_NE = norm(layer.post_attention_layernorm, x_NE)
     out: Tensor = x_NE + mlp.down_proj(mlp.act_fn(mlp.gate_proj(h_NE)) * mlp.up_proj(h_NE))
     return out
