@@ -43,7 +43,7 @@ def table(path: str, results: Mapping[str, Mapping[str, float]]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    shown = Table(box=box.SIMPLE, title=Text(path), title_justify="left")
+    shown = Table(box=box.SIMPLE, title=Text(path), title_justify="left", min_width=len(path))
     shown.add_column("metric")
     for way in results:
         shown.add_column(way, justify="right")
