@@ -138,7 +138,7 @@ def _sequences(lane: Lane, cached: Tensor) -> Tensor:
         return cached[lane.pages, :, :length]
     rows, heads, size = lane.shape[0], cached.shape[1], cached.shape[3]
     if len(lane.pages) == rows:
-        return cached[:, :, :length][lane.pages]
+        return cached[:, :, :length].index_select(0, lane.pages)
     gathered = cached.index_select(0, lane.pages).view(rows, -1, heads, *cached.shape[2:])
     return gathered.transpose(1, 2).reshape(rows, heads, -1, size)[:, :, :length]
 
