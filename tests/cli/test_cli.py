@@ -23,12 +23,6 @@ from arborl.config.load import load
 from arborl.errors import ConfigError
 
 
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def call(*arguments: str) -> Result:
     return CliRunner().invoke(app, arguments)
 

@@ -23,12 +23,6 @@ from arborl.tools.library.search import Search
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def call(*arguments: str) -> Result:
     return CliRunner().invoke(app, arguments)
 

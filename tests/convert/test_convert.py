@@ -16,9 +16,11 @@ from arborl.cli.main import app
 from arborl.config.base import paths, validate
 from arborl.config.load import load
 from arborl.config.run import RunConfig
-from arborl.convert import SYSTEMS, Draft, convert
+from arborl.convert import SYSTEMS, Draft, agentfly, convert
 from arborl.convert.reading import plain, read_script, read_yaml
 from arborl.errors import ConfigError
+from arborl.registry import call_checked
+from arborl.rewards import REWARDS
 
 AGENTFLY = r"""
 #!/bin/bash
@@ -137,6 +139,14 @@ def test_a_script_of_agentfly_becomes_a_run_that_starts(written, monkeypatch):
     assert "algorithm.adv_estimator=grpo  ->  algorithm.name=grpo" in done.output
     more = ["model=seedling", "output_dir=out", "evaluation.tasks=4", "rollout.group_size=2", "trainer.steps=1"]
     assert train(load(written / "run.yaml", more), stub=True).summary["steps"] == 1
+
+
+@pytest.mark.parametrize("name", agentfly.REWARDS)
+def test_every_reward_of_agentfly_becomes_one_that_is_there(name, tmp_path):
+    (tmp_path / "fly.txt").write_text(f"agent.reward_name={name} data.train_files=rows.json agent.agent_type=hf")
+    (reward,) = validate(RunConfig, convert("agentfly", [tmp_path / "fly.txt"]).tree()).rewards
+    assert call_checked(REWARDS[reward.name], reward.args, "rewards") if reward.args else REWARDS[reward.name]
+    assert (reward.args.get("match") == "f1") == ("f1" in name)
 
 
 def test_ratios_agents_and_tags_of_the_mixed_script_are_wired(written):

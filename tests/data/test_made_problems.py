@@ -1,9 +1,6 @@
 """Problems that we make ourselves: solvable, different, and the same for the same seed."""
 
 import asyncio
-import json
-import subprocess
-import sys
 from fractions import Fraction
 from pathlib import Path
 
@@ -12,6 +9,7 @@ import pytest
 from arborl.config.load import load
 from arborl.data import FileTasks
 from arborl.data.arithmetic import problems, show
+from arborl.data.making import make
 from arborl.data.programs import KINDS, code_problems
 from arborl.rewards.code import judge, read_cases
 from arborl.rewards.numbers import equal
@@ -65,18 +63,18 @@ def test_the_code_of_a_row_solves_it_in_the_sandbox(kind):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "config", "arguments"),
+    ("config", "name", "given"),
     [
-        ("calculator", "run.yaml", ["--count", "60"]),
-        ("code", "run.yaml", ["--count", "60"]),
-        ("code", "tests.yaml", ["--count", "60", "--kind", "function"]),
+        ("calculator/run.yaml", "arithmetic", {}),
+        ("code/run.yaml", "code", {}),
+        ("code/tests.yaml", "code", {"kind": "function"}),
     ],
 )
-def test_recipes_write_data_that_their_configurations_read(recipe, config, arguments, tmp_path):
-    out = tmp_path / "train.json"
-    subprocess.run([sys.executable, RECIPES / recipe / "make_data.py", "--out", out, *arguments], check=True)
-    assert len(json.loads(out.read_text())) == 60
-    settings = load(RECIPES / recipe / config, [f"data.path={out}"])
+def test_recipes_read_the_data_that_is_made_for_them(config, name, given, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = load(RECIPES / config)
+    out = Path(settings.data.path)
+    assert make(name, out.parent, count=60, **given) == {out: 60}
     assert settings.env.name == "question"
     source = FileTasks(out, settings.data.question, 0, settings.data.evaluation_share)
     assert source.take(0, 8)

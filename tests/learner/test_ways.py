@@ -93,7 +93,6 @@ def test_the_sample_is_a_tree_that_branches_twice_or_a_chain(model, chain):
 def test_recomputation_gives_the_same_gradients_and_keeps_less(model, batch, kind, monkeypatch):
     if kind == "library":
         monkeypatch.setattr(executor, "is_lean", lambda model: False)
-        monkeypatch.setattr("arborl.models.lean.is_lean", lambda model: False)
     training = [module.training for module in model.modules()]
     kept, found = [], []
     for recompute in (False, True):

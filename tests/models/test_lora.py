@@ -16,7 +16,7 @@ from arborl.config.run import LearnerConfig, LoraConfig
 from arborl.engines.local import LocalEngine
 from arborl.errors import ConfigError
 from arborl.learner.learner import Learner
-from arborl.models.lean import hidden_states, is_lean
+from arborl.models.lean import is_lean, lean
 from arborl.models.load import load_model, resolve
 from arborl.models.lora import adapters_off, add_lora, dropout_on, export_merged, has_lora, load_4bit
 from arborl.rollout.tree import plant
@@ -105,10 +105,9 @@ def test_the_lean_forward_goes_through_the_adapters(adapted, plain):
     assert is_lean(adapted)
     tokens, positions = IDS[0], torch.arange(IDS.shape[1])
     with torch.no_grad():
-        lean = hidden_states(adapted, tokens, positions, _Causal())
-        old = hidden_states(plain, tokens, positions, _Causal())
-    torch.testing.assert_close(adapted.lm_head(lean)[None], logits(adapted, IDS), rtol=1e-4, atol=1e-4)
-    assert float((lean - old).abs().max()) > 0.01
+        new, old = (lean(model, tokens, positions, _Causal()) for model in (adapted, plain))
+    torch.testing.assert_close(adapted.lm_head(new)[None], logits(adapted, IDS), rtol=1e-4, atol=1e-4)
+    assert float((new - old).abs().max()) > 0.01
 
 
 def test_with_adapters_off_the_model_is_the_one_it_was(plain, adapted):

@@ -13,9 +13,10 @@ TOOLS = {
     "answer_qa": "answer", "search": "search", "google_search": "search", "dense_retrieve": "retrieve",
     "async_dense_retrieve": "retrieve", "summarize": "",
 }  # fmt: skip
-REWARDS = {
+REWARDS: dict[str, Any] = {
     "math_reward_string_equal": "equal", "math_string_equal_reward_tool": "equal", "math_equal_reward": "equal",
-    "math_equal_reward_tool": "equal", "math_reward": "equal", "qa_em_reward": "exact", "qa_f1_reward": "exact",
+    "math_equal_reward_tool": "equal", "math_reward": "equal", "qa_em_reward": "exact",
+    "qa_f1_reward": {"name": "short_answer", "args": {"match": "f1", "wrong": 0.0, "invalid": 0.0}},
     "code_reward_test": "code_tests",
 }  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Arithmetic problems, made from a seed: nothing is downloaded, and every answer is computed.
 
-`recipes/calculator/make_data.py` writes files of them; a scripted player can read the expression that solves each.
+`arborl data make arithmetic` writes files of them; a scripted player can read the expression that solves each.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Problems for agents that write code, made from a seed: answers to compute, and functions or programs with tests.
 
-`recipes/code/make_data.py` writes files of them. Every row carries code that solves it, and a test runs all of it.
+`arborl data make code` writes files of them. Every row carries code that solves it, and a test runs all of it.
 """
 
 from __future__ import annotations

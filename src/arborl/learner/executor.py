@@ -21,8 +21,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from arborl.learner.attend import BLOCK, BlockAttend, CausalAttend, DenseAttend
 from arborl.learner.batch import MicroBatch, padded
 from arborl.learner.flex import SIZE, FlexAttend
-from arborl.models.attention import Attend
-from arborl.models.lean import Run, hidden_states, in_turn, is_lean
+from arborl.models.attention import Attend, library_hidden_states
+from arborl.models.lean import Run, in_turn, is_lean, lean
 
 WORTH_GATHERING = 0.7
 """Blocks are used when they multiply less than this share of what the dense way does."""
@@ -77,10 +77,10 @@ def hidden(model: PreTrainedModel, batch: MicroBatch, way: Way) -> Tensor:
     tokens, depth = (torch.from_numpy(column).to(model.device) for column in (batch.tokens, batch.depth))
     recompute = way.recompute and torch.is_grad_enabled()
     if is_lean(model):
-        found = hidden_states(model, tokens, depth, attend, _run(way.compiled, recompute), rows)
+        found = lean(model, tokens, depth, attend, _run(way.compiled, recompute), rows)
     else:
         with _recomputing(model, recompute):
-            found = hidden_states(model, tokens, depth, attend, wanted=rows)
+            found = library_hidden_states(model, tokens, depth, attend)[rows]
     return found.index_select(0, term)
 
 

@@ -31,25 +31,6 @@ Run = Callable[[Sequence[Any], Tensor, Tensor, Tensor, Attend], Tensor]
 _trusted: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 
-def hidden_states(
-    model: PreTrainedModel,
-    tokens: Tensor,
-    positions: Tensor,
-    attend: Attend,
-    run: Run | None = None,
-    wanted: Tensor | None = None,
-) -> Tensor:
-    """The last layer's output for each token, `[N, hidden]`, by the lean way where it is known to be right.
-
-    `run` runs the layers in place of `in_turn`: the same computation compiled, or recomputed when a gradient is due.
-    `wanted` are the rows to give, where not all are: after its attention, the last layer need not run at the others.
-    """
-    if is_lean(model):
-        return lean(model, tokens, positions, attend, run, wanted)
-    out = library_hidden_states(model, tokens, positions, attend)
-    return out if wanted is None else out[wanted]
-
-
 def is_lean(model: PreTrainedModel) -> bool:
     """Whether this model goes the lean way; decided by a comparison the first time."""
     if model not in _trusted:
@@ -65,7 +46,11 @@ def lean(
     run: Run | None = None,
     wanted: Tensor | None = None,
 ) -> Tensor:
-    """N tokens, E model size."""
+    """The last layer's output for each token, `[N, E]`; N tokens, E model size.
+
+    `run` runs the layers in place of `in_turn`: the same computation compiled, or recomputed when a gradient is due.
+    `wanted` are the rows to give, where not all are: after its attention, the last layer need not run at the others.
+    """
     base = model.base_model
     x_NE = base.embed_tokens(tokens)
     cos, sin = (part[0, :, None] for part in base.rotary_emb(x_NE[None], positions[None]))

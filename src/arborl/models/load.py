@@ -70,7 +70,7 @@ def tune_cpu() -> None:
 
 
 def load_model(folder: Path, dtype: str = "float32", device: str = "auto") -> PreTrainedModel:
-    """The model, ready for `hidden_states`; dropout off."""
+    """The model, ready for learner and engine; dropout off."""
     disable_progress_bar()
     tune_cpu()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="sdpa")
