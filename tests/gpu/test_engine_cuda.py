@@ -92,6 +92,19 @@ def test_sampled_tokens_are_those_of_the_cpu():
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-3)
 
 
+def test_siblings_that_share_their_prompt_get_the_tokens_they_would_get_alone():
+    model = make("qwen2")
+    prompts = random_prompts([50, 70])
+    prompts = [prompts[0]] * 5 + [prompts[1]] * 6 + [[*prompts[0][:40], 7, 8, 9]]
+    samplings = [Sampling(30, seed=i) for i in range(len(prompts))]
+    engine = LocalEngine(model, max_context=128, kv_tokens=4000, page_size=16)
+    together = generate(engine, prompts, samplings)
+    assert engine.executor.bundling.last[0].pages_M.max() >= 3
+    alone = LocalEngine(model, max_context=128, kv_tokens=4000, page_size=16)
+    for prompt, sampling, found in zip(prompts, samplings, together, strict=True):
+        assert generate(alone, [prompt], [sampling])[0].tokens == found.tokens
+
+
 def test_requests_stop_where_they_should_and_others_go_on():
     model = make("llama")
     prompts = random_prompts([10, 20])

@@ -26,6 +26,17 @@ def pool(rows: int, longest: int, key_heads: int, page: int, size: int, dtype):
     )
 
 
+def sharing(table: torch.Tensor, length: torch.Tensor, members: int, page: int):
+    """Which rows share their first pages, as the kernel is told."""
+    from arborl.engines import kernels
+    from arborl.engines.bundles import bundle
+
+    found = bundle(table.cpu().numpy(), ((length - 1) // page).cpu().numpy(), members)
+    none = max(1, len(table) // 2) - len(found.pages_M)
+    pages, rows = np.pad(found.pages_M, (0, none)), np.pad(found.rows_MB, ((0, none), (0, 0)))
+    return kernels.Shared(*(torch.from_numpy(x).cuda() for x in (pages, rows, found.own_R)))
+
+
 def sequence(cached: torch.Tensor, table: torch.Tensor, row: int, length: int) -> torch.Tensor:
     """One row's keys as [K, L, D]."""
     return cached[table[row].long()].transpose(0, 1).flatten(1, 2)[:, :length]
@@ -33,15 +44,21 @@ def sequence(cached: torch.Tensor, table: torch.Tensor, row: int, length: int) -
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "key_heads", "size"), [(14, 2, 64), (4, 2, 40), (8, 8, 128), (16, 1, 256)])
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("rows", [1, 7, 200])
-def test_decode_attention(rows, heads, key_heads, size, dtype):
+def test_decode_attention(rows, shared, heads, key_heads, size, dtype):
     from arborl.engines import kernels
 
     torch.manual_seed(0)
     keys, values, table = pool(rows, 300, key_heads, 16, size, dtype)
+    if shared:  # rows in groups of eleven begin alike, some of them further than others
+        for row in range(rows):
+            table[row, : 5 + row % 3] = table[row - row % 11, : 5 + row % 3]
     length = torch.randint(1, 300, (rows,), device="cuda", dtype=torch.int32)
     q = randn(rows, heads, size, dtype=dtype)
-    out = kernels.decode(q, keys, values, table, length, size**-0.5)
+    among = sharing(table, length, kernels.members_for(heads, key_heads), 16)
+    assert bool(among.pages_M.any()) == (shared and rows > 1 and heads // key_heads < 64)
+    out = kernels.decode(q, keys, values, table, length - 1, among, size**-0.5)
     for row in range(0, rows, max(1, rows // 7)):
         k, v = (sequence(x, table, row, int(length[row])).float() for x in (keys, values))
         expected = torch.nn.functional.scaled_dot_product_attention(

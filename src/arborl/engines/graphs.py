@@ -11,7 +11,9 @@ N tokens, R rows, B rows of the bucket.
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +23,7 @@ from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 
 from arborl.engines import kernels
+from arborl.engines.bundles import Bundling
 from arborl.engines.cache import Cache
 from arborl.engines.executor import Ready, Sampled, Step
 from arborl.engines.forward import Block, Forward, Rope
@@ -32,18 +35,37 @@ log = logging.getLogger(__name__)
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Rows a graph may have; a step takes the next larger one."""
-FED, POSITION, SLOT, GREEDY, TABLE = range(5)
-"""Columns of what the host sends for each row; its pages follow."""
-HEAT, UNIFORM = range(2)
+
+
+class Sent(NamedTuple):
+    """What the host sends for a step of R rows, parts of one flat array; M bundles of at most B rows."""
+
+    fed: Any
+    position: Any
+    slot: Any
+    greedy: Any
+    own: Any
+    """`[R]`, as the ones before it: pages at a row's beginning that its bundle looks at."""
+    shared: Any
+    """`[M]`: pages that the rows of a bundle share; 0 where there is no bundle."""
+    member: Any
+    """`[M, B]`: its rows."""
+    table: Any
+    """`[R, pages]`."""
+
+    @classmethod
+    def of(cls, flat: Any, rows: int, members: int, pages: int) -> Sent:
+        shapes = [*[(rows,)] * 5, (max(1, rows // 2),), (max(1, rows // 2), members), (rows, pages)]
+        ends = np.cumsum([0, *(math.prod(shape) for shape in shapes)]).tolist()
+        return cls(*(flat[a:b].reshape(shape) for a, b, shape in zip(ends, ends[1:], shapes, strict=False)))
 
 
 class TritonOps:
-    """The operations between the products, for rows of one token each (a graph) or of many."""
+    """The operations between the products."""
 
     def __init__(self, cache: Cache, heads: int, position_N: Tensor, slot_N: Tensor, table: Tensor):
         self.cache, self.heads = cache, heads
         self.position_N, self.slot_N, self.table = position_N, slot_N, table
-        self.length_N = position_N + 1
 
     def norm(self, x: Tensor, module: nn.Module) -> Tensor:
         return kernels.norm(x, module.weight, epsilon(module))  # type: ignore[arg-type]
@@ -77,7 +99,18 @@ class TritonOps:
         return self.attend(q_NHD.contiguous(), keys, values, scale)
 
     def attend(self, q_NHD: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        return kernels.decode(q_NHD, keys, values, self.table, self.length_N, scale)
+        raise NotImplementedError
+
+
+class DecodeOps(TritonOps):
+    """Rows that bring one token each."""
+
+    def __init__(self, cache: Cache, heads: int, sent: Sent):
+        super().__init__(cache, heads, sent.position, sent.slot, sent.table)
+        self.shared = kernels.Shared(sent.shared, sent.member, sent.own)
+
+    def attend(self, q_NHD: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        return kernels.decode(q_NHD, keys, values, self.table, self.position_N, self.shared, scale)
 
 
 class ReadOps(TritonOps):
@@ -107,21 +140,21 @@ class Buffers:
     the host's side, used in turn, so that one can be filled while the other travels."""
 
     whole: Tensor
-    """`[rows, 4 + pages]` int32, on the device."""
+    """int32, on the device; see `Sent`."""
     real: Tensor
-    """`[rows, 2]` float64."""
+    """float64: temperatures, then chances."""
     token: Tensor
     logprob: Tensor
     sent: list[tuple[Tensor, Tensor]]
     taken: list[tuple[Tensor, Tensor]]
 
     @classmethod
-    def make(cls, rows: int, pages: int, device: torch.device) -> Buffers:
+    def make(cls, rows: int, members: int, pages: int, device: torch.device) -> Buffers:
         def pair(first: Tensor, second: Tensor) -> list[tuple[Tensor, Tensor]]:
             return [tuple(torch.empty_like(x, device="cpu").pin_memory() for x in (first, second)) for _ in range(2)]  # type: ignore[misc]
 
-        whole = torch.zeros(rows, TABLE + pages, dtype=torch.int32, device=device)
-        real = torch.ones(rows, 2, dtype=torch.float64, device=device)
+        whole = torch.zeros(rows * (6 + members + pages), dtype=torch.int32, device=device)
+        real = torch.ones(2 * rows, dtype=torch.float64, device=device)
         token = torch.zeros(rows, dtype=torch.int64, device=device)
         logprob = torch.zeros(rows, dtype=torch.float32, device=device)
         return cls(whole, real, token, logprob, pair(whole, real), pair(token, logprob))
@@ -150,8 +183,11 @@ class GraphExecutor:
         self.cache = Cache(model, pages + 1, page_size)
         self.forward = Forward(model, context)
         self.heads = model.config.num_attention_heads
+        self.members = kernels.members_for(self.heads, model.config.num_key_value_heads)
+        self.table_pages = -(-context // page_size)
         self.buckets = [b for b in BUCKETS if b < requests] + [requests]
-        self.buffers = Buffers.make(requests, -(-context // page_size), model.device)
+        self.buffers = Buffers.make(requests, self.members, self.table_pages, model.device)
+        self.bundling = Bundling(self.members)
         self.graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self.pool = torch.cuda.graph_pool_handle()
         self.turn = 0
@@ -195,35 +231,42 @@ class GraphExecutor:
             if self.broken:
                 return self._read(step, truncates)
         reading = step.reading
-        whole, real = (x[:bucket].numpy() for x in self.buffers.sent[self.turn])
-        whole[count:, :TABLE] = (0, 0, self.spare, 0)
-        whole[count:, TABLE:] = self.spare // self.cache.size
-        real[count:] = (1.0, 0.5)
-        whole[:count, FED], whole[:count, POSITION] = step.tokens, reading.starts
-        whole[:count, SLOT] = reading.slots(self.cache.size)
-        whole[:count, TABLE:] = reading.tables
-        self._chances(step.draws, whole[:count, GREEDY], real[:count])
-        self._send(bucket)
+        sent = self._sent(self.buffers.sent[self.turn][0].numpy(), bucket)
+        self._pad(sent, count)
+        sent.fed[:count], sent.position[:count] = step.tokens, reading.starts
+        sent.slot[:count], sent.table[:count] = reading.slots(self.cache.size), reading.tables
+        found = self.bundling(reading.tables, reading.starts // self.cache.size)
+        sent.own[:count] = found.own_R
+        sent.shared[: len(found.pages_M)], sent.member[: len(found.pages_M)] = found.pages_M, found.rows_MB
+        self._send(step.draws, bucket)
         graph, logits_BV = self.graphs[bucket, truncates]
         graph.replay()
         return logits_BV
 
-    def _send(self, rows: int) -> None:
-        whole, real = self.buffers.sent[self.turn]
-        self.buffers.whole[:rows].copy_(whole[:rows], non_blocking=True)
-        self.buffers.real[:rows].copy_(real[:rows], non_blocking=True)
+    def _sent(self, flat: Any, rows: int) -> Sent:
+        return Sent.of(flat, rows, self.members, self.table_pages)
 
-    @staticmethod
-    def _chances(draws: Draws, greedy: NDArray[np.int32], real: NDArray[np.float64]) -> None:
-        greedy[:] = draws.temperature_B == 0
-        real[:, HEAT] = np.where(draws.temperature_B == 0, 1.0, draws.temperature_B)
-        real[:, UNIFORM] = draws.uniform_B
+    def _pad(self, sent: Sent, count: int) -> None:
+        """From row `count` on, rows that read and write the spare page, and no bundles."""
+        sent.fed[count:], sent.position[count:], sent.slot[count:], sent.own[count:] = 0, 0, self.spare, 0
+        sent.table[count:] = self.spare // self.cache.size
+        sent.shared[:] = 0
+
+    def _send(self, draws: Draws, rows: int) -> None:
+        """The host's numbers for a step of `rows` rows; those that are padding draw something or other."""
+        whole, real = self.buffers.sent[self.turn]
+        count, sent, chances = len(draws.temperature_B), self._sent(whole.numpy(), rows), real.numpy()
+        sent.greedy[:] = chances[: 2 * rows] = 1
+        sent.greedy[:count] = draws.temperature_B == 0
+        chances[:count] = np.where(draws.temperature_B == 0, 1.0, draws.temperature_B)
+        chances[rows : rows + count] = draws.uniform_B
+        most = rows * (6 + self.members + self.table_pages)
+        self.buffers.whole[:most].copy_(whole[:most], non_blocking=True)
+        self.buffers.real[: 2 * rows].copy_(real[: 2 * rows], non_blocking=True)
 
     def _record(self, bucket: int, truncates: bool) -> None:
         """Run once to compile what is needed, then record. Its rows are padding: they write to the spare page only."""
-        whole = self.buffers.whole[:bucket]
-        whole[:, :TABLE] = torch.tensor([0, 0, self.spare, 0], dtype=torch.int32, device=whole.device)
-        whole[:, TABLE:] = self.spare // self.cache.size
+        self._pad(self._sent(self.buffers.whole, bucket), 0)
         token, logprob = self.buffers.token.clone(), self.buffers.logprob.clone()
         graph = torch.cuda.CUDAGraph()
         try:
@@ -245,19 +288,17 @@ class GraphExecutor:
         self.graphs[bucket, truncates] = (graph, logits_BV)
 
     def _body(self, bucket: int, truncates: bool) -> Tensor:
-        whole = self.buffers.whole[:bucket]
-        tokens = kernels.feed(whole[:, FED].contiguous(), self.buffers.token)
-        position, slot = whole[:, POSITION].contiguous(), whole[:, SLOT].contiguous()
-        ops = TritonOps(self.cache, self.heads, position, slot, whole[:, TABLE:])
-        logits_BV = self._logits(self._hidden(tokens, position, ops))
+        sent = self._sent(self.buffers.whole, bucket)
+        ops = DecodeOps(self.cache, self.heads, sent)
+        logits_BV = self._logits(self._hidden(kernels.feed(sent.fed, self.buffers.token), sent.position, ops))
         if not truncates:
             self._sample(logits_BV)
         return logits_BV
 
     def _sample(self, logits_BV: Tensor) -> None:
         rows, buffers = len(logits_BV), self.buffers
-        heat, uniform = buffers.real[:rows, HEAT].float(), buffers.real[:rows, UNIFORM].contiguous()
-        greedy = buffers.whole[:rows, GREEDY].contiguous()
+        heat, uniform = buffers.real[: 2 * rows].split(rows)
+        greedy = self._sent(buffers.whole, rows).greedy
         kernels.sample(logits_BV, heat, greedy, uniform, buffers.token, buffers.logprob)
 
     def _logits(self, hidden_BE: Tensor) -> Tensor:
@@ -281,8 +322,6 @@ class GraphExecutor:
         count = len(last)
         logits_BV = self._logits(hidden_NE[last_B.long()])
         if count and not truncates:
-            whole, real = (x[:count].numpy() for x in self.buffers.sent[self.turn])
-            self._chances(step.draws, whole[:, GREEDY], real)
-            self._send(count)
+            self._send(step.draws, count)
             self._sample(logits_BV)
         return logits_BV

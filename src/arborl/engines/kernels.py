@@ -6,6 +6,8 @@ that a block must have as a power of two are padded and masked. Sums are in floa
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -134,89 +136,155 @@ def rotate_store(
 
 
 @triton.jit
-def _decode(
-    q, keys, values, table, length, out, partial, state, scale, page_stride, table_stride,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+def _scan(
+    query, at, keys, values, pages, k, begin, end, scale, page_stride,
+    D: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    r, k, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    G: tl.constexpr = H // K
-    g, d = tl.arange(0, GROUP), tl.arange(0, SIZE)
-    total = tl.load(length + r)
-    each = tl.cdiv(tl.cdiv(total, SPLITS), BLOCK) * BLOCK
-    begin, end = split * each, tl.minimum(split * each + each, total)
-    place = r * H * D + (k * G + g)[:, None] * D + d[None, :]
-    real = (g < G)[:, None] & (d < D)[None, :]
-    query = tl.load(q + place, mask=real, other=0.0)
-    highest = tl.full([GROUP], -1e30, tl.float32)
-    sum_ = tl.zeros([GROUP], tl.float32)
-    acc = tl.zeros([GROUP, SIZE], tl.float32)
+    """One key head's positions `begin` to `end` of a sequence, for a tile of queries that each see up to `at`: the
+    highest score of each, the sum of weights relative to it, and the weighted sum of values."""
+    d = tl.arange(0, SIZE)
+    highest = tl.full([TILE], -1e30, tl.float32)
+    sum_ = tl.zeros([TILE], tl.float32)
+    acc = tl.zeros([TILE, SIZE], tl.float32)
     for start in range(begin, end, BLOCK):
         position = start + tl.arange(0, BLOCK)
         valid = position < end
-        page = tl.load(table + r * table_stride + position // P, mask=valid, other=0).to(tl.int64)
+        page = tl.load(pages + position // P, mask=valid, other=0).to(tl.int64)
         row = page * page_stride + k * P * D + (position % P) * D
         mask = valid[:, None] & (d < D)[None, :]
         key = tl.load(keys + row[:, None] + d[None, :], mask=mask, other=0.0)
-        score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
-        score = tl.where(valid[None, :], score, -1e30)
+        sees = (position[None, :] <= at[:, None]) & valid[None, :]
+        score = tl.where(sees, tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale, -1e30)
         higher = tl.maximum(highest, tl.max(score, axis=1))
         shrink = tl.exp(highest - higher)
-        weight = tl.exp(score - higher[:, None])
-        weight = tl.where(valid[None, :], weight, 0.0)
+        weight = tl.where(sees, tl.exp(score - higher[:, None]), 0.0)
         sum_ = sum_ * shrink + tl.sum(weight, axis=1)
         value = tl.load(values + row[:, None] + d[None, :], mask=mask, other=0.0)
         acc = acc * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
         highest = higher
-    if SPLITS == 1:
-        acc = acc / tl.where(sum_ > 0, sum_, 1.0)[:, None]
-        tl.store(out + place, acc, mask=real)
+    return highest, sum_, acc
+
+
+@triton.jit
+def _decode(
+    q, keys, values, table, at, own, shared, member, partial, state, rows, scale, page_stride, table_stride,
+    member_stride,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BUNDLES: tl.constexpr, MEMBERS: tl.constexpr,
+    FIRST: tl.constexpr, REST: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Programs of two kinds: what a bundle of rows shares, in FIRST parts, and what a row has of its own, in REST."""
+    G: tl.constexpr = H // K
+    k, job = tl.program_id(0) % K, tl.program_id(0) // K
+    d = tl.arange(0, SIZE)
+    if job < BUNDLES * FIRST:
+        bundle, part = job // FIRST, job % FIRST
+        total = tl.load(shared + bundle) * P
+        if total > 0:
+            m = tl.arange(0, MEMBERS * GROUP)
+            r = tl.load(member + bundle * member_stride + m // GROUP)
+            g = m % GROUP
+            here = r.to(tl.int64) * H + k * G + g
+            real = (r >= 0) & (g < G)
+            both = real[:, None] & (d < D)[None, :]
+            query = tl.load(q + here[:, None] * D + d[None, :], mask=both, other=0.0)
+            pages = table + tl.load(member + bundle * member_stride).to(tl.int64) * table_stride
+            each = tl.cdiv(tl.cdiv(total, FIRST), BLOCK) * BLOCK
+            highest, sum_, acc = _scan(
+                query, tl.where(real, total, 0), keys, values, pages, k, part * each,
+                tl.minimum(part * each + each, total), scale, page_stride, D, P, MEMBERS * GROUP, SIZE, BLOCK,
+                PRECISION,
+            )  # fmt: skip
+            here += part * rows * H
+            tl.store(partial + here[:, None] * D + d[None, :], acc, mask=both)
+            tl.store(state + here * 2, highest, mask=real)
+            tl.store(state + here * 2 + 1, sum_, mask=real)
     else:
-        rows = tl.num_programs(0)
-        here = (split * rows + r) * H + k * G + g
-        tl.store(partial + here[:, None] * D + d[None, :], acc, mask=real)
+        r, part = ((job - BUNDLES * FIRST) // REST).to(tl.int64), (job - BUNDLES * FIRST) % REST
+        g = tl.arange(0, TILE)
+        here = r * H + k * G + g
+        both = (g < G)[:, None] & (d < D)[None, :]
+        query = tl.load(q + here[:, None] * D + d[None, :], mask=both, other=0.0)
+        begin, total = tl.load(own + r) * P, tl.load(at + r) + 1
+        each = tl.cdiv(tl.cdiv(total - begin, REST), BLOCK) * BLOCK
+        begin += part * each
+        highest, sum_, acc = _scan(
+            query, tl.zeros([TILE], tl.int32) + total, keys, values, table + r * table_stride, k, begin,
+            tl.minimum(begin + each, total), scale, page_stride, D, P, TILE, SIZE, BLOCK, PRECISION,
+        )  # fmt: skip
+        here += (FIRST + part) * rows * H
+        tl.store(partial + here[:, None] * D + d[None, :], acc, mask=both)
         tl.store(state + here * 2, highest, mask=g < G)
         tl.store(state + here * 2 + 1, sum_, mask=g < G)
 
 
 @triton.jit
-def _combine(partial, state, out, RH, D: tl.constexpr, SPLITS: tl.constexpr, SIZE: tl.constexpr):
+def _combine(
+    partial, state, own, out, RH,
+    H: tl.constexpr, D: tl.constexpr, FIRST: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr,
+    SIZE: tl.constexpr,
+):  # fmt: skip
     here = tl.program_id(0).to(tl.int64)
-    split, d = tl.arange(0, SPLITS), tl.arange(0, SIZE)
-    row = split * RH + here
-    highest = tl.load(state + row * 2)
-    sum_ = tl.load(state + row * 2 + 1)
+    part, d = tl.arange(0, PADDED), tl.arange(0, SIZE)
+    row = part * RH + here
+    real = (part < PARTS) & ((part >= FIRST) | (tl.load(own + here // H) > 0))
+    highest = tl.load(state + row * 2, mask=real, other=-1e30)
+    sum_ = tl.load(state + row * 2 + 1, mask=real, other=0.0)
     weight = tl.exp(highest - tl.max(highest, axis=0))
-    acc = tl.load(partial + row[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)
+    acc = tl.load(partial + row[:, None] * D + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0.0)
     total = tl.sum(sum_ * weight, axis=0)
     mixed = tl.sum(acc * weight[:, None], axis=0) / tl.where(total > 0, total, 1.0)
     tl.store(out + here * D + d, mixed, mask=d < D)
 
 
-def splits_for(rows: int, key_heads: int) -> int:
-    """Parts a row's keys are divided into, so that the device is filled when rows are few."""
-    return min(32, power(max(1, 264 // (rows * key_heads))))
+PROGRAMS = 264
+"""As many as fill a large GPU: where there is less work than that, it is divided further."""
 
 
-def decode(q_RHD: Tensor, keys: Tensor, values: Tensor, table: Tensor, length_R: Tensor, scale: float) -> Tensor:
-    """One query a row over the pages `table[row]` of the cache `[pages, K, P, D]`. `[R, H, D]`."""
+def parts_for(work: int) -> int:
+    """Parts that each of `work` sequences of keys is divided into."""
+    return min(32, power(max(1, PROGRAMS // work)))
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Rows that begin with the same pages, as `bundles.py` finds them; a bundle that is not there has 0 pages."""
+
+    pages_M: Tensor
+    rows_MB: Tensor
+    own_R: Tensor
+
+
+def members_for(heads: int, key_heads: int) -> int:
+    """Rows of a bundle, at most: their queries fill a tile."""
+    return max(1, min(16, 64 // power(heads // key_heads)))
+
+
+def decode(
+    q_RHD: Tensor, keys: Tensor, values: Tensor, table: Tensor, position_R: Tensor, shared: Shared, scale: float
+) -> Tensor:
+    """One query a row, at `position[row]`, over the pages `table[row]` of the cache `[pages, K, P, D]`. `[R, H, D]`."""
     rows, heads, size = q_RHD.shape
     _, key_heads, page, _ = keys.shape
-    splits = splits_for(rows, key_heads)
-    out = torch.empty_like(q_RHD)
-    partial, state = out, out
-    if splits > 1:
-        partial = q_RHD.new_empty(splits, rows, heads, size, dtype=torch.float32)
-        state = q_RHD.new_empty(splits, rows, heads, 2, dtype=torch.float32)
-    _decode[(rows, key_heads, splits)](
-        q_RHD, keys, values, table, length_R, out, partial, state, scale, keys.stride(0), table.stride(0),
-        H=heads, K=key_heads, D=size, P=page, SPLITS=splits, GROUP=max(16, power(heads // key_heads)),
-        SIZE=max(16, power(size)), BLOCK=KEYS, PRECISION=precision(q_RHD.dtype), num_warps=4, num_stages=3,
+    bundles, members = shared.rows_MB.shape
+    first, rest = parts_for(-(-rows // members) * key_heads), parts_for(rows * key_heads)
+    partial = q_RHD.new_empty(first + rest, rows, heads, size, dtype=torch.float32)
+    state = q_RHD.new_empty(first + rest, rows, heads, 2, dtype=torch.float32)
+    group = power(heads // key_heads)
+    wide = q_RHD.dtype == torch.float32
+    _decode[((bundles * first + rows * rest) * key_heads,)](
+        q_RHD, keys, values, table, position_R, shared.own_R, shared.pages_M, shared.rows_MB, partial, state, rows,
+        scale, keys.stride(0), table.stride(0), shared.rows_MB.stride(0),
+        H=heads, K=key_heads, D=size, P=page, BUNDLES=bundles, MEMBERS=members, FIRST=first, REST=rest, GROUP=group,
+        TILE=max(16, group), SIZE=max(16, power(size)), BLOCK=32 if wide else KEYS, PRECISION=precision(q_RHD.dtype),
+        num_warps=4, num_stages=1 if wide else 3,
     )  # fmt: skip
-    if splits > 1:
-        _combine[(rows * heads,)](
-            partial, state, out, rows * heads, D=size, SPLITS=splits, SIZE=power(size), num_warps=2
-        )
+    out = torch.empty_like(q_RHD)
+    _combine[(rows * heads,)](
+        partial, state, shared.own_R, out, rows * heads, H=heads, D=size, FIRST=first, PARTS=first + rest,
+        PADDED=power(first + rest), SIZE=power(size), num_warps=2,
+    )  # fmt: skip
     return out
 
 
@@ -238,27 +306,11 @@ def _read(
     place = n[:, None] * H * D + (k * G + g)[:, None] * D + d[None, :]
     real = ((g < G) & (at < stop))[:, None] & (d < D)[None, :]
     query = tl.load(q + place, mask=real, other=0.0)
-    highest = tl.full([TILE * GROUP], -1e30, tl.float32)
-    sum_ = tl.zeros([TILE * GROUP], tl.float32)
-    acc = tl.zeros([TILE * GROUP, SIZE], tl.float32)
-    for block in range(0, tl.minimum(begin + first + TILE, stop), BLOCK):
-        position = block + tl.arange(0, BLOCK)
-        valid = position < stop
-        page = tl.load(table + r * table_stride + position // P, mask=valid, other=0).to(tl.int64)
-        row = page * page_stride + k * P * D + (position % P) * D
-        mask = valid[:, None] & (d < D)[None, :]
-        key = tl.load(keys + row[:, None] + d[None, :], mask=mask, other=0.0)
-        sees = (position[None, :] <= at[:, None]) & valid[None, :]
-        score = tl.where(sees, tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale, -1e30)
-        higher = tl.maximum(highest, tl.max(score, axis=1))
-        shrink = tl.exp(highest - higher)
-        weight = tl.where(sees, tl.exp(score - higher[:, None]), 0.0)
-        sum_ = sum_ * shrink + tl.sum(weight, axis=1)
-        value = tl.load(values + row[:, None] + d[None, :], mask=mask, other=0.0)
-        acc = acc * shrink[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
-        highest = higher
-    acc = acc / tl.where(sum_ > 0, sum_, 1.0)[:, None]
-    tl.store(out + place, acc, mask=real)
+    _, sum_, acc = _scan(
+        query, at, keys, values, table + r * table_stride, k, 0, tl.minimum(begin + first + TILE, stop), scale,
+        page_stride, D, P, TILE * GROUP, SIZE, BLOCK, PRECISION,
+    )  # fmt: skip
+    tl.store(out + place, acc / tl.where(sum_ > 0, sum_, 1.0)[:, None], mask=real)
 
 
 def read(
@@ -307,7 +359,7 @@ def _survey(logits, heat, highest, sum_, likeliest, V, CHUNKS, BLOCK: tl.constex
     b, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     v = chunk * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + b * V + v, mask=v < V, other=float("-inf")).to(tl.float32)
-    x = x / tl.load(heat + b)
+    x = x / tl.load(heat + b).to(tl.float32)
     top = tl.max(x, axis=0)
     tl.store(highest + b * CHUNKS + chunk, top)
     tl.store(sum_ + b * CHUNKS + chunk, tl.sum(tl.exp(x - top), axis=0))
@@ -331,7 +383,8 @@ def _choose(
     chunk = tl.minimum(tl.sum(((before_C <= point) & real).to(tl.int32), axis=0), CHUNKS - 1)
     before = tl.sum(tl.where(c < chunk, mass_C.to(tl.float64), 0.0), axis=0)
     v = chunk * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + b * V + v, mask=v < V, other=float("-inf")).to(tl.float32) / tl.load(heat + b)
+    x = tl.load(logits + b * V + v, mask=v < V, other=float("-inf")).to(tl.float32)
+    x = x / tl.load(heat + b).to(tl.float32)
     passed = tl.cumsum(tl.exp(x - top), axis=0).to(tl.float64) + before <= point
     count = tl.sum((passed & (v < V)).to(tl.int32), axis=0)
     drawn = chunk * BLOCK + count
@@ -339,7 +392,7 @@ def _choose(
     drawn = tl.where((count < BLOCK) & (drawn < V), drawn, likely)  # rounding at a chunk's very end
     best = tl.load(likeliest + b * CHUNKS + tl.argmax(top_C, axis=0))
     drawn = tl.where(tl.load(greedy + b) != 0, best, drawn)
-    chosen = tl.load(logits + b * V + drawn).to(tl.float32) / tl.load(heat + b)
+    chosen = tl.load(logits + b * V + drawn).to(tl.float32) / tl.load(heat + b).to(tl.float32)
     tl.store(token + b, drawn.to(tl.int64))
     tl.store(logprob + b, chosen - top - tl.log(total.to(tl.float32)))
 

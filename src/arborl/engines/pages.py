@@ -132,13 +132,15 @@ class Pages:
         """The weights have changed: nothing that was read counts any more. No path may be open."""
         if self.held:
             raise RuntimeError(f"{self.held} pages are still held")
-        for node in (self.root, *self.nodes):
-            if node is self.root or len(node.tokens):
-                node.tokens, node.parent = NONE, None
-                node.full.clear()
-                node.children.clear()
+        found = [self.root]
+        for node in found:  # grows meanwhile: whatever is not free hangs on the root
+            found.extend(child for some in node.children.values() for child in some)
+            node.tokens, node.parent = NONE, None
+            node.full.clear()
+            node.children.clear()
         self.idle.clear()
-        self.free = list(range(self.count - 1, -1, -1))
+        self.free.extend(node.page for node in found[1:])
+        self.free.sort(reverse=True)
 
     def _longest(self, node: Node, tokens: Tokens) -> tuple[Node | None, int]:
         """The child that shares most with `tokens`, and how much; of equals, one that nobody is writing to."""

@@ -38,10 +38,10 @@ class Masters:
 
     def publish(self) -> None:
         """The model's weights become the masters', rounded."""
-        with torch.no_grad():
-            for parameter, master in zip(self.own, self.all, strict=True):
-                if master is not parameter:
-                    parameter.copy_(master)
+        coarse = [(p, m) for p, m in zip(self.own, self.all, strict=True) if m is not p]
+        if coarse:
+            with torch.no_grad():
+                torch._foreach_copy_([p for p, _ in coarse], [m for _, m in coarse])
 
     def zero(self) -> None:
         for parameter in (*self.own, *self.all):
@@ -62,8 +62,7 @@ class Masters:
 def _move_to(master: nn.Parameter) -> Any:
     def move(parameter: Tensor) -> None:
         assert parameter.grad is not None
-        fine = parameter.grad.float()
-        master.grad = fine if master.grad is None else master.grad.add_(fine)
+        master.grad = parameter.grad.float() if master.grad is None else master.grad.add_(parameter.grad)
         parameter.grad = None
 
     return move
@@ -89,7 +88,8 @@ class Optimizer:
                 decay = config.weight_decay if decays else 0.0
                 if chosen:
                     groups.append({"params": chosen, "weight_decay": decay, "lr": rate, "base": rate})
-        self.adam = torch.optim.AdamW(groups, betas=config.betas)
+        cuda = all(p.is_cuda for part in self.parts.values() for p in part.all)
+        self.adam = torch.optim.AdamW(groups, betas=config.betas, fused=cuda)
 
     def zero(self) -> None:
         for part in self.parts.values():

@@ -23,9 +23,11 @@ from arborl.models.attention import logit_cap, read_out
 from arborl.models.distribution import Shape, log_distribution
 from arborl.types import Sampling
 
-LOGITS_AT_ONCE = {"cpu": 2**26, "cuda": 2**28}
-"""Logits held at a time: a quarter of a gigabyte in float32, a whole one on a GPU."""
+LOGITS_AT_ONCE = 2**26
+"""Logits held at a time on a CPU: a quarter of a gigabyte in float32."""
 ROWS_AT_ONCE = 4096
+MEMORY_SHARE = 64
+"""On a GPU, one logit for so many bytes of its memory: in bfloat16 a thirty-second part, and as much for gradients."""
 
 
 def score(
@@ -72,7 +74,12 @@ def distributions(model: PreTrainedModel, batch: MicroBatch, sampling: Sampling,
 
 
 def _chunks(model: PreTrainedModel, hidden_ME: Tensor, batch: MicroBatch) -> Iterator[tuple[Tensor, Tensor]]:
-    rows = max(1, min(ROWS_AT_ONCE, LOGITS_AT_ONCE.get(hidden_ME.device.type, 2**26) // model.config.vocab_size))
+    vocabulary = model.config.vocab_size
+    if hidden_ME.is_cuda:
+        rows = torch.cuda.get_device_properties(hidden_ME.device).total_memory // MEMORY_SHARE // vocabulary
+    else:
+        rows = min(ROWS_AT_ONCE, LOGITS_AT_ONCE // vocabulary)
+    rows = max(1, rows)
     token = torch.from_numpy(batch.terms.token).to(hidden_ME.device)
     yield from zip(hidden_ME.split(rows), token.split(rows), strict=True)
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from arborl.types import Call, Episode, Forest, Group, Ints, Terms, TokenTree
+from arborl.types import Call, Forest, Group, Ints, Terms, TokenTree
 
 
 def grow(sequences: Iterable[Sequence[int]]) -> tuple[TokenTree, dict[tuple[int, ...], Ints]]:
@@ -26,7 +26,7 @@ def grow(sequences: Iterable[Sequence[int]]) -> tuple[TokenTree, dict[tuple[int,
     ends: list[tuple[Ints, int]] = []
     size = 0
     last, path = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
-    for key in sorted({tuple(sequence) for sequence in sequences}):
+    for key in sorted(set(map(tuple, sequences))):
         row = np.asarray(key, dtype=np.int64)
         shared = _common_prefix(last, row)
         ends.append((path[shared:], size))  # whatever of the last path is left behind here ends here
@@ -63,18 +63,14 @@ def plant(groups: Sequence[Group]) -> Forest:
     logprobs: list[float] = []
     raw = episodes = calls = 0
     for group in groups:
-        tree, paths = grow(
-            (*call.prompt, *call.completion.tokens)
-            for episode in group.survivors
-            for call in episode.calls
-            if call.trained
-        )
-        for episode in group.survivors:
-            raw += _rows(episode)
+        rows = [[(*c.prompt, *c.completion.tokens) for c in e.calls if c.trained] for e in group.survivors]
+        tree, paths = grow(row for some in rows for row in some)
+        for episode, some in zip(group.survivors, rows, strict=True):
+            raw += _raw(some)
+            own = iter(some)
             for call in episode.calls:
                 if call.trained:
-                    places = paths[(*call.prompt, *call.completion.tokens)]
-                    columns.append(_columns(call, places, len(trees), episodes, calls))
+                    columns.append(_columns(call, paths[next(own)], len(trees), episodes, calls))
                     logprobs.extend(call.completion.logprobs)
                 calls += 1
             episodes += 1
@@ -105,12 +101,12 @@ def _columns(call: Call, places: Ints, tree: int, episode: int, number: int) -> 
     )
 
 
-def _rows(episode: Episode) -> int:
+def _raw(rows: Sequence[tuple[int, ...]]) -> int:
     """Tokens of the rows an episode would take without sharing: one row a branch, where each call that another
     call of the same episode extends is part of that other's row."""
-    sequences = sorted({(*call.prompt, *call.completion.tokens) for call in episode.calls if call.trained})
+    ordered = sorted(set(rows))
     return sum(
-        len(sequence)
-        for sequence, following in zip(sequences, [*sequences[1:], ()], strict=False)  # none, of an episode of no calls
-        if following[: len(sequence)] != sequence
+        len(row)
+        for row, following in zip(ordered, [*ordered[1:], ()], strict=False)  # none, of an episode of no calls
+        if following[: len(row)] != row
     )

@@ -1,0 +1,81 @@
+"""Rows that begin with the same pages are found, and nothing is shared that must not be."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arborl.engines.bundles import Bundling, bundle
+
+
+def tables(*rows: list[int]) -> np.ndarray:
+    """Pages a row, filled up with what an earlier row may have left there."""
+    longest = max(map(len, rows))
+    return np.array([[*row, *[0] * (longest - len(row))] for row in rows], dtype=np.int32)
+
+
+def found(rows: list[list[int]], most: int = 8) -> list[tuple[int, list[int]]]:
+    """Every page of a row but its last holds only what was read before."""
+    bundles = bundle(tables(*rows), np.array([len(row) - 1 for row in rows]), most)
+    members = [[row for row in some if row >= 0] for some in bundles.rows_MB.tolist()]
+    return sorted(zip(bundles.pages_M.tolist(), map(sorted, members), strict=True), key=lambda pair: pair[1])
+
+
+def test_siblings_are_bundled_by_what_they_share():
+    assert found([[1, 2, 5], [7, 8, 9], [1, 2, 6], [7, 8, 4], [1, 2, 3]]) == [(2, [0, 2, 4]), (2, [1, 3])]
+
+
+def test_a_row_with_pages_of_its_own_is_in_no_bundle():
+    bundles = bundle(tables([1, 2], [1, 3], [4, 5]), np.array([1, 1, 1]), 8)
+    assert bundles.own_R.tolist() == [1, 1, 0]
+
+
+def test_the_page_being_written_is_never_shared():
+    assert found([[1, 2], [1, 2]]) == [(1, [0, 1])]
+    assert found([[1], [1]]) == []
+
+
+def test_a_large_group_becomes_several_bundles():
+    assert [len(rows) for _, rows in found([[1, 2, 10 + i] for i in range(10)], most=4)] == [4, 4, 2]
+
+
+def test_groups_under_one_system_prompt_are_not_mixed_where_each_shares_more():
+    first, second = [[1, 2, 3, 4, 20 + i] for i in range(3)], [[1, 5, 6, 7, 30 + i] for i in range(3)]
+    assert found([*first, *second], most=4) == [(4, [0, 1, 2]), (4, [3, 4, 5])]
+
+
+def test_rows_that_share_a_system_prompt_alone_are_bundled_for_it():
+    assert found([[1, 10 + i, 20 + i] for i in range(4)]) == [(1, [0, 1, 2, 3])]
+
+
+@given(st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=5), min_size=1, max_size=12), st.integers(2, 5))
+def test_whatever_is_shared_is_the_same_and_was_read_and_each_row_is_in_one_bundle(rows, most):
+    table, whole = tables(*rows), np.array([len(row) - 1 for row in rows])
+    bundles = bundle(table, whole, most)
+    seen = bundles.rows_MB[bundles.rows_MB >= 0].tolist()
+    assert len(seen) == len(set(seen))
+    assert (bundles.own_R <= whole).all()
+    for pages, some in zip(bundles.pages_M, bundles.rows_MB, strict=True):
+        members = some[some >= 0]
+        assert 2 <= len(members) <= most
+        assert pages > 0
+        assert (bundles.own_R[members] == pages).all()
+        assert (table[members, :pages] == table[members[0], :pages]).all()
+    assert (np.delete(bundles.own_R, seen) == 0).all()
+
+
+def test_bundles_are_kept_while_rows_grow_and_made_anew_when_rows_change():
+    bundling = Bundling(8)
+    before = bundling(tables([1, 2, 5], [1, 2, 6]), np.array([2, 2]))
+    grown = bundling(tables([1, 2, 5, 9], [1, 2, 6, 8]), np.array([3, 3]))
+    assert grown is before
+    other = bundling(tables([1, 3, 5, 9], [1, 2, 6, 8]), np.array([3, 3]))
+    assert other.pages_M.tolist() == [1]
+    assert bundling(tables([4, 3], [5, 2], [6, 1]), np.array([1, 1, 1])).pages_M.tolist() == []
+
+
+def test_bundles_are_made_anew_when_a_row_has_read_less_than_the_one_before_it_in_its_place():
+    bundling = Bundling(8)
+    bundling(tables([1, 2, 5], [1, 2, 6]), np.array([2, 2]))
+    assert bundling(tables([1, 2, 5], [1, 2, 6]), np.array([2, 1])).pages_M.tolist() == [1]
