@@ -1,9 +1,8 @@
 """The forward pass for sampling: Llama and its relatives in few operations, over the model's own weights.
 
-Layers that read the same input run as one product: their weights become views of one matrix, so they are still the
-model's parameters, trained in place, and there is no copy. What is left between the products is done by `Ops`: with
-torch on a CPU, with fused kernels on a GPU. A model of another kind, or one whose numbers come out differently, is run
-by the library's own code.
+Layers that read the same input run as one product (`models/joined.py`). What is left between the products is done by
+`Ops`: with torch on a CPU, with fused kernels on a GPU. A model of another kind, or one whose numbers come out
+differently, is run by the library's own code.
 
 N tokens, H query heads, K key heads, D head size, E model size.
 """
@@ -11,55 +10,22 @@ N tokens, H query heads, K key heads, D head size, E model size.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from arborl.engines.cache import head_size
 from arborl.models.attention import Attend
-from arborl.models.lean import KINDS, agrees, norm
+from arborl.models.joined import Joined, joined
+from arborl.models.lean import GATE_UP, KINDS, QKV, agrees, norm, signed, turn
 
 log = logging.getLogger(__name__)
 
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 """Position embeddings whose angles depend on the position alone."""
-
-
-class Joined:
-    """Linear layers that read the same input, as one product where they are plain."""
-
-    def __init__(self, modules: Sequence[nn.Module]):
-        self.modules = modules
-        self.weight: Tensor | None = None
-        self.bias: Tensor | None = None
-        plain = [m for m in modules if type(m) is nn.Linear]
-        if len(plain) == len(modules) and len({m.bias is None for m in plain}) == 1:
-            with torch.inference_mode(False), torch.no_grad():
-                self.weight = self._join([m.weight for m in plain])
-                self.bias = None if plain[0].bias is None else self._join([m.bias for m in plain])
-
-    @staticmethod
-    def _join(parameters: Sequence[Tensor]) -> Tensor:
-        whole = torch.cat([p.data for p in parameters])
-        for p, view in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
-            p.data = view
-        return whole
-
-    @property
-    def moved(self) -> bool:
-        """Whether a parameter has been given other memory since."""
-        first: Tensor = self.modules[0].weight  # type: ignore[assignment]
-        return self.weight is not None and first.data_ptr() != self.weight.data_ptr()
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self.weight is None:
-            return torch.cat([module(x) for module in self.modules], dim=-1)
-        return linear(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +50,7 @@ class Rope:
 
     cos: Tensor
     sin: Tensor
-    """With the sign that rotation by halves gives them: minus in the first half."""
+    """Signed."""
 
     @classmethod
     def of(cls, model: PreTrainedModel, length: int) -> Rope:
@@ -92,8 +58,7 @@ class Rope:
         positions = torch.arange(length, device=model.device)[None]
         like = torch.zeros((), dtype=model.dtype, device=model.device)
         cos, sin = (part[0] for part in base.rotary_emb(like, positions))
-        half = cos.shape[-1] // 2
-        return cls(cos.contiguous(), torch.cat([-sin[:, :half], sin[:, half:]], dim=-1))
+        return cls(cos.contiguous(), signed(sin))
 
 
 class Ops(Protocol):
@@ -164,9 +129,9 @@ class Forward:
             a, mlp = layer.self_attn, layer.mlp
             self.blocks.append(
                 Block(
-                    number, layer.input_layernorm, Joined([a.q_proj, a.k_proj, a.v_proj]),
+                    number, layer.input_layernorm, joined(a, *QKV),
                     getattr(a, "q_norm", None), getattr(a, "k_norm", None), a.o_proj, layer.post_attention_layernorm,
-                    Joined([mlp.gate_proj, mlp.up_proj]), mlp.down_proj, float(a.scaling),
+                    joined(mlp, *GATE_UP), mlp.down_proj, float(a.scaling),
                 )
             )  # fmt: skip
         self.rope = Rope.of(self.model, self.length)
@@ -201,8 +166,7 @@ class TorchOps:
         if self.turn is None:
             self.turn = (rope.cos[self.positions, None], rope.sin[self.positions, None])
         cos, sin = self.turn
-        turned = torch.addcmul(turning * cos, turning.roll(self.size // 2, dims=-1), sin)
-        q_NHD, k_NKD = turned.split([self.heads, self.key_heads], dim=1)
+        q_NHD, k_NKD = turn(turning, cos, sin).split([self.heads, self.key_heads], dim=1)
         return self.attend(block.number, q_NHD, k_NKD, v_NKD, block.scale).flatten(1)
 
     def gate(self, gate_up: Tensor, activation: nn.Module) -> Tensor:

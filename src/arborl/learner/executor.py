@@ -21,6 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from arborl.learner.attend import BLOCK, BlockAttend, CausalAttend, DenseAttend
 from arborl.learner.batch import MicroBatch, padded
 from arborl.learner.flex import SIZE, FlexAttend
+from arborl.learner.upload import upload
 from arborl.models.attention import Attend, library_hidden_states
 from arborl.models.lean import Run, in_turn, is_lean, lean
 
@@ -71,10 +72,10 @@ DENSE = Way("dense")
 def hidden(model: PreTrainedModel, batch: MicroBatch, way: Way) -> Tensor:
     """The last layer's output where each term is predicted, `[M, hidden]`."""
     executor = EXECUTORS[way.attend]
-    rows, term = (torch.from_numpy(x).to(model.device) for x in np.unique(batch.terms.position, return_inverse=True))
+    predicting = np.unique(batch.terms.position, return_inverse=True)
     batch = padded(batch, executor.multiple)
     attend = executor.make(batch, model.device)
-    tokens, depth = (torch.from_numpy(column).to(model.device) for column in (batch.tokens, batch.depth))
+    tokens, depth, rows, term = upload(model.device, batch.tokens, batch.depth, *predicting)
     recompute = way.recompute and torch.is_grad_enabled()
     if is_lean(model):
         found = lean(model, tokens, depth, attend, _run(way.compiled, recompute), rows)

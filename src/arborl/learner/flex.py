@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from arborl.learner.batch import MicroBatch
+from arborl.learner.upload import upload
 
 SIZE = 128
 """Tokens a block. Batches are padded to whole blocks: one compiled kernel then serves every size."""
@@ -55,18 +56,21 @@ def block_mask(end: np.ndarray, device: torch.device) -> BlockMask:
     query, key = block[:, None], block[None]
     seen = (query >= key) & (query * SIZE < ends.max(1)[None])
     whole = (query > key) & ((query + 1) * SIZE <= ends.min(1)[None])
-    end_N = torch.from_numpy(end.astype(np.int32)).to(device)
+    partly = seen & ~whole
+    tables = [table[None, None] for chosen in (partly, whole, partly.T, whole.T) for table in _table(chosen)]
+    end_N, *sent = upload(device, end.astype(np.int32), *tables)
+    names = [
+        f"{kind}{side}_{what}" for side in ("kv", "q") for kind in ("", "full_") for what in ("num_blocks", "indices")
+    ]
 
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (k <= q) & (q < end_N[k])
 
-    return BlockMask.from_kv_blocks(
-        *_table(seen & ~whole, device), *_table(whole, device), BLOCK_SIZE=SIZE, mask_mod=visible
-    )
+    given: dict[str, Any] = dict(zip(names, sent, strict=True))
+    return BlockMask((len(end), len(end)), **given, BLOCK_SIZE=(SIZE, SIZE), mask_mod=visible)
 
 
-def _table(chosen: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
-    """For each block of queries, how many blocks of keys, and which, in order."""
+def _table(chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For each block, how many blocks of the other side, and which, in order."""
     counts = chosen.sum(1).astype(np.int32)
-    which = np.argsort(~chosen, axis=1, kind="stable").astype(np.int32)
-    return torch.from_numpy(counts[None, None]).to(device), torch.from_numpy(which[None, None]).to(device)
+    return counts, np.argsort(~chosen, axis=1, kind="stable").astype(np.int32)

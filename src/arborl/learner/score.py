@@ -19,6 +19,7 @@ from arborl.algorithms.losses import Said
 from arborl.learner.batch import MicroBatch
 from arborl.learner.critic import Critic
 from arborl.learner.executor import Way, allow_variants, hidden
+from arborl.learner.upload import upload
 from arborl.models.attention import logit_cap, read_out
 from arborl.models.distribution import Shape, log_distribution
 from arborl.types import Sampling
@@ -48,7 +49,7 @@ def score(
     """
     hidden_ME = hidden(model, batch, way)
     run = compiled_head() if way.compiled else _head
-    shape = Shape.of([sampling], model.device)
+    shape = _shape(sampling, model.device)
     logprobs, entropies = [], []
     for some_ME, token_M in _chunks(model, hidden_ME, batch):
         given = (model.get_output_embeddings(), logit_cap(model), some_ME, token_M, shape, entropy)
@@ -64,13 +65,18 @@ def score(
 
 def distributions(model: PreTrainedModel, batch: MicroBatch, sampling: Sampling, way: Way) -> Tensor:
     """The whole log-distribution each term was drawn from, `[M, V]`; it may be differentiated twice."""
-    shape = Shape.of([sampling], model.device)
+    shape = _shape(sampling, model.device)
     return torch.cat(
         [
             log_distribution(read_out(model.get_output_embeddings(), logit_cap(model), some_ME), shape, token_M)
             for some_ME, token_M in _chunks(model, hidden(model, batch, way), batch)
         ]
     )
+
+
+@cache
+def _shape(sampling: Sampling, device: torch.device) -> Shape:
+    return Shape.of([sampling], device)
 
 
 def _chunks(model: PreTrainedModel, hidden_ME: Tensor, batch: MicroBatch) -> Iterator[tuple[Tensor, Tensor]]:
@@ -80,7 +86,7 @@ def _chunks(model: PreTrainedModel, hidden_ME: Tensor, batch: MicroBatch) -> Ite
     else:
         rows = min(ROWS_AT_ONCE, LOGITS_AT_ONCE // vocabulary)
     rows = max(1, rows)
-    token = torch.from_numpy(batch.terms.token).to(hidden_ME.device)
+    (token,) = upload(hidden_ME.device, batch.terms.token)
     yield from zip(hidden_ME.split(rows), token.split(rows), strict=True)
 
 

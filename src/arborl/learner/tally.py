@@ -8,34 +8,22 @@ from torch import Tensor
 
 from arborl.algorithms.losses import Said, TermBatch
 from arborl.learner import spread
+from arborl.learner.upload import upload
 from arborl.types import Metrics, Terms
 
 
 def columns(terms: Terms, device: torch.device, dtype: torch.dtype) -> TermBatch:
     """The terms as tensors, numbers in float32 or the model's precision where finer; None where nothing is known."""
-    fine = torch.float64 if dtype == torch.float64 else torch.float32
-
-    def tensor(column: np.ndarray) -> Tensor:
-        found = torch.from_numpy(column).to(device)
-        return found.to(fine) if found.is_floating_point() else found
-
-    def known(column: np.ndarray) -> Tensor | None:
-        return None if np.isnan(column).all() else tensor(column)
-
-    return TermBatch(
-        old_M=tensor(terms.logprob),
-        advantage_M=tensor(terms.advantage),
-        weight_M=tensor(terms.weight),
-        episode_M=tensor(terms.episode),
-        call_M=tensor(terms.call),
-        turn_M=tensor(terms.turn),
-        group_M=tensor(terms.tree),
-        version_M=tensor(terms.version),
-        proximal_M=known(terms.proximal),
-        reference_M=known(terms.reference),
-        value_M=known(terms.value),
-        target_M=known(terms.target),
-    )
+    fine = np.float64 if dtype == torch.float64 else np.float32
+    maybe = {name: getattr(terms, name) for name in ("proximal", "reference", "value", "target")}
+    known = {name: column for name, column in maybe.items() if not np.isnan(column).all()}
+    numbers = {"old": terms.logprob, "advantage": terms.advantage, "weight": terms.weight} | known
+    whole = {name: getattr(terms, name) for name in ("episode", "call", "turn", "version")} | {"group": terms.tree}
+    given: dict[str, Tensor | None] = {f"{name}_M": None for name in maybe}
+    for columns, kind in ((numbers, fine), (whole, np.int64)):
+        sent = upload(device, *(column.astype(kind) for column in columns.values()))
+        given |= {f"{name}_M": tensor for name, tensor in zip(columns, sent, strict=True)}
+    return TermBatch(**given)  # type: ignore[arg-type]
 
 
 def what_is_wrong(terms: Terms) -> list[str]:

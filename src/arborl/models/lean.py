@@ -19,10 +19,13 @@ from torch.nn.functional import rms_norm
 from transformers import PreTrainedModel
 
 from arborl.models.attention import Attend, library_hidden_states
+from arborl.models.joined import NAME as JOINED
+from arborl.models.joined import joined
 
 log = logging.getLogger(__name__)
 
 KINDS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 Run = Callable[[Sequence[Any], Tensor, Tensor, Tensor, Attend], Tensor]
@@ -54,10 +57,14 @@ def lean(
     base = model.base_model
     x_NE = base.embed_tokens(tokens)
     cos, sin = (part[0, :, None] for part in base.rotary_emb(x_NE[None], positions[None]))
+    sin = signed(sin)
     layers = list(base.layers)
+    for layer in layers:
+        joined(layer.self_attn, *QKV)
+        joined(layer.mlp, *GATE_UP)
     if run is not None or wanted is None:
         x_NE = (run or in_turn)(layers, x_NE, cos, sin, attend)
-        return norm(base.norm, x_NE if wanted is None else x_NE[wanted])
+        return norm(base.norm, x_NE if wanted is None else x_NE.index_select(0, wanted))
     x_NE = in_turn(layers[:-1], x_NE, cos, sin, attend)
     return norm(base.norm, one_layer(layers[-1], x_NE, cos, sin, attend, wanted))
 
@@ -75,21 +82,20 @@ def one_layer(
     """H query heads, K key heads, D head size. Attention is not told the layer's number: it would be compiled in, and
     every layer compiled anew. What follows attention is computed at the `wanted` tokens only."""
     attention, mlp = layer.self_attn, layer.mlp
-    h_NE = norm(layer.input_layernorm, x_NE)
-    q, k, v = (
-        project(h_NE).unflatten(-1, (-1, attention.head_dim))
-        for project in (attention.q_proj, attention.k_proj, attention.v_proj)
-    )
+    qkv = getattr(attention, JOINED)(norm(layer.input_layernorm, x_NE)).unflatten(-1, (-1, attention.head_dim))
+    keys = qkv.shape[1] // (attention.num_key_value_groups + 2)
+    heads = qkv.shape[1] - 2 * keys
+    both, v = qkv.split([heads + keys, keys], dim=1)
     if hasattr(attention, "q_norm"):
-        q, k = norm(attention.q_norm, q), norm(attention.k_norm, k)
-    both = _turn(torch.cat([q, k], dim=1), cos, sin)
-    q, k = both.split([q.shape[1], k.shape[1]], dim=1)
+        q, k = both.split([heads, keys], dim=1)
+        both = torch.cat([norm(attention.q_norm, q), norm(attention.k_norm, k)], dim=1)
+    q, k = turn(both, cos, sin).split([heads, keys], dim=1)
     seen = attend(0, q, k, v, attention.scaling).flatten(1)
     if wanted is not None:
         x_NE, seen = x_NE.index_select(0, wanted), seen.index_select(0, wanted)
     x_NE = x_NE + attention.o_proj(seen)
-    h_NE = norm(layer.post_attention_layernorm, x_NE)
-    out: Tensor = x_NE + mlp.down_proj(mlp.act_fn(mlp.gate_proj(h_NE)) * mlp.up_proj(h_NE))
+    gate, up = getattr(mlp, JOINED)(norm(layer.post_attention_layernorm, x_NE)).chunk(2, dim=-1)
+    out: Tensor = x_NE + mlp.down_proj(mlp.act_fn(gate) * up)
     return out
 
 
@@ -104,10 +110,15 @@ def epsilon(module: nn.Module) -> float:
     return float(module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps)  # type: ignore[arg-type]
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def turn(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
     """Rotary position embedding: halves, not pairs."""
-    a, b = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-b, a], dim=-1) * sin
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), signed_sin)
+
+
+def signed(sin: Tensor) -> Tensor:
+    """With the sign that turning by halves gives them: minus in the first half."""
+    half = sin.shape[-1] // 2
+    return torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
 
 
 class _Causal:
