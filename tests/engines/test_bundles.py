@@ -23,7 +23,8 @@ def found(rows: list[list[int]], most: int = 8) -> list[tuple[int, list[int]]]:
 
 
 def test_siblings_are_bundled_by_what_they_share():
-    assert found([[1, 2, 5], [7, 8, 9], [1, 2, 6], [7, 8, 4], [1, 2, 3]]) == [(2, [0, 2, 4]), (2, [1, 3])]
+    rows = [[1, 2, 5], [7, 8, 9], [1, 2, 6], [7, 8, 4], [1, 2, 3], [7, 8, 10], [1, 2, 11], [12, 13, 14]]
+    assert found(rows) == [(2, [0, 2, 4, 6]), (2, [1, 3, 5])]
 
 
 def test_a_row_with_pages_of_its_own_is_in_no_bundle():
@@ -37,12 +38,17 @@ def test_the_page_being_written_is_never_shared():
 
 
 def test_a_large_group_becomes_several_bundles():
-    assert [len(rows) for _, rows in found([[1, 2, 10 + i] for i in range(10)], most=4)] == [4, 4, 2]
+    assert [len(rows) for _, rows in found([[1, 2, 10 + i] for i in range(12)], most=4)] == [4, 4, 4]
+
+
+def test_where_there_are_many_small_groups_those_that_save_most_are_bundled():
+    pairs = [[1, 2, 3, 10], [4, 5, 11], [1, 2, 3, 12], [4, 5, 13]]
+    assert found(pairs) == [(3, [0, 2])]
 
 
 def test_groups_under_one_system_prompt_are_not_mixed_where_each_shares_more():
-    first, second = [[1, 2, 3, 4, 20 + i] for i in range(3)], [[1, 5, 6, 7, 30 + i] for i in range(3)]
-    assert found([*first, *second], most=4) == [(4, [0, 1, 2]), (4, [3, 4, 5])]
+    first, second = [[1, 2, 3, 4, 20 + i] for i in range(4)], [[1, 5, 6, 7, 30 + i] for i in range(4)]
+    assert found([*first, *second]) == [(4, [0, 1, 2, 3]), (4, [4, 5, 6, 7])]
 
 
 def test_rows_that_share_a_system_prompt_alone_are_bundled_for_it():

@@ -29,10 +29,10 @@ def pool(rows: int, longest: int, key_heads: int, page: int, size: int, dtype):
 def sharing(table: torch.Tensor, length: torch.Tensor, members: int, page: int):
     """Which rows share their first pages, as the kernel is told."""
     from arborl.engines import kernels
-    from arborl.engines.bundles import bundle
+    from arborl.engines.bundles import bundle, room_for
 
     found = bundle(table.cpu().numpy(), ((length - 1) // page).cpu().numpy(), members)
-    none = max(1, len(table) // 2) - len(found.pages_M)
+    none = room_for(len(table)) - len(found.pages_M)
     pages, rows = np.pad(found.pages_M, (0, none)), np.pad(found.rows_MB, ((0, none), (0, 0)))
     return kernels.Shared(*(torch.from_numpy(x).cuda() for x in (pages, rows, found.own_R)))
 

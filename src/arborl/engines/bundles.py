@@ -26,6 +26,11 @@ class Bundles:
     """Pages at the beginning of each row that its bundle looks at for it; 0 for a row in none."""
 
 
+def room_for(rows: int) -> int:
+    """Bundles of so many rows that are made at most; where groups are small, the ones that save least are left out."""
+    return max(1, rows // 4)
+
+
 def bundle(tables: Small, whole_R: NDArray[np.int64], most: int) -> Bundles:
     """Rows with the same first pages, in bundles of at most `most`.
 
@@ -51,6 +56,7 @@ def bundle(tables: Small, whole_R: NDArray[np.int64], most: int) -> Bundles:
                 continue
         found.append((0, [row]))
     found = [(pages, rows) for pages, rows in found if len(rows) > 1]
+    found = sorted(found, key=lambda pair: -pair[0] * (len(pair[1]) - 1))[: room_for(len(tables))]
     pages_M = np.array([pages for pages, _ in found], dtype=np.int32)
     rows_MB = np.full((len(found), most), -1, dtype=np.int32)
     own_R = np.zeros(len(tables), dtype=np.int32)

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 
 from arborl.engines import kernels
-from arborl.engines.bundles import Bundling
+from arborl.engines.bundles import Bundling, room_for
 from arborl.engines.cache import Cache
 from arborl.engines.executor import Ready, Sampled, Step
 from arborl.engines.forward import Block, Forward, Rope
@@ -55,7 +55,8 @@ class Sent(NamedTuple):
 
     @classmethod
     def of(cls, flat: Any, rows: int, members: int, pages: int) -> Sent:
-        shapes = [*[(rows,)] * 5, (max(1, rows // 2),), (max(1, rows // 2), members), (rows, pages)]
+        bundles = room_for(rows)
+        shapes = [*[(rows,)] * 5, (bundles,), (bundles, members), (rows, pages)]
         ends = np.cumsum([0, *(math.prod(shape) for shape in shapes)]).tolist()
         return cls(*(flat[a:b].reshape(shape) for a, b, shape in zip(ends, ends[1:], shapes, strict=False)))
 

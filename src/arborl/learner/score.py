@@ -21,7 +21,7 @@ from arborl.learner.critic import Critic
 from arborl.learner.executor import Way, allow_variants, hidden
 from arborl.learner.upload import upload
 from arborl.models.attention import logit_cap, read_out
-from arborl.models.distribution import Shape, log_distribution
+from arborl.models.distribution import Shape, log_distribution, shaped
 from arborl.types import Sampling
 
 LOGITS_AT_ONCE = 2**26
@@ -93,10 +93,14 @@ def _chunks(model: PreTrainedModel, hidden_ME: Tensor, batch: MicroBatch) -> Ite
 def _head(
     head: Any, cap: float | None, hidden_ME: Tensor, token_M: Tensor, shape: Shape, entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    log_MV = log_distribution(read_out(head, cap, hidden_ME), shape, token_M)
-    said_MV = log_MV if entropy else log_MV.detach()
-    entropy_M = -(said_MV.exp() * said_MV.clamp(min=-1e4)).sum(-1)  # a token that cannot be drawn adds nothing
-    return log_MV.gather(1, token_M[:, None])[:, 0], entropy_M
+    """Not by way of all log-probabilities: what is needed of them are sums over the logits, and few passes do."""
+    logit_MV = shaped(read_out(head, cap, hidden_ME), shape, token_M)
+    total_M = logit_MV.logsumexp(-1)
+    logprob_M = logit_MV.gather(1, token_M[:, None])[:, 0] - total_M
+    if not entropy:
+        logit_MV, total_M = logit_MV.detach(), total_M.detach()
+    finite_MV = logit_MV.clamp(min=-1e30) if shape.truncates else logit_MV  # what cannot be drawn adds nothing
+    return logprob_M, total_M - ((logit_MV - total_M[:, None]).exp() * finite_MV).sum(-1)
 
 
 @cache

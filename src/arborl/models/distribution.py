@@ -41,13 +41,18 @@ def log_distribution(logits_BV: Tensor, shape: Shape, token_B: Tensor | None = N
         shape: one entry, or one a row.
         token_B: tokens known to have been drawn: kept whatever the present weights say, so that their score is finite.
     """
+    return torch.log_softmax(shaped(logits_BV, shape, token_B), dim=-1)
+
+
+def shaped(logits_BV: Tensor, shape: Shape, token_B: Tensor | None = None) -> Tensor:
+    """The logits of that distribution, up to a constant a row."""
     scaled_BV = logits_BV / shape.temperature_B[:, None].to(logits_BV.dtype)
     if not shape.truncates:
-        return torch.log_softmax(scaled_BV, dim=-1)
+        return scaled_BV
     kept_BV = kept(scaled_BV.detach(), shape)
     if token_B is not None:
         kept_BV.scatter_(1, token_B[:, None], True)
-    return torch.log_softmax(scaled_BV.masked_fill(~kept_BV, float("-inf")), dim=-1)
+    return scaled_BV.masked_fill(~kept_BV, float("-inf"))
 
 
 def kept(scaled_BV: Tensor, shape: Shape) -> Tensor:

@@ -61,7 +61,6 @@ def lean(
     layers = list(base.layers)
     for layer in layers:
         joined(layer.self_attn, *QKV)
-        joined(layer.mlp, *GATE_UP)
     if run is not None or wanted is None:
         x_NE = (run or in_turn)(layers, x_NE, cos, sin, attend)
         return norm(base.norm, x_NE if wanted is None else x_NE.index_select(0, wanted))
@@ -80,7 +79,8 @@ def one_layer(
     layer: Any, x_NE: Tensor, cos: Tensor, sin: Tensor, attend: Attend, wanted: Tensor | None = None
 ) -> Tensor:
     """H query heads, K key heads, D head size. Attention is not told the layer's number: it would be compiled in, and
-    every layer compiled anew. What follows attention is computed at the `wanted` tokens only."""
+    every layer compiled anew. What follows attention is computed at the `wanted` tokens only. Gate and up stay apart:
+    their gradients would have to be put side by side first, which costs more than one product saves."""
     attention, mlp = layer.self_attn, layer.mlp
     qkv = getattr(attention, JOINED)(norm(layer.input_layernorm, x_NE)).unflatten(-1, (-1, attention.head_dim))
     keys = qkv.shape[1] // (attention.num_key_value_groups + 2)
@@ -94,8 +94,8 @@ def one_layer(
     if wanted is not None:
         x_NE, seen = x_NE.index_select(0, wanted), seen.index_select(0, wanted)
     x_NE = x_NE + attention.o_proj(seen)
-    gate, up = getattr(mlp, JOINED)(norm(layer.post_attention_layernorm, x_NE)).chunk(2, dim=-1)
-    out: Tensor = x_NE + mlp.down_proj(mlp.act_fn(gate) * up)
+    h_NE = norm(layer.post_attention_layernorm, x_NE)
+    out: Tensor = x_NE + mlp.down_proj(mlp.act_fn(mlp.gate_proj(h_NE)) * mlp.up_proj(h_NE))
     return out
 
 
