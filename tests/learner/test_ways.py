@@ -112,27 +112,52 @@ def test_recomputation_gives_the_same_gradients_and_keeps_less(model, batch, kin
     assert [module.training for module in model.modules()] == training
 
 
-def test_layers_and_head_are_compiled_once_for_all_layers_and_sizes(monkeypatch, flex_on_cpu, model):
-    """Traced for real, run without code generation: what a GPU will compile has no breaks and few forms."""
+@pytest.fixture
+def compiled_anew():
+    """Nothing compiled before, and nothing left for others."""
+    made = (executor.compiled_layers, score.compiled_head)
     torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager", fullgraph=True))
-    for made in (executor.compiled_layers, score.compiled_head):
-        made.cache_clear()
-    try:
+    for function in made:
+        function.cache_clear()
+    yield
+    for function in made:
+        function.cache_clear()
+    torch._dynamo.reset()
+
+
+def test_of_all_sizes_only_the_number_of_tokens_is_left_open_when_compiled(
+    monkeypatch, flex_on_cpu, compiled_anew, model
+):
+    """A weight of unknown size makes code that does not compile on a GPU, or is slow."""
+    seen = {}
+
+    def look(module, inputs):
+        for node in module.graph.nodes:
+            if node.op == "placeholder" and hasattr(node.meta.get("example_value"), "shape"):
+                seen[node.name] = [not str(size).isdigit() for size in node.meta["example_value"].shape]
+        return module.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=look))
+    with torch.no_grad():
         assert agrees(model, Way("flex", compiled=True))
-        counters = torch._dynamo.utils.counters["stats"]
-        graphs = []
-        for groups in (4, 8, 12):
-            batch = split(*forest_of(random_groups(groups, groups=groups, longest=30)), 10_000)[0]
-            both = []
-            for way in (Way("flex", compiled=True), DENSE):
-                said = score.score(model, batch, SAMPLING, way)
-                both.append(torch.autograd.grad(said.logprob_M.sum(), list(model.parameters())))
-            for a, b in zip(*both, strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
-            graphs.append(counters["unique_graphs"])
-        assert graphs[1] == graphs[2]  # by the third size nothing is new
-    finally:
-        for made in (executor.compiled_layers, score.compiled_head):
-            made.cache_clear()
-        torch._dynamo.reset()
+    assert seen["l_x_ne_"] == [True, False]
+    assert any("joined" in name for name in seen)
+    assert not any(any(sizes) for name, sizes in seen.items() if "weight" in name or "bias" in name)
+
+
+def test_layers_and_head_are_compiled_once_for_all_layers_and_sizes(monkeypatch, flex_on_cpu, compiled_anew, model):
+    """Traced for real, run without code generation: what a GPU will compile has no breaks and few forms."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager", fullgraph=True))
+    assert agrees(model, Way("flex", compiled=True))
+    counters = torch._dynamo.utils.counters["stats"]
+    graphs = []
+    for groups in (4, 8, 12):
+        batch = split(*forest_of(random_groups(groups, groups=groups, longest=30)), 10_000)[0]
+        both = []
+        for way in (Way("flex", compiled=True), DENSE):
+            said = score.score(model, batch, SAMPLING, way)
+            both.append(torch.autograd.grad(said.logprob_M.sum(), list(model.parameters())))
+        for a, b in zip(*both, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+        graphs.append(counters["unique_graphs"])
+    assert graphs[1] == graphs[2]  # by the third size nothing is new

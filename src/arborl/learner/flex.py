@@ -23,6 +23,10 @@ from arborl.learner.upload import upload
 SIZE = 128
 """Tokens a block. Batches are padded to whole blocks: one compiled kernel then serves every size."""
 
+TILES = {f"bwd_BLOCK_{side}": 64 for side in ("M1", "N1", "M2", "N2")} | {"bwd_num_warps": 4, "bwd_num_stages": 2}
+"""For heads of at most 64 numbers in 16 bits: an eighth less time in the backward pass than what torch would choose
+(1.18 ms against 1.34 for 16,384 tokens of 14 heads on an H200)."""
+
 
 class FlexAttend:
     """The whole micro-batch in one call; `batch` holds a whole number of blocks."""
@@ -37,7 +41,8 @@ class FlexAttend:
         k_NHD, v_NHD = (x.repeat_interleave(groups, dim=1) for x in (k_NKD, v_NKD))
         q, k, v = (x.transpose(0, 1)[None] for x in (q_NHD, k_NHD, v_NHD))
         fused: Any = flex_attention if torch.compiler.is_compiling() or not q.is_cuda else compiled_flex()
-        out = fused(q, k, v, block_mask=self.mask, scale=scale)
+        narrow = q.is_cuda and q.dtype.itemsize == 2 and q.shape[-1] <= 64
+        out = fused(q, k, v, block_mask=self.mask, scale=scale, kernel_options=TILES if narrow else None)
         return out[0].transpose(0, 1)
 
 

@@ -115,7 +115,7 @@ class Learner:
         def work(batches: list[MicroBatch]) -> tuple[Floats, Floats]:
             logprob, value = np.zeros(len(terms)), np.zeros(len(terms))
             for batch in batches:
-                way = self.ways(model, batch)  # with adapters on: gradients are part of what is checked
+                way = self.ways(model, batch)  # with adapters on, as they are when it is checked elsewhere
                 with adapters_off(model) if base else nullcontext():
                     said = score(model, batch, self.sampling, way, critic)
                 logprob[batch.rows] = said.logprob_M.double().cpu().numpy()

@@ -1,7 +1,7 @@
 """Which way to run a model: the quickest that has been shown to be right.
 
-The first time a model goes a way, the way is compared with the dense one on a small tree, log-probabilities and
-gradients; one that differs or breaks is not gone again, with a warning that says so.
+The first time a model goes a way, the way is compared with the dense one on a small tree, log-probabilities and, where
+they are asked for, gradients; one that differs or breaks is not gone again, with a warning that says so.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torc
 PROBED = 8
 """Parameters whose gradients are compared."""
 
-_right: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, bool], bool]] = WeakKeyDictionary()
+_right: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, bool, bool], bool]] = WeakKeyDictionary()
 
 
 class Ways:
@@ -47,7 +47,7 @@ class Ways:
     def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> Way:
         known = _right.setdefault(model, {})
         for way in self._candidates(model, batch):
-            key = (way.attend, way.compiled)
+            key = (way.attend, way.compiled, torch.is_grad_enabled())
             if key not in known:
                 known[key] = way == DENSE or agrees(model, way)
             if known[key]:
@@ -84,13 +84,12 @@ def agrees(model: PreTrainedModel, way: Way) -> bool:
 
 def _numbers(model: PreTrainedModel, batch: MicroBatch, way: Way) -> list[Tensor]:
     """Log-probabilities of the sample's terms, and gradients of some of the first parameters."""
+    logprob_M = score(model, batch, Sampling(), way).logprob_M
+    if not logprob_M.requires_grad:
+        return [logprob_M]
     probed = [p for p in model.parameters() if p.requires_grad and p.ndim > 1][:PROBED]
-    with torch.enable_grad():
-        logprob_M = score(model, batch, Sampling(), way).logprob_M
-        if not probed:
-            return [logprob_M.detach()]
-        weight_M = torch.linspace(-1.0, 1.0, len(logprob_M), device=logprob_M.device)
-        return [logprob_M.detach(), *torch.autograd.grad((logprob_M * weight_M).sum(), probed)]
+    weight_M = torch.linspace(-1.0, 1.0, len(logprob_M), device=logprob_M.device)
+    return [logprob_M.detach(), *torch.autograd.grad((logprob_M * weight_M).sum(), probed)]
 
 
 def _gap(ours: Tensor, theirs: Tensor) -> float:

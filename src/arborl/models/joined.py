@@ -55,12 +55,13 @@ def joined(owner: nn.Module, *names: str) -> Joined:
 
 
 def _join(parameters: Sequence[Tensor]) -> Tensor | None:
-    """One tensor that the parameters become parts of."""
+    """One tensor that the parameters become parts of. It is a parameter too: of those the compiler knows that their
+    size never changes."""
     if not parameters:
         return None
     with torch.inference_mode(False), torch.no_grad():
-        whole = torch.cat([p.data for p in parameters])
-        for p, view in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
+        whole = nn.Parameter(torch.cat([p.data for p in parameters]), requires_grad=False)
+        for p, view in zip(parameters, whole.data.split([len(p) for p in parameters]), strict=True):
             p.data = view
     return whole
 
