@@ -92,7 +92,7 @@ class Pages:
         if last is None:
             return path
         if last.holders or common < len(last.tokens):
-            return self._fork(path, last, common)
+            return self._fork(path, last, common, tokens[path.found :])
         self._hold(last)
         path.nodes.append(last)
         path.found += common
@@ -151,14 +151,27 @@ class Pages:
                 best, most = child, common
         return best, most
 
-    def _fork(self, path: Path, source: Node, count: int) -> Path:
-        """Take a copy of part of a page, if there is room. The source is held meanwhile, so that none is made of it."""
+    def _fork(self, path: Path, source: Node, count: int, tokens: Tokens) -> Path:
+        """Take a copy of part of a page, if there is room. The source is held meanwhile, so that none is made of it.
+
+        It replaces a page that would say nothing the copy does not, such as the one the session had until a sibling
+        read what the session says next: pages in use then stay close together.
+        """
         self._hold(source)
+        if (outgrown := self._outgrown(source, tokens)) is not None:
+            self._forget(outgrown)
         if self.room:
             path.copy = (source.page, self._grow(path).page, count)
             path.found += count
         self.close(Path([source]))
         return path
+
+    def _outgrown(self, source: Node, tokens: Tokens) -> Node | None:
+        """A page beside `source` that nobody needs and all of whose tokens these begin with."""
+        assert source.parent is not None
+        beside = source.parent.children[int(source.tokens[0])]
+        idle = (node for node in beside if node.page in self.idle)
+        return next((node for node in idle if common_prefix(node.tokens, tokens) == len(node.tokens)), None)
 
     def _hold(self, node: Node) -> None:
         if not node.holders:
@@ -169,7 +182,7 @@ class Pages:
     def _grow(self, path: Path) -> Node:
         """One more page at the end of the path. There must be room."""
         if not self.free:
-            self._forget_oldest()
+            self._forget(self.nodes[next(iter(self.idle))])
         node = self.nodes[self.free.pop()]
         node.parent = path.nodes[-1] if path.nodes else self.root
         node.holders = 1
@@ -185,8 +198,9 @@ class Pages:
             node.parent.full.setdefault(tokens.tobytes(), node)
         node.tokens = tokens
 
-    def _forget_oldest(self) -> None:
-        node = self.nodes[self.idle.popitem(last=False)[0]]
+    def _forget(self, node: Node) -> None:
+        """Free a page that is idle."""
+        del self.idle[node.page]
         parent = node.parent
         assert parent is not None
         siblings = parent.children[int(node.tokens[0])]
