@@ -40,6 +40,19 @@ def test_full_pages_are_shared_and_a_part_of_one_is_copied():
     assert second.copy == (first.nodes[1].page, second.nodes[1].page, 2)
 
 
+def test_a_copy_replaces_the_page_it_outgrows_and_no_other():
+    pages = Pages(10, 8)
+    paths = [read(pages, ids(1, 2, *rest)) for rest in ((3, 4, 5, 6), (3,), (7,))]
+    ahead, own, other = (path.nodes[0].page for path in paths)
+    for path in paths[1:]:
+        pages.close(path)
+    path = pages.open(ids(1, 2, 3, 4, 5, 9))
+    assert path.found == 5
+    assert path.copy == (ahead, own, 5)
+    assert other in {node.page for node in nodes(pages)}
+    assert pages.open(ids(1, 2, 7, 8)).nodes[0].page == other
+
+
 def test_a_page_nobody_writes_to_is_taken_over_where_it_ends():
     pages = Pages(10, 4)
     first = read(pages, ids(1, 2, 3, 4, 5, 6))
