@@ -12,7 +12,8 @@ without vLLM and without gradient checkpointing, generates once an optimiser ste
 micro-batch: its best counts. In `multi-turn` it uses its own loop over tool calls, with the environment as the tool;
 every reply is a call. In bfloat16 TRL's optimiser works on the weights themselves, ours on float32 copies of them.
 
-Both have one step to warm up; the best of `--repeats` counts. Needs `trl` and `datasets`.
+Each side runs in a process of its own, as it comes: what Arbor sets for its own sake is not set for TRL. Both have one
+step to warm up; the best of `--repeats` counts. Needs `trl` and `datasets`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import json
 import math
 import os
 import platform
+import subprocess
 import sys
 import tempfile
 import time
@@ -34,6 +36,9 @@ from typing import Any
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
+import arborl  # noqa: F401  # before torch, as everyone does who starts a run
+
+# isort: split
 import datasets
 import numpy as np
 import tokenizers
@@ -63,6 +68,8 @@ FIVE_MILLION = {
     "num_key_value_heads": 4, "head_dim": 40, "max_position_embeddings": 4096, "tie_word_embeddings": True,
 }  # fmt: skip
 TINY = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+AS_IT_COMES = {"MIMALLOC_PURGE_DELAY": "10"}
+"""The allocator's own setting, for the side that is not Arbor's."""
 RATE = 1e-6
 """So small that the policy, and with it the work, stays as it is."""
 MOVE = ToolSpec(
@@ -117,11 +124,7 @@ class Timing:
 
 
 def make_model(case: Case, tiny: bool) -> hf.PreTrainedModel:
-    """The same weights at every call; no token ends a reply. What an earlier model left in memory goes first."""
-    gc.unfreeze()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    """The same weights at every call; no token ends a reply."""
     torch.manual_seed(0)
     if case.device == "cuda":
         model: hf.PreTrainedModel = hf.Qwen2ForCausalLM(hf.Qwen2Config(**(QWEN | TINY if tiny else QWEN)))
@@ -409,7 +412,6 @@ def trl_steps(case: Case, tiny: bool, repeats: int, size: int, folder: str) -> l
 
 def measure_trl(case: Case, tiny: bool, repeats: int) -> tuple[Timing, dict[str, Any]]:
     """The best micro-batch's best step."""
-    torch.backends.mkldnn.enabled = True  # type: ignore[assignment]  # as torch comes; ours turns it off on Arm
     tried: dict[int, float | str] = {}
     found: list[Timing] = []
     for size in case.tried:
@@ -420,6 +422,10 @@ def measure_trl(case: Case, tiny: bool, repeats: int) -> tuple[Timing, dict[str,
                 found.append(timing)
             except torch.OutOfMemoryError:
                 tried[size] = "out of memory"
+        gc.unfreeze()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
     if not found:
         raise RuntimeError(f"{case.name}: no micro-batch of {case.tried} fits into the GPU's memory")
     return min(found, key=lambda timing: timing.seconds), {"baseline_tried": tried}
@@ -438,10 +444,25 @@ def synchronize(model: Any) -> None:
         torch.cuda.synchronize()
 
 
-def compare(case: Case, tiny: bool, repeats: int, micro_batch_tokens: int) -> dict[str, Any]:
-    baseline, tried = measure_trl(case, tiny, repeats)
+def measure(side: str, case: Case, tiny: bool, repeats: int, micro_batch_tokens: int) -> tuple[Timing, dict[str, Any]]:
+    if side == "trl":
+        return measure_trl(case, tiny, repeats)
+    return measure_ours(case, tiny, repeats, micro_batch_tokens)
+
+
+def in_a_process(side: str, case: Case) -> tuple[Timing, dict[str, Any]]:
+    """The same in a process of its own, told what this one was told."""
+    command = [sys.executable, *sys.argv, "--side", side, "--case", case.name]
+    environment = os.environ | (AS_IT_COMES if side == "trl" else {})
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
+    timing, more = json.loads(done.stdout.splitlines()[-1])
+    return Timing(**timing), more
+
+
+def compare(case: Case, tiny: bool, micro_batch_tokens: int) -> dict[str, Any]:
+    baseline, tried = in_a_process("trl", case)
     print(f"{case.name}: TRL {baseline.seconds:.3f} s a step, {tried}; now ours", file=sys.stderr, flush=True)
-    mine, share = measure_ours(case, tiny, repeats, micro_batch_tokens)
+    mine, share = in_a_process("ours", case)
     bf16 = case.device == "cuda"
     model = "random Qwen2.5-0.5B" if bf16 else "seedling grown to 5M" if case.turns > 1 else "random 5M Llama"
     return {
@@ -475,6 +496,7 @@ def main() -> int:
     parser.add_argument("--micro-batch-tokens", type=int, help="ours: 4,096 on a CPU, 16,384 on a GPU")
     parser.add_argument("--tried", type=int, nargs="*", help="TRL: sequences a micro-batch; without any, several")
     parser.add_argument("--json", action="store_true", help="one JSON line a case, nothing else")
+    parser.add_argument("--side", choices=["ours", "trl"], help=argparse.SUPPRESS)  # one alone
     parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)  # a GPU's case, small, on a CPU
     args = parser.parse_args()
     cases = [case for case in CASES if case.device == args.device and args.case in (None, case.name)]
@@ -490,8 +512,12 @@ def main() -> int:
         if args.tiny:
             prompt = case.prompt if case.turns > 1 else 16  # a lake's is what it is
             case = dataclasses.replace(case, prompts=2, prompt=prompt, sampled=8, tried=(16, 8))
-        repeats = args.repeats or (2 if cuda else 3)
-        row = compare(case, args.tiny, repeats, args.micro_batch_tokens or (16384 if cuda else 4096))
+        repeats, tokens = args.repeats or (2 if cuda else 3), args.micro_batch_tokens or (16384 if cuda else 4096)
+        if args.side:
+            timing, more = measure(args.side, case, args.tiny, repeats, tokens)
+            print(json.dumps([dataclasses.asdict(timing), more]))
+            continue
+        row = compare(case, args.tiny, tokens)
         print(json.dumps(row) if args.json else describe(row))
         sys.stdout.flush()
     return 0
