@@ -9,11 +9,13 @@ import pytest
 import torch
 from learner_fakes import SAMPLING, forest_of, random_groups
 
+from arborl.config.run import LoraConfig
 from arborl.learner import executor, score, ways
 from arborl.learner.attend import DenseAttend
 from arborl.learner.batch import branches, split
 from arborl.learner.executor import DENSE, EXECUTORS, Executor, Way, hidden
 from arborl.learner.ways import Ways, agrees, sample
+from arborl.models.lora import add_lora
 from arborl.types import TokenTree
 
 
@@ -161,3 +163,25 @@ def test_layers_and_head_are_compiled_once_for_all_layers_and_sizes(monkeypatch,
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
         graphs.append(counters["unique_graphs"])
     assert graphs[1] == graphs[2]  # by the third size nothing is new
+
+
+@pytest.mark.parametrize("gradient", [True, False])
+def test_layers_with_adapters_can_be_compiled(monkeypatch, flex_on_cpu, compiled_anew, model, gradient):
+    pytest.importorskip("peft")
+    add_lora(model, LoraConfig(rank=2, alpha=4))
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager", fullgraph=True))
+    with torch.set_grad_enabled(gradient):
+        assert agrees(model, Way("flex", compiled=True))
+
+
+def test_a_way_that_fails_without_gradients_is_not_gone_without_them(monkeypatch, model, batch):
+    """Code for the two is compiled apart, and one may fail where the other does not."""
+
+    def works(model, way):
+        return not way.compiled or torch.is_grad_enabled()
+
+    monkeypatch.setattr(ways, "agrees", works)
+    chosen = Ways(attention="flex", compiled="on")
+    assert chosen(model, batch) == Way("flex", compiled=True)
+    with torch.no_grad():
+        assert chosen(model, batch) == Way("flex")
