@@ -18,6 +18,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import arborl  # noqa: F401  # before torch, as everyone does who starts a run; both sides have what it sets
+
+# isort: split
 import numpy as np
 import torch
 import transformers
