@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # torch's build for Arm gives memory back to the system 10 ms after it was freed, and takes it again in the next step:
 # without this, a fifth of an update on a CPU goes into page faults (docs/results/step.md)
-os.environ.setdefault("MIMALLOC_PURGE_DELAY", "1000")
+os.environ.setdefault("MIMALLOC_PURGE_DELAY", "60000")
 
 _HOMES = {
     "Agent": "arborl.agents",
