@@ -97,7 +97,7 @@ def test_reading_attention_over_rows_of_any_length_with_and_without_a_past(heads
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
 @pytest.mark.parametrize("vocabulary", [50, 1024, 151936])
 def test_the_sampler_draws_the_same_tokens_as_on_a_cpu(vocabulary, temperature):
-    from arborl.engines import kernels
+    from arborl.engines import token_kernels
     from arborl.engines.sampling import Draws, draw
     from arborl.types import Sampling
 
@@ -110,7 +110,7 @@ def test_the_sampler_draws_the_same_tokens_as_on_a_cpu(vocabulary, temperature):
     greedy = torch.full((rows,), int(temperature == 0), dtype=torch.int32, device="cuda")
     token_B = torch.zeros(rows, dtype=torch.int64, device="cuda")
     logprob_B = torch.zeros(rows, device="cuda")
-    kernels.sample(logits, heat, greedy, torch.from_numpy(draws.uniform_B).cuda(), token_B, logprob_B)
+    token_kernels.sample(logits, heat, greedy, torch.from_numpy(draws.uniform_B).cuda(), token_B, logprob_B)
     same = token_B.cpu() == expected
     assert same.float().mean() >= 0.95  # a number next to a border may fall on its other side by rounding
     torch.testing.assert_close(logprob_B.cpu()[same], logprob[same], atol=1e-4, rtol=1e-4)

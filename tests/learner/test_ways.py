@@ -185,3 +185,9 @@ def test_a_way_that_fails_without_gradients_is_not_gone_without_them(monkeypatch
     assert chosen(model, batch) == Way("flex", compiled=True)
     with torch.no_grad():
         assert chosen(model, batch) == Way("flex")
+
+
+def test_a_way_is_checked_where_no_matrix_is_trained(model):
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.ndim == 1)
+    assert agrees(model, Way("blocks"))

@@ -50,7 +50,7 @@ class Rope:
 
     cos: Tensor
     sin: Tensor
-    """Signed."""
+    """As `signed` gives them."""
 
     @classmethod
     def of(cls, model: PreTrainedModel, length: int) -> Rope:

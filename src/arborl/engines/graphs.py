@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 
-from arborl.engines import kernels
+from arborl.engines import kernels, token_kernels
 from arborl.engines.bundles import Bundling, room_for
 from arborl.engines.cache import Cache
 from arborl.engines.executor import Ready, Sampled, Step
@@ -61,7 +62,7 @@ class Sent(NamedTuple):
         return cls(*(flat[a:b].reshape(shape) for a, b, shape in zip(ends, ends[1:], shapes, strict=False)))
 
 
-class TritonOps:
+class TritonOps(ABC):
     """The operations between the products."""
 
     def __init__(self, cache: Cache, heads: int, position_N: Tensor, slot_N: Tensor, table: Tensor):
@@ -99,8 +100,9 @@ class TritonOps:
         values[page_N, :, place_N] = v_NKD
         return self.attend(q_NHD.contiguous(), keys, values, scale)
 
+    @abstractmethod
     def attend(self, q_NHD: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        raise NotImplementedError
+        """Over what one layer's cache holds now."""
 
 
 class DecodeOps(TritonOps):
@@ -291,7 +293,7 @@ class GraphExecutor:
     def _body(self, bucket: int, truncates: bool) -> Tensor:
         sent = self._sent(self.buffers.whole, bucket)
         ops = DecodeOps(self.cache, self.heads, sent)
-        logits_BV = self._logits(self._hidden(kernels.feed(sent.fed, self.buffers.token), sent.position, ops))
+        logits_BV = self._logits(self._hidden(token_kernels.feed(sent.fed, self.buffers.token), sent.position, ops))
         if not truncates:
             self._sample(logits_BV)
         return logits_BV
@@ -300,7 +302,7 @@ class GraphExecutor:
         rows, buffers = len(logits_BV), self.buffers
         heat, uniform = buffers.real[: 2 * rows].split(rows)
         greedy = self._sent(buffers.whole, rows).greedy
-        kernels.sample(logits_BV, heat, greedy, uniform, buffers.token, buffers.logprob)
+        token_kernels.sample(logits_BV, heat, greedy, uniform, buffers.token, buffers.logprob)
 
     def _logits(self, hidden_BE: Tensor) -> Tensor:
         """As the head gives them; the sampler adds up in float32."""
@@ -319,7 +321,7 @@ class GraphExecutor:
         last = np.cumsum(step.reading.counts)[step.sampled] - 1
         sent = np.concatenate([step.tokens, last.astype(np.int32)])
         fed, last_B = torch.from_numpy(sent).to(device).split([len(step.tokens), len(last)])
-        hidden_NE = self._hidden(kernels.feed(fed, self.buffers.token), ops.position_N, ops)
+        hidden_NE = self._hidden(token_kernels.feed(fed, self.buffers.token), ops.position_N, ops)
         count = len(last)
         logits_BV = self._logits(hidden_NE[last_B.long()])
         if count and not truncates:

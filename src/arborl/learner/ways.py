@@ -85,9 +85,9 @@ def agrees(model: PreTrainedModel, way: Way) -> bool:
 def _numbers(model: PreTrainedModel, batch: MicroBatch, way: Way) -> list[Tensor]:
     """Log-probabilities of the sample's terms, and gradients of some of the first parameters."""
     logprob_M = score(model, batch, Sampling(), way).logprob_M
-    if not logprob_M.requires_grad:
-        return [logprob_M]
     probed = [p for p in model.parameters() if p.requires_grad and p.ndim > 1][:PROBED]
+    if not (probed and torch.is_grad_enabled()):
+        return [logprob_M.detach()]
     weight_M = torch.linspace(-1.0, 1.0, len(logprob_M), device=logprob_M.device)
     return [logprob_M.detach(), *torch.autograd.grad((logprob_M * weight_M).sum(), probed)]
 
