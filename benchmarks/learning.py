@@ -25,6 +25,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 ALGORITHMS = ("grpo", "rloo", "reinforce_plus_plus", "ppo", "gspo", "gigpo", "a2c", "dpo")
+STD = {f"{std} {seed}": (f"algorithm.std={std}", f"seed={seed}") for std in ("none", "group") for seed in range(3)}
 READING = "agent.args.toolset=[searchEngine,readChunk,finish]"
 
 
@@ -39,6 +40,9 @@ class Suite:
 
 SUITES = {
     "algorithms": Suite("FrozenLake with seedling", "", {name: (f"algorithm={name}",) for name in ALGORITHMS}),
+    "std": Suite("FrozenLake, GRPO with and without the group's deviation", "", STD),
+    "sokoban-std": Suite("Sokoban 6x6, GRPO with and without the group's deviation", "sokoban", STD),
+    "calculator-std": Suite("Arithmetic, GRPO with and without the group's deviation", "calculator", STD),
     "calculator": Suite(
         "Arithmetic with seedling",
         "calculator",
