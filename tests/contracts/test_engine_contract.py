@@ -8,6 +8,7 @@ import pytest
 
 from arborl.engines.local import LocalEngine
 from arborl.engines.scripted import ScriptedEngine
+from arborl.errors import EngineError
 from arborl.types import Finish, Sampling
 
 STOP = 2
@@ -75,3 +76,64 @@ def test_a_stop_text_ends_the_completion_and_is_part_of_it(engine):
     (cut,) = ask(engine, ([1, 2, 3], Sampling(6, seed=1, stop_texts=(engine.decode(free.tokens[:1]),))))
     assert cut.tokens == free.tokens[:1]
     assert cut.finish is Finish.STOP
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "complaint"),
+    [
+        ([], Sampling(), "empty"),
+        ([1.5], Sampling(), "1.5"),
+        (["a"], Sampling(), "'a'"),
+        ([True], Sampling(), "True"),
+        ([[1, 2]], Sampling(), "dimensions"),
+        ([[1], [1, 2]], Sampling(), "token ids"),
+        ([2**70], Sampling(), str(2**70)),
+        ([2**40], Sampling(), "outside the vocabulary"),
+        ([-1], Sampling(), "outside the vocabulary"),
+        ([1], Sampling(temperature=NAN), "temperature=nan"),
+        ([1], Sampling(temperature=INF), "temperature=inf"),
+        ([1], Sampling(temperature=1e-30), "temperature=1e-30"),
+        ([1], Sampling(temperature="hot"), "temperature='hot'"),
+        ([1], Sampling(temperature=10**400), "temperature="),
+        ([1], Sampling(top_p=NAN), "top_p=nan"),
+        ([1], Sampling(min_p=NAN), "min_p=nan"),
+        ([1], Sampling(top_k=1.0), "top_k=1.0"),
+        ([1], Sampling(max_tokens=True), "max_tokens=True"),
+        ([1], Sampling(max_tokens=4.0), "max_tokens=4.0"),
+        ([1], Sampling(max_tokens=None), "max_tokens=None"),
+        ([1], Sampling(seconds=NAN), "seconds=nan"),
+        ([1], Sampling(seconds=-1.0), "seconds=-1.0"),
+        ([1], Sampling(seed=0.5), "seed=0.5"),
+        ([1], Sampling(stop=(2**40,)), "stop holds"),
+        ([1], Sampling(stop=("</s>",)), "stop_texts"),
+        ([1], Sampling(stop="</s>"), "tuple"),
+        ([1], Sampling(stop_texts="</s>"), "tuple"),
+        ([1], Sampling(stop_texts=(5,)), "stop_texts holds 5"),
+        ([1], Sampling(stop_texts=("",)), "empty"),
+    ],
+)
+def test_what_cannot_be_sampled_is_refused_with_a_sentence_and_alone(engine, prompt, sampling, complaint):
+    async def run():
+        asked = [(prompt, sampling), ([1, 2], Sampling(3))]
+        calls = (engine.generate(p, s, session=str(i)) for i, (p, s) in enumerate(asked))
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    bad, good = asyncio.run(run())
+    assert isinstance(bad, EngineError)
+    assert complaint in str(bad)
+    assert len(good.tokens) >= 1
+
+
+@pytest.mark.parametrize("seed", [-1, -(2**80), 2**63, 2**200])
+def test_a_seed_may_be_any_whole_number(engine, seed):
+    first, again = ask(engine, *[([1, 2], Sampling(3, seed=seed, top_k=10**30))] * 2)
+    assert first.tokens == again.tokens
+
+
+def test_a_closed_engine_says_so(engine):
+    asyncio.run(engine.close())
+    with pytest.raises(EngineError, match="closed"):
+        ask(engine, ([1], Sampling(2)))

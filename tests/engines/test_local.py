@@ -133,7 +133,7 @@ def test_a_prompt_of_which_one_token_is_read_in_a_step_is_read_rightly(qwen3, re
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_requests_put_back_for_want_of_room_go_on_with_the_same_tokens(family, monkeypatch):
-    monkeypatch.setattr("arborl.engines.local.HEADROOM", 0)  # let them in as soon as they fit, so that room runs out
+    monkeypatch.setattr("arborl.engines.scheduler.HEADROOM", 0)  # let them in as soon as they fit: room runs out
     torch.manual_seed(3)
     model = FAMILIES[family]().eval()
     prompts = random_prompts([3, 40, 25, 31, 12, 30], 99)
@@ -144,7 +144,7 @@ def test_requests_put_back_for_want_of_room_go_on_with_the_same_tokens(family, m
 
 
 def test_seedlings_greedy_tokens_equal_those_of_transformers_with_hits_and_when_put_back(seedling, monkeypatch):
-    monkeypatch.setattr("arborl.engines.local.HEADROOM", 0)
+    monkeypatch.setattr("arborl.engines.scheduler.HEADROOM", 0)
     model, _ = seedling
     prompts = random_prompts([5, 33, 60, 12], 600)
     prompts += [[*prompts[1], 7], prompts[2]]
@@ -160,7 +160,7 @@ def test_seedlings_greedy_tokens_equal_those_of_transformers_with_hits_and_when_
 
 
 def test_a_request_put_back_draws_the_tokens_it_would_have_drawn(qwen3, monkeypatch):
-    monkeypatch.setattr("arborl.engines.local.HEADROOM", 0)
+    monkeypatch.setattr("arborl.engines.scheduler.HEADROOM", 0)
     prompts, samplings = random_prompts([3, 40, 25, 31], 99), [Sampling(40, seed=i) for i in range(4)]
     roomy, tight = (LocalEngine(qwen3, max_context=96, kv_tokens=kv, page_size=4) for kv in (1000, 120))
     free, held = generate(roomy, prompts, samplings), generate(tight, prompts, samplings)
@@ -209,7 +209,7 @@ def test_new_weights_while_requests_are_live_are_used_from_the_next_token_on(qwe
         request = asyncio.create_task(engine.generate(prompt, Sampling(40, 0.0), session="a"))
         while engine.rows.known.max() < 25:
             await asyncio.sleep(0)
-        (row,) = engine.live
+        (row,) = engine.scheduler.live
         before = engine.rows.tokens[row, 20:25].tolist()
         other = {name: torch.randn_like(value) * 0.05 for name, value in model.state_dict().items()}
         await engine.load(other, version=1)
@@ -319,7 +319,7 @@ def test_a_deadline_ends_a_request_with_what_has_been_sampled(qwen3):
         ([1] * 128, Sampling(), "no room"),
         ([99], Sampling(), "outside the vocabulary"),
         ([-1], Sampling(), "outside the vocabulary"),
-        ([1], Sampling(temperature=-1.0), "negative"),
+        ([1], Sampling(temperature=-1.0), "temperature=-1.0"),
         ([1], Sampling(max_tokens=0), "at least 1"),
         ([1], Sampling(top_p=0.0), "top_p"),
         ([1], Sampling(top_k=-1), "top_k"),
@@ -351,7 +351,7 @@ def test_a_cancelled_request_leaves_and_the_others_go_on(qwen3):
         await asyncio.sleep(0.02)
         slow.cancel()
         done = await quick
-        return done, engine.live, engine.waiting
+        return done, engine.scheduler.live, engine.scheduler.waiting
 
     done, live, waiting = asyncio.run(run())
     assert len(done.tokens) == 30

@@ -67,7 +67,7 @@ def by_transformers(model, prompts, count: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_equal_those_of_transformers_also_when_requests_are_put_back(family, monkeypatch):
-    monkeypatch.setattr("arborl.engines.local.HEADROOM", 0)
+    monkeypatch.setattr("arborl.engines.scheduler.HEADROOM", 0)
     model = make(family)
     prompts = random_prompts([3, 40, 25, 31, 12, 30])
     prompts += [[*prompts[1], 5, 6], prompts[1]]

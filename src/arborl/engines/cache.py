@@ -5,6 +5,7 @@ N new tokens of R rows, H query heads, K key heads, D head size, G = H / K, P to
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 Array = NDArray[np.int64]
+
+SHARE = {"cpu": 0.1, "cuda": 0.3}
+"""Part of the memory (of a GPU, of what is free) that pages take when no size is given."""
+SEQUENCES = {"cpu": 128, "cuda": 1024}
+"""Sequences of full length that pages hold at most when no size is given."""
 
 
 class Cache:
@@ -33,6 +39,11 @@ class Cache:
         self.keys[:, target, :, :count] = self.keys[:, source, :, :count]
         self.values[:, target, :, :count] = self.values[:, source, :, :count]
 
+    def clear(self) -> None:
+        """Zeros everywhere again: a page that is handed out holds nothing that spoils what is masked."""
+        self.keys.zero_()
+        self.values.zero_()
+
 
 def head_size(model: PreTrainedModel) -> int:
     config = model.config
@@ -43,6 +54,17 @@ def token_bytes(model: PreTrainedModel) -> int:
     """Memory of one token's keys and values."""
     config = model.config
     return int(2 * config.num_hidden_layers * config.num_key_value_heads * head_size(model) * model.dtype.itemsize)
+
+
+def default_kv_tokens(model: PreTrainedModel, context: int) -> int:
+    """A share of the device's memory, and no more than some hundreds of sequences can use."""
+    kind = model.device.type
+    if kind == "cuda":
+        memory = torch.cuda.mem_get_info(model.device)[0]
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    share = int(memory * SHARE.get(kind, 0.1)) // token_bytes(model)
+    return max(context, min(share, SEQUENCES.get(kind, 128) * context))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +175,8 @@ def lane(cache: Cache, part: Reading, offset: int) -> Lane:
     counts = part.counts
     width, length = int(counts.max()), int(part.ends.max())
     tables = part.tables[:, : -(-length // cache.size)]
+    own = np.arange(tables.shape[1]) < -(-part.ends // cache.size)[:, None]
+    tables = np.where(own, tables, tables[:, :1])  # masked, but even so 0 x NaN of another's page would be NaN
     top = int(tables.max()) + 1
     dense = tables.shape[1] == 1 and len(tables) * 2 > top and len(np.unique(tables)) == len(tables)
     rows = top if dense else len(tables)

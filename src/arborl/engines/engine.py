@@ -25,7 +25,11 @@ class Engine(Protocol):
     """Whether what it samples depends on the weights it is given; a script's does not."""
 
     async def generate(self, prompt: Sequence[int], sampling: Sampling, *, session: str) -> Completion:
-        """Sample a continuation of `prompt`. Calls of one `session` tend to extend each other."""
+        """Sample a continuation of `prompt`. Calls of one `session` tend to extend each other.
+
+        Raises `EngineError` for what cannot be sampled, and after `close`. What is wrong with one request, or a caller
+        that goes, never reaches another.
+        """
         ...
 
     async def load(self, weights: Weights, version: int) -> None:
@@ -33,7 +37,7 @@ class Engine(Protocol):
         ...
 
     async def close(self) -> None:
-        """Release memory and threads."""
+        """Release memory and threads; whoever still waits gets an `EngineError`."""
         ...
 
     def metrics(self) -> Metrics:

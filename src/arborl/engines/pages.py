@@ -60,9 +60,13 @@ class Pages:
 
     def __init__(self, count: int, size: int):
         self.count, self.size = count, size
+        self.reset()
+
+    def reset(self) -> None:
+        """All pages are free, whoever held them."""
         self.root = Node(-1)
-        self.nodes = [Node(page) for page in range(count)]
-        self.free = list(range(count - 1, -1, -1))
+        self.nodes = [Node(page) for page in range(self.count)]
+        self.free = list(range(self.count - 1, -1, -1))
         self.idle: OrderedDict[int, None] = OrderedDict()
         """Leaves nobody holds, by page, the one let go longest ago first."""
         self.held = 0

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arborl.engines.cache import Array
+from arborl.engines.checks import LARGEST_ID
 from arborl.engines.pages import Path, Tokens
 from arborl.engines.sampling import Draws, StopTexts, uniforms
 from arborl.types import Completion, Sampling
@@ -34,6 +35,7 @@ class Rows:
     """One row a live request."""
 
     def __init__(self, count: int, context: int, pages: int):
+        self.count = count
         self.free = list(range(count - 1, -1, -1))
         self.tokens = np.zeros((count, context), dtype=np.int32)
         self.logprobs = np.zeros((count, context))
@@ -60,8 +62,8 @@ class Rows:
         self.logprobs[row, request.prompt : size] = request.logprobs
         self.prompt[row], self.known[row], self.length[row], self.filled[row] = request.prompt, size, size, found
         self.limit[row] = min(request.prompt + sampling.max_tokens, context)
-        self.seed[row] = np.uint64(sampling.seed & 0xFFFFFFFFFFFFFFFF)
-        self.temperature[row], self.top_k[row] = sampling.temperature, sampling.top_k
+        self.seed[row] = np.uint64(int(sampling.seed) & 0xFFFFFFFFFFFFFFFF)
+        self.temperature[row], self.top_k[row] = sampling.temperature, min(sampling.top_k, LARGEST_ID)
         self.top_p[row], self.min_p[row] = sampling.top_p, sampling.min_p
         if len(sampling.stop) > self.stops.shape[1]:
             wider = np.full((len(self.stops), len(sampling.stop)), -1, dtype=np.int32)
@@ -71,6 +73,18 @@ class Rows:
         self.stops[row, : len(sampling.stop)] = sampling.stop
         self.listens[row] = request.stop_texts is not None
         return row
+
+    def leave(self, row: int) -> None:
+        """The row is free for the next; what was launched for this one is nobody's."""
+        self.free.append(row)
+        self.pages[row] = 0
+        self.tenant[row] += 1
+
+    def vacate(self) -> None:
+        """All of them are."""
+        self.free = list(range(self.count - 1, -1, -1))
+        self.pages[:] = 0
+        self.tenant += 1
 
     def draws(self, rows: Array) -> Draws:
         """How to draw the next token of these rows."""

@@ -14,7 +14,6 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from arborl.errors import EngineError
 from arborl.models.distribution import Shape, log_distribution
 from arborl.types import Sampling
 
@@ -93,25 +92,3 @@ class StopTexts:
         """Asked after every token, so only the end needs looking at."""
         tail = self.decode(sampled[-self.window :])
         return any(text in tail for text in self.texts)
-
-
-def check_request(prompt: NDArray[np.integer], sampling: Sampling, vocabulary: int, context: int) -> None:
-    """Refuse what cannot be sampled, with a reason; other requests do not notice."""
-    if not len(prompt):
-        raise EngineError("the prompt is empty; give at least one token")
-    low, high = int(prompt.min()), int(prompt.max())
-    if low < 0 or high >= vocabulary:
-        raise EngineError(f"token id {low if low < 0 else high} is outside the vocabulary of {vocabulary}")
-    if len(prompt) >= context:
-        raise EngineError(f"the prompt has {len(prompt)} tokens and the context {context}: no room to sample")
-    if sampling.temperature < 0:
-        raise EngineError(f"temperature={sampling.temperature} is negative; give 0 (likeliest token) or more")
-    if sampling.max_tokens < 1:
-        raise EngineError(f"max_tokens={sampling.max_tokens}; give at least 1")
-    if sampling.top_k < 0 or not 0 < sampling.top_p <= 1 or not 0 <= sampling.min_p <= 1:
-        raise EngineError(
-            f"top_k={sampling.top_k}, top_p={sampling.top_p}, min_p={sampling.min_p}; give top_k of 0 or more, "
-            "top_p above 0 and up to 1, min_p from 0 to 1"
-        )
-    if sampling.stop_texts and not all(sampling.stop_texts):
-        raise EngineError("an empty stop text would end every completion; leave it out")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from arborl.engines.checks import check_sampling, read_prompt
 from arborl.engines.engine import Weights
 from arborl.errors import EngineError
 from arborl.types import Completion, Finish, Metrics, Sampling
@@ -32,9 +33,14 @@ class ScriptedEngine:
         self.decode = decode
         self.version = 0
         self.sampled = 0
+        self.closed = False
 
     async def generate(self, prompt: Sequence[int], sampling: Sampling, *, session: str) -> Completion:
         """A reply, cut at `max_tokens` or where a stop text has been written."""
+        if self.closed:
+            raise EngineError("the engine is closed; make another")
+        read_prompt(prompt)
+        check_sampling(sampling)
         index = self.choose(prompt, session) if self.choose else sampling.seed % len(self.replies)
         reply = self.replies[index % len(self.replies)]
         tokens = reply[: sampling.max_tokens]
@@ -57,7 +63,7 @@ class ScriptedEngine:
         self.version = version
 
     async def close(self) -> None:
-        pass
+        self.closed = True
 
     def metrics(self) -> Metrics:
         sampled, self.sampled = self.sampled, 0

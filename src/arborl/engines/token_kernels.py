@@ -68,7 +68,7 @@ def _choose(
     likely = tl.load(likeliest + b * CHUNKS + chunk)
     drawn = tl.where((count < BLOCK) & (drawn < V), drawn, likely)  # rounding at a chunk's very end
     best = tl.load(likeliest + b * CHUNKS + tl.argmax(top_C, axis=0))
-    drawn = tl.where(tl.load(greedy + b) != 0, best, drawn)
+    drawn = tl.minimum(tl.where(tl.load(greedy + b) != 0, best, drawn), V - 1)  # among NaN, the best may be padding
     chosen = tl.load(logits + b * V + drawn).to(tl.float32) / tl.load(heat + b).to(tl.float32)
     tl.store(token + b, drawn.to(tl.int64))
     tl.store(logprob + b, chosen - top - tl.log(total.to(tl.float32)))

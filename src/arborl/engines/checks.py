@@ -1,0 +1,96 @@
+"""What an engine refuses at its door, with a sentence: past it, nothing about a request can fail but that request."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from arborl.errors import EngineError
+from arborl.types import Sampling
+
+LARGEST_ID = 2**31 - 1
+COLDEST = 1e-6
+"""Temperature, above 0, below which logits divided by it may overflow."""
+
+
+def read_prompt(prompt: Sequence[int], vocabulary: int | None = None, context: int | None = None) -> NDArray[np.int32]:
+    """The prompt as an array, where it is token ids of this vocabulary and leaves room in this context."""
+    try:
+        found = np.asarray(prompt)
+    except (TypeError, ValueError) as error:
+        raise EngineError(f"the prompt is no list of token ids: {error}") from error
+    if found.ndim != 1:
+        raise EngineError(f"the prompt has {found.ndim} dimensions; give a flat list of token ids")
+    if not len(found):
+        raise EngineError("the prompt is empty; give at least one token")
+    if found.dtype.kind not in "iu":
+        odd = next((token for token in found.tolist() if not _is_whole(token)), found[0])
+        raise EngineError(f"the prompt holds {odd!r}, which is no token id; give whole numbers")
+    low, high, most = int(found.min()), int(found.max()), LARGEST_ID if vocabulary is None else vocabulary - 1
+    if low < 0 or high > most:
+        raise EngineError(f"token id {low if low < 0 else high} is outside the vocabulary of {most + 1}")
+    if context is not None and len(found) >= context:
+        raise EngineError(f"the prompt has {len(found)} tokens and the context {context}: no room to sample")
+    return found.astype(np.int32)
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Refuse what cannot be sampled."""
+    if not (_is_number(sampling.temperature) and (sampling.temperature == 0 or sampling.temperature >= COLDEST)):
+        raise EngineError(
+            f"temperature={sampling.temperature!r}; give 0 (the likeliest token), or a number from {COLDEST:g} up"
+        )
+    if not (_is_whole(sampling.max_tokens) and sampling.max_tokens >= 1):
+        raise EngineError(f"max_tokens={sampling.max_tokens!r}; give a whole number, at least 1")
+    if not (_is_whole(sampling.top_k) and sampling.top_k >= 0):
+        raise EngineError(f"top_k={sampling.top_k!r}; give a whole number, 0 (all tokens) or more")
+    if not (_is_number(sampling.top_p) and 0 < sampling.top_p <= 1):
+        raise EngineError(f"top_p={sampling.top_p!r}; give a number above 0 and up to 1")
+    if not (_is_number(sampling.min_p) and 0 <= sampling.min_p <= 1):
+        raise EngineError(f"min_p={sampling.min_p!r}; give a number from 0 to 1")
+    if not _is_whole(sampling.seed):
+        raise EngineError(f"seed={sampling.seed!r}; give a whole number")
+    if sampling.seconds is not None and not (_is_number(sampling.seconds) and sampling.seconds > 0):
+        raise EngineError(f"seconds={sampling.seconds!r}; give a number above 0, or None for no deadline")
+    _check_stops(sampling)
+
+
+def _check_stops(sampling: Sampling) -> None:
+    for name in ("stop", "stop_texts"):
+        given = getattr(sampling, name)
+        if isinstance(given, str | bytes) or not isinstance(given, Sequence):
+            raise EngineError(f"{name}={given!r}; give a tuple: stop of token ids, stop_texts of texts")
+    for token in sampling.stop:
+        if not (_is_whole(token) and 0 <= token <= LARGEST_ID):
+            raise EngineError(f"stop holds {token!r}, which is no token id; texts that end a completion are stop_texts")
+    for text in sampling.stop_texts:
+        if not isinstance(text, str):
+            raise EngineError(f"stop_texts holds {text!r}; give texts")
+        if not text:
+            raise EngineError("an empty stop text would end every completion; leave it out")
+
+
+def _is_whole(value: Any) -> bool:
+    """A whole number of any kind and size; what is true or false is none."""
+    if isinstance(value, bool | np.bool_):
+        return False
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _is_number(value: Any) -> bool:
+    """A finite number of any kind."""
+    if isinstance(value, bool | np.bool_ | str | bytes):
+        return False
+    try:
+        return math.isfinite(value)
+    except (TypeError, ValueError, OverflowError):
+        return False

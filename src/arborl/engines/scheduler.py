@@ -1,0 +1,214 @@
+"""Who is sampled and who waits: requests come in while there is a row and there are pages for them, and leave again.
+
+A request ends in one of two ways, whoever ends it: `answer` with what has been sampled, or `refuse` with an error of
+its own. Its row and its pages come back either way, and no other request notices.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from arborl.engines.pages import Pages, Path
+from arborl.engines.rows import Request, Rows
+from arborl.errors import EngineError
+from arborl.types import Completion, Finish, Metrics
+
+WORTH_WAITING = 16
+"""Tokens a request must save to wait one step for a sibling to read them."""
+HEADROOM = 64
+"""Tokens a request must find room for, besides those it has, to be let in; else it would soon be put back."""
+
+
+class Scheduler:
+    """The requests of an engine.
+
+    Args:
+        pages, rows: what is handed out.
+        context: longest prompt and completion together.
+        reuse: let requests go on from what others have read.
+        copy: gives a page the beginning of another: (from, to, tokens).
+        counts: of the engine; tokens reused and requests put back are added.
+    """
+
+    def __init__(
+        self,
+        pages: Pages,
+        rows: Rows,
+        context: int,
+        reuse: bool,
+        copy: Callable[[int, int, int], None],
+        counts: Metrics,
+    ):
+        self.pages, self.rows, self.context, self.reuse, self.copy = pages, rows, context, reuse, copy
+        self.counts = counts
+        self.waiting: deque[Request] = deque()
+        self.live: dict[int, Request] = {}
+        """By row, in the order they came in."""
+        self.ended = False
+        """Some caller has gone."""
+        self.timed = False
+        """Some request has had a deadline."""
+        self.no_pages = False
+        """The first in line found no room when it was last looked at."""
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.live)
+
+    @property
+    def crowded(self) -> bool:
+        """Whether requests wait that there is no room for."""
+        return bool(self.waiting) and (self.no_pages or len(self.waiting) > len(self.rows.free))
+
+    def add(self, request: Request) -> None:
+        self.timed |= request.sampling.seconds is not None
+        self.waiting.append(request)
+
+    # ------------------------------------------------------------------------------------------ coming
+
+    def admit(self) -> None:
+        """Let waiting requests in, in order, while there is room; one whose prompt a sibling is about to read waits."""
+        fresh: set[bytes] = set()
+        later: list[Request] = []
+        self.no_pages = False
+        try:
+            while self.waiting and self.rows.free and not self.no_pages:
+                request = self.waiting.popleft()
+                if not request.done.done():
+                    later.append(request)  # until it is in
+                    if self._let_in(request, fresh):
+                        later.pop()
+        finally:
+            self.waiting.extendleft(reversed(later))
+
+    def _let_in(self, request: Request, fresh: set[bytes]) -> bool:
+        path = self.pages.open(request.tokens[:-1], self.reuse)
+        key = request.tokens[: path.found + WORTH_WAITING].tobytes()
+        sibling_reads = key in fresh and len(request.tokens) > path.found + WORTH_WAITING
+        if sibling_reads or not self._fits(request, path):
+            self.pages.close(path)
+            self.no_pages = not sibling_reads
+            return False
+        fresh.add(key)
+        self._enter(request, path)
+        return True
+
+    def _fits(self, request: Request, path: Path) -> bool:
+        """Give the path pages for the request's tokens, if there is room for these and a few more."""
+        size = len(request.tokens)
+        rest = min(HEADROOM, request.prompt + request.sampling.max_tokens - size, self.context - size)
+        enough = self.pages.needed(size + rest) - len(path.nodes) <= self.pages.room
+        return enough and self.pages.extend(path, size)
+
+    def _enter(self, request: Request, path: Path) -> None:
+        if path.copy is not None:  # at once: the page it is taken from may be given away next
+            self.copy(*path.copy)
+        row = self.rows.enter(request, path.found, self.context)
+        request.row, request.path = row, path
+        self._note_pages(request)
+        self.live[row] = request
+        self.counts["reused"] += float(path.found)
+
+    def _note_pages(self, request: Request) -> None:
+        nodes, had = self.path(request.row, request).nodes, int(self.rows.pages[request.row])
+        self.rows.tables[request.row, had : len(nodes)] = [node.page for node in nodes[had:]]
+        self.rows.pages[request.row] = len(nodes)
+
+    def path(self, row: int, request: Request | None = None) -> Path:
+        """The pages of a row."""
+        path = (request or self.live[row]).path
+        assert path is not None
+        return path
+
+    def make_room(self) -> None:
+        """A page for every row that has filled its last one; where there is none, the youngest is put back."""
+        rows = self.rows
+        live = np.fromiter(self.live, np.int64, len(self.live))
+        short = (rows.pages[live] * self.pages.size < rows.length[live]) & (rows.length[live] < rows.limit[live])
+        for row in live[short].tolist():
+            while row in self.live and not self.pages.extend(self.path(row), int(rows.length[row])):
+                self._put_back(self.live[next(reversed(self.live))])
+            if row in self.live:
+                self._note_pages(self.live[row])
+
+    # ------------------------------------------------------------------------------------------ going
+
+    def answer(self, request: Request, finish: Finish, version: int) -> None:
+        """Tell the caller what has been sampled, unless it has gone, be it in this very turn of the loop."""
+        if not request.done.done():
+            self._keep(request)
+            sampled = tuple(request.tokens[request.prompt :].tolist())
+            seconds = time.perf_counter() - request.began
+            request.done.set_result(Completion(sampled, tuple(request.logprobs.tolist()), finish, version, seconds))
+        self._leave(request)
+
+    def refuse(self, request: Request, why: str, cause: Exception | None = None) -> None:
+        """Tell the caller, if there is one, what went wrong with its request."""
+        if not request.done.done() and not request.done.get_loop().is_closed():
+            error = EngineError(why)  # each its own: one that several raise would collect the traces of all
+            error.__cause__ = cause
+            request.done.set_exception(error)
+        self._leave(request)
+
+    def drop_ended(self, version: int) -> None:
+        """Let go of requests whose caller has gone, and answer those whose time is up."""
+        if self.timed:
+            now = time.perf_counter()
+            for request in (*self.waiting, *self.live.values()):
+                limit = request.sampling.seconds
+                if limit is not None and now - request.began > limit:
+                    self.answer(request, Finish.ABORT, version)
+                    self.ended = True
+        if self.ended:
+            self.ended = False
+            self.waiting = deque(r for r in self.waiting if not r.done.done())
+            for request in [r for r in self.live.values() if r.done.done()]:
+                self._leave(request)
+
+    def read_again(self) -> None:
+        """What has been read no longer counts: all who are live wait again, in their order."""
+        for request in reversed(list(self.live.values())):
+            self._put_back(request)
+        self.pages.forget()
+
+    def drop_all(self, why: str, cause: Exception | None = None) -> None:
+        """Everybody is refused. What went before may have been left half-done, so nothing of it is kept."""
+        requests = (*self.waiting, *self.live.values())
+        self.waiting.clear()
+        self.live.clear()
+        self.rows.vacate()
+        self.pages.reset()
+        for request in requests:
+            request.row, request.path = -1, None
+            self.refuse(request, why, cause)
+
+    def _put_back(self, request: Request) -> None:
+        """The request waits again, in front, with what it has sampled. Chance depends on seed and position alone, so it
+        goes on with the tokens it would have had."""
+        self._keep(request)
+        self._leave(request)
+        self.waiting.appendleft(request)
+        self.counts["paused"] += 1
+
+    def _keep(self, request: Request) -> None:
+        """Take what has been sampled out of the request's row, if it is in one."""
+        if (row := request.row) >= 0:
+            known = int(self.rows.known[row])
+            request.tokens = self.rows.tokens[row, :known].copy()
+            request.logprobs = self.rows.logprobs[row, request.prompt : known].copy()
+
+    def _leave(self, request: Request) -> None:
+        """Give row and pages back, if it has any; what has been read stays findable."""
+        if (row := request.row) < 0:
+            return
+        path = self.path(row, request)
+        read = min(int(self.rows.filled[row]), int(self.rows.known[row]) - 1)
+        self.pages.publish(path, self.rows.tokens[row, : max(read, 0)])
+        self.pages.close(path)
+        self.rows.leave(row)
+        del self.live[row]
+        request.row, request.path = -1, None
