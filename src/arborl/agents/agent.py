@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from arborl.envs.env import Env
 from arborl.types import Message, Metrics, Task, ToolSpec
@@ -16,11 +16,18 @@ class Model(Protocol):
     """
 
     async def chat(
-        self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), *, stop: Sequence[str] = ()
+        self,
+        messages: Sequence[Message | Mapping[str, Any]],
+        tools: Sequence[ToolSpec] = (),
+        *,
+        stop: str | Sequence[str] = (),
     ) -> Message:
-        """Sample the assistant's next message. The messages may extend the last call's, or be edited at will.
+        """Sample the assistant's next message. The messages may extend the last call's, or be edited at will; dicts in
+        OpenAI's shape (`{"role": "user", "content": "…"}`) will do.
 
-        Texts in `stop` end it as soon as they have been written; they are part of it.
+        Texts in `stop`, or the one text, end it as soon as they have been written; they are part of it.
+
+        Calls may overlap (`asyncio.gather`): each draws by its own chance, which does not depend on who answers first.
         """
         ...
 

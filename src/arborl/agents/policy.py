@@ -5,7 +5,7 @@ All of them are edits of one history (`context.py`), so each gives branches that
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from arborl.agents.context import Delete, Fate, Fold, History, Truncate, Window
@@ -82,7 +82,7 @@ class Policy:
             messages = self._asking(session, last)
             if session.room(messages) >= 0:
                 reply = await session.model.chat(messages)
-                self._leave_out(session)
+                self._leave_out(session, reply)
                 session.edit(Fold(1, last, reply.content.strip() or "(nothing)"))
                 return
         session.model.count({"context/exceeded": 1.0})
@@ -94,11 +94,11 @@ class Policy:
         edits = tuple(edit for edit in session.edits if not isinstance(edit, Delete) or edit.id <= last)
         return [*session.shown(kept, edits), Message("user", ASK)]
 
-    def _leave_out(self, session: Session) -> None:
+    def _leave_out(self, session: Session, summary: Message) -> None:
         """The summary's own tokens are not trained on, where so asked; it is on record all the same."""
-        calls = getattr(getattr(session.model, "episode", None), "calls", None)
-        if not self.train_summaries and calls:
-            calls[-1] = replace(calls[-1], trained=False)
+        leave_out = getattr(session.model, "leave_out", None)
+        if not self.train_summaries and leave_out is not None:
+            leave_out(summary)
 
 
 def round_heads(session: Session) -> list[int]:

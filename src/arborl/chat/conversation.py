@@ -31,6 +31,8 @@ class Branch:
 
     text: str
     tokens: tuple[int, ...]
+    said: Message | None = None
+    """What it wrote, as the agent was given it."""
 
 
 START = Branch("", ())
@@ -55,26 +57,40 @@ class Conversations:
     def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> Prompt:
         """The ids to sample from, for these messages."""
         text = self.renderer.text(messages, tools)
-        branch = self._begun(text)
+        branch = self._begun(text, messages)
         rest = self._encode(text[len(branch.text) :], after=branch.tokens)
         return Prompt((*branch.tokens, *rest), text, reused=len(branch.tokens))
 
-    def _begun(self, text: str) -> Branch:
+    def _begun(self, text: str, messages: Sequence[Message]) -> Branch:
         """The longest branch that this text goes on from.
 
-        Of equally long ones the latest: an agent that asks twice goes on from its second answer. The latest is nearly
-        always the one, so the others are told apart by their length alone.
+        Of equally long ones that whose very message is among these, for two that were asked side by side may have
+        written the same text in other tokens; else the latest: an agent that asks twice goes on from its second answer.
+        The latest is nearly always the one, so the others are told apart by their length alone.
         """
         best = START
         for branch in reversed(self._branches):
-            if len(branch.text) > len(best.text) and text.startswith(branch.text):
+            longer = len(branch.text) - len(best.text)
+            if longer < 0 or not text.startswith(branch.text):
+                continue
+            if longer or (among(branch, messages) and not among(best, messages)):
                 best = branch
         return best
 
-    def sampled(self, prompt: Prompt, completion: Completion) -> None:
-        """Record what the model answered to `prompt`. Earlier branches stay: a later prompt may leave from them."""
+    def sampled(
+        self, prompt: Prompt, completion: Completion, at: int | None = None, said: Message | None = None
+    ) -> None:
+        """Record what the model answered to `prompt`. Earlier branches stay: a later prompt may leave from them.
+
+        Args:
+            prompt: what it was given.
+            completion: what it sampled.
+            at: the call's place among the others, where they overlap; without one it is the latest.
+            said: the message that the agent was given.
+        """
         content, end = self.renderer.written(completion)
-        self._branches.append(Branch(prompt.text + content + end, (*prompt.tokens, *completion.tokens)))
+        branch = Branch(prompt.text + content + end, (*prompt.tokens, *completion.tokens), said)
+        self._branches.insert(len(self._branches) if at is None else at, branch)
 
     def _encode(self, text: str, after: Sequence[int]) -> list[int]:
         """The only place where a prompt is tokenised.
@@ -88,3 +104,8 @@ class Conversations:
             if ids[:1] == [after[-1]]:
                 return ids[1:]
         return encode(text)
+
+
+def among(branch: Branch, messages: Sequence[Message]) -> bool:
+    """Whether what the branch wrote is one of these: the very object, for equal ones were sampled elsewhere."""
+    return any(message is branch.said for message in messages)

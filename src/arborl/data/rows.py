@@ -6,13 +6,12 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast, get_args
+from typing import Any
 
+from arborl.chat import messages as chat
 from arborl.data.tables import get_path
 from arborl.errors import ConfigError, did_you_mean
-from arborl.types import Message, Role, Task, ToolCall
-
-ROLES = get_args(Role)
+from arborl.types import Message, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,54 +107,10 @@ def read_messages(given: Any, where: str, column: str = "messages") -> tuple[Mes
             raise ConfigError(f"{where}, {column}: not valid JSON: {error}") from error
     if not isinstance(given, list) or not given:
         raise ConfigError(f'{where}, {column}: not a list of messages. Write [{{"role": "user", "content": "…"}}].')
-    return tuple(_message(one, f"{where}, {column}[{index}]") for index, one in enumerate(given))
-
-
-def _message(given: Any, where: str) -> Message:
-    if not isinstance(given, Mapping):
-        raise ConfigError(f'{where}: {type(given).__name__}, not an object. Write {{"role": "user", "content": "…"}}.')
-    role = given.get("role")
-    if role not in ROLES:
-        raise ConfigError(
-            f"{where}.role: {role!r} is not a role.{did_you_mean(str(role), ROLES)} Write one of {', '.join(ROLES)}."
-        )
-    calls = given.get("tool_calls") or ()
-    if not isinstance(calls, list | tuple):
-        raise ConfigError(f"{where}.tool_calls: {type(calls).__name__}, not a list of calls.")
-    return Message(
-        role=cast(Role, role),
-        content=_content(given.get("content"), f"{where}.content"),
-        tool_calls=tuple(_call(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(calls)),
-        tool_call_id=given.get("tool_call_id"),
-        name=given.get("name"),
-    )
-
-
-def _content(given: Any, where: str) -> str:
-    """Text; or parts of text, joined. Nothing, as beside tool calls, is the empty text."""
-    if given is None:
-        return ""
-    parts = given if isinstance(given, list) else [{"type": "text", "text": given}]
-    texts = [part.get("text") if isinstance(part, Mapping) else None for part in parts]
-    if not all(isinstance(text, str) for text in texts):
-        raise ConfigError(f"{where}: {type(given).__name__}, not text. Write a string, or parts of type 'text'.")
-    return "".join(str(text) for text in texts)
-
-
-def _call(given: Any, where: str) -> ToolCall:
-    function = given.get("function") if isinstance(given, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise ConfigError(
-            f'{where}: not a call. Write {{"id": "…", "function": {{"name": "…", "arguments": "{{…}}"}}}}.'
-        )
-    arguments = function.get("arguments") or {}
     try:
-        arguments = json.loads(arguments) if isinstance(arguments, str) else dict(arguments)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{where}.function.arguments: not a JSON object: {error}") from error
-    if not isinstance(arguments, dict):
-        raise ConfigError(f"{where}.function.arguments: {type(arguments).__name__}, not a JSON object.")
-    return ToolCall(str(given.get("id") or ""), function["name"], arguments)
+        return chat.read_messages(given, f"{where}, {column}")
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _question(row: Mapping[str, Any], text: Any, column: str, where: str) -> str:

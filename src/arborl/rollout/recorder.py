@@ -6,21 +6,25 @@ here, so no agent can forget them.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import math
+from bisect import bisect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
 import numpy as np
 
-from arborl.chat.conversation import Conversations
+from arborl.chat.conversation import Conversations, Prompt
+from arborl.chat.messages import read_messages
 from arborl.chat.renderer import Renderer
 from arborl.chat.tokenizer import Tokenizer
 from arborl.engines.engine import Engine
 from arborl.envs.env import Env, Observation, Step
 from arborl.envs.passing import PassingEnv
 from arborl.errors import ContextFull, EpisodeError, MaxTurns
+from arborl.rollout.asking import Asking, Place
 from arborl.rollout.border import across
 from arborl.seeds import derive
 from arborl.types import Call, Completion, Episode, Message, Metrics, Role, Sampling, Stop, Task, ToolSpec, Turn
@@ -45,7 +49,11 @@ SAME_FOR_ALL_CALLS = frozenset(field.name for field in dataclasses.fields(Sampli
 
 
 class Recorder:
-    """The model as the agent sees it. Each call's ids and log-probabilities go into `episode.calls` as they were."""
+    """The model as the agent sees it. Each call's ids and log-probabilities go into `episode.calls` as they were.
+
+    Calls may overlap. A call's chance and its place among the others follow from what was asked, and never from what
+    finished first; see `asking.py`.
+    """
 
     def __init__(self, engine: Engine, renderer: Renderer, sampling: Sampling, limits: Limits, episode: Episode):
         self.engine, self.renderer, self.sampling = engine, renderer, sampling
@@ -53,6 +61,13 @@ class Recorder:
         self.conversations = Conversations(renderer)
         self._always: dict[str, Any] = {name: getattr(sampling, name) for name in SAME_FOR_ALL_CALLS}
         self._always["stop"] = sampling.stop or renderer.stop
+        self._asking = Asking(episode.seed)
+        self._places: list[Place] = []
+        """Of the calls, which are kept in this order."""
+        self._said: list[Message] = []
+        """What was answered to each of them."""
+        self._waiting: set[asyncio.Task[Any]] = set()
+        self._over = False
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -60,24 +75,67 @@ class Recorder:
         return self.renderer.tokenizer
 
     async def chat(
-        self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), *, stop: Sequence[str] = ()
+        self,
+        messages: Sequence[Message | Mapping[str, Any]],
+        tools: Sequence[ToolSpec] = (),
+        *,
+        stop: str | Sequence[str] = (),
     ) -> Message:
         """Sample the next message; see `arborl.agents.Model`."""
-        prompt = self.conversations.prompt(messages, tools)
+        self._check_open()
+        prompt = self.conversations.prompt(read_messages(messages, "model.chat, messages"), tools)
         room = self.limits.max_context - len(prompt.tokens)
         if room < 1:
             raise ContextFull(f"the prompt has {len(prompt.tokens)} tokens, the context {self.limits.max_context}")
+        turn = len(self.episode.turns)
+        seed, place = self._asking.next(prompt.tokens, turn)
         sampling = Sampling(
             **self._always,
             max_tokens=min(self.sampling.max_tokens, room),
-            seed=derive(self.episode.seed, "sampling", len(self.episode.calls)),
-            stop_texts=(*self.sampling.stop_texts, *stop),
+            seed=seed,
+            stop_texts=(*self.sampling.stop_texts, *((stop,) if isinstance(stop, str) else stop)),
         )
-        generate, session = self.engine.generate, self.episode.id
-        completion: Completion = await across("engine", None, generate, prompt.tokens, sampling, session=session)
-        self.episode.calls.append(Call(prompt.tokens, completion, turn=len(self.episode.turns)))
-        self.conversations.sampled(prompt, completion)
-        return self.renderer.read(completion)
+        completion = await self._generate(prompt, sampling)
+        return self._record(prompt, completion, turn, place)
+
+    async def _generate(self, prompt: Prompt, sampling: Sampling) -> Completion:
+        task = asyncio.current_task()
+        assert task is not None
+        self._waiting.add(task)
+        try:
+            generate, session = self.engine.generate, self.episode.id
+            return await across("engine", None, generate, prompt.tokens, sampling, session=session)  # type: ignore[no-any-return]
+        finally:
+            self._waiting.discard(task)
+
+    def _record(self, prompt: Prompt, completion: Completion, turn: int, place: Place) -> Message:
+        self._check_open()
+        at = bisect(self._places, place)
+        message = self.renderer.read(completion)
+        self._places.insert(at, place)
+        self._said.insert(at, message)
+        self.episode.calls.insert(at, Call(prompt.tokens, completion, turn))
+        self.conversations.sampled(prompt, completion, at, message)
+        return message
+
+    def leave_out(self, message: Message) -> None:
+        """What the model said here is on record, and not trained on."""
+        at = next(index for index, said in enumerate(self._said) if said is message)
+        self.episode.calls[at] = dataclasses.replace(self.episode.calls[at], trained=False)
+
+    def close(self) -> None:
+        """The agent has returned. Tasks it left behind are cancelled where they wait for the model: the episode is as
+        it is now."""
+        self._over = True
+        left = self._waiting - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        if left:
+            self.count({"agent/abandoned_calls": float(len(left))})
+
+    def _check_open(self) -> None:
+        if self._over:
+            raise RuntimeError("model.chat after the agent has returned: await the tasks that it starts")
 
     def count(self, metrics: Metrics) -> None:
         """Add numbers to the episode's metrics."""
@@ -104,12 +162,14 @@ class RecordedEnv(PassingEnv):
         self.env, self.where, self.held = env, f"environment {name!r}", held
         self.limits, self.episode = limits, episode
         self.key = ""
+        self.opened = False
 
     async def _ask(self, function: Callable[..., Any], *args: Any) -> Any:
         return await across(self.where, self.limits.step_seconds, function, *args, held=self.held)
 
     async def reset(self, task: Task, seed: int) -> Observation:
         """Open the episode with its own seed, whatever the agent passes."""
+        self.opened = True
         observation = await self._ask(self.env.reset, task, derive(self.episode.seed, "environment"))
         self._check(check_observation, "reset()", observation)
         self.episode.opening = observation.messages
@@ -118,6 +178,10 @@ class RecordedEnv(PassingEnv):
 
     async def step(self, action: Message) -> Step:
         """Answer, record the turn, and end the episode when it is over or at its last turn."""
+        if not self.opened:
+            raise RuntimeError(
+                "env.step before env.reset: an agent begins with `observation = await env.reset(task, task.seed)`"
+            )
         step: Step = await self._ask(self.env.step, action)
         self._check(check_step, step)
         episode, observation = self.episode, step.observation

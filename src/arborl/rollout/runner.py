@@ -173,6 +173,7 @@ class Rollout:
             except EpisodeOver as over:
                 episode.stop = Stop(over.stop)
             finally:
+                model.close()
                 await env.close()
         await env.finish()
 
