@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from arborl.agents import AGENTS, Agent, FunctionAgent
+from arborl.agents import AGENTS, Agent
+from arborl.agents.agent import as_agent, is_async, refuse_plain_function
 from arborl.algorithms import Algorithm, Needs, make_algorithm
 from arborl.algorithms.weighted import Weighted
 from arborl.chat import Renderer
@@ -26,7 +27,7 @@ from arborl.data import Mixture, TaskSource, open_source
 from arborl.data.pools import RowPool
 from arborl.engines import ENGINES, Engine
 from arborl.envs import ENVS, Env
-from arborl.errors import ConfigError
+from arborl.errors import ConfigError, EngineError
 from arborl.learner.learner import Learner
 from arborl.models.heads import float32_head
 from arborl.models.load import load_model, resolve
@@ -77,12 +78,15 @@ def build(config: RunConfig, objects: Mapping[str, Any] | None = None) -> Parts:
     folder = resolve(config.model.name)
     renderer = Renderer.from_folder(folder, config.agent.tool_format)
     source = workshop.source(renderer)
+    described = _described(folder)
+    if described is not None:  # a refusal need not wait for the weights
+        _check_model(config, described)
     if config.threads:
         torch.set_num_threads(config.threads)
     torch.use_deterministic_algorithms(config.deterministic)
     torch.manual_seed(config.seed)
     model = _policy(config, folder)
-    _check_context(config, model)
+    _check_model(config, model.config)
     engine = workshop.engine(model, renderer, cast)
     drawn = config.sampling
     sampling = Sampling(
@@ -134,8 +138,29 @@ def _check_critic(config: RunConfig, needs: Needs) -> None:
         raise ConfigError(f"learner.critic={critic}: algorithm={name} needs no values. Write learner.critic=auto.")
 
 
-def _check_context(config: RunConfig, model: PreTrainedModel) -> None:
-    longest = getattr(model.config, "max_position_embeddings", None)
+def _described(folder: Path) -> PretrainedConfig | None:
+    """What a model folder says of its model; None where that takes its weights (adapters) or cannot be read."""
+    try:
+        return AutoConfig.from_pretrained(folder)  # type: ignore[no-any-return]
+    except (OSError, ValueError):
+        return None
+
+
+def _check_model(config: RunConfig, described: PretrainedConfig) -> None:
+    window = getattr(described, "sliding_window", None)
+    layers = getattr(described, "layer_types", None)
+    if window is not None and (layers is None or "sliding_attention" in layers):
+        same = ""
+        if config.sampling.max_context <= window:
+            same = (
+                ' Or, as no context here is longer than its window, write "sliding_window": null (and only '
+                '"full_attention" in "layer_types") in its config.json: the model is the same.'
+            )
+        raise ConfigError(
+            f"model.name={config.model.name}: its attention sees a sliding window of {window} tokens, which is not "
+            f"supported. Choose a model that attends to all of its context.{same}"
+        )
+    longest = getattr(described, "max_position_embeddings", None)
     if longest is not None and config.sampling.max_context > longest:
         raise ConfigError(
             f"sampling.max_context={config.sampling.max_context}: {config.model.name} reads {longest} tokens at most. "
@@ -168,7 +193,7 @@ class Workshop:
     def make(self, registry: Registry, part: Part, where: str, **more: Any) -> Any:
         """A fresh object where the name leads to a class or a function that makes one, else the object it leads to."""
         found = self.find(registry, part.name)
-        makes = inspect.isclass(found) or (inspect.isfunction(found) and not inspect.iscoroutinefunction(found))
+        makes = inspect.isclass(found) or (inspect.isfunction(found) and not is_async(found))
         if not makes:
             if part.args:
                 raise ConfigError(f"{where}.args: {part.name!r} is an object already and takes no arguments.")
@@ -216,8 +241,10 @@ class Workshop:
             chosen = name in sources and sources[name].agent is not None
             if task.agent and not chosen and task.agent != part.name:
                 part = config.data.agents.get(task.agent) or Part(name=task.agent)
-            found = self.make(AGENTS, part, f"{seats[name].where}agent", tools=tools[name])
-            return FunctionAgent(found) if inspect.iscoroutinefunction(found) else found
+            where = f"{seats[name].where}agent"
+            said = f"{where}={part.name}"
+            refuse_plain_function(self.find(AGENTS, part.name), {*part.args, "tools"}, said)
+            return as_agent(self.make(AGENTS, part, where, tools=tools[name]), said)
 
         made = Cast(agent, env, *_differences(sources)) if sources else Cast(agent, env)
         for name in seats:
@@ -306,21 +333,35 @@ class Workshop:
         config = self.config
         found = ENGINES[config.engine.name]
         if config.engine.name == "local":
-            made: Engine = found(
-                model,
-                config.sampling.max_context,
-                config.engine.max_requests,
-                config.engine.kv_tokens,
-                config.engine.page_size,
-                config.deterministic,
-                renderer.tokenizer.decode,
-            )
+            made: Engine = self._local(found, model, renderer)
         elif config.engine.name == "scripted":
             texts = config.engine.replies or cast.env(Task("check")).actions() or ("Yes.",)
             made = found(replies(renderer, texts), decode=renderer.tokenizer.decode)
         else:
             made = found(model)
         return made
+
+    def _local(self, engine: Callable[..., Engine], model: PreTrainedModel, renderer: Renderer) -> Engine:
+        config, asked = self.config, self.config.engine
+        try:
+            return engine(
+                model,
+                config.sampling.max_context,
+                asked.max_requests,
+                asked.kv_tokens,
+                asked.page_size,
+                config.deterministic,
+                renderer.tokenizer.decode,
+            )
+        except (EngineError, ValueError) as error:
+            raise ConfigError(f"model.name={config.model.name} with engine=local: {error}.") from error
+        except (MemoryError, RuntimeError) as error:
+            if "memory" not in str(error):
+                raise
+            raise ConfigError(
+                f"engine.kv_tokens={asked.kv_tokens}: there is no memory for so many keys and values. Write a smaller "
+                "engine.kv_tokens, or 0 for a share of the memory."
+            ) from error
 
 
 def _differences(

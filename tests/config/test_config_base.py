@@ -65,6 +65,14 @@ def test_a_bare_string_is_short_for_a_sections_name_or_path() -> None:
             "model.dtype: must be one of float32, bfloat16, float64; given 'float3'. Did you mean 'float32'?",
         ),
         ({"tools": "calculator"}, "tools: must be a list, given 'calculator'. Write tools=[calculator]."),
+        (
+            {"sampling": {"stop": ["a", ""]}},
+            "sampling.stop: an empty text is written at once and would end every completion. Leave it out.",
+        ),
+        (
+            {"sampling": {"temperature": float("inf")}},
+            "sampling.temperature: Input should be a finite number, given inf.",
+        ),
         ({"rewards": [{"weight": 2}]}, "rewards.0.name: is missing."),
         ({"learner": 5}, "learner: must be a section of keys and values, given 5."),
         ({"env": None}, "env: must be a section of keys and values, given null."),
@@ -83,6 +91,19 @@ def test_settings_that_contradict_each_other_say_what_to_write() -> None:
     line = mistake({"rollout": {"group_size": 1}})
     assert line.startswith("rollout.group_size=1 with algorithm.baseline=mean")
     assert "Write rollout.group_size=8" in line
+
+
+def test_room_for_less_than_one_sequence_says_what_to_write() -> None:
+    line = mistake({"engine": {"kv_tokens": 100}, "sampling": {"max_context": 512}})
+    assert line.startswith("engine.kv_tokens=100 with sampling.max_context=512")
+    assert "Write engine.kv_tokens=512 or more, or 0" in line
+    assert validate(RunConfig, {"engine": {"kv_tokens": 512}, "sampling": {"max_context": 512}}).engine.kv_tokens == 512
+
+
+def test_one_stop_text_need_not_be_a_list() -> None:
+    assert validate(RunConfig, {"sampling": {"stop": "</answer>"}}).sampling.stop == ("</answer>",)
+    sources = {"data": {"sources": {"a": {"path": "a.json", "rewards": ["exact"], "sampling": {"stop": "x"}}}}}
+    assert validate(RunConfig, sources).data.sources["a"].sampling.stop == ("x",)
 
 
 def test_explain_works_for_a_section_by_itself() -> None:

@@ -22,6 +22,7 @@ from arborl.cli.main import app
 from arborl.config.load import load
 from arborl.envs.env import Env, Observation, Step
 from arborl.envs.frozen_lake import FrozenLake
+from arborl.models.load import resolve
 from arborl.rollout.store import EpisodeStore
 from arborl.track.jsonl import read_metrics
 from arborl.types import Message
@@ -248,6 +249,7 @@ def test_python_trains_a_tool_agent_on_a_file_with_its_own_tool_and_reward(tmp_p
         (["sampling.max_context=100000"], "max_context"),
         (["tools=[calculator]"], "agent=tool"),
         (["model.device=toaster"], "toaster"),
+        (["engine.kv_tokens=100"], "engine.kv_tokens=1024 or more"),
     ],
 )
 def test_bad_input_is_one_clear_line_exit_code_2_and_nothing_written(tmp_path, monkeypatch, words, complaint):
@@ -257,6 +259,22 @@ def test_bad_input_is_one_clear_line_exit_code_2_and_nothing_written(tmp_path, m
     assert complaint in done.output
     assert len(done.output.strip().splitlines()) == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_a_model_with_a_sliding_window_is_refused_before_its_weights_are_looked_for(tmp_path):
+    from transformers import MistralConfig
+
+    folder = tmp_path / "mistral"
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (found := resolve("seedling") / name).exists():
+            (folder / name).write_bytes(found.read_bytes())
+    MistralConfig(sliding_window=4096).save_pretrained(folder)
+    done = invoke("train", f"model={folder}", f"output_dir={tmp_path / 'run'}")
+    assert done.exit_code == 2, done.output
+    assert "sliding window of 4096 tokens" in done.output
+    assert '"sliding_window": null' in done.output
+    assert len(done.output.strip().splitlines()) == 1
 
 
 def test_a_folder_that_holds_a_run_is_not_written_over(stub):

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import pytest
+
+from arborl.agents.agent import FunctionAgent
 from arborl.agents.chat import ChatAgent
 from arborl.chat import HermesParser, Renderer, Template
 from arborl.engines.scripted import ScriptedEngine
@@ -84,6 +87,89 @@ def test_an_adversarial_tokenizer_never_changes_a_trained_id():
             )
     # one append-only conversation an episode: no branch was opened for want of matching text
     assert plant([Group(Task("t"), group.episodes[:1])]).raw_tokens == len(episode_row(group.episodes[0]))
+
+
+def played(agent, replies=("yes",)):
+    """One episode of Echo, and the samplings that were asked for."""
+    renderer = Renderer(Adversary(), Template(SHAPE, None, ";"), HermesParser(), (STOP,))
+    engine = Noting([[ord(c) * 10 for c in word] + [STOP] for word in replies])
+    engine.decode = renderer.tokenizer.decode
+    cast = Cast(agent=lambda task: FunctionAgent(agent), env=lambda task: Echo())
+    rollout = Rollout(engine, renderer, cast, Sampling(16), Limits(max_context=2000), concurrency=4)
+    (group,) = asyncio.run(rollout.collect([Task("t")], seed=0, group_size=1))
+    return group.episodes[0], engine, renderer
+
+
+def test_dicts_in_openais_shape_are_messages():
+    given = [
+        {"role": "system", "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "brief"}]},
+        Message("user", "hi"),
+    ]
+
+    async def agent(task, env, model):
+        await env.reset(task, task.seed)
+        await model.chat(given)
+
+    episode, engine, renderer = played(agent)
+    assert episode.failure is None
+    assert renderer.tokenizer.decode(engine.prompts[0]) == "[system]be brief;[user]hi;[assistant]"
+
+
+@pytest.mark.parametrize(
+    ("messages", "complaint"),
+    [
+        ("hello", "messages: str, not a list"),
+        ({"role": "user", "content": "x"}, "messages: dict, not a list"),
+        ([{"content": "x"}], "messages[0].role: None is not a role"),
+        ([{"role": "usr", "content": "x"}], "Did you mean 'user'?"),
+        ([Message("user", "x"), {"role": "user", "content": 5}], "messages[1].content: int, not text"),
+        ([Message("user", 5)], "messages[0].content: int, not text"),
+        ([{"role": "tool", "content": "x", "tool_call_id": 5}], "messages[0].tool_call_id: int, not text"),
+        ([{"role": "assistant", "tool_calls": [{"name": "f"}]}], "messages[0].tool_calls[0]: not a call"),
+        (["hello"], "messages[0]: str, not an object"),
+    ],
+)
+def test_what_is_no_message_is_refused_with_the_name_of_its_field(messages, complaint):
+    async def agent(task, env, model):
+        await env.reset(task, task.seed)
+        await model.chat(messages)
+
+    episode, _, _ = played(agent)
+    assert episode.failure is not None
+    assert episode.failure.where.startswith("agent")
+    assert complaint in episode.failure.message
+
+
+def test_one_stop_text_is_one_text_and_not_its_letters():
+    async def agent(task, env, model):
+        observation = await env.reset(task, task.seed)
+        for stop in ("ye", ("ye", "zz")):
+            await env.step(await model.chat(observation.messages, stop=stop))
+
+    episode, _, renderer = played(agent, ("eyes",))
+    assert [renderer.tokenizer.decode(call.completion.tokens) for call in episode.calls] == ["eye", "eye"]
+
+
+def test_a_step_before_reset_says_what_to_do():
+    async def agent(task, env, model):
+        await env.step(await model.chat([Message("user", "hi")]))
+
+    episode, _, _ = played(agent)
+    assert "await env.reset(task, task.seed)" in episode.failure.message
+    assert episode.failure.where.startswith("agent")
+
+
+def test_an_agent_that_never_asks_the_model_is_counted():
+    async def mute(task, env, model):
+        await env.reset(task, task.seed)
+        await env.step(Message("assistant", "up"))
+
+    async def talks(task, env, model):
+        observation = await env.reset(task, task.seed)
+        await env.step(await model.chat(observation.messages))
+
+    assert played(mute)[0].metrics["agent/silent"] == 1.0
+    assert "agent/silent" not in played(talks)[0].metrics
 
 
 def episode_row(episode) -> tuple[int, ...]:

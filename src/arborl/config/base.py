@@ -7,9 +7,9 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from arborl.errors import ConfigError, did_you_mean
@@ -34,6 +34,16 @@ class Config(BaseModel):
     def _from_shorthand(cls, given: Any) -> Any:
         return spelt_out(cls, given)
 
+
+def _one_or_more_texts(given: Any) -> Any:
+    texts = (given,) if isinstance(given, str) else given
+    if isinstance(texts, list | tuple) and "" in texts:
+        raise ValueError("an empty text is written at once and would end every completion. Leave it out.")
+    return texts
+
+
+StopTexts = Annotated[tuple[str, ...], BeforeValidator(_one_or_more_texts)]
+"""Texts that end a completion; one alone need not be a list."""
 
 C = TypeVar("C", bound=Config)
 Loc = tuple[int | str, ...]

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from arborl.config.base import Config, spelt_out
+from arborl.config.base import Config, StopTexts, spelt_out
 from arborl.config.parts import AgentConfig, EnvConfig, Part, RewardConfig
 from arborl.errors import did_you_mean
 
@@ -72,7 +72,7 @@ class SourceSampling(Config):
 
     max_tokens: int | None = Field(None, ge=1)
     """Sampled tokens a model call."""
-    stop: tuple[str, ...] = ()
+    stop: StopTexts = ()
     """Further texts that end a completion."""
 
 

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from arborl.config.algorithm import AlgorithmConfig as AlgorithmConfig
 from arborl.config.algorithm import KLConfig as KLConfig
-from arborl.config.base import Config, spelt_out
+from arborl.config.base import Config, StopTexts, spelt_out
 from arborl.config.data import DataConfig as DataConfig
 from arborl.config.data import SourceConfig
 from arborl.config.parts import AgentConfig as AgentConfig
@@ -79,14 +79,14 @@ class EngineConfig(Named):
 class SamplingConfig(Config):
     """How tokens are drawn in training."""
 
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, gt=0, allow_inf_nan=False)
     top_k: int = Field(0, ge=0)
     """Draw from the k likeliest tokens only; 0 from all. The learner scores under the same distribution."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Draw from the fewest tokens that hold this much of the probability."""
     min_p: float = Field(0.0, ge=0, le=1)
     """Draw from tokens at least this many times as likely as the likeliest."""
-    stop: tuple[str, ...] = ()
+    stop: StopTexts = ()
     """Texts that end a completion once written, besides the model's own end of turn."""
     max_tokens: int = Field(64, ge=1)
     """Sampled tokens a model call."""
@@ -165,7 +165,7 @@ class EvaluationConfig(Config):
     """0 turns evaluation off."""
     every: int = Field(0, ge=0)
     """Steps between evaluations during training; 0 evaluates before and after only."""
-    temperature: float = Field(1.0, ge=0)
+    temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
     greedy: bool = True
     """Also report the likeliest token's play."""
 
@@ -263,6 +263,12 @@ class RunConfig(Config):
             raise ValueError(
                 f"sampling.max_tokens={self.sampling.max_tokens} with sampling.max_context="
                 f"{self.sampling.max_context}: no room for a prompt. Write a larger sampling.max_context."
+            )
+        if self.engine.name == "local" and 0 < self.engine.kv_tokens < self.sampling.max_context:
+            raise ValueError(
+                f"engine.kv_tokens={self.engine.kv_tokens} with sampling.max_context={self.sampling.max_context}: not "
+                f"even one sequence would fit. Write engine.kv_tokens={self.sampling.max_context} or more, or 0 for a "
+                "share of the memory."
             )
         for where, source in self._places():
             self._check_place(where, source)

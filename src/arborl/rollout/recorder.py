@@ -67,7 +67,7 @@ class Recorder:
         self._said: list[Message] = []
         """What was answered to each of them."""
         self._waiting: set[asyncio.Task[Any]] = set()
-        self._over = False
+        self._silent, self._over = True, False
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -83,6 +83,7 @@ class Recorder:
     ) -> Message:
         """Sample the next message; see `arborl.agents.Model`."""
         self._check_open()
+        self._silent = False
         prompt = self.conversations.prompt(read_messages(messages, "model.chat, messages"), tools)
         room = self.limits.max_context - len(prompt.tokens)
         if room < 1:
@@ -125,13 +126,15 @@ class Recorder:
 
     def close(self) -> None:
         """The agent has returned. Tasks it left behind are cancelled where they wait for the model: the episode is as
-        it is now."""
+        it is now. That there were any, or that the model was never asked, is counted."""
         self._over = True
         left = self._waiting - {asyncio.current_task()}
         for task in left:
             task.cancel()
         if left:
             self.count({"agent/abandoned_calls": float(len(left))})
+        if self._silent:
+            self.count({"agent/silent": 1.0})
 
     def _check_open(self) -> None:
         if self._over:

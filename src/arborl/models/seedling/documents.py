@@ -10,14 +10,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from arborl.agents.policy import ASK
 from arborl.agents.statelm import StateLM
 from arborl.chat.formats.hermes import HermesParser
+from arborl.chat.messages import read_messages
 from arborl.data.documents import Problem
 from arborl.data.words import COLOURS, OBJECTS, PEOPLE, TOWNS, TRADES
 from arborl.envs.documents import Documents
@@ -102,8 +104,13 @@ class Player:
         """Nobody asks."""
 
     async def chat(
-        self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), *, stop: Sequence[str] = ()
+        self,
+        messages: Sequence[Message | Mapping[str, Any]],
+        tools: Sequence[ToolSpec] = (),
+        *,
+        stop: str | Sequence[str] = (),
     ) -> Message:
+        messages = read_messages(messages, "messages")
         text = self._sum_up(messages[-2]) if messages[-1].content == ASK else self._next(messages[-1])
         reply = Message("assistant", text, tool_calls=HermesParser().parse(text), sampled=True)
         self.said.append((tuple(messages), reply))
