@@ -217,6 +217,8 @@ class Episode:
     metrics: Metrics = field(default_factory=dict)
     failure: Failure | None = None
     seconds: float = 0.0
+    turn_weight: float = 0.0
+    """What the turns' own rewards count in `rewards`: the weight of `env`, 0 where it is not asked for."""
 
     def fail(self, error: EpisodeError) -> Failure:
         """Mark the episode as failed. It keeps what was recorded, and no reward: half a sum would be none."""

@@ -23,8 +23,10 @@ def episode(
     stop: Stop = Stop.DONE,
     finish: Finish = Finish.STOP,
     version: int = 0,
+    turn_weight: float | None = None,
 ) -> Episode:
-    """One call a turn, each call going on from the last; `turns` are the environment's rewards."""
+    """One call a turn, each call going on from the last; `turns` are the environment's rewards, which count whole where
+    there is a reward `env`, unless told otherwise."""
     given = [0.0] if turns is None else turns
     sizes = [tokens] * len(given) if isinstance(tokens, int) else tokens
     names = states or [""] * len(given)
@@ -36,7 +38,9 @@ def episode(
     made = [Turn(Message("assistant"), reward=r, state_key=s) for r, s in zip(given, names, strict=True)]
     earned = rewards if rewards is not None else {"env": sum(given)} if turns is not None else {"r": reward}
     failure = Failure("environment 'x'", "ValueError", "boom") if failed else None
-    return Episode("e", Task("t"), turns=made, calls=calls, rewards=earned, failure=failure, stop=stop)
+    one = Episode("e", Task("t"), turns=made, calls=calls, rewards=earned, failure=failure, stop=stop)
+    one.turn_weight = float("env" in earned) if turn_weight is None else turn_weight
+    return one
 
 
 def group(*episodes: Episode, source: str = "", greedy: float | None = None, role: str | None = None) -> Group:

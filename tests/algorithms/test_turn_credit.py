@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 
 import numpy as np
@@ -13,8 +14,12 @@ from hypothesis import strategies as st
 from arborl.algorithms import Recipe
 from arborl.algorithms.ledger import turn_rewards
 from arborl.algorithms.turns import discounted, gae, gigpo, reinforce_plus_plus
+from arborl.build import Workshop
 from arborl.config.algorithm import AlgorithmConfig
-from arborl.types import Call, Completion, Episode, Finish, Group, Task
+from arborl.config.load import load
+from arborl.rewards import Rewards
+from arborl.rewards.rules import environment
+from arborl.types import Call, Completion, Episode, Finish, Group, Message, Task, Turn
 
 NUMBERS = st.lists(st.floats(-10, 10), min_size=1, max_size=6)
 
@@ -194,8 +199,33 @@ def test_reinforce_plus_plus_takes_the_kl_of_the_tokens_ahead_off_the_reward():
     assert base == pytest.approx(centred / (spread + 1e-6))
 
 
+@given(NUMBERS, st.floats(-3, 3), st.floats(-5, 5))
+def test_turn_rewards_are_what_the_environment_gave_times_its_weight(given_turns, weight, style):
+    """However nearly they cancel; what else there is stands at the last turn."""
+    turns = [Turn(Message("assistant"), reward=value) for value in given_turns]
+    one = Episode("e", Task("t"), turns=turns)
+
+    def judged(episode):
+        return style
+
+    scored = Rewards([("environment", environment, weight), ("judged", judged, 2.0)], seconds=60)
+    asyncio.run(scored.score([Group(one.task, [one])]))
+    found = turn_rewards(one)
+    assert found[:-1].tolist() == [weight * value for value in given_turns[:-1]]
+    assert found[-1] == pytest.approx(weight * given_turns[-1] + 2.0 * style, abs=1e-9)
+    assert found.sum() == pytest.approx(one.reward, abs=1e-9)
+
+
+def test_a_run_by_its_configuration_credits_turns():
+    """The reward that a configuration calls `env`, through the door of a run: Sokoban's own -0.1 a step stay so."""
+    config = load(None, ["env=sokoban", "rewards=[{name: env, weight: 0.5}]"])
+    one = Episode("e", Task("t"), turns=[Turn(Message("assistant"), reward=r) for r in (-0.1, 0.9, -0.1, -0.6)])
+    asyncio.run(Workshop(config, {}).rewards().score([Group(one.task, [one])]))
+    assert turn_rewards(one) == pytest.approx([-0.05, 0.45, -0.05, -0.3])
+
+
 def test_turn_rewards_add_up_to_the_episodes_reward():
-    weighted = episode(rewards={"env": 1.0, "style": 0.25}, turns=[1.0, 1.0])  # the environment's counts half
+    weighted = episode(rewards={"env": 1.0, "style": 0.25}, turns=[1.0, 1.0], turn_weight=0.5)
     assert turn_rewards(weighted).tolist() == [0.5, 0.75]
     judged = episode(rewards={"judge": 2.0}, turns=[1.0, 1.0])  # the environment's does not count
     assert turn_rewards(judged).tolist() == [0.0, 2.0]

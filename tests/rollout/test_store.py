@@ -78,6 +78,7 @@ episodes = st.builds(
     metrics=metrics,
     failure=st.none() | st.builds(Failure, texts, texts, texts, texts),
     seconds=numbers,
+    turn_weight=numbers,
 )
 
 

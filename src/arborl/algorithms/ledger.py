@@ -45,15 +45,13 @@ def penalised(group: Group, overlong: OverlongConfig) -> Group:
 def turn_rewards(episode: Episode) -> Floats:
     """What each turn earned; they add up to the episode's reward.
 
-    The environment's reward (`env`, with its weight) is where the environment gave it; every other reward judges the
-    whole episode and stands at its last turn.
+    The environment's rewards, times the weight of `env`, are where the environment gave them; every other reward judges
+    the whole episode and stands at its last turn.
     """
     turns = max([len(episode.turns), *(call.turn + 1 for call in episode.calls)], default=0)
     out = np.zeros(max(turns, 1))
-    given = np.array([turn.reward for turn in episode.turns])
-    if "env" in episode.rewards and given.any():
-        total = float(given.sum())
-        out[: len(given)] = given * (episode.rewards["env"] / total if total else 1.0)
+    if episode.turn_weight:
+        out[: len(episode.turns)] = [episode.turn_weight * turn.reward for turn in episode.turns]
     out[-1] += episode.reward - out.sum()
     return out
 

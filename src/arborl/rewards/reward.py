@@ -52,6 +52,8 @@ class RewardFunction(Reward):
         self.function = function
         self.name = name or str(getattr(function, "__name__", type(function).__name__))
         self.weight = weight
+        self.by_turn = False
+        """Whether its number is the sum of what the turns were given, so that credit may go to them."""
         self._parameters = inspect.signature(function).parameters
         if "episode" not in self._parameters:
             raise TypeError(f"reward {self.name!r} takes no `episode`; write def {self.name}(episode, …)")
@@ -159,6 +161,8 @@ class Rewards:
                 log.warning("episode %s failed and is left out: %s", episode.id, episode.fail(answer))
                 return
             episode.rewards.update(answer)
+        by_turn = {name: weight for name, one, weight in self.rewards if getattr(one, "by_turn", False)}
+        episode.turn_weight = sum(by_turn.values())
 
     async def _ask(self, name: str, one: Reward, weight: float, episode: Episode) -> dict[str, float] | EpisodeError:
         weight = 1.0 if isinstance(one, GroupReward) else weight  # its weight is applied when it has seen the group

@@ -19,6 +19,9 @@ def environment(episode: Episode) -> float:
     return sum(turn.reward for turn in episode.turns)
 
 
+environment.by_turn = True
+
+
 @reward
 def exact(episode: Episode, answer: Any) -> float:
     """1 where the final answer is the task's `answer`, else 0.

@@ -96,6 +96,7 @@ def to_json(episode: Episode) -> dict[str, Any]:
         "metrics": dict(episode.metrics),
         "failure": _failure_to(episode.failure) if episode.failure else None,
         "seconds": episode.seconds,
+        "turn_weight": episode.turn_weight,
     }
 
 
@@ -113,6 +114,7 @@ def from_json(row: Mapping[str, Any]) -> Episode:
         metrics=row["metrics"],
         failure=Failure(**row["failure"]) if row["failure"] else None,
         seconds=row["seconds"],
+        turn_weight=row.get("turn_weight", 0.0),
     )
 
 
