@@ -159,7 +159,7 @@ def main() -> int:
     config = LearnerConfig(micro_batch_tokens=8192, master="none")
     learner = Learner(model, config, Sampling())
     mine, peak, found = measure(lambda: ours(learner, forest), model, args.repeats)
-    batches = learner._split(forest.trees, forest.terms)
+    batches = learner.fitting.split(forest.trees, forest.terms)
     unique = sum(len(tree) for tree in forest.trees)
     row = {
         "case": case.name, "model": name, "rows": len(calls), "raw_tokens": forest.raw_tokens, "tree_tokens": unique,

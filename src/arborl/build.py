@@ -113,6 +113,7 @@ def build(config: RunConfig, objects: Mapping[str, Any] | None = None) -> Parts:
         sampling,
         algorithm.needs,
         total_steps=config.trainer.steps,
+        seed=config.seed,
     )
     evaluator = Evaluator(source, rollout, rewards, config.evaluation, config.seed, config.rollout.val_envs)
     return Parts(config, folder, model, renderer, engine, source, cast, rollout, rewards, algorithm, learner, evaluator)

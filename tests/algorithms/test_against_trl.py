@@ -88,7 +88,7 @@ def setting(seed: int = 0):
         ({"name": "bnpo"}, {"loss_type": "bnpo"}),
         ({"name": "dr_grpo", "fixed_length": 7}, {"loss_type": "dr_grpo"}),
         (
-            {"name": "gspo", "clip_low": 0.1, "clip_high": 0.05},
+            {"name": "gspo", "clip_low": 0.1, "clip_high": 0.05, "anchor": "rollout"},
             {"importance_sampling_level": "sequence", "low": 0.1, "high": 0.05},
         ),
         ({"name": "cispo", "clip_high": 0.4}, {"loss_type": "cispo", "high": 1.4}),

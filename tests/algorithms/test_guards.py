@@ -91,10 +91,11 @@ def test_filtered_episodes_leave_baseline_and_loss_together(cut):
 def test_a_kl_penalty_in_the_reward_is_summed_over_the_episode_and_adapts():
     groups = [group(episode(1.0, tokens=2), episode(1.0, tokens=1))]
     reference = np.array([-1.5, -2.0, -1.0])
-    terms = dataclasses.replace(terms_of(groups), logprob=np.full(3, -1.0), reference=reference)
+    terms = dataclasses.replace(terms_of(groups), proximal=np.full(3, -1.0), reference=reference)
     kl = {"coef": 0.2, "estimator": "k1", "where": "reward", "target": 0.5, "horizon": 20}
     algorithm = Recipe(AlgorithmConfig(kl=kl))
     assert algorithm.needs.reference
+    assert algorithm.needs.proximal  # what the engine said is a little off, and no KL
     # KL 0.5 + 1.0 and 0: rewards 0.7 and 1.0
     assert algorithm.credit(groups, terms).advantage.tolist() == pytest.approx([-0.15, -0.15, 0.15])
     assert algorithm.metrics() == pytest.approx({"algorithm/kl": 0.75, "algorithm/kl_coef": 0.2})

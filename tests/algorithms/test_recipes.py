@@ -79,13 +79,17 @@ def test_tables_and_configuration_name_the_same_things():
     [
         ({}, Needs()),
         ({"kl": {"coef": 0.1}}, Needs(reference=True)),
-        ({"kl": {"coef": 0.1, "where": "reward"}}, Needs(reference=True)),
+        ({"kl": {"coef": 0.1, "where": "reward"}}, Needs(proximal=True, reference=True)),
         ({"name": "ppo", "entropy_coef": 0.01}, Needs(value=True, entropy=True)),
         ({"name": "a2c"}, Needs(value=True)),
         ({"name": "remax"}, Needs(greedy=True)),
-        ({"name": "decoupled_ppo"}, Needs(proximal=True)),
-        ({"anchor": "proximal"}, Needs(proximal=True)),
-        ({"guard": "tis"}, Needs(proximal=True)),
+        ({"name": "decoupled_ppo"}, Needs(anchor=True)),
+        ({"anchor": "proximal"}, Needs(anchor=True)),
+        ({"name": "gspo"}, Needs(anchor=True)),
+        ({"clip_low": 0.01}, Needs(anchor=True)),
+        ({"name": "trpo", "anchor": "proximal"}, Needs(proximal=True)),
+        ({"guard": "tis"}, Needs(proximal=True, anchor=True)),
+        ({"name": "reinforce", "guard": "tis"}, Needs(proximal=True)),
         ({"name": "dpo"}, Needs(reference=True)),
         ({"name": "distill"}, Needs(reference=True)),
         ({"name": "sft"}, Needs()),
@@ -97,9 +101,8 @@ def test_an_algorithm_asks_for_exactly_what_it_reads(settings, needs):
     assert algorithm.needs == needs
     groups = algorithm.keep(playable(settings.get("name", "grpo")))
     terms = terms_of(groups)
-    unknown = {
-        name: np.full(len(terms), np.nan) for name in ("proximal", "reference", "value") if not getattr(needs, name)
-    }
+    known = {"proximal": needs.proximal or needs.anchor, "reference": needs.reference, "value": needs.value}
+    unknown = {name: np.full(len(terms), np.nan) for name, wanted in known.items() if not wanted}
     terms = algorithm.credit(groups, dataclasses.replace(terms, **unknown))
     value, slopes = total(algorithm, torch.from_numpy(terms.logprob), terms, [np.arange(len(groups))])
     assert np.isfinite([value, *slopes]).all()
@@ -123,7 +126,7 @@ def test_gspo_over_calls_has_a_ratio_for_each_call():
     now = torch.from_numpy(terms.logprob) + torch.tensor([0.1, 0.2, 0.4, 0.7]).double()
     gaps = {}
     for sequence in ("episode", "call"):
-        algorithm = Recipe(AlgorithmConfig(name="gspo", sequence=sequence))
+        algorithm = Recipe(AlgorithmConfig(name="gspo", sequence=sequence, anchor="rollout"))
         gaps[sequence] = algorithm.prepare(now, batch_of(algorithm.credit(groups, terms))).tolist()
     assert gaps["episode"] == pytest.approx([0.7 / 3] * 3 + [0.7])
     assert gaps["call"] == pytest.approx([0.1, 0.3, 0.3, 0.7])
@@ -221,7 +224,7 @@ def test_each_source_has_its_own_algorithm_and_weighs_by_its_episodes():
     algorithm = make_algorithm(BOTH)
     assert isinstance(algorithm, BySource)
     assert algorithm.whole
-    assert algorithm.needs == Needs(reference=True)
+    assert algorithm.needs == Needs(anchor=True, reference=True)
     groups = algorithm.keep(mixed())
     assert [g.task.source for g in groups] == ["game", "", "chat", "game", "unheard of"]
     terms = terms_of(groups)

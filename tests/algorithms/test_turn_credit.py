@@ -184,7 +184,7 @@ def test_reinforce_plus_plus_golden_values():
 def test_reinforce_plus_plus_takes_the_kl_of_the_tokens_ahead_off_the_reward():
     groups = [group(episode(1.0, tokens=2), episode(0.0, tokens=1))]
     terms = dataclasses.replace(
-        terms_of(groups), logprob=np.array([-1.0, -1.0, -1.0]), reference=np.array([-2.0, -3.0, -1.0])
+        terms_of(groups), proximal=np.array([-1.0, -1.0, -1.0]), reference=np.array([-2.0, -3.0, -1.0])
     )
     kl = {"coef": 0.1, "estimator": "k1", "where": "reward"}
     found = Recipe(AlgorithmConfig(name="reinforce_plus_plus", kl=kl)).credit(groups, terms).advantage

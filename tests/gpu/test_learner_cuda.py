@@ -33,6 +33,9 @@ class Simple:
     def __init__(self, needs: Needs | None = None):
         self.needs = needs or Needs()
 
+    def count(self, terms):
+        return float(len(terms))
+
     def loss(self, said, terms):
         loss_M = -said.logprob_M * terms.advantage_M
         if terms.reference_M is not None:
@@ -97,7 +100,7 @@ def test_every_way_agrees_with_the_dense_one(model, caplog, way):
 def test_on_a_gpu_layers_are_compiled_around_flex_attention_without_being_asked(model):
     learner = Learner(model, LearnerConfig(), Sampling())
     forest = forest_of(0)
-    assert learner.ways(model, learner._split(forest.trees, forest.terms)[0]) == COMPILED
+    assert learner.ways(model, learner.fitting.split(forest.trees, forest.terms)[0]) == COMPILED
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -179,6 +182,6 @@ def test_memory_that_does_not_suffice_halves_the_micro_batch_and_leaves_the_grad
         found = gradients(learner, forest, Simple())
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert learner.budget < 1_000_000
+    assert learner.fitting.budget < 1_000_000
     assert "from now on learner.micro_batch_tokens=" in caplog.text
     assert gap(found, expected) < 1e-3

@@ -56,6 +56,9 @@ class Fake:
         advantage = rewards[terms.episode]
         return dataclasses.replace(terms, advantage=advantage, weight=weight, target=advantage.copy())
 
+    def count(self, terms: Terms) -> float:
+        return float(len(np.unique(terms.episode)))
+
     def prepare(self, now_M, terms):
         """The mean log-ratio of each episode: wrong for any part of one."""
         sums = torch.zeros(int(terms.episode_M.max()) + 1, dtype=now_M.dtype)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 
-import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from learner_fakes import SAMPLING, Fake, assert_same, batch_of, forest_of, gradients, random_groups
+from learner_fakes import SAMPLING, Fake, assert_same, forest_of, gradients, random_groups
 
 from arborl.config.run import LearnerConfig
 from arborl.learner.learner import Learner
@@ -105,7 +104,7 @@ def test_flex_attention_gives_the_same(tiny_llama, flex_on_cpu, seed, budget, ki
     groups, algorithm = random_groups(seed), Fake(kind)
     learner = learner_of(tiny_llama, algorithm, budget, attention="flex")
     ours = gradients(learner, groups, algorithm)
-    assert all(learner.ways(tiny_llama, b).attend == "flex" for b in learner._split(*forest_of(groups)))
+    assert all(learner.ways(tiny_llama, b).attend == "flex" for b in learner.fitting.split(*forest_of(groups)))
     assert_same(ours, gradients(learner_of(tiny_llama, algorithm, attention="dense"), groups, algorithm))
 
 
@@ -154,17 +153,3 @@ def test_a_separate_critic_gives_the_same_under_any_split(tiny_llama):
     )
     assert_same(whole, parts)
     assert any(float(g.abs().max()) > 0 for g in whole[1][-20:-2])  # its own trunk is reached
-
-
-def test_minibatches_see_every_term_once_and_average_to_the_whole_gradient(tiny_llama):
-    groups, algorithm = random_groups(5, groups=4), Fake()
-    whole = gradients(learner_of(tiny_llama, algorithm), groups, algorithm)[1]
-    learner = learner_of(tiny_llama, algorithm, minibatches=2)
-    forest, terms = batch_of(groups, algorithm)
-    halves = []
-    for numbers in ([0, 1], [2, 3]):
-        learner.backward(forest.trees, terms.pick(np.flatnonzero(np.isin(terms.tree, numbers))), algorithm)
-        halves.append([g.clone() for g in learner.optimizer.gradients()])
-    learner.optimizer.zero()
-    for full, a, b in zip(whole, *halves, strict=True):
-        torch.testing.assert_close((a + b) / 2, full, rtol=1e-9, atol=1e-11)

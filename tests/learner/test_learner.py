@@ -15,6 +15,7 @@ from arborl.config.run import LearnerConfig
 from arborl.learner.attend import DenseAttend
 from arborl.learner.executor import EXECUTORS, Executor
 from arborl.learner.learner import Learner
+from arborl.types import Group
 
 
 @pytest.fixture
@@ -112,28 +113,88 @@ def test_a_detached_critic_leaves_the_trunk_to_the_policy(model):
 # ------------------------------------------------------------------------------------------------ bad input
 
 
-@pytest.mark.parametrize("column", ["advantage", "weight"])
+def without(groups: list[Group], number: int) -> list[Group]:
+    return [group for n, group in enumerate(groups) if n != number]
+
+
+def assert_learned_as_without(model, learned, groups, number: int, algorithm) -> None:
+    """`learned` is what `model` becomes by one update from all groups but one."""
+    forest, terms = batch_of(without(groups, number), algorithm)
+    expected = copy.deepcopy(model)
+    Learner(expected, LearnerConfig(lr=1e-3), SAMPLING).update(forest.trees, terms, algorithm)
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(learned.state_dict()[name], value, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("column", ["advantage", "weight", "logprob"])
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
-def test_a_number_that_is_not_finite_skips_the_step_and_is_named(model, caplog, column, poison):
-    algorithm = Fake()
-    forest, terms = batch_of(random_groups(1), algorithm)
+def test_a_number_that_is_not_finite_costs_its_group_and_names_the_episode(model, caplog, column, poison):
+    groups, algorithm = random_groups(1), Fake()
+    forest, terms = batch_of(groups, algorithm)
     values = getattr(terms, column).copy()
-    values[3] = poison
+    bad = int(np.flatnonzero(terms.tree == 1)[-1])
+    values[bad] = poison
+    learned = copy.deepcopy(model)
+    learner = Learner(learned, LearnerConfig(lr=1e-3), SAMPLING)
+    names = [f"episode-{n}" for n in range(20)]
+    metrics = learner.update(forest.trees, dataclasses.replace(terms, **{column: values}), algorithm, names)
+    assert metrics["learner/skipped"] == 0.0
+    assert metrics["dropped/not_finite"] == len(groups[1].episodes)
+    assert f"episode-{terms.episode[bad]}" in caplog.text
+    assert f"episode-{terms.episode[0]}" not in caplog.text
+    assert_learned_as_without(model, learned, groups, 1, algorithm)
+
+
+def test_what_the_model_itself_makes_of_an_episode_costs_its_group_too(model, caplog):
+    """A token whose embedding is not a number spoils every gradient of the batch; its group is found and left out."""
+    groups, algorithm = random_groups(1, vocabulary=48), Fake()
+    first = groups[1].episodes[0]
+    call = first.calls[0]
+    first.calls = [dataclasses.replace(call, prompt=(*call.prompt[:-1], 49))]
+    with torch.no_grad():
+        model.get_input_embeddings().weight[49] = float("nan")
+    forest, terms = batch_of(groups, algorithm)
+    learned = copy.deepcopy(model)
+    metrics = Learner(learned, LearnerConfig(lr=1e-3), SAMPLING).update(forest.trees, terms, algorithm)
+    assert metrics["learner/skipped"] == 0.0
+    assert metrics["dropped/not_finite"] == len(groups[1].episodes)
+    assert "left out" in caplog.text
+    with torch.no_grad():
+        for made in (model, learned):
+            made.get_input_embeddings().weight[49] = 0.0  # to compare them
+    assert_learned_as_without(model, learned, groups, 1, algorithm)
+
+
+def test_where_no_number_is_finite_the_step_is_skipped(model):
+    forest, terms = batch_of(random_groups(1), Fake())
     before = state_of(model)
     learner = Learner(model, LearnerConfig(weight_decay=0.1), SAMPLING)
-    metrics = learner.update(forest.trees, dataclasses.replace(terms, **{column: values}), algorithm)
-    assert metrics == {"learner/skipped": 1.0, f"learner/skipped/{column}": 1.0}
-    assert column in caplog.text
+    metrics = learner.update(forest.trees, dataclasses.replace(terms, weight=terms.weight * np.nan), Fake())
+    assert metrics["learner/skipped"] == metrics["learner/skipped/not_finite"] == 1.0
+    assert metrics["learner/steps"] == 0.0
     assert_untouched(model, before)
-    assert learner.update(forest.trees, terms, algorithm)["learner/skipped"] == 0.0  # and the next step is taken
+    assert learner.update(forest.trees, terms, Fake())["learner/skipped"] == 0.0  # and the next step is taken
 
 
 def test_no_terms_skip_the_step(model):
     before = state_of(model)
     trees, terms = forest_of([])
     metrics = Learner(model, LearnerConfig(), SAMPLING).update(trees, terms, Fake())
-    assert metrics == {"learner/skipped": 1.0, "learner/skipped/no_terms": 1.0}
+    assert metrics == {"learner/steps": 0.0, "learner/skipped": 1.0, "learner/skipped/no_terms": 1.0}
     assert_untouched(model, before)
+
+
+def test_one_minibatch_that_is_skipped_leaves_the_others_their_metrics(model):
+    class Exploding(Fake):
+        def loss(self, said, terms):
+            loss_M, seen = super().loss(said, terms)
+            return loss_M * (float("inf") if (terms.group_M == 1).any() else 1.0), seen
+
+    forest, terms = batch_of(random_groups(1), Fake())
+    metrics = Learner(model, LearnerConfig(minibatches=3), SAMPLING).update(forest.trees, terms, Exploding())
+    assert metrics["learner/steps"] == 2.0
+    assert metrics["learner/skipped"] == pytest.approx(1 / 3)
+    assert np.isfinite(metrics["learner/grad_norm"])
 
 
 def test_a_gradient_that_is_not_finite_leaves_the_weights_untouched(model):
@@ -174,8 +235,8 @@ def test_out_of_memory_halves_the_micro_batch_and_gives_the_same_gradients(model
     ample = gradients(learner, groups, algorithm)
     monkeypatch.setitem(EXECUTORS, "dense", Executor(Small))
     assert_same(gradients(learner, groups, algorithm), ample)
-    assert learner.budget <= Small.room
-    assert f"learner.micro_batch_tokens={learner.budget}" in caplog.text
+    assert learner.fitting.budget <= Small.room
+    assert f"learner.micro_batch_tokens={learner.fitting.budget}" in caplog.text
     caplog.clear()
     gradients(learner, groups, algorithm)  # the size is remembered
     assert "out of memory" not in caplog.text
@@ -185,11 +246,11 @@ def test_the_size_that_fits_is_logged_and_outlives_the_process(model, little_mem
     forest, terms = batch_of(random_groups(0, groups=5), Fake())
     learner = Learner(model, LearnerConfig(attention="dense"), SAMPLING)
     metrics = learner.update(forest.trees, terms, Fake())
-    assert metrics["learner/micro_batch_tokens"] == learner.budget < 4096
+    assert metrics["learner/micro_batch_tokens"] == learner.fitting.budget < 4096
     learner.save(tmp_path)
     again = Learner(model, LearnerConfig(attention="dense"), SAMPLING)
     again.load(tmp_path)
-    assert again.budget == learner.budget
+    assert again.fitting.budget == learner.fitting.budget
 
 
 def test_a_branch_that_fits_nowhere_says_what_to_do(model, monkeypatch, little_memory):

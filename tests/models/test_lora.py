@@ -18,7 +18,7 @@ from arborl.errors import ConfigError
 from arborl.learner.learner import Learner
 from arborl.models.lean import is_lean, lean
 from arborl.models.load import load_model, resolve
-from arborl.models.lora import adapters_off, add_lora, dropout_on, export_merged, has_lora, load_4bit
+from arborl.models.lora import adapter_of, add_lora, dropout_on, export_merged, has_lora, load_4bit, with_adapter
 from arborl.rollout.tree import plant
 from arborl.types import Call, Completion, Episode, Finish, Group, Sampling, Task
 
@@ -62,6 +62,9 @@ class Simple:
 
     def __init__(self, reference: bool = False):
         self.needs = Needs(reference=reference)
+
+    def count(self, terms):
+        return float(len(terms))
 
     def loss(self, said, terms):
         return -said.logprob_M * terms.advantage_M, {}
@@ -110,22 +113,43 @@ def test_the_lean_forward_goes_through_the_adapters(adapted, plain):
     assert float((new - old).abs().max()) > 0.01
 
 
-def test_with_adapters_off_the_model_is_the_one_it_was(plain, adapted):
-    with adapters_off(adapted):
-        torch.testing.assert_close(logits(adapted, IDS), logits(plain, IDS))
-    assert float((logits(adapted, IDS) - logits(plain, IDS)).abs().max()) > 0.01
+def test_with_other_adapters_the_model_is_another_and_afterwards_itself(adapted):
+    before, was = logits(adapted, IDS), adapter_of(adapted)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.add_(0.05)
+    after = logits(adapted, IDS)
+    with with_adapter(adapted, was):
+        assert torch.equal(logits(adapted, IDS), before)
+    assert torch.equal(logits(adapted, IDS), after)
+    assert float((after - before).abs().max()) > 0.01
     assert all(p.requires_grad == ("lora_" in name) for name, p in adapted.named_parameters())
 
 
-def test_the_reference_is_the_base_and_costs_no_copy(plain, adapted):
-    needs = Needs(reference=True, proximal=True)
-    learner = Learner(adapted, LearnerConfig(), Sampling(), needs)
+@pytest.mark.parametrize("fresh", [True, False], ids=["from the base", "from adapters"])
+def test_the_reference_is_the_policy_as_the_run_began_and_costs_no_copy_of_the_model(plain, adapted, tmp_path, fresh):
+    """The base under adapters that do nothing yet; with them, where a run begins from some. And after resuming."""
+    if fresh:
+        adapted = copy.deepcopy(plain)
+        add_lora(adapted, LoraConfig(rank=4, alpha=8))
+    needs, made = Needs(reference=True, proximal=True), forest()
+    began = copy.deepcopy(adapted)
+    start = Learner(began, LearnerConfig(), Sampling()).logprobs(made.trees, made.terms).numpy()
+    base = Learner(plain, LearnerConfig(), Sampling()).logprobs(made.trees, made.terms).numpy()
+    assert (np.abs(start - base).max() < 1e-4) == fresh
+    learner = Learner(adapted, LearnerConfig(lr=1e-2, decay="none"), Sampling(), needs)
     assert learner.reference is None
-    made = forest()
+    learner.update(made.trees, made.terms, Simple())
     found = learner.look(made.trees, made.terms, needs)
-    theirs = Learner(plain, LearnerConfig(), Sampling()).logprobs(made.trees, made.terms).numpy()
-    np.testing.assert_allclose(found.reference, theirs, atol=1e-4)
-    assert np.abs(found.proximal - theirs).max() > 0.01
+    np.testing.assert_allclose(found.reference, start, atol=1e-5)
+    assert np.abs(found.proximal - start).max() > 0.01
+    learner.save(tmp_path)
+    resumed = Learner(copy.deepcopy(adapted), LearnerConfig(lr=1e-2, decay="none"), Sampling(), needs)  # wherever it is
+    resumed.load(tmp_path)
+    again = resumed.look(made.trees, made.terms, needs)
+    assert (again.reference == found.reference).all()
+    assert (again.proximal == found.proximal).all()
 
 
 def test_looking_at_the_reference_first_leaves_the_quick_ways_open(adapted, caplog):
@@ -169,6 +193,31 @@ def test_a_checkpoint_holds_the_adapters_alone_and_goes_on_bit_for_bit(plain, ad
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def test_dropout_is_the_same_after_a_restart(plain, tmp_path):
+    """Law 7: what is dropped follows from the seed and the step, not from what was drawn before in this process."""
+    made, config = forest(), LearnerConfig(lr=1e-2, decay="none")
+
+    def fresh(seed: int = 3) -> Learner:
+        torch.manual_seed(1)
+        model = copy.deepcopy(plain)
+        add_lora(model, LoraConfig(rank=4, alpha=8, dropout=0.3))
+        return Learner(model, config, Sampling(), seed=seed)
+
+    whole = fresh()
+    whole.update(made.trees, made.terms, Simple())
+    whole.save(tmp_path)
+    whole.update(made.trees, made.terms, Simple())
+    resumed = fresh()
+    resumed.load(tmp_path)
+    torch.manual_seed(77)
+    resumed.update(made.trees, made.terms, Simple())
+    ours, theirs = resumed.model.state_dict(), whole.model.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    other = fresh(seed=4)
+    other.update(made.trees, made.terms, Simple())
+    assert not all(torch.equal(value, theirs[name]) for name, value in other.model.state_dict().items())
+
+
 def test_plain_transformers_loads_the_checkpoint_and_adapters_are_not_added_twice(adapted, tmp_path):
     Learner(adapted, LearnerConfig(), Sampling()).save(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
@@ -208,8 +257,15 @@ def test_dropout_drops_only_while_gradients_are_taken(plain):
             if "lora_B" in name:
                 parameter.normal_(std=0.05)
     assert torch.equal(logits(model, IDS), logits(model, IDS))
-    with dropout_on(model):
-        assert not torch.equal(logits(model, IDS), logits(model, IDS))
+    chance = torch.get_rng_state()
+    said = {}
+    for seed in (1, 1, 2):
+        with dropout_on(model, seed):
+            first, second = logits(model, IDS), logits(model, IDS)
+        assert not torch.equal(first, second)
+        assert torch.equal(said.setdefault(seed, first), first)
+    assert not torch.equal(said[1], said[2])
+    assert torch.equal(torch.get_rng_state(), chance)  # nobody else's draws depend on it
     assert not any(module.training for module in model.modules())
 
 

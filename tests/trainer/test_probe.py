@@ -12,8 +12,9 @@ from arborl.engines.local import LocalEngine
 from arborl.engines.scripted import ScriptedEngine
 from arborl.trainer.probe import StaleEngine, SyncProbe
 
-MOVED = {"learner/grad_norm": 0.3, "learner/lr": 1e-3, "learner/skipped": 0.0}
-STILL = {"learner/grad_norm": 0.0, "learner/lr": 1e-3, "learner/skipped": 0.0}
+MOVED = {"learner/grad_norm": 0.3, "learner/lr": 1e-3, "learner/steps": 1.0}
+FLAT = {"learner/grad_norm": 0.0, "learner/lr": 1e-3, "learner/steps": 1.0}
+STILL = {"learner/steps": 0.0, "learner/skipped": 1.0}
 
 
 def watch(engine, weights, metrics, updates: int = 1) -> SyncProbe:
@@ -48,13 +49,18 @@ def test_updates_that_do_not_arrive_are_an_error(engine):
         watch(engine, {}, MOVED, updates=3)
 
 
-def test_weights_that_change_without_gradients_are_an_error(engine):
+def test_weights_that_change_without_a_step_are_an_error(engine):
     with pytest.raises(StaleEngine, match="although"):
         watch(engine, changed(engine.model), STILL)
 
 
-def test_an_update_without_gradients_proves_nothing_and_the_probe_waits(engine):
-    assert not watch(engine, {}, STILL, updates=5).settled
+@pytest.mark.parametrize("metrics", [STILL, FLAT], ids=["no step", "no gradient"])
+def test_an_update_without_gradients_proves_nothing_and_the_probe_waits(engine, metrics):
+    assert not watch(engine, {}, metrics, updates=5).settled
+
+
+def test_an_update_one_of_whose_minibatches_was_skipped_has_moved_weights(engine):
+    assert watch(engine, changed(engine.model), MOVED | {"learner/steps": 2.0, "learner/skipped": 1 / 3}).settled
 
 
 def test_a_script_is_not_asked():

@@ -19,7 +19,7 @@ from arborl.algorithms.ledger import kl_costs, penalised
 from arborl.algorithms.losses import LossParts, Said, TermBatch, value_loss
 from arborl.algorithms.objectives import LOSSES, PREPARES, known
 from arborl.algorithms.selection import select
-from arborl.algorithms.weights import WEIGHTS
+from arborl.algorithms.weights import COUNTS, WEIGHTS
 from arborl.config.algorithm import AlgorithmConfig, TrustRegionConfig
 from arborl.config.presets import LOSS_READS
 from arborl.types import Floats, Group, Metrics, Terms
@@ -30,7 +30,9 @@ class Needs:
     """What an algorithm wants to know of each term besides what the rollout recorded."""
 
     proximal: bool = False
-    """Log-probabilities under the weights as they were when the update began."""
+    """Log-probabilities under the weights as they were when the update began, before `credit`."""
+    anchor: bool = False
+    """The same in the loss alone, which the update's first step says itself."""
     reference: bool = False
     """Log-probabilities under the frozen reference policy."""
     value: bool = False
@@ -69,6 +71,13 @@ class Algorithm(Protocol):
     def credit(self, groups: Sequence[Group], terms: Terms) -> Terms:
         """The same terms with advantage, share of the loss, and target. `groups` are those the terms came from."""
         ...
+
+    def count(self, terms: Terms) -> float:
+        """How many of what the loss is a mean over (episodes, tokens, calls, pairs) these credited terms hold.
+
+        The weights of `credit` are a mean over the whole batch; by this, a part of it becomes a mean over its own.
+        """
+        return float(len(np.unique(terms.episode)))
 
     def prepare(self, now_M: Tensor, terms: TermBatch) -> Tensor:
         """One number a term, from the present log-probabilities (no gradient) of whole groups."""
@@ -109,9 +118,13 @@ class Recipe(Algorithm):
     @property
     def needs(self) -> Needs:
         config = self.config
-        credited = "advantage" in LOSS_READS[config.loss]
+        reads = LOSS_READS[config.loss]
+        credited = "advantage" in reads
+        anchored = config.loss == "decoupled_ppo" or ("anchor" in reads and config.against == "proximal")
+        searched = config.loss == "trpo"  # its line search asks for the loss again when weights have moved
         return Needs(
-            proximal=config.loss == "decoupled_ppo" or config.guard.kind != "none" or config.against == "proximal",
+            proximal=config.guard.kind != "none" or config.kl_in_reward or (anchored and searched),
+            anchor=anchored and not searched,
             reference=config.kl.coef > 0 or config.loss in ("dpo", "ipo", "kto", "distill"),
             value=credited and config.advantage == "gae",
             entropy=config.entropy_coef > 0,
@@ -149,16 +162,21 @@ class Recipe(Algorithm):
         """Losses without an advantage: the column says which episodes are better, or nothing."""
         config = self.config
         score_E = np.array([episode.reward for group in groups for episode in group.survivors], dtype=np.float64)
-        if config.loss in ("dpo", "ipo"):
-            group_E = np.repeat(np.arange(len(groups)), [len(group.survivors) for group in groups])
-            has_E = np.bincount(terms.episode, minlength=len(score_E)) > 0
-            pairs = preference.pairs(torch.from_numpy(score_E[has_E]), torch.from_numpy(group_E[has_E]), config.min_gap)
-            return dataclasses.replace(terms, advantage=score_E[terms.episode], weight=_each(terms, int(pairs.sum())))
         if config.loss == "kto":
-            good_E = np.where(score_E >= config.reward_threshold, 1.0, -1.0)
-            weight = _each(terms, len(np.unique(terms.episode)))
-            return dataclasses.replace(terms, advantage=good_E[terms.episode], weight=weight)
+            score_E = np.where(score_E >= config.reward_threshold, 1.0, -1.0)
+        if config.loss in ("dpo", "ipo", "kto"):
+            terms = dataclasses.replace(terms, advantage=score_E[terms.episode])
+            weight = np.full(len(terms), 1.0 / max(self.count(terms), 1.0))  # every term whole
+            return dataclasses.replace(terms, weight=weight)
         return dataclasses.replace(terms, weight=WEIGHTS[config.aggregation](terms, config.fixed_length))
+
+    def count(self, terms: Terms) -> float:
+        config = self.config
+        if config.loss in ("dpo", "ipo"):
+            first = np.unique(terms.episode, return_index=True)[1]
+            score_E, group_E = torch.from_numpy(terms.advantage[first]), torch.from_numpy(terms.tree[first])
+            return float(preference.pairs(score_E, group_E, config.min_gap).sum())
+        return COUNTS["episode" if config.loss == "kto" else config.aggregation](terms)
 
     def _guards(self, terms: Terms) -> Floats:
         """Factor on each term's advantage for not having been sampled from the policy that learns."""
@@ -175,7 +193,7 @@ class Recipe(Algorithm):
     def _adapt_kl(self, terms: Terms) -> None:
         """After the step's advantages: move the coefficient of a KL penalty in the reward towards its target."""
         kl = self.config.kl
-        if kl.where != "reward" or kl.coef == 0 or not len(terms):
+        if not self.config.kl_in_reward or not len(terms):
             return
         coef = self.memory.get("kl_coef", kl.coef)
         episodes = len(np.unique(terms.episode))
@@ -215,8 +233,3 @@ class Recipe(Algorithm):
 def counted(dropped: Mapping[str, int]) -> Metrics:
     """What was dropped, by reason, as metrics."""
     return {f"dropped/{why}": float(count) for why, count in sorted(dropped.items())}
-
-
-def _each(terms: Terms, count: int) -> Floats:
-    """Every term whole, and all divided by how many things are compared."""
-    return np.full(len(terms), 1.0 / max(count, 1))

@@ -7,7 +7,9 @@ them, so a factor on the advantage is a factor on the loss.
 from __future__ import annotations
 
 import numpy as np
+import torch
 
+from arborl.algorithms.losses import ratio
 from arborl.types import Floats, Ints
 
 
@@ -19,10 +21,10 @@ def ratios(gap_M: Floats, sequence_M: Ints | None = None) -> Floats:
     >>> ratios(np.log([4.0, 1.0, 3.0]), np.array([0, 0, 1])).round(6).tolist()     # sqrt(4 * 1), 3
     [2.0, 2.0, 3.0]
     """
-    if sequence_M is None:
-        return np.exp(gap_M)
-    _, index, counts = np.unique(sequence_M, return_inverse=True, return_counts=True)
-    return np.asarray(np.exp(np.bincount(index, gap_M) / counts)[index], dtype=np.float64)
+    if sequence_M is not None:
+        _, index, counts = np.unique(sequence_M, return_inverse=True, return_counts=True)
+        gap_M = (np.bincount(index, gap_M) / counts)[index]
+    return np.asarray(ratio(torch.from_numpy(gap_M)).numpy(), dtype=np.float64)
 
 
 def truncated(ratio_M: Floats, high: float) -> Floats:

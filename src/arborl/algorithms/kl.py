@@ -11,6 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from arborl.algorithms.losses import FARTHEST
+
 
 def k1(policy: Tensor, reference: Tensor) -> Tensor:
     return policy - reference
@@ -21,7 +23,7 @@ def k2(policy: Tensor, reference: Tensor) -> Tensor:
 
 
 def k3(policy: Tensor, reference: Tensor) -> Tensor:
-    difference = reference - policy
+    difference = (reference - policy).clamp(-FARTHEST, FARTHEST)
     return torch.expm1(difference) - difference
 
 

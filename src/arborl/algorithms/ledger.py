@@ -57,10 +57,13 @@ def turn_rewards(episode: Episode) -> Floats:
 
 
 def kl_costs(terms: Terms, kl: KLConfig, coef: float) -> Floats:
-    """What each term pays for leaving the reference, where that is part of the reward; else nothing."""
+    """What each term pays for leaving the reference, where that is part of the reward; else nothing.
+
+    Both log-probabilities are the learner's: its gap to the engine's is no distance from the reference.
+    """
     if kl.where != "reward" or coef == 0 or not len(terms):
         return np.zeros(len(terms))
-    policy, reference = torch.from_numpy(terms.logprob), torch.from_numpy(terms.reference)
+    policy, reference = torch.from_numpy(terms.proximal), torch.from_numpy(terms.reference)
     return np.asarray(coef * KL[kl.estimator](policy, reference).numpy(), dtype=np.float64)
 
 

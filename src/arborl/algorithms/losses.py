@@ -49,6 +49,19 @@ class TermBatch:
     """What `Algorithm.prepare` found from whole sequences, one detached number a term."""
 
 
+FARTHEST = 20.0
+"""Log-ratios count as this at most: beyond it nothing is learned from how far, and sums would overflow."""
+
+
+def ratio(difference_M: Tensor) -> Tensor:
+    """Probabilities' ratio from the difference of their logs, which is held within ±20.
+
+    >>> [round(x, 4) for x in ratio(torch.tensor([0.0, 300.0]).double()).log().tolist()]
+    [0.0, 20.0]
+    """
+    return difference_M.clamp(-FARTHEST, FARTHEST).exp()
+
+
 LossParts = tuple[Tensor, dict[str, Tensor]]
 """The loss of every term, and vectors whose means are worth logging."""
 
@@ -70,7 +83,7 @@ def ppo_clip(
     >>> [round(x, 6) for x in ppo_clip(ratio.log(), good.log(), good)[0].tolist()]
     [-1.2, -0.5]
     """
-    return _clipped((new_M - old_M).exp(), advantage_M, clip_low, clip_high, dual_clip)
+    return _clipped(ratio(new_M - old_M), advantage_M, clip_low, clip_high, dual_clip)
 
 
 def gspo(
@@ -88,7 +101,7 @@ def gspo(
     >>> [round(x, 6) for x in gspo(good.log(), gap, good, 0.2, 0.2)[0].tolist()]
     [-1.2, -1.2]
     """
-    return _clipped((gap_M + new_M - new_M.detach()).exp(), advantage_M, clip_low, clip_high, None)
+    return _clipped(ratio(gap_M + new_M - new_M.detach()), advantage_M, clip_low, clip_high, None)
 
 
 def _clipped(ratio_M: Tensor, advantage_M: Tensor, low: float, high: float, dual: float | None) -> LossParts:
@@ -110,7 +123,7 @@ def cispo(new_M: Tensor, old_M: Tensor, advantage_M: Tensor, clip_high: float = 
     >>> cispo(new, new - ratio.log(), torch.ones(2).double())[0].tolist()
     [2.0, 5.0]
     """
-    ratio_M = (new_M - old_M).exp().detach()
+    ratio_M = ratio(new_M - old_M).detach()
     held_M = ratio_M.clamp(max=1 + clip_high)
     return -held_M * advantage_M * new_M, {
         "policy/ratio": ratio_M,
@@ -129,7 +142,7 @@ def sapo(
     >>> sapo(one.log(), one.log(), one)[0].tolist()     # 4 * sigmoid(0)
     [-2.0]
     """
-    ratio_M = (new_M - old_M).exp()
+    ratio_M = ratio(new_M - old_M)
     tau_M = torch.where(advantage_M > 0, torch.full_like(ratio_M, tau_positive), torch.full_like(ratio_M, tau_negative))
     gate_M = torch.sigmoid(tau_M * (ratio_M - 1)) * 4 / tau_M
     return -gate_M * advantage_M, {"policy/ratio": ratio_M.detach()}
@@ -144,7 +157,7 @@ def topr(new_M: Tensor, old_M: Tensor, advantage_M: Tensor) -> LossParts:
     >>> [round(x, 4) for x in topr(new, old, torch.tensor([1.0, -1.0, -1.0]).double())[0].tolist()]
     [1.0, -1.0, -0.3679]
     """
-    ratio_M = (new_M - old_M).exp().detach()
+    ratio_M = ratio(new_M - old_M).detach()
     weight_M = torch.where(advantage_M >= 0, torch.ones_like(ratio_M), ratio_M.clamp(max=1.0))
     return -weight_M * advantage_M * new_M, {"policy/ratio": ratio_M}
 
@@ -178,7 +191,7 @@ def decoupled_ppo(
     [-2.4, 0.0]
     """
     loss_M, seen = ppo_clip(new_M, proximal_M, advantage_M, clip_low, clip_high)
-    behaviour_M = (proximal_M - old_M).exp()
+    behaviour_M = ratio(proximal_M - old_M)
     weight_M = behaviour_M if cap is None else torch.where(behaviour_M > cap, 0.0, behaviour_M)
     return weight_M * loss_M, seen | {"policy/behaviour": behaviour_M}
 
@@ -189,7 +202,7 @@ def surrogate(new_M: Tensor, old_M: Tensor, advantage_M: Tensor) -> LossParts:
     >>> [round(x, 6) for x in surrogate(torch.tensor([1.5]).double().log(), torch.zeros(1), torch.ones(1))[0].tolist()]
     [-1.5]
     """
-    ratio_M = (new_M - old_M).exp()
+    ratio_M = ratio(new_M - old_M)
     return -ratio_M * advantage_M, {"policy/ratio": ratio_M.detach()}
 
 
@@ -212,7 +225,7 @@ def distillation(new_M: Tensor, old_M: Tensor, reference_M: Tensor) -> LossParts
     [-0.75]
     """
     gap_M = (new_M - reference_M).detach()
-    return (new_M - old_M).exp() * gap_M, {"policy/teacher_kl": gap_M}
+    return ratio(new_M - old_M) * gap_M, {"policy/teacher_kl": gap_M}
 
 
 def value_loss(now_M: Tensor, before_M: Tensor, target_M: Tensor, clip: float | None = None) -> Tensor:

@@ -45,6 +45,9 @@ class Weighted(Algorithm):
         mean = float((factors * episodes).sum() / episodes.sum())
         return dataclasses.replace(found, weight=found.weight * factors[found.tree] / mean)
 
+    def count(self, terms: Terms) -> float:
+        return self.inner.count(terms)
+
     def prepare(self, now_M: Tensor, terms: TermBatch) -> Tensor:
         return self.inner.prepare(now_M, terms)
 

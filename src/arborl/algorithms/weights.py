@@ -43,3 +43,11 @@ WEIGHTS: dict[str, Callable[[Terms, int], Floats]] = {
     "call": lambda terms, length: by_episode(terms.call),
     "fixed": lambda terms, length: by_length(terms.episode, length),
 }
+
+COUNTS: dict[str, Callable[[Terms], float]] = {
+    "token": lambda terms: float(len(terms)),
+    "episode": lambda terms: float(len(np.unique(terms.episode))),
+    "call": lambda terms: float(len(np.unique(terms.call))),
+    "fixed": lambda terms: float(len(np.unique(terms.episode))),
+}
+"""What each is a mean over, and how many of it there are."""

@@ -16,7 +16,7 @@ from arborl.config.presets import ADVANTAGE_READS, BY_ADVANTAGE, BY_LOSS, COMPAR
 
 
 class KLConfig(Config):
-    """Penalty for leaving the reference policy (the weights at the start of the run)."""
+    """Penalty for leaving the reference policy (the policy at the start of the run, adapters included)."""
 
     coef: float = Field(0.0, ge=0)
     """0 keeps no reference model."""
@@ -177,12 +177,13 @@ class AlgorithmConfig(Config):
     """SAPO's temperature for good tokens."""
     tau_negative: float = Field(1.05, gt=0)
     """SAPO's temperature for bad tokens."""
-    behaviour_cap: float | None = Field(5.0, gt=0)
+    behaviour_cap: float | None = Field(5.0, gt=1)
     """`decoupled_ppo` leaves out tokens that the policy before the update found this many times as likely as the
     policy that sampled them."""
     anchor: Literal["auto", "rollout", "proximal"] = "auto"
     """Policy that ratios are taken against: the one that sampled, or the one the update began with. `auto` is the
-    latter with a guard, which makes up for the difference, else the former."""
+    latter with a guard, which makes up for the difference, and where the loss holds ratios to less than a tenth around
+    1 (`gspo`), which the difference alone could leave; else the former."""
     beta: float = Field(0.1, gt=0)
     """How close preferences hold the policy to the reference."""
     pairs: Literal["best_worst", "all"] = "best_worst"
@@ -279,12 +280,32 @@ class AlgorithmConfig(Config):
         return self.baseline == "mean" and self.advantage in COMPARES and "advantage" in LOSS_READS[self.loss]
 
     @property
+    def kl_in_reward(self) -> bool:
+        """Whether tokens pay for leaving the reference before advantages are computed."""
+        return self.kl.where == "reward" and self.kl.coef > 0
+
+    @property
+    def leeway(self) -> float:
+        """How far from 1 the loss lets a ratio go before it holds it, or its gate closes; infinite if it does not."""
+        reads = LOSS_READS[self.loss]
+        clips = [getattr(self, name) for name in ("clip_low", "clip_high") if name in reads]
+        gates = [1.0 / getattr(self, name) for name in ("tau_positive", "tau_negative") if name in reads]
+        return min([*clips, *gates], default=float("inf"))
+
+    @property
     def against(self) -> Literal["rollout", "proximal"]:
-        """The policy that ratios are taken against."""
+        """The policy that ratios are taken against.
+
+        The engine's log-probabilities are not the learner's to the last bit: in bfloat16 they differ by 1e-3 and more.
+        A loss with less leeway than `NARROW` would take that for a policy that has moved.
+        """
         if self.anchor != "auto":
             return self.anchor
-        return "proximal" if self.guard.kind != "none" else "rollout"
+        return "proximal" if self.guard.kind != "none" or self.leeway < NARROW else "rollout"
 
+
+NARROW = 0.1
+"""Twice the mean gap between engine and learner that is still in order."""
 
 ALWAYS = frozenset({"name", "loss", "overlong", "by_source"})
 

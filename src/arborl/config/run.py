@@ -106,11 +106,11 @@ class LearnerConfig(Config):
     warmup_steps: int = Field(0, ge=0)
     """Optimiser steps over which `lr` is reached."""
     decay: Literal["none", "linear"] = "linear"
-    """`linear` brings `lr` to nothing at the run's last step."""
+    """`linear` brings `lr` to nothing at the run's last step, whether or not every step could be learned from."""
     epochs: int = Field(1, ge=1)
     """Passes over a step's batch."""
     minibatches: int = Field(1, ge=1)
-    """Optimiser steps a pass."""
+    """Optimiser steps a pass, each from whole groups and with the loss's mean over its own; fewer groups, fewer steps."""
     micro_batch_tokens: int = Field(0, ge=0)
     """Tree tokens that go through the model at once; changes memory and speed, never the result. 0 takes 4,096 on a CPU
     and 16,384 on a GPU; where a GPU's memory does not suffice, it is halved until it does."""

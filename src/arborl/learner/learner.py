@@ -1,17 +1,18 @@
-"""One optimiser step from trees and terms; the result does not depend on how they are split."""
+"""Optimiser steps from trees and terms; the result does not depend on how these are split into micro-batches."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -19,19 +20,31 @@ from arborl.algorithms.algorithm import Algorithm, Needs
 from arborl.algorithms.losses import Said, TermBatch
 from arborl.config.run import LearnerConfig
 from arborl.learner import spread
-from arborl.learner.batch import Costs, MicroBatch, is_cut, rows_pay, split
+from arborl.learner.batch import MicroBatch, is_cut
 from arborl.learner.critic import Critic
+from arborl.learner.fitting import Fitting
 from arborl.learner.optimizer import Optimizer
 from arborl.learner.score import score
-from arborl.learner.tally import Tally, columns, what_is_wrong
+from arborl.learner.tally import Tally, anchored, columns, not_finite, summed_up
 from arborl.learner.trust_region import PolicyKL, natural_step
 from arborl.learner.ways import Ways
-from arborl.models.lora import adapters_off, dropout_on, export_merged, has_lora, load_adapter, save_adapter
-from arborl.types import Floats, Metrics, Sampling, Terms, TokenTree
+from arborl.models.lora import (
+    adapter_of,
+    dropout_on,
+    export_merged,
+    has_lora,
+    load_adapter,
+    save_adapter,
+    with_adapter,
+)
+from arborl.seeds import derive
+from arborl.types import Floats, Ints, Metrics, Sampling, Terms, TokenTree
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
+NAMED = 8
+"""Episodes that a warning names; the others it counts."""
+
 Heard = tuple[MicroBatch, Said, TermBatch]
 
 
@@ -41,9 +54,10 @@ class Learner:
     Args:
         model: the policy; its parameters are updated in place, so an engine that shares them needs no copy.
         sampling: how the rollout draws tokens; terms are scored under the same distribution.
-        needs: what the algorithm asks for: a frozen copy of the weights as they are now (or, under adapters, the model
-            with these off), a critic.
+        needs: what the algorithm asks for: a frozen copy of the weights as they are now (of the adapters alone, where
+            there are some), a critic.
         total_steps: how many updates the run will make, for the learning rate's decay.
+        seed: decides what the adapters' dropout drops, together with the number of the step.
     """
 
     def __init__(
@@ -53,14 +67,17 @@ class Learner:
         sampling: Sampling,
         needs: Needs | None = None,
         total_steps: int = 0,
+        seed: int = 0,
     ):
         needs = needs or Needs()
         self.model, self.config, self.sampling = model, config, sampling
-        self.total_steps = total_steps
+        self.total_steps, self.seed = total_steps, seed
         adapted = has_lora(model)
         self.lr = config.lr or usual_rate(model.num_parameters()) * (10 if adapted else 1)
         copied = needs.reference and not adapted
         self.reference = copy.deepcopy(model).requires_grad_(False) if copied else None
+        self.start = adapter_of(model) if needs.reference and adapted else None
+        """The adapters that make the model its own reference."""
         separate = config.critic == "separate"
         self.critic = Critic(model, separate, config.critic_detach) if needs.value else None
         self.optimizer = Optimizer(
@@ -70,10 +87,14 @@ class Learner:
             (self.lr, config.critic_lr or self.lr * (1 if separate else 10)),
         )
         self.ways = Ways(config.attention, config.compile, config.recompute)
-        self.budget = config.micro_batch_tokens or (16_384 if model.device.type == "cuda" else 4_096)
-        """Tokens a micro-batch; less than asked for once memory has not sufficed."""
+        self.fitting = Fitting(model, config)
         self.done = 0
-        """Optimiser steps so far."""
+        """Optimiser steps that the run has come past, those of skipped updates too: rates follow the run."""
+
+    @property
+    def steps(self) -> int:
+        """Optimiser steps an update."""
+        return self.config.epochs * self.config.minibatches
 
     @property
     def scale(self) -> float:
@@ -82,19 +103,28 @@ class Learner:
         rise = min(1.0, (self.done + 1) / (config.warmup_steps + 1))
         if config.decay == "none" or not self.total_steps:
             return rise
-        return rise * max(0.0, 1.0 - self.done / (self.total_steps * config.epochs * config.minibatches))
+        return rise * max(0.0, 1.0 - self.done / (self.total_steps * self.steps))
 
     # -------------------------------------------------------------------------------------------- without gradient
 
     def look(self, trees: Sequence[TokenTree], terms: Terms, needs: Needs) -> Terms:
-        """The same terms with what `needs` asks for: what policy, reference and critic say before the update."""
+        """The same terms with what `needs` asks for: what policy, reference and critic say before the update.
+
+        An anchor that only the loss reads is not looked up for an update of one step, which says it itself.
+        """
         found: dict[str, Floats] = {}
-        if needs.proximal or needs.value:
-            logprob, value = self._say(self.model, trees, terms, self._critic() if needs.value else None)
-            found |= {"proximal": logprob} if needs.proximal else {}
+        proximal = needs.proximal or (needs.anchor and self.steps > 1)
+        if proximal or needs.value:
+            critic = self._critic() if needs.value else None
+            logprob, value = np.zeros(len(terms)), np.zeros(len(terms))
+            for numbers in self._minibatches(trees):  # packed as they will be: then rounding is the same, too
+                rows = np.isin(terms.tree, numbers)
+                logprob[rows], value[rows] = self._say(self.model, trees, terms.pick(rows), critic)
+            found |= {"proximal": logprob} if proximal else {}
             found |= {"value": value} if needs.value else {}
         if needs.reference:
-            found["reference"] = self._say(self.reference or self.model, trees, terms, base=self.reference is None)[0]
+            with with_adapter(self.model, self.start) if self.start else nullcontext():
+                found["reference"] = self._say(self.reference or self.model, trees, terms)[0]
         return dataclasses.replace(terms, **found)  # type: ignore[arg-type]
 
     def logprobs(self, trees: Sequence[TokenTree], terms: Terms) -> Tensor:
@@ -103,27 +133,29 @@ class Learner:
 
     @torch.no_grad()
     def _say(
-        self,
-        model: PreTrainedModel,
-        trees: Sequence[TokenTree],
-        terms: Terms,
-        critic: Critic | None = None,
-        base: bool = False,
+        self, model: PreTrainedModel, trees: Sequence[TokenTree], terms: Terms, critic: Critic | None = None
     ) -> tuple[Floats, Floats]:
-        """Log-probabilities, and values where there is a critic; with `base`, of the model under its adapters."""
+        """Log-probabilities, and values where there is a critic.
+
+        What is not finite spreads to everything that is attended to beside it, so each tree is then asked alone.
+        """
 
         def work(batches: list[MicroBatch]) -> tuple[Floats, Floats]:
             logprob, value = np.zeros(len(terms)), np.zeros(len(terms))
             for batch in batches:
-                way = self.ways(model, batch)  # with adapters on, as they are when it is checked elsewhere
-                with adapters_off(model) if base else nullcontext():
-                    said = score(model, batch, self.sampling, way, critic)
+                said = score(model, batch, self.sampling, self.ways(model, batch), critic)
                 logprob[batch.rows] = said.logprob_M.double().cpu().numpy()
                 if said.value_M is not None:
                     value[batch.rows] = said.value_M.double().cpu().numpy()
             return logprob, value
 
-        return self._fitting(trees, terms, work)
+        logprob, value = self.fitting.run(trees, terms, work, self.optimizer.zero)
+        bad = np.unique(terms.tree[~np.isfinite(logprob + value)])
+        if len(np.unique(terms.tree)) > 1:
+            for number in bad:
+                rows = np.flatnonzero(terms.tree == number)
+                logprob[rows], value[rows] = self._say(model, trees, terms.pick(rows), critic)
+        return logprob, value
 
     def _critic(self) -> Critic:
         if self.critic is None:
@@ -132,56 +164,109 @@ class Learner:
 
     # -------------------------------------------------------------------------------------------- with gradient
 
-    def update(self, trees: Sequence[TokenTree], terms: Terms, algorithm: Algorithm) -> Metrics:
+    def update(
+        self, trees: Sequence[TokenTree], terms: Terms, algorithm: Algorithm, names: Sequence[str] = ()
+    ) -> Metrics:
         """Learn from the batch: `epochs` passes, each in `minibatches` optimiser steps of whole trees.
 
-        Terms that no loss can be computed from leave the weights untouched, and the metrics say why.
-        """
-        if wrong := what_is_wrong(terms):
-            if wrong != ["no_terms"]:  # which is what flat groups come to, and no reason for concern
-                log.warning("an update is skipped: not finite: %s", ", ".join(wrong))
-            return {"learner/skipped": 1.0} | {f"learner/skipped/{reason}": 1.0 for reason in wrong}
-        seen: dict[str, list[float]] = {}
-        for _ in range(self.config.epochs):
-            for numbers in np.array_split(np.arange(len(trees)), self.config.minibatches):
-                rows = np.flatnonzero(np.isin(terms.tree, numbers))
-                if len(rows) or spread.together():
-                    for name, value in self._step(trees, terms.pick(rows), algorithm).items():
-                        seen.setdefault(name, []).append(value)
-        # the gap between rollout and learner is read before any weight has moved
-        return {name: v[0] if "rollout_gap" in name else float(np.mean(v)) for name, v in seen.items()}
+        The loss of a step is the mean over its own part, however large a part of the batch that is. A group whose
+        numbers are not finite is left out and named; where nothing is left, the weights stay, and the metrics say why.
 
-    def _step(self, trees: Sequence[TokenTree], terms: Terms, algorithm: Algorithm) -> Metrics:
-        """The gradients of all micro-batches and processes add up to those of the whole; then one step."""
-        metrics = self.backward(trees, terms, algorithm)
+        Args:
+            names: of the episodes, by their number.
+        """
+        began, whole = self.done, _total(algorithm.count(terms))
+        self.done = began + self.steps
+        sound, metrics = self._without(terms, not_finite(terms), names)
+        if not _total(len(sound)):
+            why = "not_finite" if metrics else "no_terms"
+            return metrics | {"learner/steps": 0.0, "learner/skipped": 1.0, f"learner/skipped/{why}": 1.0}
+        seen: dict[str, list[float]] = {name: [value] for name, value in metrics.items()}
+        minibatches = [sound.pick(np.isin(sound.tree, numbers)) for numbers in self._minibatches(trees)]
+        for number in range(self.steps):
+            at = number % len(minibatches)
+            part = minibatches[at]
+            if not _total(len(part)):
+                continue
+            self.done = began + number
+            if number == 0 and algorithm.needs.anchor:  # no weight has moved: the anchor is what the step itself finds
+                part = dataclasses.replace(part, proximal=np.full(len(part), np.nan))
+            metrics = self._step(trees, part, algorithm, whole)
+            if "learner/skipped/gradient" in metrics:
+                bad = np.isin(part.tree, self._poisonous(trees, part, algorithm))
+                minibatches[at], dropped = self._without(minibatches[at], bad, names)
+                if dropped and _total(len(minibatches[at])):
+                    metrics = self._step(trees, part.pick(~bad), algorithm, whole)
+                metrics |= dropped
+            for name, value in metrics.items():
+                seen.setdefault(name, []).append(value)
+        self.done = began + self.steps
+        return summed_up(seen)
+
+    def _minibatches(self, trees: Sequence[TokenTree]) -> list[Ints]:
+        """The trees of each, about as many in one as in another."""
+        return np.array_split(np.arange(len(trees)), self.config.minibatches)
+
+    def _without(self, terms: Terms, bad: NDArray[np.bool_], names: Sequence[str]) -> tuple[Terms, Metrics]:
+        """The terms without those that are `bad` and their groups; what goes is named and counted."""
+        lost = np.isin(terms.tree, terms.tree[bad])
+        if lost.any():
+            called = [names[n] if n < len(names) else f"number {n}" for n in np.unique(terms.episode[bad])]
+            more = f" and {len(called) - NAMED} more" if len(called) > NAMED else ""
+            log.warning("not finite, and left out with their groups: episodes %s%s", ", ".join(called[:NAMED]), more)
+        dropped = _total(len(np.unique(terms.episode[lost])))
+        return terms.pick(~lost), {"dropped/not_finite": dropped} if dropped else {}
+
+    def _step(self, trees: Sequence[TokenTree], terms: Terms, algorithm: Algorithm, whole: float) -> Metrics:
+        """The gradients of all micro-batches and processes add up to those of the minibatch; then one step.
+
+        Args:
+            whole: what the weights of the update's terms are a mean over (`Algorithm.count`), in all processes.
+        """
+        share = whole / max(_total(algorithm.count(terms)), 1.0)
+        metrics = self._gradients(trees, terms, algorithm, share).metrics()
         if spread.together():
             spread.add_up(self.optimizer.gradients())
         scale = self.scale
         if algorithm.trust_region is None:
             metrics |= self.optimizer.step(scale)
         else:
-            metrics |= self._trust_region_step(trees, terms, algorithm, metrics["policy/loss"])
+            metrics |= self._trust_region_step(trees, terms, algorithm, share, metrics["policy/loss"])
             if self.critic is not None:
                 metrics |= self.optimizer.step(scale, only="critic")
         self.optimizer.zero()
-        self.done += 1
-        return metrics | {"learner/lr": self.lr * scale, "learner/micro_batch_tokens": float(self.budget)}
+        metrics["learner/steps"] = 1.0 - metrics["learner/skipped"]
+        return metrics | {"learner/lr": self.lr * scale, "learner/micro_batch_tokens": float(self.fitting.budget)}
 
     def backward(self, trees: Sequence[TokenTree], terms: Terms, algorithm: Algorithm) -> Metrics:
         """Leave this batch's gradients; return its loss and the mean over terms of everything worth logging."""
+        return self._gradients(trees, terms, algorithm, 1.0).metrics()
 
+    def _gradients(self, trees: Sequence[TokenTree], terms: Terms, algorithm: Algorithm, share: float) -> Tally:
         def work(batches: list[MicroBatch]) -> Tally:
             self.optimizer.zero()
+            for batch in batches:
+                self.ways(self.model, batch)  # a way that is new is checked now: under dropout none agrees with another
             tally = Tally()
-            with dropout_on(self.model):
+            with dropout_on(self.model, derive(self.seed, "dropout", self.done, spread.rank())):
                 for batch, said, terms_M in self._heard(batches, terms, algorithm):
                     loss_M, parts = algorithm.loss(said, terms_M)
-                    loss = (loss_M * terms_M.weight_M).sum() * self.config.minibatches
+                    loss = (loss_M * terms_M.weight_M).sum() * share
                     loss.backward()
                     tally.add(len(batch.rows), loss, said, terms_M, parts)
             return tally
 
-        return self._fitting(trees, terms, work).metrics()
+        return self.fitting.run(trees, terms, work, self.optimizer.zero)
+
+    def _poisonous(self, trees: Sequence[TokenTree], terms: Terms, algorithm: Algorithm) -> Ints:
+        """Trees whose gradient alone is not finite."""
+        bad = []
+        for number in np.unique(terms.tree):
+            self._gradients(trees, terms.pick(np.flatnonzero(terms.tree == number)), algorithm, 1.0)
+            if not all(bool(torch.isfinite(gradient).all()) for gradient in self.optimizer.gradients()):
+                bad.append(number)
+        self.optimizer.zero()
+        return np.array(bad, dtype=np.int64)
 
     def _heard(self, batches: list[MicroBatch], terms: Terms, algorithm: Algorithm) -> Iterator[Heard]:
         """Each micro-batch with what the models say about it and its columns, `sequence_M` filled where asked for."""
@@ -194,26 +279,27 @@ class Learner:
                     said = score(self.model, batch, self.sampling, self.ways(self.model, batch))
                     now[batch.rows] = said.logprob_M.double().cpu().numpy()
             everything = columns(terms, device, self.model.dtype)
-            sequence = algorithm.prepare(torch.from_numpy(now).to(everything.old_M), everything)
+            now_M = torch.from_numpy(now).to(everything.old_M)
+            sequence = algorithm.prepare(now_M, anchored(everything, now_M, needs))
         for batch in batches:
             critic = self._critic() if needs.value else None
             way = self.ways(self.model, batch)
             said = score(self.model, batch, self.sampling, way, critic, needs.entropy)
-            terms_M = columns(batch.terms, device, self.model.dtype)
+            now_M = said.logprob_M.detach()
+            terms_M = anchored(columns(batch.terms, device, self.model.dtype), now_M, needs)
             if algorithm.whole:
                 rows = torch.from_numpy(batch.rows).to(device)
-                now_M = said.logprob_M.detach()
                 prepared_M = algorithm.prepare(now_M, terms_M) if sequence is None else sequence[rows]
                 terms_M = dataclasses.replace(terms_M, sequence_M=prepared_M)
             yield batch, said, terms_M
 
     def _trust_region_step(
-        self, trees: Sequence[TokenTree], terms: Terms, algorithm: Algorithm, before: float
+        self, trees: Sequence[TokenTree], terms: Terms, algorithm: Algorithm, share: float, before: float
     ) -> Metrics:
         settings = algorithm.trust_region
         assert settings is not None
         policy = self.optimizer.parts["policy"].all
-        batches = self._split(trees, terms)
+        batches = self.fitting.split(trees, terms)
         kl = PolicyKL(self.model, policy, batches, self.sampling)
 
         @torch.no_grad()
@@ -221,42 +307,10 @@ class Learner:
             total = 0.0
             for _, said, terms_M in self._heard(batches, terms, algorithm):
                 loss_M = algorithm.loss(said, terms_M)[0]
-                total += float((loss_M * terms_M.weight_M).sum()) * self.config.minibatches
-            return sum(spread.gather(total))
+                total += float((loss_M * terms_M.weight_M).sum()) * share
+            return _total(total)
 
         return natural_step(policy, kl, surrogate, before, settings)
-
-    # -------------------------------------------------------------------------------------------- memory
-
-    def _split(self, trees: Sequence[TokenTree], terms: Terms) -> list[MicroBatch]:
-        plain: Callable[[TokenTree], bool] | None = None
-        if self.config.attention == "causal":
-            plain = _always
-        elif self.config.attention == "auto" and self.model.device.type != "cuda":  # flex costs a row as much as a tree
-            costs = costs_of(self.model)
-            plain = lambda tree: rows_pay(tree, costs)  # noqa: E731
-        return split(trees, terms, self.budget, plain)
-
-    def _fitting(self, trees: Sequence[TokenTree], terms: Terms, work: Callable[[list[MicroBatch]], T]) -> T:
-        """Do `work` on the micro-batches; where memory does not suffice, all of it again on smaller ones, for good."""
-        failed = 0
-        while True:
-            batches = self._split(trees, terms)
-            largest = max((len(batch) for batch in batches), default=0)
-            if failed and largest >= failed:
-                raise torch.OutOfMemoryError(
-                    f"a single branch of {largest} tokens does not fit into the GPU's memory. Write "
-                    "learner.recompute=true, or a smaller sampling.max_context."
-                )
-            try:
-                return work(batches)
-            except torch.OutOfMemoryError as error:
-                what = str(error).splitlines()[0] if str(error) else "out of memory"
-            failed, self.budget = largest, max(1, min(self.budget, largest) // 2)
-            log.warning("%s; from now on learner.micro_batch_tokens=%d", what, self.budget)
-            self.optimizer.zero()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
 
     # -------------------------------------------------------------------------------------------- files
 
@@ -273,7 +327,8 @@ class Learner:
         if self.reference is not None:
             self.reference.save_pretrained(folder / "reference")
         critic = {name: p.detach() for name, p in self.critic.trained().items()} if self.critic else {}
-        state = {"optimizer": self.optimizer.state_dict(), "critic": critic, "done": self.done, "budget": self.budget}
+        state: dict[str, Any] = {"optimizer": self.optimizer.state_dict(), "critic": critic, "reference": self.start}
+        state |= {"done": self.done, "budget": self.fitting.budget}
         torch.save(state, folder / "optimizer.pt")
 
     def load(self, folder: Path) -> None:
@@ -287,8 +342,10 @@ class Learner:
         state = torch.load(folder / "optimizer.pt", weights_only=True, map_location=self.model.device)
         if self.critic is not None:
             self.critic.load(state["critic"])
+        if self.start is not None and state.get("reference") is not None:
+            self.start = state["reference"]
         self.optimizer.load_state_dict(state["optimizer"])
-        self.done, self.budget = int(state["done"]), min(self.budget, int(state["budget"]))
+        self.done, self.fitting.budget = int(state["done"]), min(self.fitting.budget, int(state["budget"]))
 
     def export(self, folder: Path) -> None:
         """The policy as an ordinary Hugging Face model; adapters are added to the weights they correct."""
@@ -298,8 +355,9 @@ class Learner:
             self.model.save_pretrained(folder)
 
 
-def _always(tree: TokenTree) -> bool:
-    return True
+def _total(mine: float) -> float:
+    """The sum over all processes."""
+    return float(sum(spread.gather(mine)))
 
 
 def _read(model: PreTrainedModel, folder: Path) -> None:
@@ -307,13 +365,6 @@ def _read(model: PreTrainedModel, folder: Path) -> None:
     with torch.no_grad():
         for name, own in model.state_dict().items():
             own.copy_(saved[name])
-
-
-def costs_of(model: PreTrainedModel) -> Costs:
-    """Multiplications a layer: about one a weight for each token, and two a number for each pair of tokens."""
-    layers = model.config.num_hidden_layers
-    inside = sum(p.numel() for p in model.base_model.parameters()) - model.get_input_embeddings().weight.numel()
-    return Costs(inside / layers, 2.0 * model.config.hidden_size)
 
 
 def usual_rate(parameters: int) -> float:

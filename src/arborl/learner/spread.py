@@ -19,6 +19,11 @@ def together() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
+def rank() -> int:
+    """Which of the processes this is."""
+    return dist.get_rank() if together() else 0
+
+
 def add_up(tensors: Sequence[Tensor]) -> None:
     """Each tensor becomes its sum over all processes, in place."""
     if together():

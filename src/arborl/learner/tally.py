@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from arborl.algorithms.losses import Said, TermBatch
+from arborl.algorithms.algorithm import Needs
+from arborl.algorithms.losses import Said, TermBatch, ratio
 from arborl.learner import spread
 from arborl.learner.upload import upload
 from arborl.types import Metrics, Terms
@@ -26,13 +31,16 @@ def columns(terms: Terms, device: torch.device, dtype: torch.dtype) -> TermBatch
     return TermBatch(**given)  # type: ignore[arg-type]
 
 
-def what_is_wrong(terms: Terms) -> list[str]:
-    """Why no step can be taken from these terms of all processes, if so: `no_terms`, or columns that are not finite."""
-    mine = [name for name in ("advantage", "weight") if not np.isfinite(getattr(terms, name)).all()]
-    everyone = spread.gather((len(terms), mine))
-    if not any(count for count, _ in everyone):
-        return ["no_terms"]
-    return sorted({name for _, names in everyone for name in names})
+def anchored(terms: TermBatch, now_M: Tensor, needs: Needs) -> TermBatch:
+    """The terms with an anchor for ratios, if the algorithm wants one: where none was looked up, no weight has moved
+    yet, and it is what the policy says now."""
+    missing = needs.anchor and terms.proximal_M is None
+    return dataclasses.replace(terms, proximal_M=now_M) if missing else terms
+
+
+def not_finite(terms: Terms) -> NDArray[np.bool_]:
+    """Which terms no loss can be computed from."""
+    return np.asarray(~np.isfinite(terms.advantage + terms.weight + terms.logprob))
 
 
 class Tally:
@@ -47,7 +55,8 @@ class Tally:
     def add(self, count: int, loss: Tensor, said: Said, terms: TermBatch, parts: dict[str, Tensor]) -> None:
         """One micro-batch."""
         gap_M = (said.logprob_M.detach() - terms.old_M).abs()
-        for name, vector in (parts | {"policy/entropy": said.entropy_M, "policy/rollout_gap": gap_M.exp() - 1}).items():
+        always = {"policy/entropy": said.entropy_M, "policy/rollout_gap": ratio(gap_M) - 1}
+        for name, vector in (parts | always).items():
             self.sums[name] = self.sums.get(name, 0.0) + vector.detach().sum()
         self.loss = self.loss + loss.detach()
         self.widest.append(gap_M.max())
@@ -65,3 +74,18 @@ class Tally:
             "policy/loss": sum(loss for _, loss, _, _ in everyone),
             "policy/rollout_gap_max": max(gap for _, _, gap, _ in everyone),
         }
+
+
+def summed_up(seen: Mapping[str, Sequence[float]]) -> Metrics:
+    """The metrics of an update from those of its steps: counts add up, others are means over the steps that have a
+    number to show."""
+    out: Metrics = {}
+    for name, values in seen.items():
+        finite = [value for value in values if np.isfinite(value)]
+        if name in ("learner/steps", "dropped/not_finite"):
+            out[name] = sum(values)
+        elif "rollout_gap" in name:  # read before any weight has moved
+            out[name] = values[0]
+        else:
+            out[name] = float(np.mean(finite)) if finite else values[0]
+    return out

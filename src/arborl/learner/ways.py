@@ -45,6 +45,7 @@ class Ways:
         self.attention, self.compiled, self.recompute = attention, compiled, recompute
 
     def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> Way:
+        is_lean(model)  # so that whoever has asked once has had everything checked
         known = _right.setdefault(model, {})
         for way in self._candidates(model, batch):
             key = (way.attend, way.compiled, torch.is_grad_enabled())

@@ -1,14 +1,14 @@
 """Low-rank adapters through peft: the policy's own layers with a small correction each, and only that is trained.
 
-Adapters are put into the model's modules, so engine and learner go on sharing them, and the model with its adapters off
-is the policy as it was at the start: a reference that costs no memory.
+Adapters are put into the model's modules, so engine and learner go on sharing them, and the model with the adapters it
+had at the start is the policy as it was then: a reference that costs the memory of the adapters alone.
 """
 
 from __future__ import annotations
 
 import copy
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -68,30 +68,42 @@ def _layers(model: PreTrainedModel) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
 
 
-@contextmanager
-def adapters_off(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, the model is the one that was adapted."""
-    layers = _layers(model)
-    for layer in layers:
-        layer._disable_adapters = True  # peft's own switch would also stop and restart gradients
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer._disable_adapters = False
+def adapter_of(model: PreTrainedModel) -> dict[str, Tensor]:
+    """A copy of the adapters as they are now."""
+    return {name: p.detach().clone() for name, p in model.named_parameters() if "lora_" in name}
 
 
 @contextmanager
-def dropout_on(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, the adapters' dropout drops; everywhere else (sampling, scoring, the reference) it does not."""
-    drops = [m for layer in _layers(model) for m in layer.lora_dropout.values()] if has_lora(model) else []
-    for module in drops:
-        module.train()
+def with_adapter(model: PreTrainedModel, adapter: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside, the model's adapters are these, as `adapter_of` gave them."""
+    parameters = dict(model.named_parameters())
+    own = {name: parameters[name].data for name in adapter}
     try:
+        for name, value in adapter.items():
+            parameters[name].data = value
         yield
     finally:
+        for name, value in own.items():
+            parameters[name].data = value
+
+
+@contextmanager
+def dropout_on(model: PreTrainedModel, seed: int) -> Iterator[None]:
+    """Inside, the adapters' dropout drops, by the seed; elsewhere (sampling, scoring, the reference) it does not."""
+    found = [m for layer in _layers(model) for m in layer.lora_dropout.values()] if has_lora(model) else []
+    drops = [module for module in found if isinstance(module, nn.Dropout)]
+    if not drops:
+        yield
+        return
+    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
+        torch.manual_seed(seed)
         for module in drops:
-            module.eval()
+            module.train()
+        try:
+            yield
+        finally:
+            for module in drops:
+                module.eval()
 
 
 def save_adapter(model: PreTrainedModel, folder: Path) -> None:

@@ -37,11 +37,11 @@ class SyncProbe:
         """After the engine was given updated weights; `metrics` are the learner's of that update."""
         if self.settled or self.before is None:
             return
-        skipped = metrics.get("learner/skipped", 0.0) > 0
-        moved = metrics.get("learner/grad_norm", 0.0) > 0 and metrics.get("learner/lr", 0.0) > 0 and not skipped
+        stepped = metrics.get("learner/steps", 0.0) > 0 and metrics.get("learner/lr", 0.0) > 0
+        moved = stepped and metrics.get("learner/grad_norm", 0.0) > 0
         after = await self._sample()
         same = (after.tokens, after.logprobs) == (self.before.tokens, self.before.logprobs)
-        if not same and not moved and not self.missed:
+        if not same and not stepped and not self.missed:  # a step without a gradient may decay weights
             raise StaleEngine("the engine's answer to a probe changed although the learner did not move its weights.")
         self.settled = not same
         self.missed += same and moved

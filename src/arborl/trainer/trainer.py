@@ -17,9 +17,9 @@ from arborl.learner.learner import Learner
 from arborl.rewards.reward import Rewards
 from arborl.rollout.runner import Rollout
 from arborl.rollout.thin import thin
-from arborl.rollout.tree import plant
 from arborl.seeds import derive
 from arborl.track.tracker import Tracker
+from arborl.trainer.look import look
 from arborl.trainer.probe import SyncProbe
 from arborl.trainer.summary import describe_batch, summarize
 from arborl.types import Forest, Group, Metrics, Terms
@@ -108,13 +108,12 @@ class Trainer:
         metrics |= self.rollout.metrics() | self._engine_metrics(clock)
 
         with clock("learn"):
-            kept = self.algorithm.keep(groups)
-            forest = plant(kept)
-            terms = self.learner.look(forest.trees, forest.terms, self.algorithm.needs)
+            kept, forest, terms = look(self.algorithm, self.learner, groups)
             terms = self.algorithm.credit(kept, terms)
             forest, terms, left_out = self._thinned(kept, forest, terms, derive(seed, "thin"))
             metrics |= describe_batch(forest, terms) | self.algorithm.metrics() | left_out
-            metrics |= self.learner.update(forest.trees, terms, self.algorithm)
+            names = [episode.id for group in kept for episode in group.survivors]
+            metrics |= self.learner.update(forest.trees, terms, self.algorithm, names)
         self.step += 1  # from here on the step counts as done, whatever interrupts
 
         self.train_seconds += clock.stop()["time/step"]

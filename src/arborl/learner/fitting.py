@@ -1,0 +1,79 @@
+"""Micro-batches that fit into memory: where they do not, everything again on smaller ones."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from transformers import PreTrainedModel
+
+from arborl.config.run import LearnerConfig
+from arborl.learner.batch import Costs, MicroBatch, rows_pay, split
+from arborl.types import Terms, TokenTree
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Fitting:
+    """Splits batches, and remembers what size has fitted."""
+
+    def __init__(self, model: PreTrainedModel, config: LearnerConfig):
+        self.model, self.attention = model, config.attention
+        self.budget = config.micro_batch_tokens or (16_384 if model.device.type == "cuda" else 4_096)
+        """Tokens a micro-batch; less than asked for once memory has not sufficed."""
+
+    def split(self, trees: Sequence[TokenTree], terms: Terms) -> list[MicroBatch]:
+        """The batch in micro-batches of the present size."""
+        plain: Callable[[TokenTree], bool] | None = None
+        if self.attention == "causal":
+            plain = _always
+        elif self.attention == "auto" and self.model.device.type != "cuda":  # flex costs a row as much as a tree
+            costs = costs_of(self.model)
+            plain = lambda tree: rows_pay(tree, costs)  # noqa: E731
+        return split(trees, terms, self.budget, plain)
+
+    def run(
+        self,
+        trees: Sequence[TokenTree],
+        terms: Terms,
+        work: Callable[[list[MicroBatch]], T],
+        undo: Callable[[], None],
+    ) -> T:
+        """Do `work` on the micro-batches; where memory does not suffice, all of it again on smaller ones, for good.
+
+        Args:
+            undo: gives back what `work` has left half done.
+        """
+        failed = 0
+        while True:
+            batches = self.split(trees, terms)
+            largest = max((len(batch) for batch in batches), default=0)
+            if failed and largest >= failed:
+                raise torch.OutOfMemoryError(
+                    f"a single branch of {largest} tokens does not fit into the GPU's memory. Write "
+                    "learner.recompute=true, or a smaller sampling.max_context."
+                )
+            try:
+                return work(batches)
+            except torch.OutOfMemoryError as error:
+                what = str(error).splitlines()[0] if str(error) else "out of memory"
+            failed, self.budget = largest, max(1, min(self.budget, largest) // 2)
+            log.warning("%s; from now on learner.micro_batch_tokens=%d", what, self.budget)
+            undo()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+
+def _always(tree: TokenTree) -> bool:
+    return True
+
+
+def costs_of(model: PreTrainedModel) -> Costs:
+    """Multiplications a layer: about one a weight for each token, and two a number for each pair of tokens."""
+    layers = model.config.num_hidden_layers
+    inside = sum(p.numel() for p in model.base_model.parameters()) - model.get_input_embeddings().weight.numel()
+    return Costs(inside / layers, 2.0 * model.config.hidden_size)

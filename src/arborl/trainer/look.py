@@ -1,0 +1,44 @@
+"""Before credit: what can be learned from, and what the models say about it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+
+from arborl.algorithms.algorithm import Algorithm
+from arborl.errors import EpisodeError
+from arborl.learner.learner import Learner
+from arborl.rollout.tree import plant
+from arborl.types import Forest, Group, Terms
+
+log = logging.getLogger(__name__)
+
+WHO = {"logprob": "engine", "proximal": "learner", "reference": "reference policy", "value": "critic"}
+"""Whose number stands in which column of the terms."""
+
+
+def look(algorithm: Algorithm, learner: Learner, groups: Sequence[Group]) -> tuple[list[Group], Forest, Terms]:
+    """The groups to learn from, their trees, and the terms with what the algorithm needs to know before credit.
+
+    An episode about which some model says what is not a finite number has failed: it is named and counted, and leaves
+    baseline and loss together. Then its siblings are looked at again, alone.
+    """
+    needs = algorithm.needs
+    while True:
+        kept = algorithm.keep(groups)
+        forest = plant(kept)
+        terms = learner.look(forest.trees, forest.terms, needs)
+        asked = ["logprob", *(name for name in ("proximal", "reference", "value") if getattr(needs, name))]
+        episodes = [episode for group in kept for episode in group.survivors]
+        bad = {name: np.unique(terms.episode[~np.isfinite(getattr(terms, name))]) for name in asked}
+        if not any(len(numbers) for numbers in bad.values()):
+            return kept, forest, terms
+        for name, numbers in bad.items():
+            for number in numbers:
+                if (episode := episodes[number]).failure is None:
+                    what = "value" if name == "value" else "log-probability"
+                    cause = ArithmeticError(f"the {what} of a token is not finite")
+                    failure = episode.fail(EpisodeError(WHO[name], cause))
+                    log.warning("episode %s failed and is left out: %s", episode.id, failure)

@@ -1,0 +1,86 @@
+"""An episode about which a model says what is not a number leaves baseline and loss together, by name."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from arborl.algorithms import make_algorithm
+from arborl.config.algorithm import AlgorithmConfig
+from arborl.config.run import LearnerConfig
+from arborl.learner.learner import Learner
+from arborl.trainer.look import look
+from arborl.types import Call, Completion, Episode, Finish, Group, Sampling, Task
+
+NAN, RARE = float("nan"), 49
+
+
+def group(number: int, *rewards: float) -> Group:
+    task = Task(f"task-{number}")
+
+    def episode(place: int, reward: float) -> Episode:
+        said = Completion((7 + place, 9, 11), (-1.0, -2.0, -3.0), Finish.STOP)
+        return Episode(f"{task.id}/{place}", task, calls=[Call((1, 2, 3 + number), said, 0)], rewards={"r": reward})
+
+    return Group(task, [episode(place, reward) for place, reward in enumerate(rewards)])
+
+
+def with_completion(episode: Episode, **changes) -> None:
+    call = episode.calls[0]
+    episode.calls = [dataclasses.replace(call, completion=dataclasses.replace(call.completion, **changes))]
+
+
+def looked(model, groups, settings: dict):
+    algorithm = make_algorithm(AlgorithmConfig(**settings))
+    learner = Learner(model, LearnerConfig(), Sampling(), algorithm.needs)
+    kept, _, terms = look(algorithm, learner, groups)
+    return kept, algorithm.credit(kept, terms), algorithm.metrics()
+
+
+@pytest.mark.parametrize("poison", [NAN, -np.inf])
+def test_what_the_engine_said_costs_the_episode(tiny_llama, caplog, poison):
+    groups = [group(0, 1.0, 0.0, 5.0), group(1, 1.0, 0.0)]
+    with_completion(groups[0].episodes[2], logprobs=(-1.0, poison, -1.0))
+    kept, terms, metrics = looked(tiny_llama, groups, {"std": "none"})
+    assert [e.id for g in kept for e in g.survivors] == ["task-0/0", "task-0/1", "task-1/0", "task-1/1"]
+    assert set(terms.advantage) == {0.5, -0.5}  # the mean is that of those who stayed
+    assert metrics == {"dropped/failed": 1.0}
+    assert "episode task-0/2 failed and is left out: engine: ArithmeticError" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "who"),
+    [
+        ({"kl": {"coef": 0.1}}, "reference policy"),
+        ({"kl": {"coef": 0.1, "where": "reward"}}, "learner"),
+        ({"guard": "tis"}, "learner"),
+        ({"name": "ppo"}, "critic"),
+        ({"name": "dpo"}, "reference policy"),
+    ],
+    ids=str,
+)
+def test_what_a_model_of_ours_says_costs_no_other_group(tiny_llama, caplog, settings, who):
+    model = copy.deepcopy(tiny_llama)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[RARE] = NAN
+    groups = [group(number, 1.0, 0.0, 0.5) for number in range(4)]
+    with_completion(groups[2].episodes[1], tokens=(RARE, 9, 11))
+    kept, terms, metrics = looked(model, groups, settings)
+    assert {episode.id for episode in groups[2].episodes if episode.failure} >= {"task-2/1"}
+    assert not any(episode.failure for n in (0, 1, 3) for episode in groups[n].episodes)
+    assert f"task-2/1 failed and is left out: {who}" in caplog.text
+    assert np.isfinite(terms.advantage).all()
+    assert np.isfinite(terms.weight).all()
+    assert metrics["dropped/failed"] >= 1.0
+    assert {g.task.id for g in kept} >= {"task-0", "task-1", "task-3"}
+
+
+def test_where_all_are_sound_nothing_is_done_twice(tiny_llama):
+    groups = [group(0, 1.0, 0.0)]
+    kept, _, metrics = looked(tiny_llama, groups, {})
+    assert kept == groups
+    assert metrics == {}
