@@ -57,6 +57,13 @@ def test_grpo_equals_a_loop(rewards):
                 assert value == pytest.approx((reward - mean) / (variance**0.5 + 1e-6), abs=1e-6)
 
 
+@given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=16), st.floats(0, 1))
+def test_a_groups_deviation_never_makes_an_advantage_large(rewards, scale):
+    """However little the rewards differ: (n - 1) / sqrt(n) is the most that one of n can stand out."""
+    found = grpo([np.array(rewards) * scale**8], std="group")[0]
+    assert np.abs(found).max() <= (len(rewards) - 1) / len(rewards) ** 0.5 + 1e-6
+
+
 @given(GROUPS)
 def test_rloo_equals_a_loop_over_the_others(rewards):
     for values, group_ in zip(rloo([np.array(row) for row in rewards]), rewards, strict=True):
@@ -162,7 +169,7 @@ def test_advantages_of_a_group_add_up_to_nothing(rewards):
 
 def test_a_failed_episode_leaves_baseline_and_loss_together():
     groups = [group(episode(1.0), episode(0.0), episode(50.0, failed=True))]
-    terms = Recipe(AlgorithmConfig()).credit(groups, plant(groups).terms)
+    terms = Recipe(AlgorithmConfig(std="none")).credit(groups, plant(groups).terms)
     assert terms.advantage.tolist() == [0.5, 0.5, -0.5, -0.5]
     assert terms.weight.sum() == pytest.approx(1.0)
 
@@ -181,7 +188,7 @@ def test_no_advantage_looks_at_a_failed_episode(name):
 def test_an_episode_has_one_vote_whatever_its_number_of_branches():
     many, few = episode(1.0, tokens=[2] * 5, turns=[0.0] * 5, rewards={"r": 1.0}), episode(0.0)
     groups = [group(many, few)]
-    terms = Recipe(AlgorithmConfig(aggregation="episode")).credit(groups, plant(groups).terms)
+    terms = Recipe(AlgorithmConfig(aggregation="episode", std="none")).credit(groups, plant(groups).terms)
     assert terms.weight[terms.episode == 0].sum() == pytest.approx(0.5)
     assert terms.weight[terms.episode == 1].sum() == pytest.approx(0.5)
     assert set(terms.advantage.tolist()) == {0.5, -0.5}  # the mean is over 2 episodes, not over 6 rows
@@ -211,9 +218,9 @@ def test_split_gives_branches_parts_of_the_advantage_and_never_of_the_reward():
     groups = [group(forgetful, episode(0.0, tokens=1))]
     terms = terms_of(groups)
     # calls 0 and 2 are one branch, the last; call 1 is another
-    assert credited(groups, terms, split="last").tolist() == [0.5, 0.0, 0.5, -0.5]
-    assert credited(groups, terms, split="uniform").tolist() == [0.25, 0.25, 0.25, -0.5]
-    found = credited(groups, terms, split="geometric", split_ratio=0.5)
+    assert credited(groups, terms, std="none", split="last").tolist() == [0.5, 0.0, 0.5, -0.5]
+    assert credited(groups, terms, std="none", split="uniform").tolist() == [0.25, 0.25, 0.25, -0.5]
+    found = credited(groups, terms, std="none", split="geometric", split_ratio=0.5)
     assert found.tolist() == pytest.approx([1 / 3, 1 / 6, 1 / 3, -0.5])
 
 

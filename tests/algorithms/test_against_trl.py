@@ -1,7 +1,7 @@
 """The same numbers through TRL's own code: its trainers' loss methods, called on log-probabilities that we hand them.
 
-RLOO's advantage is one line inside a long method there (reward minus the sum of the others over their count);
-`test_rloo_equals_a_loop_over_the_others` writes it out.
+GRPO's and RLOO's advantages are lines inside a long method there. Of GRPO's the deviation is TRL's own function; RLOO's
+(reward minus the sum of the others over their count) is written out in `test_rloo_equals_a_loop_over_the_others`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ pytest.importorskip("trl")
 from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.kto_trainer import KTOTrainer
+from trl.trainer.utils import nanstd
 
 LENGTHS = (3, 1, 4, 2)
 ALONE = SimpleNamespace(
@@ -188,3 +189,16 @@ def test_kto_has_trls_gradient():
     (trl,) = torch.autograd.grad(expected, new)
     assert trl.abs().max() > 0
     assert own.numpy() == pytest.approx(trl.numpy(), abs=1e-9)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 50.0])
+def test_the_default_divides_by_the_groups_deviation_as_trls_does(scale):
+    """TRL adds 1e-4 to the deviation, we 1e-6, as verl does."""
+    rewards = np.random.default_rng(3).normal(size=6) * scale
+    groups = [group(*(episode(float(reward)) for reward in rewards))]
+    terms = Recipe(AlgorithmConfig()).credit(groups, terms_of(groups))
+    ours = np.array([terms.advantage[terms.episode == number][0] for number in range(6)])
+    theirs = torch.from_numpy(rewards)
+    deviation = float(nanstd(theirs[None], dim=1))
+    expected = (theirs - theirs.mean()).numpy() / (deviation + 1e-4)
+    assert ours * (deviation + 1e-6) == pytest.approx(expected * (deviation + 1e-4), rel=1e-7)

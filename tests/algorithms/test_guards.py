@@ -64,13 +64,13 @@ def test_a_guard_multiplies_the_advantage_by_its_factor(settings, level):
 
 def test_older_tokens_count_less():
     groups = [group(episode(1.0, version=3), episode(0.0, version=1))]
-    found = Recipe(AlgorithmConfig(staleness_decay=0.5)).credit(groups, terms_of(groups))
+    found = Recipe(AlgorithmConfig(staleness_decay=0.5, std="none")).credit(groups, terms_of(groups))
     assert found.advantage.tolist() == [0.5, 0.5, -0.125, -0.125]
 
 
 def test_the_soft_penalty_enters_the_reward_and_the_episode_stays_as_it_was():
     long, short = episode(1.0, tokens=9), episode(1.0, tokens=2)
-    algorithm = Recipe(AlgorithmConfig(overlong={"penalty": 1.0, "max_tokens": 10, "buffer": 4}))
+    algorithm = Recipe(AlgorithmConfig(std="none", overlong={"penalty": 1.0, "max_tokens": 10, "buffer": 4}))
     groups = algorithm.keep([group(long, short)])  # not flat: the long one has 0.25
     found = algorithm.credit(groups, terms_of(groups))
     assert found.advantage.tolist() == pytest.approx([-0.375] * 9 + [0.375] * 2)
@@ -81,7 +81,7 @@ def test_the_soft_penalty_enters_the_reward_and_the_episode_stays_as_it_was():
     "cut", [{"stop": Stop.CONTEXT_FULL}, {"stop": Stop.MAX_TURNS}, {"finish": Finish.LENGTH}], ids=str
 )
 def test_filtered_episodes_leave_baseline_and_loss_together(cut):
-    algorithm = Recipe(AlgorithmConfig(overlong={"filter": True}))
+    algorithm = Recipe(AlgorithmConfig(std="none", overlong={"filter": True}))
     groups = algorithm.keep([group(episode(1.0), episode(0.0), episode(9.0, **cut))])
     assert [e.reward for e in groups[0].episodes] == [1.0, 0.0]
     assert algorithm.metrics() == {"dropped/overlong": 1.0}
@@ -93,7 +93,7 @@ def test_a_kl_penalty_in_the_reward_is_summed_over_the_episode_and_adapts():
     reference = np.array([-1.5, -2.0, -1.0])
     terms = dataclasses.replace(terms_of(groups), proximal=np.full(3, -1.0), reference=reference)
     kl = {"coef": 0.2, "estimator": "k1", "where": "reward", "target": 0.5, "horizon": 20}
-    algorithm = Recipe(AlgorithmConfig(kl=kl))
+    algorithm = Recipe(AlgorithmConfig(std="none", kl=kl))
     assert algorithm.needs.reference
     assert algorithm.needs.proximal  # what the engine said is a little off, and no KL
     # KL 0.5 + 1.0 and 0: rewards 0.7 and 1.0
@@ -101,7 +101,7 @@ def test_a_kl_penalty_in_the_reward_is_summed_over_the_episode_and_adapts():
     assert algorithm.metrics() == pytest.approx({"algorithm/kl": 0.75, "algorithm/kl_coef": 0.2})
     # 0.75 / 0.5 - 1 is held at 0.2; 2 episodes of 20
     assert algorithm.state() == pytest.approx({"kl_coef": 0.2 * 1.02})
-    again = Recipe(AlgorithmConfig(kl=kl))
+    again = Recipe(AlgorithmConfig(std="none", kl=kl))
     again.load_state(algorithm.state())
     again.credit(groups, terms)
     assert again.metrics()["algorithm/kl_coef"] == pytest.approx(0.204)

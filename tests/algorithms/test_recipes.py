@@ -202,7 +202,7 @@ def test_groups_that_an_advantage_cannot_use_are_counted():
 
 def test_an_episode_that_sampled_nothing_still_counts_in_the_mean():
     groups = [group(episode(1.0, tokens=1), episode(0.0, tokens=0))]
-    terms = Recipe(AlgorithmConfig()).credit(groups, terms_of(groups))
+    terms = Recipe(AlgorithmConfig(std="none")).credit(groups, terms_of(groups))
     assert terms.advantage.tolist() == [0.5]
     assert terms.weight.tolist() == [1.0]
 

@@ -271,3 +271,31 @@ def test_no_rule_leads_to_a_key_that_does_not_exist(system):
                 continue
             for path in draft.settings:
                 assert path in known or path.startswith(("agent.args.", "data.sources.", "data.agents.", "env.")), path
+
+
+@pytest.mark.parametrize(
+    ("system", "given", "ours"),
+    [
+        ("verl", {"adv_estimator": "grpo"}, {"std": "group", "aggregation": "token", "dual_clip": 3.0}),
+        ("verl", {"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": False}, {"std": "none"}),
+        ("verl", {"norm_adv_by_std_in_grpo": False, "adv_estimator": "grpo"}, {"std": "none"}),
+        ("verl", {"adv_estimator": "gae"}, {"aggregation": "token", "dual_clip": 3.0}),
+        ("verl", {"adv_estimator": "gigpo"}, {"std": "none"}),
+        ("verl", {"adv_estimator": "remax"}, {"aggregation": "episode", "dual_clip": None}),
+        ("roll", {"adv_estimator": "grpo"}, {"std": "none", "aggregation": "episode", "dual_clip": None}),
+        ("roll", {"adv_estimator": "reinforce", "reward_normalization": {"method": "mean_std"}}, {"std": "group"}),
+        ("roll", {"reward_normalization": {"norm_std_type": "batch"}, "adv_estimator": "grpo"}, {"std": "batch"}),
+        ("roll", {"adv_estimator": "grpo", "reward_normalization": {"norm_std_type": None}}, {"std": "none"}),
+    ],
+    ids=str,
+)
+def test_what_their_files_leave_out_is_what_they_do(system, given, ours, tmp_path):
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump({"algorithm": given} if system == "verl" else given))
+    found = validate(RunConfig, convert(system, [tmp_path / "theirs.yaml"]).tree()).algorithm
+    assert {name: getattr(found, name) for name in ours} == ours
+
+
+def test_a_clip_wider_than_verls_second_clip_leaves_it_out(tmp_path):
+    actor = {"clip_ratio_high": 4.0, "clip_ratio_low": 0.2}
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump({"actor_rollout_ref": {"actor": actor}}))
+    assert validate(RunConfig, convert("verl", [tmp_path / "theirs.yaml"]).tree()).algorithm.dual_clip is None

@@ -147,7 +147,8 @@ class AlgorithmConfig(Config):
     baseline: Literal["mean", "none"] = "mean"
     """What is taken off an episode's reward: the mean of its group, or nothing."""
     std: Literal["none", "group", "batch"] = "none"
-    """What the difference is divided by."""
+    """What the difference is divided by: nothing, the group's standard deviation (as `grpo` and its kin are published,
+    and their presets say), or that of the batch. `dr_grpo` and the presets by turn divide by nothing."""
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount, by turn (with `gae_level=token`, by token)."""
     gae_lambda: float = Field(0.95, ge=0, le=1)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "grpo": {},
+    "grpo": {"std": "group"},
     "dr_grpo": {"aggregation": "fixed"},
     "dapo": {"std": "group", "clip_high": 0.28, "aggregation": "token"},
     "bnpo": {"std": "group", "aggregation": "token"},
     "gspo": {"loss": "gspo", "std": "group"},
     "cispo": {"loss": "cispo", "std": "group", "aggregation": "token"},
     "sapo": {"loss": "sapo", "std": "group"},
-    "topr": {"loss": "topr"},
-    "decoupled_ppo": {"loss": "decoupled_ppo"},
+    "topr": {"loss": "topr", "std": "group"},
+    "decoupled_ppo": {"loss": "decoupled_ppo", "std": "group"},
     "rloo": {"advantage": "rloo"},
     "reinforce": {"advantage": "reinforce", "loss": "pg"},
     "reinforce_plus_plus": {"advantage": "reinforce_plus_plus", "aggregation": "token"},
@@ -21,7 +21,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "remax": {"advantage": "remax", "loss": "pg"},
     "ppo": {"advantage": "gae", "whiten": True, "aggregation": "token"},
     "a2c": {"advantage": "gae", "loss": "a2c", "aggregation": "token"},
-    "trpo": {"loss": "trpo"},
+    "trpo": {"loss": "trpo", "std": "group"},
     "opo": {"advantage": "opo", "loss": "pg", "aggregation": "token"},
     "maxrl": {"advantage": "maxrl"},
     "gdpo": {"advantage": "gdpo", "whiten": True},
@@ -39,9 +39,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 """Name to settings; whatever a preset does not say is the default."""
 
 BY_ADVANTAGE: dict[str, dict[str, Any]] = {
-    "gigpo": {"gamma": 0.95},
-    "step_reinforce": {"gamma": 0.95},
-    "turn_discounted": {"gamma": 0.9},
+    "gigpo": {"gamma": 0.95, "std": "none"},
+    "step_reinforce": {"gamma": 0.95, "std": "none"},
+    "turn_discounted": {"gamma": 0.9, "std": "none"},
     "starpo": {"std": "group"},
 }
 """Defaults that hold wherever this advantage is chosen."""

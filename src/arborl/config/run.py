@@ -110,7 +110,7 @@ class LearnerConfig(Config):
     epochs: int = Field(1, ge=1)
     """Passes over a step's batch."""
     minibatches: int = Field(1, ge=1)
-    """Optimiser steps a pass, each from whole groups and with the loss's mean over its own; fewer groups, fewer steps."""
+    """Optimiser steps a pass, each the mean over whole groups of its own; with fewer groups than this, fewer steps."""
     micro_batch_tokens: int = Field(0, ge=0)
     """Tree tokens that go through the model at once; changes memory and speed, never the result. 0 takes 4,096 on a CPU
     and 16,384 on a GPU; where a GPU's memory does not suffice, it is halved until it does."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ SYSTEMS: dict[str, tuple[dict[str, Rule], dict[str, Rule]]] = {
     "roll": (roll.TABLE, roll.PREFIXES),
 }
 """Rules by key, and by how a key begins."""
+DEFAULTS: dict[str, dict[str, Any]] = {"verl": verl.DEFAULTS, "agentfly": verl.DEFAULTS}
+"""What PPO's loss does there where nothing is said, and would not do here."""
 
 
 def convert(system: str, files: Sequence[Path]) -> Draft:
@@ -47,7 +49,7 @@ def convert(system: str, files: Sequence[Path]) -> Draft:
         _variables(draft, variables)
     if not draft.settings:
         raise ConfigError(f"{files[0]}: no settings of {system} in it. Give its script, override list or YAML.")
-    _finish(draft)
+    _finish(draft, DEFAULTS.get(system, {}))
     return draft
 
 
@@ -75,7 +77,7 @@ def _variables(draft: Draft, variables: Mapping[str, Any]) -> None:
         draft.dropped += trial.dropped if trial.dropped else []
 
 
-def _finish(draft: Draft) -> None:
+def _finish(draft: Draft, defaults: Mapping[str, Any]) -> None:
     """What their defaults mean here, and what the chosen algorithm would not read."""
     settings = draft.settings
     rows = any(key.startswith(("data.path", "data.sources")) for key in settings) and "env.name" not in settings
@@ -91,20 +93,23 @@ def _finish(draft: Draft) -> None:
         draft.drop(
             "data.val_files", settings.pop("data.evaluation_path"), "rows told apart by a column hold out their own"
         )
-    _leave_out_unread(draft)
-    validate(RunConfig, draft.tree())
-
-
-def _leave_out_unread(draft: Draft) -> None:
     own = {
         key.removeprefix("algorithm."): value for key, value in draft.settings.items() if key.startswith("algorithm.")
     }
     base = AlgorithmConfig(name=own.get("name", "grpo"))
-    reads = reads_of(
-        {field: getattr(base, field) for field in type(base).model_fields} | {"loss": own.get("loss", base.loss)}
-    )
+    loss = own.get("loss", base.loss)
+    reads = reads_of({field: getattr(base, field) for field in type(base).model_fields} | {"loss": loss})
     if base.advantage == "gae":
         reads.add("gamma")
+    _leave_out_unread(draft, own, base, reads)
+    if loss == "ppo":
+        highest = 1 + settings.get("algorithm.clip_high", base.clip_high)
+        fit = {key: value for key, value in defaults.items() if key != "algorithm.dual_clip" or value > highest}
+        draft.settings = fit | settings
+    validate(RunConfig, draft.tree())
+
+
+def _leave_out_unread(draft: Draft, own: Mapping[str, Any], base: AlgorithmConfig, reads: Container[str]) -> None:
     for key in own:
         if key.partition(".")[0] not in reads:
             why = f"algorithm={base.name} does not read it"

@@ -58,6 +58,13 @@ def kl_loss(draft: Draft, key: str, value: Any) -> None:
         draft.drop(key, value, "off, or there is a penalty in the reward already")
 
 
+def estimator(draft: Draft, key: str, value: Any) -> None:
+    """Nothing is divided by a deviation there, unless `reward_normalization` says so."""
+    to("algorithm.name", ESTIMATORS)(draft, key, value)
+    if ESTIMATORS.get(value) == "grpo":
+        draft.settings.setdefault("algorithm.std", "none")
+
+
 def tags(draft: Draft, key: str, value: Any) -> None:
     """Environments by tag: one is the run's, several are sources in the shares of their groups."""
     names = value if isinstance(value, list) else [value]
@@ -105,6 +112,7 @@ def every(path: str) -> Rule:
     return rule
 
 
+STD = {"group": "group", "batch": "batch", None: "none", "None": "none"}
 TRAIN, INFER = "actor_train.", "actor_infer."
 TABLE: dict[str, Rule] = {
     "exp_name": to("name"),
@@ -122,7 +130,7 @@ TABLE: dict[str, Rule] = {
     "rollout_batch_size": batch,
     "val_batch_size": to("evaluation.tasks"),
     "sequence_length": to("sampling.max_context"),
-    "adv_estimator": to("algorithm.name", ESTIMATORS),
+    "adv_estimator": estimator,
     "ppo_epochs": to("learner.epochs"),
     "gamma": to("algorithm.gamma"),
     "step_reward_gamma": to("algorithm.gamma"),
@@ -136,6 +144,8 @@ TABLE: dict[str, Rule] = {
     "whiten_advantages": to("algorithm.whiten"),
     "entropy_loss_coef": to("algorithm.entropy_coef"),
     "step_reward_weight": to("algorithm.step_weight"),
+    "reward_normalization.norm_std_type": to("algorithm.std", STD),
+    "reward_normalization.method": to("algorithm.std", {"mean_std": "group", "asym_clip": "group", "mean": "none"}),
     "advantage_clip": no("advantages are not clipped"),
     "max_grad_norm": to("learner.max_grad_norm"),
     "async_generation_ratio": no("rollout and training take turns"),
@@ -166,7 +176,7 @@ PREFIXES: dict[str, Rule] = {
     "actor_infer.": no("sampling is done by Arbor's own engine, which shares the learner's weights"),
     "reference.": no("the reference policy is a frozen copy, made where algorithm.kl.coef asks for one"),
     "critic.": no("the critic shares the policy's trunk; see learner.critic"),
-    "reward_normalization.": no("see algorithm.baseline and algorithm.std"),
+    "reward_normalization.": no("episodes are compared within their group; see algorithm.baseline and algorithm.std"),
     "checkpoint_config.": no("checkpoints lie in the run's folder"),
     "tracker_kwargs.": no("metrics go to the console, metrics.jsonl and TensorBoard"),
     "system_envs.": no("set the environment's variables in your shell"),

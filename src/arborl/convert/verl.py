@@ -13,6 +13,8 @@ ESTIMATORS = {
 }  # fmt: skip
 KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "mse", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 AGGREGATION = {"token-mean": "token", "seq-mean-token-mean": "episode"}
+DEFAULTS = {"algorithm.aggregation": "token", "algorithm.dual_clip": 3.0}
+"""What PPO's loss does there where nothing is said, and would not do here."""
 AGENTS = {
     "tool_agent": "tool", "single_turn_agent": "chat", "code_execution_agent": "code", "statelm_tool_agent": "statelm",
 }  # fmt: skip
@@ -37,6 +39,13 @@ def files(path: str) -> Rule:
             draft.drop(key, value, "held-out rows of several files: give each source its own evaluation_path")
 
     return rule
+
+
+def estimator(draft: Draft, key: str, value: Any) -> None:
+    """GRPO divides by the group's deviation there, unless told not to."""
+    to("algorithm.name", ESTIMATORS)(draft, key, value)
+    if value == "grpo":
+        draft.settings.setdefault("algorithm.std", "group")
 
 
 def minibatch(draft: Draft, key: str, value: Any) -> None:
@@ -185,7 +194,7 @@ TABLE: dict[str, Rule] = {
     "data.return_raw_chat": no("conversations are always kept as messages"),
     "data.mixed_dataset.enabled": no("sources are mixed as soon as there are some"),
     "data.mixed_dataset.tolerance": no("shares are exact; `arborl data mix` shows them"),
-    "algorithm.adv_estimator": to("algorithm.name", ESTIMATORS),
+    "algorithm.adv_estimator": estimator,
     "algorithm.gamma": to("algorithm.gamma"),
     "algorithm.lam": to("algorithm.gae_lambda"),
     "algorithm.norm_adv_by_std_in_grpo": to("algorithm.std", {True: "group", False: "none"}),
