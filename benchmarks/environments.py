@@ -65,6 +65,8 @@ class Sleeper(FrozenLake):
 class Straggler(FrozenLake):
     """Every step waits; how long is drawn for the episode from a log-normal distribution."""
 
+    blocking = False
+
     def __init__(self, median: float, sigma: float):
         super().__init__()
         self.median, self.sigma = median, sigma
@@ -121,6 +123,8 @@ def slow(args: argparse.Namespace) -> dict[str, object]:
         ends: list[float] = []
 
         class Quick(FrozenLake):
+            blocking = False
+
             async def close(self) -> None:
                 ends.append(time.perf_counter())
 

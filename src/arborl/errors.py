@@ -63,6 +63,8 @@ class EpisodeError(ArborError):
 class boundary:
     """Whatever fails inside belongs to `where`; with `seconds`, so does taking longer than that.
 
+    Somebody else's `sys.exit` is a failure of theirs too; `KeyboardInterrupt` is the user's and goes through.
+
     A class and no generator: every model call and environment step passes one.
 
     Example:
@@ -93,7 +95,7 @@ class boundary:
                 raise EpisodeError(struck, TimeoutError(f"{whose}took longer than {self.seconds:g} s")) from expired
         if isinstance(error, asyncio.CancelledError):
             error.add_note(self.where)  # so that an outer deadline can say where it struck
-        elif isinstance(error, Exception) and not isinstance(error, EpisodeError | EpisodeOver):
+        elif isinstance(error, Exception | SystemExit) and not isinstance(error, EpisodeError | EpisodeOver):
             raise EpisodeError(self.where, error) from error  # those two are attributed already, or no failure
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 import time
 
@@ -14,7 +15,8 @@ HELLO = Observation((Message("user", "hello"),), "0")
 
 
 class Sync(Env):
-    """Plain functions; the id of a task may say what goes wrong: `sleep:2`, `exit`, `raise`, in the second step."""
+    """Plain functions; the id of a task may say what goes wrong: `sleep:2`, `exit`, `raise`, `quit`, `interrupt`, in
+    the second step."""
 
     def __init__(self, length: int = 3):
         self.length = length
@@ -39,6 +41,10 @@ class Sync(Env):
             os._exit(7)
         elif self.what == "raise":
             raise ZeroDivisionError("the ice broke")
+        elif self.what == "quit":
+            sys.exit("enough")
+        elif self.what == "interrupt":
+            raise KeyboardInterrupt("from within")
 
     def close(self):
         self.threads.add(threading.get_ident())
@@ -75,3 +81,13 @@ class Secretive(Sync):
 
     async def step(self, action):
         return super().step(action)
+
+    def oracle(self):
+        self.trouble()
+        return "yes"
+
+
+class Promising(Secretive):
+    """Says that it does not block, and does."""
+
+    blocking = False

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
 from arborl.errors import EpisodeError, MaxTurns
-from arborl.rollout import border
 from arborl.rollout.border import across
 
 
@@ -105,17 +105,30 @@ def test_a_call_may_use_what_belongs_to_a_task():
     asyncio.run(main())
 
 
-def test_who_holds_the_event_loop_is_told_on(monkeypatch):
-    import time
+async def sleeps(seconds):
+    time.sleep(seconds)
+    return 1
 
-    monkeypatch.setattr(border, "HELD", 0.05)
-    told: list[float] = []
 
-    async def sleeps():
-        time.sleep(0.1)
-        return 1
+async def sleeps_later(seconds):
+    await asyncio.sleep(0)
+    return await sleeps(seconds)
 
-    assert asyncio.run(across("x", None, sleeps, held=told.append)) == 1
-    assert asyncio.run(across("x", None, at_once, 2, held=told.append)) == 2
-    assert len(told) == 1
-    assert told[0] >= 0.1
+
+@pytest.mark.parametrize("function", [sleeps, sleeps_later, time.sleep])
+def test_a_call_that_blocks_for_too_long_has_failed_as_one_that_waits_has(function):
+    with pytest.raises(EpisodeError, match=r"environment 'x': TimeoutError: took longer than 0.05 s") as caught:
+        asyncio.run(across("environment 'x'", 0.05, function, 0.1))
+    assert caught.value.kind == "timeout"
+
+
+@pytest.mark.parametrize("function", [raises, raises_at_once, raises_late])
+@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError()])
+def test_who_ends_the_process_or_cancels_itself_has_failed(function, error):
+    with pytest.raises(EpisodeError, match=type(error).__name__):
+        asyncio.run(across("environment 'x'", 5.0, function, error))
+
+
+def test_ctrl_c_is_the_users_and_not_a_failure_of_who_was_called():
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(across("environment 'x'", 5.0, raises_at_once, KeyboardInterrupt()))

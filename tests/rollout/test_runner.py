@@ -21,6 +21,8 @@ HELLO = Observation((Message("user", "hello"),))
 class Moody(Env):
     """Misbehaves in the way its task's id says, in the first episode it is asked to play."""
 
+    blocking = False  # they share a list, and count on their order
+
     def __init__(self, played: list[str]):
         self.played = played
 

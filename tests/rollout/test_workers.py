@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
-from rollout_worlds import Declared, Secretive, Sync
+from rollout_worlds import Declared, Promising, Secretive, Sync
 
 from arborl.agents.chat import ChatAgent
 from arborl.engines.scripted import ScriptedEngine
 from arborl.envs.countdown import Countdown
 from arborl.envs.frozen_lake import FrozenLake
-from arborl.rollout import border
+from arborl.rollout import watchdog
 from arborl.rollout.processes import ProcessEnv, Processes
 from arborl.rollout.recorder import Limits
 from arborl.rollout.runner import Cast, Rollout
 from arborl.rollout.store import to_json
 from arborl.rollout.workers import Workers, blocks
+from arborl.tools import threads
 from arborl.types import Message, Sampling, Stop, Task
 
 
@@ -44,11 +50,33 @@ def play(run: Rollout, *names: str, size: int = 1):
 def test_only_environments_that_may_block_are_put_into_threads():
     assert blocks(Sync())
     assert blocks(Declared())
-    assert not blocks(Secretive())
+    assert blocks(Secretive())
+    assert not blocks(Promising())
     assert not blocks(FrozenLake())
 
 
-@pytest.mark.parametrize("world", [Sync, Declared])
+def test_the_word_of_a_class_does_not_hold_for_calls_that_a_subclass_overrides():
+    class Slow(FrozenLake):
+        async def step(self, action):
+            time.sleep(1)
+            return await super().step(action)
+
+    class Painted(FrozenLake):
+        def picture(self):
+            return None
+
+    class Sure(Slow):
+        blocking = False
+
+    assert blocks(Slow())
+    assert not blocks(Painted())
+    assert not blocks(Sure())
+    one = Sure()
+    one.blocking = True
+    assert blocks(one)
+
+
+@pytest.mark.parametrize("world", [Sync, Declared, Secretive])
 def test_a_step_that_sleeps_holds_nobody_up(seedling, world):
     _, renderer = seedling
     run = rollout(renderer, world)
@@ -74,10 +102,11 @@ def test_an_environment_is_called_in_one_thread_from_beginning_to_end_which_is_n
     assert here not in seen
 
 
+@pytest.mark.parametrize("world", [Sync, Secretive])
 @pytest.mark.parametrize("workers", ["thread", "process"])
-def test_a_hung_step_costs_its_episode_alone_and_is_counted(seedling, workers):
+def test_a_hung_step_costs_its_episode_alone_and_is_counted(seedling, workers, world):
     _, renderer = seedling
-    run = rollout(renderer, Sync, workers, step_seconds=1.0)
+    run = rollout(renderer, world, workers, step_seconds=1.0)
     began = time.perf_counter()
     groups = asyncio.run(run.collect([Task(n, env="world") for n in ("a", "sleep:30", "b", "c")], 0, 2))
     took = time.perf_counter() - began
@@ -112,10 +141,10 @@ def test_a_thread_that_comes_back_after_all_closes_its_environment_and_ends(seed
     play(run, "sleep:0.6")
     assert closed == []
     deadline = time.monotonic() + 5
-    while run.workers.threads.left and time.monotonic() < deadline:
+    while run.workers.threads.left.calls and time.monotonic() < deadline:
         time.sleep(0.05)
     assert closed == [2]
-    assert not run.workers.threads.left
+    assert not run.workers.threads.left.calls
 
 
 def test_the_episodes_deadline_holds_for_blocking_code_too(seedling):
@@ -218,15 +247,172 @@ def test_an_environment_that_cannot_be_sent_says_what_to_write_instead(seedling)
     assert "rollout.workers=thread" in episode.failure.message
 
 
-def test_who_blocks_without_saying_so_is_found_out_and_put_into_threads_from_then_on(seedling, caplog, monkeypatch):
-    monkeypatch.setattr(border, "HELD", 0.1)
+@pytest.mark.parametrize("workers", ["auto", "thread", "process", "none"])
+def test_a_step_that_takes_too_long_has_failed_wherever_it_runs(seedling, workers):
+    """So that a success measured in the loop can be compared with one measured in threads."""
     _, renderer = seedling
-    run = rollout(renderer, Secretive, concurrency=1)
-    first, second = play(run, "sleep:0.2", "sleep:0.2")
-    assert first.failure is None
-    assert second.failure is None
-    assert Secretive in run.workers.slow
-    assert caplog.text.count("blocking = True") == 1
+    late, good = play(rollout(renderer, Secretive, workers, step_seconds=1.0), "sleep:1.4", "a")
+    assert late.stop is Stop.TIMEOUT
+    assert late.failure.where == "environment 'world'"
+    assert "took longer than 1 s" in late.failure.message
+    assert good.failure is None
+
+
+def test_who_holds_the_event_loop_is_named_while_they_do(seedling, caplog, monkeypatch):
+    monkeypatch.setattr(watchdog, "LOOK", 0.05)
+    monkeypatch.setattr(watchdog, "HELD", 0.2)
+    monkeypatch.setattr(watchdog.Watchdog, "told", set())
+    _, renderer = seedling
+    began = time.time()
+    play(rollout(renderer, Promising, concurrency=1), "sleep:1", "sleep:0.5")
+    (told,) = [record for record in caplog.records if "held the event loop" in record.getMessage()]
+    assert "environment 'world'" in told.getMessage()
+    assert "rollout_worlds.py, line " in told.getMessage()
+    assert "in trouble" in told.getMessage()
+    assert told.created - began < 1.0  # not afterwards
+
+
+def test_an_agent_that_holds_the_event_loop_is_named_too_and_an_engine_that_computes_is_not(
+    seedling, caplog, monkeypatch
+):
+    monkeypatch.setattr(watchdog, "LOOK", 0.05)
+    monkeypatch.setattr(watchdog, "HELD", 0.1)
+    monkeypatch.setattr(watchdog.Watchdog, "told", set())
+    _, renderer = seedling
+    run = rollout(renderer, FrozenLake, max_turns=2)
+
+    class Busy(ScriptedEngine):
+        async def generate(self, prompt, sampling, *, session):
+            time.sleep(0.3)
+            return await super().generate(prompt, sampling, session=session)
+
+    class Sleepy(ChatAgent):
+        async def run(self, task, env, model):
+            time.sleep(0.3)
+            await super().run(task, env, model)
+
+    run.engine = Busy([[1, renderer.stop[0]]])
+    play(run, "a")
+    assert "held the event loop" not in caplog.text
+    run.cast = Cast(lambda task: Sleepy(), run.cast.env)
+    play(run, "a")
+    assert "test_workers.py, line " in caplog.text
+
+
+@pytest.mark.parametrize("workers", ["auto", "thread", "process", "none"])
+@pytest.mark.parametrize("world", [Sync, Secretive])
+def test_an_environment_that_ends_the_process_costs_its_episode(seedling, workers, world):
+    _, renderer = seedling
+    bad, good = play(rollout(renderer, world, workers), "quit", "a")
+    assert bad.failure.where == "environment 'world'"
+    assert "enough" in bad.failure.message
+    assert "SystemExit" in str(bad.failure)
+    assert good.failure is None
+    if workers != "none":  # in the loop it is the user's
+        bad, good = play(rollout(renderer, world, workers), "interrupt", "a")
+        assert "KeyboardInterrupt" in bad.failure.message
+        assert good.failure is None
+
+
+def test_environments_that_hang_for_good_are_counted_by_name_and_no_more_are_begun_at_the_cap(
+    seedling, caplog, monkeypatch
+):
+    monkeypatch.setattr(threads, "MOST", 3)
+    _, renderer = seedling
+    run = rollout(renderer, Secretive, concurrency=3, step_seconds=0.2)
+
+    async def both():
+        first = await run.collect([Task("sleep:30", env="bad")] * 3, seed=0, group_size=1)
+        tasks = [Task("sleep:30", env="bad") for _ in range(6)] + [Task(name, env="good") for name in "abc"]
+        return first + await run.collect(tasks, seed=0, group_size=1)
+
+    groups = asyncio.run(both())
+    failures = [group.episodes[0].failure for group in groups]
+    assert all("longer than" in failure.message for failure in failures[:3])
+    assert all("3 calls of environment 'bad' hang" in failure.message for failure in failures[3:9])
+    assert "rollout.workers=process" in failures[8].message
+    assert failures[9:] == [None] * 3
+    assert run.workers.threads.left.stuck() == {"environment 'bad'": 3}
+    assert caplog.text.count("WARNING  arborl.tools.threads") == 1
+
+
+def test_cancelled_episodes_are_not_taken_for_hung_ones(monkeypatch):
+    monkeypatch.setattr(threads, "MOST", 3)
+    workers = Workers()
+
+    async def main():
+        envs = [await workers.place(Sync(), "world", 20.0) for _ in range(5)]
+        for env in envs:
+            await env.reset(Task("sleep:0.4"), 0)
+            await env.step(Message("assistant", "one"))
+        jobs = [asyncio.ensure_future(env.step(Message("assistant", "two"))) for env in envs]
+        await asyncio.sleep(0.05)
+        for job, env in zip(jobs, envs, strict=True):
+            job.cancel()
+            await asyncio.wait([job])
+            await env.close()
+        assert len(workers.threads.left.calls) == 5
+        await workers.place(Sync(), "world", 20.0)
+
+    asyncio.run(main())
+
+
+def test_what_belongs_to_another_event_loop_says_what_to_write(seedling):
+    _, renderer = seedling
+
+    class Shares(Secretive):
+        async def reset(self, task, seed):
+            await asyncio.wait_for(shared.wait(), 1)
+
+    shared = asyncio.Event()
+
+    async def main():
+        waiting = asyncio.ensure_future(shared.wait())
+        await asyncio.sleep(0)
+        run = rollout(renderer, Shares)
+        ((episode,),) = [group.episodes for group in await run.collect([Task("a", env="world")], 0, 1)]
+        waiting.cancel()
+        return episode
+
+    assert "write `blocking = False` in its class" in asyncio.run(main()).failure.message
+
+
+def test_a_question_to_a_process_that_never_answers_ends_with_its_deadline():
+    async def main():
+        pool = Processes()
+        env = ProcessEnv(Secretive(), pool, "world", 1.0)
+        await env.reset(Task("sleep:60"), 0)
+        began = time.monotonic()
+        with pytest.raises(TimeoutError, match=r"oracle\(\) took longer than 1 s"):
+            env.oracle()
+        assert time.monotonic() - began < 10
+        pool.close()
+
+    asyncio.run(main())
+
+
+def test_ctrl_c_is_heard_at_the_first_try_while_an_async_environment_blocks(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import asyncio, sys, time\n"
+        "from rollout_worlds import Secretive\n"
+        "from arborl.rollout.workers import Workers\n"
+        "from arborl.types import Message, Task\n"
+        "async def main():\n"
+        "    env = await Workers().place(Secretive(), 'world', 60.0)\n"
+        "    await env.reset(Task('sleep:60'), 0)\n"
+        "    await env.step(Message('assistant', 'one'))\n"
+        "    print('begun', flush=True)\n"
+        "    await env.step(Message('assistant', 'two'))\n"
+        "asyncio.run(main())\n"
+    )
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    child = subprocess.Popen(
+        [sys.executable, tmp_path / "mine.py"], env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE
+    )
+    assert child.stdout.readline() == b"begun\n"
+    time.sleep(0.2)
+    child.send_signal(signal.SIGINT)
+    assert child.wait(10) != 0
 
 
 def test_the_number_of_environments_in_a_process_is_kept(seedling):
@@ -235,6 +421,18 @@ def test_the_number_of_environments_in_a_process_is_kept(seedling):
     episodes = play(run, *["sleep:0.3"] * 5)
     homes = [episode.turns[0].observation[0].content.split()[0] for episode in episodes]
     assert sorted(homes.count(home) for home in set(homes)) == [1, 2, 2]
+
+
+def test_what_failed_first_is_told_and_not_what_closing_made_of_it(seedling):
+    _, renderer = seedling
+
+    class Worse(Sync):
+        def close(self):
+            raise OSError("cannot even be closed")
+
+    bad, late = play(rollout(renderer, Worse), "raise", "a")
+    assert "the ice broke" in bad.failure.message
+    assert "cannot even be closed" in late.failure.message
 
 
 def test_garbage_is_collected_as_before_when_a_rollout_is_over(seedling):

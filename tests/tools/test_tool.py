@@ -1,4 +1,6 @@
 import asyncio
+import sys
+import threading
 import time
 from typing import Literal, Optional
 
@@ -6,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arborl.tools import Tool, tool
+from arborl.tools import Tool, threads, tool
 from arborl.tools.docstring import read_docstring
 from arborl.types import ToolResult
 
@@ -192,3 +194,44 @@ def test_any_docstring_can_be_read(text):
 )
 def test_whatever_the_model_writes_is_answered(arguments):
     assert run(search, arguments).kind in ("ok", "arguments")
+
+
+def test_calls_that_hang_are_counted_by_tool_and_refused_at_the_cap_while_other_tools_go_on(monkeypatch):
+    monkeypatch.setattr(threads, "MOST", 2)
+    done = threading.Event()
+
+    @tool(timeout=0.1)
+    def hanging(seconds: float) -> str:
+        done.wait(seconds)
+        return "at last"
+
+    async def main():
+        late = [await hanging.run({"seconds": 30}) for _ in range(2)]
+        assert [result.kind for result in late] == ["timeout", "timeout"]
+        assert threads.stuck_calls("hanging") == 2
+        began = time.monotonic()
+        refused = await hanging.run({"seconds": 0})
+        assert time.monotonic() - began < 0.1
+        assert not refused.ok
+        assert "2 calls of tool 'hanging' hang in threads" in refused.content
+        assert (await search.run({"query": "cats"})).ok
+        done.set()
+        while threads.stuck_calls("hanging"):
+            await asyncio.sleep(0.01)
+        assert (await hanging.run({"seconds": 0})).content == "at last"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", ["plain", "async"])
+def test_a_tool_that_ends_the_process_ends_its_call(kind):
+    def leaving() -> str:
+        sys.exit("gone")
+
+    async def going() -> str:
+        sys.exit("gone")
+
+    result = run(Tool(leaving if kind == "plain" else going), {})
+    assert not result.ok
+    assert "SystemExit" in result.content
+    assert "gone" in result.content

@@ -118,8 +118,8 @@ class RolloutConfig(Config):
     concurrency: int = Field(128, ge=1)
     """Episodes in flight."""
     workers: Literal["auto", "thread", "process", "none"] = "auto"
-    """Where environments run. `auto`: those whose `reset` or `step` is a plain function, or that say `blocking = True`,
-    in threads, the others in the event loop. `thread`, `process`: all of them; `none`: all in the event loop."""
+    """Where environments run. `auto`: those that say `blocking = False`, as ours do, in the event loop, the others in
+    threads. `thread`, `process`: all of them; `none`: all in the event loop."""
     max_turns: int = Field(32, ge=1)
     episode_seconds: float = Field(120.0, gt=0)
     """Deadline of one episode."""

@@ -49,6 +49,8 @@ class Countdown(Env):
         format_penalty: reward of a message that is no expression of just these numbers.
     """
 
+    blocking = False
+
     def __init__(
         self,
         count: int = 3,

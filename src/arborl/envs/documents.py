@@ -40,6 +40,8 @@ class Documents(Env):
         system: the system message; empty for none.
     """
 
+    blocking = False
+
     def __init__(
         self,
         tokens: int | Sequence[int] = (4000, 16000),

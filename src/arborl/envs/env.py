@@ -48,8 +48,8 @@ class Env(Protocol):
     `task` alone (all attempts of a group begin alike), chance during the episode on `seed` alone. A message that is no
     move is answered, never an exception: models say all sorts of things.
 
-    `reset`, `step` and `close` may be plain functions instead; they then run in a thread, as do those of a class that
-    says `blocking = True`: then they may take their time without holding other episodes up.
+    `reset`, `step` and `close` run in a thread, plain or async: they may take their time without holding other episodes
+    up. Those of a class that says `blocking = False` run in the event loop, which is faster; they must never block it.
     """
 
     async def reset(self, task: Task, seed: int) -> Observation:

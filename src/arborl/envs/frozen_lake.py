@@ -52,6 +52,8 @@ class FrozenLake(Env):
         format_penalty: reward of a message that is not a move; the player stays.
     """
 
+    blocking = False
+
     def __init__(
         self,
         size: int = 4,

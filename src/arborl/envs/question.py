@@ -13,6 +13,8 @@ class Question(Env):
     Shows the task's messages and takes the answer. Its own reward is always 0: rewards judge it.
     """
 
+    blocking = False
+
     async def reset(self, task: Task, seed: int) -> Observation:
         if not task.messages:
             raise ValueError(

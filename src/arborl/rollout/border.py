@@ -6,6 +6,7 @@ would first wait, and only one that does wait gets a timer and a place in the ev
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from inspect import isawaitable
@@ -14,28 +15,30 @@ from typing import Any
 
 from arborl.errors import EpisodeError, EpisodeOver, boundary
 
-HELD = 0.5
-"""Seconds after which a call that did not wait is said to hold the event loop."""
+ENGINE = "engine"
+"""Who is called when the model is."""
 
 
-async def across(
-    where: str,
-    seconds: float | None,
-    function: Callable[..., Any],
-    *args: Any,
-    held: Callable[[float], None] | None = None,
-    **more: Any,
-) -> Any:
+async def across(where: str, seconds: float | None, function: Callable[..., Any], *args: Any, **more: Any) -> Any:
     """What `function(*args)` returns, awaited where it can be; whatever fails belongs to `where`, as in `boundary`.
+
+    A call that blocks cannot be stopped from the event loop that it holds. It has failed all the same when it took too
+    long, as it would have in a thread: what an episode comes to does not depend on where its environment runs.
 
     Args:
         where: who is called.
-        seconds: what it may take, once it waits.
+        seconds: what it may take.
         function: plain or async.
         args, more: its arguments.
-        held: told how long the call kept everybody from running, if it was long.
     """
     began = time.perf_counter()
+    value = await _across(where, seconds, function, *args, **more)
+    if seconds is not None and time.perf_counter() - began > seconds:
+        raise EpisodeError(where, TimeoutError(f"took longer than {seconds:g} s, and nothing else ran meanwhile"))
+    return value
+
+
+async def _across(where: str, seconds: float | None, function: Callable[..., Any], *args: Any, **more: Any) -> Any:
     try:
         begun = function(*args, **more)
         if not isinstance(begun, CoroutineType):
@@ -47,15 +50,18 @@ async def across(
             if done:
                 return value
             waits = Resumed(begun, value)
-    except (EpisodeError, EpisodeOver):
+    except (EpisodeError, EpisodeOver, KeyboardInterrupt):
         raise
-    except Exception as error:
+    except BaseException as error:  # `sys.exit` too; and before the first wait nobody but itself can have cancelled it
         raise EpisodeError(where, error) from error
-    finally:
-        if held is not None and (took := time.perf_counter() - began) > HELD:
-            held(took)
     async with boundary(where, seconds):
-        return await waits
+        try:
+            return await waits
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and not task.cancelling():  # it cancelled itself: that is a failure of its own
+                raise EpisodeError(where, error) from error
+            raise
 
 
 def _first(coroutine: Coroutine[Any, Any, Any]) -> tuple[bool, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import pickle
 import signal
@@ -38,6 +39,8 @@ log = logging.getLogger(__name__)
 
 LOOK = 0.1
 """Seconds between looks at whether a request is overdue."""
+LOSSES = 8
+"""Processes that an episode may lose, by whoever's fault, before it is given up."""
 START = 60.0
 """Seconds a process may take to start."""
 
@@ -156,6 +159,13 @@ def _settle(outcome: Future[Any], value: Any, error: BaseException | None) -> No
         outcome.set_exception(error) if error is not None else outcome.set_result(value)
 
 
+async def _heard(outcome: Future[Any]) -> Any:
+    """The answer. Who stops waiting for it leaves it to come, and to be lost."""
+    answer = asyncio.wrap_future(outcome)
+    answer.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return await asyncio.shield(answer)
+
+
 class Processes:
     """The processes of a rollout, started when they are needed.
 
@@ -208,6 +218,9 @@ def _kill(processes: list[Process]) -> None:
 class ProcessEnv(Env):
     """An environment that lives in a process.
 
+    It keeps the deadline of a call itself, by killing the process: to find another process, and to be brought to where
+    it was, is no part of the call.
+
     Args:
         env: fresh; it is sent there.
         pool: where processes come from.
@@ -228,6 +241,7 @@ class ProcessEnv(Env):
         self.place = 0
         self.alone = False
         """Its last process crashed, and this environment may be why: the next one it does not share."""
+        self.losses = 0
         self.stuck = False
         """A call was given up before it came back."""
         self.played: list[tuple[str, tuple[Any, ...]]] = []
@@ -248,16 +262,25 @@ class ProcessEnv(Env):
     def _lose(self) -> None:
         """The process is gone. A second crash in a process of its own is this environment's doing."""
         process, self.process = self.process, None
+        self.losses += 1
         if process is not None:
             process.envs -= 1
+            if self.losses >= LOSSES:
+                raise WorkerLost(f"{process.why()}; it has lost {LOSSES} processes")
             if self.alone and not process.killed_for:
                 raise WorkerLost(f"{process.why()}, twice")
             self.alone = self.alone or not process.killed_for
 
     async def open(self) -> None:
         """Take a place in a process."""
-        for outcome in self._set_up():
-            await asyncio.shield(asyncio.wrap_future(outcome))
+        try:
+            for outcome in self._set_up():
+                await _heard(outcome)
+        except (WorkerLost, asyncio.CancelledError):
+            raise
+        except BaseException:  # it cannot be made there
+            await self.close()
+            raise
 
     async def reset(self, task: Task, seed: int) -> Observation:
         self.played.clear()
@@ -275,20 +298,22 @@ class ProcessEnv(Env):
         outcome = process.ask(self.where, self.seconds, self.place, DROP)
         if not self.stuck:
             with suppress(WorkerLost):
-                self.numbers = await asyncio.shield(asyncio.wrap_future(outcome))
+                self.numbers = await _heard(outcome)
         if process.alone:
             process.kill()
 
     async def _call(self, method: str, *args: Any) -> Any:
+        began = math.inf
         while True:
             try:
                 if self.process is None:
                     await self.open()
-                self.stuck = True
-                answer = await asyncio.shield(asyncio.wrap_future(self._ask(method, *args)))
-            except WorkerLost:
+                self.stuck, began = True, time.monotonic()
+                answer = await _heard(self._ask(method, *args))
+            except WorkerLost as error:
                 self.stuck = False
                 self._lose()
+                self._check_time(method, began, error)
             except Exception:
                 self.stuck = False
                 raise
@@ -298,15 +323,23 @@ class ProcessEnv(Env):
                 return answer
 
     def _now(self, method: str, *args: Any) -> Any:
-        """An answer for somebody who cannot wait for it in the event loop."""
+        """An answer for somebody who cannot wait for it in the event loop; the process is killed at the deadline."""
+        began = math.inf
         while True:
             try:
                 if self.process is None:
                     for outcome in self._set_up():
                         outcome.result()
+                began = time.monotonic()
                 return self._ask(method, *args).result()
-            except WorkerLost:
+            except WorkerLost as error:
                 self._lose()
+                self._check_time(method, began, error)
+
+    def _check_time(self, method: str, began: float, error: WorkerLost) -> None:
+        """The process was lost. If it was killed for this very call, there is no point in asking again elsewhere."""
+        if time.monotonic() - began >= self.seconds:
+            raise TimeoutError(f"{method}() took longer than {self.seconds:g} s") from error
 
     def metrics(self) -> Metrics:
         return self.numbers if self.process is None else self._now("metrics")  # type: ignore[no-any-return]

@@ -25,7 +25,8 @@ from arborl.envs.env import Env, Observation, Step
 from arborl.envs.passing import PassingEnv
 from arborl.errors import ContextFull, EpisodeError, MaxTurns
 from arborl.rollout.asking import Asking, Place
-from arborl.rollout.border import across
+from arborl.rollout.border import ENGINE, across
+from arborl.rollout.processes import ProcessEnv
 from arborl.seeds import derive
 from arborl.types import Call, Completion, Episode, Message, Metrics, Role, Sampling, Stop, Task, ToolSpec, Turn
 
@@ -105,7 +106,7 @@ class Recorder:
         self._waiting.add(task)
         try:
             generate, session = self.engine.generate, self.episode.id
-            return await across("engine", None, generate, prompt.tokens, sampling, session=session)  # type: ignore[no-any-return]
+            return await across(ENGINE, None, generate, prompt.tokens, sampling, session=session)  # type: ignore[no-any-return]
         finally:
             self._waiting.discard(task)
 
@@ -156,19 +157,17 @@ class RecordedEnv(PassingEnv):
         name: what failures call it.
         limits: of the episode.
         episode: what is filled.
-        held: told when the environment kept everybody else from running, and for how long.
     """
 
-    def __init__(
-        self, env: Env, name: str, limits: Limits, episode: Episode, held: Callable[[float], None] | None = None
-    ):
-        self.env, self.where, self.held = env, f"environment {name!r}", held
+    def __init__(self, env: Env, name: str, limits: Limits, episode: Episode):
+        self.env, self.where = env, f"environment {name!r}"
+        self.seconds = None if isinstance(env, ProcessEnv) else limits.step_seconds  # that one keeps time itself
         self.limits, self.episode = limits, episode
         self.key = ""
         self.opened = False
 
     async def _ask(self, function: Callable[..., Any], *args: Any) -> Any:
-        return await across(self.where, self.limits.step_seconds, function, *args, held=self.held)
+        return await across(self.where, self.seconds, function, *args)
 
     async def reset(self, task: Task, seed: int) -> Observation:
         """Open the episode with its own seed, whatever the agent passes."""

@@ -8,8 +8,8 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
-from functools import partial
 
 from arborl.agents.agent import Agent
 from arborl.chat.renderer import Renderer
@@ -19,6 +19,7 @@ from arborl.errors import EpisodeError, EpisodeOver, boundary
 from arborl.rollout.manager import PLAIN, Manager, Manner, named
 from arborl.rollout.recorder import Limits, RecordedEnv, Recorder
 from arborl.rollout.tape import Tape
+from arborl.rollout.watchdog import Watchdog
 from arborl.rollout.workers import Workers
 from arborl.types import Episode, Group, Metrics, Sampling, Stop, Task
 
@@ -115,7 +116,7 @@ class Rollout:
                 begin()
                 return await self.play(task, own, name, sampling)
 
-        with fewer_collections:
+        with fewer_collections, Watchdog():
             return await Manager(play, manner, self.counts).collect(tasks, seed, group_size, count)
 
     async def train(
@@ -160,21 +161,24 @@ class Rollout:
 
     async def _act(self, episode: Episode, sampling: Sampling, limits: Limits) -> None:
         task = episode.task
-        async with boundary(f"environment {task.env or 'of the run'}"):
+        async with boundary(f"environment {task.env!r}" if task.env else "environment of the run"):
             made = self.cast.env(task)
             name = task.env or type(made).__name__
             inner = await self.workers.place(made, name, limits.step_seconds)
-        env = RecordedEnv(inner, name, limits, episode, held=partial(self.workers.held, inner, name))
+        env = RecordedEnv(inner, name, limits, episode)
         model = Recorder(self.engine, self.renderer, sampling, limits, episode)
         async with boundary(f"agent {task.agent or 'of the run'}"):
             agent = self.cast.agent(task)
             try:
-                await agent.run(task, env, model)
+                with closing(model):
+                    await agent.run(task, env, model)
             except EpisodeOver as over:
                 episode.stop = Stop(over.stop)
-            finally:
-                model.close()
-                await env.close()
+            except BaseException:
+                with suppress(EpisodeError):  # what failed first is what is told
+                    await env.close()
+                raise
+            await env.close()
         await env.finish()
 
     def metrics(self) -> Metrics:

@@ -9,18 +9,28 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import re
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from arborl.envs.env import Env, Observation, Step
 from arborl.envs.passing import PassingEnv
+from arborl.tools.threads import LeftBehind
 from arborl.types import Message, Metrics, Task
 
 IDLE = 10.0
 """Seconds after which a thread that nobody needs ends."""
+
+ELSEWHERE = re.compile(r"a different (event )?loop")
+SHARED = (
+    "An environment in a thread has an event loop of its own. Make what belongs to a loop (clients, locks) in reset(), "
+    "or write `blocking = False` in its class: it then runs in the run's event loop, and must never block that."
+)
 
 Job = Callable[[], None]
 
@@ -37,13 +47,19 @@ class Hand:
     def submit(self, job: Job) -> None:
         self.jobs.put(job)
 
+    def ask(self, function: Callable[[], Any]) -> Future[Any]:
+        """What `function()` returns, to come; awaited here where it can be."""
+        outcome: Future[Any] = Future()
+        self.submit(lambda: _settle(outcome, lambda: self.settle(function())))
+        return outcome
+
     def end(self, last: Job) -> None:
         """Do this when everything before it is done, and no more."""
 
         def job() -> None:
             last()
             self.ended = True
-            self.pool.came_back(self)
+            self.pool.left.came_back(self)
 
         self.submit(job)
 
@@ -70,13 +86,31 @@ class Hand:
             self.loop.close()
 
 
+def _settle(outcome: Future[Any], function: Callable[[], Any]) -> None:
+    value: Any = None
+    error: BaseException | None = None
+    try:
+        value = function()
+    except RuntimeError as raised:
+        words = f"{raised}. {SHARED}" if ELSEWHERE.search(str(raised)) else ""
+        error = RuntimeError(words).with_traceback(raised.__traceback__) if words else raised
+    except Exception as raised:
+        error = raised
+    except BaseException as raised:  # SystemExit, KeyboardInterrupt, CancelledError: they end the call, no more
+        error = RuntimeError(f"{type(raised).__name__}: {raised}").with_traceback(raised.__traceback__)
+    if isinstance(error, StopIteration):  # which a future cannot hold
+        error = RuntimeError(f"StopIteration: {error}").with_traceback(error.__traceback__)
+    with suppress(InvalidStateError):  # cancelled: nobody waits any more
+        outcome.set_exception(error) if error is not None else outcome.set_result(value)
+
+
 class Threads:
     """The threads of a rollout; as many as environments that want one at a time."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.idle: list[Hand] = []
-        self.left: set[Hand] = set()
+        self.left = LeftBehind()
         """Threads whose call has not come back."""
         self.abandoned = 0
 
@@ -88,16 +122,18 @@ class Threads:
         with self.lock:
             self.idle.append(hand)
 
-    def leave(self, hand: Hand, last: Job) -> None:
-        """It is busy with a call nobody waits for any more; when that returns it does `last`, and ends."""
-        with self.lock:
-            self.left.add(hand)
-            self.abandoned += 1
-        hand.end(last)
+    def leave(self, hand: Hand, last: Job, name: str, due: float) -> None:
+        """It is busy with a call nobody waits for any more; when that returns it does `last`, and ends.
 
-    def came_back(self, hand: Hand) -> None:
-        with self.lock:
-            self.left.discard(hand)
+        Args:
+            hand: the thread.
+            last: what it does then.
+            name: of the environment it is busy with.
+            due: when that should have been done.
+        """
+        self.left.add(hand, name, due)
+        self.abandoned += 1
+        hand.end(last)
 
     def retire(self, hand: Hand) -> bool:
         """Whether an idle thread may end: not if it was just taken."""
@@ -110,15 +146,24 @@ class Threads:
     def metrics(self) -> Metrics:
         """Since the last call: threads left behind; and how many have not come back yet."""
         abandoned, self.abandoned = self.abandoned, 0
-        return {"rollout/threads_abandoned": float(abandoned), "rollout/threads_stuck": float(len(self.left))}
+        return {"rollout/threads_abandoned": float(abandoned), "rollout/threads_stuck": float(len(self.left.calls))}
 
 
 class ThreadEnv(PassingEnv):
-    """An environment whose `reset`, `step` and `close` run in a thread."""
+    """An environment whose `reset`, `step` and `close` run in a thread.
 
-    def __init__(self, env: Env, pool: Threads):
-        self.env, self.pool = env, pool
+    Args:
+        env: fresh.
+        pool: where threads come from.
+        name: what it is called when it hangs.
+        seconds: what one call may take before it is said to.
+    """
+
+    def __init__(self, env: Env, pool: Threads, name: str, seconds: float):
+        self.env, self.pool, self.name, self.seconds = env, pool, name, seconds
         self.hand: Hand | None = None
+        self.due = 0.0
+        """When the last call should be done."""
         self.stuck = False
         """A call was given up before it came back."""
         self.numbers: Metrics | None = None
@@ -133,13 +178,13 @@ class ThreadEnv(PassingEnv):
         """Close it in its thread; where that is stuck, the thread does so once it is not."""
         hand = self.hand = self.hand or self.pool.take()
         if self.stuck:
-            self.pool.leave(hand, lambda: self._late(hand))
+            self.pool.leave(hand, lambda: self._late(hand), self.name, self.due)
             return
         try:
             await self._call(lambda: self._end(hand))
         finally:
             if self.stuck:
-                self.pool.leave(hand, lambda: None)
+                self.pool.leave(hand, lambda: None, self.name, self.due)
             else:
                 self.pool.give_back(hand)
 
@@ -157,32 +202,8 @@ class ThreadEnv(PassingEnv):
     async def _call(self, function: Callable[[], Any]) -> Any:
         """`function()` in the environment's thread."""
         hand = self.hand = self.hand or self.pool.take()
-        loop = asyncio.get_running_loop()
-        outcome: asyncio.Future[Any] = loop.create_future()
-
-        def tell(value: Any, error: BaseException | None) -> None:
-            if outcome.done():  # cancelled: nobody waits any more
-                return
-            if error is None:
-                outcome.set_result(value)
-            else:
-                outcome.set_exception(error)
-
-        def job() -> None:
-            value, error = None, None
-            try:
-                value = hand.settle(function())
-            except Exception as raised:
-                error = raised
-            except BaseException as raised:  # SystemExit ends the episode it was raised in, no more
-                error = RuntimeError(f"{type(raised).__name__}: {raised}")
-            if isinstance(error, StopIteration):
-                error = RuntimeError(f"StopIteration: {error}")
-            with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(tell, value, error)
-
-        hand.submit(job)
-        self.stuck = True
+        outcome = asyncio.wrap_future(hand.ask(function))
+        self.due, self.stuck = time.monotonic() + self.seconds, True
         try:
             return await outcome
         finally:

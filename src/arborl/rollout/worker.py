@@ -29,7 +29,8 @@ class Worker:
     def __init__(self, pipe: Connection):
         self.pipe, self.lock = pipe, threading.Lock()
         self.threads = Threads()
-        self.envs: dict[int, tuple[Env, Hand]] = {}
+        self.hands: dict[int, Hand] = {}
+        self.envs: dict[int, Env] = {}
 
     def serve(self) -> None:
         self.pipe.send_bytes(pickle.dumps((0, True, None)))  # ready
@@ -39,25 +40,23 @@ class Worker:
             except EOFError:
                 return
             if method == MAKE:
-                hand = self.threads.take()
-                hand.submit(partial(self._answer, number, self._make, place, args[0], hand))
-            else:
-                _, hand = self.envs[place]
-                function = self._drop if method == DROP else self._ask
-                hand.submit(partial(self._answer, number, function, place, method, args))
+                self.hands[place] = self.threads.take()
+            function = {MAKE: self._make, DROP: self._drop}.get(method, self._ask)
+            self.hands[place].submit(partial(self._answer, number, function, place, method, args))
 
-    def _make(self, place: int, pickled: bytes, hand: Hand) -> None:
-        self.envs[place] = pickle.loads(pickled), hand
+    def _make(self, place: int, method: str, args: tuple[Any, ...]) -> None:
+        self.envs[place] = pickle.loads(args[0])
 
     def _ask(self, place: int, method: str, args: tuple[Any, ...]) -> Any:
-        env, hand = self.envs[place]
-        value = hand.settle(getattr(env, method)(*args))
+        value = self.hands[place].settle(getattr(self.envs[place], method)(*args))
         return (value, args[0].bit_generator.state) if method == RANDOM else value
 
     def _drop(self, place: int, method: str, args: tuple[Any, ...]) -> Any:
-        """Close it, and tell its numbers."""
-        env, hand = self.envs.pop(place)
+        """Close it, and tell its numbers; one that could not be made has none."""
+        hand, env = self.hands.pop(place), self.envs.pop(place, None)
         try:
+            if env is None:
+                return {}
             hand.settle(env.close())
             return hand.settle(env.metrics())
         finally:

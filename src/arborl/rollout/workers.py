@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
-import logging
-
 from arborl.envs.env import Env
 from arborl.rollout.processes import ProcessEnv, Processes
 from arborl.rollout.threads import ThreadEnv, Threads
 from arborl.types import Metrics
 
-log = logging.getLogger(__name__)
+CALLS = ("reset", "step", "close")
+KILLABLE = " Give what it waits for a time limit of its own, or write rollout.workers=process: processes can be killed."
 
 
 class Workers:
@@ -28,8 +26,6 @@ class Workers:
         self.kind = kind
         self.threads = Threads()
         self.processes = Processes(per_process)
-        self.slow: set[type] = set()
-        """Kinds of environments that held the event loop without having said so."""
 
     async def place(self, env: Env, name: str, seconds: float) -> Env:
         """The environment, to be called in the same way from here.
@@ -43,20 +39,10 @@ class Workers:
             placed = ProcessEnv(env, self.processes, f"environment {name!r}", seconds)
             await placed.open()
             return placed
-        if self.kind == "thread" or (self.kind == "auto" and (blocks(env) or type(env) in self.slow)):
-            return ThreadEnv(env, self.threads)
+        if self.kind == "thread" or (self.kind == "auto" and blocks(env)):
+            self.threads.left.admit(f"environment {name!r}", KILLABLE)
+            return ThreadEnv(env, self.threads, f"environment {name!r}", seconds)
         return env
-
-    def held(self, env: Env, name: str, seconds: float) -> None:
-        """An environment kept everybody from running for so long."""
-        if self.kind == "auto" and not isinstance(env, ThreadEnv) and type(env) not in self.slow:
-            self.slow.add(type(env))
-            log.warning(
-                "environment %r held all others up for %.2g s, so the next ones of its kind run in threads. Write "
-                "`blocking = True` in its class to have them there from the start.",
-                name,
-                seconds,
-            )
 
     def metrics(self) -> Metrics:
         """What was left behind or replaced since the last call, and what there is."""
@@ -69,6 +55,16 @@ class Workers:
 
 
 def blocks(env: Env) -> bool:
-    """Whether an environment's calls may take their time without letting others run."""
-    plain = not (inspect.iscoroutinefunction(env.reset) and inspect.iscoroutinefunction(env.step))
-    return plain or bool(getattr(env, "blocking", False))
+    """Whether an environment's calls may take their time without letting others run: unless it says that they do not.
+
+    That `reset` and `step` are `async` says nothing: what they call may block, and then nobody else plays, no deadline
+    is kept and Ctrl-C is not heard. The word of a class is about its own calls: one that overrides them gives its own.
+    """
+    if "blocking" in getattr(env, "__dict__", ()):
+        return bool(vars(env)["blocking"])
+    for kind in type(env).__mro__:
+        if "blocking" in vars(kind):
+            return bool(vars(kind)["blocking"])
+        if any(call in vars(kind) for call in CALLS):
+            return True
+    return True

@@ -19,6 +19,7 @@ from arborl.errors import ConfigError
 from arborl.sandbox import best_level
 from arborl.tools.desk import Busy, Desk, Draining
 from arborl.tools.limit import LimitTimeout, RateLimit
+from arborl.tools.threads import stuck_calls
 from arborl.tools.wire import (
     PLAIN,
     About,
@@ -173,6 +174,9 @@ class Meters:
         ):
             gauge = Gauge(f"arborl_tool_{name}", about, registry=self.registry)
             gauge.set_function(functools.partial(getattr, desk, name))
+        stuck = Gauge("arborl_tool_stuck", "calls that hang in threads", ["tool"], registry=self.registry)
+        for name in desk.toolbox.tools:
+            stuck.labels(name).set_function(functools.partial(stuck_calls, name))
 
     def count(self, name: str, result: ToolResult) -> None:
         self._calls.labels(name, result.kind).inc()

@@ -1,40 +1,131 @@
-"""Plain functions beside the event loop."""
+"""Plain functions beside the event loop, and the threads of those that never came back.
+
+A thread cannot be stopped from outside. What nobody waits for any more is left behind; how many are, and whose, is kept
+here, so that a function that hangs every time cannot fill the machine with threads.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
+import logging
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+log = logging.getLogger(__name__)
 
-async def in_thread(function: Callable[[], Any]) -> Any:
+MOST = 32
+"""Threads of one name that may hang before no more are begun for it."""
+
+
+class TooManyStuck(RuntimeError):
+    """So many calls of one kind hang that another is not begun."""
+
+
+class LeftBehind:
+    """Threads that somebody has stopped waiting for, by whose call they run.
+
+    One is stuck when its call has taken longer than it may. A call that was given up earlier (its episode was
+    cancelled) is none yet: it may be about to return.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.calls: dict[object, tuple[str, float]] = {}
+        self.full: set[str] = set()
+        """Names whose calls are refused; each is told once."""
+
+    def add(self, call: object, name: str, due: float) -> None:
+        """Nobody waits for this call any more. `due`: when it should have been back, as `time.monotonic` tells it."""
+        with self.lock:
+            self.calls[call] = name, due
+
+    def came_back(self, call: object) -> None:
+        """The call has returned after all, or never was left."""
+        with self.lock:
+            self.calls.pop(call, None)
+
+    def stuck(self) -> Counter[str]:
+        """How many calls of each name hang."""
+        now = time.monotonic()
+        with self.lock:
+            return Counter(name for name, due in self.calls.values() if due <= now)
+
+    def admit(self, name: str, instead: str = "") -> None:
+        """Refuse another call of that name while too many hang.
+
+        Args:
+            name: whose call it is.
+            instead: what may be done about it, for the error.
+        """
+        if not self.calls or self.stuck()[name] < MOST:  # the usual case looks at nothing
+            self.full.discard(name)
+            return
+        words = f"{MOST} calls of {name} hang in threads that cannot be stopped, so this one was not begun.{instead}"
+        if name not in self.full:
+            self.full.add(name)
+            log.warning("%s", words)
+        raise TooManyStuck(words)
+
+
+left_behind = LeftBehind()
+"""Of `in_thread`, in this process."""
+
+
+def stuck_calls(tool: str) -> int:
+    """How many calls of that tool hang."""
+    return left_behind.stuck()[f"tool {tool!r}"]
+
+
+async def in_thread(function: Callable[[], Any], whose: str = "", seconds: float = 30.0) -> Any:
     """`function()` in a daemon thread of its own.
 
     Not in asyncio's pool: a few functions that never return would fill it, and leaving the event loop waits for it.
+
+    Args:
+        function: without arguments.
+        whose: what a call that hangs is called; the function's name by default.
+        seconds: what it may take before it is said to hang; whoever waits longer, or less, is free to.
+
+    Raises:
+        TooManyStuck: at once, while `MOST` calls of that name hang.
     """
+    name = getattr(getattr(function, "func", function), "__name__", "tool")  # never its arguments: they may be long
+    whose = whose or repr(name)
+    left_behind.admit(whose)
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
     context = contextvars.copy_context()
+    due, ended = time.monotonic() + seconds, False
 
     def settle(value: Any, error: BaseException | None) -> None:
         if not outcome.done():  # cancelled: the caller stopped waiting
             outcome.set_result((value, error))
 
     def work() -> None:
+        nonlocal ended
         value, error = None, None
         try:
             value = context.run(function)
         except BaseException as raised:
             error = raised
+        ended = True
+        left_behind.came_back(outcome)
         with suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(settle, value, error)
 
-    name = getattr(getattr(function, "func", function), "__name__", "tool")  # never its arguments: they may be long
     threading.Thread(target=work, name=f"arborl-{name}", daemon=True).start()
-    value, error = await outcome
+    try:
+        value, error = await outcome
+    except asyncio.CancelledError:
+        left_behind.add(outcome, whose, due)
+        if ended:  # in this very moment
+            left_behind.came_back(outcome)
+        raise
     if error is not None and not isinstance(error, Exception):  # SystemExit ends the thread it was raised in, no more
         raise RuntimeError(f"{type(error).__name__}: {error}") from error
     if error is not None:

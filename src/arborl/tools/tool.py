@@ -125,7 +125,7 @@ class Tool:
             if self.limit is not None:
                 await self.limit.acquire()
             async with boundary(f"tool {self.name!r}", self.timeout):
-                content, kind = as_text(await call(function, given | filled)), "ok"
+                content, kind = as_text(await self._call(function, given | filled)), "ok"
         except ArgumentError as error:
             content, kind = str(error), "arguments"
         except EpisodeError as error:
@@ -133,6 +133,14 @@ class Tool:
             kind = "timeout" if error.kind == "timeout" else "exception"
         kept = cut(content, self.max_chars, self.max_tokens, context.tokenizer)
         return ToolResult(kept, kind == "ok", kind, time.perf_counter() - start)
+
+    async def _call(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+        """`function(**arguments)`: an async one here, a plain one in a thread."""
+        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+            return await function(**arguments)
+        whose = f"tool {self.name!r}"
+        value = await in_thread(functools.partial(function, **arguments), whose, self.timeout)
+        return await value if inspect.isawaitable(value) else value
 
     def _function(self, context: Context) -> Callable[..., Any]:
         """The function; a method of the episode's own object where it was given by its class."""
@@ -199,14 +207,6 @@ def describe(
             "dicts, dataclasses or pydantic models, or mark the parameter with Given, State or Context"
         ) from error
     return takes, Filler(name, marks, optional), method
-
-
-async def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """`function(**arguments)`: an async one here, a plain one in a thread."""
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-        return await function(**arguments)
-    value = await in_thread(functools.partial(function, **arguments))
-    return await value if inspect.isawaitable(value) else value
 
 
 def as_text(value: Any) -> str:

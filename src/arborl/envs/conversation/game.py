@@ -45,6 +45,8 @@ class Conversation(Env):
         format_penalty: reward of an empty reply; the user then says the line again.
     """
 
+    blocking = False
+
     def __init__(
         self,
         preset: str = "customer_service",

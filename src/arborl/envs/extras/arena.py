@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,8 @@ from arborl.envs.env import Env, Observation, Step
 from arborl.envs.extras import package
 from arborl.seeds import derive
 from arborl.types import Message, Metrics, Task
+
+BORROWED = threading.Lock()
 
 
 class TextArena(Env):
@@ -25,6 +28,8 @@ class TextArena(Env):
         kwargs: arguments of the game.
         success: a reward of at least this counts as solved.
     """
+
+    blocking = False
 
     def __init__(self, game: str = "GuessTheNumber-v0", kwargs: Mapping[str, Any] | None = None, success: float = 1.0):
         self.arena = package("textarena", "textarena").make(f"{game}-raw", **dict(kwargs or {}))
@@ -73,14 +78,15 @@ class TextArena(Env):
 
     @contextmanager
     def _borrowed(self) -> Iterator[None]:
-        """Python's shared random numbers, in the state this episode left them."""
-        theirs = random.getstate()
-        random.setstate(self.chance)
-        try:
-            yield
-        finally:
-            self.chance = random.getstate()
-            random.setstate(theirs)
+        """Python's shared random numbers, in the state this episode left them; one game at a time, in all threads."""
+        with BORROWED:
+            theirs = random.getstate()
+            random.setstate(self.chance)
+            try:
+                yield
+            finally:
+                self.chance = random.getstate()
+                random.setstate(theirs)
 
     def metrics(self) -> Metrics:
         return {"success": float(self.over and self.reward >= self.success), "score": self.reward}

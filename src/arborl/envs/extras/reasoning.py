@@ -26,6 +26,8 @@ class ReasoningGym(Env):
         format_penalty: reward of a message without an answer.
     """
 
+    blocking = False
+
     def __init__(
         self, dataset: str = "leg_counting", config: Mapping[str, Any] | None = None, format_penalty: float = 0.0
     ):

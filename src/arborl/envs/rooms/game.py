@@ -41,6 +41,8 @@ class Rooms(Env):
         format_penalty: of a command that is not possible, on top; nothing changes.
     """
 
+    blocking = False
+
     def __init__(
         self,
         rooms: int = 6,

@@ -43,6 +43,8 @@ class Shop(Env):
         repeat_instruction: show the instruction on every page, as WebShop does; else only at the start.
     """
 
+    blocking = False
+
     def __init__(
         self,
         products: int = 1000,

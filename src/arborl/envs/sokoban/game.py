@@ -60,6 +60,8 @@ class Sokoban(Env):
         border: show the wall around the board as well.
     """
 
+    blocking = False
+
     def __init__(
         self,
         preset: str = "6x6",
