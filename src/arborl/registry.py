@@ -71,6 +71,11 @@ def load(path: str, kind: str = "object") -> Any:
 
 def call_checked(part: Any, args: Mapping[str, Any], where: str) -> Any:
     """`part(**args)`, where an argument it does not take is an error that lists what it takes."""
+    if not callable(part):
+        what = type(part).__name__
+        raise ConfigError(
+            f"{where}: an object of {what} is there already; give the class, or a function that makes one."
+        )
     bare = inspect.isclass(part) and part.__init__ is object.__init__  # whose signature says it takes anything
     parameters = {} if bare else inspect.signature(part).parameters
     known = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

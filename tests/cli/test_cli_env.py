@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import time
+
 import pytest
 from typer.testing import CliRunner
 
@@ -24,6 +27,56 @@ class Broken(Env):
 
     async def step(self, action):
         return Step(Observation((Message("user", 7),)), reward=float("nan"))
+
+
+class Blocking(Env):
+    """Async, and holds the event loop it runs in; where, its first argument says."""
+
+    def __init__(self, where: str = "step"):
+        self.where = where
+        self.hang("init")
+
+    def hang(self, here):
+        if here == self.where:
+            time.sleep(60)
+
+    async def reset(self, task, seed):
+        self.hang("reset")
+        return Observation((Message("user", "hi"),))
+
+    async def step(self, action):
+        self.hang("step")
+        return Step(Observation((Message("user", "hi"),)), terminated=True)
+
+    async def close(self):
+        self.hang("close")
+
+    def actions(self):
+        self.hang("actions")
+        return ["go"]
+
+
+class Quitting(Env):
+    async def reset(self, task, seed):
+        sys.exit("enough")
+
+    async def step(self, action):
+        raise KeyboardInterrupt
+
+
+INSTANCE = Broken()
+
+
+def factory(where: str = "never") -> Env:
+    return Blocking(where)
+
+
+def nothing() -> None:
+    """Makes no environment."""
+
+
+def missing() -> Env:
+    raise FileNotFoundError("no such level")
 
 
 def call(*arguments, typed=None):
@@ -52,9 +105,39 @@ def test_check_names_the_fields_of_an_environment_that_breaks_the_contract():
     assert "content is 7 (int): return a str" in done.output
 
 
+@pytest.mark.parametrize("where", ["reset", "step", "close", "actions"])
+def test_check_ends_with_the_call_that_hangs(where):
+    began = time.monotonic()
+    done = call("check", f"{__name__}:Blocking", f"where={where}", "--seconds", "0.2")
+    assert done.exit_code == 1
+    assert f"{where}() did not come back within 0.2 s" in done.output
+    assert "(1 of 1 tasks)" in done.output
+    assert time.monotonic() - began < 20
+
+
+def test_check_takes_a_function_that_makes_one_and_survives_one_that_ends_the_process():
+    assert call("check", f"{__name__}:factory", "--tasks", "1").exit_code in (0, 1)
+    done = call("check", f"{__name__}:Quitting", "--tasks", "1")
+    assert done.exit_code == 1
+    assert "reset() raised SystemExit: enough" in done.output
+
+
+def test_playing_ends_with_the_call_that_hangs(monkeypatch):
+    monkeypatch.setattr("arborl.cli.play.SECONDS", 0.2)
+    done = call("play", f"{__name__}:Blocking", "--random")
+    assert done.exit_code == 2
+    assert "Blocking.step() did not come back within 0.2 s" in done.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        (["check", f"{__name__}:INSTANCE"], "is an object of Broken, and every episode is played in an environment of"),
+        (["play", f"{__name__}:INSTANCE"], f"Name the class, {__name__}:Broken, or a function"),
+        (["check", f"{__name__}:MOVES"], "is an object of list"),
+        (["check", f"{__name__}:nothing"], "which has no reset() and step()"),
+        (["check", f"{__name__}:missing"], "cannot be made: FileNotFoundError: no such level"),
+        (["check", f"{__name__}:Blocking", "where=init", "--seconds", "0.2"], "Let it open what it needs in reset()."),
         (["check", "sokobann"], "Did you mean 'sokoban'?"),
         (["check", "sokoban", "boxes=0"], "boxes=0: give at least 1"),
         (["check", "sokoban", "box=1"], "sokoban.box: unknown argument. Did you mean 'boxes'?"),

@@ -139,6 +139,7 @@ def test_health_and_metrics_tell_how_it_stands():
     assert health == {"status": "ok", "running": 0, "waiting": 0, "sandbox": None}
     assert 'arborl_tool_calls_total{kind="ok",tool="calculator"} 1.0' in metrics
     assert 'arborl_tool_calls_total{kind="unknown_tool",tool="unknown"} 1.0' in metrics
+    assert 'arborl_tool_stuck{tool="calculator"} 0.0' in metrics
 
 
 # ------------------------------------------------------------------------------------------------ who may ask

@@ -13,7 +13,7 @@ from arborl.cli.arguments import one_path, split
 from arborl.errors import ConfigError
 
 PLAY_OPTIONS = ("--oracle", "--random", "--model", "--seed", "--split", "--pause", "--help")
-CHECK_OPTIONS = ("--tasks", "--steps", "--help")
+CHECK_OPTIONS = ("--tasks", "--steps", "--seconds", "--help")
 
 env = typer.Typer(name="env", help="See, play and check environments.", no_args_is_help=True, rich_markup_mode=None)
 SETTINGS = {"ignore_unknown_options": True}
@@ -71,7 +71,7 @@ def play(
         raise ConfigError("--oracle, --random and --model each name the player: give one of them.")
     name, args = named(arguments, PLAY_OPTIONS)
     task = Task(f"{name}/play-{seed}", seed=seed, env=name, fields={"split": split_name})
-    made = make(name, args)
+    made = first(name, args)
     stage = Stage(made, task, seed, pause if oracle or random or model else 0.0)
     if model:
         player, stage.seed = by_model(model, name, args, task, seed)
@@ -88,20 +88,26 @@ def check(
     ],
     tasks: Annotated[int, typer.Option(help="Tasks to open, with seeds 0, 1, 2, …", min=1)] = 10,
     steps: Annotated[int, typer.Option(help="Longest play.", min=1)] = 30,
+    seconds: Annotated[float, typer.Option(help="What one call may take.", min=0.01)] = 30.0,
 ) -> None:
     """Hold an environment to the contract. Exit code 1 if it breaks it."""
+    from time import monotonic
+
     from arborl.envs.checker import check_env
     from arborl.types import Message, Task
 
     name, args = named(arguments, CHECK_OPTIONS)
-    make(name, args)
+    first(name, args, seconds)
     question = (Message("user", "What is 6 * 7?"),)
     problems: dict[str, int] = {}
     for seed in range(tasks):
-        chosen = "held_out" if seed % 2 else "train"
+        chosen, began = "held_out" if seed % 2 else "train", monotonic()
         task = Task(f"{name}/check-{seed}", question, {"split": chosen, "answer": "42"}, seed=seed)
-        for problem in check_env(lambda: make(name, args), task, seed=seed, steps=steps):
+        for problem in check_env(lambda: make(name, args), task, seed=seed, steps=steps, seconds=seconds):
             problems[problem] = problems.get(problem, 0) + 1
+        if problems and monotonic() - began > seconds:  # it hangs: once is enough
+            tasks = seed + 1
+            break
     for problem, count in problems.items():
         typer.echo(f"- {problem} ({count} of {tasks} tasks)")
     if problems:
@@ -132,8 +138,43 @@ def named(arguments: Sequence[str], options: Sequence[str]) -> tuple[str, dict[s
     return name, args
 
 
-def make(name: str, args: Mapping[str, Any]) -> Any:
-    """A fresh environment."""
+def part(name: str) -> Any:
+    """What makes the environment: a class, or a function."""
     from arborl.envs import ENVS
 
-    return ENVS.build(name, args, name)
+    found = ENVS[name]
+    if callable(found) and not (hasattr(found, "reset") and not inspect.isclass(found)):
+        return found
+    kind = type(found)
+    raise ConfigError(
+        f"{name} is an object of {kind.__name__}, and every episode is played in an environment of its own. Name the "
+        f"class, {kind.__module__}:{kind.__qualname__}, or a function that makes one."
+    )
+
+
+def make(name: str, args: Mapping[str, Any]) -> Any:
+    """A fresh environment."""
+    from arborl.registry import call_checked
+
+    made = call_checked(part(name), args, name)
+    if not all(callable(getattr(made, call, None)) for call in ("reset", "step")):
+        raise ConfigError(
+            f"{name} made {made!r} ({type(made).__name__}), which has no reset() and step(). Name a class of "
+            "environments, or a function that returns one."
+        )
+    return made
+
+
+def first(name: str, args: Mapping[str, Any], seconds: float = 30.0) -> Any:
+    """A fresh environment; one that cannot be made, for whatever reason, is a sentence."""
+    from arborl.rollout.threads import Threads, TooLong
+
+    part(name)
+    try:
+        return Threads().take().wait(f"making {name}", seconds, lambda: make(name, args))
+    except TooLong as error:
+        raise ConfigError(f"{error} Let it open what it needs in reset().") from error
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{name} cannot be made: {type(error).__name__}: {error}") from error

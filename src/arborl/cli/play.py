@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.text import Text
 
 from arborl.envs.env import Env, Observation
-from arborl.envs.passing import awaited
 from arborl.errors import ConfigError
+from arborl.rollout.threads import Hand, Threads, TooLong
 from arborl.seeds import derive, generator
 from arborl.types import Message, Task
 
@@ -34,6 +34,8 @@ COLORS = {
 }
 KEYS = {"w": "Up", "a": "Left", "s": "Down", "d": "Right"}
 SHOWN_ACTIONS = 12
+SECONDS = 30.0
+"""What one call of an environment may take."""
 
 
 @dataclass
@@ -54,25 +56,27 @@ class Stage:
     console: Console = field(default_factory=lambda: Console(highlight=False))
 
     def run(self, player: Player) -> None:
-        """Play to the end, or until the player leaves."""
-        self.env = awaited(self.env)
-        asyncio.run(self._run(player))
-
-    async def _run(self, player: Player) -> None:
+        """Play to the end, or until the player leaves; Ctrl-C is heard whatever the environment does."""
+        hand = Threads().take()
         try:
-            await self._play(player)
-        finally:
-            await self.env.close()
+            self._play(player, hand)
+            hand.wait("close()", SECONDS, self.env.close)
+        except TooLong as error:
+            raise ConfigError(f"{type(self.env).__name__}.{error}") from error
+        except BaseException:
+            hand.ask(self.env.close)
+            raise
 
-    async def _play(self, player: Player) -> None:
-        self._show(await self.env.reset(self.task, self.seed))
+    def _play(self, player: Player, hand: Hand) -> None:
+        self._show(hand.wait("reset()", SECONDS, lambda: self.env.reset(self.task, self.seed)))
         total, turns, over = 0.0, 0, False
         while not over:
             text = player(self.env)
             if text is None:
                 self.console.print("left the game", style="dim")
                 break
-            step = await self.env.step(Message("assistant", text))
+            said = Message("assistant", text)
+            step = hand.wait("step()", SECONDS, lambda said=said: self.env.step(said))  # type: ignore[misc]
             total, turns, over = total + step.reward, turns + 1, step.over
             self.console.print(Text(f"\n{turns}> {text}", style="bold cyan"))
             self._show(step.observation)

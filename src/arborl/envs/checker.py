@@ -8,8 +8,11 @@ type its record promises (`faults.py`). Problems come back as sentences; the che
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import math
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,33 +32,43 @@ from arborl.seeds import generator
 from arborl.types import Message, Task
 
 SECONDS = 30.0
-"""What one reset, step or close may take."""
+"""What one call may take."""
+LOOK, GRACE = 0.05, 1.0
+"""Seconds between looks at a call; and what a call that is told to stop has to do so."""
 PICTURES = 3
 """Pictures asked for in one play, besides the last: some take long to draw."""
 NONSENSE = ("", "\n", "banana", "<answer></answer>", "<answer>banana</answer>", "</answer> <answer>", "é√\x00" * 500)
 """What models say when they have no idea."""
 
 
-def check_env(make: Callable[[], Env], task: Task, *, seed: int = 0, steps: int = 20) -> list[str]:
+def check_env(
+    make: Callable[[], Env], task: Task, *, seed: int = 0, steps: int = 20, seconds: float = SECONDS
+) -> list[str]:
     """What is wrong with an environment; an empty list when nothing was found.
+
+    The check runs in a thread and is watched from here: a call that blocks, async or not, ends it with a problem too.
 
     Args:
         make: gives a fresh environment; it is called several times.
         task: one it can open.
         seed: of the episode's chance and of the policy that plays it.
         steps: length of a play, unless the environment ends it sooner.
+        seconds: what one call may take.
 
     Example:
         assert check_env(FrozenLake, Task("t", seed=1)) == []
     """
-    check = _Check(make, task, seed, steps)
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        asyncio.run(check.run())
-    else:  # called from inside an event loop, as in a notebook
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(asyncio.run, check.run()).result()
+    check = _Check(make, task, seed, steps, seconds)
+    thread = threading.Thread(target=lambda: asyncio.run(check.run()), name="arborl-check", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(LOOK)
+        name, began = check.doing
+        if thread.is_alive() and time.monotonic() - began > seconds + GRACE:
+            hung = (
+                f"{name} did not come back within {seconds:g} s, and cannot be stopped: it hangs, or blocks for longer."
+            )
+            return list(dict.fromkeys([*check.problems, hung]))
     return list(dict.fromkeys(check.problems))
 
 
@@ -80,7 +93,20 @@ class _Check:
     task: Task
     seed: int
     steps: int
+    seconds: float
     problems: list[str] = field(default_factory=list)
+    doing: tuple[str, float] = ("", math.inf)
+    """The call that is being made, and since when."""
+
+    @asynccontextmanager
+    async def call(self, name: str) -> AsyncIterator[None]:
+        """One call of the environment: what it raises is attributed to it, and it is known to be under way."""
+        async with boundary(name, self.seconds):
+            self.doing = name, time.monotonic()
+            try:
+                yield
+            finally:
+                self.doing = "", math.inf
 
     async def run(self) -> None:
         try:
@@ -90,7 +116,7 @@ class _Check:
             for further in (self._watch, self._branch, self._babble):
                 if not self.problems:
                     await self._fresh(further, first)
-        except Exception as error:
+        except BaseException as error:  # of an environment: the thread is the check's own
             self.problems.append(f"the check stopped at {type(error).__name__}: {error}.")
 
     async def _play(self) -> _Play:
@@ -108,7 +134,7 @@ class _Check:
         """Do this part of the check with an environment of its own; what it raises is a problem."""
         env: Env | None = None
         try:
-            async with boundary("make()"):
+            async with self.call("make()"):
                 env = awaited(self.make())
             await part(env, play)
         except EpisodeError as error:
@@ -118,24 +144,24 @@ class _Check:
 
     async def _moves(self, env: Env, play: _Play) -> None:
         """Open the episode and play it with random, legal moves."""
-        async with boundary("reset()", SECONDS):
+        async with self.call("reset()"):
             play.opening = await env.reset(self.task, self.seed)
         self.problems += faults_of_observation("reset()", play.opening)
         chance = generator(self.seed, "checker")
         for _ in range(self.steps):
             text = await self._choose(env, chance)
-            async with boundary("step()", SECONDS):
+            async with self.call("step()"):
                 step = await env.step(Message("assistant", text))
             self.problems += faults_of_step(step)
             play.texts.append(text)
             play.steps.append(step)
             if getattr(step, "terminated", False) or getattr(step, "truncated", False):
                 break
-        async with boundary("metrics()"):
+        async with self.call("metrics()"):
             self.problems += faults_of_metrics(env.metrics())
 
     async def _choose(self, env: Env, chance: Any) -> str:
-        async with boundary("actions()"):
+        async with self.call("actions()"):
             legal = env.actions()
         if not isinstance(legal, list) or not all(isinstance(text, str) for text in legal):
             self.problems.append(
@@ -144,14 +170,14 @@ class _Check:
             return "hello"
         if legal:
             return legal[int(chance.integers(len(legal)))]
-        async with boundary("random()"):
+        async with self.call("random()"):
             text = env.random(chance)
         self.problems += fault_of_policy("random()", text)
         return text if isinstance(text, str) else "hello"
 
     async def _reopen(self, env: Env, play: _Play) -> None:
         """The same object opens the same task again: nothing of the last episode, or of its chance, may show."""
-        async with boundary("the second reset()", SECONDS):
+        async with self.call("the second reset()"):
             again = await env.reset(self.task, self.seed)
         if again != play.opening:
             what = "state_key" if _messages(again) == _messages(play.opening) else "messages"
@@ -160,7 +186,7 @@ class _Check:
                 "episode anew in reset()."
             )
             return
-        async with boundary("reset() with another seed", SECONDS):
+        async with self.call("reset() with another seed"):
             other = await env.reset(self.task, self.seed + 1)
         if _messages(other) != _messages(again):
             self.problems.append(
@@ -170,11 +196,11 @@ class _Check:
 
     async def _watch(self, env: Env, first: _Play) -> None:
         """The first play again, looked at from all sides before every step: looking must not change anything."""
-        async with boundary("reset()", SECONDS):
+        async with self.call("reset()"):
             seen = await env.reset(self.task, self.seed)
         for number, (text, expected) in enumerate(zip(first.texts, first.steps, strict=True), 1):
             await self._look(env, seen, picture=number <= PICTURES)
-            async with boundary("step()", SECONDS):
+            async with self.call("step()"):
                 step = await env.step(Message("assistant", text))
             seen = step.observation
             if differs := _difference(expected, step):
@@ -187,11 +213,11 @@ class _Check:
         await self._look(env, seen)
 
     async def _look(self, env: Env, seen: Observation, picture: bool = True) -> None:
-        async with boundary("render() or state_key()"):
+        async with self.call("render() or state_key()"):
             self.problems += faults_of_looks(env)
             key = env.state_key()
         if picture:
-            async with boundary("picture()"):
+            async with self.call("picture()"):
                 self.problems += faults_of_picture(env.picture())
         if key and key != seen.state_key:
             self.problems.append(
@@ -199,27 +225,28 @@ class _Check:
                 "Observation(…, state_key=self.state_key())."
             )
         for name, ask in (("oracle()", env.oracle), ("random()", lambda: env.random(generator(self.seed, "look")))):
-            async with boundary(name):
+            async with self.call(name):
                 self.problems += fault_of_policy(name, ask())
-        async with boundary("metrics()"):
+        async with self.call("metrics()"):
             self.problems += faults_of_metrics(env.metrics())
-        async with boundary("snapshot()"):
+        async with self.call("snapshot()"):
             env.snapshot()
 
     async def _branch(self, env: Env, first: _Play) -> None:
         """From the middle of the first play: the rest, then the rest again from a snapshot, here and elsewhere."""
         half = len(first.texts) // 2
-        async with boundary("reset()", SECONDS):
+        async with self.call("reset()"):
             await env.reset(self.task, self.seed)
         await self._steps(env, first.texts[:half])
-        async with boundary("snapshot()"):
+        async with self.call("snapshot()"):
             kept = env.snapshot()
         if kept is None:
             return
         await self._steps(env, first.texts[half:])
-        other = awaited(self.make())
+        async with self.call("make()"):
+            other = awaited(self.make())
         for place, place_name in ((env, "the same environment"), (other, "a fresh environment")):
-            async with boundary("restore()"):
+            async with self.call("restore()"):
                 place.restore(kept)
             again = await self._steps(place, first.texts[half:])
             differs = next(filter(None, map(_difference, first.steps[half:], again)), "")
@@ -234,17 +261,18 @@ class _Check:
     async def _steps(self, env: Env, texts: Sequence[str]) -> list[Step]:
         steps = []
         for text in texts:
-            async with boundary("step()", SECONDS):
+            async with self.call("step()"):
                 steps.append(await env.step(Message("assistant", text)))
         return steps
 
     async def _babble(self, env: Env, first: _Play) -> None:
         """Each piece of nonsense at the opening: it is answered, and counts as no move where moves can be listed."""
         for text in NONSENSE:
-            async with boundary("reset()", SECONDS):
+            async with self.call("reset()"):
                 await env.reset(self.task, self.seed)
-            listed = env.actions()
-            async with boundary(f"step() on the message {show(text)}", SECONDS):
+            async with self.call("actions()"):
+                listed = env.actions()
+            async with self.call(f"step() on the message {show(text)}"):
                 step = await env.step(Message("assistant", text))
             self.problems += faults_of_step(step)
             if listed and text not in listed and isinstance(step, Step) and step.info.get("valid"):
@@ -252,13 +280,13 @@ class _Check:
                     f"step() returned info['valid']={show(step.info['valid'])} for {show(text)}, which is not among "
                     "actions(): return 0 for a message that is no move."
                 )
-        async with boundary("metrics()"):
+        async with self.call("metrics()"):
             self.problems += faults_of_metrics(env.metrics())
 
     async def _close(self, env: Env) -> None:
         try:
             for call in ("close()", "the second close()"):
-                async with boundary(call, SECONDS):
+                async with self.call(call):
                     await env.close()
         except EpisodeError as error:
             self._raised(error)

@@ -20,6 +20,7 @@ from typing import Any
 
 from arborl.envs.env import Env, Observation, Step
 from arborl.envs.passing import PassingEnv
+from arborl.errors import ArborError
 from arborl.tools.threads import LeftBehind
 from arborl.types import Message, Metrics, Task
 
@@ -33,6 +34,10 @@ SHARED = (
 )
 
 Job = Callable[[], None]
+
+
+class TooLong(ArborError):
+    """A call in a thread was given up."""
 
 
 class Hand:
@@ -52,6 +57,16 @@ class Hand:
         outcome: Future[Any] = Future()
         self.submit(lambda: _settle(outcome, lambda: self.settle(function())))
         return outcome
+
+    def wait(self, what: str, seconds: float, function: Callable[[], Any]) -> Any:
+        """What `function()` returns, waited for here, without an event loop; Ctrl-C ends the wait."""
+        outcome = self.ask(function)
+        try:
+            return outcome.result(seconds)
+        except TimeoutError:
+            if outcome.done():  # that was its own
+                raise
+            raise TooLong(f"{what} did not come back within {seconds:g} s: it hangs, or blocks for longer.") from None
 
     def end(self, last: Job) -> None:
         """Do this when everything before it is done, and no more."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from arborl.envs.conversation.scenario import Persona, Scenario
 from arborl.registry import load
+from arborl.tools.threads import in_thread
 from arborl.types import Message
 
 END = "[END]"
@@ -20,8 +22,9 @@ class SimulatedUser:
     """Asks a model for the user's next line.
 
     Args:
-        model: has `chat(messages) -> Message`, as the model an agent is given has; or is such a function itself, plain
-            or async, that returns a message or a text; or `package.module:attribute`. One that takes `seed` gets one.
+        model: has `chat(messages) -> Message`, as the model an agent is given has; or is such a function itself, async
+            or plain (which runs in a thread), that returns a message or a text; or `package.module:attribute`. One that
+            takes `seed` gets one.
     """
 
     def __init__(self, model: Any):
@@ -40,7 +43,8 @@ class SimulatedUser:
     async def say(self, scenario: Scenario, persona: Persona, said: Sequence[Message], seed: int) -> str:
         """The next line; whether it ends the conversation is for the caller to see (`END`)."""
         prompt = [Message("system", describe(scenario, persona)), *map(exchanged, said)]
-        line = self.speaks(prompt, seed=seed) if self.seeded else self.speaks(prompt)
+        ask = functools.partial(self.speaks, prompt, **({"seed": seed} if self.seeded else {}))
+        line = ask() if inspect.iscoroutinefunction(self.speaks) else await in_thread(ask, "the simulated user")
         if inspect.isawaitable(line):
             line = await line
         text = line.content if isinstance(line, Message) else line
