@@ -95,6 +95,23 @@ def test_a_random_player_makes_only_valid_moves(name, seed, split):
     assert env.metrics()["valid"] == 1.0
 
 
+@pytest.mark.parametrize("name", [*MAKERS, "sokoban_dear", "rooms_dear"])
+def test_silence_earns_less_than_random_play(name):
+    """Also where every step costs something."""
+    makers = MAKERS | {
+        "sokoban_dear": lambda: ENVS["sokoban"](step_reward=-1.0, box_reward=0.0),
+        "rooms_dear": lambda: ENVS["rooms"](step_reward=-1.0),
+    }
+
+    def mean(policy):
+        plays = [asyncio.run(play(makers[name](), task(seed), seed, policy(seed)))[1] for seed in range(12)]
+        return sum(step.reward for steps in plays for _, step in steps) / 12
+
+    for silence in ("", "I will not."):
+        if "conversation" not in name or not silence:  # whatever is said to a user is a reply
+            assert mean(lambda seed, silence=silence: lambda env: silence) < mean(randomly)
+
+
 @pytest.mark.parametrize("name", MAKERS)
 @given(seeds, seeds, st.integers(0, 12))
 @settings(max_examples=12)

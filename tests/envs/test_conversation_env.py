@@ -9,7 +9,9 @@ from arborl.envs.conversation import CONVERSATION_CONFIGS, Conversation, Line, P
 from arborl.envs.conversation.game import EMPTY
 from arborl.envs.conversation.scenario import pairs, read_scenario
 from arborl.envs.conversation.user import END
-from arborl.types import Message, Task
+from arborl.rewards.reward import Rewards
+from arborl.rewards.rules import environment
+from arborl.types import Episode, Group, Message, Task, Turn
 
 SCENARIO = {
     "id": "late",
@@ -121,7 +123,7 @@ def test_a_simulated_user_hears_the_conversation_from_their_side_and_ends_it():
     steps, heard = talk(env, "one", "two", "three")
     assert heard[1:] == ["And then?", "And then?"]
     assert steps[-1].terminated
-    assert env.metrics()["success"] == 1.0
+    assert env.metrics() == {"judged": 0.0, "finished": 1.0, "valid": 1.0}  # nobody said what is a success
     roles = [[message.role for message in messages] for messages, _ in asked]
     assert roles[1] == ["system", "assistant", "user", "assistant", "user"]
     assert asked[1][0][2].content == "one"
@@ -197,3 +199,21 @@ def test_one_pair_in_ten_is_held_out_and_never_trained_on():
 def test_arguments_that_make_no_conversation_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Conversation(**wrong)
+
+
+def test_gibberish_is_no_success_where_nothing_is_expected_and_no_reward_judges_it():
+    env = Conversation(scenarios=[{"id": "a", "user_responses": ["Hello.", "Bye."]}], personas=[{"name": "x"}] * 2)
+
+    async def scored(*rewards):
+        episode = Episode("e", Task("t"), 0)
+        await env.reset(Task("t", seed=1), 0)
+        for _ in range(2):
+            step = await env.step(Message("assistant", "qwrtz"))
+            episode.turns.append(Turn(Message("assistant", "qwrtz"), (), step.reward, "", {}))
+        episode.metrics.update(env.metrics())
+        await Rewards(rewards, 5.0).score([Group(episode.task, [episode])])
+        return episode.metrics
+
+    assert "success" not in asyncio.run(scored(("env", environment, 1.0)))
+    judged = asyncio.run(scored(("env", environment, 1.0), ("polite", lambda episode: 1.0, 1.0)))
+    assert judged["success"] == 1.0

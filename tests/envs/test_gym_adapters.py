@@ -1,4 +1,5 @@
 import asyncio
+import re
 import warnings
 from typing import Any
 
@@ -135,14 +136,65 @@ def test_the_start_is_the_tasks_and_chance_the_episodes():
     assert len({play(task, 0)[0].messages[1].content for task in range(5)}) > 1
 
 
-def test_what_is_no_action_never_reaches_the_environment():
+def test_what_is_no_action_is_replaced_by_a_random_one_and_costs_the_penalty_on_top():
     env = FromGymnasium(Echo(), format_penalty=-0.5)
-    opening, (step,) = say(env, "xyz")
-    assert step.reward == -0.5
+    _, (step,) = say(env, "xyz")
+    instead = re.match(r"Not an action. ([abc]*) was taken instead.", step.observation.messages[0].content)[1]
     assert step.info["valid"] == 0.0
-    assert opening.messages[1].content in step.observation.messages[0].content
+    _, (same,) = say(env, f"<answer>{instead}</answer>")
+    assert same.info["valid"] == 1.0
+    assert step.reward == same.reward - 0.5
     _, (step,) = say(env, "<answer>abc</answer>")
     assert step.terminated
+
+
+TAKEN = re.compile(r"Not an action. (\S+) was taken instead.")
+
+
+@pytest.mark.parametrize("id", ["CliffWalking-v1", "FrozenLake-v1", "Taxi-v4"])
+def test_silence_is_worth_what_random_play_is_less_the_penalties(id):
+    """Where every step costs something, to do nothing must not be the best one can do."""
+    for seed in range(10):
+        _, silent = say(from_gymnasium(id, max_steps=30), *[""] * 30, seed=seed)
+        silent = silent[: 1 + next((at for at, step in enumerate(silent) if step.over), 30)]
+        moves = [TAKEN.match(step.observation.messages[0].content)[1] for step in silent]
+        env = from_gymnasium(id, max_steps=30)
+        _, spoken = say(env, *(f"<answer>{move}</answer>" for move in moves), seed=seed)
+        assert [step.over for step in spoken] == [step.over for step in silent]
+        gap = sum(step.reward for step in spoken) - sum(step.reward for step in silent)
+        assert gap == pytest.approx(0.05 * len(silent))
+    assert len(set(moves)) > 1
+
+
+def test_walking_along_the_cliff_is_worth_more_than_silence():
+    walk = [f"<answer>{move}</answer>" for move in "0" + "1" * 11 + "2"]
+    _, steps = say(from_gymnasium("CliffWalking-v1", max_steps=30), *walk)
+    assert steps[-1].terminated
+    assert sum(step.reward for step in steps) == -13.0
+    for seed in range(10):
+        _, silent = say(from_gymnasium("CliffWalking-v1", max_steps=30), *[""] * 30, seed=seed)
+        assert sum(step.reward for step in silent) <= -30.0
+
+
+def test_what_counts_as_success_can_be_said_and_is_not_claimed_where_nobody_knows():
+    path = [f"<answer>{move}</answer>" for move in "0" + "1" * 11 + "2"]
+
+    def metrics(*texts, **arguments):
+        env = from_gymnasium("CliffWalking-v1", max_steps=30, **arguments)
+        say(env, *texts)
+        return env.metrics()
+
+    assert "success" not in metrics(*path)
+    assert metrics(*path)["judged"] == 0.0
+    assert metrics(*path, success="terminated")["success"] == 1.0
+    assert metrics(*path, success=-13)["success"] == 1.0
+    assert metrics(*path, success=-12)["success"] == 0.0
+    assert metrics(*path[:5], success="terminated")["success"] == 0.0
+    assert metrics("", success=-1000)["success"] == 0.0  # the last move was not the agent's
+    assert metrics("", *path[:1], success=-1000)["success"] == 1.0
+    for wrong in ("won", True):
+        with pytest.raises(ValueError, match="give 'terminated', or the rewards that make an episode a success"):
+            from_gymnasium("CliffWalking-v1", success=wrong)
 
 
 def test_spaces_without_words_are_refused_with_what_to_give():

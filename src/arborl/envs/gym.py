@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 INVALID = "Not an action."
+TERMINATED = "terminated"
 
 
 # ------------------------------------------------------------------------------------------------ theirs as ours
@@ -39,14 +40,21 @@ class FromGymnasium(Env):
 
     The start comes from the task's seed; what happens by chance later, from the episode's.
 
+    A message that is no action does not stop the clock: a random action is taken in its place, and `format_penalty`
+    comes on top of what that gave. To say nothing is then worth as much as to play at random, less the penalties,
+    whatever rewards the environment gives: where every step costs something it would otherwise be best to do nothing.
+
     Args:
         id: of the environment, as `gymnasium.make` takes it; or the environment itself.
         kwargs: for `gymnasium.make`.
         names: what the discrete actions are called, in order; their numbers where nothing is said.
         instruction: the system message; by default one that lists the actions.
         describe: observation -> text, for spaces that are neither discrete nor text.
-        format_penalty: reward of a message that is no action; the environment is not asked then.
+        format_penalty: of a message that is no action, on top of what the random action in its place gave.
         max_steps: the episode is truncated after this many messages; 0 leaves that to Gymnasium.
+        success: when an episode counts as solved: `terminated` (Gymnasium ended it), or a number, which its rewards,
+            added up, must reach. By default the `reward_threshold` that Gymnasium knows; where it knows none, success
+            is not reported. An episode whose last action was not the agent's own is never solved.
 
     Example:
         FromGymnasium("FrozenLake-v1", names=("Left", "Down", "Right", "Up"))
@@ -61,9 +69,12 @@ class FromGymnasium(Env):
         describe: Callable[[Any], str] | None = None,
         format_penalty: float = -0.05,
         max_steps: int = 0,
+        success: float | str | None = None,
     ):
         if format_penalty > 0:
             raise ValueError(f"format_penalty={format_penalty}: a penalty is negative or zero")
+        if isinstance(success, bool) or (isinstance(success, str) and success != TERMINATED):
+            raise ValueError(f"success={success!r}: give {TERMINATED!r}, or the rewards that make an episode a success")
         self.gym = id if isinstance(id, gymnasium.Env) else _make(id, dict(kwargs or {}))
         self.names = _names(self.gym, names)
         self.describe = describe
@@ -74,6 +85,7 @@ class FromGymnasium(Env):
             )
         self.instruction = instruction or self._instruction()
         self.format_penalty, self.max_steps = format_penalty, max_steps
+        self.success = getattr(self.gym.spec, "reward_threshold", None) if success is None else success
 
     def _instruction(self) -> str:
         if not self.names:
@@ -83,26 +95,40 @@ class FromGymnasium(Env):
     async def reset(self, task: Task, seed: int) -> Observation:
         seen, _ = self.gym.reset(seed=derive(task.seed, "gymnasium") % 2**31)
         self.gym.unwrapped.np_random = generator(seed, "gymnasium")
-        self.text, self.total, self.steps, self.valid = self._describe(seen), 0.0, 0, 0
+        self.text, self.steps, self.valid = self._describe(seen), 0, 0
+        self.total = self.given = 0.0
+        self.seed, self.own, self.terminated = seed, False, False
         return Observation((Message("system", self.instruction), Message("user", self.text)), state_key=self.text)
 
     async def step(self, action: Message) -> Step:
         chosen = self._read(action.content)
-        reward, terminated, truncated = self.format_penalty, False, False
-        if chosen is not None:
-            seen, given, terminated, truncated, _ = self.gym.step(chosen)
-            reward, self.text = float(given), self._describe(seen)
+        self.own = chosen is not None
+        taken = chosen if self.own else self._random()
+        seen, given, terminated, truncated, _ = self.gym.step(taken)
+        self.text, self.terminated = self._describe(seen), bool(terminated)
+        reward = float(given) + (0.0 if self.own else self.format_penalty)
         self.steps += 1
-        self.valid += chosen is not None
+        self.valid += self.own
+        self.given += float(given)
         self.total += reward
+        shown = self.text if self.own else f"{INVALID} {self._name(taken)} was taken instead.\n{self.text}"
         late = bool(truncated) or 0 < self.max_steps <= self.steps
         return Step(
-            Observation((Message("user", self.text if chosen is not None else f"{INVALID}\n{self.text}"),), self.text),
+            Observation((Message("user", shown),), self.text),
             reward=reward,
-            terminated=bool(terminated),
-            truncated=late and not terminated,
-            info={"valid": float(chosen is not None)},
+            terminated=self.terminated,
+            truncated=late and not self.terminated,
+            info={"valid": float(self.own)},
         )
+
+    def _random(self) -> Any:
+        """Any action; which one follows from the episode's seed and how many messages there have been."""
+        self.gym.action_space.seed(derive(self.seed, "instead", self.steps) % 2**31)
+        return self.gym.action_space.sample()
+
+    def _name(self, action: Any) -> str:
+        start = int(getattr(self.gym.action_space, "start", 0))
+        return self.names[int(action) - start] if self.names else str(action)
 
     def _read(self, text: str) -> Any:
         if self.names:
@@ -117,10 +143,12 @@ class FromGymnasium(Env):
         return self.describe(seen) if self.describe else ESCAPES.sub("", in_words(seen))
 
     def metrics(self) -> Metrics:
-        """`success` where the environment says which return counts as solved."""
-        threshold = getattr(self.gym.spec, "reward_threshold", None)
-        won = {} if threshold is None else {"success": float(self.total >= threshold)}
-        return {**won, "return": self.total, "valid": self.valid / max(self.steps, 1)}
+        """`success` by the rule there is. Where there is none the episode is not judged here: rewards may do so."""
+        numbers = {"return": self.total, "valid": self.valid / max(self.steps, 1)}
+        if self.success is None:
+            return {"judged": 0.0, **numbers}
+        won = self.terminated if isinstance(self.success, str) else self.given >= self.success
+        return {"success": float(won and self.own), **numbers}
 
     def actions(self) -> list[str]:
         return [answer(name) for name in self.names]

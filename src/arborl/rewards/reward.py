@@ -129,7 +129,8 @@ class Rewards:
         """Fill `rewards` and `metrics["success"]` of every surviving episode; all at once.
 
         An environment that knows what success is has set it; elsewhere an episode succeeded when its rewards, weighted
-        and added up, reach 1.
+        and added up, reach 1. What nobody judged is neither: an environment that says `judged: 0` leaves that to the
+        rewards, and where there are none but its own, there is no `success`.
         """
         await asyncio.gather(*(self._score_group(group) for group in groups))
 
@@ -138,8 +139,10 @@ class Rewards:
         for name, one, weight in self.rewards:
             if isinstance(one, GroupReward):
                 await self._compare(name, one, weight, group.survivors)
+        judges = any(name != "env" for name, _, _ in self.rewards)
         for episode in group.survivors:
-            episode.metrics.setdefault("success", float(episode.reward >= 1))
+            if judges or episode.metrics.get("judged", 1.0):
+                episode.metrics.setdefault("success", float(episode.reward >= 1))
 
     async def _compare(self, name: str, one: GroupReward, weight: float, episodes: Sequence[Episode]) -> None:
         """Let a reward look at all episodes of the task. One that raises there costs them all."""

@@ -150,14 +150,12 @@ class Conversation(Env):
         return sum(bool(line.expect) for line in self.lines)
 
     def metrics(self) -> Metrics:
-        """`success`: every expectation was met; without any, the user had nothing more to say."""
+        """`success`: every expectation was met. Without any, the conversation is not judged here: rewards may do so."""
         wanted = self._wanted() if self.user is None else 0
-        return {
-            "success": float(self.met == wanted if wanted else self.over),
-            "met": self.met / wanted if wanted else 0.0,
-            "finished": float(self.over),
-            "valid": self.valid / max(self.turns, 1),
-        }
+        numbers = {"finished": float(self.over), "valid": self.valid / max(self.turns, 1)}
+        if not wanted:
+            return {"judged": 0.0, **numbers}
+        return {"success": float(self.met == wanted), "met": self.met / wanted, **numbers}
 
     def oracle(self) -> str | None:
         """A good reply to the present line; unknown where a model plays the user."""
