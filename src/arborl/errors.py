@@ -1,8 +1,9 @@
 """What can go wrong, and where it is caught.
 
-Three families. `ConfigError` ends a run before anything starts, with one line that says where, what and what to write
-instead. An `EpisodeError` costs one episode: `boundary()` attributes it, once, to the border it crossed, and the runner
-turns it into a `Failure`. Everything else is a defect and propagates.
+Four families. `ConfigError` ends a run before anything starts, with one line that says where, what and what to write
+instead. `RunStopped` ends one that has started and cannot work. An `EpisodeError` costs one episode: `boundary()`
+attributes it, once, to the border it crossed, and the runner turns it into a `Failure`. Everything else is a defect and
+propagates.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ class ConfigError(ArborError):
 
 class UnknownName(ConfigError):
     """A part was asked for by a name nobody has."""
+
+
+class RunStopped(ArborError):
+    """The run goes on no more because there is no point in it; the message says why and what to do."""
 
 
 class EpisodeOver(ArborError):

@@ -38,7 +38,7 @@ class Script:
         return Message("assistant", self.replies.pop(0), sampled=True)
 
     def count(self, metrics):
-        self.counts.update(metrics)
+        self.counts.update({name: value for name, value in metrics.items() if value and name != "tool/offered"})
 
 
 class Heard(Question):

@@ -30,7 +30,7 @@ class Script:
         return reply if isinstance(reply, Message) else Message("assistant", reply, sampled=True)
 
     def count(self, metrics):
-        self.counts.update(metrics)
+        self.counts.update({name: value for name, value in metrics.items() if value and name != "tool/offered"})
 
 
 class Heard(Question):

@@ -35,7 +35,7 @@ class Script:
         return self.replies.pop(0)
 
     def count(self, metrics):
-        self.counts.update(metrics)
+        self.counts.update({name: value for name, value in metrics.items() if value and name != "tool/offered"})
 
 
 def call(id, x, name="double", error=None):

@@ -12,6 +12,11 @@ from arborl.rollout.tree import plant
 from arborl.types import Call, Completion, Episode, Failure, Finish, Group, Message, Stop, Task, Terms, Turn
 
 
+def counters(algorithm) -> dict[str, float]:
+    """What the algorithm says of its last batch, without counters that are 0."""
+    return {name: value for name, value in algorithm.metrics().items() if value}
+
+
 def episode(
     reward: float = 0.0,
     *,

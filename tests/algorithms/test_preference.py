@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from algorithm_batches import batch_of, episode, group, pick, random_groups, said, terms_of
+from algorithm_batches import batch_of, counters, episode, group, pick, random_groups, said, terms_of
 
 from arborl.algorithms import Recipe
 from arborl.algorithms.preference import pairs
@@ -99,9 +99,9 @@ def test_best_and_worst_alone_are_kept_and_the_rest_is_counted():
     assert kept.episodes[0] is five[1]
     assert kept.episodes[1] is five[2]
     assert len(kept.episodes) == 2
-    assert algorithm.metrics() == {"dropped/outside_pairs": 3.0}
+    assert counters(algorithm) == {"dropped/outside_pairs": 3.0}
     assert algorithm.keep([group(episode(1.0), episode(1.0))]) == []
-    assert algorithm.metrics() == {"dropped/no_pair": 1.0}
+    assert counters(algorithm) == {"dropped/no_pair": 1.0}
 
 
 def test_every_pair_weighs_the_same():

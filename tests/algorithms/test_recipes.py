@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from algorithm_batches import batch_of, episode, group, pick, random_groups, said, terms_of
+from algorithm_batches import batch_of, counters, episode, group, pick, random_groups, said, terms_of
 
 from arborl.algorithms import ADVANTAGES, LOSSES, PRESETS, BySource, Needs, Recipe, make_algorithm
 from arborl.config.algorithm import AlgorithmConfig
@@ -140,7 +140,7 @@ def test_flat_groups_are_skipped_only_when_asked():
     dead = group(episode(1.0, failed=True), episode(0.0, failed=True))
     algorithm = Recipe(AlgorithmConfig())
     assert algorithm.keep([flat, live, dead]) == [live]
-    assert algorithm.metrics() == {"dropped/empty_group": 1.0, "dropped/failed": 2.0, "dropped/zero_variance": 1.0}
+    assert counters(algorithm) == {"dropped/empty_group": 1.0, "dropped/failed": 2.0, "dropped/zero_variance": 1.0}
     assert Recipe(AlgorithmConfig(skip_zero_variance=False)).keep([flat, live, dead]) == [flat, live]
     assert Recipe(AlgorithmConfig(baseline="none")).keep([flat, live, dead]) == [flat, live]
     assert Recipe(AlgorithmConfig(name="reinforce")).keep([flat, live, dead]) == [flat, live]
@@ -190,14 +190,14 @@ def test_nothing_to_learn_from_is_an_empty_batch_and_no_error(name):
 def test_groups_that_an_advantage_cannot_use_are_counted():
     remax = Recipe(AlgorithmConfig(name="remax"))
     assert remax.keep([group(episode(1.0)), group(episode(1.0), greedy=NAN)]) == []
-    assert remax.metrics() == {"dropped/no_greedy": 2.0}
+    assert counters(remax) == {"dropped/no_greedy": 2.0}
     maxrl = Recipe(AlgorithmConfig(name="maxrl"))
     assert maxrl.keep([group(episode(1.0), episode(-1.0))]) == []
-    assert maxrl.metrics() == {"dropped/negative_reward": 1.0}
+    assert counters(maxrl) == {"dropped/negative_reward": 1.0}
     sft = Recipe(AlgorithmConfig(name="sft", reward_threshold=0.9))
     (kept,) = sft.keep([group(episode(1.0), episode(0.5)), group(episode(0.1))])
     assert [e.reward for e in kept.episodes] == [1.0]
-    assert sft.metrics() == {"dropped/below_threshold": 2.0, "dropped/empty_group": 1.0}
+    assert counters(sft) == {"dropped/below_threshold": 2.0, "dropped/empty_group": 1.0}
 
 
 def test_an_episode_that_sampled_nothing_still_counts_in_the_mean():

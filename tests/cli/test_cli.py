@@ -161,7 +161,7 @@ def test_evaluate_prints_one_column_for_each_way_of_playing(api: FakeApi) -> Non
     rows = [line.split() for line in result.stdout.splitlines()]
     assert ["metric", "sampled", "greedy"] in rows
     assert ["success", "0.25", "0.5"] in rows
-    assert ["tasks", "2", "-"] in rows
+    assert ["tasks", "2", "–"] in rows
 
 
 def test_version_names_arborl_python_and_torch() -> None:

@@ -36,7 +36,7 @@ def test_an_episode_is_the_one_that_training_plays_and_is_told_by_its_place():
     first, again, other = (shown("--task", task, "--seed", "5") for task in ("1", "1", "2"))
     assert first.splitlines()[0] == again.splitlines()[0]
     assert first.splitlines()[0] != other.splitlines()[0]
-    assert "train/000000-001" in first.splitlines()[0]
+    assert "train/000001-001" in first.splitlines()[0]
     assert "held_out" in shown("--held-out").splitlines()[0]
 
 

@@ -116,7 +116,8 @@ def test_sampling_and_limits_of_a_source_hold_for_it_alone(files):
 
 def test_a_whole_run_reports_where_its_tasks_came_from_and_how_each_source_does(files):
     run = train(from_kwargs(**settings(files), output_dir=str(files / "run")))
-    rows = list(read_metrics(files / "run" / "metrics.jsonl"))
+    start, *rows = read_metrics(files / "run" / "metrics.jsonl")
+    assert {"evaluation/success/sums", "evaluation/tasks/lake"} <= start.keys()
     for row in rows:
         assert (row["data/sums/share"], row["data/words/share"], row["data/lake/share"]) == (0.5, 0.25, 0.25)
         assert row["data/sums/repeats"] == 0

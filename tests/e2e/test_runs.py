@@ -73,7 +73,9 @@ def test_a_run_killed_with_9_and_resumed_ends_bit_equal_to_one_that_was_not(tmp_
     )  # fmt: skip
     metrics = tmp_path / "cut" / "metrics.jsonl"
     deadline = time.monotonic() + 120
-    while not (metrics.exists() and metrics.read_text().count("\n") >= 3):  # past the checkpoint of step 2
+    while not (
+        metrics.exists() and metrics.read_text().count("\n") >= 4
+    ):  # past the checkpoint of step 2: the first is step 0's
         assert time.monotonic() < deadline
         assert victim.poll() is None
         time.sleep(0.01)
@@ -84,7 +86,7 @@ def test_a_run_killed_with_9_and_resumed_ends_bit_equal_to_one_that_was_not(tmp_
     resumed = invoke("train", "--resume", "latest", f"output_dir={tmp_path / 'cut'}")
     assert resumed.exit_code == 0, resumed.output
     assert settled(tmp_path / "cut") == settled(tmp_path / "whole")
-    assert any(row["learner/grad_norm"] > 0 for row in settled(tmp_path / "whole")[2:])  # or equal weights show nothing
+    assert any(row["learner/grad_norm"] > 0 for row in settled(tmp_path / "whole")[3:])  # or equal weights show nothing
     ours, theirs = weights(tmp_path / "cut"), weights(tmp_path / "whole")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("cut", "whole")]
@@ -122,6 +124,53 @@ def test_stub_runs_the_whole_loop_and_leaves_everything_a_run_leaves(stub):
     assert summary["steps"] == 3
     assert {"success", "reward"} <= summary["before"].keys() & summary["after"].keys()
     assert summary["train_seconds"] > 0
+
+
+def test_steps_are_numbered_alike_everywhere_and_the_curve_has_its_ends(stub):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    rows = list(read_metrics(stub / "metrics.jsonl"))
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert [row["step"] for row in rows if "evaluation/success" in row] == [0, 3]
+    assert [row["step"] for row in rows if "reward/mean" in row] == [1, 2, 3]
+    shown = EventAccumulator(str(stub / "tensorboard"))
+    shown.Reload()
+    assert [event.step for event in shown.Scalars("evaluation/success")] == [0, 3]
+    assert [event.step for event in shown.Scalars("reward/mean")] == [1, 2, 3]
+    store = EpisodeStore(stub / "episodes")
+    assert [path.stem for path in store.paths()] == ["step-000001", "step-000002", "step-000003"]
+    held_out = EpisodeStore(stub / "episodes" / "evaluation")
+    assert [path.stem for path in held_out.paths()] == ["step-000000", "step-000003"]
+    for step in (1, 2, 3):
+        episodes = list(store.read(stub / "episodes" / f"step-{step:06}.jsonl"))
+        assert {episode.task.id.split("/")[2].split("-")[0] for episode in episodes} == {f"{step:06}"}
+        assert {call.completion.version for episode in episodes for call in episode.calls} == {step - 1}
+
+
+def test_an_evaluation_on_the_way_is_printed_kept_and_written_with_its_step(tmp_path):
+    words = ["train", "--stub", f"output_dir={tmp_path / 'run'}", "evaluation.every=2", "track.tensorboard=false"]
+    done = invoke(*words)
+    assert done.exit_code == 0, done.output
+    rows = list(read_metrics(tmp_path / "run" / "metrics.jsonl"))
+    assert [row["step"] for row in rows if "evaluation/success_low" in row] == [0, 2, 3]
+    lines = [line for line in done.output.splitlines() if "held out:" in line]
+    assert [line.split()[1] for line in lines] == ["0/3", "2/3", "3/3"]
+    assert all("tasks 8" in line and "(" in line for line in lines)
+    assert len(EpisodeStore(tmp_path / "run" / "episodes" / "evaluation").paths()) == 3
+    assert "95 % intervals" in done.output
+
+
+def test_counters_that_are_0_are_written_from_the_first_line_on(stub):
+    first, *others = (row for row in read_metrics(stub / "metrics.jsonl") if row["step"] > 0)
+    zero = (
+        *("episode/failed", "dropped/failed", "dropped/zero_variance", "dropped/empty_group", "learner/skipped"),
+        *("rollout/cancelled", "rollout/filtered", "rollout/missing", "stop/max_turns", "stop/context_full"),
+    )
+    for name in zero:
+        assert name in first, name
+    for row in others:
+        measured = ("policy/", "evaluation/", "learner/grad_norm", "learner/lr", "learner/micro_batch_tokens")
+        assert row.keys() - first.keys() <= {name for name in row if name.startswith(measured)}
 
 
 def test_a_checkpoint_is_a_model_that_plain_transformers_loads_and_evaluate_measures(stub):
@@ -229,7 +278,7 @@ def test_python_trains_a_tool_agent_on_a_file_with_its_own_tool_and_reward(tmp_p
            "rollout.group_size": 4, "evaluation.tasks": 2, "track.tensorboard": False},
     )  # fmt: skip
     assert asked
-    (row,) = read_metrics(done.folder / "metrics.jsonl")
+    _, row = read_metrics(done.folder / "metrics.jsonl")
     assert row["episode/tool/calls"] > 0
     assert done.summary["steps"] == 1
     assert (done.folder / "report.html").exists()

@@ -64,7 +64,7 @@ def test_a_short_run_trains_on_the_gpu(tmp_path):
     done = arborl.run(
         output_dir=tmp_path / "run", steps=4, **{"model.device": "cuda", "evaluation.tasks": 20, "track.gifs": 0}
     )
-    rows = list(read_metrics(done.folder / "metrics.jsonl"))
+    _, *rows = read_metrics(done.folder / "metrics.jsonl")
     assert len(rows) == 4
     assert all(row["policy/rollout_gap"] < 0.05 for row in rows)
     assert rows[-1]["reward/mean"] > rows[0]["reward/mean"] - 0.2

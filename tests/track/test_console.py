@@ -38,7 +38,7 @@ def plain(console):
 def test_without_a_terminal_a_step_is_one_line_however_narrow():
     rich = piped()
     with Console(60, ["frozen-lake", "seedling"], console=rich) as console:
-        console.log(METRICS, step=2)
+        console.log(METRICS, step=3)
     assert rich.file.getvalue().splitlines() == [
         "frozen-lake",
         "seedling",
@@ -60,7 +60,7 @@ def test_lines_of_a_run_are_aligned():
 def test_missing_and_not_finite_numbers_are_not_shown():
     rich = piped()
     with Console(10, [], console=rich, clock=lambda: 0.0) as console:
-        console.log({"reward/mean": float("nan"), "time/step": 1.0}, step=9)
+        console.log({"reward/mean": float("nan"), "time/step": 1.0}, step=10)
     assert rich.file.getvalue() == "step  10/10    1.0 s/step  left 0:00\n"
 
 
@@ -77,7 +77,7 @@ def test_failed_episodes_are_shown_only_when_there_are_any():
 def test_a_resumed_run_goes_on_counting():
     console = Console(60, [], start=40, console=piped())
     assert console.done == 40
-    console.log({"time/step": 2.0}, step=40)
+    console.log({"time/step": 2.0}, step=41)
     assert (console.done, console.left) == (41, 38.0)
 
 
@@ -93,7 +93,7 @@ def test_on_a_terminal_the_panel_shows_title_progress_numbers_and_curves():
     rich = terminal()
     with Console(60, ["frozen-lake", "seedling, grpo"], console=rich) as console:
         for step in range(8):
-            console.log({**METRICS, "reward/mean": step / 8, "episode/success": step / 8}, step)
+            console.log({**METRICS, "reward/mean": step / 8, "episode/success": step / 8}, step + 1)
         console.progress("rolling out 37/128")
         console._live.refresh()
     shown = plain(rich)
@@ -152,12 +152,51 @@ def test_numbers_for_people():
     assert [span(value) for value in (0, 59.6, 118, 3723)] == ["0:00", "1:00", "1:58", "1:02:03"]
 
 
-def test_before_and_after_are_rows_and_what_was_not_measured_is_a_dash():
-    rich = piped()
-    rich.print(
-        table_before_after({"success": 0.18, "reward": 0.17}, {"success": 0.93, "reward": 0.9, "greedy_success": 1.0})
-    )
+def test_before_and_after_are_rows_with_intervals_and_what_was_not_measured_is_a_dash():
+    rich = RichConsole(file=io.StringIO(), width=100)
+    before = {"tasks": 4.0, "success": 0.18, "success_low": 0.13, "success_high": 0.24, "reward": 0.17, "failed": 0.0}
+    after = {"tasks": 4.0, "success": 0.93, "reward": -0.9, "reward_low": -1.0, "reward_high": 0.5}
+    rich.print(table_before_after(before, after | {"greedy_success": 1.0}))
     shown = [line.split() for line in rich.file.getvalue().splitlines() if line.strip()]
-    assert ["success", "reward", "greedy", "success"] in shown
-    assert ["before", "18.0%", "0.170", "-"] in shown
-    assert ["after", "93.0%", "0.900", "100.0%"] in shown
+    assert ["tasks", "success", "reward", "greedy", "success"] in shown
+    assert ["before", "4", "18.0%", "(13.0–24.0)", "0.170", "–"] in shown
+    assert ["after", "4", "93.0%", "-0.900", "(-1.00", "to", "0.50)", "100.0%"] in shown
+
+
+def test_a_run_whose_episodes_all_failed_has_dashes_and_counts_in_its_table():
+    rich = RichConsole(file=io.StringIO(), width=100)
+    rich.print(table_before_after({"tasks": 20.0, "failed": 20.0}, {}))
+    shown = [line.split() for line in rich.file.getvalue().splitlines() if line.strip()]
+    assert ["tasks", "success", "reward", "failed"] in shown
+    assert ["before", "20", "–", "–", "20"] in shown
+    assert ["after", "–", "–", "–", "–"] in shown
+
+
+def test_a_step_whose_episodes_all_failed_has_no_reward_and_says_so():
+    rich = piped()
+    with Console(10, [], console=rich, clock=lambda: 0.0) as console:
+        console.log({"episode/count": 8.0, "episode/failed": 8.0, "time/step": 1.0}, step=1)
+    assert rich.file.getvalue() == "step   1/10  reward      –  success    –    1.0 s/step  failed 8  left 0:09\n"
+
+
+def test_an_evaluation_is_a_line_of_its_own_and_no_step():
+    rich = piped()
+    held_out = {"evaluation/tasks": 9.0, "evaluation/success": 0.5, "evaluation/failed": 0.0}
+    with Console(10, [], console=rich, clock=lambda: 0.0) as console:
+        console.log(held_out, step=0)
+        console.log({"time/step": 1.0} | held_out, step=1)
+        assert console.done == 1
+    assert rich.file.getvalue().splitlines() == [
+        "step   0/10  held out:  tasks 9  success 50.0%",
+        "step   1/10    1.0 s/step  left 0:09",
+        "step   1/10  held out:  tasks 9  success 50.0%",
+    ]
+
+
+def test_what_there_is_to_say_about_a_step_ends_its_line_and_stands_in_the_panel():
+    for rich in (piped(), terminal()):
+        with Console(10, [], console=rich, remark=lambda metrics: f"odd {metrics['a']:g}") as console:
+            console.log({"a": 7.0}, step=1)
+            if console._live:
+                console._live.refresh()
+        assert "odd 7" in plain(rich)

@@ -78,7 +78,7 @@ def test_a_killed_and_resumed_run_has_each_step_once(tmp_path):
     first.file.write('{"step": 5, "tr')  # killed while writing
     first.close()
 
-    second = JsonlTracker(path, resume_at=3)
+    second = JsonlTracker(path, done=2)
     for step in range(3, 6):
         second.log({"try": 2.0}, step)
     second.close()
@@ -86,10 +86,33 @@ def test_a_killed_and_resumed_run_has_each_step_once(tmp_path):
     assert [other.name for other in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
+def test_what_comes_to_the_latest_step_later_is_added_to_its_line_also_after_a_resume(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    first = JsonlTracker(path)
+    first.log({"evaluation/success": 0.1}, 0)
+    first.log({"reward/mean": 0.5}, 1)
+    first.log({"evaluation/success": 0.9}, 1)
+    first.close()
+    again = JsonlTracker(path, done=1)  # a finished run that is resumed measures again
+    again.log({"evaluation/success": 0.8}, 1)
+    again.close()
+    assert rows(path) == [
+        {"step": 0, "evaluation/success": 0.1},
+        {"step": 1, "reward/mean": 0.5, "evaluation/success": 0.8},
+    ]
+
+
+def test_a_new_run_keeps_no_line_of_another(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0, "a": 1.0}\n')
+    JsonlTracker(path).log({"b": 1.0}, 1)
+    assert rows(path) == [{"step": 1, "b": 1.0}]
+
+
 def test_nulls_survive_a_resume(tmp_path):
     path = tmp_path / "metrics.jsonl"
     JsonlTracker(path).log({"a": math.nan}, 0)
-    JsonlTracker(path, resume_at=1).close()
+    JsonlTracker(path, done=0).close()
     assert list(read_metrics(path)) == [{"step": 0, "a": None}]
 
 
@@ -101,7 +124,7 @@ def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path):
         first.log({"reward/mean": 0.0}, step)
     first.close()
     time.sleep(1.1)  # files are read in the order of the second they were opened in
-    second = TensorBoardTracker(tmp_path, resume_at=2)
+    second = TensorBoardTracker(tmp_path, done=1)
     for step in range(2, 4):
         second.log({"reward/mean": 1.0}, step)
     second.close()

@@ -44,7 +44,7 @@ class ReactAgent(RoundsAgent):
         if result_role not in ("tool", "user"):
             raise ValueError(f"result_role={result_role!r}: give tool or user")
         self.toolbox, self.result_role = Toolbox(tools, max_calls), result_role
-        self.parser = ReactParser()
+        self.parser, self.offered = ReactParser(), len(self.toolbox.specs)
 
     def opening(self, messages: Sequence[Message]) -> list[Message]:
         told = instructions(self.toolbox.specs)

@@ -11,6 +11,11 @@ from arborl.envs.env import Env
 from arborl.tools.context import Context
 from arborl.types import Message, Task, ToolCall, ToolResult
 
+KINDS = ("unknown_tool", "malformed", "arguments", "exception", "timeout")
+"""How a call of a tool can fail; a tool behind HTTP adds its own."""
+NONE_YET = dict.fromkeys(("tool/used", "tool/calls", "tool/failed", *(f"tool/{kind}" for kind in KINDS)), 0.0)
+"""Counters of an episode in which no tool has been called."""
+
 
 @dataclass(frozen=True, slots=True)
 class Act:
@@ -31,6 +36,9 @@ class RoundsAgent(Agent):
         max_tool_rounds: rounds before one step of the environment; the message after them goes to the environment.
     """
 
+    offered = 1
+    """Tools the model may call."""
+
     def __init__(self, max_tool_rounds: int = 8):
         if max_tool_rounds < 0:
             raise ValueError(f"max_tool_rounds={max_tool_rounds}: give 0 or more")
@@ -49,6 +57,7 @@ class RoundsAgent(Agent):
         return list(messages)
 
     async def run(self, task: Task, env: Env, model: Model) -> None:
+        model.count({"tool/offered": float(self.offered), **NONE_YET})
         async with Context(task, getattr(model, "tokenizer", None)) as context:
             observation = await env.reset(task, task.seed)
             messages = self.opening(observation.messages)

@@ -30,6 +30,7 @@ class ToolAgent(RoundsAgent):
     ):
         super().__init__(max_tool_rounds)
         self.toolbox = Toolbox(tools, max_calls)
+        self.offered = len(self.toolbox.specs)
 
     async def ask(self, messages: Sequence[Message], model: Model) -> Message:
         return await model.chat(messages, self.toolbox.specs)

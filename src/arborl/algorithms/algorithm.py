@@ -18,7 +18,7 @@ from arborl.algorithms.kl import KL, adapted
 from arborl.algorithms.ledger import kl_costs, penalised
 from arborl.algorithms.losses import LossParts, Said, TermBatch, value_loss
 from arborl.algorithms.objectives import LOSSES, PREPARES, known
-from arborl.algorithms.selection import select
+from arborl.algorithms.selection import reasons, select
 from arborl.algorithms.weights import COUNTS, WEIGHTS
 from arborl.config.algorithm import AlgorithmConfig, TrustRegionConfig
 from arborl.config.presets import LOSS_READS
@@ -141,7 +141,7 @@ class Recipe(Algorithm):
 
     def keep(self, groups: Sequence[Group]) -> list[Group]:
         kept, dropped = select(groups, self.config)
-        self.dropped = counted(dropped)
+        self.dropped = counted(dropped, self.config)
         return kept
 
     def credit(self, groups: Sequence[Group], terms: Terms) -> Terms:
@@ -230,6 +230,7 @@ class Recipe(Algorithm):
         self.memory = dict(state)
 
 
-def counted(dropped: Mapping[str, int]) -> Metrics:
-    """What was dropped, by reason, as metrics."""
-    return {f"dropped/{why}": float(count) for why, count in sorted(dropped.items())}
+def counted(dropped: Mapping[str, int], config: AlgorithmConfig) -> Metrics:
+    """What was dropped, by reason, as metrics; reasons for which nothing was, too."""
+    known = dict.fromkeys(reasons(config), 0) | dict(dropped)
+    return {f"dropped/{why}": float(count) for why, count in sorted(known.items())}

@@ -70,7 +70,7 @@ class BySource(Algorithm):
             kept += found
             dropped[name] += why
         for name, part in self.parts.items():
-            part.dropped = counted(dropped[name])
+            part.dropped = counted(dropped[name], part.config)
         return kept
 
     def credit(self, groups: Sequence[Group], terms: Terms) -> Terms:

@@ -38,6 +38,20 @@ def select(groups: Sequence[Group], config: AlgorithmConfig) -> tuple[list[Group
     return kept, +dropped
 
 
+def reasons(config: AlgorithmConfig) -> list[str]:
+    """Every reason for which this algorithm may drop an episode or a group; at 0 they are counted too."""
+    may = {
+        "overlong": config.overlong.filter,
+        "below_threshold": config.loss == "sft",
+        "no_pair": config.loss in ("dpo", "ipo"),
+        "outside_pairs": config.loss in ("dpo", "ipo"),
+        "no_greedy": config.advantage == "remax",
+        "negative_reward": config.advantage == "maxrl",
+        "zero_variance": config.skip_zero_variance and config.compares,
+    }
+    return ["failed", "reward_not_finite", "empty_group", "nothing_sampled", *(why for why, can in may.items() if can)]
+
+
 def _without_bad(group: Group, config: AlgorithmConfig, dropped: Counter[str]) -> Group:
     reasons = {id(episode): why for episode in group.survivors if (why := _why_not(episode, config))}
     dropped.update(reasons.values())

@@ -20,14 +20,16 @@ from arborl.build import Parts, build
 from arborl.config.base import validate
 from arborl.config.load import from_kwargs, load
 from arborl.config.run import RunConfig
-from arborl.errors import ConfigError
+from arborl.errors import ConfigError, RunStopped
 from arborl.models.load import holds_model
 from arborl.rollout.store import EpisodeStore
 from arborl.track import Console, JsonlTracker, TensorBoardTracker, Tracker, Trackers, table_before_after
+from arborl.trainer.diagnosis import remark
 from arborl.trainer.evaluate import Measured
-from arborl.trainer.hooks import Evaluate, KeepEpisodes, Save
+from arborl.trainer.failing import FailureWatch
+from arborl.trainer.hooks import Evaluate, KeepEpisodes, Save, named
 from arborl.trainer.trainer import Hook, Trainer
-from arborl.types import Group
+from arborl.types import Group, Metrics
 
 T = TypeVar("T")
 
@@ -101,7 +103,9 @@ def evaluate(path: str, overrides: Sequence[str] = ()) -> dict[str, dict[str, fl
     if config.evaluation.tasks == 0:
         raise ConfigError("evaluation.tasks=0: nothing to evaluate. Write evaluation.tasks=200.")
     named = config.model_copy(update={"model": config.model.model_copy(update={"name": str(model)})})
-    measured = wait_for(build(named).evaluator.measure()).metrics
+    found = wait_for(build(named).evaluator.measure())
+    FailureWatch().look("evaluation", 0, found.episodes)
+    measured = found.metrics
     greedy = {name.removeprefix("greedy_"): value for name, value in measured.items() if name.startswith("greedy_")}
     sampled = {name: value for name, value in measured.items() if not name.startswith("greedy_")}
     return {"sampled": sampled} | ({"greedy": greedy} if greedy else {})
@@ -171,28 +175,37 @@ class Session:
         if track.render_save_dir is not None:
             decode = parts.renderer.tokenizer.decode
             self.render = Render(parts.cast, decode, track.render_save_dir, track.render_every, track.render_episodes)
+        self.held_out = Evaluate(parts.evaluator, self.config.evaluation.every, self._show)
 
     async def run(self) -> Run:
         """Measure, train, measure again, and leave everything worth keeping in the folder."""
         trainer, save = self._trainer()
         self._begin(trainer)
-        console = Console(self.config.trainer.steps, self._title(), start=trainer.step)
+        console = Console(self.config.trainer.steps, self._title(), start=trainer.step, remark=remark)
         with console:
             trainer.tracker = self._trackers(console, trainer.step)
             try:
                 if self.start is None:
                     console.progress("measuring on held-out tasks, before training")
-                    self.memory["before"] = (await self._measure(0)).metrics
+                    before = await self._measure(trainer)
+                    self.memory["before"] = before.metrics
+                    trainer.watch.look("evaluation", 0, before.episodes)
                 await trainer.fit()
+                console.progress("measuring on held-out tasks, after training")
+                after = await self._measure(trainer)
+                trainer.watch.failures.add(after.episodes, "the last evaluation")
             except asyncio.CancelledError:
-                path = save.now(trainer)
-                console.note(f"Stopped at step {trainer.step}; saved {path}")
-                console.note(f"Go on with:  arborl train --resume latest output_dir={self.home}")
+                self._save(trainer, save, console)
+                raise
+            except RunStopped:
+                if trainer.step > 0:
+                    self._save(trainer, save, console)
+                self._summarise(trainer, {}, stopped=True)
+                written = await keepsakes(self.parts, self.home, [])
+                console.note(f"What happened is in {written.get('report', self.home)}")
                 raise
             finally:
                 trainer.tracker.close()
-            console.progress("measuring on held-out tasks, after training")
-            after = await self._measure(trainer.step)
         await self.parts.engine.close()
         self.parts.rollout.close()
         return await self._finish(trainer, after)
@@ -206,7 +219,7 @@ class Session:
         if self.render is not None:
             hooks.append(self.render)
         if config.evaluation.every and config.evaluation.tasks:
-            hooks.append(Evaluate(parts.evaluator, config.evaluation.every, self._show))
+            hooks.append(self.held_out)
         trainer = Trainer(
             config, parts.source, parts.rollout, parts.rewards, parts.algorithm, parts.learner, parts.engine,
             Trackers([]), hooks, save,
@@ -228,9 +241,10 @@ class Session:
         folders.open_folder(self.home, self.config)
 
     def _trackers(self, console: Console, step: int) -> Trackers:
-        chosen: list[Tracker] = [console, JsonlTracker(self.home / "metrics.jsonl", resume_at=step)]
+        done = None if self.start is None else step
+        chosen: list[Tracker] = [console, JsonlTracker(self.home / "metrics.jsonl", done)]
         if self.config.track.tensorboard:
-            chosen.append(TensorBoardTracker(self.home / "tensorboard", resume_at=step))
+            chosen.append(TensorBoardTracker(self.home / "tensorboard", done))
         return Trackers(chosen)
 
     def _title(self) -> list[str]:
@@ -238,35 +252,48 @@ class Session:
         what = f"{config.model.name} learns {config.env.name} with {config.algorithm.name}, seed {config.seed}"
         return [f"{config.name}: {what}", f"into {self.home}"]
 
-    async def _measure(self, step: int) -> Measured:
+    async def _measure(self, trainer: Trainer) -> Measured:
+        """At the first and the last step: measured, and logged as part of that step."""
         if self.config.evaluation.tasks == 0:
             return Measured({}, [])
-        await self.parts.engine.load(self.parts.learner.weights(), version=step)
-        measured = await self.parts.evaluator.measure()
-        if self.config.track.episodes:
-            EpisodeStore(self.home / "episodes" / "evaluation").write(step, measured.groups)
-        await self._show(step, measured.groups)
+        measured = await self.held_out.measure(trainer)
+        trainer.tracker.log(named(measured.metrics), trainer.step)
         return measured
 
     async def _show(self, step: int, groups: Sequence[Group]) -> None:
-        """Held-out episodes as moving pictures, where so asked."""
+        """Keep held-out episodes, as moving pictures too where so asked."""
+        if self.config.track.episodes:
+            EpisodeStore(self.home / "episodes" / "evaluation").write(step, groups)
         if self.render is not None:
             await self.render.draw("validation", step, groups)
 
-    async def _finish(self, trainer: Trainer, after: Measured) -> Run:
+    def _save(self, trainer: Trainer, save: Save, console: Console) -> None:
+        """The run ends before its time: keep where it stands, and say how to go on."""
+        path = save.now(trainer)
+        console.note(f"Stopped at step {trainer.step}; saved {path}")
+        console.note(f"Go on with:  arborl train --resume latest output_dir={self.home}")
+
+    def _summarise(self, trainer: Trainer, after: Metrics, **more: Any) -> dict[str, Any]:
         summary = {
             "before": self.memory["before"],
-            "after": after.metrics,
+            "after": after,
             "train_seconds": round(trainer.train_seconds, 3),
             "steps": trainer.step,
             "seed": self.config.seed,
-        }
+            "failures": trainer.watch.failures.state(),
+        } | more
         folders.write_summary(self.home, summary)
-        episodes = [episode for group in after.groups for episode in group.survivors]
+        return summary
+
+    async def _finish(self, trainer: Trainer, after: Measured) -> Run:
+        summary = self._summarise(trainer, after.metrics)
+        episodes = [episode for episode in after.episodes if episode.failure is None]
         written = await keepsakes(self.parts, self.home, episodes)
         terminal = Terminal()
         if after.metrics:
             terminal.print(table_before_after(summary["before"], summary["after"]))
+        for cause in trainer.watch.failures:
+            terminal.print(f"        failed  {cause}", highlight=False, soft_wrap=True, markup=False)
         for name, path in written.items():
             terminal.print(f"{name:>14}  {path}", highlight=False, soft_wrap=True)
         return Run(self.home, json.loads(json.dumps(summary)))

@@ -49,5 +49,5 @@ def table(path: str, results: Mapping[str, Mapping[str, float]]) -> Table:
         shown.add_column(way, justify="right")
     for name in dict.fromkeys(name for metrics in results.values() for name in metrics):
         cells = (metrics.get(name) for metrics in results.values())
-        shown.add_row(Text(name), *("-" if value is None else f"{value:.4g}" for value in cells))
+        shown.add_row(Text(name), *("–" if value is None else f"{value:.4g}" for value in cells))
     return shown

@@ -19,7 +19,7 @@ from arborl.cli.evaluate import evaluate
 from arborl.cli.rollout import rollout
 from arborl.cli.tools import tools
 from arborl.cli.train import train
-from arborl.errors import ConfigError
+from arborl.errors import ConfigError, RunStopped
 
 # Before torch is loaded: threads that wait should sleep. Spinning ones gain 8 % on an idle machine and lose a factor of
 # three as soon as anything else runs.
@@ -27,7 +27,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 class Verbs(TyperGroup):
-    """A `ConfigError` of any verb is one line a mistake on stderr, and exit code 2."""
+    """A `ConfigError` of any verb is one line a mistake on stderr, and exit code 2; a run that was stopped, 1."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -36,6 +36,9 @@ class Verbs(TyperGroup):
             for line in str(error).splitlines():
                 typer.echo(f"arborl: {line}", err=True)
             raise typer.Exit(2) from error
+        except RunStopped as error:
+            typer.echo(str(error), err=True)
+            raise typer.Exit(1) from error
         except KeyboardInterrupt as stopped:
             raise typer.Exit(130) from stopped
 

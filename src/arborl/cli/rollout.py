@@ -31,7 +31,7 @@ def rollout(
         str, typer.Option(metavar="PATH", help="A run, a checkpoint or a model.", show_default=False)
     ] = "",
     seed: Annotated[int | None, typer.Option(help="The run's seed.", show_default=False)] = None,
-    step: Annotated[int, typer.Option(help="Of which training step.", min=0)] = 0,
+    step: Annotated[int, typer.Option(help="Of which training step.", min=1)] = 1,
     task: Annotated[int, typer.Option(help="Which task of it.", min=0)] = 0,
     member: Annotated[int, typer.Option(help="Which episode of its group.", min=0)] = 0,
     held_out: Annotated[bool, typer.Option("--held-out", help="A held-out task instead.")] = False,
@@ -53,10 +53,10 @@ def rollout(
     config = configured(arguments or (), given)
     parts = build(config)
     taken = config.rollout.tasks_per_step + config.rollout.spare_groups
-    tasks = parts.source.evaluation(task + 1) if held_out else parts.source.take(step, taken)
+    tasks = parts.source.evaluation(task + 1) if held_out else parts.source.take(step - 1, taken)
     if task >= len(tasks):
         raise ConfigError(f"--task {task}: there are {len(tasks)} tasks, 0 to {len(tasks) - 1}.")
-    episode = asyncio.run(played(parts, tasks[task], step, task, member))
+    episode = asyncio.run(played(parts, tasks[task], step - 1, task, member))
     Printer(Console(highlight=False, soft_wrap=True), parts.renderer, ids).show(episode)
     if episode.failure is not None:
         raise typer.Exit(1)
@@ -74,12 +74,12 @@ def configured(arguments: Sequence[str], given: Mapping[str, Any]) -> Any:
     return load(Path(path) if path is not None else None, [*settings, *(f"{k}={v}" for k, v in given.items())])
 
 
-async def played(parts: Any, task: Any, step: int, place: int, member: int) -> Episode:
-    """The episode a training step would play, with the seed it would have there; and scored."""
+async def played(parts: Any, task: Any, done: int, place: int, member: int) -> Episode:
+    """The episode that the step after so many would play, with the seed it would have there; and scored."""
     from arborl.seeds import derive
     from arborl.types import Group
 
-    seed = derive(parts.config.seed, "step", step)
+    seed = derive(parts.config.seed, "step", done)
     own = derive(seed, "task", place, "episode", member)
     episode: Episode = await parts.rollout.play(task, own, f"{task.id}#{member}")
     await parts.rewards.score([Group(task, [episode])])

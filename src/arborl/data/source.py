@@ -49,8 +49,10 @@ class EnvTasks(TaskSource):
         self.env, self.seed = env, seed
 
     def take(self, step: int, count: int) -> list[Task]:
+        """Named after the step they are trained in: after `step` steps comes the next."""
         return [
-            self._task(f"train/{step:06d}-{i:03d}", "train", derive(self.seed, "task", step, i)) for i in range(count)
+            self._task(f"train/{step + 1:06d}-{i:03d}", "train", derive(self.seed, "task", step, i))
+            for i in range(count)
         ]
 
     def evaluation(self, count: int) -> list[Task]:

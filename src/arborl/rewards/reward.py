@@ -16,6 +16,7 @@ from numbers import Real
 from typing import Any, Protocol, overload, runtime_checkable
 
 from arborl.errors import EpisodeError, boundary
+from arborl.failures import Firsts
 from arborl.types import Episode, Group
 
 log = logging.getLogger(__name__)
@@ -124,6 +125,7 @@ class Rewards:
     def __init__(self, rewards: Sequence[tuple[str, Reward, float]], seconds: float):
         self.rewards = [(name, as_reward(one), weight) for name, one, weight in rewards]
         self.seconds = seconds
+        self.firsts = Firsts(log)
 
     async def score(self, groups: Sequence[Group]) -> None:
         """Fill `rewards` and `metrics["success"]` of every surviving episode; all at once.
@@ -154,14 +156,16 @@ class Rewards:
                     episode.rewards[name] = value
         except EpisodeError as error:
             for episode in episodes:
-                log.warning("episode %s failed and is left out: %s", episode.id, episode.fail(error))
+                episode.fail(error)
+                self.firsts.tell(episode)
 
     async def _score(self, episode: Episode) -> None:
         asked = (self._ask(name, one, weight, episode) for name, one, weight in self.rewards)
         answers = await asyncio.gather(*asked)
         for answer in answers:
             if isinstance(answer, EpisodeError):  # the first by the order of the rewards, not of time
-                log.warning("episode %s failed and is left out: %s", episode.id, episode.fail(answer))
+                episode.fail(answer)
+                self.firsts.tell(episode)
                 return
             episode.rewards.update(answer)
         by_turn = {name: weight for name, one, weight in self.rewards if getattr(one, "by_turn", False)}

@@ -54,10 +54,12 @@ class Manager:
         play: plays one episode.
         manner: how groups are made.
         counts: what happened is added here: episodes cancelled, groups expired, filtered, and missing at the end.
+        lost: failed episodes of groups that are dropped are added here.
     """
 
-    def __init__(self, play: Play, manner: Manner, counts: Counter[str]):
+    def __init__(self, play: Play, manner: Manner, counts: Counter[str], lost: list[Episode] | None = None):
         self.play, self.manner, self.counts = play, manner, counts
+        self.lost = [] if lost is None else lost
 
     async def collect(self, tasks: Sequence[Task], seed: int, size: int, count: int | None = None) -> list[Group]:
         """The groups of `count` tasks, in the order of the tasks; those beyond are spares.
@@ -84,7 +86,9 @@ class Manager:
             group = await self._group(tasks[place], seed, place, size)
             if await self._kept(group):
                 return place, group
-            self.counts["filtered"] += 1
+            failed = [episode for episode in group.episodes if episode.failure is not None]
+            self.lost += failed
+            self.counts.update(filtered=1, filtered_episodes=len(group.episodes), filtered_failed=len(failed))
             if not spares:
                 return None
             place = spares.popleft()
@@ -198,6 +202,9 @@ def divided(sources: Sequence[str], count: int) -> tuple[list[int], dict[str, de
     return places, {source: deque(own[quota[source] :]) for source, own in members.items()}
 
 
+COUNTED = ("cancelled", "expired", "filtered", "filtered_episodes", "filtered_failed", "filter_failed", "missing")
+
+
 def named(counts: Counter[str]) -> Metrics:
-    """The counts as metrics."""
-    return {f"rollout/{name}": float(value) for name, value in counts.items() if value}
+    """The counts as metrics, those too that are 0: a column that comes and goes is no curve."""
+    return {f"rollout/{name}": float(counts[name]) for name in COUNTED}

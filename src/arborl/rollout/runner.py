@@ -16,6 +16,7 @@ from arborl.chat.renderer import Renderer
 from arborl.engines.engine import Engine
 from arborl.envs.env import Env
 from arborl.errors import EpisodeError, EpisodeOver, boundary
+from arborl.failures import Firsts
 from arborl.rollout.manager import PLAIN, Manager, Manner, named
 from arborl.rollout.recorder import Limits, RecordedEnv, Recorder
 from arborl.rollout.tape import Tape
@@ -87,6 +88,7 @@ class Rollout:
         self._line: Line | None = None
         self.workers, self.training, self.tape = workers or Workers(), training, tape
         self.counts: Counter[str] = Counter()
+        self.firsts, self.lost = Firsts(log), list[Episode]()
 
     async def collect(
         self,
@@ -117,7 +119,7 @@ class Rollout:
                 return await self.play(task, own, name, sampling)
 
         with fewer_collections, Watchdog():
-            return await Manager(play, manner, self.counts).collect(tasks, seed, group_size, count)
+            return await Manager(play, manner, self.counts, self.lost).collect(tasks, seed, group_size, count)
 
     async def train(
         self, tasks: Sequence[Task], seed: int, group_size: int, count: int, sampling: Sampling | None = None
@@ -155,7 +157,8 @@ class Rollout:
             async with boundary("episode", limits.episode_seconds):
                 await self._act(episode, sampling, limits)
         except EpisodeError as error:
-            log.warning("episode %s failed and is left out: %s", episode.id, episode.fail(error))
+            episode.fail(error)
+            self.firsts.tell(episode)
         episode.seconds = time.perf_counter() - began
         return episode
 
@@ -185,6 +188,11 @@ class Rollout:
         """Since the last call: episodes cancelled, groups expired or filtered, environments left behind or replaced."""
         counts, self.counts = self.counts, Counter()
         return named(counts) | self.workers.metrics()
+
+    def failed_unseen(self) -> list[Episode]:
+        """Since the last call: failed episodes of groups that a filter dropped, which nobody else hears of."""
+        lost, self.lost = self.lost, []
+        return lost
 
     def close(self) -> None:
         """End the processes of environments."""

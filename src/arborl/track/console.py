@@ -22,8 +22,10 @@ from arborl.track.logs import logs_above
 from arborl.types import Metrics
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-SHOWN = ("success", "reward", "greedy_success", "failed", "greedy_failed")
+SHOWN = ("tasks", "success", "reward", "greedy_success", "failed", "greedy_failed")
 """Measures of held-out tasks, in this order, where there are any."""
+HELD_OUT = "evaluation/"
+UNMEASURED = "–"
 RECENT = 10
 """Steps whose mean length the time left is made of."""
 
@@ -34,14 +36,15 @@ class Console:
     Args:
         total_steps: steps of the whole run.
         title_lines: what the run is; the first line names it.
-        start: the first step this run will log, above 0 when resumed.
+        start: steps that are done, above 0 when resumed.
         console: where to draw; standard output when not given.
         clock: seconds, for elapsed time.
+        remark: what there is to say about a step's numbers, in a few words; mostly nothing.
 
     Example:
         with Console(60, ["frozen-lake", "seedling, grpo, seed 0"]) as console:
             console.progress("evaluating 40/200")                     # replaced by the next one, or by the next step
-            console.log({"reward/mean": 0.412, "time/step": 2.1}, step=2)
+            console.log({"reward/mean": 0.412, "time/step": 2.1}, step=3)
         # without a terminal: step   3/60  reward  0.412   2.1 s/step  left 1:59
     """
 
@@ -53,8 +56,9 @@ class Console:
         *,
         console: RichConsole | None = None,
         clock: Callable[[], float] = time.monotonic,
+        remark: Callable[[Metrics], str] | None = None,
     ):
-        self.total, self.title, self.done = total_steps, tuple(title_lines), start
+        self.total, self.title, self.done, self.remark = total_steps, tuple(title_lines), start, remark
         self.console = console or RichConsole()
         self.clock = clock
         self.began = self.logged = clock()
@@ -83,10 +87,18 @@ class Console:
         self.close()
 
     def log(self, metrics: Metrics, step: int) -> None:
+        known = {name: value for name, value in metrics.items() if value is not None and math.isfinite(value)}
+        held_out = {name.removeprefix(HELD_OUT): known[name] for name in known if name.startswith(HELD_OUT)}
+        if any(not name.startswith(HELD_OUT) for name in metrics):
+            self._step(known, step)
+        if held_out:
+            self._print("  ".join([self._count(step), "held out:", *held_out_fields(held_out)]))
+
+    def _step(self, metrics: Metrics, step: int) -> None:
         now = self.clock()
-        self.latest = {name: value for name, value in metrics.items() if value is not None and math.isfinite(value)}
+        self.latest = metrics
         self.seconds.append(self.latest.get("time/step", now - self.logged))
-        self.done, self.logged, self.doing = step + 1, now, ""
+        self.done, self.logged, self.doing = step, now, ""
         for name, history in (("reward/mean", self.rewards), ("episode/success", self.successes)):
             if name in self.latest:
                 history.append(self.latest[name])
@@ -116,16 +128,23 @@ class Console:
     def _print(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
+    def _count(self, step: int) -> str:
+        return f"step {step:>{max(3, len(str(self.total)))}}/{self.total}"
+
     def _line(self) -> str:
-        width = max(3, len(str(self.total)))
         left = [f"left {span(self.left)}"] if self.left is not None else []
-        return "  ".join([f"step {self.done:>{width}}/{self.total}", *fields(self.latest), *left])
+        return "  ".join([self._count(self.done), *fields(self.latest), *left, *self._remarks()])
+
+    def _remarks(self) -> list[str]:
+        said = self.remark(self.latest) if self.remark is not None and self.latest else ""
+        return [said] if said else []
 
     def _panel(self) -> RenderableType:
         parts: list[RenderableType] = [Text(line, style="dim") for line in self.title[1:]]
         parts += [self._bar(), self._curves()]
         rest = {name: value for name, value in self.latest.items() if name not in ("reward/mean", "episode/success")}
         parts += [Text("   ".join(" ".join(shown.split()) for shown in fields(rest)))] if rest else []
+        parts += [Text(said, style="yellow") for said in self._remarks()]
         parts += [Text(self.doing, style="italic dim")] if self.doing else []
         name = Text(self.title[0] if self.title else "training", style="bold")
         return Panel(
@@ -159,7 +178,10 @@ class Console:
 
 
 def fields(metrics: Metrics) -> list[str]:
-    """The numbers a person follows, each as a short aligned text; those that are missing are left out."""
+    """The numbers a person follows, each as a short aligned text; those that are missing are left out.
+
+    Reward and success of a step whose episodes all failed were not measured, which is shown.
+    """
     shows: dict[str, Callable[[float], str]] = {
         "reward/mean": lambda value: f"reward {value:>6.3f}",
         "episode/success": lambda value: f"success {value:.2f}",
@@ -169,7 +191,20 @@ def fields(metrics: Metrics) -> list[str]:
         "episode/failed": lambda value: f"failed {value:g}" if value else "",
     }
     texts = [show(metrics[name]) for name, show in shows.items() if name in metrics]
+    if "episode/count" in metrics and "reward/mean" not in metrics:
+        texts = [f"reward {UNMEASURED:>6}", f"success {UNMEASURED:>4}", *texts]
     return [text for text in texts if text]
+
+
+def held_out_fields(metrics: Metrics) -> list[str]:
+    """An evaluation's numbers, each with its interval."""
+    return [f"{name.replace('_', ' ')} {measure(name, metrics)}" for name in shown(metrics)]
+
+
+def shown(*measured: Mapping[str, float]) -> list[str]:
+    """Which measures of held-out tasks are worth showing: those that there are; failures where there are any."""
+    names = [name for name in SHOWN if any(name in metrics for metrics in measured)]
+    return [name for name in names if not name.endswith("failed") or any(metrics.get(name) for metrics in measured)]
 
 
 def thousands(value: float) -> str:
@@ -200,21 +235,34 @@ def sparkline(values: Sequence[float], width: int, low: float, high: float) -> s
 
 
 def table_before_after(before: Mapping[str, float], after: Mapping[str, float]) -> Table:
-    """What training changed: one column a measure, a row before and a row after."""
-    names = [name for name in SHOWN if name in before or name in after]
-    table = Table(box=box.SIMPLE_HEAD, title="held-out tasks", title_justify="left")
+    """What training changed: one column a measure with its 95 % interval, a row before and a row after."""
+    names = [name for name in ("success", "reward") if before or after]  # these are missed where they are missing
+    names = [name for name in SHOWN if name in names or name in shown(before, after)]
+    table = Table(box=box.SIMPLE_HEAD, title="held-out tasks, with 95 % intervals", title_justify="left")
     table.add_column("")
     for name in names:
-        table.add_column(name.replace("_", " "), justify="right")
-    table.add_row("before", *(measure(name, before.get(name)) for name in names))
-    table.add_row("after", *(measure(name, after.get(name)) for name in names), style="bold")
+        table.add_column(name.replace("_", " "), justify="right", no_wrap=True)
+    table.add_row("before", *(measure(name, before) for name in names))
+    table.add_row("after", *(measure(name, after) for name in names), style="bold")
     return table
 
 
-def measure(name: str, value: float | None) -> str:
-    """A rate as per cent, a count as it is, anything else with three digits; `-` when it was not measured."""
+def measure(name: str, metrics: Mapping[str, float]) -> str:
+    """A rate as per cent, a count as it is, anything else with three digits; `–` when it was not measured.
+
+    Example:
+        measure("success", {"success": 0.5, "success_low": 0.404, "success_high": 0.596})     # 50.0% (40.4–59.6)
+    """
+    value = metrics.get(name)
     if value is None:
-        return "-"
-    if name.endswith("failed"):
+        return UNMEASURED
+    if name.endswith(("failed", "tasks")):
         return f"{value:.0f}"
-    return f"{value:.1%}" if name.endswith("success") else f"{value:.3f}"
+    rate = name.endswith("success")
+    shown = f"{value:.1%}" if rate else f"{value:.3f}"
+    low, high = (metrics.get(f"{name}_{end}") for end in ("low", "high"))
+    if low is None or high is None:
+        return shown
+    until = "–" if low >= 0 else " to "  # a dash beside a minus is hard to read
+    ends = (f"{100 * end:.1f}" if rate else f"{end:.2f}" for end in (low, high))
+    return f"{shown} ({until.join(ends)})"

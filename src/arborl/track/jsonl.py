@@ -15,22 +15,35 @@ from arborl.types import Metrics
 class JsonlTracker:
     """Appends `{"step": n, **metrics}`, one flushed line a step; a number that is not finite is written as null.
 
+    What comes to the latest step afterwards (its evaluation) is added to its line.
+
     A killed run may have written steps its last checkpoint does not know, and half a line. Resuming drops both, so the
     file of a killed and resumed run has each step once, like that of a run that was never killed.
 
     Args:
         path: the file; its folder is made.
-        resume_at: the first step this run will log; lines from that step on are dropped.
+        done: the step a resumed run goes on from; lines of later ones are dropped. A new run drops all.
     """
 
-    def __init__(self, path: Path, resume_at: int = 0):
+    def __init__(self, path: Path, done: int | None = None):
         path.parent.mkdir(parents=True, exist_ok=True)
+        self.path, self.latest = path, dict[str, Any]()
         if path.exists():
-            _rewrite(path, [row for row in read_metrics(path) if row["step"] < resume_at])
+            rows = [row for row in read_metrics(path) if done is not None and row["step"] <= done]
+            _rewrite(path, rows)
+            self.latest = rows[-1] if rows else {}
         self.file = path.open("a", encoding="utf-8")
 
     def log(self, metrics: Metrics, step: int) -> None:
-        self.file.write(_line({"step": step, **metrics}))
+        if self.latest.get("step") == step:
+            self.latest |= metrics
+            earlier = [row for row in read_metrics(self.path) if row["step"] != step]
+            self.file.close()
+            _rewrite(self.path, [*earlier, self.latest])
+            self.file = self.path.open("a", encoding="utf-8")
+            return
+        self.latest = {"step": step, **metrics}
+        self.file.write(_line(self.latest))
         self.file.flush()
 
     def close(self) -> None:

@@ -12,13 +12,13 @@ class TensorBoardTracker:
 
     Args:
         folder: where the event files go.
-        resume_at: the first step this run will log; TensorBoard then hides what a killed run wrote from there on.
+        done: the step a resumed run goes on from; TensorBoard then hides what a killed run wrote after it.
     """
 
-    def __init__(self, folder: Path, resume_at: int = 0):
+    def __init__(self, folder: Path, done: int | None = None):
         from torch.utils.tensorboard import SummaryWriter  # here: it costs seconds, and not every run wants it
 
-        self.writer = SummaryWriter(str(folder), purge_step=resume_at)
+        self.writer = SummaryWriter(str(folder), purge_step=0 if done is None else done + 1)
 
     def log(self, metrics: Metrics, step: int) -> None:
         for name, value in metrics.items():

@@ -13,10 +13,10 @@ log = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
-    """Takes the numbers of each step. Steps count from 0; a resumed run goes on at the step it resumes at."""
+    """Takes the numbers of each step. Step N is the N-th update, done; step 0 is the start, before any."""
 
     def log(self, metrics: Metrics, step: int) -> None:
-        """Record one step. Called once a step, in order."""
+        """Record numbers of a step, in order. The latest step may be given more of them: its evaluation."""
         ...
 
     def close(self) -> None:
@@ -29,7 +29,7 @@ class Trackers:
 
     Example:
         trackers = Trackers([JsonlTracker(folder / "metrics.jsonl"), TensorBoardTracker(folder / "tensorboard")])
-        trackers.log({"reward/mean": 0.4}, step=0)
+        trackers.log({"reward/mean": 0.4}, step=1)
     """
 
     def __init__(self, trackers: Sequence[Tracker]):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import fmean
 
 from arborl.config.rollout import ValEnvsConfig
 from arborl.config.run import EvaluationConfig
@@ -12,8 +14,9 @@ from arborl.data.source import TaskSource
 from arborl.rewards.reward import Rewards
 from arborl.rollout.runner import Rollout
 from arborl.seeds import derive
-from arborl.trainer.summary import summarize
-from arborl.types import Group, Metrics, Task
+from arborl.trainer.failing import hopeless
+from arborl.trainer.intervals import student, wilson
+from arborl.types import Episode, Group, Metrics, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,11 @@ class Measured:
 
     metrics: Metrics
     groups: list[Group]
+
+    @property
+    def episodes(self) -> list[Episode]:
+        """All of them, the failed ones too."""
+        return [episode for group in self.groups for episode in group.episodes]
 
 
 class Evaluator:
@@ -50,11 +58,11 @@ class Evaluator:
     async def measure(self) -> Measured:
         """`success` and `reward` as sampled, `greedy_success` and `greedy_reward` beside them; all means over tasks.
 
-        Of several sources each has its own as well: `success/math`.
+        Of several sources each has its own as well: `success/math`. Where nearly all fail, once is enough.
         """
         groups = await self.play(self.config.temperature)
         metrics = headline(groups)
-        if self.config.greedy:
+        if self.config.greedy and not hopeless(*counted(groups)):
             greedy = headline(await self.play(0.0))
             metrics |= {f"greedy_{name}": value for name, value in greedy.items()}
         return Measured(metrics, groups)
@@ -85,13 +93,35 @@ def headline(groups: list[Group]) -> Metrics:
     return metrics
 
 
+def counted(groups: list[Group]) -> tuple[int, int]:
+    """Episodes, and how many of them failed."""
+    played = sum(len(group.episodes) for group in groups)
+    return played, played - sum(len(group.survivors) for group in groups)
+
+
 def scores(groups: list[Group]) -> Metrics:
-    """Success and reward. A failed episode is no success: it counts as 0 of both, and is named where there is one."""
-    metrics = summarize(groups)
-    failed = metrics["episode/failed"]
-    share = 1.0 - failed / max(metrics["episode/count"], 1.0)
-    found = {
-        "success": metrics.get("episode/success", 0.0) * share,
-        "reward": metrics.get("reward/mean", 0.0) * share,
-    }
-    return found | ({"failed": failed} if failed else {})
+    """Success and reward with their 95 % intervals, the number of tasks, and that of failed episodes.
+
+    A failed episode is no success: it counts as 0 of both. Where all failed, or nobody judged success, nothing was
+    measured, and nothing is said.
+    """
+    _, failed = counted(groups)
+    found = {"tasks": float(len(groups)), "failed": float(failed)}
+    alive = [episode for group in groups for episode in group.survivors]
+    if not alive:
+        return found
+    if any("success" in episode.metrics for episode in alive):
+        found |= _with_interval("success", groups, lambda episode: episode.metrics.get("success", 0.0))
+    return found | _with_interval("reward", groups, lambda episode: episode.reward)
+
+
+def _with_interval(name: str, groups: list[Group], value: Callable[[Episode], float]) -> Metrics:
+    """The mean over tasks of their episodes' means, and between what it lies."""
+    own = [
+        fmean(value(episode) if episode.failure is None else 0.0 for episode in group.episodes)
+        for group in groups
+        if group.episodes
+    ]
+    mean = fmean(own)
+    ends = wilson(mean, len(own)) if name == "success" and 0 <= mean <= 1 else student(own)
+    return {name: mean} | ({f"{name}_low": ends[0], f"{name}_high": ends[1]} if ends else {})

@@ -8,7 +8,7 @@ from typing import Any
 
 from arborl import checkpoint
 from arborl.rollout.store import EpisodeStore
-from arborl.trainer.evaluate import Evaluator
+from arborl.trainer.evaluate import Evaluator, Measured
 from arborl.trainer.trainer import Trainer
 from arborl.types import Group, Metrics
 
@@ -26,7 +26,7 @@ class KeepEpisodes:
 
 
 class Evaluate:
-    """Measure on held-out tasks every so many steps.
+    """Measure on held-out tasks every so many steps; before the first and after the last, the run does.
 
     Args:
         evaluator: measures.
@@ -39,11 +39,22 @@ class Evaluate:
 
     async def after(self, trainer: Trainer, groups: Sequence[Group], metrics: Metrics) -> None:
         if trainer.step % self.every == 0 and trainer.step < trainer.config.trainer.steps:
-            await trainer.engine.load(trainer.learner.weights(), version=trainer.step)
-            measured = await self.evaluator.measure()
-            metrics.update({f"evaluation/{name}": value for name, value in measured.metrics.items()})
-            if self.show is not None:
-                await self.show(trainer.step, measured.groups)
+            measured = await self.measure(trainer)
+            metrics.update(named(measured.metrics))
+            trainer.watch.look("evaluation", trainer.step, measured.episodes)
+
+    async def measure(self, trainer: Trainer) -> Measured:
+        """Measure the weights as they are now."""
+        await trainer.engine.load(trainer.learner.weights(), version=trainer.step)
+        measured = await self.evaluator.measure()
+        if self.show is not None:
+            await self.show(trainer.step, measured.groups)
+        return measured
+
+
+def named(measured: Metrics) -> Metrics:
+    """Numbers of an evaluation as metrics of its step."""
+    return {f"evaluation/{name}": value for name, value in measured.items()}
 
 
 class Save:

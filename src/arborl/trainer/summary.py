@@ -8,7 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from arborl.algorithms.advantages import is_flat
-from arborl.types import Episode, Forest, Group, Metrics, Terms
+from arborl.types import Episode, Finish, Forest, Group, Metrics, Stop, Terms
+
+STOPS = (Stop.DONE, Stop.TRUNCATED, Stop.MAX_TURNS, Stop.CONTEXT_FULL)
+"""How an episode that did not fail can end."""
+SKIPPED: Metrics = {"learner/skipped": 0.0, "learner/skipped/no_terms": 0.0, "learner/skipped/gradient": 0.0}
+"""Counters that are written at 0 too: a column that comes and goes is no curve."""
 
 
 def summarize(groups: Sequence[Group]) -> Metrics:
@@ -30,9 +35,12 @@ def summarize(groups: Sequence[Group]) -> Metrics:
         "reward/std": float(rewards.std()),
         "episode/turns": float(np.mean([len(episode.turns) for episode in alive])),
         "episode/sampled": float(np.mean([episode.sampled for episode in alive])),
+        "episode/calls": float(np.mean([len(episode.calls) for episode in alive])),
     }
-    for stop, count in Counter(episode.stop for episode in alive).items():
-        metrics[f"stop/{stop}"] = count / len(alive)
+    finishes = [call.completion.finish for episode in alive for call in episode.calls]
+    metrics["call/cut_off"] = finishes.count(Finish.LENGTH) / max(len(finishes), 1)
+    stops = Counter(episode.stop for episode in alive)
+    metrics |= {f"stop/{stop}": stops[stop] / len(alive) for stop in dict.fromkeys((*STOPS, *stops))}
     metrics |= {f"reward/{name}": value for name, value in _means(alive, "rewards").items()}
     return metrics | {f"episode/{name}": value for name, value in _means(alive, "metrics").items()}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,10 +20,14 @@ from arborl.rollout.runner import Rollout
 from arborl.rollout.thin import thin
 from arborl.seeds import derive
 from arborl.track.tracker import Tracker
+from arborl.trainer.diagnosis import Streak
+from arborl.trainer.failing import FailureWatch
 from arborl.trainer.look import look
 from arborl.trainer.probe import SyncProbe
-from arborl.trainer.summary import describe_batch, summarize
+from arborl.trainer.summary import SKIPPED, describe_batch, summarize
 from arborl.types import Forest, Group, Metrics, Terms
+
+log = logging.getLogger(__name__)
 
 
 class Hook(Protocol):
@@ -57,7 +62,10 @@ class Clock:
 
 
 class Trainer:
-    """Holds the parts of a run and its position, `step`: how many steps are done."""
+    """Holds the parts of a run and its position, `step`: how many steps are done.
+
+    Step N is the N-th update, done: its metrics, episodes, checkpoint and evaluation all carry N. Step 0 is the start.
+    """
 
     def __init__(
         self,
@@ -75,7 +83,7 @@ class Trainer:
         self.config, self.source, self.rollout, self.rewards = config, source, rollout, rewards
         self.algorithm, self.learner, self.engine, self.tracker = algorithm, learner, engine, tracker
         self.hooks, self.save = list(hooks), save
-        self.probe = SyncProbe(engine)
+        self.probe, self.watch, self.streak = SyncProbe(engine), FailureWatch(), Streak()
         self.step = 0
         self.train_seconds = 0.0
 
@@ -113,7 +121,7 @@ class Trainer:
             forest, terms, left_out = self._thinned(kept, forest, terms, derive(seed, "thin"))
             metrics |= describe_batch(forest, terms) | self.algorithm.metrics() | left_out
             names = [episode.id for group in kept for episode in group.survivors]
-            metrics |= self.learner.update(forest.trees, terms, self.algorithm, names)
+            metrics |= SKIPPED | self.learner.update(forest.trees, terms, self.algorithm, names)
         self.step += 1  # from here on the step counts as done, whatever interrupts
 
         self.train_seconds += clock.stop()["time/step"]
@@ -121,11 +129,20 @@ class Trainer:
             for hook in self.hooks:
                 await hook.after(self, groups, metrics)
         finally:
-            self.tracker.log(metrics | clock.stop(), step=self.step - 1)
+            self.tracker.log(metrics | clock.stop(), step=self.step)
+        self._look(groups, metrics)
         if self.save is not None:  # after its metrics are written, so that a checkpoint never knows more than they do
             self.save(self)
         await self.engine.load(self.learner.weights(), version=self.step)
         await self.probe.check(metrics)
+
+    def _look(self, groups: Sequence[Group], metrics: Metrics) -> None:
+        """Say so where nothing is learned; stop where nearly every episode fails, dropped groups included."""
+        if said := self.streak.add(metrics):
+            log.warning(said)
+        played = [episode for group in groups for episode in group.episodes]
+        dropped = int(metrics["rollout/filtered_episodes"])
+        self.watch.look("step", self.step, [*played, *self.rollout.failed_unseen()], len(played) + dropped)
 
     async def _greedy(self, groups: Sequence[Group], seed: int) -> list[Group]:
         """Each task once more, taking the likeliest tokens: a baseline, never trained on."""
@@ -152,6 +169,7 @@ class Trainer:
             "train_seconds": self.train_seconds,
             "algorithm": self.algorithm.state(),
             "data": self.source.state(self.step),
+            "failures": self.watch.failures.state(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -159,6 +177,7 @@ class Trainer:
         self.step, self.train_seconds = state["step"], state["train_seconds"]
         self.algorithm.load_state(state["algorithm"])
         self.source.load_state(state.get("data", {}))
+        self.watch.failures.load_state(state.get("failures", []))
 
 
 def _scored(group: Group) -> bool:

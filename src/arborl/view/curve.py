@@ -31,13 +31,13 @@ STYLE: dict[Any, Any] = {
 def learning_curve(
     metrics_file: Path, out: Path, title: str, before: float | None = None, after: float | None = None
 ) -> Path:
-    """Draw success and reward of the training episodes, step by step.
+    """Draw success and reward of the training episodes, step by step, and held-out success where it was measured.
 
     Args:
         metrics_file: a run's `metrics.jsonl`.
         out: the PNG to write; its folder is made.
         title: a line above the plots.
-        before, after: held-out success before and after training, drawn at the ends of the success curve.
+        before, after: held-out success before and after training, for metrics that do not hold evaluations.
     """
     rows = list(read_metrics(metrics_file))
     success, reward = series_of(rows, "episode/success"), series_of(rows, "reward/mean")
@@ -53,7 +53,7 @@ def learning_curve(
         figure = Figure(figsize=(11, 4.2), dpi=120, layout=ConstrainedLayoutEngine(w_pad=0.14, h_pad=0.12))
         left, right = figure.subplots(1, 2)
         _plot(left, success, SUCCESS, "Success of training episodes")
-        _mark(left, success, before, after)
+        _mark(left, evaluations(rows) or _ends(success, before, after))
         left.set_ylim(-0.03, 1.05)
         left.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
         _plot(right, reward, REWARD, "Reward of training episodes")
@@ -80,12 +80,13 @@ def compare(runs: Sequence[Path], out: Path, title: str) -> Path:
             summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
             series = series_of(list(read_metrics(run / "metrics.jsonl")), "episode/success")
             before, after = (summary[when].get("success") for when in ("before", "after"))
-            label = f"{run.name}: {before:.0%} to {after:.0%} held out" if after is not None else run.name
+            measured = before is not None and after is not None
+            label = f"{run.name}: {before:.0%} to {after:.0%} held out" if measured else run.name
             steps, values = zip(*series, strict=True)
             axes.plot(steps, values, color=colour, alpha=0.2, linewidth=1)
             axes.plot(steps, smooth(values), color=colour, linewidth=2.4, label=label)
-            if after is not None:
-                axes.plot([0, len(steps)], [before, after], "D", color=colour, markersize=7, clip_on=False, zorder=5)
+            if measured:
+                axes.plot([0, steps[-1]], [before, after], "D", color=colour, markersize=7, clip_on=False, zorder=5)
         axes.set(xlabel="step", ylim=(-0.03, 1.05), title=title)
         axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
         axes.legend(loc="lower right", frameon=True, framealpha=0.9, edgecolor="none")
@@ -121,15 +122,38 @@ def _plot(axes: Axes, series: Series, colour: str, title: str) -> None:
     axes.plot(steps, smooth(values), color=colour, linewidth=2.6)
 
 
-def _mark(axes: Axes, series: Series, before: float | None, after: float | None) -> None:
-    """Held-out success where it was measured: before the first step and after the last."""
-    first, last = (series[0][0], series[-1][0] + 1) if series else (0, 1)
-    points = [(where, value) for where, value in ((first, before), (last, after)) if value is not None]
+Point = tuple[int, float, float, float]
+"""A step, what was measured on held-out tasks after it, and between what that lies."""
+
+
+def evaluations(rows: Sequence[dict[str, float | None]], name: str = "success") -> list[Point]:
+    """Every evaluation of a run: before the first step, on the way, after the last."""
+    found = []
+    for step, value in series_of(rows, f"evaluation/{name}"):
+        row = next(row for row in rows if row["step"] == step)
+        low, high = (row.get(f"evaluation/{name}_{end}") for end in ("low", "high"))
+        found.append((step, value, value if low is None else low, value if high is None else high))
+    return found
+
+
+def _ends(series: Series, before: float | None, after: float | None) -> list[Point]:
+    last = series[-1][0] if series else 1
+    return [(where, value, value, value) for where, value in ((0, before), (last, after)) if value is not None]
+
+
+def _mark(axes: Axes, points: Sequence[Point]) -> None:
+    """Held-out success where it was measured."""
     if not points:
         return
-    values = [f"{value:.0%} {name}" for value, name in ((before, "before"), (after, "after")) if value is not None]
-    label = f"held out: {', '.join(values)}"
-    axes.plot(*zip(*points, strict=True), "D", markersize=8, color=HELD_OUT, clip_on=False, zorder=5, label=label)
+    steps, values, low, high = (list(column) for column in zip(*points, strict=True))
+    label = f"held out: {values[0]:.0%}" + (f" to {values[-1]:.0%}" if len(values) > 1 else "")
+    down = [value - end for value, end in zip(values, low, strict=True)]
+    up = [end - value for value, end in zip(values, high, strict=True)]
+    line = ":" if len(points) > 2 else "none"
+    axes.errorbar(
+        steps, values, (down, up), fmt="D", markersize=7, color=HELD_OUT, linestyle=line, linewidth=1.2, capsize=3,
+        clip_on=False, zorder=5, label=label,
+    )  # fmt: skip
     axes.legend(
-        loc="lower right", frameon=True, framealpha=0.9, edgecolor="none", labelcolor=HELD_OUT, handletextpad=0.2
+        loc="lower right", frameon=True, framealpha=0.9, edgecolor="none", labelcolor=HELD_OUT, handletextpad=0.4
     )

@@ -14,7 +14,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from arborl.rollout.store import EpisodeStore
-from arborl.track.console import SHOWN, measure, span
+from arborl.track.console import measure, shown, span
 from arborl.types import Episode
 from arborl.view.context import context_length, edits_itself
 from arborl.view.curve import learning_curve
@@ -79,20 +79,18 @@ def _header(name: str, config: Mapping[str, Any], summary: Mapping[str, Any]) ->
         facts["seed"] = summary.get("seed")
     if summary.get("train_seconds") is not None:
         facts["trained in"] = span(summary["train_seconds"])
-    shown = [f"<span>{escape(label)} <b>{escape(str(v))}</b></span>" for label, v in facts.items() if v is not None]
-    return f'<h1>{escape(name)}</h1><p class="facts">{"".join(shown)}</p>'
+    items = [f"<span>{escape(label)} <b>{escape(str(v))}</b></span>" for label, v in facts.items() if v is not None]
+    return f'<h1>{escape(name)}</h1><p class="facts">{"".join(items)}</p>'
 
 
 def _outcome(summary: Mapping[str, Any]) -> str:
     rows = {name: summary[name] for name in ("before", "after") if isinstance(summary.get(name), dict)}
-    names = [name for name in SHOWN if any(name in row for row in rows.values())]
+    names = shown(*rows.values())
     if not names:
         return ""
     head = "".join(f"<th>{escape(name.replace('_', ' '))}</th>" for name in names)
     body = "".join(
-        f'<tr class="{when}"><td>{when}</td>'
-        + "".join(f"<td>{measure(name, row.get(name))}</td>" for name in names)
-        + "</tr>"
+        f'<tr class="{when}"><td>{when}</td>' + "".join(f"<td>{measure(name, row)}</td>" for name in names) + "</tr>"
         for when, row in rows.items()
     )
     return f"<h2>Held-out tasks</h2><table><tr><th></th>{head}</tr>{body}</table>"

@@ -13,9 +13,14 @@ SHARE = ("data/", "/share")
 
 def sources_of(metrics_file: Path) -> list[str]:
     """The sources that a run's metrics name, in their order."""
-    first = next(iter(read_metrics(metrics_file)), {}) if metrics_file.exists() else {}
+    rows = read_metrics(metrics_file) if metrics_file.exists() else iter(())
+    return next((names for row in rows if (names := _named(row))), [])
+
+
+def _named(row: dict[str, float]) -> list[str]:
+    """The sources whose share a step has; an evaluation alone has none."""
     start, end = SHARE
-    return [key[len(start) : -len(end)] for key in first if key.startswith(start) and key.endswith(end)]
+    return [key[len(start) : -len(end)] for key in row if key.startswith(start) and key.endswith(end)]
 
 
 def composition(run: Path, out: Path, title: str) -> Path:
@@ -32,7 +37,8 @@ def composition(run: Path, out: Path, title: str) -> Path:
     names = sources_of(run / "metrics.jsonl")
     if not names:
         raise ValueError(f"{run}: no step has the share of a source, so there is nothing to draw")
-    rows = list(read_metrics(run / "metrics.jsonl"))
+    rows = [row for row in read_metrics(run / "metrics.jsonl") if _named(row)]
+    places = [row["step"] for row in rows]
     summary = json.loads((run / "summary.json").read_text()) if (run / "summary.json").exists() else {}
 
     import matplotlib
@@ -46,7 +52,7 @@ def composition(run: Path, out: Path, title: str) -> Path:
         below = [0.0] * len(rows)
         for colour, name in zip(COLOURS * len(names), names, strict=False):
             shares = [row.get(f"data/{name}/share") or 0.0 for row in rows]
-            left.bar(range(len(rows)), shares, 1.0, bottom=below, color=colour, linewidth=0, label=name)
+            left.bar(places, shares, 1.0, bottom=below, color=colour, linewidth=0, label=name)
             below = [low + share for low, share in zip(below, shares, strict=True)]
             success = series_of(rows, f"data/{name}/success")
             steps, values = zip(*success, strict=True) if success else ((), ())
@@ -55,8 +61,8 @@ def composition(run: Path, out: Path, title: str) -> Path:
             right.plot(steps, values, color=colour, alpha=0.25, linewidth=1)
             right.plot(steps, smooth(values), color=colour, linewidth=2.4, label=label)
             if None not in held:
-                right.plot([0, len(rows)], held, "D", color=colour, markersize=7, clip_on=False, zorder=5)
-        left.set(xlabel="step", ylim=(0, 1), xlim=(-0.5, len(rows) - 0.5))
+                right.plot([0, places[-1]], held, "D", color=colour, markersize=7, clip_on=False, zorder=5)
+        left.set(xlabel="step", ylim=(0, 1), xlim=(places[0] - 0.5, places[-1] + 0.5))
         left.set_title("Share of each batch", fontsize=11)
         right.set(xlabel="step", ylim=(-0.03, 1.05))
         right.set_title("Success of training episodes", fontsize=11)

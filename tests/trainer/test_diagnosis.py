@@ -1,0 +1,135 @@
+"""Steps in which nothing is learned say so, and why."""
+
+from __future__ import annotations
+
+import pytest
+
+import arborl
+from arborl.envs.env import Env, Observation, Step
+from arborl.track.jsonl import read_metrics
+from arborl.trainer.diagnosis import DIAGNOSES, PATIENCE, Streak, diagnose, findings, remark
+from arborl.types import Message
+
+FINE = {
+    "step": 1, "episode/count": 8.0, "episode/failed": 0.0, "episode/calls": 1.0, "episode/sampled": 9.0,
+    "episode/success": 0.5, "episode/valid": 1.0, "group/flat": 0.25, "call/cut_off": 0.0, "stop/context_full": 0.0,
+    "learner/terms": 72.0, "learner/grad_norm": 0.3, "learner/skipped": 0.0, "rollout/filtered": 0.0,
+}  # fmt: skip
+NOTHING = {"learner/terms": 0.0, "learner/grad_norm": None, "learner/skipped": 1.0, "learner/skipped/no_terms": 1.0}
+FLAT = NOTHING | {"group/flat": 1.0}
+CASES = {
+    "failed": NOTHING | {"episode/failed": 8.0, "group/flat": 1.0},
+    "filtered": NOTHING | {"episode/count": 0.0, "rollout/filtered": 4.0, "rollout/missing": 4.0},
+    "no_episodes": NOTHING | {"episode/count": 0.0, "rollout/expired": 4.0},
+    "prompts_too_long": FLAT | {"episode/calls": 0.0, "episode/sampled": 0.0, "stop/context_full": 1.0},
+    "model_not_called": FLAT | {"episode/calls": 0.0, "episode/sampled": 0.0},
+    "nothing_sampled": FLAT | {"episode/sampled": 0.0},
+    "cut_off": FLAT | {"call/cut_off": 1.0, "episode/valid": 0.0},
+    "all_invalid": FLAT | {"episode/valid": 0.0, "episode/success": 0.0},
+    "no_tools": FLAT | {"episode/tool/offered": 0.0, "episode/tool/calls": 0.0},
+    "tools_fail": FLAT | {"episode/tool/offered": 1.0, "episode/tool/calls": 2.0, "episode/tool/failed": 2.0},
+    "all_solved": FLAT | {"episode/success": 1.0},
+    "none_solved": FLAT | {"episode/success": 0.0},
+    "all_flat": FLAT,
+    "not_finite": {"learner/skipped": 1.0, "learner/skipped/gradient": 1.0},
+    "all_dropped": NOTHING,
+    "no_gradient": {"learner/grad_norm": 0.0},
+}
+
+
+def test_every_diagnosis_has_a_case_and_a_sentence_that_says_what_to_do():
+    assert [diagnosis.name for diagnosis in DIAGNOSES] == list(CASES)
+    for diagnosis in DIAGNOSES:
+        assert diagnosis.advice.endswith(".")
+        assert not diagnosis.short.endswith(".")
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_a_step_is_diagnosed_by_its_metrics(name):
+    found = diagnose(FINE | CASES[name])
+    assert found is not None
+    assert found.name == name
+    assert remark(FINE | CASES[name]) == f"nothing learned: {found.short}"
+
+
+def test_a_step_that_learns_has_nothing_to_be_said_about_it():
+    assert diagnose(FINE) is None
+    assert remark(FINE) == ""
+    assert diagnose({"step": 0, "evaluation/success": 0.0}) is None
+    assert diagnose(FINE | {"group/flat": 1.0}) is None  # an algorithm that does not compare
+
+
+def test_tools_that_always_fail_are_said_also_where_something_is_learned():
+    assert remark(FINE | {"episode/tool/calls": 2.0, "episode/tool/failed": 2.0}) == "every tool call failed"
+
+
+def test_the_cause_is_spelt_out_once_after_some_steps_in_a_row():
+    streak = Streak()
+    flat = FINE | CASES["all_flat"]
+    said = [streak.add(metrics) for metrics in (flat, flat, FINE, *[flat] * (PATIENCE + 4))]
+    assert [bool(text) for text in said] == [False] * 3 + [step == PATIENCE - 1 for step in range(PATIENCE + 4)]
+    spoken = next(filter(None, said))
+    assert spoken.startswith("The last 3 steps: nothing learned: all groups are flat. ")
+    assert "rollout.group_size" in spoken
+
+
+def test_a_folders_metrics_are_looked_through_afterwards():
+    kinds = ["all_flat", "all_solved", None, "all_solved"]
+    rows = [FINE | (CASES[kind] if kind else {}) | {"step": step} for step, kind in enumerate(kinds, 1)]
+    assert [
+        (found.diagnosis.name, found.steps) for found in findings([{"step": 0, "evaluation/tasks": 4.0}, *rows])
+    ] == [
+        ("all_solved", (2, 4)),
+        ("all_flat", (1,)),
+    ]
+
+
+class Yes(Env):
+    """Pays for yes, or always the same."""
+
+    def __init__(self, pays: bool = False, opening: str = "Say yes."):
+        self.pays, self.opening = pays, opening
+
+    async def reset(self, task, seed):
+        return Observation((Message("user", self.opening),))
+
+    async def step(self, action):
+        return Step(Observation(()), float(self.pays and "yes" in action.content.lower()), terminated=True)
+
+
+@arborl.tool
+def divide(number: int) -> float:
+    """Divide by zero.
+
+    Args:
+        number: any.
+    """
+    return number / 0
+
+
+async def silent(task, env, model):
+    await env.reset(task, task.seed)
+    await env.step(Message("assistant", "Yes."))
+
+
+CALL = '<tool_call>{"name": "divide", "arguments": {"number": 1}}</tool_call>'
+RUNS = {
+    "none_solved": {"env": Yes()},
+    "prompts_too_long": {"env": Yes(opening="word " * 400), "sampling.max_context": 100, "sampling.max_tokens": 8},
+    "model_not_called": {"env": Yes(), "agent": silent},
+    "no_tools": {"env": Yes(), "agent": "tool"},
+    "tools_fail": {"env": Yes(), "agent": "tool", "tools": [divide], "engine.replies": [CALL]},
+    "filtered": {"env": Yes(), "rollout.group_filter": "varied"},
+}
+
+
+@pytest.mark.parametrize("name", list(RUNS))
+def test_a_run_that_learns_nothing_says_so_in_its_lines_and_once_in_a_sentence(name, tmp_path, capsys, caplog):
+    small = {"rollout.tasks_per_step": 2, "rollout.group_size": 3, "evaluation.tasks": 0, "track.tensorboard": False,
+             "track.gifs": 0, "track.episodes": False, "threads": 1, "engine.replies": ["Yes.", "No."]}  # fmt: skip
+    done = arborl.run(steps=PATIENCE, engine="scripted", output_dir=tmp_path / "run", **small | RUNS[name])
+    diagnosis = next(diagnosis for diagnosis in DIAGNOSES if diagnosis.name == name)
+    rows = list(read_metrics(done.folder / "metrics.jsonl"))
+    assert [found.diagnosis.name for found in findings(rows)] == [name], rows[0]
+    assert capsys.readouterr().out.count(f"nothing learned: {diagnosis.short}") == PATIENCE
+    assert caplog.text.count(diagnosis.advice) == 1
