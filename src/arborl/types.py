@@ -170,6 +170,10 @@ class Call:
     """Index of the agent's turn this call served."""
     trained: bool = True
     """Whether its tokens become loss terms; not, where an agent says that they are not its own doing."""
+    messages: tuple[Message, ...] = ()
+    """What the agent asked with: for people to read. Training looks at the ids alone."""
+    reply: Message | None = None
+    """What was read out of the completion: its text, and the tool calls in it."""
 
 
 @dataclass(frozen=True, slots=True)

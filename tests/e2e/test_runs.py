@@ -153,9 +153,9 @@ def test_an_evaluation_on_the_way_is_printed_kept_and_written_with_its_step(tmp_
     assert done.exit_code == 0, done.output
     rows = list(read_metrics(tmp_path / "run" / "metrics.jsonl"))
     assert [row["step"] for row in rows if "evaluation/success_low" in row] == [0, 2, 3]
-    lines = [line for line in done.output.splitlines() if "held out:" in line]
+    lines = [line for line in done.output.splitlines() if "held out, " in line]
     assert [line.split()[1] for line in lines] == ["0/3", "2/3", "3/3"]
-    assert all("tasks 8" in line and "(" in line for line in lines)
+    assert all("8 tasks:" in line and "(" in line for line in lines)
     assert len(EpisodeStore(tmp_path / "run" / "episodes" / "evaluation").paths()) == 3
     assert "95 % intervals" in done.output
 

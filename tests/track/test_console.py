@@ -187,9 +187,9 @@ def test_an_evaluation_is_a_line_of_its_own_and_no_step():
         console.log({"time/step": 1.0} | held_out, step=1)
         assert console.done == 1
     assert rich.file.getvalue().splitlines() == [
-        "step   0/10  held out:  tasks 9  success 50.0%",
+        "step   0/10  held out, 9 tasks:  success 50.0%",
         "step   1/10    1.0 s/step  left 0:09",
-        "step   1/10  held out:  tasks 9  success 50.0%",
+        "step   1/10  held out, 9 tasks:  success 50.0%",
     ]
 
 

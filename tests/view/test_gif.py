@@ -9,7 +9,7 @@ from arborl.envs.env import Env, Observation, Step
 from arborl.envs.frozen_lake import FrozenLake
 from arborl.rollout.recorder import Limits, RecordedEnv
 from arborl.seeds import derive
-from arborl.types import Episode, Message, Task, Turn
+from arborl.types import Call, Completion, Episode, Finish, Message, Task, Turn
 from arborl.view import Frame, replay, save_gif
 
 
@@ -46,11 +46,27 @@ def test_a_replay_says_the_recorded_words_to_a_fresh_environment():
     assert env.heard == ["Left", "Down"]
     assert env.closed == 1
     assert [(frame.caption, frame.note) for frame in frames] == [
-        ("", "reward 0.00"),
-        ("Left", "reward 0.50"),
-        ("Down", "reward 1.00"),
+        ("", "environment so far 0.00"),
+        ("Left", "environment so far 0.50"),
+        ("Down", "environment so far 1.00"),
     ]
     assert [frame.picture.getpixel((0, 0))[0] for frame in frames] == [0, 10, 20]
+
+
+def test_the_last_frame_shows_the_reward_that_is_learned_from_and_what_it_is_made_of():
+    played = episode("Left", "Down")
+    played.rewards = {"env": 1.0, "brevity": 0.25}
+    notes = [frame.note for frame in asyncio.run(replay(Counter(), played))]
+    assert notes[-2:] == ["environment so far 0.50", "reward 1.25 (env 1, brevity 0.25)"]
+
+
+def test_a_turn_shows_all_that_the_model_said_in_it_without_its_tokenizer():
+    def call(words):
+        return Call((1,), Completion((2,), (-1.0,), Finish.STOP), 0, reply=Message("assistant", words, sampled=True))
+
+    played = episode("42")
+    played.calls = [call("calc(6*7)"), call("42")]
+    assert [frame.caption for frame in asyncio.run(replay(Counter(), played))] == ["", "calc(6*7)\n42"]
 
 
 def recorded_on_slippery_ice():

@@ -1,5 +1,6 @@
 """One page about a run."""
 
+import dataclasses
 import json
 import re
 from html.parser import HTMLParser
@@ -7,6 +8,8 @@ from html.parser import HTMLParser
 import pytest
 from PIL import Image
 
+import arborl
+from arborl.failures import Failures
 from arborl.rollout.store import EpisodeStore
 from arborl.track import JsonlTracker
 from arborl.types import Call, Completion, Episode, Failure, Finish, Group, Message, Stop, Task, Turn
@@ -99,19 +102,37 @@ def test_curve_and_replays_are_inside_the_page_and_nothing_is_loaded(run):
 def test_words_of_tasks_models_and_errors_are_escaped(run, how):
     page = read(write_report(run, how))
     assert {tag for tag, _ in page.tags} <= {
-        *("html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "span", "b", "table", "tr", "th", "td"),
+        *(
+            "html",
+            "head",
+            "meta",
+            "title",
+            "style",
+            "body",
+            "h1",
+            "h2",
+            "h3",
+            "p",
+            "span",
+            "b",
+            "table",
+            "tr",
+            "th",
+            "td",
+        ),
         *("img", "div", "figure", "figcaption", "details", "summary", "pre"),
     }
     assert page.text.count(EVIL) >= 8
 
 
-def test_the_last_steps_show_their_best_middle_worst_and_one_failed_episode(run):
+def test_the_last_steps_show_their_best_beside_their_worst_one_between_and_one_that_failed(run):
     page = read(write_report(run, last_steps=2))
     shown = re.findall(r"step (\d) · task (\w+)", page.text)
     assert shown == [
-        *[("2", "s2e7"), ("2", "s2e3"), ("2", "s2e0"), ("2", "broken")],
-        *[("1", "s1e7"), ("1", "s1e3"), ("1", "s1e0"), ("1", "broken")],
+        *[("2", "s2e7"), ("2", "s2e0"), ("2", "s2e3"), ("2", "broken")],
+        *[("1", "s1e7"), ("1", "s1e0"), ("1", "s1e3"), ("1", "broken")],
     ]
+    assert len(page.having("beside")) == 2
     assert len(page.having("failure")) == 2
 
 
@@ -139,7 +160,79 @@ def test_between_two_calls_of_a_turn_stands_what_a_tool_answered():
     told = episode("e", 1.0, "42")
     told.calls = [call("6*7?", "calc", 0), call("6*7?calc = <42>", "42", 0), call("short", "ok", 0)]
     shown = Page(transcript(told, "step 3", decode)).text
-    assert "calc= <42>42(another context, 5 tokens)ok" in shown
+    assert "assistantcalc= <42>assistant42(another context, 5 tokens)assistant+1ok" in shown
+
+
+@pytest.mark.parametrize("how", [None, decode])
+def test_what_tools_answered_is_shown_as_messages_with_or_without_a_tokenizer(how):
+    told = episode("e", 1.0, "42")
+    asked, wants = Message("user", "6*7?"), Message("assistant", "calc", sampled=True)
+    answered = Message("tool", f"42 {EVIL}", name="calc")
+    first, second = call("6*7?", "calc", 0), call("6*7?calc= <42>", "42", 0)
+    told.calls = [
+        dataclasses.replace(first, messages=(asked,), reply=wants),
+        dataclasses.replace(second, messages=(asked, wants, answered), reply=Message("assistant", "42")),
+    ]
+    page = Page(transcript(told, "step 3", how))
+    assert f"assistantcalctool42 {EVIL}assistant+142" in page.text
+    assert len(page.having("tool")) == 1
+
+
+def test_failures_are_shown_by_cause_with_a_traceback_that_begins_in_the_users_file(run):
+    theirs = '  File "/home/me/lake.py", line 9, in step\n    raise ValueError(EVIL)\n'
+    ours = f'  File "{arborl.__file__}", line 3, in f\n    wait()\n'
+    trace = f"Traceback (most recent call last):\n{ours}{theirs}ValueError: {EVIL}\n"
+    failures = Failures()
+    failures.add(
+        [Episode(f"e{i}", Task("t"), failure=Failure("tool 'x'", "ValueError", EVIL, trace)) for i in range(5)],
+        "step 2",
+    )
+    failures.add([Episode("late", Task("t"), failure=Failure("reward 'y'", "timeout", "took longer"))], "step 3")
+    summary = json.loads((run / "summary.json").read_text())
+    (run / "summary.json").write_text(json.dumps(summary | {"failures": failures.state()}))
+    page = read(write_report(run))
+    shown = page.text[page.text.index("Failures") : page.text.index("Learning curve")]
+    assert shown.index(f"×5tool 'x': ValueError: {EVIL}") < shown.index("first in episode e0 of step 2")
+    assert shown.index("/home/me/lake.py") < shown.index("×1reward 'y': timeout")
+    assert arborl.__file__ not in shown
+
+
+def test_failures_of_a_run_without_a_summary_are_those_of_its_last_episodes(run):
+    (run / "summary.json").unlink()
+    assert f"×2tool {EVIL}: ValueError" in read(write_report(run)).text
+
+
+def test_steps_in_which_nothing_was_learned_are_named_with_what_to_try(run):
+    tracker = JsonlTracker(run / "metrics.jsonl")
+    flat = {
+        "episode/count": 8.0,
+        "episode/calls": 1.0,
+        "group/flat": 1.0,
+        "learner/grad_norm": 0.0,
+        "learner/terms": 0.0,
+    }
+    for step in (1, 2):
+        tracker.log(flat | {"episode/success": 1.0, "reward/mean": 1.0}, step)
+    tracker.log(flat | {"learner/grad_norm": 1.0, "learner/terms": 9.0}, 3)
+    tracker.close()
+    page = read(write_report(run)).text
+    assert "All groups are flat: every episode succeeds(2 of 3 steps, the last at 2). There is nothing left" in page
+
+
+def test_flat_groups_entropy_valid_replies_stops_and_tool_failures_are_drawn(run):
+    tracker = JsonlTracker(run / "metrics.jsonl")
+    for step in range(1, 4):
+        tracker.log(
+            {"episode/count": 8.0, "episode/failed": 1.0, "group/flat": 0.5, "policy/entropy": 1.0,
+             "episode/valid": 0.5, "stop/done": 0.5, "stop/max_turns": 0.5, "episode/tool/calls": 1.0,
+             "episode/tool/exception": 0.5, "reward/mean": 0.1, "learner/grad_norm": 1.0}, step,
+        )  # fmt: skip
+    tracker.close()
+    page = read(write_report(run))
+    assert "How it went" in page.text
+    with Image.open(run / "health.png") as picture:
+        assert picture.width > 1200
+        assert picture.height > 600  # two rows of three
 
 
 def test_a_folder_with_nothing_in_it_still_has_a_page(tmp_path):

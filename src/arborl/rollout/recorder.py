@@ -65,8 +65,6 @@ class Recorder:
         self._asking = Asking(episode.seed)
         self._places: list[Place] = []
         """Of the calls, which are kept in this order."""
-        self._said: list[Message] = []
-        """What was answered to each of them."""
         self._waiting: set[asyncio.Task[Any]] = set()
         self._silent, self._over = True, False
 
@@ -85,7 +83,8 @@ class Recorder:
         """Sample the next message; see `arborl.agents.Model`."""
         self._check_open()
         self._silent = False
-        prompt = self.conversations.prompt(read_messages(messages, "model.chat, messages"), tools)
+        shown = read_messages(messages, "model.chat, messages")
+        prompt = self.conversations.prompt(shown, tools)
         room = self.limits.max_context - len(prompt.tokens)
         if room < 1:
             raise ContextFull(f"the prompt has {len(prompt.tokens)} tokens, the context {self.limits.max_context}")
@@ -98,7 +97,9 @@ class Recorder:
             stop_texts=(*self.sampling.stop_texts, *((stop,) if isinstance(stop, str) else stop)),
         )
         completion = await self._generate(prompt, sampling)
-        return self._record(prompt, completion, turn, place)
+        reply = self.renderer.read(completion)
+        self._record(prompt, Call(prompt.tokens, completion, turn, messages=tuple(shown), reply=reply), place)
+        return reply
 
     async def _generate(self, prompt: Prompt, sampling: Sampling) -> Completion:
         task = asyncio.current_task()
@@ -110,19 +111,16 @@ class Recorder:
         finally:
             self._waiting.discard(task)
 
-    def _record(self, prompt: Prompt, completion: Completion, turn: int, place: Place) -> Message:
+    def _record(self, prompt: Prompt, call: Call, place: Place) -> None:
         self._check_open()
         at = bisect(self._places, place)
-        message = self.renderer.read(completion)
         self._places.insert(at, place)
-        self._said.insert(at, message)
-        self.episode.calls.insert(at, Call(prompt.tokens, completion, turn))
-        self.conversations.sampled(prompt, completion, at, message)
-        return message
+        self.episode.calls.insert(at, call)
+        self.conversations.sampled(prompt, call.completion, at, call.reply)
 
     def leave_out(self, message: Message) -> None:
         """What the model said here is on record, and not trained on."""
-        at = next(index for index, said in enumerate(self._said) if said is message)
+        at = next(index for index, call in enumerate(self.episode.calls) if call.reply is message)
         self.episode.calls[at] = dataclasses.replace(self.episode.calls[at], trained=False)
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -124,9 +125,10 @@ def from_json(row: Mapping[str, Any]) -> Episode:
 def _calls_to(calls: Sequence[Call]) -> list[dict[str, Any]]:
     """Each prompt as `[earlier call or -1, tokens of that call's prompt and completion it repeats, the remaining ids]`.
 
-    A conversation's prompts repeat each other; written out they would grow with the square of its length.
+    A conversation's prompts repeat each other; written out they would grow with the square of its length. Its messages
+    are told in the same way, beside the ids.
     """
-    rows, seen = [], list[Ints]()
+    rows, seen, spoken = [], list[Ints](), list[tuple[Message, ...]]()
     for call in calls:
         prompt = np.array(call.prompt, dtype=np.int64)
         shared = [_common(prompt, earlier) for earlier in seen]
@@ -134,6 +136,7 @@ def _calls_to(calls: Sequence[Call]) -> list[dict[str, Any]]:
         repeated = shared[best] if best >= 0 else 0
         rows.append(
             ({} if call.trained else {"trained": False})
+            | _spoken_to(call, spoken)
             | {
                 "turn": call.turn,
                 "prompt": [best, repeated, prompt[repeated:].tolist()],
@@ -149,7 +152,7 @@ def _calls_to(calls: Sequence[Call]) -> list[dict[str, Any]]:
 
 
 def _calls_from(rows: Sequence[Mapping[str, Any]]) -> list[Call]:
-    calls, seen = list[Call](), list[tuple[int, ...]]()
+    calls, seen, spoken = list[Call](), list[tuple[int, ...]](), list[tuple[Message, ...]]()
     for row in rows:
         earlier, repeated, rest = row["prompt"]
         prompt = (*seen[earlier][:repeated], *rest) if earlier >= 0 else tuple(rest)
@@ -160,9 +163,42 @@ def _calls_from(rows: Sequence[Mapping[str, Any]]) -> list[Call]:
             version=row["version"],
             seconds=row["seconds"],
         )
-        calls.append(Call(prompt, completion, row["turn"], row.get("trained", True)))
+        messages, reply = _spoken_from(row, spoken)
+        calls.append(Call(prompt, completion, row["turn"], row.get("trained", True), messages, reply))
         seen.append(prompt + completion.tokens)
     return calls
+
+
+def _spoken_to(call: Call, spoken: list[tuple[Message, ...]]) -> dict[str, Any]:
+    """`messages` as `[earlier call or -1, messages of that call and its reply it repeats, the remaining ones]`."""
+    best, repeated = -1, 0
+    for number in reversed(range(len(spoken))):
+        shared = _alike(call.messages, spoken[number])
+        if shared > repeated:
+            best, repeated = number, shared
+        if shared and shared == len(spoken[number]):  # it goes on from there, as a conversation does
+            break
+    spoken.append(call.messages + ((call.reply,) if call.reply else ()))
+    new = [_message_to(message) for message in call.messages[repeated:]]
+    return {"messages": [best, repeated, new], "reply": _message_to(call.reply) if call.reply else None}
+
+
+def _spoken_from(
+    row: Mapping[str, Any], spoken: list[tuple[Message, ...]]
+) -> tuple[tuple[Message, ...], Message | None]:
+    """What `_spoken_to` told; files of before have none."""
+    earlier, repeated, new = row.get("messages", (-1, 0, ()))
+    known = spoken[earlier][:repeated] if earlier >= 0 else ()
+    messages = known + tuple(_message_from(message) for message in new)
+    reply = _message_from(row["reply"]) if row.get("reply") else None
+    spoken.append(messages + ((reply,) if reply else ()))
+    return messages, reply
+
+
+def _alike(one: Sequence[Message], other: Sequence[Message]) -> int:
+    """Length of the common beginning. The messages of one conversation are mostly the very same objects."""
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1] or pair[0] == pair[1], pairs))
 
 
 def _common(one: Ints, other: Ints) -> int:

@@ -92,7 +92,7 @@ class Console:
         if any(not name.startswith(HELD_OUT) for name in metrics):
             self._step(known, step)
         if held_out:
-            self._print("  ".join([self._count(step), "held out:", *held_out_fields(held_out)]))
+            self._print("  ".join([self._count(step), *held_out_fields(held_out)]))
 
     def _step(self, metrics: Metrics, step: int) -> None:
         now = self.clock()
@@ -191,14 +191,17 @@ def fields(metrics: Metrics) -> list[str]:
         "episode/failed": lambda value: f"failed {value:g}" if value else "",
     }
     texts = [show(metrics[name]) for name, show in shows.items() if name in metrics]
-    if "episode/count" in metrics and "reward/mean" not in metrics:
+    if "episode/count" in metrics and metrics.get("episode/failed", 0.0) >= metrics["episode/count"]:
         texts = [f"reward {UNMEASURED:>6}", f"success {UNMEASURED:>4}", *texts]
     return [text for text in texts if text]
 
 
 def held_out_fields(metrics: Metrics) -> list[str]:
-    """An evaluation's numbers, each with its interval."""
-    return [f"{name.replace('_', ' ')} {measure(name, metrics)}" for name in shown(metrics)]
+    """An evaluation's numbers in a line; the first measured with its interval, the others take its room."""
+    sure = {name: value for name, value in metrics.items() if not name.startswith(("reward_", "greedy_success_"))}
+    names = [name for name in shown(metrics) if name not in ("tasks", "greedy_failed")]
+    told = [f"{name.replace('_', ' ')} {measure(name, sure)}" for name in names]
+    return [f"held out, {measure('tasks', metrics)} tasks:", *told]
 
 
 def shown(*measured: Mapping[str, float]) -> list[str]:

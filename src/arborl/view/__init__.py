@@ -1,6 +1,7 @@
 """The view of a finished run: replays, curves, one HTML page. It reads run folders and never trains or samples.
 
 Start with `report.py` (the page), then `gif.py` (an episode as a moving picture), `curve.py` (the learning curve),
+`health.py` (what one looks at when it does not rise), `problems.py` (failures by cause, steps that taught nothing),
 `sources.py` (what a mixed run was trained on) and `context.py` (how long an agent's context was).
 """
 

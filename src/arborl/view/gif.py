@@ -13,6 +13,7 @@ from arborl.envs.env import Env
 from arborl.rollout.workers import Workers
 from arborl.seeds import derive
 from arborl.types import Episode
+from arborl.view.transcript import worth
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -32,6 +33,8 @@ SIDE = (192, 480)
 """Least and most pixels of a picture's longer side; smaller ones are enlarged by a whole factor."""
 PANEL = 240
 MARGIN = 12
+NOTE = 4
+"""Lines that a note may take."""
 PAPER, INK, FAINT, ACCENT = "#fbfaf7", "#23262b", "#8a8f98", "#1f6feb"
 
 
@@ -43,7 +46,7 @@ class Frame:
     caption: str = ""
     """The words that led here; empty at the start."""
     note: str = ""
-    """The reward so far."""
+    """The environment's reward so far; at the end, the reward that is learned from."""
 
 
 async def replay(env: Env, episode: Episode, decode: Decode | None = None) -> list[Frame]:
@@ -56,7 +59,7 @@ async def replay(env: Env, episode: Episode, decode: Decode | None = None) -> li
     Args:
         env: fresh; one that blocks is played in a thread.
         episode: as recorded.
-        decode: token ids to text; with it a turn shows all the model said in it, its tool calls too.
+        decode: token ids to text, for episodes recorded without their messages.
 
     Example:
         save_gif(await replay(FrozenLake(), episode), Path("frames/episode.gif"))
@@ -65,10 +68,11 @@ async def replay(env: Env, episode: Episode, decode: Decode | None = None) -> li
     reward = 0.0
     env = await Workers().place(env, type(env).__name__, seconds=60)
 
-    def take(caption: str) -> None:
+    def take(caption: str, last: bool = False) -> None:
         picture = env.picture() or _written(env.render())
         if picture is not None:
-            frames.append(Frame(picture, caption, f"reward {reward:.2f}"))
+            note = worth(episode) if last and episode.rewards else f"environment so far {reward:.2f}"
+            frames.append(Frame(picture, caption, note))
 
     try:
         opening = await env.reset(episode.task, derive(episode.seed, "environment"))  # the seed it was recorded with
@@ -78,7 +82,7 @@ async def replay(env: Env, episode: Episode, decode: Decode | None = None) -> li
             step = await env.step(turn.message)
             same = same and step.observation.messages == turn.observation
             reward += step.reward
-            take(said(episode, number, decode))
+            take(said(episode, number, decode), last=number == len(episode.turns) - 1)
     finally:
         await env.close()
     if not same:
@@ -90,7 +94,11 @@ def said(episode: Episode, number: int, decode: Decode | None) -> str:
     """The model's words in a turn: its message; or, where it spoke several times or an agent changed it, every call."""
     message = episode.turns[number].message
     calls = [call for call in episode.calls if call.turn == number]
-    if decode is None or not calls or (len(calls) == 1 and message.sampled):
+    if not calls or (len(calls) == 1 and message.sampled):
+        return message.content
+    if all(call.reply for call in calls):
+        return "\n".join(call.reply.content.strip() for call in calls if call.reply)
+    if decode is None:
         return message.content
     return "\n".join(END.sub("", decode(call.completion.tokens)).strip() for call in calls)
 
@@ -128,9 +136,11 @@ def _draw(frame: Frame, turn: int, turns: int) -> Image:
     image = _on_paper(picture, picture.width + PANEL, max(picture.height, SIDE[0]))
     pen = ImageDraw.Draw(image)
     small, words = ImageFont.load_default(size=14), ImageFont.load_default(size=15)
-    left, bottom = picture.width + MARGIN, image.height - MARGIN - 18
+    note = _wrap(pen, frame.note, small, PANEL - 2 * MARGIN, NOTE)
+    left, bottom = picture.width + MARGIN, image.height - MARGIN - 18 * max(len(note), 1)
     pen.text((left, MARGIN), f"turn {turn}/{turns}" if turn else "start", fill=FAINT, font=small)
-    pen.text((left, bottom), frame.note, fill=ACCENT, font=small)
+    for row, text in enumerate(note):
+        pen.text((left, bottom + 18 * row), text, fill=ACCENT, font=small)
     top, line = MARGIN + 26, 20
     for row, text in enumerate(_wrap(pen, frame.caption, words, PANEL - 2 * MARGIN, (bottom - top) // line)):
         pen.text((left, top + row * line), text, fill=INK, font=words)

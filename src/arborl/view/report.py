@@ -18,6 +18,8 @@ from arborl.track.console import measure, shown, span
 from arborl.types import Episode
 from arborl.view.context import context_length, edits_itself
 from arborl.view.curve import learning_curve
+from arborl.view.health import health
+from arborl.view.problems import failures_of, findings_of
 from arborl.view.sources import composition, sources_of
 from arborl.view.transcript import Decode, transcript
 
@@ -44,14 +46,17 @@ def write_report(folder: Path, decode: Decode | None = None, last_steps: int = 2
     Args:
         folder: of the run, with any of `config.yaml`, `summary.json`, `metrics.jsonl`, `frames/*.gif`, `episodes/`.
         decode: token ids to text, to show how likely each sampled token was; without it, messages only.
-        last_steps: how many of the last steps show episodes; each shows its best, middle and worst one.
+        last_steps: how many of the last steps show episodes; each shows its best beside its worst, and one between.
     """
     config, summary = _config(folder / "config.yaml"), _summary(folder / "summary.json")
     name = str(config.get("name") or folder.resolve().name)
     sections = [
         _header(name, config, summary),
         _outcome(summary),
+        findings_of(folder / "metrics.jsonl", stopped=bool(summary.get("stopped"))),
+        failures_of(summary.get("failures"), folder / "episodes", last_steps),
         _curve(folder, name, summary),
+        _health(folder),
         _sources(folder, name),
         _context(folder, config, last_steps),
         _gifs(folder / "frames"),
@@ -109,6 +114,14 @@ def _curve(folder: Path, name: str, summary: Mapping[str, Any]) -> str:
     return f'<h2>Learning curve</h2><img alt="success and reward by step" src="{_data_uri(picture, "image/png")}">'
 
 
+def _health(folder: Path) -> str:
+    picture = health(folder / "metrics.jsonl", folder / "health.png")
+    if picture is None:
+        return ""
+    what = "flat groups, entropy, valid replies, failures, stop reasons by step"
+    return f'<h2>How it went</h2><img alt="{what}" src="{_data_uri(picture, "image/png")}">'
+
+
 def _sources(folder: Path, name: str) -> str:
     if len(sources_of(folder / "metrics.jsonl")) < 2:
         return ""
@@ -144,18 +157,25 @@ def _episodes(folder: Path, decode: Decode | None, last_steps: int) -> str:
     blocks: list[str] = []
     for path in reversed(paths):
         label = f"step {int(path.stem.removeprefix('step-'))}"
-        blocks += [transcript(it, label, decode, opened=not blocks) for it in _telling(list(store.read(path)))]
+        ends, others = _telling(list(store.read(path)))
+        columns = "".join(
+            f"<div><h3>{escape(title)} of {label}</h3>{transcript(it, label, decode, opened=not blocks)}</div>"
+            for title, it in ends.items()
+        )
+        blocks += [f'<div class="beside">{columns}</div>'] if columns else []
+        blocks += [transcript(it, label, decode) for it in others]
     if not blocks:
         return ""
     hint = "Shade: the less likely a token was when it was sampled, the stronger. Point at one for its log-probability."
     return f"<h2>Episodes</h2>{f'<p class=hint>{hint}</p>' if decode else ''}{''.join(blocks)}"
 
 
-def _telling(episodes: list[Episode]) -> list[Episode]:
-    """The best, the middle and the worst by reward, and one that failed if any did."""
+def _telling(episodes: list[Episode]) -> tuple[dict[str, Episode], list[Episode]]:
+    """The best and the worst by reward, to stand beside each other; and one between, and one that failed if any did."""
     ranked = sorted((it for it in episodes if it.failure is None), key=lambda it: it.reward, reverse=True)
-    places = sorted({0, len(ranked) // 2, len(ranked) - 1}) if ranked else []
-    return [ranked[place] for place in places] + [it for it in episodes if it.failure is not None][:1]
+    ends = dict(zip(("Best", "Worst"), (ranked[0], ranked[-1]) if len(ranked) > 1 else ranked, strict=False))
+    between = [ranked[len(ranked) // 2]] if len(ranked) > 2 else []
+    return ends, between + [it for it in episodes if it.failure is not None][:1]
 
 
 def _config(path: Path) -> dict[str, Any]:

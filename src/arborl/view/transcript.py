@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from html import escape
-from itertools import pairwise
 
+from arborl.failures import trimmed
 from arborl.types import Call, Completion, Episode, Message
 
 Decode = Callable[[Sequence[int]], str]
@@ -25,7 +25,7 @@ def transcript(episode: Episode, label: str, decode: Decode | None = None, opene
         opened: show it unfolded.
     """
     calls: dict[int, list[Call]] = {}
-    for call in episode.calls if decode else ():
+    for call in episode.calls if decode or any(call.reply for call in episode.calls) else ():
         calls.setdefault(call.turn, []).append(call)
     parts = [_message(message) for message in episode.opening]
     for index, turn in enumerate(episode.turns):
@@ -34,23 +34,58 @@ def transcript(episode: Episode, label: str, decode: Decode | None = None, opene
     for unanswered in calls.values():  # sampled, and the episode ended before the environment heard it
         parts.append(_spoken(Message("assistant"), unanswered, decode, 0.0))
     if episode.failure:
+        trace = trimmed(episode.failure.traceback)
         parts.append(f'<p class="failure">{escape(str(episode.failure))}</p>')
+        parts += [f'<pre class="trace">{escape(trace)}</pre>'] if trace else []
     return (
         f"<details{' open' if opened else ''}><summary>{escape(label)} · task {escape(episode.task.id)} · "
-        f"<b>reward {episode.reward:.3g}</b> · {len(episode.turns)} turns · {episode.sampled} sampled tokens · "
+        f"<b>{escape(worth(episode))}</b> · {len(episode.turns)} turns · {episode.sampled} sampled tokens · "
         f"{escape(episode.stop.value)}</summary>{''.join(parts)}</details>"
     )
 
 
+def worth(episode: Episode) -> str:
+    """The reward that is learned from, and what it is made of where that is several.
+
+    Example:
+        worth(episode)      # reward 1.3 (env 1, brevity 0.3)
+    """
+    if episode.failure is not None:
+        return "failed"
+    parts = ", ".join(f"{name} {value:.3g}" for name, value in episode.rewards.items())
+    made_of = f" ({parts})" if len(episode.rewards) > 1 or set(episode.rewards) - {"env"} else ""
+    return f"reward {episode.reward:.3g}{made_of}"
+
+
 def _spoken(message: Message, calls: Sequence[Call], decode: Decode | None, reward: float) -> str:
     """The model's words of one turn. Between two calls of a turn stands what the agent added: a tool's answer."""
-    if not calls or decode is None:
+    if len(calls) < 2 and decode is None:
         return _message(message, reward)
-    body = f"<pre>{_tokens(calls[0].completion, decode)}</pre>"
-    for before, call in pairwise(calls):
-        body += f'<pre class="added">{escape(_added(before, call, decode))}</pre>'
-        body += f"<pre>{_tokens(call.completion, decode)}</pre>"
-    return _block(message.role, body, reward)
+    if not calls:
+        return _message(message, reward)
+    blocks = []
+    for number, call in enumerate(calls):
+        blocks += _between(calls[number - 1], call, decode) if number else []
+        last = number == len(calls) - 1
+        blocks.append(_block(message.role, _words(call, decode), reward if last else 0.0))
+    return "".join(blocks)
+
+
+def _words(call: Call, decode: Decode | None) -> str:
+    """What was sampled, token by token where that can be shown."""
+    if decode is not None:
+        return f"<pre>{_tokens(call.completion, decode)}</pre>"
+    return f"<pre>{escape(call.reply.content if call.reply else '')}</pre>"
+
+
+def _between(before: Call, call: Call, decode: Decode | None) -> list[str]:
+    """What the model was told between two calls: a tool's answer, as a message where messages were recorded."""
+    known = len(before.messages)
+    if call.messages and call.messages[:known] == before.messages:
+        told = call.messages[known:]
+        return [_message(message) for message in told if message != before.reply]
+    words = _added(before, call, decode) if decode else f"(another context, {len(call.prompt)} tokens)"
+    return [f'<pre class="added">{escape(words)}</pre>']
 
 
 def _added(before: Call, call: Call, decode: Decode) -> str:
