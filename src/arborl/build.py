@@ -294,7 +294,7 @@ class Workshop:
         config = self.config
 
         def length(messages: Sequence[Message]) -> int:
-            return len(renderer.tokenizer.encode(renderer.text(messages)))
+            return len(renderer.encode(renderer.render(messages)))
 
         source = open_source(config.data, config.env.name, config.seed, length, self.objects)
         if isinstance(source, Mixture):
@@ -385,4 +385,4 @@ def _differences(
 
 def replies(renderer: Renderer, texts: Sequence[str]) -> list[list[int]]:
     """Texts as what a model would have sampled: their ids and a stop token."""
-    return [[*renderer.tokenizer.encode(text), renderer.stop[0]] for text in texts]
+    return [[*renderer.encode(renderer.said(text)), renderer.stop[0]] for text in texts]

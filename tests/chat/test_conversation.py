@@ -94,9 +94,9 @@ def test_the_begin_token_stands_once_and_first(family, renderer_for, tokenizer):
 
 
 def test_a_tokenizer_that_marks_the_start_of_a_text_does_not_mark_the_start_of_an_increment(metaspace):
-    bare = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
+    bare = "<s>{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
     renderer = Renderer(metaspace, Template(bare, None, "</s>"), HermesParser(), (metaspace.token_id("</s>"),))
-    conversations, messages = Conversations(renderer), [Message("user", "<s>the goal")]
+    conversations, messages = Conversations(renderer), [Message("user", "the goal")]
     answer(conversations, messages, completion(metaspace.encode("</s>The answer</s>")[1:]))
     messages.append(Message("user", "right"))
     prompt = conversations.prompt(messages)
@@ -243,6 +243,7 @@ class ManyToOne:
     letters = "abcdefgh\n "
     stop = 1000
     vocab_size = 1001
+    control = tags = frozenset()
 
     def encode(self, text: str) -> list[int]:
         ids = []
@@ -286,7 +287,7 @@ def test_no_sampled_id_changes_whatever_the_tokenizer_would_have_made_of_its_tex
 def test_no_sampled_id_changes_with_any_ids_of_a_real_vocabulary(data, renderer_for, tokenizer):
     renderer = renderer_for("chatml_hermes", tokenizer)
     conversations, messages = Conversations(renderer), [USER]
-    ordinary = st.integers(0, tokenizer.vocab_size - 1).filter(lambda i: i not in renderer.stop)
+    ordinary = st.integers(0, tokenizer.vocab_size - 1).filter(lambda i: i not in renderer.unspoken)
     context: tuple[int, ...] = ()
     for ids in data.draw(st.lists(st.lists(ordinary, max_size=8), min_size=1, max_size=3)):
         said = completion([*ids, renderer.stop[0]])

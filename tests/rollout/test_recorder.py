@@ -28,6 +28,7 @@ class Adversary:
     """Ten ids for every character; `encode` always takes the first, so encode(decode(x)) is almost never x."""
 
     vocab_size = 20_000
+    control = tags = frozenset()
 
     def encode(self, text: str) -> list[int]:
         return [STOP if c == ";" else ord(c) * 10 for c in text]

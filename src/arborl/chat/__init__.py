@@ -4,12 +4,13 @@ Start with `conversation.py` (the bookkeeping of one episode), then `renderer.py
 `formats/` (how tool calls are written).
 """
 
+from arborl.chat.control import Rendered
 from arborl.chat.conversation import Conversations, Prompt
 from arborl.chat.formats import PARSERS, Parser
 from arborl.chat.formats.hermes import HermesParser
 from arborl.chat.renderer import Renderer
 from arborl.chat.template import Template
-from arborl.chat.tokenizer import FileTokenizer, Tokenizer
+from arborl.chat.tokenizer import FileTokenizer, TextTokenizer, Tokenizer
 
 __all__ = [
     "PARSERS",
@@ -18,7 +19,9 @@ __all__ = [
     "HermesParser",
     "Parser",
     "Prompt",
+    "Rendered",
     "Renderer",
     "Template",
+    "TextTokenizer",
     "Tokenizer",
 ]

@@ -4,15 +4,23 @@ Text decides, tokens follow. The template renders the whole conversation each ti
 what an earlier call was shown and wrote, the earlier call's ids are taken as they are and only the rest is tokenised.
 Where it does not (a message was deleted, old thinking was stripped, a sub-agent started), the prompt is tokenised whole
 and a new branch begins. So a sampled id is never changed, and nothing is ever patched.
+
+Control text in a message is text, and counts as another text than the same of the template. A reply in which the model
+sampled a control token is therefore not gone on from: the next prompt shows it as text, on a new branch.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
+from arborl.chat.control import Rendered
 from arborl.chat.renderer import Renderer
 from arborl.types import Completion, Message, ToolSpec
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,22 +28,28 @@ class Prompt:
     """What the model is given."""
 
     tokens: tuple[int, ...]
-    text: str
+    shown: Rendered
     reused: int
     """How many of the tokens, from the start, are an earlier call's; 0 begins a new branch."""
+
+    @property
+    def text(self) -> str:
+        return self.shown.text
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
     """What one call was shown and wrote."""
 
-    text: str
+    shown: Rendered
+    size: int
+    """Of its text."""
     tokens: tuple[int, ...]
     said: Message | None = None
     """What it wrote, as the agent was given it."""
 
 
-START = Branch("", ())
+START = Branch(Rendered(""), 0, ())
 
 
 class Conversations:
@@ -56,12 +70,12 @@ class Conversations:
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> Prompt:
         """The ids to sample from, for these messages."""
-        text = self.renderer.text(messages, tools)
-        branch = self._begun(text, messages)
-        rest = self._encode(text[len(branch.text) :], after=branch.tokens)
-        return Prompt((*branch.tokens, *rest), text, reused=len(branch.tokens))
+        shown = self.renderer.render(messages, tools)
+        branch = self._begun(shown, messages)
+        rest = self._encode(shown, branch)
+        return Prompt((*branch.tokens, *rest), shown, reused=len(branch.tokens))
 
-    def _begun(self, text: str, messages: Sequence[Message]) -> Branch:
+    def _begun(self, shown: Rendered, messages: Sequence[Message]) -> Branch:
         """The longest branch that this text goes on from.
 
         Of equally long ones that whose very message is among these, for two that were asked side by side may have
@@ -70,8 +84,8 @@ class Conversations:
         """
         best = START
         for branch in reversed(self._branches):
-            longer = len(branch.text) - len(best.text)
-            if longer < 0 or not text.startswith(branch.text):
+            longer = branch.size - best.size
+            if longer < 0 or not shown.starts_with(branch.shown):
                 continue
             if longer or (among(branch, messages) and not among(best, messages)):
                 best = branch
@@ -88,24 +102,42 @@ class Conversations:
             at: the call's place among the others, where they overlap; without one it is the latest.
             said: the message that the agent was given.
         """
-        content, end = self.renderer.written(completion)
-        branch = Branch(prompt.text + content + end, (*prompt.tokens, *completion.tokens), said)
+        renderer, ids = self.renderer, completion.tokens
+        content, end = renderer.written(completion)
+        within = ids[:-1] if ids and ids[-1] in renderer.stop else ids
+        branch = START
+        if renderer.unspoken.isdisjoint(within):
+            shown = prompt.shown + renderer.said(content) + Rendered(end)
+            branch = Branch(shown, len(shown.text), (*prompt.tokens, *ids), said)
+        else:
+            _tell(renderer.tokenizer.decode([next(token for token in within if token in renderer.unspoken)]))
         self._branches.insert(len(self._branches) if at is None else at, branch)
 
-    def _encode(self, text: str, after: Sequence[int]) -> list[int]:
+    def _encode(self, shown: Rendered, after: Branch) -> list[int]:
         """The only place where a prompt is tokenised.
 
         A stop token is a hard border, so the ids behind it do not depend on what is before it, but they may depend on
         its being there: some tokenizers mark the start of a text, and some control tokens take white space after them.
         """
-        encode, decode = self.renderer.tokenizer.encode, self.renderer.tokenizer.decode
-        if text and after and after[-1] in self.renderer.stop:
-            ids = encode(decode(after[-1:]) + text)
-            if ids[:1] == [after[-1]]:
+        renderer, last = self.renderer, after.tokens[-1:]
+        if last and last[0] in renderer.stop and after.size < len(shown.text):
+            ids = renderer.encode(shown.after(after.size, before=renderer.tokenizer.decode(last)))
+            if ids[:1] == [*last]:
                 return ids[1:]
-        return encode(text)
+        return renderer.encode(shown.after(after.size))
 
 
 def among(branch: Branch, messages: Sequence[Message]) -> bool:
     """Whether what the branch wrote is one of these: the very object, for equal ones were sampled elsewhere."""
     return any(message is branch.said for message in messages)
+
+
+@cache
+def _tell(token: str) -> None:
+    """Once: a model whose format has this token within replies needs a parser that says so."""
+    log.warning(
+        "the model wrote the control token %s within a reply; later prompts show it as text. If its tool calls begin "
+        "with it, give its parser `tokens = (%r,)`.",
+        token,
+        token,
+    )

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from arborl.chat.control import THINKING, Quoting, Rendered, undivided
 from arborl.chat.formats import Parser, choose
 from arborl.chat.template import Template
-from arborl.chat.tokenizer import FileTokenizer, Tokenizer
+from arborl.chat.tokenizer import END_OF_TURN, FileTokenizer, Tokenizer
 from arborl.errors import ConfigError
 from arborl.types import Completion, Message, ToolSpec
-
-END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<end_of_turn>", "<|end_of_turn|>")
-"""Tokens that end an assistant's turn wherever they exist; model files often forget to list them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +29,17 @@ class Renderer:
     parser: Parser
     stop: tuple[int, ...]
     """Ids that end a completion; give them to the engine as `Sampling.stop`."""
+    quoting: Quoting = field(init=False, repr=False, compare=False)
+    unspoken: frozenset[int] = field(init=False, repr=False, compare=False)
+    """Ids of control tokens that have no place within a reply."""
+
+    def __post_init__(self) -> None:
+        known, source = self.tokenizer, "\n".join(self.template.sources)
+        spoken = {*THINKING, *getattr(self.parser, "tokens", ())}
+        quoting = Quoting(known.control, spoken, [tag for tag in known.tags if tag in source])
+        unspoken = frozenset(found for text in known.control - spoken if (found := known.token_id(text)) is not None)
+        object.__setattr__(self, "quoting", quoting)
+        object.__setattr__(self, "unspoken", unspoken)
 
     @classmethod
     def from_folder(cls, folder: str | Path, tool_format: Parser | str = "auto") -> Renderer:
@@ -49,9 +58,26 @@ class Renderer:
         parser = choose(tool_format, sources.values()) if isinstance(tool_format, str) else tool_format
         return cls(tokenizer, template, parser, _stop(tokenizer))
 
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> Rendered:
+        """The conversation as the model is shown it, up to where its answer begins.
+
+        The text, and where in it a control token is none because somebody wrote it into a message.
+        """
+        return self.template.quoted(messages, tools, True, self.quoting)
+
     def text(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> str:
-        """The conversation as the model is shown it, up to where its answer begins."""
-        return self.template.render(messages, tools, generation=True)
+        """The text of that alone, for people."""
+        return self.render(messages, tools).text
+
+    def encode(self, rendered: Rendered) -> list[int]:
+        """Ids of what was rendered, or of a part of it."""
+        if rendered.quoted:
+            return self.tokenizer.encode(rendered.text, rendered.quoted)
+        return self.tokenizer.encode(rendered.text)
+
+    def said(self, text: str) -> Rendered:
+        """A reply's text: tool calls may be marked by control tokens; all others in it are text."""
+        return undivided(self.quoting.spoken(text))
 
     def read(self, completion: Completion) -> Message:
         """The message that was sampled. Its content is the text exactly, white space included."""

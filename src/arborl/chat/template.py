@@ -17,6 +17,7 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser as JinjaParser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from arborl.chat.control import DIVIDER, PLAIN, Quoting, Rendered, undivided
 from arborl.errors import ConfigError
 from arborl.types import Message, ToolSpec
 
@@ -46,6 +47,7 @@ class Template:
         with_tools: str | None = None,
         now: datetime | None = None,
     ):
+        self.sources = (source,) if with_tools is None else (source, with_tools)
         environment = _environment(now or datetime.now())
         self._plain = _compile(environment, source)
         self._with_tools = self._plain if with_tools is None else _compile(environment, with_tools)
@@ -55,40 +57,25 @@ class Template:
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec], generation: bool) -> str:
         """The conversation's text; `generation` adds what comes before the assistant's next message."""
+        return self.quoted(messages, tools, generation, PLAIN).text
+
+    def quoted(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], generation: bool, quoting: Quoting
+    ) -> Rendered:
+        """The same text, and where in it control text is not the template's own."""
         template = self._with_tools if tools else self._plain
         known = {
             **template.globals,
             **self._always,
-            "messages": [as_dict(message) for message in messages],
-            "tools": [describe(tool) for tool in tools] or None,
+            "messages": [quoting.message(message) for message in messages],
+            "tools": quoting.tools(tools) if tools else None,
             "add_generation_prompt": generation,
         }
         try:  # what `template.render(**known)` does, without looking each global up in a chain of tables
-            return "".join(template.root_render_func(template.new_context(known, shared=True)))
+            return undivided("".join(template.root_render_func(template.new_context(known, shared=True))))
         except jinja2.TemplateError as error:
             roles = ", ".join(message.role for message in messages)
             raise ValueError(f"the chat template refused the messages ({roles}): {error}") from error
-
-
-def as_dict(message: Message) -> dict[str, Any]:
-    """A message as templates read it. A sampled one is its text alone, so the model is shown what it wrote."""
-    shown: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.tool_calls and not message.sampled:
-        shown["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in message.tool_calls
-        ]
-    if message.tool_call_id is not None:
-        shown["tool_call_id"] = message.tool_call_id
-    if message.name is not None:
-        shown["name"] = message.name
-    return shown
-
-
-def describe(tool: ToolSpec) -> dict[str, Any]:
-    """A tool as templates read it."""
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-    return {"type": "function", "function": function}
 
 
 class _Generation(Extension):
@@ -102,6 +89,7 @@ class _Generation(Extension):
 
 
 DICT = frozenset(dir(dict))
+ESCAPED_DIVIDER = json.dumps(DIVIDER)[1:-1]
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
@@ -146,7 +134,8 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Jinja's own filter escapes HTML; models were trained on plain JSON."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return text.replace(ESCAPED_DIVIDER, DIVIDER) if ensure_ascii else text
 
 
 def _refuse(message: str) -> NoReturn:

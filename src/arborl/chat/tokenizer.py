@@ -1,17 +1,28 @@
-"""Text to token ids and back. Control tokens are text here: parsed where they stand in it, never added to it."""
+"""Text to token ids and back. Control tokens are parsed where they stand, unless quoted, and never added."""
 
 from __future__ import annotations
 
 import json
+import re
+from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
 import tokenizers
+from tokenizers.models import Model
 
+from arborl.chat.control import any_of
 from arborl.errors import ConfigError
 
+END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<end_of_turn>", "<|end_of_turn|>")
+"""Tokens that end an assistant's turn wherever they exist; model files often forget to list them."""
+TAG = re.compile(r"<[^\s<>]+>|\[[^\s\[\]]+\]")
+"""What a token looks like that a template may put around something."""
+STAND_INS = range(0x10FFFD, 0x100000, -1)
+"""Private characters; one that is not in the text marks its control tokens."""
 REMEMBERED = 8192
 """Texts whose ids are kept, and lists of ids whose text is; the least recently used leave first."""
 SHORT_TEXT, SHORT_IDS = 2048, 64
@@ -21,8 +32,12 @@ SHORT_TEXT, SHORT_IDS = 2048, 64
 class Tokenizer(Protocol):
     """What the rest of Arbor needs of a tokenizer."""
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of `text`. `<|im_end|>` in the text is that token; no BOS or EOS is added."""
+    def encode(self, text: str, quoted: Sequence[int] = ()) -> list[int]:
+        """Token ids of `text`. `<|im_end|>` in the text is that token; no BOS or EOS is added.
+
+        Where it covers one of the places `quoted` (in order), it is text. Never called with such places where there are
+        neither control tokens nor tags.
+        """
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -35,6 +50,30 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int: ...
+
+    @property
+    def control(self) -> frozenset[str]:
+        """Tokens by which a template says whose turn it is, or that stand for what is no text."""
+        ...
+
+    @property
+    def tags(self) -> frozenset[str]:
+        """Other tokens of the form `<…>` or `[…]`. Anybody may write them, but a template may use them as marks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TextTokenizer:
+    """A tokenizer for what others wrote: no text of theirs becomes a control token, or is counted as one."""
+
+    tokenizer: Tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        known = self.tokenizer
+        return known.encode(text, range(len(text))) if known.control or known.tags else known.encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(ids)
 
 
 class FileTokenizer:
@@ -72,8 +111,24 @@ class FileTokenizer:
         self._known_ids = lru_cache(REMEMBERED)(self._encode)
         self._known_text = lru_cache(REMEMBERED)(self._decode)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, quoted: Sequence[int] = ()) -> list[int]:
+        if quoted or self._folds:
+            begins, any_quoted = self._unquoted(text, quoted)
+            if any_quoted or self._folds:
+                return self._quoted.encode(text, begins)
         return list((self._known_ids if len(text) <= SHORT_TEXT else self._encode)(text))
+
+    def _unquoted(self, text: str, quoted: Sequence[int]) -> tuple[list[int], bool]:
+        """Where control tokens and tags begin that are none of the quoted, and whether there are quoted ones."""
+        begins, any_quoted, at = [], False, 0
+        while found := self._marks.search(text, at):
+            begin, at = found.span()
+            place = bisect_left(quoted, begin)
+            if place < len(quoted) and quoted[place] < at:
+                any_quoted, at = True, begin + 1
+            else:
+                begins.append(begin)
+        return begins, any_quoted
 
     def decode(self, ids: Sequence[int]) -> str:
         return (self._known_text if len(ids) <= SHORT_IDS else self._decode)(tuple(ids))
@@ -93,6 +148,32 @@ class FileTokenizer:
     @property
     def vocab_size(self) -> int:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def _added(self) -> dict[str, tokenizers.AddedToken]:
+        return {token.content: token for token in self._tokenizer.get_added_tokens_decoder().values() if token.content}
+
+    @cached_property
+    def control(self) -> frozenset[str]:
+        turns = {*END_OF_TURN, self.bos_token, self.eos_token, *map(self._tokenizer.id_to_token, self.eos_ids)}
+        return frozenset(text for text, token in self._added.items() if token.special or text in turns)
+
+    @cached_property
+    def tags(self) -> frozenset[str]:
+        return frozenset(text for text in self._added if TAG.fullmatch(text)) - self.control
+
+    @cached_property
+    def _marks(self) -> re.Pattern[str]:
+        return re.compile(any_of(self.control | self.tags) or "(?!)")
+
+    @cached_property
+    def _folds(self) -> bool:
+        """Whether text that only becomes a control token's when it is normalised would be taken for one."""
+        return self._tokenizer.normalizer is not None and any(self._added[text].normalized for text in self.control)
+
+    @cached_property
+    def _quoted(self) -> QuotedText:
+        return QuotedText(self._tokenizer, self.control | self.tags)
 
     @cached_property
     def eos_ids(self) -> tuple[int, ...]:
@@ -138,6 +219,71 @@ class FileTokenizer:
         """A special token's text; files give it bare, or as an object with its `content`."""
         given = self._settings.get(key) or self._special.get(key)
         return given["content"] if isinstance(given, dict) else given
+
+
+class QuotedText:
+    """The same tokenizer, but with its control tokens and tags under other names, which only the caller can write.
+
+    Everything else about it is as it was: where texts are split, which tokens take the white space beside them, what
+    stands at the beginning. So ids differ only where a control token's text is now text.
+
+    Args:
+        tokenizer: the one.
+        names: tokens that get other names.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, names: frozenset[str]):
+        self._tokenizer, self._names = tokenizer, names
+        self._known = lru_cache(4)(self._renamed)
+
+    def encode(self, text: str, begins: Sequence[int]) -> list[int]:
+        """Ids of `text`, in which tokens of those names begin at `begins`, and nowhere else."""
+        stand_in = next(sign for sign in map(chr, STAND_INS) if sign not in text)
+        cuts = [0, *begins, len(text)]
+        marked = stand_in.join(text[cuts[i] : cuts[i + 1]] for i in range(len(cuts) - 1))
+        renamed, ids = self._known(stand_in)
+        return [ids.get(token, token) for token in renamed.encode(marked, add_special_tokens=False).ids]
+
+    def _renamed(self, stand_in: str) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
+        """A tokenizer in which `stand_in` begins those names, and which of its ids are which of ours."""
+        made = self._with_model(self._tokenizer.model, stand_in)
+        if any(
+            self._tokenizer.token_to_id(name) in made[0].encode(name, add_special_tokens=False).ids
+            for name in self._names
+        ):
+            made = self._with_model(self._model_without(stand_in), stand_in)
+        return made
+
+    def _with_model(self, model: Model, stand_in: str) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
+        made, known = tokenizers.Tokenizer(model), self._tokenizer
+        if known.normalizer is not None:
+            made.normalizer = known.normalizer
+        if known.pre_tokenizer is not None:
+            made.pre_tokenizer = known.pre_tokenizer
+        ids: dict[int, int] = {}
+        for token_id, token in known.get_added_tokens_decoder().items():
+            name = stand_in + token.content if token.content in self._names else token.content
+            flags = {flag: getattr(token, flag) for flag in ("single_word", "lstrip", "rstrip", "normalized")}
+            made.add_tokens([tokenizers.AddedToken(name, **flags)])
+            if (renamed := made.token_to_id(name)) is not None:
+                ids[renamed] = token_id
+        return made, ids
+
+    def _model_without(self, stand_in: str) -> Model:
+        """Some models have these names among their words, and would find them in a text by themselves."""
+        state = json.loads(self._tokenizer.to_str())
+        model = state["model"]
+
+        def renamed(word: str) -> str:
+            return stand_in + word if word in self._names else word
+
+        if isinstance(model["vocab"], dict):
+            model["vocab"] = {renamed(word): number for word, number in model["vocab"].items()}
+        else:
+            model["vocab"] = [[renamed(word), score] for word, score in model["vocab"]]
+        if model.get("unk_token") is not None:
+            model["unk_token"] = renamed(model["unk_token"])
+        return tokenizers.Tokenizer.from_str(json.dumps({**state, "added_tokens": [], "post_processor": None})).model
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -98,10 +98,10 @@ def inspect(
     for name, kinds in _columns(rows).items():
         typer.echo(f"  {name:<24} {kinds}")
     typer.echo("\nprompt lengths (5 %, half, 95 %, longest)")
-    texts = [renderer.text(task.messages) for task in tasks]
+    rendered = [renderer.render(task.messages) for task in tasks]
+    texts = [one.text for one in rendered]
     typer.echo(f"  characters  {_spread([len(text) for text in texts])}")
-    some = texts[:1000]
-    typer.echo(f"  tokens      {_spread([len(renderer.tokenizer.encode(text)) for text in some])}   ({model})")
+    typer.echo(f"  tokens      {_spread([len(renderer.encode(one)) for one in rendered[:1000]])}   ({model})")
     for column in ("data_source", "agent_name"):
         _values(column, table, rows)
     for number, task in enumerate(tasks[:3]):
@@ -190,7 +190,7 @@ def opened(config: RunConfig) -> Mixture:
         renderer = Renderer.from_folder(resolve(config.model.name))
 
         def length(messages: Any) -> int:
-            return len(renderer.tokenizer.encode(renderer.text(messages)))
+            return len(renderer.encode(renderer.render(messages)))
 
     source = open_source(config.data, config.env.name, config.seed, length)
     if not isinstance(source, Mixture):

@@ -19,7 +19,7 @@ import numpy as np
 from arborl.chat.conversation import Conversations, Prompt
 from arborl.chat.messages import read_messages
 from arborl.chat.renderer import Renderer
-from arborl.chat.tokenizer import Tokenizer
+from arborl.chat.tokenizer import TextTokenizer
 from arborl.engines.engine import Engine
 from arborl.envs.env import Env, Observation, Step
 from arborl.envs.passing import PassingEnv
@@ -69,9 +69,9 @@ class Recorder:
         self._silent, self._over = True, False
 
     @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's: limits on what tools answer are counted in its tokens."""
-        return self.renderer.tokenizer
+    def tokenizer(self) -> TextTokenizer:
+        """The model's, for text: limits on what tools answer are counted in its tokens."""
+        return TextTokenizer(self.renderer.tokenizer)
 
     async def chat(
         self,

@@ -22,6 +22,8 @@ class HermesParser:
         # (ToolCall("call_0", "add", {"a": 1}),)
     """
 
+    tokens = (OPEN, CLOSE)
+
     def parse(self, text: str) -> tuple[ToolCall, ...]:
         return tuple(read_call(f"call_{i}", block, SHAPE) for i, block in enumerate(_blocks(text)))
 

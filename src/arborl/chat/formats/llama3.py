@@ -23,6 +23,8 @@ class Llama3Parser:
         # (ToolCall("call_0", "add", {"a": 1}),)
     """
 
+    tokens = (TAG,)
+
     def parse(self, text: str) -> tuple[ToolCall, ...]:
         blocks: list[Block] = []
         at = 0

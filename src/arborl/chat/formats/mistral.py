@@ -25,6 +25,8 @@ class MistralParser:
         # (ToolCall("call00000", "add", {"a": 1}),)
     """
 
+    tokens = (TOKEN, "[CALL_ID]", "[ARGS]")
+
     def parse(self, text: str) -> tuple[ToolCall, ...]:
         read: dict[str, ToolCall] = {}
         for index, call in enumerate(_calls(text)):

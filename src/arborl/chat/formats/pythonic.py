@@ -26,6 +26,8 @@ class PythonicParser:
         PythonicParser().parse("[add(a=1)]")      # (ToolCall("call_0", "add", {"a": 1}),)
     """
 
+    tokens = ("<|python_start|>", "<|python_end|>")
+
     def parse(self, text: str) -> tuple[ToolCall, ...]:
         calls: list[ToolCall] = []
         at = 0

@@ -25,6 +25,8 @@ class QwenXmlParser:
         # (ToolCall("call_0", "add", {"a": "1"}),)
     """
 
+    tokens = ("<tool_call>", "</tool_call>")
+
     def parse(self, text: str) -> tuple[ToolCall, ...]:
         calls: list[ToolCall] = []
         openings = list(FUNCTION.finditer(text))
