@@ -1,13 +1,24 @@
 import asyncio
+import codecs
 import contextlib
 import gzip
+import socket
 import threading
 import time
+import zlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from arborl.tools.library.fetch import Fetch, as_plain
+from arborl.tools.library.fetch import CHARSETS, Fetch, as_plain, is_public
+
+
+def stacked(times: int) -> bytes:
+    body = b"0" * 50_000_000
+    for _ in range(times):
+        body = gzip.compress(body, 1)
+    return body
+
 
 PAGES = {
     "/plain": (200, {"content-type": "text/plain"}, b"hello"),
@@ -22,15 +33,29 @@ PAGES = {
     "/lost": (404, {}, b""),
     "/on": (302, {"location": "/plain"}, b""),
     "/round": (302, {"location": "/round"}, b""),
+    "/deflate": (200, {"content-type": "text/plain", "content-encoding": "deflate"}, zlib.compress(b"hello")),
+    "/raw": (200, {"content-type": "text/plain", "content-encoding": "deflate"}, zlib.compress(b"hello", wbits=-15)),
+    "/damaged": (200, {"content-type": "text/plain", "content-encoding": "gzip"}, b"hello"),
+    "/stacked": (200, {"content-type": "text/plain", "content-encoding": "gzip, gzip"}, stacked(2)),
+    "/empty": (
+        200,
+        {"content-type": "text/plain", "content-encoding": "deflate"},
+        zlib.compress(b"", wbits=-15)[:0] + b"\x00\x00\x00\xff\xff" * 100_000,
+    ),
+    "/japanese": (200, {"content-type": "text/plain; charset=Shift_JIS"}, "日本語".encode("shift_jis")),
+    "/unknown": (200, {"content-type": "text/plain; charset=klingon"}, "Größe".encode()),
+    "/punycode": (200, {"content-type": "text/plain; charset=punycode"}, b"-" + b"a" * 120_000),
     "/secret": (200, {"content-type": "text/plain"}, b"secret"),
 }
 
 
 class Handler(BaseHTTPRequestHandler):
     asked: list[str] = []
+    hosts: list[str] = []
 
     def do_GET(self):
         Handler.asked.append(f"{self.server.server_port}{self.path}")
+        Handler.hosts.append(self.headers["host"])
         if self.path == "/slow":
             time.sleep(3)
         if self.path == "/out":
@@ -66,7 +91,7 @@ def ask(tool, url):
 
 
 def test_a_listed_page_is_read_as_text(servers):
-    tool = Fetch([f"127.0.0.1:{servers[0]}"])
+    tool = Fetch([f"127.0.0.1:{servers[0]}"], allow_private=True)
     base = f"http://127.0.0.1:{servers[0]}"
     assert ask(tool, f"{base}/plain").content == "hello"
     assert ask(tool, f"{base}/page").content == "Größe\na < b"
@@ -75,7 +100,7 @@ def test_a_listed_page_is_read_as_text(servers):
 
 def test_no_redirect_leads_out_of_the_list(servers):
     Handler.asked.clear()
-    tool = Fetch([f"127.0.0.1:{servers[0]}"])
+    tool = Fetch([f"127.0.0.1:{servers[0]}"], allow_private=True)
     result = ask(tool, f"http://127.0.0.1:{servers[0]}/out")
     assert (result.kind, "is not allowed" in result.content) == ("exception", True)
     assert Handler.asked == [f"{servers[0]}/out"]  # the other server was never asked
@@ -84,20 +109,133 @@ def test_no_redirect_leads_out_of_the_list(servers):
 
 def test_size_and_time_are_limited(servers):
     base = f"http://127.0.0.1:{servers[0]}"
-    tool = Fetch([f"127.0.0.1:{servers[0]}"], max_bytes=100)
+    tool = Fetch([f"127.0.0.1:{servers[0]}"], max_bytes=100, allow_private=True)
     for page in ("long", "bomb"):
         content = ask(tool, f"{base}/{page}").content
         assert content.endswith("[only the first 100 bytes were read]")
         assert len(content) < 200
     start = time.perf_counter()
-    result = ask(Fetch([f"127.0.0.1:{servers[0]}"], timeout=0.3), f"{base}/slow")
+    result = ask(Fetch([f"127.0.0.1:{servers[0]}"], timeout=0.3, allow_private=True), f"{base}/slow")
     assert result.kind == "timeout" or "Timeout" in result.content
     assert time.perf_counter() - start < 2
 
 
+@pytest.mark.parametrize(
+    ("page", "said"),
+    [
+        ("deflate", "hello"),
+        ("raw", "hello"),
+        ("damaged", "damaged"),
+        ("stacked", "packed as 'gzip, gzip', which is not read"),
+        ("empty", "only the first 1,000 bytes"),
+        ("japanese", "日本語"),
+        ("unknown", "Größe"),
+    ],
+)
+def test_what_pages_are_packed_and_written_in(servers, page, said):
+    tool = Fetch([f"127.0.0.1:{servers[0]}"], max_bytes=1000, allow_private=True)
+    assert said in ask(tool, f"http://127.0.0.1:{servers[0]}/{page}").content
+
+
+def test_no_page_holds_the_loop(servers):
+    tool = Fetch([f"127.0.0.1:{servers[0]}"], allow_private=True)
+    longest = 0.0
+
+    async def play():
+        nonlocal longest
+        asking = asyncio.gather(
+            *(tool.run({"url": f"http://127.0.0.1:{servers[0]}/{page}"}) for page in ("punycode", "bomb", "stacked"))
+        )
+        while not asking.done():
+            start = time.thread_time()
+            await asyncio.sleep(0.005)
+            longest = max(longest, time.thread_time() - start)
+        return await asking
+
+    assert asyncio.run(play())[0].content.startswith("-aaaa")
+    assert longest < 0.5  # of this thread's own work
+
+
+def test_every_known_charset_is_one_and_takes_its_bytes_once():
+    noise = bytes(range(256)) * 2000
+    for name in CHARSETS:
+        start = time.thread_time()
+        codecs.decode(noise, name, "replace")
+        assert time.thread_time() - start < 1, name
+
+
+# -------------------------------------------------------------------------------------------- addresses behind names
+
+
+def test_a_listed_name_of_this_machine_needs_leave(servers):
+    Handler.asked.clear()
+    for host in ("localhost", "127.0.0.1", "0.0.0.0"):
+        result = ask(Fetch([f"{host}:{servers[0]}"]), f"http://{host}:{servers[0]}/secret")
+        assert not result.ok
+        assert "allow_private" in result.content
+    assert Handler.asked == []
+
+
+def answering(monkeypatch, *addresses):
+    """Names have these addresses, one after another; the questions."""
+    asked, left = [], list(addresses)
+
+    def getaddrinfo(host, port, *args, **more):
+        asked.append(host)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (left.pop(0) if len(left) > 1 else left[0], port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    return asked
+
+
+def test_the_address_that_was_checked_is_the_one_that_is_asked(servers, monkeypatch):
+    asked = answering(monkeypatch, "127.0.0.1", "192.0.2.1")  # whoever asks again is led elsewhere
+    Handler.hosts.clear()
+    tool = Fetch([f"pages.test:{servers[0]}"], allow_private=True)
+    assert ask(tool, f"http://pages.test:{servers[0]}/plain").content == "hello"
+    assert asked == ["pages.test"]
+    assert Handler.hosts == [f"pages.test:{servers[0]}"]
+
+
+def test_a_name_that_comes_to_mean_this_machine_is_refused(servers, monkeypatch):
+    Handler.asked.clear()
+    answering(monkeypatch, "127.0.0.1")
+    result = ask(Fetch([f"pages.test:{servers[0]}"]), f"http://pages.test:{servers[0]}/plain")
+    assert "allow_private" in result.content
+    assert Handler.asked == []
+
+
+def test_a_redirect_to_a_name_of_this_machine_is_refused(servers, monkeypatch):
+    port = servers[0]
+    monkeypatch.setitem(PAGES, "/in", (302, {"location": f"http://inside.test:{port}/secret"}, b""))
+    monkeypatch.setattr("arborl.tools.library.fetch.is_public", lambda address: address == "127.0.0.1")
+    answering(monkeypatch, "127.0.0.1", "127.0.0.2")  # the first stands for a public one
+    Handler.asked.clear()
+    result = ask(Fetch([f"pages.test:{port}", f"inside.test:{port}"]), f"http://pages.test:{port}/in")
+    assert "inside.test is this machine" in result.content
+    assert Handler.asked == [f"{port}/in"]
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "127.0.0.1", "0.0.0.0", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "224.0.0.1",
+        "255.255.255.255", "::1", "::", "fe80::1%eth0", "fc00::1", "ff02::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1",
+        "64:ff9b::7f00:1", "2002:7f00:1::", "240.0.0.1",
+    ],
+)  # fmt: skip
+def test_addresses_that_are_not_public(address):
+    assert not is_public(address)
+
+
+@pytest.mark.parametrize("address", ["1.1.1.1", "151.101.0.223", "2606:4700:4700::1111", "64:ff9b::101:101"])
+def test_addresses_that_are(address):
+    assert is_public(address)
+
+
 @pytest.mark.parametrize(("path", "said"), [("/picture", "image/png, not text"), ("/lost", "404")])
 def test_what_is_no_page_is_said_to_be_none(servers, path, said):
-    result = ask(Fetch([f"127.0.0.1:{servers[0]}"]), f"http://127.0.0.1:{servers[0]}{path}")
+    result = ask(Fetch([f"127.0.0.1:{servers[0]}"], allow_private=True), f"http://127.0.0.1:{servers[0]}{path}")
     assert said in result.content
     assert not result.ok
 

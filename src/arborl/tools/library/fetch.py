@@ -1,11 +1,19 @@
-"""HTTP for a model: pages of listed hosts, so much of them, so long, and nowhere else."""
+"""HTTP for a model: pages of listed hosts, so much of them, so long, and nowhere else.
+
+Neither the model nor a page is trusted. A host's address is looked up once, must be a public one, and is the one that
+is asked; what comes back is unpacked and decoded within its bounds, and beside the event loop.
+"""
 
 from __future__ import annotations
 
 import functools
 import html
+import ipaddress
 import re
+import socket
+import ssl
 import string
+import zlib
 from collections.abc import Iterator, Sequence
 
 import httpx
@@ -20,6 +28,16 @@ TAG = re.compile(r"<(!--|[!?]?/?[a-z][a-z0-9]*)")
 HIDDEN = frozenset(["script", "style", "head", "noscript", "template"])
 HEADINGS = ("h1", "h2", "h3", "h4", "h5", "h6")
 BLOCKS = frozenset({"br"} | {f"{end}{tag}" for end in ("", "/") for tag in ("p", "div", "li", "tr", "pre", *HEADINGS)})
+ENCODINGS = {"": None, "identity": None, "gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": 0}
+"""What a page may be packed with, once: the window of its unpacker; `deflate` is written with and without a header."""
+CHARSETS = frozenset(
+    ["utf-8", "us-ascii", "utf-16", "utf-16le", "utf-16be", "utf-32", "koi8-r", "koi8-u", "macintosh", "tis-620"]
+    + [f"iso-8859-{part}" for part in (*range(1, 12), *range(13, 17))]
+    + [f"windows-125{page}" for page in range(9)]
+    + ["shift_jis", "euc-jp", "iso-2022-jp", "euc-kr", "gb2312", "gbk", "gb18030", "big5"]
+)
+"""Those of pages, all of them quick; Python knows others, of which some take minutes for a page."""
+NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 READABLE = re.compile(r"text/|application/(json|xml|xhtml)|application/[\w.-]+\+(json|xml)")
 
 
@@ -27,21 +45,31 @@ class Fetch(Tool):
     """A tool that reads web pages, from an allow-list only. A redirect must stay in the list too.
 
     Example:
-        tool = Fetch(allow=["docs.python.org", "*.wikipedia.org", "localhost:8000"])
+        tool = Fetch(allow=["docs.python.org", "*.wikipedia.org"])
+        tool = Fetch(allow=["localhost:8000"], allow_private=True)
 
     Args:
         allow: hosts, `*.host` for every host below one, each with `:port` where the port is not the usual one.
-        max_bytes: what is read of a page.
+        max_bytes: what is read of a page, packed and unpacked.
         timeout: seconds for all of it, redirects included.
         max_tokens: length of an answer.
+        allow_private: whether a listed host may be this machine or one of its own network.
     """
 
-    def __init__(self, allow: Sequence[str], max_bytes: int = 500_000, timeout: float = 10.0, max_tokens: int = 1024):
+    def __init__(
+        self,
+        allow: Sequence[str],
+        max_bytes: int = 500_000,
+        timeout: float = 10.0,
+        max_tokens: int = 1024,
+        allow_private: bool = False,
+    ):
         if isinstance(allow, str) or not allow:
             raise ValueError("allow: give a list of hosts, such as [docs.python.org]")
         if max_bytes < 1:
             raise ValueError(f"max_bytes={max_bytes}: give at least 1")
         self.allow, self.max_bytes = tuple(host.lower() for host in allow), max_bytes
+        self.allow_private = allow_private
         super().__init__(self.fetch, timeout=timeout, max_tokens=max_tokens, max_chars=50_000)
 
     async def fetch(self, url: str) -> str:
@@ -52,13 +80,45 @@ class Fetch(Tool):
         """
         address = self.allowed(url)
         # `trust_env=False`: neither a proxy nor credentials of the host's are for the model to use.
-        async with httpx.AsyncClient(trust_env=False, follow_redirects=False, timeout=self.timeout) as client:
+        async with httpx.AsyncClient(trust_env=False, timeout=self.timeout, verify=tls()) as client:
             for _ in range(MOST_REDIRECTS + 1):
-                async with client.stream("GET", address, headers={"accept": "text/*, application/json"}) as response:
+                response = await self._ask(client, address)
+                try:
                     if not response.has_redirect_location:
                         return await self._read(response)
                     address = self.allowed(address.join(response.headers["location"]))
+                finally:
+                    await response.aclose()
         raise ValueError(f"more than {MOST_REDIRECTS} redirects")
+
+    async def _ask(self, client: httpx.AsyncClient, address: httpx.URL) -> httpx.Response:
+        """The answer of one of the host's addresses. Those were checked, so they are asked, not the name again."""
+        headers = {"accept": "text/*, application/json", "accept-encoding": "gzip, deflate"}
+        headers["host"] = address.netloc.decode("ascii")
+        failed: httpx.ConnectError | None = None
+        for found in await self._addresses(address):
+            request = client.build_request(
+                "GET", address.copy_with(host=found), headers=headers, extensions={"sni_hostname": address.host}
+            )
+            try:
+                return await client.send(request, stream=True)
+            except httpx.ConnectError as error:
+                failed = error
+        raise ValueError(f"{address.host} cannot be reached: {failed}")
+
+    async def _addresses(self, address: httpx.URL) -> list[str]:
+        port = address.port or USUAL_PORTS[address.scheme]
+        host = address.raw_host.decode("ascii").rstrip(".")
+        try:
+            found = await in_thread(functools.partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM))
+        except OSError as error:
+            raise ValueError(f"{host} has no address: {error}") from error
+        # IPv4 first: where a host has both, a machine without IPv6 would only wait.
+        each = sorted({str(entry[4][0]): entry[0] for entry in found}.items(), key=lambda pair: pair[1])
+        usable = [found for found, _ in each if self.allow_private or is_public(found)]
+        if not usable:
+            raise ValueError(f"{host} is this machine or one of its network, which only allow_private=True allows.")
+        return usable[:3]
 
     def allowed(self, url: str | httpx.URL) -> httpx.URL:
         """The address, read once by what will also ask for it; refused when it is not of a listed host."""
@@ -77,16 +137,58 @@ class Fetch(Tool):
         kind = response.headers.get("content-type", "text/plain")
         if not READABLE.match(kind):
             raise ValueError(f"the page is {kind.partition(';')[0]}, not text")
+        packed = response.headers.get("content-encoding", "").strip().lower()
+        if packed not in ENCODINGS:
+            raise ValueError(f"the page is packed as {packed[:50]!r}, which is not read. Ask for another.")
         body = bytearray()
-        async for part in response.aiter_bytes(65_536):  # after decompression: a small file may unpack to a large one
+        async for part in response.aiter_raw(65_536):
             body += part
             if len(body) > self.max_bytes:
                 break
-        text = bytes(body[: self.max_bytes]).decode(response.encoding or "utf-8", errors="replace")
-        if "html" in kind:
-            text = await in_thread(functools.partial(as_plain, text))
+        charset = (response.charset_encoding or "utf-8").lower()
+        return str(await in_thread(functools.partial(self._text, bytes(body), packed, charset, "html" in kind)))
+
+    def _text(self, body: bytes, packed: str, charset: str, is_html: bool) -> str:
+        """What the page says; linear in `max_bytes` whatever the page is, since nobody can stop a thread."""
         whole = len(body) <= self.max_bytes
+        body = unpacked(body, ENCODINGS[packed], self.max_bytes + 1)
+        # As browsers do: what is not known is read as UTF-8.
+        text = body[: self.max_bytes].decode(charset if charset in CHARSETS else "utf-8", errors="replace")
+        if is_html:
+            text = as_plain(text)
+        whole = whole and len(body) <= self.max_bytes
         return text if whole else f"{text}\n[only the first {self.max_bytes:,} bytes were read]"
+
+
+@functools.cache
+def tls() -> ssl.SSLContext:
+    """Reading the list of authorities takes longer than many a page."""
+    return httpx.create_ssl_context(trust_env=False)
+
+
+def is_public(address: str) -> bool:
+    """Whether this is a host of the open net; one that is written inside another (IPv6 can) counts too."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        if ip in NAT64:
+            return is_public(str(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)))
+        inner = [ip.ipv4_mapped, ip.sixtofour, *(ip.teredo or ())]
+        if any(other is not None and not is_public(str(other)) for other in inner):
+            return False
+    return ip.is_global and not (ip.is_multicast or ip.is_reserved or ip.is_unspecified)
+
+
+def unpacked(body: bytes, window: int | None, most: int) -> bytes:
+    """At most so many bytes of what was packed; what is cut off or damaged ends where it does."""
+    if window is None:
+        return body[:most]
+    windows = (window,) if window else (zlib.MAX_WBITS, -zlib.MAX_WBITS)
+    for one in windows:
+        try:
+            return zlib.decompressobj(one).decompress(body, most)
+        except zlib.error as error:
+            failed = error
+    raise ValueError(f"the page is damaged: {failed}")
 
 
 def _covers(entry: str, host: str, port: int, usual: int) -> bool:
