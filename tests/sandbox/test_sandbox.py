@@ -114,10 +114,75 @@ def test_what_cannot_be_shown_is_still_an_answer(box):
     assert box.run_sync("class R:\n    def __repr__(self): raise ValueError('no')\nR()").error == "ValueError: no"
 
 
-def test_a_forged_answer_fools_nobody_else(box):
-    """The code may write to the control socket: the host must read whatever comes, and end."""
-    outcome = box.run_sync("import os; os.write(3, b'\\xff\\xff\\xff\\xff' + b'x' * 100); os._exit(0)")
-    assert outcome.stopped == "died"
+FORGED = """
+import os, struct
+def answer(token, *texts):
+    body = token + bytes([0]) + b"".join(struct.pack("<I", len(text)) + text for text in texts)
+    return struct.pack("<I", len(body)) + body
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "os.write(3, b'\\xff\\xff\\xff\\xff' + b'x' * 100)",
+        "os.write(3, answer(bytes(16), b'42', b''))",
+        "os.write(3, answer(b'', b'42', b'')[:3]); os._exit(0)",
+        "import sys; os.write(3, 2 * answer(sys._getframe(2).f_locals['request']['token'], b'42', b''))",
+    ],
+    ids=["too long", "without the token", "broken off", "twice"],
+)
+def test_a_forged_answer_ends_the_guest(box, code):
+    outcome = box.run_sync(f"{FORGED}\n{code}")
+    assert outcome.stopped in ("forged", "died")
+    assert outcome.value == ""
+    assert not box.alive
+
+
+def test_an_answer_written_by_the_code_is_followed_by_no_other(box):
+    """Code that knows the token may speak for itself; what the guest says afterwards then answers nothing."""
+    told = "sys._getframe(1).f_locals['request']['token']"
+    first = box.run_sync(f"{FORGED}\nimport sys, time; os.write(3, answer({told}, b'42', b'')); time.sleep(0.1)")
+    assert first.value in ("42", "")
+    second = box.run_sync("import time; time.sleep(0.3); 'second'")
+    assert second.stopped in ("forged", "died")
+    assert not box.alive
+
+
+DRIP = """
+import os, struct, sys, time
+token = sys._getframe(1).f_locals["request"]["token"]
+os.write(3, struct.pack("<I", 1000) + token)
+while True:
+    os.write(3, b"\\0")
+    time.sleep(0.2)
+"""
+
+
+@pytest.mark.parametrize("level", HERE)
+def test_an_answer_that_drips_is_waited_for_no_longer_than_any_other(level):
+    with Sandbox(replace(TIGHT, wall_seconds=1), level) as box:
+        outcome = box.run_sync(DRIP)
+    assert outcome.stopped == "wall"
+    within(outcome, 2)
+
+
+@pytest.mark.parametrize("level", HERE)
+def test_limits_are_watched_while_an_answer_drips(level):
+    burn = DRIP.replace("time.sleep(0.2)", "[None for _ in range(100_000)]").replace('b"\\0"', 'b""')
+    with Sandbox(replace(TIGHT, cpu_seconds=0.3, wall_seconds=20), level) as box:
+        assert box.run_sync(burn).stopped == "cpu"
+
+
+@pytest.mark.parametrize("level", HERE)
+def test_a_request_that_is_not_read_is_not_waited_for(level):
+    """Code of the last run holds the interpreter: the next request, larger than any buffer, finds no reader."""
+    with Sandbox(replace(TIGHT, wall_seconds=1, cpu_seconds=30), level) as box:
+        told = "sys._getframe(1).f_locals['request']['token']"
+        box.run_sync(f"{FORGED}\nimport sys, time; os.write(3, answer({told}, b'', b'')); time.sleep(60)")
+        outcome = box.run_sync("x = '" + "y" * 2_000_000 + "'")
+    assert outcome.stopped == "wall"
+    within(outcome, 2)
 
 
 # ------------------------------------------------------------------------------------------------ hostile code
@@ -304,12 +369,13 @@ def test_the_parent_cannot_be_slowed_or_limited(box):
 def test_a_daemon_does_not_outlive_its_sandbox(box):
     mark = f"arborl-daemon-{os.getpid()}-{box.level}"
     code = f"""
-import os
+import os, time
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
         os.execv('/bin/sh', ['/bin/sh', '-c', 'while true; do sleep 1; done', {mark!r}])
     os._exit(0)
+time.sleep(0.3)
 """
     outcome = box.run_sync(code)
     if box.level == "rlimits":

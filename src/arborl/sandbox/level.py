@@ -14,6 +14,7 @@ ABOUT: dict[Level, str] = {
     "namespaces": "kernel name spaces: own file system, processes and network",
     "rlimits": "resource limits: one process in a folder of its own",
 }
+FENCES = {"user": "a user of its own"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,8 @@ class Found:
 
     name: Level
     fences: tuple[str, ...]
-    """`seccomp`: system calls are filtered; `landlock`: files are fenced, at the level without a file system."""
+    """`seccomp`: system calls are filtered. At the level without a file system also `landlock`: files are fenced; and
+    `user`: root's guest is another user, which it stays only where the interpreter is nobody else's to read."""
     better: dict[str, str]
     """Why no better level works here."""
 
@@ -32,7 +34,8 @@ class Found:
         return self.name != "rlimits" or {"seccomp", "landlock"} <= set(self.fences)
 
     def __str__(self) -> str:
-        fenced = f", fenced by {' and '.join(self.fences)}" if self.fences else ""
+        names = [FENCES.get(fence, fence) for fence in self.fences]
+        fenced = f", fenced by {' and '.join(names)}" if names else ""
         return f"{ABOUT[self.name]}{fenced}"
 
 

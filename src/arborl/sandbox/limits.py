@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
-Stopped = Literal["", "wall", "cpu", "memory", "processes", "disk", "output", "died"]
+Stopped = Literal["", "wall", "cpu", "children", "memory", "processes", "disk", "output", "forged", "died"]
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The most that one piece of code may use; times are for one `run`, the rest for all that the guest started."""
+    """The most that one piece of code may use; times are for one `run`, the rest for all that the guest started.
+
+    Between two runs a guest and all it started stand still: nothing works in the background of nothing.
+    """
 
     wall_seconds: float = 10.0
     cpu_seconds: float = 5.0
@@ -49,7 +52,8 @@ class Outcome:
     error: str = ""
     """One line: the exception, or which limit was passed."""
     stopped: Stopped = ""
-    """Which limit ended the guest; `died` when it ended by itself. Its variables and files are gone then."""
+    """Which limit ended the guest; `forged` when code wrote answers in its place, `died` when it ended by itself. Its
+    variables and files are gone then."""
     seconds: float = 0.0
 
     @property

@@ -9,7 +9,6 @@ import secrets
 import select
 import shutil
 import socket
-import struct
 import subprocess
 import sys
 import sysconfig
@@ -18,13 +17,16 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 from arborl.errors import ArborError
+from arborl.sandbox.inside.clear import remove
 from arborl.sandbox.limits import Limits, Outcome, Stopped
-from arborl.sandbox.watch import Usage, shared_out, size, usage
+from arborl.sandbox.protocol import OK, RAISED, READY, Answer, Line, request
+from arborl.sandbox.watch import Meter, Usage, freeze, shared_out, size, thaw
 
 Level = Literal["bubblewrap", "namespaces", "rlimits"]
 LEVELS: tuple[Level, ...] = ("bubblewrap", "namespaces", "rlimits")
@@ -35,8 +37,6 @@ HOME = "/box"
 MB = 2**20
 TICK = 0.05
 START_SECONDS = 20.0
-OK, RAISED, READY, FAILED = range(4)
-MAX_ANSWER = 3 * MB
 
 
 class SandboxError(ArborError):
@@ -72,6 +72,7 @@ class Sandbox:
         self._home = self._folder if level == "rlimits" else HOME
         self._lock = threading.RLock()  # held while code runs; the end of the guest waits for it
         self._open, self._killed = True, False
+        self._rest: Usage | None = None  # what it had used when it was last stopped
         try:
             self._start([str(Path(folder).resolve()) for folder in packages])
         except BaseException:
@@ -91,7 +92,8 @@ class Sandbox:
             "memory": limits.memory_mb * MB, "file": limits.file_mb * MB, "disk": limits.disk_mb * MB,
             "processes": limits.processes, "open_files": limits.open_files, "nice": 0, "uid": 0,
         }  # fmt: skip
-        self._control, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair()
+        self._line = Line(ours)
         lifeline, self._lifeline = os.pipe()
         self._out, out = os.pipe()
         self._err, err = os.pipe()
@@ -102,6 +104,7 @@ class Sandbox:
                 command, stdin=lifeline, stdout=out, stderr=err, pass_fds=(theirs.fileno(),), env={}, cwd="/",
                 start_new_session=True,
             )  # fmt: skip
+            self._meter = Meter(self._keeper.pid)
         finally:
             theirs.close()
             for theirs_too in (lifeline, out, err):
@@ -112,15 +115,23 @@ class Sandbox:
 
     def _greeting(self) -> None:
         """Wait until the guest says that it is there, and with which fences."""
-        self._control.settimeout(START_SECONDS)
-        try:
-            kind, texts = _answer(self._control)
-        except (OSError, ValueError) as error:
-            told = _drain(self._err, 2000).decode(errors="replace").strip()
-            raise SandboxError(f"no guest at level {self.level!r}: {told or error}") from error
-        if kind != READY:
-            raise SandboxError(f"no guest at level {self.level!r}: {' '.join(texts) or 'no reason given'}")
-        self.fences = tuple(filter(None, texts[0].split(",")))
+        deadline = time.perf_counter() + START_SECONDS
+        answer, why = None, "it did not answer"
+        poll = select.poll()
+        poll.register(self._line.fileno(), select.POLLIN)
+        while answer is None and (left := deadline - time.perf_counter()) > 0:
+            poll.poll(left * 1000)
+            try:
+                answer = self._line.move()
+            except (OSError, ValueError) as error:
+                why = str(error)
+                break
+        if answer is None:
+            told = drain(self._err, 2000).decode(errors="replace").strip()
+            raise SandboxError(f"no guest at level {self.level!r}: {told or why}")
+        if answer.kind != READY:
+            raise SandboxError(f"no guest at level {self.level!r}: {answer.texts[0] or 'no reason given'}")
+        self.fences = tuple(filter(None, answer.texts[0].split(",")))
 
     @property
     def alive(self) -> bool:
@@ -155,10 +166,10 @@ class Sandbox:
             except subprocess.TimeoutExpired:
                 self.kill()
                 self._keeper.wait()
-            self._control.close()
+            self._line.close()
             os.close(self._out)
             os.close(self._err)
-        shutil.rmtree(self._folder, ignore_errors=True)  # left only where the keeper was killed
+        remove(self._folder)  # left only where the keeper was killed
 
     def __enter__(self) -> Self:
         return self
@@ -215,70 +226,91 @@ class Sandbox:
         start = time.perf_counter()
         if not self.alive:
             return Outcome(False, error="the sandbox has ended", stopped="died")
-        request: dict[str, Any] = {"code": code, "stdin": stdin, "files": dict(files or {})}
-        data = marshal.dumps(request)
-        before = usage(self._keeper.pid)
+        before, rest = self._meter.read(), self._rest
+        if rest is not None and before.cpu - rest.cpu > 2 * TICK:  # it was to stand still, and found a way not to
+            return self._ended("cpu", Written(), start)
         try:
-            self._control.settimeout(self.limits.wall_seconds)
-            self._control.sendall(struct.pack("<I", len(data)) + data)
+            self._line.ask(*request(code, stdin, files or {}))
+        except ValueError:
+            return self._ended("forged", Written(), start)
         except OSError:
-            return self._ended("died", bytearray(), bytearray(), start)
+            return self._ended("died", Written(), start)
+        thaw(self._keeper.pid)
         return self._follow(start, before)
 
     def _follow(self, start: float, before: Usage) -> Outcome:
-        """Read what the guest writes until it answers, passes a limit or ends."""
-        out, err = bytearray(), bytearray()
+        """Send the request and read what the guest writes until it has answered whole, passes a limit or ends.
+
+        Every wait is a tick at most, and the limits are looked at between any two: a guest that reads or answers a byte
+        at a time gains nothing.
+        """
+        said = Written()
         poll = select.poll()
-        for readable in (self._control.fileno(), self._out, self._err):
+        for readable in (self._out, self._err):
             poll.register(readable, select.POLLIN)
         checked = start
         while True:
-            left = start + self.limits.wall_seconds - time.perf_counter()
+            now = time.perf_counter()
+            left = start + self.limits.wall_seconds - now
             if left <= 0:
-                return self._ended("wall", out, err, start)
-            events = dict(poll.poll(min(TICK, left) * 1000))
-            out += _drain(self._out, self.limits.output_bytes + 1)
-            err += _drain(self._err, self.limits.output_bytes + 1)
-            if len(out) + len(err) > self.limits.output_bytes:
-                return self._ended("output", out, err, start)
-            if self._control.fileno() in events:
-                try:
-                    kind, texts = _answer(self._control)
-                except (OSError, ValueError):
-                    return self._ended("died", out, err, start)
-                return self._answered(kind, texts, out, err, start)
-            if events.keys() and all(event & select.POLLHUP for event in events.values()):
-                return self._ended("died", out, err, start)
-            if time.perf_counter() - checked >= TICK and (passed := self._passed(before)):
-                return self._ended(passed, out, err, start)
-            if time.perf_counter() - checked >= TICK:
+                return self._ended("wall", said, start)
+            if now - checked >= TICK:
+                if passed := self._passed(before):
+                    return self._ended(passed, said, start)
                 checked = time.perf_counter()
+            poll.register(self._line.fileno(), self._line.events)
+            events = dict(poll.poll(min(TICK, left) * 1000))
+            if self._drain(said) > self.limits.output_bytes:
+                return self._ended("output", said, start)
+            try:
+                answer = self._line.move() if self._line.fileno() in events else None
+            except ValueError:
+                return self._ended("forged", said, start)
+            except OSError:
+                return self._ended("died", said, start)
+            if answer is not None:
+                return self._answered(answer, said, start, before)
 
     def _passed(self, before: Usage) -> Stopped:
         """The limit on all processes together that has been passed, if any."""
-        now, limits = usage(self._keeper.pid), self.limits
+        now, limits = self._meter.read(), self.limits
         if now.cpu - before.cpu > limits.cpu_seconds:
             return "cpu"
+        if now.uncounted:
+            return "children"
         if now.processes > limits.processes + 4:  # the guest itself and what keeps it
             return "processes"
         if now.memory > limits.memory_mb * MB and shared_out(self._keeper.pid) > limits.memory_mb * MB:
             return "memory"
-        if self.level == "rlimits" and size(self._folder) > limits.disk_mb * MB:
+        if self.level == "rlimits" and size(self._folder, self._keeper.pid, limits.disk_mb * MB) > limits.disk_mb * MB:
             return "disk"
         return ""
 
-    def _answered(self, kind: int, texts: list[str], out: bytearray, err: bytearray, start: float) -> Outcome:
-        out += _drain(self._out, self.limits.output_bytes)
-        err += _drain(self._err, self.limits.output_bytes)
-        value, error = (*texts, "", "")[:2]
+    def _answered(self, answer: Answer, said: Written, start: float, before: Usage) -> Outcome:
+        """The outcome of code that has answered; until the next request the guest stands still, within its limits."""
+        if answer.kind not in (OK, RAISED):
+            return self._ended("forged", said, start)
+        if not freeze(self._keeper.pid):
+            return self._ended("processes", said, start)
+        if passed := self._passed(before):
+            return self._ended(passed, said, start)
+        if self._drain(said) > self.limits.output_bytes:
+            return self._ended("output", said, start)
+        self._rest = self._meter.read()
+        value, error = answer.texts
         seconds = time.perf_counter() - start
-        return Outcome(kind == OK, _text(out), _text(err), value, error, seconds=seconds)
+        return Outcome(answer.kind == OK, _text(said.out), _text(said.err), value, error, seconds=seconds)
 
-    def _ended(self, why: Stopped, out: bytearray, err: bytearray, start: float) -> Outcome:
+    def _drain(self, said: Written) -> int:
+        """Read what has been written, a little beyond the limit at most; returns how much that is."""
+        for descriptor, kept in ((self._out, said.out), (self._err, said.err)):
+            kept += drain(descriptor, self.limits.output_bytes - len(said.out) - len(said.err))
+        return len(said.out) + len(said.err)
+
+    def _ended(self, why: Stopped, said: Written, start: float) -> Outcome:
         """The outcome of code that cost its guest."""
         seconds = time.perf_counter() - start
-        out += _drain(self._out, self.limits.output_bytes)
-        err += _drain(self._err, self.limits.output_bytes)
+        self._drain(said)
         self.close()
         code, limits = self._keeper.returncode or 0, self.limits
         how = f"signal {code - 128}" if code > 128 else f"exit code {code}"
@@ -286,42 +318,26 @@ class Sandbox:
             "wall": f"stopped: ran longer than {limits.wall_seconds:g} s",
             "cpu": f"stopped: used more than {limits.cpu_seconds:g} s of processor time",
             "memory": f"stopped: used more than {limits.memory_mb} MB of memory",
+            "children": "stopped: ignored SIGCHLD, so that nobody could count its children's processor time",
             "processes": f"stopped: started more than {limits.processes} processes",
             "disk": f"stopped: wrote more than {limits.disk_mb} MB of files",
             "output": f"stopped: printed more than {limits.output_bytes:,} bytes",
+            "forged": "stopped: wrote to the descriptor that its answers are sent by",
             "died": f"the process ended ({how})",
         }[why]
         whole = limits.output_bytes
-        return Outcome(False, _text(out[:whole]), _text(err[:whole]), "", error, why, seconds)
+        return Outcome(False, _text(said.out[:whole]), _text(said.err[:whole]), "", error, why, seconds)
 
 
-def _answer(control: socket.socket) -> tuple[int, list[str]]:
-    """One message of a guest, which may be anything: ValueError when it is not what guests say."""
-    length = struct.unpack("<I", _exactly(control, 4))[0]
-    if not 1 <= length <= MAX_ANSWER:
-        raise ValueError(f"an answer of {length} bytes")
-    data = _exactly(control, length)
-    texts, place = [], 1
-    while place < length:
-        if place + 4 > length:
-            raise ValueError("an answer that breaks off")
-        count = struct.unpack_from("<I", data, place)[0]
-        texts.append(data[place + 4 : place + 4 + count].decode(errors="replace"))
-        place += 4 + count
-    return data[0], texts
+@dataclass(slots=True)
+class Written:
+    """What a guest has printed so far."""
+
+    out: bytearray = field(default_factory=bytearray)
+    err: bytearray = field(default_factory=bytearray)
 
 
-def _exactly(control: socket.socket, count: int) -> bytes:
-    data = bytearray()
-    while len(data) < count:
-        part = control.recv(count - len(data))
-        if not part:
-            raise ValueError("the guest is gone")
-        data += part
-    return bytes(data)
-
-
-def _drain(descriptor: int, limit: int) -> bytes:
+def drain(descriptor: int, limit: int) -> bytes:
     """What is there to read now, up to a little over `limit`."""
     data = bytearray()
     while len(data) <= limit:

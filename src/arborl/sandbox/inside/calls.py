@@ -41,8 +41,32 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "msgget": (68, 186),
     "semget": (64, 190),
     "mq_open": (240, 180),
+    "timer_create": (222, 107),  # its signal could wake a guest that was stopped
+    "reboot": (169, 142),  # of the whole machine, as those that follow: no guest has the right to, and none may ask
+    "sethostname": (170, 161),
+    "setdomainname": (171, 162),
+    "settimeofday": (164, 170),
+    "clock_settime": (227, 112),
+    "adjtimex": (159, 171),
+    "clock_adjtime": (305, 266),
+    "swapon": (167, 224),
+    "swapoff": (168, 225),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "acct": (163, 89),
+    "quotactl": (179, 60),
+    "syslog": (103, 116),
+    "iopl": (172, None),
+    "ioperm": (173, None),
+    "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265),
+    "fanotify_init": (300, 262),
 }
-# Without a process name space of its own a guest could reach its parent: it then signals, forks and reschedules nobody.
+# Without name spaces of its own a guest could reach its parent, and files outside its folder by what Landlock does not
+# look at: it then signals, forks and reschedules nobody, and changes nobody's modes, owners, times or attributes.
 ALONE: dict[str, tuple[int | None, int | None]] = {
     "kill": (62, 129),
     "tkill": (200, 130),
@@ -58,8 +82,42 @@ ALONE: dict[str, tuple[int | None, int | None]] = {
     "sched_setscheduler": (144, 119),
     "sched_setparam": (142, 118),
     "sched_setattr": (314, 274),
+    "chmod": (90, None),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "chown": (92, None),
+    "fchown": (93, 55),
+    "lchown": (94, None),
+    "fchownat": (260, 54),
+    "utime": (132, None),
+    "utimes": (235, None),
+    "futimesat": (261, None),
+    "utimensat": (280, 88),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+    "setxattrat": (463, 463),
+    "removexattrat": (466, 466),
+    "file_setattr": (469, 469),
+    "mknod": (133, None),
+    "mknodat": (259, 33),
+    "truncate": (76, 45),
+    "inotify_init": (253, None),
+    "inotify_init1": (294, 26),
 }
 CLONE, CLONE3, PRLIMIT = (56, 220), (435, 435), (302, 261)
+# (call, argument, its value) that is refused: a signal at a parent's death, which could also be taken off; a signal of
+# one's choice from a file; flags of files.
+REFUSED_ARGUMENTS = (
+    ((157, 167), 0, 1),  # prctl: PR_SET_PDEATHSIG
+    ((72, 25), 1, 10),  # fcntl: F_SETSIG
+    ((16, 29), 1, 0x40086602),  # ioctl: FS_IOC_SETFLAGS
+    ((16, 29), 1, 0x401C5820),  # ioctl: FS_IOC_FSSETXATTR
+)
 NEW_NAMESPACES = 0x7E020080
 THREAD = 0x00010000
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
@@ -68,7 +126,7 @@ Line = tuple[int, int, int, int]
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
 NOT_PERMITTED, NO_SUCH_CALL = 1, 38
-FIRST_ARGUMENT = 16
+NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16
 
 
 def supported() -> bool:
@@ -85,11 +143,15 @@ def program(alone: bool) -> list[Line]:
     column, architecture = MACHINES[os.uname().machine]
     refuse = (RETURN, 0, 0, REFUSE | NOT_PERMITTED)
     allow = (RETURN, 0, 0, ALLOW)
-    lines = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, architecture), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
+    lines = [(LOAD, 0, 0, ARCHITECTURE), (EQUAL, 1, 0, architecture), (RETURN, 0, 0, KILL), (LOAD, 0, 0, NUMBER)]
     lines += [(AT_LEAST, 0, 1, 0x40000000), refuse]  # the 32-bit twins of x86_64's calls
     for numbers in {**DENIED, **(ALONE if alone else {})}.values():
         if (number := numbers[column]) is not None:
             lines += [(EQUAL, 0, 1, number), refuse]
+    again = (LOAD, 0, 0, NUMBER)
+    for numbers, argument, value in REFUSED_ARGUMENTS:
+        low = (LOAD, 0, 0, FIRST_ARGUMENT + 8 * argument)
+        lines += [(EQUAL, 0, 4, numbers[column]), low, (EQUAL, 0, 1, value), refuse, again]
     # The flags of clone3 lie in memory, where a filter cannot look; without it the C library falls back to clone.
     lines += [(EQUAL, 0, 1, CLONE3[column]), (RETURN, 0, 0, REFUSE | NO_SUCH_CALL)]
     # A limit may be read and set for oneself (0), not for another process.

@@ -11,6 +11,8 @@ import calls
 libc = ctypes.CDLL(None, use_errno=True)
 SET_PARENT_DEATH_SIGNAL, SET_DUMPABLE, SET_SUBREAPER, SET_NO_NEW_PRIVILEGES, DROP_BOUND = 1, 4, 36, 38, 24
 
+NOBODY = 65534
+
 # Landlock: bits of access to files
 EXECUTE, WRITE_FILE, READ_FILE, READ_FOLDER, TRUNCATE = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14
 ALL_BY_VERSION = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
@@ -47,6 +49,27 @@ def drop_user(uid: int) -> None:
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
+
+
+def other_user(uid: int, folders: list[str], home: str) -> int:
+    """The user that root's guest becomes where it shares root's file system, with `home` made its own: `uid`, or nobody
+    where a container has no such number; 0 where neither could read `folders`, such as an interpreter in a closed home.
+    """
+    for candidate in (uid, NOBODY):
+        os.chown(home, candidate, candidate)
+        child = os.fork()
+        if child == 0:
+            try:
+                drop_user(candidate)
+                for folder in (*folders, home):
+                    os.listdir(folder)
+                os._exit(0)
+            except OSError:
+                os._exit(1)
+        if os.waitpid(child, 0)[1] == 0:
+            return candidate
+    os.chown(home, 0, 0)
+    return 0
 
 
 def drop_capabilities() -> None:

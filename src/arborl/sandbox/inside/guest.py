@@ -15,11 +15,12 @@ import sys
 CONTROL = 3
 ONLY_TREE = 0x400
 OK, RAISED, READY, FAILED = 0, 1, 2, 3
+GREETING = bytes(16)
 
 
-def send(kind: int, *texts: str) -> None:
-    """Answer: the kind, then each text with its length in front."""
-    parts = [struct.pack("<B", kind)]
+def send(token: bytes, kind: int, *texts: str) -> None:
+    """Answer a request by its token: the kind, then each text with its length in front."""
+    parts = [token, struct.pack("<B", kind)]
     for text in texts:
         data = text.encode("utf-8", "replace")[:1_000_000]
         parts += [struct.pack("<I", len(data)), data]
@@ -54,12 +55,12 @@ def serve(plan: dict, fences: list[str]) -> None:
     sys.path[:] = [*(path for path in sys.path if not path.endswith("inside")), *plan["packages"]]
     sys.argv = [""]
     sys.dont_write_bytecode = True
-    send(READY, ",".join(fences))
+    send(GREETING, READY, ",".join(fences))
     count = 0
     while (request := receive()) is not None:
         count += 1
         feed(request["stdin"])
-        send(*run(request, main.__dict__, f"<cell {count}>"))
+        send(request["token"], *run(request, main.__dict__, f"<cell {count}>"))
 
 
 def run(request: dict, names: dict, label: str) -> tuple[int, str, str]:

@@ -8,6 +8,7 @@ a parent's death are tied to this process and not to a thread of the host.
 
 from __future__ import annotations
 
+import _signal
 import marshal
 import os
 import select
@@ -18,6 +19,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import confine
 import guest
 import mounts
+from clear import remove
 
 LIFELINE, CONTROL = 0, guest.CONTROL
 KILLED = 9
@@ -30,6 +32,7 @@ def main() -> None:
     if given != CONTROL:
         os.close(given)
     confine.prctl(confine.SET_SUBREAPER, 1)
+    _signal.signal(_signal.SIGCHLD, _signal.SIG_DFL)  # a host may have been started by somebody who ignores it
     try:
         os.mkdir(plan["root"], 0o700)
     except OSError as error:
@@ -47,18 +50,8 @@ def main() -> None:
 
 def refuse(error: OSError) -> None:
     """No guest: the host is told why."""
-    guest.send(guest.FAILED, f"{error.strerror or error}")
+    guest.send(guest.GREETING, guest.FAILED, f"{error.strerror or error}")
     os._exit(1)
-
-
-def remove(folder: str) -> None:
-    """Done here and not by the host, who may be killed, or leave with guests that nobody ever used."""
-    try:
-        os.rmdir(folder)  # empty, but for what a guest without a file system of its own has written
-    except OSError:
-        import shutil
-
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def start_bubblewrap(plan: dict) -> int:
@@ -137,20 +130,27 @@ def start_namespaces(plan: dict) -> int:
 
 
 def start_rlimits(plan: dict) -> int:
-    """A plain child in a folder of its own, alone: it can start and signal no other process."""
+    """A plain child in a folder of its own, alone: it can start and signal no other process, and has no rights."""
+    uid = 0
+    if os.getuid() == 0:
+        uid = confine.other_user(own_uid(), [os.path.dirname(os.__file__), *plan["packages"]], plan["home"])
     confine.prctl(confine.SET_DUMPABLE, 0)  # the keeper's memory is nobody's to look into
     child = os.fork()
     if child == 0:
         try:
             confine.prctl(confine.SET_DUMPABLE, 1)
             leave_host()
-            confine.prctl(confine.SET_PARENT_DEATH_SIGNAL, KILLED)
             os.chdir(plan["home"])
-            plan["processes"] += sum(name.isdigit() for name in os.listdir("/proc"))  # the limit is the whole user's
+            if uid in (0, confine.NOBODY):  # the limit is the whole user's
+                plan["processes"] += sum(name.isdigit() for name in os.listdir("/proc"))
             confine.limit(plan)
-            greet(plan, confine.seal(plan))
+            if uid:
+                confine.drop_user(uid)
+            confine.drop_capabilities()
+            confine.prctl(confine.SET_PARENT_DEATH_SIGNAL, KILLED)  # last: a change of user takes it off
+            greet(plan, [*(["user"] if uid else []), *confine.seal(plan)])
         except BaseException as error:
-            guest.send(guest.FAILED, str(getattr(error, "strerror", None) or error))
+            guest.send(guest.GREETING, guest.FAILED, str(getattr(error, "strerror", None) or error))
             os._exit(1)
     return child
 
