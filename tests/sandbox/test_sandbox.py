@@ -114,6 +114,14 @@ def test_what_cannot_be_shown_is_still_an_answer(box):
     assert box.run_sync("class R:\n    def __repr__(self): raise ValueError('no')\nR()").error == "ValueError: no"
 
 
+def test_a_copy_of_the_process_that_runs_to_the_end_answers_nothing(box):
+    if box.level == "rlimits":
+        pytest.skip("there are no other processes at this level")
+    outcome = box.run_sync("import os\nif os.fork(): os.wait()\nprint('here')")
+    assert (outcome.ok, outcome.stdout) == (True, "here\nhere\n")
+    assert box.run_sync("6 * 7").value == "42"
+
+
 FORGED = """
 import os, struct
 def answer(token, *texts):

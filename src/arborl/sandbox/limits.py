@@ -12,7 +12,7 @@ Stopped = Literal["", "wall", "cpu", "children", "memory", "processes", "disk", 
 class Limits:
     """The most that one piece of code may use; times are for one `run`, the rest for all that the guest started.
 
-    Between two runs a guest and all it started stand still: nothing works in the background of nothing.
+    Between two runs a guest and all it started stand still.
     """
 
     wall_seconds: float = 10.0
