@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
-
-ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def read_answer(text: str) -> str | None:
     """What stands in the first `<answer>…</answer>`, stripped; None where there is none."""
-    found = ANSWER.search(text)
-    return found.group(1).strip() if found else None
+    _, opened, rest = text.partition("<answer>")
+    inside, closed, _ = rest.partition("</answer>")
+    return inside.strip() if opened and closed else None
 
 
 def read_choice(text: str, choices: Iterable[str]) -> str | None:

@@ -7,27 +7,25 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
-import re
-import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from arborl.chat.formats.fence import FenceParser
+from arborl.rewards.answers import harness, read_answers, same_value
+from arborl.rewards.asserts import Asserts, read_asserts
 from arborl.rewards.fields import field_of
+from arborl.rewards.tags import last_tagged
 from arborl.sandbox import Limits, Outcome, run_code
 from arborl.types import Episode
 
 Run = Callable[[str, str], Awaitable[Outcome]]
 """(code, standard input) -> what became of it."""
 
-TAGGED = re.compile(r"<(code|answer)>(.*?)</\1>", re.DOTALL)
-
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One test: a program's input and output, a function call and its value, or a statement that must not raise."""
+    """One test: a program's input and output, a function call and its value, or asserts."""
 
     wanted: Any = None
     """What is printed, or returned."""
@@ -36,15 +34,15 @@ class Case:
     """Empty for a program."""
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    statement: str = ""
+    asserts: Asserts | None = None
 
 
 class CodeTests:
     """1 where the code of the final answer passes all tests, else 0; or the share it passes.
 
     The tests are a field of the task: a list of `{"input": …, "output": …}` (a program's standard input and output),
-    `{"function": …, "args": […], "returns": …}` and texts such as `"assert add(1, 2) == 3"`; or an object of the form
-    `{"inputs": […], "outputs": […], "fn_name": …}` as TACO has it. JSON text of these will do.
+    `{"function": …, "args": […], "returns": …}` and texts such as `"assert add(1, 2) == 3"` (see `asserts.py`); or an
+    object of the form `{"inputs": […], "outputs": […], "fn_name": …}` as TACO has it. JSON text of these will do.
 
     The code is the last fenced block of the answer; without one, the last `<code>` or `<answer>`; without these, all of
     it.
@@ -89,8 +87,8 @@ def final_code(text: str) -> str:
     fenced = [call.arguments["code"] for call in FenceParser().parse(text) if call.error is None]
     if fenced:
         return str(fenced[-1])
-    tagged = TAGGED.findall(text)
-    return str(tagged[-1][1]).strip("\n") if tagged else text
+    tagged = last_tagged(text, "code", "answer")
+    return text if tagged is None else tagged.strip("\n")
 
 
 def read_cases(given: Any) -> list[Case]:
@@ -124,7 +122,7 @@ def _alone(value: Any) -> Any:
 
 def _case(row: Any) -> Case:
     if isinstance(row, str):
-        return Case(statement=row)
+        return Case(asserts=read_asserts(row))
     if isinstance(row, Mapping) and "function" in row and "returns" in row:
         args = row.get("args", [])
         return Case(row["returns"], "", str(row["function"]), tuple(args), dict(row.get("kwargs", {})))
@@ -138,8 +136,8 @@ def _case(row: Any) -> Case:
 
 async def judge(code: str, cases: Sequence[Case], run: Run) -> list[bool]:
     """Which cases the code passes. Programs run one by one, all function calls in one process."""
-    calls = [case for case in cases if case.function or case.statement]
-    programs = [case for case in cases if not (case.function or case.statement)]
+    calls = [case for case in cases if case.function or case.asserts]
+    programs = [case for case in cases if not (case.function or case.asserts)]
     answers, outcomes = await asyncio.gather(
         _call_all(code, calls, run), asyncio.gather(*(run(code, case.stdin) for case in programs))
     )
@@ -158,60 +156,24 @@ def same_output(printed: str, wanted: str) -> bool:
     return lines(printed) == lines(wanted)
 
 
-def same_value(given: Any, wanted: Any) -> bool:
-    """Equal as JSON; numbers up to rounding."""
-    if isinstance(given, bool) or isinstance(wanted, bool) or given is None or wanted is None:
-        return given is wanted
-    if isinstance(given, int | float) and isinstance(wanted, int | float):
-        return given == wanted or math.isclose(given, wanted, rel_tol=1e-6, abs_tol=1e-9)
-    if isinstance(given, list) and isinstance(wanted, list | tuple):
-        return len(given) == len(wanted) and all(map(same_value, given, wanted))
-    if isinstance(given, dict) and isinstance(wanted, Mapping):
-        keyed = {str(key): value for key, value in wanted.items()}
-        return given.keys() == keyed.keys() and all(same_value(given[key], keyed[key]) for key in given)
-    return bool(given == wanted)
-
-
-HARNESS = """
-def _judge(source, mark, cases):
-    import json, os, sys
-    say = os.fdopen(os.dup(1), "w")
-    names = {"__name__": "solution"}
-    try:
-        exec(compile(source, "solution", "exec"), names)
-    except SystemExit:
-        pass
-    for number, (function, args, kwargs, statement) in enumerate(cases):
-        try:
-            if statement:
-                exec(compile(statement, "test", "exec"), names)
-                value = True
-            else:
-                found = names.get(function) or getattr(names["Solution"](), function)
-                value = found(*args, **kwargs)
-            text = json.dumps(value, default=lambda x: sorted(x) if isinstance(x, (set, frozenset)) else list(x))
-        except BaseException:
-            continue
-        sys.stdout.flush()
-        say.write(f"\\n{mark} {number} {text}\\n")
-        say.flush()
-"""
-"""Says the value of each call behind a mark that the code cannot know."""
-
-
 async def _call_all(code: str, cases: Sequence[Case], run: Run) -> list[bool]:
+    """Function calls and asserts, all in one process: questions go in, values come out."""
     if not cases:
         return []
-    mark = secrets.token_hex(16)
-    rows = [(case.function, list(case.args), dict(case.kwargs), case.statement) for case in cases]
-    told = f"_judge({code!r}, {mark!r}, __import__('json').loads({json.dumps(rows)!r}))"
-    outcome = await run(f"{HARNESS}\n{told}", "")
-    said: dict[int, Any] = {}
-    for line in outcome.stdout.splitlines():
-        if line.startswith(f"{mark} "):
-            _, number, text = line.split(" ", 2)
-            said[int(number)] = json.loads(text)
-    return [
-        number in said and same_value(said[number], True if case.statement else case.wanted)
-        for number, case in enumerate(cases)
-    ]
+    rows = [_questions(case) for case in cases]
+    program, mark = harness(code, rows)
+    answers = read_answers((await run(program, "")).stdout, mark)
+    return [number in answers and _passes(case, answers[number]) for number, case in enumerate(cases)]
+
+
+def _questions(case: Case) -> list[Any]:
+    """What the sandbox is told of a case: never what is expected."""
+    if case.asserts is not None:
+        return [[step.code, step.asks] for step in case.asserts.steps]
+    return [case.function, list(case.args), dict(case.kwargs)]
+
+
+def _passes(case: Case, answers: list[Any]) -> bool:
+    if case.asserts is not None:
+        return case.asserts.hold(answers)
+    return len(answers) == 1 and same_value(answers[0], case.wanted)

@@ -10,6 +10,7 @@ from fractions import Fraction
 from typing import Any
 
 from arborl.rewards.fields import field_of
+from arborl.rewards.tags import last_tagged
 from arborl.types import Episode
 
 MAX_DIGITS, MAX_EXPONENT = 400, 400
@@ -29,7 +30,6 @@ PERCENT = re.compile(r"\s?(?:%|percent\b|per\s?cent\b)", re.IGNORECASE)
 GROUPED = re.compile(r"\d{1,3}([,_ \u00a0\u2009\u202f])\d{3}(?:\1\d{3})*")
 LATEX = (("\\!", ""), ("\\,", ""), ("\\%", "%"), ("\\$", "$"), ("{,}", ","), ("−", "-"), ("－", "-"), ("$$", ""))
 PHRASE = re.compile(r"(?:final answer|answer)\s*(?:is|:|=)+\s*([^\n]+)", re.IGNORECASE)
-TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +108,8 @@ def last_number(text: str) -> Number | None:
 
 def final_part(text: str) -> str:
     """Where the answer is: the last `<answer>` or `\\boxed{}`, what follows `####` or `answer is`, or the last line."""
-    tagged = TAGGED.findall(text)
-    text = tagged[-1] if tagged else text
+    answer = last_tagged(text, "answer")
+    tagged, text = answer is not None, text if answer is None else answer
     boxed = last_boxed(text)
     if boxed is not None:
         return boxed

@@ -7,9 +7,9 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from arborl.rewards.reward import reward
+from arborl.rewards.tags import last_tagged
 from arborl.types import Episode
 
-ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 THOUSANDS = re.compile(r"[-+]?\d{1,3}(,\d{3})+(\.\d*)?")
 
 
@@ -33,9 +33,9 @@ def exact(episode: Episode, answer: Any) -> float:
 
 def final_answer(text: str) -> str:
     """What stands in the last `<answer>…</answer>`; without one, the last line that is not blank."""
-    tagged = ANSWER.findall(text)
+    tagged = last_tagged(text, "answer")
     lines = [line for line in text.splitlines() if line.strip()]
-    return str(tagged[-1]) if tagged else lines[-1] if lines else ""
+    return tagged if tagged is not None else lines[-1] if lines else ""
 
 
 def same(given: str, wanted: str) -> bool:
