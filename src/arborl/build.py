@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
+from arborl import sandbox
 from arborl.agents import AGENTS, Agent
 from arborl.agents.agent import as_agent, is_async, refuse_plain_function
 from arborl.algorithms import Algorithm, Needs, make_algorithm
@@ -40,6 +41,7 @@ from arborl.rollout.recorder import Limits
 from arborl.rollout.runner import Cast, Rollout
 from arborl.rollout.tape import Recording, Replay
 from arborl.rollout.workers import Workers
+from arborl.sandbox import Found
 from arborl.tools import TOOLS, AnyTool, as_tool
 from arborl.trainer.evaluate import Evaluator
 from arborl.types import Message, Sampling, Task
@@ -63,6 +65,8 @@ class Parts:
     algorithm: Algorithm
     learner: Learner
     evaluator: Evaluator
+    sandbox: Found | None
+    """What isolates the code that the model writes, where the run has some."""
 
     def copy_tokenizer(self, folder: Path) -> None:
         """Put the tokenizer and template beside saved weights, so that the folder is a whole model."""
@@ -75,6 +79,7 @@ def build(config: RunConfig, objects: Mapping[str, Any] | None = None) -> Parts:
     """The objects of this configuration; `objects` are parts that Python code handed in, by name."""
     workshop = Workshop(config, objects or {})
     cast, rewards = workshop.cast(), workshop.rewards()
+    found = workshop.sandbox()
     folder = resolve(config.model.name)
     renderer = Renderer.from_folder(folder, config.agent.tool_format)
     source = workshop.source(renderer)
@@ -116,7 +121,9 @@ def build(config: RunConfig, objects: Mapping[str, Any] | None = None) -> Parts:
         seed=config.seed,
     )
     evaluator = Evaluator(source, rollout, rewards, config.evaluation, config.seed, config.rollout.val_envs)
-    return Parts(config, folder, model, renderer, engine, source, cast, rollout, rewards, algorithm, learner, evaluator)
+    return Parts(
+        config, folder, model, renderer, engine, source, cast, rollout, rewards, algorithm, learner, evaluator, found
+    )
 
 
 def _policy(config: RunConfig, folder: Path) -> PreTrainedModel:
@@ -187,6 +194,8 @@ class Workshop:
 
     def __init__(self, config: RunConfig, objects: Mapping[str, Any]):
         self.config, self.objects = config, objects
+        self.made: list[Any] = []
+        """Agents, tools and rewards."""
 
     def find(self, registry: Registry, name: str) -> Any:
         return self.objects[name] if name in self.objects else registry[name]
@@ -250,9 +259,10 @@ class Workshop:
         made = Cast(agent, env, *_differences(sources)) if sources else Cast(agent, env)
         for name in seats:
             made.env(Task("check", source=name))
-            made.agent(Task("check", source=name))
+            self.made.append(made.agent(Task("check", source=name)))
         for named in config.data.agents:
-            made.agent(Task("check", agent=named))
+            self.made.append(made.agent(Task("check", agent=named)))
+        self.made += [tool for several in tools.values() for tool in several]
         return made
 
     def tools(self, seat: Seat, everywhere: Collection[str]) -> list[AnyTool]:
@@ -286,8 +296,19 @@ class Workshop:
                     f"{seat.where}rewards.{i}.args: the reward {part.name!r} is a function and takes no arguments here."
                 )
             name = str(getattr(found, "name", part.name))
+            self.made += [found, getattr(found, "base", None)]
             chosen.append((name, found, part.weight * float(getattr(found, "weight", 1.0))))
         return Rewards(chosen, self.config.rollout.step_seconds)
+
+    def sandbox(self) -> Found | None:
+        """What isolates code where a part of the run executes some; ConfigError where nothing does, unallowed."""
+        sandbox.allow_unsafe(self.config.sandbox.allow_unsafe)
+        if not any(getattr(part, "sandboxed", False) for part in self.made):
+            return None
+        try:
+            return sandbox.level_in_force()
+        except sandbox.SandboxError as error:
+            raise ConfigError(f"this run executes code, and {error}.") from error
 
     def source(self, renderer: Renderer) -> TaskSource:
         """Where tasks come from; that the agents they name exist, and that their rows will last, is checked here."""

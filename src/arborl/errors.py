@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import difflib
 from collections.abc import Iterable
+from contextlib import suppress
+from contextvars import ContextVar
 from types import TracebackType
 
 
@@ -68,7 +70,8 @@ class EpisodeError(ArborError):
 class boundary:
     """Whatever fails inside belongs to `where`; with `seconds`, so does taking longer than that.
 
-    Somebody else's `sys.exit` is a failure of theirs too; `KeyboardInterrupt` is the user's and goes through.
+    Somebody else's `sys.exit` is a failure of theirs too; `KeyboardInterrupt` is the user's and goes through. Time
+    spent in `queued()` is no part of it.
 
     A class and no generator: every model call and environment step passes one.
 
@@ -78,20 +81,24 @@ class boundary:
         # -> EpisodeError: tool 'search': TimeoutError: took longer than 5 s
     """
 
-    __slots__ = ("limit", "seconds", "where")
+    __slots__ = ("left", "limit", "loop", "outer", "seconds", "waiting", "where")
 
     def __init__(self, where: str, seconds: float | None = None):
         self.where, self.seconds = where, seconds
         self.limit = None if seconds is None else asyncio.timeout(seconds)
+        self.waiting, self.left = 0, 0.0
 
     async def __aenter__(self) -> None:
         if self.limit is not None:
             await self.limit.__aenter__()
+            self.loop, self.outer = asyncio.get_running_loop(), _clock.get()
+            _clock.set(self)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.limit is not None:
+            _clock.set(self.outer)
             try:
                 await self.limit.__aexit__(kind, error, trace)
             except TimeoutError as expired:
@@ -102,6 +109,53 @@ class boundary:
             error.add_note(self.where)  # so that an outer deadline can say where it struck
         elif isinstance(error, Exception | SystemExit) and not isinstance(error, EpisodeError | EpisodeOver):
             raise EpisodeError(self.where, error) from error  # those two are attributed already, or no failure
+
+    def stop(self) -> None:
+        """Let the clock stand still; as often as it is stopped it must be started."""
+        self.waiting += 1
+        when = self.limit.when() if self.limit is not None else None
+        if self.waiting == 1 and self.limit is not None and when is not None:
+            self.left = when - self.loop.time()
+            with suppress(RuntimeError):  # it has struck
+                self.limit.reschedule(None)
+
+    def start(self) -> None:
+        """Let the clock go on."""
+        self.waiting -= 1
+        if self.waiting == 0 and self.limit is not None:
+            with suppress(RuntimeError):  # it is over
+                self.limit.reschedule(self.loop.time() + self.left)
+
+
+_clock: ContextVar[boundary | None] = ContextVar("clock", default=None)
+"""The innermost boundary with a deadline; its `outer` is the next."""
+
+
+class queued:
+    """Waiting for one's turn is nobody's fault: meanwhile the clocks of all boundaries around stand still.
+
+    Of several waits under one boundary the longest counts, so a clock runs only while nothing in it waits. For queues
+    that are sure to move on: whoever is at their front must have a deadline of its own.
+
+    Example:
+        with queued():
+            await slots.take()
+    """
+
+    __slots__ = ("stopped",)
+
+    def __enter__(self) -> None:
+        self.stopped: list[boundary] = []
+        clock, loop = _clock.get(), asyncio.get_running_loop()
+        while clock is not None:
+            if clock.loop is loop:  # a context is copied into threads too, and their loops have clocks of their own
+                clock.stop()
+                self.stopped.append(clock)
+            clock = clock.outer
+
+    def __exit__(self, *_: object) -> None:
+        for clock in self.stopped:
+            clock.start()
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -68,6 +68,7 @@ class CodeAgent(RoundsAgent):
         self.results, self.result_role = (result_start_tag, result_end_tag), result_role
         self.stop = () if code_end_tag in code_start_tag else (code_end_tag,)
         self.tool, self.argument = _runner(tools)
+        self.sandboxed = getattr(self.tool, "sandboxed", False)
 
     async def ask(self, messages: Sequence[Message], model: Model) -> Message:
         return await model.chat(messages, stop=self.stop)

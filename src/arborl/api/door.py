@@ -250,7 +250,8 @@ class Session:
     def _title(self) -> list[str]:
         config = self.config
         what = f"{config.model.name} learns {config.env.name} with {config.algorithm.name}, seed {config.seed}"
-        return [f"{config.name}: {what}", f"into {self.home}"]
+        fenced = [f"code runs under {self.parts.sandbox}"] if self.parts.sandbox is not None else []
+        return [f"{config.name}: {what}", f"into {self.home}", *fenced]
 
     async def _measure(self, trainer: Trainer) -> Measured:
         """At the first and the last step: measured, and logged as part of that step."""
@@ -282,6 +283,8 @@ class Session:
             "seed": self.config.seed,
             "failures": trainer.watch.failures.state(),
         } | more
+        if self.parts.sandbox is not None:
+            summary["sandbox"] = str(self.parts.sandbox)
         folders.write_summary(self.home, summary)
         return summary
 

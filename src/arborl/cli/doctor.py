@@ -179,7 +179,8 @@ def sandbox() -> Check:
         return Check("sandbox", "warn", str(error), "Tools that run code will not work here.")
     if not found.isolates:
         advice = (
-            "Run untrusted code only with bubblewrap (apt install bubblewrap) or where user name spaces are allowed."
+            "Runs that execute code do not start. Install bubblewrap (apt install bubblewrap) or allow user name "
+            "spaces; sandbox.allow_unsafe=true starts them all the same."
         )
         return Check("sandbox", "warn", str(found), advice)
     return Check("sandbox", "ok", str(found))

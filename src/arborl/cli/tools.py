@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -57,11 +58,15 @@ def serve(
     stdio: Annotated[
         bool, typer.Option("--stdio", help="Speak MCP on standard input and output, and no HTTP.")
     ] = False,
+    allow_unsafe: Annotated[
+        bool, typer.Option("--allow-unsafe", help="Run clients' code also where nothing isolates it here.")
+    ] = False,
 ) -> None:
     """Serve tools over HTTP, or as an MCP server."""
     if host not in LOCAL and not api_key and not stdio:
         raise ConfigError(f"--host {host} lets other machines in: give --api-key too, or leave --host out.")
     chosen = pick(names, arg or [])
+    fenced = sandbox_of(chosen, allow_unsafe)
     if stdio:
         from arborl.tools.mcp import serve_stdio
 
@@ -82,8 +87,21 @@ def serve(
         from arborl.tools.mcp import mounted
 
         extra.append(mounted(desk))
-    typer.echo(f"arborl: serving {', '.join(desk.toolbox.tools)} at http://{host}:{port}", err=True)
+    typer.echo(f"arborl: serving {', '.join(desk.toolbox.tools)} at http://{host}:{port}{fenced}", err=True)
     run(make_app(desk, api_key, extra=extra), host, port)
+
+
+def sandbox_of(tools: Sequence[AnyTool], allow_unsafe: bool) -> str:
+    """What isolates the code that clients send, for the server's first line; ConfigError where nothing does."""
+    from arborl import sandbox
+
+    sandbox.allow_unsafe(allow_unsafe)
+    if not any(getattr(each, "sandboxed", False) for each in tools):
+        return ""
+    try:
+        return f"; code runs under {sandbox.level_in_force()}"
+    except sandbox.SandboxError as error:
+        raise ConfigError(f"{error}; or --allow-unsafe here.") from error
 
 
 def pick(names: str, arguments: list[str]) -> list[AnyTool]:

@@ -124,8 +124,8 @@ class RolloutConfig(Config):
     episode_seconds: float = Field(120.0, gt=0)
     """Deadline of one episode."""
     step_seconds: float = Field(30.0, gt=0)
-    """Deadline of one environment step or reward. An environment that hangs is left behind in its thread, or killed
-    with its process, and replaced."""
+    """Deadline of one environment step or reward; waiting for a sandbox is no part of it. An environment that hangs is
+    left behind in its thread, or killed with its process, and replaced."""
     record: Path | None = None
     """File to write every training episode to, for `replay`."""
     replay: Path | None = None

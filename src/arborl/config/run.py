@@ -20,6 +20,7 @@ from arborl.config.parts import Part as Part
 from arborl.config.parts import RewardConfig as RewardConfig
 from arborl.config.rollout import RolloutConfig as RolloutConfig
 from arborl.config.rollout import tags_as_sources
+from arborl.config.sandbox import SandboxConfig
 from arborl.errors import did_you_mean
 
 
@@ -215,6 +216,7 @@ class RunConfig(Config):
     trainer: TrainerConfig = TrainerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     track: TrackConfig = TrackConfig()
+    sandbox: SandboxConfig = SandboxConfig()
 
     @model_validator(mode="before")
     @classmethod

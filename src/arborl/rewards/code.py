@@ -59,6 +59,7 @@ class CodeTests:
     """
 
     name = "code_tests"
+    sandboxed = True
 
     def __init__(
         self,

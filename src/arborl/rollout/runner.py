@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 
+from arborl import sandbox
 from arborl.agents.agent import Agent
 from arborl.chat.renderer import Renderer
 from arborl.engines.engine import Engine
@@ -185,9 +186,10 @@ class Rollout:
         await env.finish()
 
     def metrics(self) -> Metrics:
-        """Since the last call: episodes cancelled, groups expired or filtered, environments left behind or replaced."""
+        """Since the last call: episodes cancelled, groups expired or filtered, environments left behind or replaced,
+        and what code waited for a sandbox."""
         counts, self.counts = self.counts, Counter()
-        return named(counts) | self.workers.metrics()
+        return named(counts) | self.workers.metrics() | sandbox.metrics()
 
     def failed_unseen(self) -> list[Episode]:
         """Since the last call: failed episodes of groups that a filter dropped, which nobody else hears of."""

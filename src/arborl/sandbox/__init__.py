@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 
-from arborl.sandbox.level import Found, best_level, try_level
+from arborl.sandbox.level import Found, allow_unsafe, best_level, level_in_force, try_level
 from arborl.sandbox.limits import Limits, Outcome
-from arborl.sandbox.pool import Pool
+from arborl.sandbox.pool import POOLS, Pool, metrics
 from arborl.sandbox.sandbox import LEVELS, Level, Sandbox, SandboxError
 
 __all__ = [
     "LEVELS",
+    "POOLS",
     "Found",
     "Level",
     "Limits",
@@ -23,7 +24,10 @@ __all__ = [
     "Pool",
     "Sandbox",
     "SandboxError",
+    "allow_unsafe",
     "best_level",
+    "level_in_force",
+    "metrics",
     "run_code",
     "run_code_sync",
     "shared_pool",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from dataclasses import dataclass
 
 from arborl.sandbox.limits import Limits
@@ -36,7 +37,29 @@ class Found:
     def __str__(self) -> str:
         names = [FENCES.get(fence, fence) for fence in self.fences]
         fenced = f", fenced by {' and '.join(names)}" if names else ""
+        fenced += "" if self.isolates else "; NOT ISOLATED: code may do what this user may"
         return f"{ABOUT[self.name]}{fenced}"
+
+
+_unsafe_allowed = threading.Event()
+
+
+def allow_unsafe(allowed: bool) -> None:
+    """Whether code may run in this process's sandboxes where they isolate nothing; at first it may not."""
+    _unsafe_allowed.set() if allowed else _unsafe_allowed.clear()
+
+
+def level_in_force() -> Found:
+    """The level that sandboxes of this process have; SandboxError where it isolates nothing and nobody allowed that."""
+    found = best_level()
+    if not found.isolates and not _unsafe_allowed.is_set():
+        reasons = "; ".join(f"{level}: {why}" for level, why in found.better.items())
+        raise SandboxError(
+            "nothing isolates code here: what a model writes could read and write your files and reach the network "
+            f"({reasons}; and no Landlock with seccomp). Install bubblewrap, allow user name spaces, or, on a machine "
+            "where nothing is to be lost, write sandbox.allow_unsafe=true (arborl.sandbox.allow_unsafe(True))"
+        )
+    return found
 
 
 @functools.lru_cache(maxsize=1)

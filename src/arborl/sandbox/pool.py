@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -17,9 +18,11 @@ from typing import TypeVar
 
 from arborl.sandbox.limits import Limits, Outcome
 from arborl.sandbox.sandbox import Level, Sandbox, SandboxError
-from arborl.sandbox.slots import Slots
+from arborl.sandbox.slots import Slots, Waits
 
 T = TypeVar("T")
+POOLS: weakref.WeakSet[Pool] = weakref.WeakSet()
+"""All of this process."""
 
 
 class Pool:
@@ -59,6 +62,16 @@ class Pool:
         self._lock = threading.Lock()
         self._filling = False
         self._open = True
+        POOLS.add(self)
+
+    @property
+    def waiting(self) -> int:
+        """How many wait for a lease or for their turn."""
+        return self._leases.waiting + self._turns.waiting
+
+    def waits(self) -> Waits:
+        """What the pieces of code run since the last call had waited for their turn."""
+        return self._turns.waits()
 
     @contextmanager
     def lease_sync(self) -> Iterator[Sandbox]:
@@ -164,6 +177,18 @@ class Pool:
             pass  # who asks next is told why
         finally:
             self._filling = False
+
+
+def metrics() -> dict[str, float]:
+    """Of all pools since the last call: pieces of code run, and what they waited for their turn. Empty without any."""
+    waits = sum((pool.waits() for pool in list(POOLS)), Waits())
+    if not waits.count:
+        return {}
+    return {
+        "sandbox/runs": float(waits.count),
+        "sandbox/queue_seconds": waits.seconds / waits.count,
+        "sandbox/queue_seconds_max": waits.longest,
+    }
 
 
 async def _beside(function: Callable[[], T]) -> T:

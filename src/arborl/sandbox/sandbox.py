@@ -54,16 +54,17 @@ class Sandbox:
 
     Args:
         limits: what it may use.
-        level: how it is isolated; by default the best that works here (`arborl.sandbox.best_level`).
+        level: how it is isolated; by default the best that works here (`arborl.sandbox.best_level`), and SandboxError
+            where that isolates nothing. One that is named is taken as it is.
         packages: folders with Python packages that it may import. Everybody must be allowed to read them: the guest is
             another user.
     """
 
     def __init__(self, limits: Limits | None = None, level: Level | None = None, packages: Sequence[str | Path] = ()):
         if level is None:
-            from arborl.sandbox.level import best_level
+            from arborl.sandbox.level import level_in_force
 
-            level = best_level().name
+            level = level_in_force().name
         if level == "bubblewrap" and shutil.which("bwrap") is None:
             raise SandboxError("bwrap is not installed (apt install bubblewrap)")
         self.limits, self.level = limits or Limits(), level

@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from arborl.errors import ConfigError
-from arborl.sandbox import best_level
+from arborl.sandbox import POOLS, level_in_force
 from arborl.tools.desk import Busy, Desk, Draining
 from arborl.tools.limit import LimitTimeout, RateLimit
 from arborl.tools.threads import stuck_calls
@@ -146,7 +146,7 @@ def _add_limits(app: FastAPI, limit_seconds: float) -> None:
 
 
 def _add_health(app: FastAPI, desk: Desk, meters: Meters) -> None:
-    level = best_level().name if any(name == "python" for name in desk.toolbox.tools) else None
+    level = level_in_force().name if any(name == "python" for name in desk.toolbox.tools) else None
 
     @app.get("/health")
     async def health() -> Health:
@@ -177,6 +177,8 @@ class Meters:
         stuck = Gauge("arborl_tool_stuck", "calls that hang in threads", ["tool"], registry=self.registry)
         for name in desk.toolbox.tools:
             stuck.labels(name).set_function(functools.partial(stuck_calls, name))
+        queue = Gauge("arborl_sandbox_waiting", "code that waits for a sandbox", registry=self.registry)
+        queue.set_function(lambda: sum(pool.waiting for pool in list(POOLS)))
 
     def count(self, name: str, result: ToolResult) -> None:
         self._calls.labels(name, result.kind).inc()

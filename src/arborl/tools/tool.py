@@ -79,6 +79,8 @@ class Tool:
         self.max_tokens, self.max_chars = max_tokens, max_chars
         self.stateful, self.terminal = stateful, terminal
         self.name = name or str(getattr(function, "__name__", type(function).__name__))
+        self.sandboxed = False
+        """It runs code in the sandbox; a run with such a tool says which isolation is in force."""
         self.owner: type | None = None
         """The class a method was defined in, until it is bound to an object."""
         text = read_docstring(inspect.getdoc(function))

@@ -60,6 +60,10 @@ async def python_once(code: str) -> str:
     return shown(await shared_pool(LIMITS).run(code))
 
 
+for runner in (python, python_once):
+    runner.sandboxed = True
+
+
 def shown(outcome: Outcome) -> str:
     """What the model reads. Code that fails is an answer of a tool that worked, so it says so itself."""
     return outcome.output or ("(no output)" if outcome.ok else outcome.error)
