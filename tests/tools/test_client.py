@@ -448,3 +448,16 @@ def test_the_pauses_of_a_breaker_grow_and_shrink_again():
     breaker.worked()
     breaker.failed()
     assert breaker._until - now[0] == 1.0
+
+
+def test_a_key_of_any_letters_opens(tmp_path):
+    served = Served(tmp_path, "--api-key", "ключ-ü")
+    try:
+        served.wait()
+        client = ToolClient(served.url, "ключ-ü")
+        (double,) = [each for each in client.tools() if each.name == "double"]
+        assert asyncio.run(double.run({"n": 21})).content == "42"
+        with pytest.raises(ConfigError, match="wants another API key"):
+            ToolClient(served.url, "ключ").tools()
+    finally:
+        served.stop()

@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import json
 from typing import Annotated
 
@@ -8,12 +9,15 @@ import pytest
 pytest.importorskip("fastapi", reason="the extra 'serve'")
 pytest.importorskip("prometheus_client", reason="the extra 'serve'")
 
+from arborl.errors import ConfigError
 from arborl.tools import Given, State, tool
+from arborl.tools.client import ToolClient
 from arborl.tools.desk import Desk
 from arborl.tools.journal import Journal
 from arborl.tools.library.calculator import calculator
 from arborl.tools.library.python import python
 from arborl.tools.server import make_app
+from arborl.tools.wire import CallRequest, bearer
 
 RUNS: list[str] = []
 
@@ -64,17 +68,18 @@ def _fresh():
     Purse.closed = 0
 
 
-def serving(play, api_key: str | None = None, headers: dict | None = None, drain: bool = True, **options):
+def serving(play, api_key: str | None = None, headers: dict | None = None, drain: bool = True, tools=(), **options):
     """`play(http, desk)` against the application, without a network."""
 
     async def run():
-        desk = Desk([calculator, collect, nap, check], **options)
+        desk = Desk([calculator, collect, nap, check, *tools], **options)
         app = make_app(desk, api_key, limit_seconds=0.5)
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers, timeout=20) as http:
+        url, transport = "http://127.0.0.1", httpx.ASGITransport(app)
+        async with (
+            app.router.lifespan_context(app) if drain else contextlib.nullcontext(),
+            httpx.AsyncClient(transport=transport, base_url=url, headers=headers, timeout=20) as http,
+        ):
             result = await play(http, desk)
-        if drain:
-            await desk.drain(1)
         return result
 
     return asyncio.run(run())
@@ -122,11 +127,21 @@ def test_execute_takes_and_gives_the_shape_older_clients_know():
         bad = await post(http, "/execute", code="1/0", timeout=3)
         return good.json(), bad.json()
 
-    good, bad = serving(play)
+    good, bad = serving(play, tools=[python])
     assert good.pop("execution_time") > 0
     assert good == {"success": True, "output": "Hello, Tool!", "error": None}
     assert not bad["success"]
     assert "ZeroDivisionError" in bad["error"]
+
+
+def test_code_is_run_only_where_python_is_among_the_tools():
+    async def play(http, desk):
+        return (await post(http, "/execute", code="1")).status_code, (await http.get("/openapi.json")).json()["paths"]
+
+    code, paths = serving(play)
+    assert code == 404
+    assert "/execute" not in paths
+    assert "/call" in paths
 
 
 def test_health_and_metrics_tell_how_it_stands():
@@ -169,7 +184,101 @@ def test_the_right_key_opens(headers):
     assert serving(play, "secret", headers)["content"] == "slept"
 
 
+def test_an_empty_key_is_refused_when_the_server_is_made():
+    with pytest.raises(ConfigError, match="the API key is empty"):
+        make_app(Desk([calculator]), "")
+
+
+@pytest.mark.parametrize("key", ["a\nb", " a", "a\x7f"])
+def test_a_key_that_no_header_can_carry_is_refused(key):
+    with pytest.raises(ConfigError, match="no header can carry it"):
+        make_app(Desk([calculator]), key)
+    with pytest.raises(ConfigError, match="no header can carry it"):
+        ToolClient("http://127.0.0.1:1", key)
+
+
+def test_a_key_may_have_any_letters():
+    key = "schlüssel-ключ-鍵"
+
+    async def play(http, desk):
+        answers = [await http.get("/tools", headers=headers) for headers in (bearer(key), bearer("schlüssel"))]
+        answers.append(await http.get("/tools", headers={"X-API-Key": key.encode()}))
+        return [answer.status_code for answer in answers]
+
+    assert serving(play, key) == [200, 401, 200]
+
+
+@pytest.mark.parametrize(
+    ("headers", "code"),
+    [
+        ({"Host": "127.0.0.1:30003"}, 200),
+        ({"Host": "[::1]:30003"}, 200),
+        ({"Host": "localhost"}, 200),
+        ({"Host": "LOCALHOST:8", "Origin": "http://localhost:8"}, 200),
+        ({"Host": "evil.example:30003"}, 421),
+        ({"Host": "127.0.0.1.evil.example"}, 421),
+        ({"Host": ""}, 421),
+        ({"Host": "[::1"}, 421),
+        ({"Host": "127.0.0.1", "Origin": "https://evil.example"}, 421),
+        ({"Host": "127.0.0.1", "Origin": "null"}, 421),
+    ],
+)
+def test_without_a_key_a_page_in_a_browser_cannot_reach_it_by_a_name_of_its_own(headers, code):
+    """DNS rebinding: a page's own name, resolved to this machine, makes its requests the same origin's."""
+
+    async def play(http, desk):
+        return (await http.get("/tools", headers=headers)).status_code
+
+    assert serving(play) == code
+
+
+def test_with_a_key_any_name_will_do():
+    async def play(http, desk):
+        return (await http.get("/tools", headers={"Host": "tools.example", "X-API-Key": "secret"})).status_code
+
+    assert serving(play, "secret") == 200
+
+
 # ------------------------------------------------------------------------------------------------ its own limits
+
+
+def test_a_slow_tool_holds_up_only_itself():
+    async def play(http, desk):
+        slow = [asyncio.ensure_future(post(http, "/call", name="nap", arguments={"seconds": 9})) for _ in range(8)]
+        while desk.running < 2:
+            await asyncio.sleep(0.001)
+        quick = await asyncio.wait_for(post(http, "/call", name="calculator", arguments={"expression": "6*7"}), 5)
+        codes = [(await task).status_code for task in slow if task.done()]
+        for task in (*slow, *desk._tasks):
+            task.cancel()
+        return quick.json()["content"], codes
+
+    assert serving(play, concurrency=2, queue=3) == ("42", [429] * 3)
+
+
+def test_calls_that_wait_for_their_session_hold_up_no_other_session():
+    async def play(http, desk):
+        free = asyncio.Event()
+
+        @tool(stateful=True)
+        async def hold(free_now: bool) -> str:
+            """Wait."""
+            if not free_now:
+                await free.wait()
+            return "held"
+
+        desk = Desk([hold], concurrency=2)
+        calls = [CallRequest(name="hold", arguments={"free_now": False}, session="a") for _ in range(5)]
+        held = [asyncio.ensure_future(desk.answer(call)) for call in calls]
+        await asyncio.sleep(0.01)
+        other = CallRequest(name="hold", arguments={"free_now": True}, session="b")
+        answer = await asyncio.wait_for(desk.answer(other), 5)
+        counts = desk.running, desk.waiting
+        free.set()
+        await asyncio.gather(*held)
+        return answer.content, counts, (desk.running, desk.waiting)
+
+    assert serving(play) == ("held", (1, 4), (0, 0))
 
 
 def test_calls_beyond_the_queue_are_refused_and_not_run():
@@ -212,7 +321,7 @@ def test_a_body_that_is_too_large_is_refused():
         unsaid = (await http.post("/call", content=pieces())).status_code
         return said, unsaid
 
-    assert serving(play) in ((413, 422), (413, 400))
+    assert serving(play) == (413, 413)
 
 
 @pytest.mark.parametrize(
@@ -253,6 +362,61 @@ def test_a_call_sent_twice_is_run_once():
     assert [answer["content"] for answer in answers] == ["5"] * 6
     assert [answer["replayed"] for answer in answers].count(False) == 1
     assert RUNS == ["collect 5"]
+
+
+@pytest.mark.parametrize(
+    "other", [{"arguments": {"coins": 6}}, {"session": "t"}, {"name": "nap", "arguments": {"seconds": 0}}]
+)
+def test_a_key_that_was_another_calls_is_refused(other, tmp_path):
+    call = {"name": "collect", "arguments": {"coins": 5}, "key": "k1", "session": "s"}
+
+    async def play(http, desk):
+        first = asyncio.ensure_future(post(http, "/call", **call))
+        while not RUNS:
+            await asyncio.sleep(0.001)
+        during = await post(http, "/call", **call | other)
+        await first
+        return during, await post(http, "/call", **call | other)
+
+    async def later(http, desk):
+        return await post(http, "/call", **call | other)
+
+    now = serving(play, journal=Journal(tmp_path / "journal"))
+    answers = [*now, serving(later, journal=Journal(tmp_path / "journal"))]
+    assert [answer.status_code for answer in answers] == [409] * 3
+    assert "the key 'k1' was another call's" in answers[0].json()["detail"]
+    assert RUNS == ["collect 5"]
+
+
+def test_a_journal_that_cannot_be_written_runs_nothing_and_says_so(tmp_path):
+    journal = Journal(tmp_path / "journal")
+
+    async def play(http, desk):
+        journal._base.execute("PRAGMA query_only = ON")  # as on a full disk
+        answer = await post(http, "/call", name="collect", arguments={"coins": 5}, key="k", session="s")
+        journal._base.execute("PRAGMA query_only = OFF")
+        return answer
+
+    answer = serving(play, journal=journal)
+    assert answer.status_code == 503
+    assert "cannot be written" in answer.json()["detail"]
+    assert RUNS == []
+
+
+def test_a_file_that_is_no_journal_is_one_sentence(tmp_path):
+    (tmp_path / "journal").write_bytes(b"not SQLite" * 1000)
+    with pytest.raises(ConfigError, match=r"not a journal that can be written .* Remove it"):
+        Journal(tmp_path / "journal")
+
+
+def test_arguments_that_nest_too_deep_are_no_request():
+    async def play(http, desk):
+        body = '{"name": "nap", "key": "k", "arguments": {"seconds": ' + "[" * 500 + "]" * 500 + "}}"
+        return await http.post("/call", content=body, headers={"Content-Type": "application/json"})
+
+    answer = serving(play)
+    assert answer.status_code == 422
+    assert "nested more than 64 deep" in answer.json()["detail"]
 
 
 def test_a_client_that_hangs_up_does_not_stop_a_call_that_has_begun():
@@ -304,7 +468,8 @@ def test_a_server_started_anew_neither_runs_again_nor_pretends(tmp_path):
 
     async def before(http, desk):
         await post(http, "/call", name="collect", arguments={"coins": 5}, key="done", session="s")
-        desk.journal.begin("begun")
+        begun = CallRequest(name="collect", arguments={"coins": 5}, key="begun", session="s")
+        desk.journal.begin("begun", begun.digest)
 
     serving(before, journal=Journal(path), drain=False)  # killed: nobody closed anything
     RUNS.clear()
@@ -355,6 +520,34 @@ def test_it_grants_a_rate_limit_to_all_who_ask_by_its_name(tmp_path, monkeypatch
     assert granted.count(True) == 4  # two at once, two more in the quarter of a second
     assert other.status_code == 409
     assert "in use with per_minute=600" in other.json()["detail"]
+
+
+def test_limits_that_owe_nothing_leave_no_file_behind(tmp_path, monkeypatch):
+    """One that has granted ahead is kept: a server started anew must not grant it again."""
+    monkeypatch.setattr("arborl.tools.limit.default_folder", lambda: tmp_path)
+
+    async def play(http, desk):
+        for name in "abc":
+            await post(http, "/limit", name=name, per_minute=1e9)
+        return (await post(http, "/limit", name="slow", per_minute=1, burst=1)).json()["granted"]
+
+    assert serving(play)
+    assert len(list(tmp_path.glob("*.limit"))) == 1
+
+    async def again(http, desk):
+        return (await post(http, "/limit", name="slow", per_minute=1, burst=1, timeout=0.1)).json()["granted"]
+
+    assert not serving(again)
+
+
+def test_limits_beyond_the_most_take_the_place_of_those_that_owe_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("arborl.tools.limit.default_folder", lambda: tmp_path)
+    monkeypatch.setattr("arborl.tools.server.MAX_LIMITS", 3)
+
+    async def play(http, desk):
+        return [(await post(http, "/limit", name=f"n{i}", per_minute=1e9)).status_code for i in range(10)]
+
+    assert serving(play) == [200] * 10
 
 
 @pytest.mark.slow

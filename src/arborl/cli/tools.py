@@ -45,8 +45,8 @@ def serve(
     api_key: Annotated[
         str | None, typer.Option(envvar="ARBORL_TOOL_API_KEY", help="What clients must bring.", show_envvar=True)
     ] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Calls that run at a time.")] = 64,
-    queue: Annotated[int, typer.Option(min=0, help="Calls that may wait.")] = 4096,
+    concurrency: Annotated[int, typer.Option(min=1, help="Calls of one tool that run at a time.")] = 64,
+    queue: Annotated[int, typer.Option(min=0, help="Calls of one tool that may wait.")] = 4096,
     arg: Annotated[
         list[str] | None, typer.Option(help="Argument of a tool that takes some: search.corpus=docs.jsonl")
     ] = None,

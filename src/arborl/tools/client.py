@@ -20,7 +20,7 @@ from arborl.tools.breaker import Breaker
 from arborl.tools.context import Context
 from arborl.tools.http import Broken, Connections, Reply
 from arborl.tools.tool import Limit
-from arborl.tools.wire import About, CallAnswer, CallRequest
+from arborl.tools.wire import About, CallAnswer, CallRequest, bearer
 from arborl.types import ToolResult
 
 RETRIED = (429, 502, 503, 504)
@@ -79,7 +79,7 @@ class ToolClient:
         self.concurrency, self.attempt_seconds, self.call_seconds = concurrency, attempt_seconds, call_seconds
         self.limit, self.pause, self.longest_pause = limit, pause, longest_pause
         key = api_key if api_key is not None else os.environ.get("ARBORL_TOOL_API_KEY")
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._headers = bearer(key)
         self._lines: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Line] = weakref.WeakKeyDictionary()
         self._closed = False
 
@@ -246,7 +246,8 @@ class _Line:
     """Connections, the cap on requests under way, and the breaker, of one event loop."""
 
     def __init__(self, client: ToolClient):
-        self.http = Connections(client.url, client._headers)
+        headers = {name.decode(): value.decode("latin-1") for name, value in client._headers.items()}
+        self.http = Connections(client.url, headers)
         self.breaker = Breaker()
         self._slots = asyncio.Semaphore(client.concurrency)
         self._under_way = 0

@@ -13,6 +13,7 @@ import httpx
 
 from arborl.errors import ConfigError
 from arborl.tools.limit import LimitTimeout
+from arborl.tools.wire import bearer
 
 ROUND = 20.0
 """Seconds of one request; who must wait longer asks again."""
@@ -31,9 +32,7 @@ class ServerBook:
             )
         key = api_key if api_key is not None else os.environ.get("ARBORL_TOOL_API_KEY")
         self.name, self.url = name, f"{server.rstrip('/')}/limit"
-        self._headers = {"Content-Type": "application/json"}
-        if key:
-            self._headers["Authorization"] = f"Bearer {key}"
+        self._headers = {b"Content-Type": b"application/json", **bearer(key)}
         self._https: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = (
             weakref.WeakKeyDictionary()
         )
@@ -67,6 +66,9 @@ class ServerBook:
                 return time.monotonic()
             if (wait := self._patience(end, answer.text, answer.status_code)) > 0:
                 time.sleep(wait)
+
+    def forget(self) -> bool:
+        return False  # the server's
 
     @functools.cached_property
     def _http(self) -> httpx.Client:

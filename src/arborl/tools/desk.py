@@ -19,13 +19,51 @@ from arborl.tools.toolbox import Toolbox
 from arborl.tools.wire import About, CallAnswer, CallRequest
 from arborl.types import Task, ToolCall, ToolResult
 
+UNKNOWN = ""
+"""Stands for every name that is no tool's."""
+
 
 class Busy(ArborError):
     """As many calls are waiting as may; ask again later."""
 
 
+class Reused(ArborError):
+    """A key came again with another call: answering with the first one's result would be a lie."""
+
+
 class Draining(ArborError):
     """The server is about to stop and takes no more calls."""
+
+
+class Lane:
+    """The calls of one tool: so many run, so many wait, one more is refused. A slow tool holds up only itself."""
+
+    def __init__(self, concurrency: int, queue: int):
+        self.most = concurrency + queue
+        self.held = self.running = 0
+        self._slots = asyncio.Semaphore(concurrency)
+
+    @property
+    def waiting(self) -> int:
+        return self.held - self.running
+
+    def enter(self) -> None:
+        if self.held >= self.most:
+            raise Busy(f"{self.waiting} calls are waiting")
+        self.held += 1
+
+    def leave(self, _: object = None) -> None:
+        self.held -= 1
+
+    @asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        """One of the calls that run; the others wait in the order they came."""
+        async with self._slots:
+            self.running += 1
+            try:
+                yield
+            finally:
+                self.running -= 1
 
 
 @dataclass(slots=True)
@@ -43,8 +81,8 @@ class Desk:
 
     Args:
         tools: what may be called.
-        concurrency: calls that run at a time.
-        queue: calls that may wait beyond these; one more is refused with `Busy`.
+        concurrency: calls of one tool that run at a time.
+        queue: calls of one tool that may wait beyond these; one more is refused with `Busy`.
         journal: remembers stateful calls; by default in memory.
         session_seconds: a session unused for this long is ended.
         watch: told about every call that was run: the tool's name and its result.
@@ -63,14 +101,13 @@ class Desk:
     ):
         self.toolbox = Toolbox(tools)
         self.journal = journal or Journal(None)
-        self.concurrency, self.queue = concurrency, queue
         self.session_seconds, self.watch = session_seconds, watch
-        self.running = self.waiting = self.replayed = 0
+        self.replayed = 0
         self.draining = False
         self._pool = pool
-        self._slots = asyncio.Semaphore(concurrency)
-        self._flying: dict[str, asyncio.Task[CallAnswer]] = {}
-        self._recent: OrderedDict[str, CallAnswer] = OrderedDict()
+        self._lanes = {name: Lane(concurrency, queue) for name in (*self.toolbox.tools, UNKNOWN)}
+        self._flying: dict[str, tuple[str, asyncio.Task[CallAnswer]]] = {}
+        self._recent: OrderedDict[str, tuple[str, CallAnswer]] = OrderedDict()
         self._sessions: dict[str, Session] = {}
         self._tasks: set[asyncio.Task[CallAnswer]] = set()
 
@@ -78,89 +115,98 @@ class Desk:
         """What is on offer."""
         return [about(made) for made in self.toolbox.tools.values()]
 
+    @property
+    def running(self) -> int:
+        return sum(lane.running for lane in self._lanes.values())
+
+    @property
+    def waiting(self) -> int:
+        return sum(lane.waiting for lane in self._lanes.values())
+
     # ------------------------------------------------------------------------------------------------ calls
 
     async def answer(self, request: CallRequest) -> CallAnswer:
         """Answer one call; a call that has been answered is answered again from memory."""
-        if request.key is not None:
-            flying = self._flying.get(request.key)
-            if flying is not None:
-                self.replayed += 1
-                return (await asyncio.shield(flying)).model_copy(update={"replayed": True})
-            known = self._known(request)
-            if known is not None:
-                self.replayed += 1
-                return known.model_copy(update={"replayed": True})
-        self._admit()
+        if request.key is not None and (before := self._before(request.key)) is not None:
+            digest, given = before
+            if digest != request.digest:
+                raise Reused(f"the key {request.key!r} was another call's; give every call a key of its own")
+            self.replayed += 1
+            answer = given if isinstance(given, CallAnswer) else await asyncio.shield(given)
+            return answer.model_copy(update={"replayed": True})
+        lane = self._admit(request.name)
         # A task of its own: a client that hangs up does not stop a call that has begun.
-        task = asyncio.create_task(self._run(request))
+        task = asyncio.create_task(self._run(request, lane))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lane.leave)
         if request.key is not None:
-            self._flying[request.key] = task
+            self._flying[request.key] = request.digest, task
         return await asyncio.shield(task)
 
     async def execute(self, code: str) -> Outcome:
-        """Code in a sandbox of its own, under the same limits as calls."""
-        self._admit()
-        async with self._slot():
-            pool = self._pool or shared_pool(Limits())
-            outcome = await pool.run(code)
+        """Code in a sandbox of its own, under the same limits as calls of `python`."""
+        lane = self._admit("python")
+        try:
+            async with lane.slot():
+                pool = self._pool or shared_pool(Limits())
+                outcome = await pool.run(code)
+        finally:
+            lane.leave()
         kind = "ok" if outcome.ok else "exception"
         self.watch("execute", ToolResult(outcome.output, outcome.ok, kind, outcome.seconds))
         return outcome
 
-    def _admit(self) -> None:
+    def _admit(self, name: str) -> Lane:
         if self.draining:
             raise Draining("the server is about to stop")
-        if self.running + self.waiting >= self.concurrency + self.queue:
-            raise Busy(f"{self.waiting} calls are waiting")
-        self.waiting += 1  # before anybody else can ask; `_slot` takes it off
+        lane = self._lanes.get(name) or self._lanes[UNKNOWN]
+        lane.enter()
+        return lane
 
-    def _known(self, request: CallRequest) -> CallAnswer | None:
-        """The answer to a call that was begun before, if it was."""
-        key = str(request.key)
-        if key in self._recent:
-            return self._recent[key]
-        if not self._stateful(request) or not self.journal.begun(key):
-            return None
-        text = self.journal.answer(key)
+    def _before(self, key: str) -> tuple[str, CallAnswer | asyncio.Task[CallAnswer]] | None:
+        """The call that had this key before, and its answer: here, or in an earlier life of the server."""
+        known = self._flying.get(key) or self._recent.get(key)
+        if known is not None or (written := self.journal.find(key)) is None:
+            return known
+        digest, text = written
         if text is not None:
-            return CallAnswer.model_validate_json(text)
-        return lost("the tool server was stopped while this call ran; it may or may not have had its effect")
+            return digest, CallAnswer.model_validate_json(text)
+        return digest, lost("the tool server was stopped while this call ran; it may or may not have had its effect")
 
     def _stateful(self, request: CallRequest) -> bool:
         made = self.toolbox.tools.get(request.name)
         return made is not None and made.stateful
 
-    async def _run(self, request: CallRequest) -> CallAnswer:
+    async def _run(self, request: CallRequest, lane: Lane) -> CallAnswer:
         try:
-            async with self._slot():
-                if self._stateful(request):
-                    given = await self._run_stateful(request)
-                else:
+            if self._stateful(request):
+                given = await self._run_stateful(request, lane)
+            else:
+                async with lane.slot():
                     context = Context(Task(request.session or "", fields=request.fields))
                     given = await self._call(request, context)
                     await context.close()
             if request.key is not None:
-                self._recent[request.key] = given
+                self._recent[request.key] = request.digest, given
                 while len(self._recent) > 10_000:
                     self._recent.popitem(last=False)
             return given
         finally:
             self._flying.pop(request.key or "", None)
 
-    async def _run_stateful(self, request: CallRequest) -> CallAnswer:
-        """Under the journal and, where it has a session, in turn."""
+    async def _run_stateful(self, request: CallRequest, lane: Lane) -> CallAnswer:
+        """Under the journal and, where it has a session, in turn: who waits for it keeps nobody else from running."""
         async with self._session(request) as context:
             if context is None:
                 return lost("the tool server was started anew: what earlier calls of this episode had set up is gone")
-            if request.key is not None:
-                self.journal.begin(request.key)
-            given = await self._call(request, context)
-            if request.key is not None:
-                self.journal.end(request.key, given.model_dump_json())
-            return given
+            async with lane.slot():
+                if request.key is not None:
+                    self.journal.begin(request.key, request.digest)
+                given = await self._call(request, context)
+                if request.key is not None:
+                    self.journal.end(request.key, given.model_dump_json())
+                return given
 
     async def _call(self, request: CallRequest, context: Context) -> CallAnswer:
         call = ToolCall(request.key or "", request.name, request.arguments)
@@ -170,20 +216,6 @@ class Desk:
             result = ToolResult(str(error), False, "exception")
         self.watch(request.name if request.name in self.toolbox.tools else "unknown", result)
         return CallAnswer.of(result)
-
-    @asynccontextmanager
-    async def _slot(self) -> AsyncIterator[None]:
-        """One of the calls that run; the others wait in the order they came."""
-        try:
-            await self._slots.acquire()
-        finally:
-            self.waiting -= 1
-        self.running += 1
-        try:
-            yield
-        finally:
-            self.running -= 1
-            self._slots.release()
 
     # ------------------------------------------------------------------------------------------------ sessions
 

@@ -15,6 +15,9 @@ from urllib.parse import urlsplit
 
 from arborl.errors import ArborError, ConfigError
 
+MAX_REPLY = 64 * 2**20
+"""Bytes: a server that says more is no tool server."""
+
 
 class Broken(ArborError):
     """No answer came: the server was not there, or the connection ended, or what came was not HTTP."""
@@ -108,17 +111,33 @@ async def _read(reader: asyncio.StreamReader) -> tuple[Reply, bool]:
     elif headers.get("transfer-encoding", "").lower() == "chunked":
         body = await _chunks(reader)
     elif "content-length" in headers:
-        body = await reader.readexactly(int(headers["content-length"]))
+        body = await reader.readexactly(_bounded(int(headers["content-length"])))
     else:
-        body, kept = await reader.read(), False
+        body, kept = await _rest(reader), False
     return Reply(int(status), headers, body), kept
 
 
+async def _rest(reader: asyncio.StreamReader) -> bytes:
+    """Until the connection ends."""
+    body = bytearray()
+    while piece := await reader.read(2**16):
+        body += piece
+        _bounded(len(body))
+    return bytes(body)
+
+
 async def _chunks(reader: asyncio.StreamReader) -> bytes:
-    parts = []
+    parts, total = [], 0
     while size := int((await reader.readline()).split(b";")[0], 16):
+        total = _bounded(total + size)
         parts.append(await reader.readexactly(size))
         await reader.readexactly(2)
     while (await reader.readline()).strip():  # trailers
         pass
     return b"".join(parts)
+
+
+def _bounded(size: int) -> int:
+    if size > MAX_REPLY:
+        raise ValueError(f"a reply of {size:,} bytes; {MAX_REPLY:,} are read")
+    return size

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 import time
 import uuid
 from pathlib import Path
 
+from arborl.errors import ArborError, ConfigError
+
+log = logging.getLogger(__name__)
+
 KEEP_SECONDS = 24 * 3600.0
+VERSION = 2
+"""Of the tables. A file with others is begun anew."""
+
+
+class Unwritable(ArborError):
+    """The journal's disk is full or gone. What would have been noted must not be done."""
+
 
 TABLES = """
 CREATE TABLE IF NOT EXISTS calls
-    (key TEXT PRIMARY KEY, life TEXT NOT NULL, answer TEXT, at REAL NOT NULL) WITHOUT ROWID;
+    (key TEXT PRIMARY KEY, digest TEXT NOT NULL, answer TEXT, at REAL NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS sessions (name TEXT PRIMARY KEY, life TEXT NOT NULL, at REAL NOT NULL) WITHOUT ROWID;
 """
 
@@ -21,9 +33,9 @@ class Journal:
 
     Example:
         journal = Journal(path)
-        if journal.begin("key"):                 # first time
+        if journal.begin("key", digest):         # first time
             journal.end("key", answer)
-        journal.answer("key")                    # the answer; None if it was begun and never ended
+        journal.find("key")                      # (digest, answer); the answer is None if it was begun and never ended
 
     Args:
         path: the file; None keeps it in memory, for tools without state.
@@ -32,40 +44,59 @@ class Journal:
     def __init__(self, path: Path | None):
         self.life = uuid.uuid4().hex
         """Names this run of the server."""
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._base = sqlite3.connect(path or ":memory:", isolation_level=None, check_same_thread=False)
-        self._base.execute("PRAGMA journal_mode=WAL")
-        self._base.execute("PRAGMA synchronous=OFF")  # what the system has is written even if this process dies
-        self._base.executescript(TABLES)
-        for table in ("calls", "sessions"):
-            self._base.execute(f"DELETE FROM {table} WHERE at < ?", (time.time() - KEEP_SECONDS,))
+        try:
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._base = self._open(path)
+        except (sqlite3.Error, OSError) as error:
+            raise ConfigError(
+                f"{path}: not a journal that can be written ({error}). Remove it, or give another."
+            ) from error
 
-    def begin(self, key: str) -> bool:
+    @staticmethod
+    def _open(path: Path | None) -> sqlite3.Connection:
+        base = sqlite3.connect(path or ":memory:", isolation_level=None, check_same_thread=False)
+        base.execute("PRAGMA journal_mode=WAL")
+        base.execute("PRAGMA synchronous=OFF")  # what the system has is written even if this process dies
+        if base.execute("PRAGMA user_version").fetchone()[0] != VERSION:
+            base.executescript("DROP TABLE IF EXISTS calls; DROP TABLE IF EXISTS sessions")
+            base.execute(f"PRAGMA user_version = {VERSION}")
+        base.executescript(TABLES)
+        for table in ("calls", "sessions"):
+            base.execute(f"DELETE FROM {table} WHERE at < ?", (time.time() - KEEP_SECONDS,))
+        return base
+
+    def begin(self, key: str, digest: str) -> bool:
         """Note that the call is about to run; False if it has been begun before, in this life or another."""
-        row = (key, self.life, time.time())
-        return self._base.execute("INSERT OR IGNORE INTO calls VALUES (?, ?, NULL, ?)", row).rowcount == 1
+        row = (key, digest, time.time())
+        return self._write("INSERT OR IGNORE INTO calls VALUES (?, ?, NULL, ?)", row) == 1
 
     def end(self, key: str, answer: str) -> None:
-        """Note its answer."""
-        self._base.execute("UPDATE calls SET answer = ? WHERE key = ?", (answer, key))
+        """Note its answer. Where that fails the call has been made all the same, and stays known as begun."""
+        try:
+            self._write("UPDATE calls SET answer = ? WHERE key = ?", (answer, key))
+        except Unwritable as error:
+            log.warning("%s", error)
 
-    def begun(self, key: str) -> bool:
-        return self._base.execute("SELECT 1 FROM calls WHERE key = ?", (key,)).fetchone() is not None
-
-    def answer(self, key: str) -> str | None:
-        row = self._base.execute("SELECT answer FROM calls WHERE key = ?", (key,)).fetchone()
-        return row[0] if row else None
+    def find(self, key: str) -> tuple[str, str | None] | None:
+        """What the call under this key was, and its answer; None if it was never begun."""
+        return self._base.execute("SELECT digest, answer FROM calls WHERE key = ?", (key,)).fetchone()
 
     def open_session(self, name: str) -> bool:
         """Note that the session has state from now on; False if it had state in an earlier life, which is lost."""
-        row = (name, self.life, time.time())
-        self._base.execute("INSERT OR IGNORE INTO sessions VALUES (?, ?, ?)", row)
+        self._write("INSERT OR IGNORE INTO sessions VALUES (?, ?, ?)", (name, self.life, time.time()))
         life = self._base.execute("SELECT life FROM sessions WHERE name = ?", (name,)).fetchone()
         return bool(life and life[0] == self.life)
 
     def close_session(self, name: str) -> None:
-        self._base.execute("DELETE FROM sessions WHERE name = ?", (name,))
+        self._write("DELETE FROM sessions WHERE name = ?", (name,))
 
     def close(self) -> None:
         self._base.close()
+
+    def _write(self, statement: str, row: tuple[object, ...]) -> int:
+        """How many rows it concerned."""
+        try:
+            return self._base.execute(statement, row).rowcount
+        except sqlite3.Error as error:
+            raise Unwritable(f"the journal of stateful calls cannot be written: {error}") from error

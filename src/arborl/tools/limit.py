@@ -55,6 +55,8 @@ class Book(Protocol):
 
     def acquire_sync(self, timeout: float | None) -> float: ...
 
+    def forget(self) -> bool: ...
+
 
 class RateLimit:
     """At most so many calls a minute, counted over every process that uses the same name.
@@ -113,6 +115,10 @@ class RateLimit:
     def acquire_sync(self, timeout: float | None = None) -> float:
         """As `acquire`, for callers without an event loop."""
         return self._book.acquire_sync(timeout)
+
+    def forget(self) -> bool:
+        """Remove what is kept of it, unless calls were granted ahead of time; whether it is gone."""
+        return self._book.forget()
 
     def __repr__(self) -> str:
         return (
@@ -190,6 +196,16 @@ class HostBook:
         with self._locked() as state:
             state.reserve = max(state.reserve - self.interval, state.grant)
             state.served = min(state.served + 1, state.asked)
+
+    def forget(self) -> bool:
+        try:
+            with self._locked() as state:
+                if max(state.reserve, state.grant) > time.monotonic():
+                    return False
+                self.path.unlink(missing_ok=True)  # a new file would say the same
+        except ConfigError:
+            pass  # in use with other numbers: the file is theirs
+        return True
 
     @contextmanager
     def _locked(self) -> Iterator[State]:

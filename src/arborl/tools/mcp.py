@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from arborl.errors import ConfigError
+from arborl.errors import ArborError, ConfigError
 from arborl.tools.context import Context
-from arborl.tools.desk import Busy, Desk, Draining
+from arborl.tools.desk import Desk
 from arborl.tools.output import cut
 from arborl.tools.tool import AnyTool
 from arborl.tools.wire import CallRequest
@@ -240,7 +240,7 @@ def make_server(desk: Desk) -> Server[Any]:
         try:
             request = CallRequest(name=params.name, arguments=params.arguments or {}, session=session)
             answer = await desk.answer(request)
-        except (Busy, Draining, ValueError) as error:
+        except (ArborError, ValueError) as error:
             return types.CallToolResult(content=[types.TextContent(type="text", text=str(error))], is_error=True)
         text = types.TextContent(type="text", text=answer.content)
         return types.CallToolResult(content=[text], is_error=not answer.ok)

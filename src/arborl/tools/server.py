@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-import hmac
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from arborl.errors import ConfigError
 from arborl.sandbox import POOLS, level_in_force
-from arborl.tools.desk import Busy, Desk, Draining
+from arborl.tools.desk import Busy, Desk, Draining, Reused
+from arborl.tools.gate import Gate, HalfOpen, protocol, say
+from arborl.tools.journal import Unwritable
 from arborl.tools.limit import LimitTimeout, RateLimit
 from arborl.tools.threads import stuck_calls
 from arborl.tools.wire import (
@@ -32,18 +32,22 @@ from arborl.tools.wire import (
     LimitRequest,
     Problem,
     encodable,
+    key_bytes,
 )
 from arborl.types import ToolResult
 
-OPEN = ("/health",)
-"""Paths that need no key."""
+if TYPE_CHECKING:
+    import uvicorn
+
 MAX_LIMITS = 1000
 RESPONSES: dict[int | str, dict[str, Any]] = {
     401: {"model": Problem, "description": "wrong or missing API key; nothing was run"},
+    409: {"model": Problem, "description": "the same name or key is in use for something else; nothing was run"},
     413: {"model": Problem, "description": "the body is too large"},
+    421: {"model": Problem, "description": "not meant for this machine, and no API key is set; nothing was run"},
     422: {"model": Problem, "description": "the body is not a request"},
     429: {"model": Problem, "description": "too many calls are waiting; nothing was run"},
-    503: {"model": Problem, "description": "about to stop; nothing was run"},
+    503: {"model": Problem, "description": "about to stop, or the journal's disk is full; nothing was run"},
 }
 
 
@@ -59,27 +63,34 @@ def make_app(
 
     Args:
         desk: answers the calls.
-        api_key: every request but `/health` must bring it, as `Authorization: Bearer …` or `X-API-Key: …`.
+        api_key: every request but `/health` must bring it, as `Authorization: Bearer …` or `X-API-Key: …`. Without one,
+            only requests to an address or to `localhost` are answered.
         max_body: bytes of a request.
         limit_seconds: longest wait for a grant of a rate limit within one request.
         drain_seconds: how long running calls have to end when the server stops.
         extra: what else lives as long as the application (the MCP endpoint).
     """
-    meters = Meters(desk)
+    half_open, limits = HalfOpen(), Limits(limit_seconds)
+    meters = Meters(desk, half_open)
     desk.watch = meters.count
-    app = FastAPI(title="Arbor tool server", responses=RESPONSES, lifespan=_lifespan(desk, drain_seconds, extra))
-    app.add_middleware(Gate, api_key=api_key, max_body=max_body)
+    app = FastAPI(
+        title="Arbor tool server", responses=RESPONSES, lifespan=_lifespan(desk, drain_seconds, extra, limits)
+    )
+    app.state.half_open = half_open
+    app.add_middleware(Gate, key=None if api_key is None else key_bytes(api_key), max_body=max_body)
     _add_calls(app, desk)
-    _add_limits(app, limit_seconds)
+    _add_limits(app, limits)
     _add_health(app, desk, meters)
     app.add_exception_handler(Busy, _problem(429, {"Retry-After": "1"}))
     app.add_exception_handler(Draining, _problem(503, {"Retry-After": "2"}))
+    app.add_exception_handler(Unwritable, _problem(503, {"Retry-After": "2"}))
+    app.add_exception_handler(Reused, _problem(409))
     app.add_exception_handler(ConfigError, _problem(409))
     app.add_exception_handler(RequestValidationError, _not_a_request)
     return app
 
 
-def _lifespan(desk: Desk, drain_seconds: float, extra: Sequence[Any]) -> Any:
+def _lifespan(desk: Desk, drain_seconds: float, extra: Sequence[Any], limits: Limits) -> Any:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
@@ -87,6 +98,7 @@ def _lifespan(desk: Desk, drain_seconds: float, extra: Sequence[Any]) -> Any:
                 await stack.enter_async_context(asynccontextmanager(each)(app))
             yield
             await desk.drain(drain_seconds)
+            limits.forget()
 
     return lifespan
 
@@ -102,6 +114,18 @@ def _add_calls(app: FastAPI, desk: Desk) -> None:
         """Call one tool. What goes wrong in the tool is an answer with `ok: false`."""
         return await desk.answer(request)
 
+    if "python" in desk.toolbox.tools:
+        _add_execute(app, desk)
+
+    @app.delete("/sessions/{name}", status_code=204)
+    async def end_session(name: str) -> Response:
+        """End a session: its state is closed."""
+        if re.fullmatch(PLAIN, name):
+            await desk.end_session(name)
+        return Response(status_code=204)
+
+
+def _add_execute(app: FastAPI, desk: Desk) -> None:
     @app.post("/execute")
     async def execute(request: ExecuteRequest) -> ExecuteAnswer:
         """Run Python in a sandbox of its own."""
@@ -113,25 +137,38 @@ def _add_calls(app: FastAPI, desk: Desk) -> None:
             execution_time=outcome.seconds,
         )
 
-    @app.delete("/sessions/{name}", status_code=204)
-    async def end_session(name: str) -> Response:
-        """End a session: its state is closed."""
-        if re.match(PLAIN, name):
-            await desk.end_session(name)
-        return Response(status_code=204)
+
+class Limits:
+    """The rate limits that clients share by name.
+
+    One that owes nothing is forgotten, with its file, where it is in the way and when the server stops: made anew, it
+    would grant the same. One that has granted ahead is kept on disk, so that a restart grants nobody twice.
+    """
+
+    def __init__(self, longest_wait: float):
+        self.longest_wait = longest_wait
+        self._made: dict[tuple[str, float, int], RateLimit] = {}
+
+    def get(self, body: LimitRequest) -> RateLimit:
+        key = (body.name, body.per_minute, body.burst)
+        if key not in self._made and len(self._made) >= MAX_LIMITS:
+            self.forget()
+            if len(self._made) >= MAX_LIMITS:
+                raise Busy(f"{MAX_LIMITS} limits are in use")
+        if key not in self._made:
+            self._made[key] = RateLimit(body.per_minute, body.burst, f"cluster {encodable(body.name)}")
+        return self._made[key]
+
+    def forget(self) -> None:
+        self._made = {key: limit for key, limit in self._made.items() if not limit.forget()}
 
 
-def _add_limits(app: FastAPI, limit_seconds: float) -> None:
-    limits: dict[tuple[str, float, int], RateLimit] = {}
-
-    @app.post("/limit", responses={409: {"model": Problem, "description": "others use that name with other numbers"}})
+def _add_limits(app: FastAPI, limits: Limits) -> None:
+    @app.post("/limit")
     async def limit(body: LimitRequest, request: Request) -> LimitAnswer:
         """Wait for one grant of a rate limit that all who ask by this name share."""
-        key = (body.name, body.per_minute, body.burst)
-        if key not in limits and len(limits) >= MAX_LIMITS:
-            raise Busy(f"{MAX_LIMITS} limits are in use")
-        shared = limits.setdefault(key, RateLimit(body.per_minute, body.burst, f"cluster {encodable(body.name)}"))
-        granted = asyncio.create_task(shared.acquire(min(body.timeout, limit_seconds)))
+        waiting = limits.get(body).acquire(min(body.timeout, limits.longest_wait))
+        granted = asyncio.create_task(waiting)
         while not granted.done():
             await asyncio.wait([granted], timeout=1.0)
             if not granted.done() and await request.is_disconnected():
@@ -163,17 +200,18 @@ def _add_health(app: FastAPI, desk: Desk, meters: Meters) -> None:
 class Meters:
     """The server's numbers."""
 
-    def __init__(self, desk: Desk):
+    def __init__(self, desk: Desk, half_open: HalfOpen):
         self.registry = CollectorRegistry()
         self._calls = Counter("arborl_tool_calls", "calls that were run", ["tool", "kind"], registry=self.registry)
         self._seconds = Histogram("arborl_tool_seconds", "time a call took", ["tool"], registry=self.registry)
-        for name, about in (
-            ("running", "calls that run"),
-            ("waiting", "calls that wait"),
-            ("replayed", "answered again"),
+        for name, about, read in (
+            ("running", "calls that run", lambda: desk.running),
+            ("waiting", "calls that wait", lambda: desk.waiting),
+            ("replayed", "answered again", lambda: desk.replayed),
+            ("half_open", "connections without a whole request", lambda: len(half_open)),
+            ("half_open_closed", "those closed because it did not come", lambda: half_open.closed),
         ):
-            gauge = Gauge(f"arborl_tool_{name}", about, registry=self.registry)
-            gauge.set_function(functools.partial(getattr, desk, name))
+            Gauge(f"arborl_tool_{name}", about, registry=self.registry).set_function(read)
         stuck = Gauge("arborl_tool_stuck", "calls that hang in threads", ["tool"], registry=self.registry)
         for name in desk.toolbox.tools:
             stuck.labels(name).set_function(functools.partial(stuck_calls, name))
@@ -188,48 +226,9 @@ class Meters:
         return generate_latest(self.registry)
 
 
-class Gate:
-    """Before anything else reads a request: is the key right, and is the body small enough?"""
-
-    def __init__(self, app: Any, api_key: str | None, max_body: int):
-        self.app, self.api_key, self.max_body = app, api_key, max_body
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        headers = {name.lower(): value for name, value in scope["headers"]}
-        if self.api_key is not None and scope["path"] not in OPEN and not self._has_key(headers):
-            await _say(401, "wrong or missing API key", {"WWW-Authenticate": "Bearer"})(scope, receive, send)
-            return
-        length = headers.get(b"content-length", b"0")
-        if not length.isdigit() or int(length) > self.max_body:
-            await _say(413, f"a body may have {self.max_body:,} bytes")(scope, receive, send)
-            return
-        seen = 0
-
-        async def counted() -> Any:
-            nonlocal seen
-            message = await receive()
-            seen += len(message.get("body", b""))
-            if seen > self.max_body:  # sent in pieces, without saying how many
-                raise RequestValidationError([{"msg": f"a body may have {self.max_body:,} bytes", "loc": ("body",)}])
-            return message
-
-        await self.app(scope, counted, send)
-
-    def _has_key(self, headers: dict[bytes, bytes]) -> bool:
-        given = headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer ")
-        return hmac.compare_digest(given, str(self.api_key).encode())
-
-
-def _say(status: int, detail: str, headers: dict[str, str] | None = None) -> JSONResponse:
-    return JSONResponse({"detail": encodable(detail)}, status, headers)
-
-
 def _problem(status: int, headers: dict[str, str] | None = None) -> Callable[[Request, Exception], Awaitable[Response]]:
     async def handler(request: Request, error: Exception) -> Response:
-        return _say(status, str(error), headers)
+        return say(status, str(error), headers)
 
     return handler
 
@@ -238,14 +237,27 @@ async def _not_a_request(request: Request, error: Exception) -> Response:
     """Says what is wrong without repeating what was sent, which may have no JSON form."""
     faults = error.errors() if isinstance(error, RequestValidationError) else []
     clauses = [f"{'.'.join(map(str, fault.get('loc', ())))}: {fault.get('msg', '')}" for fault in faults]
-    return _say(422, "; ".join(clauses)[:2000] or "not a request")
+    return say(422, "; ".join(clauses)[:2000] or "not a request")
 
 
 def serve(app: FastAPI, host: str, port: int, drain_seconds: float = 30.0) -> None:
     """Serve until a signal asks to stop; then let running calls end."""
+    make_server(app, host, port, drain_seconds).run()
+
+
+def make_server(app: FastAPI, host: str, port: int, drain_seconds: float = 30.0) -> uvicorn.Server:
+    """The application behind sockets."""
     import uvicorn
 
-    config = uvicorn.Config(
-        app, host, port, log_level="warning", timeout_graceful_shutdown=int(drain_seconds), access_log=False
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            host,
+            port,
+            http=protocol(app.state.half_open),
+            ws="none",
+            log_level="warning",
+            timeout_graceful_shutdown=int(drain_seconds),
+            access_log=False,
+        )
     )
-    uvicorn.Server(config).run()

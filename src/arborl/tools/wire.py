@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
+import hashlib
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from arborl.errors import ConfigError
 from arborl.types import ToolResult, ToolSpec
 
 PLAIN = r"^[!-~]+$"
 """Keys and session names: visible ASCII, so that they can stand in a path, a file and a log."""
+
+MOST_DEEP = 64
+"""Lists and objects inside one another: what goes deeper is no argument, and exhausts whatever walks it."""
+
+
+def shallow(value: dict[str, Any]) -> dict[str, Any]:
+    """The same value, unless it nests too deep."""
+    level: list[Any] = [value]
+    for _ in range(MOST_DEEP):
+        inner = [each.values() if isinstance(each, Mapping) else each for each in level]
+        level = [item for each in inner for item in each if isinstance(item, Mapping | list)]
+        if not level:
+            return value
+    raise ValueError(f"nested more than {MOST_DEEP} deep")
+
+
+Object = Annotated[dict[str, Any], AfterValidator(shallow)]
 
 
 class Shape(BaseModel):
@@ -22,13 +44,19 @@ class CallRequest(Shape):
     """One call."""
 
     name: str = Field(max_length=200)
-    arguments: dict[str, Any] = Field(default_factory=dict)
+    arguments: Object = Field(default_factory=dict)
     key: str | None = Field(None, max_length=200, pattern=PLAIN)
     """The same key is the same call: sent again, it is answered again and not run again."""
     session: str | None = Field(None, max_length=200, pattern=PLAIN)
     """Calls of one session share the state of stateful tools."""
-    fields: dict[str, Any] = Field(default_factory=dict)
+    fields: Object = Field(default_factory=dict)
     """Those of the task that the tool asks for."""
+
+    @cached_property
+    def digest(self) -> str:
+        """Tells this call from another one under the same key."""
+        whole = [self.name, self.arguments, self.session, self.fields]
+        return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
 
 
 class CallAnswer(Shape):
@@ -109,6 +137,22 @@ class Problem(BaseModel):
     """Why a request was not answered."""
 
     detail: str
+
+
+def key_bytes(api_key: str) -> bytes:
+    """An API key as it stands in a header; UTF-8, so that any letters will do."""
+    if not api_key:
+        raise ConfigError("the API key is empty: whoever brings none would have it. Give a long one, or leave it out.")
+    if api_key != api_key.strip() or not api_key.isprintable():
+        raise ConfigError(
+            "the API key begins or ends with a space or holds a control character: no header can carry it."
+        )
+    return api_key.encode()
+
+
+def bearer(api_key: str | None) -> dict[bytes, bytes]:
+    """The header that carries a key; none where there is none."""
+    return {b"Authorization": b"Bearer " + key_bytes(api_key)} if api_key else {}
 
 
 def encodable(text: str) -> str:
