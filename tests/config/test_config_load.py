@@ -247,3 +247,44 @@ def test_another_name_leaves_the_arguments_of_the_first_behind(tmp_path):
     assert load(file, ["agent=chat"]).agent.args == {}
     assert load(file, ["agent=tool"]).agent.args == {"max_tool_rounds": 2}
     assert load(file, ["agent=code", "agent.args.max_tool_rounds=3"]).agent.args == {"max_tool_rounds": 3}
+
+
+# ------------------------------------------------------------------------------------------------ files that attack
+
+BOMBS = {
+    "aliases": (
+        "a0: &a0 [x, x, x, x, x, x, x, x, x]\n"
+        + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)),
+        "more than 100,000 values",
+    ),
+    "deep list": ("agent: " + "[" * 5000 + "]" * 5000, "line 1: nested more than 64 deep"),
+    "deep object": ("".join("  " * i + "a:\n" for i in range(300)), "line 64: nested more than 64 deep"),
+    "itself": ("agent: &a\n  args: *a\n", "line 2: *a stands inside what it names"),
+    "merged with itself": ("agent: &a\n  <<: *a\n", "line 2: *a stands inside what it names"),
+    "large": ("name: x\n" + "# nothing\n" * 100_000, "more than 262,144 characters"),
+    "filled in": (
+        "name: ${env.args.b40}\nenv:\n  args:\n    b0: x\n"
+        + "".join(f"    b{i}: '${{.b{i - 1}}}${{.b{i - 1}}}'\n" for i in range(1, 41)),
+        "refer to one another too often",
+    ),
+    "digits": ("seed: " + "9" * 20_000, "digits"),
+    "half a letter": ('name: "\\ud800"', "line 1: half of a surrogate pair"),
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+@pytest.mark.parametrize("place", ["the file", "a group"])
+def test_a_file_that_grows_without_end_is_refused_before_it_does(bomb: str, place: str, tmp_path: Path) -> None:
+    text, why = BOMBS[bomb]
+    if place == "the file":
+        assert why in refusal(write(tmp_path / "run.yaml", text))
+    else:
+        (tmp_path / "env").mkdir()
+        write(tmp_path / "env" / "mine.yaml", text.replace("env.args.b40", ".env.args.b40"))
+        assert why in refusal(write(tmp_path / "run.yaml", "defaults: [env: mine]\n"))
+
+
+def test_aliases_that_stay_small_are_read(tmp_path: Path) -> None:
+    text = "env: {name: frozen_lake, args: &size {size: 4}}\nagent: {name: chat, args: *size}\nname: ${env.name}\n"
+    config = load(write(tmp_path / "run.yaml", text))
+    assert (config.name, config.agent.args) == ("frozen_lake", {"size": 4})

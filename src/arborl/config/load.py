@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arborl.config.base import Config, element, section, spelt_out, validate
+from arborl.config.bounds import bounded
 from arborl.config.run import RunConfig
 from arborl.errors import ConfigError, did_you_mean
 
@@ -41,7 +42,7 @@ def load(file: Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
     file = file.expanduser().absolute() if file is not None else None
     parsed = [_parse(text) for text in overrides]
     groups = [override for override in parsed if file is not None and _picks_from(file.parent, override)]
-    with _refusals(file):
+    with _refusals(file), bounded():
         tree = _compose(_checked(file), groups) if file is not None else _empty()
         for override in parsed:
             if override not in groups:
@@ -269,7 +270,7 @@ def _refusals(file: Path | None) -> Iterator[None]:
         key = f"{error.full_key}: " if error.full_key else ""
         advice = ". Set that key as well." if isinstance(error, InterpolationKeyError) else ""
         raise ConfigError(f"{where}{key}{_first_line(error)}{advice}") from error
-    except (HydraException, OSError, IndexError) as error:
+    except (HydraException, OSError, IndexError, ValueError, RecursionError) as error:
         raise ConfigError(f"{where}{_first_line(error)}") from error
 
 

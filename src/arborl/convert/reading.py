@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
+from arborl.config.bounds import check_yaml
 from arborl.errors import ConfigError
 
 ASSIGNMENT = re.compile(r"^(?:export\s+|readonly\s+|local\s+)?([A-Za-z_]\w*)=(.*)$")
@@ -37,9 +38,10 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def read_yaml(text: str, where: str) -> dict[str, Any]:
     """A YAML file, flattened. References such as `${exp_name}` are filled in where they lead to plain values."""
+    check_yaml(text, where)
     try:
         tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{where}: not valid YAML: {error}") from error
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{where}: must be keys with values (key: value).")
