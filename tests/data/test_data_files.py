@@ -7,6 +7,7 @@ import pytest
 from arborl.data import FileTasks
 from arborl.data.files import read_rows
 from arborl.data.rows import read_messages, read_task
+from arborl.data.tables import ParquetTable
 from arborl.errors import ConfigError
 from arborl.types import Message, ToolCall
 
@@ -35,6 +36,11 @@ def test_every_format_gives_the_same_rows(tmp_path):
     ("name", "text", "says"),
     [
         ("a.json", "", "no rows in it"),
+        ("a.json", '[{"question": "a"}, {"question": "\\ud800"}]', "row 2: half of a surrogate pair"),
+        ("a.json", '[{"question": "a", "x": [{"\\udfff": 1}]}]', "row 1: half of a surrogate pair"),
+        ("a.jsonl", '{"question": "\\ud83d\\ude00"}\n\n{"question": "\\ud83d"}', "line 3: half of a surrogate pair"),
+        ("a.jsonl", '{"question": ' + "[" * 300 + "]" * 300 + "}", "line 1: nested more than 64 deep"),
+        ("a.csv", "question,answer,question\n1,2,3\n", "two columns are called 'question'"),
         ("a.json", "[]", "no rows in it"),
         ("a.jsonl", "\n\n", "no rows in it"),
         ("a.csv", "", "no rows in it"),
@@ -67,6 +73,20 @@ def test_what_is_wrong_with_a_file_is_one_line_that_names_it(tmp_path, name, tex
         FileTasks(path)
     assert says in str(caught.value)
     assert str(path) in str(caught.value)
+
+
+def test_a_cell_may_be_as_long_as_a_document(tmp_path):
+    text = "word " * 200_000
+    path = written(tmp_path, "a.csv", f"question,answer\nsum up: {text},x\n")
+    assert read_rows(path) == [("row 1", {"question": f"sum up: {text}", "answer": "x"})]
+
+
+def test_two_columns_of_one_name_are_refused_in_parquet_too(tmp_path):
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["question", "question"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    for read in (read_rows, ParquetTable):
+        with pytest.raises(ConfigError, match="two columns are called 'question'"):
+            read(tmp_path / "a.parquet")
 
 
 def test_a_missing_file_says_where_it_was_looked_for(tmp_path):

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from arborl.data.tables import JoinedTable, ListTable, ParquetTable, Row, Table
+from arborl.config.bounds import MAX_DEPTH, is_text
+from arborl.data.tables import JoinedTable, ListTable, ParquetTable, Row, Table, no_twins
 from arborl.errors import ConfigError
 
+MAX_CELL = 2**30
+"""Characters of a CSV cell; Python's own limit is 131,072, which a document passes."""
 MEMORY_ROWS, MEMORY_BYTES = 100_000, 64 * 2**20
 """A Parquet file with no more than this is read at the start, as the other kinds always are."""
 
@@ -69,7 +73,23 @@ def objects_only(rows: list[tuple[str, Any]], where: str) -> list[tuple[str, Any
     for place, row in rows:
         if not isinstance(row, dict):
             raise ConfigError(f"{where}, {place}: {type(row).__name__}, not an object with columns.")
+        if fault := _fault(row):
+            raise ConfigError(f"{where}, {place}: {fault}. Mend the row, or drop it.")
     return rows
+
+
+def _fault(value: Any, depth: int = 0) -> str | None:
+    """What makes a value one that nobody downstream can hash, write or tokenise."""
+    if isinstance(value, str):
+        return None if is_text(value) else "half of a surrogate pair, which is no text"
+    if depth > MAX_DEPTH:
+        return f"nested more than {MAX_DEPTH} deep"
+    inner: Iterable[Any] = ()
+    if isinstance(value, dict):
+        inner = chain(value, value.values())
+    elif isinstance(value, list | tuple):
+        inner = value
+    return next((fault for item in inner if (fault := _fault(item, depth + 1))), None)
 
 
 def _json(path: Path) -> Iterator[tuple[str, Any]]:
@@ -98,10 +118,12 @@ def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _csv(path: Path) -> Iterator[tuple[str, Any]]:
+    csv.field_size_limit(MAX_CELL)
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, strict=True)
         try:
             names = next(reader, [])
+            no_twins(names, str(path))
             for number, cells in enumerate((cells for cells in reader if cells), 1):
                 if len(cells) != len(names):
                     raise ConfigError(f"{path}, row {number}: {len(cells)} cells, but the header names {len(names)}.")
@@ -115,6 +137,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
     import pyarrow.parquet  # type: ignore[import-untyped]
 
     try:
+        no_twins(pyarrow.parquet.read_schema(path).names, str(path))
         rows = pyarrow.parquet.read_table(path).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         raise ConfigError(f"{path}: not a valid Parquet file: {error}") from error

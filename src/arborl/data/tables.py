@@ -135,6 +135,7 @@ class ParquetTable:
             self.file = pyarrow.parquet.ParquetFile(
                 pyarrow.BufferReader(pyarrow.py_buffer(self._map)), pre_buffer=False, buffer_size=2**20
             )
+        no_twins(self.file.schema_arrow.names, self.where)
         footer = self.file.metadata
         groups = [footer.row_group(index).num_rows for index in range(footer.num_row_groups)]
         self.block = self._fitting(block, budget)
@@ -163,9 +164,10 @@ class ParquetTable:
         out: list[Row] = [{}] * len(wanted)
         for block in np.unique(blocks):
             at = np.flatnonzero(blocks == block)
-            found = self._read(int(block)).take(wanted[at] - self._starts[block])
-            for place, row in zip(at.tolist(), as_rows(found), strict=True):
-                out[place] = row
+            with _parquet_errors(self.where):
+                found = as_rows(self._read(int(block)).take(wanted[at] - self._starts[block]))
+                for place, row in zip(at.tolist(), found, strict=True):
+                    out[place] = row
         return out
 
     def place(self, number: int) -> str:
@@ -301,6 +303,12 @@ def _cut(rows: int, most: int) -> list[int]:
     return [min(most, rows - start) for start in range(0, rows, most)] or [0]
 
 
+def no_twins(names: Sequence[str], where: str) -> None:
+    """Of two columns with one name, only one would be read."""
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise ConfigError(f"{where}: two columns are called {twice[0]!r}. Give one another name.")
+
+
 class _parquet_errors:
     """What Arrow raises, as one line that names the file."""
 
@@ -313,7 +321,7 @@ class _parquet_errors:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         import pyarrow
 
-        if isinstance(error, pyarrow.ArrowException | OSError):
+        if isinstance(error, pyarrow.ArrowException | OSError | UnicodeDecodeError):
             raise ConfigError(f"{self.where}: not a valid Parquet file: {error}") from error
 
 
