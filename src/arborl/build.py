@@ -22,6 +22,7 @@ from arborl.agents.agent import as_agent, is_async, refuse_plain_function
 from arborl.algorithms import Algorithm, Needs, make_algorithm
 from arborl.algorithms.weighted import Weighted
 from arborl.chat import Renderer
+from arborl.checkpoint import check_model
 from arborl.config.data import SourceConfig
 from arborl.config.run import AgentConfig, EnvConfig, Part, RewardConfig, RunConfig
 from arborl.data import Mixture, TaskSource, open_source
@@ -80,7 +81,7 @@ def build(config: RunConfig, objects: Mapping[str, Any] | None = None) -> Parts:
     workshop = Workshop(config, objects or {})
     cast, rewards = workshop.cast(), workshop.rewards()
     found = workshop.sandbox()
-    folder = resolve(config.model.name)
+    folder = check_model(resolve(config.model.name))
     renderer = Renderer.from_folder(folder, config.agent.tool_format)
     source = workshop.source(renderer)
     described = _described(folder)

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-from collections.abc import Iterable
-from contextlib import suppress
+import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from types import TracebackType
 
@@ -30,6 +32,10 @@ class UnknownName(ConfigError):
 
 class RunStopped(ArborError):
     """The run goes on no more because there is no point in it; the message says why and what to do."""
+
+
+class CannotWrite(ConfigError):
+    """The disk is full, or the place is not ours to write. What was there before is as it was."""
 
 
 class EpisodeOver(ArborError):
@@ -156,6 +162,34 @@ class queued:
     def __exit__(self, *_: object) -> None:
         for clock in self.stopped:
             clock.start()
+
+
+@contextmanager
+def writing(path: object) -> Iterator[None]:
+    """What a disk refuses inside is one sentence: a full one must not look like a defect.
+
+    Example:
+        with writing(path):
+            path.write_text("…")      # CannotWrite: runs/x/metrics.jsonl: cannot be written: No space left on device. …
+    """
+    try:
+        yield
+    except Exception as error:
+        reason = disk_refusal(error)
+        if reason is None or isinstance(error, CannotWrite):
+            raise
+        raise CannotWrite(
+            f"{path}: cannot be written: {reason}. Make room or give another folder; what was there is as it was."
+        ) from error
+
+
+def disk_refusal(error: BaseException) -> str | None:
+    """What the system said, where it was the system that refused; libraries wrap it in errors of their own."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    if told := re.search(r"\(os error (\d+)\)", str(error)):  # safetensors
+        return os.strerror(int(told[1]))
+    return "the file could not be written whole" if "PytorchStreamWriter failed" in str(error) else None  # torch.save
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -10,8 +10,8 @@ import textwrap
 
 import pytest
 
-from arborl.checkpoint import Damaged, checkpoint, complete, find, load_state, rewind, save
-from arborl.errors import ConfigError
+from arborl.checkpoint import Damaged, check_model, checkpoint, complete, find, load_state, rewind, save
+from arborl.errors import CannotWrite, ConfigError
 
 
 def writer(text="weights"):
@@ -44,10 +44,56 @@ def test_a_write_that_fails_midway_leaves_the_previous_checkpoint_as_latest(tmp_
         writer()(folder)
         raise OSError("disk full")
 
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(CannotWrite, match="step-000002: cannot be written: disk full"):
         save(tmp_path, 2, fails, {}, keep=2)
     assert find(tmp_path, "latest").name == "step-000001"
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
+def full(folder):
+    """As on a full disk: the device says so at every write."""
+    writer()(folder)
+    (folder / "more").symlink_to("/dev/full")
+    with (folder / "more").open("w") as file:
+        file.write("x")
+
+
+def unwritable(folder):
+    from safetensors import SafetensorError
+
+    raise SafetensorError("Error while serializing: I/O error: Read-only file system (os error 30)")
+
+
+@pytest.mark.parametrize(("write", "why"), [(full, "No space left on device"), (unwritable, "Read-only file system")])
+def test_a_disk_that_refuses_is_one_sentence_and_the_former_checkpoint_is_intact(tmp_path, write, why):
+    save(tmp_path, 1, writer(), {}, keep=1)
+    with pytest.raises(CannotWrite, match=rf"step-000002: cannot be written: {why}\. .*is as it was") as raised:
+        save(tmp_path, 2, write, {}, keep=1)
+    assert "\n" not in str(raised.value)
+    assert find(tmp_path, "latest").name == "step-000001"
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
+@pytest.mark.parametrize("flip", [False, True])
+def test_a_model_in_a_checkpoint_is_compared_with_what_was_written(tmp_path, flip):
+    folder = save(tmp_path, 3, writer(), {}, keep=3)
+    (folder / "optimizer.pt").unlink()  # whoever only plays may leave it out
+    if flip:
+        (folder / "model" / "model.safetensors").write_text("weighty")
+        with pytest.raises(Damaged, match=r"model\.safetensors has the right size but not the bytes"):
+            check_model(folder / "model")
+    else:
+        assert check_model(folder / "model") == folder / "model"
+    assert check_model(tmp_path) == tmp_path  # a model of its own
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "{", "[" * 100_000, '{"step": 1}', "\ufeff{}"])
+def test_a_state_of_another_shape_is_one_sentence(tmp_path, text):
+    folder = save(tmp_path, 3, writer(), {}, keep=3)
+    (folder / "state.json").write_text(text, encoding="utf-8")
+    with pytest.raises(Damaged, match=r"state\.json") as raised:
+        load_state(folder)["before"]
+    assert "\n" not in str(raised.value)
 
 
 def test_a_state_that_is_not_json_leaves_nothing_behind(tmp_path):
@@ -147,7 +193,16 @@ def test_a_missing_file_is_named(tmp_path, name):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [('{"version": 2}', "version 2"), ("[]", "cannot be read"), ("{", "cannot be read"), ('{"version": 1}', "files")],
+    [
+        ('{"version": 2}', "version 2"),
+        ("[]", "cannot be read"),
+        ("{", "cannot be read"),
+        ("[" * 100_000, "cannot be read"),
+        ('{"version": 1}', "files"),
+        ('{"version": 1, "files": {"../../x": [1, "a"]}}', "'../../x' is not a file of the checkpoint"),
+        ('{"version": 1, "files": {"/etc/passwd": [1, "a"]}}', "is not a file of the checkpoint"),
+        ('{"version": 1, "files": {"a": ["many", "a"]}}', "cannot be read"),
+    ],
 )
 def test_a_manifest_that_cannot_be_read_says_why(tmp_path, text, message):
     folder = save(tmp_path, 3, writer(), {}, keep=3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 
 import arborl
 from arborl.api import train
+from arborl.checkpoint.manifest import write_manifest
 from arborl.cli.main import app
 from arborl.config.load import load
 from arborl.envs.env import Env, Observation, Step
@@ -183,6 +185,34 @@ def test_a_checkpoint_is_a_model_that_plain_transformers_loads_and_evaluate_meas
         done = invoke("evaluate", str(path), "evaluation.tasks=4")
         assert done.exit_code == 0, done.output
         assert "success" in done.output
+
+
+def test_a_model_whose_bytes_changed_is_not_used(stub, tmp_path):
+    """However it is named: as a run, as a checkpoint, or as the model's own folder."""
+    run = shutil.copytree(stub, tmp_path / "run")
+    folder = run / "checkpoints" / "step-000003"
+    weights = folder / "model" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    for path in (folder, folder / "model"):
+        done = invoke("evaluate", str(path), "evaluation.tasks=4")
+        assert done.exit_code == 2
+        assert "model.safetensors has the right size but not the bytes that were written" in done.output
+    done = invoke("train", "--resume", "3", f"output_dir={run}")
+    assert "not the bytes that were written" in done.output
+
+
+@pytest.mark.parametrize("state", [{}, {"step": "many"}, {"step": 1, "train_seconds": 1, "algorithm": 3}])
+def test_a_state_of_another_shape_is_one_line(stub, tmp_path, state):
+    run = shutil.copytree(stub, tmp_path / "run")
+    folder = run / "checkpoints" / "step-000003"
+    (folder / "state.json").write_text(json.dumps(state))
+    write_manifest(folder, 3)
+    done = invoke("train", "--stub", "--resume", "3", f"output_dir={run}", "trainer.steps=4")
+    assert done.exit_code == 2, done.output
+    assert "state.json" in done.output
+    assert "Traceback" not in done.output
 
 
 class Troubled(Env):

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from arborl.errors import CannotWrite, ConfigError
 from arborl.rollout.store import EpisodeStore, from_json, to_json
 from arborl.types import Call, Completion, Episode, Failure, Finish, Group, Message, Stop, Task, ToolCall, Turn
 
@@ -177,8 +178,26 @@ def test_a_broken_line_in_the_middle_is_an_error_that_says_where(tmp_path):
     store = EpisodeStore(tmp_path)
     path = store.write(0, [group(Episode("a", Task("t")))])
     path.write_text("{oops\n" + path.read_text())
-    with pytest.raises(ValueError, match=r"step-000000\.jsonl: line 1 is not JSON"):
+    with pytest.raises(ConfigError, match=r"step-000000\.jsonl: line 1 is not JSON"):
         list(store.read(path))
+
+
+@pytest.mark.parametrize("line", ["[]", "3", "{}", '{"id": "a", "task": 3}', "null"])
+def test_a_line_of_another_shape_is_an_error_that_says_where(tmp_path, line):
+    path = EpisodeStore(tmp_path).write(0, [group(Episode("a", Task("t")))])
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(ConfigError, match=r"step-000000\.jsonl: line 2 is not an episode"):
+        list(EpisodeStore.read(path))
+
+
+def test_a_full_disk_is_one_sentence_and_the_former_file_is_whole(tmp_path):
+    store = EpisodeStore(tmp_path)
+    path = store.write(1, [group(Episode("a", Task("t")))])
+    (tmp_path / ".step-000001.jsonl.tmp").symlink_to("/dev/full")
+    with pytest.raises(CannotWrite, match=r"step-000001\.jsonl: cannot be written: No space left on device"):
+        store.write(1, [group(Episode("b", Task("t")))])
+    assert [episode.id for episode in store.read(path)] == ["a"]
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
 
 
 def test_writing_a_step_again_replaces_it_and_leaves_no_other_file(tmp_path):

@@ -8,7 +8,7 @@ from typing import Any
 
 from arborl.config.base import dump_yaml
 from arborl.config.run import RunConfig
-from arborl.errors import ConfigError
+from arborl.errors import ConfigError, writing
 
 
 def choose(config: RunConfig, resuming: bool) -> Path:
@@ -28,11 +28,15 @@ def choose(config: RunConfig, resuming: bool) -> Path:
 
 def open_folder(folder: Path, config: RunConfig) -> None:
     """Make it and write down what is run."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(dump_yaml(config.model_copy(update={"output_dir": folder})), encoding="utf-8")
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(
+            dump_yaml(config.model_copy(update={"output_dir": folder})), encoding="utf-8"
+        )
 
 
 def write_summary(folder: Path, summary: dict[str, Any]) -> Path:
     path = folder / "summary.json"
-    path.write_text(json.dumps(summary, indent=2) + "\n")
+    with writing(path):
+        path.write_text(json.dumps(summary, indent=2) + "\n")
     return path

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from arborl.checkpoint.manifest import Damaged, check, write_manifest
-from arborl.errors import ConfigError
+from arborl.checkpoint.manifest import NAME, Damaged, check, write_manifest
+from arborl.errors import ConfigError, writing
 
 log = logging.getLogger(__name__)
 
@@ -41,24 +41,25 @@ def save(root: Path, step: int, write: Callable[[Path], None], state: dict[str, 
     Example:
         save(folder / "checkpoints", 12, lambda to: model.save_pretrained(to / "model"), {"seed": 0}, keep=2)
     """
-    root.mkdir(parents=True, exist_ok=True)
-    _restore(root)
     final, fresh = root / f"step-{step:06}", _hidden(root, "tmp", step)
-    try:
-        fresh.mkdir()
-        write(fresh)
-        (fresh / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
-        write_manifest(fresh, step)
-        _sync_tree(fresh)
-    except BaseException:
-        shutil.rmtree(fresh, ignore_errors=True)
-        raise
-    if final.exists():
-        # A kill after this line leaves the old one under its hidden name; `_restore` gives it its name back.
-        final.rename(_hidden(root, "old", step))
-    fresh.rename(final)
-    _sync(root)
-    _prune(root, final, keep)
+    with writing(final):
+        root.mkdir(parents=True, exist_ok=True)
+        _restore(root)
+        try:
+            fresh.mkdir()
+            write(fresh)
+            (fresh / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
+            write_manifest(fresh, step)
+            _sync_tree(fresh)
+        except BaseException:
+            shutil.rmtree(fresh, ignore_errors=True)
+            raise
+        if final.exists():
+            # A kill after this line leaves the old one under its hidden name; `_restore` gives it its name back.
+            final.rename(_hidden(root, "old", step))
+        fresh.rename(final)
+        _sync(root)
+        _prune(root, final, keep)
     return final
 
 
@@ -86,15 +87,35 @@ def find(root: Path, which: str, verify: bool = True) -> Path:
 
 
 def load_state(folder: Path) -> dict[str, Any]:
-    """The `state` a checkpoint was saved with."""
+    """The `state` a checkpoint was saved with. A key that it lacks is `Damaged` when it is asked for."""
     path = folder / STATE
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise Damaged(f"{path} cannot be read: {type(error).__name__}: {error}") from error
     if not isinstance(state, dict):
         raise Damaged(f"{path} holds a {type(state).__name__} and not an object")
-    return state
+    return _State(path, state)
+
+
+class _State(dict[str, Any]):
+    def __init__(self, path: Path, values: dict[str, Any]):
+        super().__init__(values)
+        self.path = path
+
+    def __missing__(self, key: str) -> Any:
+        raise Damaged(f"{self.path} has no {key!r}: it is not the state of such a run")
+
+
+def check_model(folder: Path) -> Path:
+    """The same folder of a model; where it lies in a checkpoint, once its files are found to be what was written."""
+    home = folder.absolute().parent
+    if (home / NAME).exists() or STEP.fullmatch(home.name):
+        try:
+            check(home, verify=True, under=folder.name)
+        except Damaged as error:
+            raise Damaged(f"the model {folder} cannot be used: {error}.") from error
+    return folder
 
 
 def complete(root: Path) -> list[Path]:

@@ -27,15 +27,18 @@ def write_manifest(folder: Path, step: int) -> None:
     (folder / NAME).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
 
 
-def check(folder: Path, verify: bool) -> None:
+def check(folder: Path, verify: bool, under: str = "") -> None:
     """Raise `Damaged`, which names the bad file, unless the folder holds what was written.
 
     Args:
         folder: a checkpoint.
         verify: compare the hashes too, which reads every byte; sizes alone find what a kill leaves behind.
+        under: only the files in this folder of it.
     """
     for name, (size, digest) in _files(folder).items():
         path = folder / name
+        if under and not name.startswith(f"{under}/"):
+            continue
         if not path.is_file():
             raise Damaged(f"{path} is missing, though {NAME} lists it")
         if path.stat().st_size != size:
@@ -52,10 +55,17 @@ def _files(folder: Path) -> dict[str, tuple[int, str]]:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         version = manifest["version"]
         if version == VERSION:
-            return {name: (size, digest) for name, (size, digest) in manifest["files"].items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+            return {_inside(name): (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise Damaged(f"{path} cannot be read: {type(error).__name__}: {error}") from error
     raise Damaged(f"{path} has version {version!r}, and this Arbor reads version {VERSION}")
+
+
+def _inside(name: str) -> str:
+    """The same name, unless it leads out of the folder."""
+    if name.startswith("/") or ".." in name.split("/"):
+        raise ValueError(f"{name!r} is not a file of the checkpoint")
+    return name
 
 
 def _sha256(path: Path) -> str:

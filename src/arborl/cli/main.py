@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed
@@ -24,6 +25,7 @@ from arborl.errors import ConfigError, RunStopped
 # Before torch is loaded: threads that wait should sleep. Spinning ones gain 8 % on an idle machine and lose a factor of
 # three as soon as anything else runs.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 
 
 class Verbs(TyperGroup):
@@ -39,6 +41,11 @@ class Verbs(TyperGroup):
         except RunStopped as error:
             typer.echo(str(error), err=True)
             raise typer.Exit(1) from error
+        except OSError as error:  # what no room has put into words: a report or a picture that finds the disk full
+            if error.errno not in DISK:
+                raise
+            typer.echo(f"arborl: {error.filename or 'a file'}: cannot be used: {error.strerror}.", err=True)
+            raise typer.Exit(2) from error
         except KeyboardInterrupt as stopped:
             raise typer.Exit(130) from stopped
 

@@ -11,12 +11,14 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from arborl.errors import ConfigError, writing
 from arborl.types import (
     Call,
     Completion,
@@ -49,19 +51,24 @@ class EpisodeStore:
 
     def write(self, step: int, groups: Sequence[Group]) -> Path:
         """Write the episodes of a step, whole or not at all. Writing a step again replaces it."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"step-{step:06}.jsonl"
         fresh = path.with_name(f".{path.name}.tmp")
-        with fresh.open("w", encoding="utf-8", errors="surrogatepass", newline="\n") as file:
-            for group in groups:
-                for episode in group.episodes:
-                    file.write(dumps(to_json(episode)) + "\n")
-        os.replace(fresh, path)
+        with writing(path):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                with fresh.open("w", encoding="utf-8", errors="surrogatepass", newline="\n") as file:
+                    for group in groups:
+                        for episode in group.episodes:
+                            file.write(dumps(to_json(episode)) + "\n")
+                os.replace(fresh, path)
+            finally:
+                fresh.unlink(missing_ok=True)
         return path
 
     def paths(self) -> list[Path]:
         """The files, first step first."""
-        return sorted(self.folder.glob("step-*.jsonl"), key=lambda path: int(path.stem.removeprefix("step-")))
+        found = [path for path in self.folder.glob("step-*.jsonl") if path.stem.removeprefix("step-").isdecimal()]
+        return sorted(found, key=lambda path: int(path.stem.removeprefix("step-")))
 
     @staticmethod
     def read(path: Path) -> Iterator[Episode]:
@@ -70,12 +77,23 @@ class EpisodeStore:
             for number, line in enumerate(file, start=1):
                 try:
                     row = json.loads(line)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     if not line.endswith("\n"):
                         log.warning("%s: line %d is torn and passed over", path, number)
                         return
-                    raise ValueError(f"{path}: line {number} is not JSON: {error}") from error
-                yield from_json(row)
+                    raise ConfigError(f"{path}: line {number} is not JSON: {error}") from error
+                with reading(f"{path}: line {number}"):
+                    episode = from_json(row)
+                yield episode
+
+
+@contextmanager
+def reading(where: str) -> Iterator[None]:
+    """What JSON of another shape raises, as one sentence."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{where} is not an episode: {type(error).__name__}: {error}") from error
 
 
 def dumps(row: Mapping[str, Any]) -> str:

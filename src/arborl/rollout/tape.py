@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from arborl.errors import ConfigError
-from arborl.rollout.store import dumps, from_json, to_json
+from arborl.rollout.store import dumps, from_json, reading, to_json
 from arborl.types import Group, Task
 
 Batch = Callable[[], Awaitable[list[Group]]]
@@ -90,7 +90,8 @@ class Replay:
                         f"rollout.replay: {self.path} was recorded on other tasks ({row['task']}, …) than this run has "
                         f"({', '.join(list(by_name)[:2])}, …). Write the data and the environment of that run."
                     )
-                groups.append(Group(by_name[row["task"]], [from_json(one) for one in row["episodes"]]))
+                with reading(f"rollout.replay: {self.path}: what lies at byte {place}"):
+                    groups.append(Group(by_name[row["task"]], [from_json(one) for one in row["episodes"]]))
         return groups
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from arborl.errors import writing
 from arborl.types import Metrics
 
 
@@ -26,25 +27,27 @@ class JsonlTracker:
     """
 
     def __init__(self, path: Path, done: int | None = None):
-        path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self.latest = path, dict[str, Any]()
-        if path.exists():
-            rows = [row for row in read_metrics(path) if done is not None and row["step"] <= done]
-            _rewrite(path, rows)
-            self.latest = rows[-1] if rows else {}
-        self.file = path.open("a", encoding="utf-8")
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.exists():
+                rows = [row for row in read_metrics(path) if done is not None and row["step"] <= done]
+                _rewrite(path, rows)
+                self.latest = rows[-1] if rows else {}
+            self.file = path.open("a", encoding="utf-8")
 
     def log(self, metrics: Metrics, step: int) -> None:
-        if self.latest.get("step") == step:
-            self.latest |= metrics
-            earlier = [row for row in read_metrics(self.path) if row["step"] != step]
-            self.file.close()
-            _rewrite(self.path, [*earlier, self.latest])
-            self.file = self.path.open("a", encoding="utf-8")
-            return
-        self.latest = {"step": step, **metrics}
-        self.file.write(_line(self.latest))
-        self.file.flush()
+        with writing(self.path):
+            if self.latest.get("step") == step:
+                self.latest |= metrics
+                earlier = [row for row in read_metrics(self.path) if row["step"] != step]
+                self.file.close()
+                _rewrite(self.path, [*earlier, self.latest])
+                self.file = self.path.open("a", encoding="utf-8")
+                return
+            self.latest = {"step": step, **metrics}
+            self.file.write(_line(self.latest))
+            self.file.flush()
 
     def close(self) -> None:
         self.file.close()
@@ -59,7 +62,7 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             yield row

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol
 
+from arborl.errors import CannotWrite
 from arborl.types import Metrics
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,8 @@ class Trackers:
         for tracker in list(self.trackers):
             try:
                 tracker.log(metrics, step)
+            except CannotWrite:  # the run's own file: without it, the run is not worth its time
+                raise
             except Exception:
                 log.warning("%s failed at step %d and is dropped; the run goes on", _name(tracker), step, exc_info=True)
                 self.trackers.remove(tracker)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from arborl.algorithms.algorithm import Algorithm
+from arborl.checkpoint import Damaged
 from arborl.config.run import RunConfig
 from arborl.data.source import TaskSource
 from arborl.engines.engine import Engine
@@ -174,10 +175,15 @@ class Trainer:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from what `state` said."""
-        self.step, self.train_seconds = state["step"], state["train_seconds"]
-        self.algorithm.load_state(state["algorithm"])
-        self.source.load_state(state.get("data", {}))
-        self.watch.failures.load_state(state.get("failures", []))
+        try:
+            self.step, self.train_seconds = int(state["step"]), float(state["train_seconds"])
+            self.algorithm.load_state(state["algorithm"])
+            self.source.load_state(state.get("data", {}))
+            self.watch.failures.load_state(state.get("failures", []))
+        except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+            raise Damaged(
+                f"the checkpoint's state.json is not the state of such a run: {type(error).__name__}: {error}"
+            ) from error
 
 
 def _scored(group: Group) -> bool:
