@@ -33,7 +33,7 @@ from arborl.errors import ConfigError, EngineError
 from arborl.learner.learner import Learner
 from arborl.models.heads import float32_head
 from arborl.models.load import load_model, resolve
-from arborl.models.lora import add_lora, load_4bit
+from arborl.models.lora import add_lora, has_lora, load_4bit
 from arborl.registry import Registry, call_checked
 from arborl.rewards import REWARDS, Rewards
 from arborl.rewards.by_source import RewardsBySource
@@ -132,7 +132,7 @@ def _policy(config: RunConfig, folder: Path) -> PreTrainedModel:
     model = (load_4bit if asked.quantize == "4bit" else load_model)(folder, asked.dtype, asked.device)
     if asked.head == "float32":
         float32_head(model)
-    if asked.lora.rank:
+    if asked.lora.rank or has_lora(model):  # a folder of adapters: they go on being trained
         add_lora(model, asked.lora)
     return model
 

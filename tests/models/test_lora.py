@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import importlib.util
+import shutil
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from arborl.algorithms.algorithm import Needs
+from arborl.build import build
+from arborl.config.load import load
 from arborl.config.run import LearnerConfig, LoraConfig
 from arborl.engines.local import LocalEngine
 from arborl.errors import ConfigError
@@ -229,6 +232,19 @@ def test_plain_transformers_loads_the_checkpoint_and_adapters_are_not_added_twic
     torch.testing.assert_close(logits(again, IDS), logits(adapted, IDS), rtol=1e-4, atol=1e-4)
 
 
+def test_a_run_from_a_folder_of_adapters_goes_on_with_them(adapted, tmp_path):
+    Learner(adapted, LearnerConfig(), Sampling()).save(tmp_path)
+    for file in resolve("seedling").iterdir():
+        if "token" in file.name or file.suffix == ".jinja":
+            shutil.copy(file, tmp_path / "model")
+    parts = build(load(None, [f"model={tmp_path / 'model'}", "algorithm.kl.coef=0.1", "model.device=cpu"]))
+    trained = {name for name, p in parts.model.named_parameters() if p.requires_grad}
+    assert trained
+    assert all("lora_" in name for name in trained)
+    start = {name: p.detach() for name, p in adapted.named_parameters() if "lora_" in name}
+    assert all(torch.equal(value, start[name]) for name, value in parts.learner.start.items())
+
+
 def test_the_merged_export_is_an_ordinary_model_that_says_the_same(adapted, tmp_path):
     export_merged(adapted, tmp_path)
     assert not (tmp_path / "adapter_config.json").exists()
@@ -287,7 +303,5 @@ def test_a_missing_package_is_named_with_what_to_write_instead(plain, monkeypatc
 
 
 def test_four_bits_without_adapters_are_refused():
-    from arborl.config.load import load
-
     with pytest.raises(ConfigError, match=r"model\.lora\.rank"):
         load(None, ["model.quantize=4bit"])
