@@ -314,3 +314,18 @@ def test_an_environment_of_plain_functions_is_checked_like_any_other():
             return str(self.place)
 
     assert check_env(Sound, TASK) == []
+
+
+def test_what_stops_the_event_loop_or_interrupts_is_a_problem_and_not_a_pass():
+    class Stops(Walk):
+        async def step(self, action):
+            asyncio.get_running_loop().stop()
+            await asyncio.sleep(0)
+            return await super().step(action)
+
+    class Interrupts(Walk):
+        async def step(self, action):
+            raise KeyboardInterrupt("mine")
+
+    assert "the check stopped at RuntimeError: Event loop stopped" in check_env(Stops, Task("t", seed=1))[0]
+    assert check_env(Interrupts, Task("t", seed=1)) == ["the check stopped at KeyboardInterrupt: mine."]

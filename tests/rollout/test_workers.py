@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -341,7 +342,7 @@ def test_cancelled_episodes_are_not_taken_for_hung_ones(monkeypatch):
     workers = Workers()
 
     async def main():
-        envs = [await workers.place(Sync(), "world", 20.0) for _ in range(5)]
+        envs = [(await workers.place(Sync, "world", 20.0))[0] for _ in range(5)]
         for env in envs:
             await env.reset(Task("sleep:0.4"), 0)
             await env.step(Message("assistant", "one"))
@@ -352,7 +353,7 @@ def test_cancelled_episodes_are_not_taken_for_hung_ones(monkeypatch):
             await asyncio.wait([job])
             await env.close()
         assert len(workers.threads.left.calls) == 5
-        await workers.place(Sync(), "world", 20.0)
+        await workers.place(Sync, "world", 20.0)
 
     asyncio.run(main())
 
@@ -398,7 +399,7 @@ def test_ctrl_c_is_heard_at_the_first_try_while_an_async_environment_blocks(tmp_
         "from arborl.rollout.workers import Workers\n"
         "from arborl.types import Message, Task\n"
         "async def main():\n"
-        "    env = await Workers().place(Secretive(), 'world', 60.0)\n"
+        "    env, _ = await Workers().place(Secretive, 'world', 60.0)\n"
         "    await env.reset(Task('sleep:60'), 0)\n"
         "    await env.step(Message('assistant', 'one'))\n"
         "    print('begun', flush=True)\n"
@@ -421,6 +422,52 @@ def test_the_number_of_environments_in_a_process_is_kept(seedling):
     episodes = play(run, *["sleep:0.3"] * 5)
     homes = [episode.turns[0].observation[0].content.split()[0] for episode in episodes]
     assert sorted(homes.count(home) for home in set(homes)) == [1, 2, 2]
+
+
+def test_an_environment_that_takes_long_to_make_holds_nobody_up_and_keeps_its_deadline(seedling):
+    _, renderer = seedling
+    run = rollout(renderer, lambda: None, step_seconds=0.5)
+
+    class Slow(Secretive):
+        def __init__(self):
+            super().__init__()
+            time.sleep(30)
+
+    run.cast = Cast(run.cast.agent, lambda task: Slow() if task.id == "slow" else Secretive())
+    began = time.monotonic()
+    bad, good = play(run, "slow", "a")
+    assert time.monotonic() - began < 20
+    assert bad.failure.where == "environment 'world'"
+    assert "took longer than 0.5 s" in bad.failure.message
+    assert good.failure is None
+
+
+def test_what_an_environment_opens_when_it_is_made_it_may_use_wherever_it_is_asked(seedling):
+    _, renderer = seedling
+
+    class Database(Secretive):
+        def __init__(self):
+            super().__init__()
+            self.base = sqlite3.connect(":memory:")
+
+        def actions(self):
+            return [str(row[0]) for row in self.base.execute("select 7")]
+
+        async def step(self, action):
+            self.base.execute("select 1")
+            return await super().step(action)
+
+    class Asking(ChatAgent):
+        async def run(self, task, env, model):
+            await env.reset(task, 0)
+            while not (await env.step(Message("assistant", env.actions()[0]))).over:
+                pass
+
+    run = rollout(renderer, Database)
+    run.cast = Cast(lambda task: Asking(), run.cast.env)
+    (episode,) = play(run, "a")
+    assert episode.failure is None
+    assert episode.turns[0].message.content == "7"
 
 
 def test_what_failed_first_is_told_and_not_what_closing_made_of_it(seedling):

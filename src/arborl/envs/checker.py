@@ -59,15 +59,13 @@ def check_env(
         assert check_env(FrozenLake, Task("t", seed=1)) == []
     """
     check = _Check(make, task, seed, steps, seconds)
-    thread = threading.Thread(target=lambda: asyncio.run(check.run()), name="arborl-check", daemon=True)
+    thread = threading.Thread(target=check.work, name="arborl-check", daemon=True)
     thread.start()
     while thread.is_alive():
         thread.join(LOOK)
         name, began = check.doing
         if thread.is_alive() and time.monotonic() - began > seconds + GRACE:
-            hung = (
-                f"{name} did not come back within {seconds:g} s, and cannot be stopped: it hangs, or blocks for longer."
-            )
+            hung = f"{name} did not come back within {seconds:g} s: it hangs, or blocks for longer."
             return list(dict.fromkeys([*check.problems, hung]))
     return list(dict.fromkeys(check.problems))
 
@@ -108,16 +106,20 @@ class _Check:
             finally:
                 self.doing = "", math.inf
 
-    async def run(self) -> None:
+    def work(self) -> None:
+        """The whole check, in a thread of its own: there, whatever ends it is the environment's doing."""
         try:
-            first, second = await self._play(), await self._play()
-            if not self.problems:  # a play that broke off says nothing about the other
-                self._compare(first, second)
-            for further in (self._watch, self._branch, self._babble):
-                if not self.problems:
-                    await self._fresh(further, first)
-        except BaseException as error:  # of an environment: the thread is the check's own
+            asyncio.run(self.run())
+        except BaseException as error:
             self.problems.append(f"the check stopped at {type(error).__name__}: {error}.")
+
+    async def run(self) -> None:
+        first, second = await self._play(), await self._play()
+        if not self.problems:  # a play that broke off says nothing about the other
+            self._compare(first, second)
+        for further in (self._watch, self._branch, self._babble):
+            if not self.problems:
+                await self._fresh(further, first)
 
     async def _play(self) -> _Play:
         """One episode from a fresh environment."""

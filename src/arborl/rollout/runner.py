@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
 
 from arborl import sandbox
 from arborl.agents.agent import Agent
@@ -23,6 +24,7 @@ from arborl.rollout.recorder import Limits, RecordedEnv, Recorder
 from arborl.rollout.tape import Tape
 from arborl.rollout.watchdog import Watchdog
 from arborl.rollout.workers import Workers
+from arborl.tools.threads import left_behind
 from arborl.types import Episode, Group, Metrics, Sampling, Stop, Task
 
 log = logging.getLogger(__name__)
@@ -120,6 +122,8 @@ class Rollout:
                 return await self.play(task, own, name, sampling)
 
         with fewer_collections, Watchdog():
+            for task in {task.env: task for task in tasks}.values():
+                await self.workers.meet(partial(self.cast.env, task), task.env, self.limits.step_seconds)
             return await Manager(play, manner, self.counts, self.lost).collect(tasks, seed, group_size, count)
 
     async def train(
@@ -166,9 +170,7 @@ class Rollout:
     async def _act(self, episode: Episode, sampling: Sampling, limits: Limits) -> None:
         task = episode.task
         async with boundary(f"environment {task.env!r}" if task.env else "environment of the run"):
-            made = self.cast.env(task)
-            name = task.env or type(made).__name__
-            inner = await self.workers.place(made, name, limits.step_seconds)
+            inner, name = await self.workers.place(partial(self.cast.env, task), task.env, limits.step_seconds)
         env = RecordedEnv(inner, name, limits, episode)
         model = Recorder(self.engine, self.renderer, sampling, limits, episode)
         async with boundary(f"agent {task.agent or 'of the run'}"):
@@ -189,7 +191,8 @@ class Rollout:
         """Since the last call: episodes cancelled, groups expired or filtered, environments left behind or replaced,
         and what code waited for a sandbox."""
         counts, self.counts = self.counts, Counter()
-        return named(counts) | self.workers.metrics() | sandbox.metrics()
+        stuck = {"rollout/tool_calls_stuck": float(left_behind.stuck().total())}
+        return named(counts) | self.workers.metrics() | sandbox.metrics() | stuck
 
     def failed_unseen(self) -> list[Episode]:
         """Since the last call: failed episodes of groups that a filter dropped, which nobody else hears of."""

@@ -1,6 +1,6 @@
 """Environments in threads: one that blocks, or sleeps, keeps nobody else from playing.
 
-An environment has a thread to itself from its first call to its `close`, so what it opened there (a database, an event
+An environment has a thread to itself from when it is made to its `close`, so what it opened there (a database, an event
 loop) it finds again. A thread whose call does not come back in time is left behind: the episode goes on without it, the
 environment is closed by that thread itself when the call returns after all, and the next episode gets another.
 """
@@ -8,6 +8,7 @@ environment is closed by that thread itself when the call returns after all, and
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import re
 import threading
@@ -16,13 +17,17 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from arborl.envs.env import Env, Observation, Step
 from arborl.envs.passing import PassingEnv
-from arborl.errors import ArborError
+from arborl.errors import ArborError, boundary
 from arborl.tools.threads import LeftBehind
 from arborl.types import Message, Metrics, Task
+
+if TYPE_CHECKING:
+    from numpy.random import Generator
+    from PIL.Image import Image
 
 IDLE = 10.0
 """Seconds after which a thread that nobody needs ends."""
@@ -165,23 +170,31 @@ class Threads:
 
 
 class ThreadEnv(PassingEnv):
-    """An environment whose `reset`, `step` and `close` run in a thread.
+    """An environment that is made in a thread, and called in it until it is closed.
 
     Args:
-        env: fresh.
         pool: where threads come from.
         name: what it is called when it hangs.
         seconds: what one call may take before it is said to.
     """
 
-    def __init__(self, env: Env, pool: Threads, name: str, seconds: float):
-        self.env, self.pool, self.name, self.seconds = env, pool, name, seconds
+    def __init__(self, pool: Threads, name: str, seconds: float):
+        self.pool, self.name, self.seconds = pool, name, seconds
         self.hand: Hand | None = None
         self.due = 0.0
         """When the last call should be done."""
         self.stuck = False
         """A call was given up before it came back."""
         self.numbers: Metrics | None = None
+
+    async def open(self, make: Callable[[], Env]) -> None:
+        """Make it there."""
+        try:
+            async with boundary(self.name, self.seconds):
+                self.env = await self._call(make)
+        except BaseException:
+            self.release()
+            raise
 
     async def reset(self, task: Task, seed: int) -> Observation:
         return await self._call(lambda: self.env.reset(task, seed))  # type: ignore[no-any-return]
@@ -191,20 +204,26 @@ class ThreadEnv(PassingEnv):
 
     async def close(self) -> None:
         """Close it in its thread; where that is stuck, the thread does so once it is not."""
-        hand = self.hand = self.hand or self.pool.take()
+        hand = self.hand
+        if hand is None:
+            return
         if self.stuck:
-            self.pool.leave(hand, lambda: self._late(hand), self.name, self.due)
+            self.release(lambda: self._late(hand))
             return
         try:
             await self._call(lambda: self._end(hand))
         finally:
-            if self.stuck:
-                self.pool.leave(hand, lambda: None, self.name, self.due)
-            else:
-                self.pool.give_back(hand)
+            self.release()
 
-    def metrics(self) -> Metrics:
-        return self.env.metrics() if self.numbers is None else self.numbers
+    def release(self, last: Job = lambda: None) -> None:
+        """Give the thread back; one that is stuck is left, and does `last` when it is not."""
+        hand, self.hand = self.hand, None
+        if hand is None:
+            return
+        if self.stuck:
+            self.pool.leave(hand, last, self.name, self.due)
+        else:
+            self.pool.give_back(hand)
 
     def _end(self, hand: Hand) -> None:
         hand.settle(self.env.close())
@@ -223,3 +242,42 @@ class ThreadEnv(PassingEnv):
             return await outcome
         finally:
             self.stuck = outcome.cancelled()
+
+    def _now(self, what: str, *args: Any) -> Any:
+        """An answer of its thread for somebody who cannot wait for it in the event loop."""
+        ask = functools.partial(getattr(self.env, what), *args)
+        if self.hand is None:
+            return ask()
+        self.due = time.monotonic() + self.seconds
+        try:
+            return self.hand.wait(f"{what}()", self.seconds, ask)
+        except TooLong:
+            self.stuck = True
+            raise
+
+    def metrics(self) -> Metrics:
+        return self._now("metrics") if self.numbers is None else self.numbers  # type: ignore[no-any-return]
+
+    def actions(self) -> list[str]:
+        return self._now("actions")  # type: ignore[no-any-return]
+
+    def oracle(self) -> str | None:
+        return self._now("oracle")  # type: ignore[no-any-return]
+
+    def random(self, chance: Generator) -> str | None:
+        return self._now("random", chance)  # type: ignore[no-any-return]
+
+    def state_key(self) -> str:
+        return self._now("state_key")  # type: ignore[no-any-return]
+
+    def snapshot(self) -> Any:
+        return self._now("snapshot")
+
+    def restore(self, snapshot: Any) -> None:
+        self._now("restore", snapshot)
+
+    def render(self) -> str:
+        return self._now("render")  # type: ignore[no-any-return]
+
+    def picture(self) -> Image | None:
+        return self._now("picture")  # type: ignore[no-any-return]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
+
 from arborl.envs.env import Env
+from arborl.errors import EpisodeError
 from arborl.rollout.processes import ProcessEnv, Processes
 from arborl.rollout.threads import ThreadEnv, Threads
 from arborl.types import Metrics
@@ -19,30 +23,56 @@ class Workers:
         per_process: environments in one process; 0 divides them among the cores.
 
     Example:
-        env = await workers.place(FrozenLake(), "frozen_lake", seconds=30)
+        env, name = await workers.place(FrozenLake, "frozen_lake", seconds=30)
     """
 
     def __init__(self, kind: str = "auto", per_process: int = 0):
         self.kind = kind
         self.threads = Threads()
         self.processes = Processes(per_process)
+        self.met: set[str | None] = set()
+        self.near: set[str | None] = set()
+        """Names of environments that said they do not block; None is the run's own."""
 
-    async def place(self, env: Env, name: str, seconds: float) -> Env:
-        """The environment, to be called in the same way from here.
+    async def meet(self, make: Callable[[], Env], name: str | None, seconds: float) -> None:
+        """Find out, with one that is never played, whether environments of a name block; before the first is placed."""
+        if self.kind != "auto" or name in self.met:
+            return
+        self.met.add(name)
+        with suppress(EpisodeError):  # who plays it will be told
+            one = ThreadEnv(self.threads, f"environment {name!r}" if name else "environment of the run", seconds)
+            await one.open(make)
+            one.release()
+            if not blocks(one.env):
+                self.near.add(name)
+
+    async def place(self, make: Callable[[], Env], name: str | None, seconds: float) -> tuple[Env, str]:
+        """The environment, to be called in the same way from here, and its name.
+
+        It is made where it will run: what it opens then (a database) may belong to its thread.
 
         Args:
-            env: fresh.
-            name: what failures call it.
-            seconds: what one call may take before its process is given up.
+            make: gives a fresh one.
+            name: what failures call it; its class's name by default.
+            seconds: what one call may take, making it included.
         """
-        if self.kind == "process":
-            placed = ProcessEnv(env, self.processes, f"environment {name!r}", seconds)
-            await placed.open()
-            return placed
+        if self.kind == "none" or (self.kind == "auto" and name in self.near):
+            env = make()
+            if self.kind == "none" or not blocks(env):
+                return env, name or type(env).__name__
+            self.near.discard(name)  # another class by the same name: it is made anew, elsewhere
+        threaded = ThreadEnv(self.threads, f"environment {name!r}" if name else "environment of the run", seconds)
+        self.threads.left.admit(threaded.name, KILLABLE)
+        await threaded.open(make)
+        env, name = threaded.env, name or type(threaded.env).__name__
         if self.kind == "thread" or (self.kind == "auto" and blocks(env)):
-            self.threads.left.admit(f"environment {name!r}", KILLABLE)
-            return ThreadEnv(env, self.threads, f"environment {name!r}", seconds)
-        return env
+            return threaded, name
+        threaded.release()
+        if self.kind == "auto":  # nobody met it before
+            return env, name
+        placed = ProcessEnv(env, self.processes, f"environment {name!r}", seconds)
+        await placed.open()
+        return placed, name
 
     def metrics(self) -> Metrics:
         """What was left behind or replaced since the last call, and what there is."""

@@ -49,7 +49,7 @@ class Frame:
     """The environment's reward so far; at the end, the reward that is learned from."""
 
 
-async def replay(env: Env, episode: Episode, decode: Decode | None = None) -> list[Frame]:
+async def replay(given: Env, episode: Episode, decode: Decode | None = None) -> list[Frame]:
     """Play the recorded messages again in a fresh environment: the start, then one frame a turn.
 
     Task, seed and messages decide an episode, so no model is needed. An environment without pictures is shown as the
@@ -57,7 +57,7 @@ async def replay(env: Env, episode: Episode, decode: Decode | None = None) -> li
     now, with a warning.
 
     Args:
-        env: fresh; one that blocks is played in a thread.
+        given: a fresh environment; one that may block is played in a thread.
         episode: as recorded.
         decode: token ids to text, for episodes recorded without their messages.
 
@@ -66,7 +66,7 @@ async def replay(env: Env, episode: Episode, decode: Decode | None = None) -> li
     """
     frames: list[Frame] = []
     reward = 0.0
-    env = await Workers().place(env, type(env).__name__, seconds=60)
+    env, _ = await Workers().place(lambda: given, None, seconds=60)
 
     def take(caption: str, last: bool = False) -> None:
         picture = env.picture() or _written(env.render())
