@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,10 @@ BEGINS = "Traceback (most recent call last):"
 HERE = f"{Path(__file__).parent}{os.sep}"
 FRAMEWORK = (f"{HERE}rollout{os.sep}", f"{HERE}errors.py", f"{HERE}rewards{os.sep}reward.py")
 """Files that every call passes on its way to somebody's code."""
+MOST = 50
+"""Causes that are kept apart; what else happens is counted with the nearest of them."""
+LONG = 400
+"""Characters of a failure told in one line."""
 LIBRARY = f"{Path(os.__file__).parent}{os.sep}"
 INSTALLED = ("site-packages", "dist-packages")
 CHAINS = (
@@ -39,7 +44,7 @@ class Cause:
     count: int = 1
 
     def __str__(self) -> str:
-        return f"{self.failure} ×{self.count} (first in episode {self.episode} of {self.when})"
+        return f"{brief(self.failure)} ×{self.count} (first in episode {self.episode} of {self.when})"
 
 
 class Failures:
@@ -59,6 +64,8 @@ class Failures:
         for episode in episodes:
             if episode.failure is not None:
                 key = cause_of(episode.failure)
+                if key not in self.causes and len(self.causes) >= MOST:
+                    key = max(self.causes, key=lambda other: _nearness(other, key))
                 known = self.causes.get(key, Cause(episode.failure, episode.id, when, 0))
                 self.causes[key] = dataclasses.replace(known, count=known.count + 1)
 
@@ -90,9 +97,25 @@ class Firsts:
         if episode.failure is None:
             return
         key = cause_of(episode.failure)
-        level = logging.DEBUG if key in self.told else logging.WARNING
-        self.log.log(level, "episode %s failed and is left out: %s", episode.id, episode.failure)
-        self.told.add(key)
+        level = logging.DEBUG if key in self.told or len(self.told) >= MOST else logging.WARNING
+        self.log.log(level, "episode %s failed and is left out: %s", episode.id, brief(episode.failure))
+        if level == logging.WARNING:
+            self.told.add(key)
+
+
+def brief(failure: Failure) -> str:
+    """A failure in one line, however much its message says."""
+    words = printable(" ".join(str(failure).split()))
+    return words if len(words) <= LONG else f"{words[: LONG - 1]}…"
+
+
+def printable(text: str) -> str:
+    """Text that any terminal takes: control characters and halves of characters are written out."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def _nearness(one: tuple[str, ...], other: tuple[str, ...]) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def cause_of(failure: Failure) -> tuple[str, ...]:
@@ -100,10 +123,13 @@ def cause_of(failure: Failure) -> tuple[str, ...]:
 
     The message is no part of it where there are lines: it often names the task.
     """
-    trace = trimmed(failure.traceback)
-    lines = [f"{found['file']}:{found['line']}" for row in trace.splitlines() if (found := FRAME.match(row))]
+    lines = _lines(trimmed(failure.traceback)) or _lines(failure.traceback)
     words = () if lines else (re.sub(r"0x[0-9a-f]+|\d+", "#", failure.message),)
     return (failure.where, failure.kind, *dict.fromkeys(lines), *words)
+
+
+def _lines(trace: str) -> list[str]:
+    return [f"{found['file']}:{found['line']}" for row in trace.splitlines() if (found := FRAME.match(row))]
 
 
 def trimmed(trace: str) -> str:
@@ -141,7 +167,9 @@ class _Block:
     def lines(self) -> list[str]:
         """What is shown of it."""
         whose = _theirs if self.touches(_theirs) else _of_a_part
-        begins = next((i for i, frame in enumerate(self.frames) if whose(_file(frame))), 0)
+        begins = next((i for i, frame in enumerate(self.frames) if whose(_file(frame))), None)
+        if begins is None:
+            return self.tail if self.frames else self.head  # our own check of what somebody returned: its words say it
         return [*self.head, *(row for frame in self.frames[begins:] for row in frame), *self.tail]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 
 import pytest
 from typer.testing import CliRunner
@@ -11,7 +12,8 @@ import arborl
 from arborl.cli.main import app
 from arborl.envs.env import Env, Observation, Step
 from arborl.errors import EpisodeError, RunStopped
-from arborl.failures import Failures, cause_of, trimmed
+from arborl.failures import MOST, Failures, Firsts, cause_of, trimmed
+from arborl.rollout import recorder
 from arborl.rollout.store import EpisodeStore
 from arborl.track.jsonl import read_metrics
 from arborl.trainer.failing import FailureWatch
@@ -56,6 +58,7 @@ def test_a_run_that_cannot_work_stops_after_the_first_evaluation_with_one_messag
     assert first.startswith(f'  File "{__file__}"')
     assert said.count("Traceback") == 1
     assert "arborl env check" in said
+    assert stopped.value.__context__ is None  # nothing of ours is told before it
     assert caplog.text.count("thin ice") == 1  # and not once an episode
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["stopped"]
@@ -131,6 +134,31 @@ def test_causes_are_counted_over_batches_and_survive_a_checkpoint():
     assert str(*again) == "environment 'x': ValueError: one ×3 (first in episode e0 of step 1)"
 
 
+def test_causes_without_end_are_told_apart_up_to_a_point_and_all_are_counted(caplog):
+    failures, firsts = Failures(), Firsts(logging.getLogger("tests.failing"))
+    for number in range(500):
+        word = "".join(chr(97 + int(digit)) for digit in str(number))
+        broken = Episode(word, Task("t"), failure=Failure("tool 'x'", "ValueError", f"{word}\n" * 1000))
+        failures.add([broken], "step 1")
+        firsts.tell(broken)
+    assert len(failures) == MOST == len(caplog.records)
+    assert sum(cause.count for cause in failures) == 500
+    assert all(len(str(cause)) < 600 and "\n" not in str(cause) for cause in failures)
+
+
+def test_a_message_of_control_characters_and_half_ones_can_be_printed_anywhere():
+    broken = Episode("e", Task("t"), failure=raised("\x1b[31m \ud83d [/bold] %s \n two"))
+    failures = Failures()
+    failures.add([broken], "step 1")
+    shown = str(*failures)
+    assert shown.encode("utf-8")
+    assert "ValueError: \\x1b[31m \\ud83d [/bold] %s two ×1" in shown
+    with pytest.raises(RunStopped) as stopped:
+        FailureWatch().look("step", 1, [broken] * 8)
+    assert str(stopped.value).encode("utf-8")
+    assert "\x1b" not in str(stopped.value)
+
+
 def test_a_traceback_from_another_process_is_shown_as_it_was_there():
     ours = (
         f'Traceback (most recent call last):\n  File "{arborl.__file__}", line 3, in f\n    wait()\nValueError: ice\n'
@@ -140,6 +168,8 @@ def test_a_traceback_from_another_process_is_shown_as_it_was_there():
     )
     assert trimmed(ours + theirs) == theirs.strip()
     assert trimmed(ours) == ours.strip()  # better than nothing
+    checked = ours.replace(arborl.__file__, recorder.__file__)  # our check of what somebody's code returned
+    assert trimmed(checked) == "ValueError: ice"
     chained = theirs + "\nThe above exception was the direct cause of the following exception:\n\n" + ours
     assert trimmed(chained) == theirs.strip()
     assert trimmed("") == ""

@@ -159,9 +159,11 @@ def wait_for(work: Coroutine[Any, Any, T]) -> T:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(work)
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        return thread.submit(asyncio.run, work).result()
+        pass  # and out of here: what the work raises was not raised while handling this
+    else:
+        with ThreadPoolExecutor(max_workers=1) as thread:
+            return thread.submit(asyncio.run, work).result()
+    return asyncio.run(work)
 
 
 class Session:
@@ -206,8 +208,8 @@ class Session:
                 raise
             finally:
                 trainer.tracker.close()
-        await self.parts.engine.close()
-        self.parts.rollout.close()
+                await self.parts.engine.close()
+                self.parts.rollout.close()
         return await self._finish(trainer, after)
 
     def _trainer(self) -> tuple[Trainer, Save]:

@@ -49,7 +49,7 @@ def failures_of(known: Sequence[dict[str, Any]] | None, episodes: Path, last_ste
         store = EpisodeStore(episodes)
         for path in store.paths()[-last_steps:] if last_steps > 0 else []:
             failures.add(store.read(path), f"step {int(path.stem.removeprefix('step-'))}")
-    blocks = []
+    blocks: list[str] = []
     for cause in list(failures)[:SHOWN]:
         failure, trace = cause.failure, trimmed(cause.failure.traceback)
         shown = f'<pre class="trace">{escape(trace)}</pre>' if trace else ""
