@@ -141,7 +141,7 @@ class Console:
 
     def _panel(self) -> RenderableType:
         parts: list[RenderableType] = [Text(line, style="dim") for line in self.title[1:]]
-        parts += [self._bar(), self._curves()]
+        parts += [self._bar(), *([self._curves()] if self.rewards or self.successes else [])]
         rest = {name: value for name, value in self.latest.items() if name not in ("reward/mean", "episode/success")}
         parts += [Text("   ".join(" ".join(shown.split()) for shown in fields(rest)))] if rest else []
         parts += [Text(said, style="yellow") for said in self._remarks()]

@@ -47,7 +47,7 @@ def learning_curve(
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
-    from matplotlib.ticker import PercentFormatter
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
 
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(11, 4.2), dpi=120, layout=ConstrainedLayoutEngine(w_pad=0.14, h_pad=0.12))
@@ -57,6 +57,8 @@ def learning_curve(
         left.set_ylim(-0.03, 1.05)
         left.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
         _plot(right, reward, REWARD, "Reward of training episodes")
+        for axes in (left, right):
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         figure.suptitle(title, x=0.014, ha="left", fontsize=13)
         out.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(out, format="png")
@@ -154,6 +156,4 @@ def _mark(axes: Axes, points: Sequence[Point]) -> None:
         steps, values, (down, up), fmt="D", markersize=7, color=HELD_OUT, linestyle=line, linewidth=1.2, capsize=3,
         clip_on=False, zorder=5, label=label,
     )  # fmt: skip
-    axes.legend(
-        loc="lower right", frameon=True, framealpha=0.9, edgecolor="none", labelcolor=HELD_OUT, handletextpad=0.4
-    )
+    axes.legend(loc="best", frameon=True, framealpha=0.9, edgecolor="none", labelcolor=HELD_OUT, handletextpad=0.4)
