@@ -1,14 +1,19 @@
 import asyncio
+import fcntl
 import json
+import logging
+import math
+import random
 import subprocess
 import sys
 import time
+import zlib
 
 import pytest
 
 from arborl.errors import ConfigError
 from arborl.tools import RateLimit
-from arborl.tools.limit import LimitTimeout
+from arborl.tools.limit import HEAD, MAGIC, PLACE, SUM, LimitTimeout
 
 LOAD = """
 import json, os, sys, time
@@ -148,15 +153,96 @@ def test_those_who_stop_waiting_leave_their_turn_to_others(tmp_path):
     assert asyncio.run(play()) < 0.3
 
 
-def test_a_caller_that_died_while_it_waited_holds_up_nobody(tmp_path):
-    limit = RateLimit(600, 1, "dead", folder=tmp_path)
+WAIT = """
+import asyncio, sys
+from arborl.tools.limit import RateLimit
+
+async def play():
+    limit = RateLimit(float(sys.argv[1]), 1, "dead", folder=sys.argv[2])
+    waiting = [asyncio.ensure_future(limit.acquire()) for _ in range(int(sys.argv[3]))]
+    await asyncio.sleep(0.2)
+    print("waiting", flush=True)
+    await asyncio.gather(*waiting)
+
+asyncio.run(play())
+"""
+
+
+def test_those_who_are_killed_while_they_wait_hold_up_nobody(tmp_path):
+    limit = RateLimit(60, 1, "dead", folder=tmp_path)
+    arguments = [sys.executable, "-c", WAIT, "60", str(tmp_path), "100"]
+    killed = [subprocess.Popen(arguments, stdout=subprocess.PIPE) for _ in range(2)]
+    for process in killed:
+        assert process.stdout.readline() == b"waiting\n"
+    with pytest.raises(LimitTimeout, match=r"1\d\d\.\d s away"):
+        limit.acquire_sync(timeout=20)  # two hundred are before
+    for process in killed:
+        process.kill()  # and nobody waits for their remains
+    start = time.monotonic()
+    assert limit.acquire_sync() - start < 10  # 200 s, were they still before
+    for process in killed:
+        process.communicate()
+
+
+def test_who_waits_behind_the_killed_moves_up(tmp_path):
+    limit = RateLimit(30, 1, "dead", folder=tmp_path)
+    arguments = [sys.executable, "-c", WAIT, "30", str(tmp_path), "40"]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"waiting\n"
+
+        async def play() -> float:
+            start = time.monotonic()
+            waiting = asyncio.ensure_future(limit.acquire())
+            await asyncio.sleep(0.1)
+            process.kill()
+            return await waiting - start
+
+        assert asyncio.run(play()) < 10  # of 80
+
+
+def test_a_lock_that_another_process_holds_neither_stops_the_loop_nor_outlasts_the_timeout(tmp_path):
+    limit = RateLimit(6000, 1, "held", folder=tmp_path)
     limit.acquire_sync()
-    for _ in range(3):
-        limit._book._reserve(None)  # and never comes back
+    code = "import fcntl, sys; f = open(sys.argv[1], 'r+'); fcntl.flock(f, 2); print('held', flush=True); input()"
+    command = [sys.executable, "-c", code, str(limit._book.path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout.readline() == b"held\n"
+
+        async def play() -> int:
+            asking, looked = asyncio.ensure_future(limit.acquire(timeout=0.5)), 0
+            while not asking.done():
+                await asyncio.sleep(0.005)
+                looked += 1
+            with pytest.raises(LimitTimeout, match="holds the lock"):
+                await asking
+            return looked
+
+        assert asyncio.run(play()) > 5
+        with pytest.raises(LimitTimeout, match="holds the lock"):
+            limit.acquire_sync(timeout=0.1)
+        holder.communicate(b"\n")
+    limit.acquire_sync(timeout=5)
+
+
+def test_who_is_cancelled_while_another_holds_the_lock_leaves_at_once(tmp_path):
+    limit = RateLimit(60, 1, "left", folder=tmp_path)
+    limit.acquire_sync()
+
+    async def play() -> None:
+        waiting = asyncio.ensure_future(limit.acquire())
+        await asyncio.sleep(0.05)
+        with limit._book.path.open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            waiting.cancel()
+            start = time.monotonic()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            assert time.monotonic() - start < 1
+
+    asyncio.run(play())
     start = time.monotonic()
     limit.acquire_sync()
-    limit.acquire_sync()
-    assert time.monotonic() - start < 0.75
+    assert time.monotonic() - start < 5
 
 
 def test_turns_come_in_the_order_of_asking(tmp_path):
@@ -196,3 +282,63 @@ def test_a_file_that_says_nothing_sensible_is_begun_anew(tmp_path):
     limit._book.path.write_bytes(b"\x00" * 7)
     before = time.monotonic()
     assert limit.acquire_sync(timeout=0.01) <= before + 0.01
+
+
+def forged(book, **wrong):
+    """The bytes of a file with these values in it, and a right checksum."""
+    now = time.monotonic()
+    sane = {
+        "boot": book._boot,
+        "per_minute": book.per_minute,
+        "burst": book.burst,
+        "used": now,
+        "grant": now,
+        "asked": 1,
+    }
+    places = wrong.pop("places", [])
+    body = HEAD.pack(*(sane | wrong).values(), len(places)) + b"".join(PLACE.pack(*place) for place in places)
+    return SUM.pack(MAGIC, zlib.crc32(body)) + body
+
+
+ABSURD = [
+    {"grant": 1e300}, {"grant": math.nan}, {"grant": math.inf}, {"grant": 1e9}, {"asked": math.nan}, {"used": 1e12},
+    {"places": [(1.0, math.inf)]}, {"places": [(1.0, 1e12)]}, {"places": [(math.nan, 0.0)]}, {"places": [(9e9, 0.0)]},
+    {"per_minute": -1.0}, {"per_minute": math.nan}, {"burst": 0.0},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", ABSURD, ids=str)
+def test_absurd_values_are_begun_anew_with_a_warning(wrong, tmp_path, caplog):
+    limit = RateLimit(600, 3, "absurd", folder=tmp_path)
+    limit._book.path.write_bytes(forged(limit._book, **wrong))
+    with caplog.at_level(logging.WARNING):
+        limit.acquire_sync(timeout=0.5)
+    assert "is damaged" in caplog.text
+    caplog.clear()
+    granted = [limit.acquire_sync(timeout=1) for _ in range(3)]
+    assert over(granted, 10) <= 3 + 1e-6
+    assert caplog.text == ""
+
+
+def test_values_that_may_be_are_believed(tmp_path, caplog):
+    limit = RateLimit(600, 3, "sane", folder=tmp_path)
+    now = time.monotonic()
+    limit._book.path.write_bytes(forged(limit._book, asked=2, places=[(1.0, now + 0.2), (2.0, now - 60)]))
+    limit.acquire_sync(timeout=1)
+    assert caplog.text == ""
+
+
+def test_no_bytes_in_the_file_make_anybody_wait_or_fail(tmp_path):
+    limit, chance = RateLimit(60_000, 2, "fuzz", folder=tmp_path), random.Random(0)
+    limit.acquire_sync()
+    whole = limit._book.path.read_bytes()
+    for number in range(450):
+        made = bytearray(whole)
+        if number % 3 == 0:
+            made = chance.randbytes(chance.randrange(300))
+        elif number % 3 == 1:
+            made[chance.randrange(len(made))] ^= 1 << chance.randrange(8)
+        else:
+            made = json.dumps({"grant": chance.choice([1e300, "x", None, [], {}]), "n": number}).encode()
+        limit._book.path.write_bytes(made)
+        limit.acquire_sync(timeout=0.2)

@@ -81,11 +81,15 @@ class ServerBook:
     def _granted(self, answer: httpx.Response) -> bool:
         if answer.status_code in (401, 403, 404, 409, 422):
             raise ConfigError(f"RateLimit {self.name!r}: the tool server at {self.url} answered {answer.text[:300]}")
-        return answer.status_code == 200 and bool(answer.json().get("granted"))
+        try:
+            said = answer.json() if answer.status_code == 200 else {}
+        except ValueError:  # something else than a tool server answers there
+            said = {}
+        return isinstance(said, dict) and said.get("granted") is True
 
     def _patience(self, end: float | None, why: str, status: int = 0) -> float:
         """Seconds before the next try; LimitTimeout when there is none."""
         if end is not None and time.monotonic() >= end:
             raise LimitTimeout(f"RateLimit {self.name!r}: no grant from {self.url} in time ({why[:200]})")
-        wait = 0.0 if status == 200 else 0.5
+        wait = 0.02 if status == 200 else 0.5  # a server that waits for nothing must not be asked without end
         return wait if end is None else min(wait, max(end - time.monotonic(), 0.0))

@@ -1,8 +1,9 @@
 """A rate limit that holds over processes: at most `rate · t + burst` calls in any window of length t.
 
-Two steps. Under a file lock a caller *reserves* the next free time, in the order of asking, and sleeps outside the lock
-until then. Back awake it takes the lock again and is *granted*: the book of grants holds the times at which callers
-really went ahead, so callers that overslept together are still let through one after another.
+A file holds when the next call may be made, and the queue of those who wait for it. Under the file's lock a caller
+joins the queue, is granted its call, or learns how long to sleep; nobody sleeps inside the lock, and nobody waits for
+it without looking up. A place in the queue says when its owner will be back, and is given up if it does not come. So
+those who were killed while they waited hold up nobody, and the bound is kept by what was granted alone.
 """
 
 from __future__ import annotations
@@ -10,38 +11,51 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import hashlib
+import logging
+import math
 import os
 import stat
 import struct
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import zlib
+from collections.abc import Generator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
 from arborl.errors import ArborError, ConfigError
 
-STATE = struct.Struct("<16s7d")
-"""Boot of the machine, calls a minute, burst, time of the last use, then the fields of `State`."""
+log = logging.getLogger(__name__)
 
+MAGIC = b"arborl-2"
+SUM = struct.Struct("<8sI")
+"""The kind of file, and a checksum of all that follows."""
+HEAD = struct.Struct("<16s5dI")
+"""Boot of the machine, calls a minute, burst, time of the last use, `State.grant`, `State.asked`, size of the queue."""
+PLACE = struct.Struct("<2d")
+MOST_WAITING = 4096
+"""Places in the queue; who comes later looks again until there is one."""
 
 GRACE = 0.02
 """Seconds that a caller who was to go first may be late, before the next one goes ahead of it."""
+PATIENCE, LATE = 0.5, 1.0
+"""Seconds between two looks at the queue, and how late its owner may be before a place is given up."""
+PAUSES = (0.0002, 0.05)
+"""Seconds between tries of a lock that another holds: the first, and the longest."""
+HELD = 5.0
+"""Seconds after which somebody who holds the lock is reported."""
 
 
 @dataclass(slots=True)
 class State:
     """What the processes share."""
 
-    reserve: float
-    """Where the next caller queues: one interval later for every caller, never behind the present."""
     grant: float
-    """As `reserve`, moved on only when a caller really goes ahead."""
+    """One interval behind the last call that was granted, and never behind the present."""
     asked: float = 0.0
     """The last ticket given out."""
-    served: float = 0.0
-    """The highest ticket that went ahead."""
+    queue: dict[float, float] = field(default_factory=dict)
+    """Tickets of those who wait -> when they will be back."""
 
 
 class LimitTimeout(ArborError, TimeoutError):
@@ -137,106 +151,186 @@ class HostBook:
         self._boot = boot_id()
 
     async def acquire(self, timeout: float | None) -> float:
-        ticket, due = self._reserve(timeout)
+        steps = self._steps(timeout)
         try:
             while True:
-                now = time.monotonic()
-                if due > now:
-                    await asyncio.sleep(due - now)
-                granted, due = self._grant(ticket)
-                if granted is not None:
-                    return granted
-        except asyncio.CancelledError:
-            self._give_back()
-            raise
+                await asyncio.sleep(next(steps))
+        except StopIteration as end:
+            return float(end.value)
+        finally:
+            steps.close()
 
     def acquire_sync(self, timeout: float | None) -> float:
-        ticket, due = self._reserve(timeout)
+        steps = self._steps(timeout)
         try:
             while True:
-                now = time.monotonic()
-                if due > now:
-                    time.sleep(due - now)
-                granted, due = self._grant(ticket)
-                if granted is not None:
-                    return granted
-        except BaseException:  # KeyboardInterrupt in the sleep
-            self._give_back()
-            raise
-
-    def _reserve(self, timeout: float | None) -> tuple[float, float]:
-        """A ticket, and the time at which to ask for the grant: one interval behind whoever asked last."""
-        with self._locked() as state:
-            now = time.monotonic()
-            ahead = max(now, state.reserve) + self.interval
-            due = ahead - self.burst * self.interval
-            if timeout is not None and due - now > timeout:
-                raise LimitTimeout(
-                    f"RateLimit {self.name!r}: the next call is {due - now:.1f} s away, not {timeout:g} s"
-                )
-            state.reserve = ahead
-            state.asked += 1
-            return state.asked, due
-
-    def _grant(self, ticket: float) -> tuple[float | None, float]:
-        """The time of the grant, or None and when to ask again: behind those who asked before and still wait."""
-        with self._locked() as state:
-            now = time.monotonic()
-            before = min(max(ticket - state.served - 1, 0), 8)  # bounded: some of them may have died waiting
-            due = state.grant + (1 - self.burst) * self.interval + before * min(self.interval, GRACE)
-            if due > now:
-                return None, due
-            state.grant = max(now, state.grant) + self.interval
-            state.reserve = max(state.reserve, state.grant)  # who overslept moves those that come after, not the bound
-            state.served = max(state.served, ticket)
-            return now, now
-
-    def _give_back(self) -> None:
-        """A caller that stopped waiting leaves its turn to the others; grants keep the bound either way."""
-        with self._locked() as state:
-            state.reserve = max(state.reserve - self.interval, state.grant)
-            state.served = min(state.served + 1, state.asked)
+                time.sleep(next(steps))
+        except StopIteration as end:
+            return float(end.value)
+        finally:
+            steps.close()
 
     def forget(self) -> bool:
+        descriptor, now = self._open(), time.monotonic()
         try:
-            with self._locked() as state:
-                if max(state.reserve, state.grant) > time.monotonic():
-                    return False
-                self.path.unlink(missing_ok=True)  # a new file would say the same
+            if not _locked(descriptor):
+                return False
+            state = self._read(descriptor, now)
+            if state.queue or state.grant > now:
+                return False
+            self.path.unlink(missing_ok=True)  # a new file would say the same
         except ConfigError:
             pass  # in use with other numbers: the file is theirs
+        finally:
+            os.close(descriptor)
         return True
 
-    @contextmanager
-    def _locked(self) -> Iterator[State]:
-        """The state, read and written back under the lock. Held for microseconds: nobody sleeps inside."""
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    def _steps(self, timeout: float | None) -> Generator[float, None, float]:
+        """What to sleep, again and again, until it returns the time of the grant. Closed early, it leaves the queue."""
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        ticket, granted = None, False
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            state = self._read(os.pread(descriptor, STATE.size, 0))
-            yield state
-            about = (self._boot, self.per_minute, self.burst, time.monotonic())
-            os.pwrite(descriptor, STATE.pack(*about, state.reserve, state.grant, state.asked, state.served), 0)
+            while True:
+                descriptor = yield from self._lock(end)
+                try:
+                    ticket, granted, answer = self._ask(descriptor, ticket, end)
+                finally:
+                    os.close(descriptor)
+                if granted:
+                    return answer
+                yield answer
+        finally:
+            if ticket is not None and not granted:
+                self._leave(ticket)
+
+    def _lock(self, end: float) -> Generator[float, None, int]:
+        """The open file, locked. Whoever holds the lock meanwhile, this process goes on with its other work."""
+        descriptor, began, told = self._open(), time.monotonic(), False
+        pause, longest = PAUSES
+        try:
+            while not _locked(descriptor) or not os.fstat(descriptor).st_nlink:
+                if not os.fstat(descriptor).st_nlink:  # forgotten meanwhile: others count in a new file
+                    os.close(descriptor)
+                    descriptor = self._open()
+                    continue
+                now = time.monotonic()
+                if now >= end:
+                    raise LimitTimeout(f"RateLimit {self.name!r}: another process holds the lock of {self.path}")
+                if now - began > HELD and not told:
+                    log.warning("RateLimit %r: another process holds the lock of %s for long", self.name, self.path)
+                    told = True
+                yield min(pause, max(end - now, 0.0))
+                pause = min(2 * pause, longest)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def _open(self) -> int:
+        return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+    def _ask(self, descriptor: int, ticket: float | None, end: float) -> tuple[float | None, bool, float]:
+        """The ticket, whether it was granted, and when; or how long to sleep before asking again."""
+        now = time.monotonic()
+        state = self._read(descriptor, now)
+        state.queue = {one: back for one, back in state.queue.items() if back + LATE >= now or one == ticket}
+        before = sum(one < ticket for one in state.queue) if ticket is not None else len(state.queue)
+        due = max(now, state.grant) + (before + 1 - self.burst) * self.interval
+        left = max(end - now, 0.0)
+        if due - now > left + (0.0 if ticket is None else LATE):
+            raise LimitTimeout(f"RateLimit {self.name!r}: the next call is {due - now:.1f} s away, not {left:.3g} s")
+        if ticket is None and len(state.queue) < MOST_WAITING:
+            ticket = state.asked = state.asked + 1
+        # Those before who are late are passed; a few of them count, since some may have died waiting.
+        free = state.grant + (1 - self.burst) * self.interval + min(before, 8) * min(self.interval, GRACE)
+        if granted := free <= now and ticket is not None:
+            state.queue.pop(ticket, None)
+            state.grant = max(now, state.grant) + self.interval
+        looks = PATIENCE * (1 + len(state.queue) / 64)  # the more wait, the less often each of them looks
+        sleep = min(max(due, free) - now, looks) if ticket is not None else looks
+        if ticket is not None and not granted:
+            state.queue[ticket] = now + sleep
+        self._write(descriptor, state, now)
+        return ticket, granted, now if granted else sleep
+
+    def _leave(self, ticket: float) -> None:
+        """A caller that stopped waiting leaves its place. If the lock is held just now, the place lapses by itself."""
+        descriptor = self._open()
+        try:
+            for _ in range(3):
+                if _locked(descriptor):
+                    state = self._read(descriptor, time.monotonic())
+                    if state.queue.pop(ticket, None) is not None:
+                        self._write(descriptor, state, time.monotonic())
+                    return
+                time.sleep(PAUSES[0])
         finally:
             os.close(descriptor)
 
-    def _read(self, data: bytes) -> State:
+    def _write(self, descriptor: int, state: State, now: float) -> None:
+        about = (self._boot, self.per_minute, self.burst, now, state.grant, state.asked, len(state.queue))
+        body = HEAD.pack(*about) + b"".join(PLACE.pack(*place) for place in state.queue.items())
+        os.pwrite(descriptor, SUM.pack(MAGIC, zlib.crc32(body)) + body, 0)
+
+    def _read(self, descriptor: int, now: float) -> State:
         """What the file says. One from before the machine was started, or left long ago, says nothing."""
-        now = time.monotonic()
-        if len(data) < STATE.size:
-            return State(now, now)
-        boot, per_minute, burst, used, *rest = STATE.unpack(data)
-        state = State(*rest)
-        if boot != self._boot:
-            return State(now, now)
-        if (per_minute, burst) != (self.per_minute, self.burst):
-            if max(state.reserve, state.grant) < now and used < now - 60:
-                return State(now, now)
-            raise ConfigError(
-                f"RateLimit {self.name!r}: in use with per_minute={per_minute:g} and burst={burst:g}, here "
-                f"{self.per_minute:g} and {self.burst}. Write the same numbers everywhere, or another name."
-            )
+        data = os.pread(descriptor, SUM.size + HEAD.size + MOST_WAITING * PLACE.size, 0)
+        if not data:
+            return State(now)
+        try:
+            boot, per_minute, burst, used, state = unpack(data)
+            if boot != self._boot:
+                return State(now)
+            if (per_minute, burst) != (self.per_minute, self.burst):
+                return self._taken_over(per_minute, burst, used, state, now)
+            self._check(used, state, now)
+        except ValueError as error:
+            log.warning("RateLimit %r: %s is damaged (%s) and begun anew", self.name, self.path, error)
+            return State(now + (self.burst - 1) * self.interval)  # as if its burst was used up: the bound is kept
         return state
+
+    def _check(self, used: float, state: State, now: float) -> None:
+        """Refuse what no process can have written, however long one would have to wait to find that out."""
+        soon = now + PATIENCE * (1 + MOST_WAITING / 64) + 1
+        if used > now + 1 or state.grant > now + self.burst * self.interval + 1e-3:
+            raise ValueError("its times are in the future")
+        if any(ticket > state.asked or back > soon for ticket, back in state.queue.items()):
+            raise ValueError("its queue makes no sense")
+
+    def _taken_over(self, per_minute: float, burst: float, used: float, state: State, now: float) -> State:
+        if not (per_minute > 0 and burst >= 1 and used <= now + 1):
+            raise ValueError("its numbers make no sense")
+        if state.grant < now and used < now - 60:
+            return State(now)
+        raise ConfigError(
+            f"RateLimit {self.name!r}: in use with per_minute={per_minute:g} and burst={burst:g}, here "
+            f"{self.per_minute:g} and {self.burst}. Write the same numbers everywhere, or another name."
+        )
+
+
+def unpack(data: bytes) -> tuple[bytes, float, float, float, State]:
+    """Boot, calls a minute, burst, last use and state, from a file's bytes; ValueError for what is no such file."""
+    if len(data) < SUM.size + HEAD.size:
+        raise ValueError("it is cut off")
+    magic, check = SUM.unpack_from(data)
+    boot, per_minute, burst, used, grant, asked, count = HEAD.unpack_from(data, SUM.size)
+    size = SUM.size + HEAD.size + min(count, MOST_WAITING) * PLACE.size
+    body = data[SUM.size : size]
+    if magic != MAGIC or count > MOST_WAITING or len(data) < size or zlib.crc32(body) != check:
+        raise ValueError("its checksum is wrong")
+    queue = dict(PLACE.iter_unpack(body[HEAD.size :]))
+    numbers = (per_minute, burst, used, grant, asked, *queue, *queue.values())
+    if not all(map(math.isfinite, numbers)):
+        raise ValueError("it holds what is no number")
+    return boot, per_minute, burst, used, State(grant, asked, queue)
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def default_folder() -> Path:
