@@ -10,12 +10,13 @@ import pytest
 from arborl.agents.agent import FunctionAgent
 from arborl.agents.chat import ChatAgent
 from arborl.chat import HermesParser, Renderer, Template
+from arborl.chat.fit import cannot_fit
 from arborl.engines.scripted import ScriptedEngine
 from arborl.envs.env import Env, Observation, Step
 from arborl.rollout.recorder import Limits
 from arborl.rollout.runner import Cast, Rollout
 from arborl.rollout.tree import plant
-from arborl.types import Group, Message, Sampling, Task
+from arborl.types import Group, Message, Sampling, Stop, Task
 
 STOP = 0
 SHAPE = (
@@ -176,3 +177,53 @@ def test_an_agent_that_never_asks_the_model_is_counted():
 def episode_row(episode) -> tuple[int, ...]:
     last = episode.calls[-1]
     return (*last.prompt, *last.completion.tokens)
+
+
+class Counting(Adversary):
+    """Notes how much text it is given; a run of white space is one token."""
+
+    def __init__(self):
+        self.given: list[int] = []
+
+    def encode(self, text: str) -> list[int]:
+        self.given.append(len(text))
+        return super().encode(" ".join(text.split(" ")) if text.strip() else "x")
+
+
+class Page(Env):
+    """Shows a text."""
+
+    def __init__(self, text: str):
+        self.text = text
+
+    async def reset(self, task, seed):
+        return Observation((Message("user", "look"),))
+
+    async def step(self, action):
+        return Step(Observation((Message("user", self.text),)))
+
+
+def shown(text: str, max_context: int = 500):
+    tokenizer = Counting()
+    renderer = Renderer(tokenizer, Template(SHAPE, None, ";"), HermesParser(), (STOP,))
+    cast = Cast(agent=lambda task: ChatAgent(), env=lambda task: Page(text))
+    engine = ScriptedEngine([[ord("y") * 10, STOP]])
+    rollout = Rollout(engine, renderer, cast, Sampling(16), Limits(max_turns=2, max_context=max_context), concurrency=4)
+    (group,) = asyncio.run(rollout.collect([Task("t")], seed=0, group_size=1))
+    return group.episodes[0], tokenizer.given
+
+
+def test_an_observation_of_megabytes_fills_the_context_and_is_not_tokenised_to_find_out():
+    episode, given = shown("five megabytes " * 350_000)
+    assert (episode.failure, episode.stop) == (None, Stop.CONTEXT_FULL)
+    assert len(episode.calls) == 1
+    assert max(given) < 10_000
+
+
+def test_a_long_text_of_long_tokens_is_shown():
+    """The bound is in tokens: characters only say where to look."""
+    tokenizer = Counting()
+    assert not cannot_fit([Message("user", " " * 100_000)], tokenizer, most=500)
+    assert cannot_fit([Message("tool", "a" * 100_000)], tokenizer, most=500)
+    assert not cannot_fit([Message("assistant", "a" * 100_000)], tokenizer, most=500)  # old thinking may be left out
+    assert not cannot_fit([Message("user", "a" * 4000)], tokenizer, most=500)  # tokenised whole, as ever

@@ -11,6 +11,7 @@ from typing import Any
 
 from arborl.agents.agent import Model
 from arborl.agents.context import ContextError, Delete, Edit, Fold, History, Style, edited, view
+from arborl.chat.fit import cannot_fit
 from arborl.chat.formats.hermes import HermesParser
 from arborl.errors import ContextFull, MaxTurns
 from arborl.tools.library.brief import listed, shorten
@@ -93,11 +94,14 @@ class Session:
         return view(history, edits, {key: note.summary for key, note in self.space.notes.items()}, self.style)
 
     def measure(self, messages: Sequence[Message]) -> int:
-        """Tokens of the prompt that these messages make: what the engine would be given."""
+        """Tokens of the prompt that these messages make: what the engine would be given. More than the context takes,
+        where they cannot fit."""
         conversations = getattr(self.model, "conversations", None)
+        tokenizer = getattr(self.model, "tokenizer", None)
+        if tokenizer is not None and cannot_fit(messages, tokenizer, self.bounds.tokens):
+            return self.bounds.tokens + 1  # at least; how many more would take long to find out
         if conversations is not None:
             return len(conversations.prompt(messages, self.specs).tokens)
-        tokenizer = getattr(self.model, "tokenizer", None)
         texts = [message.content for message in messages] + [str(spec) for spec in self.specs]
         return sum(count(text, tokenizer) + HEADER for text in texts)
 

@@ -17,6 +17,7 @@ from typing import Any, get_args
 import numpy as np
 
 from arborl.chat.conversation import Conversations, Prompt
+from arborl.chat.fit import cannot_fit
 from arborl.chat.messages import read_messages
 from arborl.chat.renderer import Renderer
 from arborl.chat.tokenizer import TextTokenizer
@@ -84,6 +85,9 @@ class Recorder:
         self._check_open()
         self._silent = False
         shown = read_messages(messages, "model.chat, messages")
+        if cannot_fit(shown, self.tokenizer, self.limits.max_context):
+            size = sum(len(message.content) for message in shown)
+            raise ContextFull(f"the messages have {size:,} characters, the context {self.limits.max_context} tokens")
         prompt = self.conversations.prompt(shown, tools)
         room = self.limits.max_context - len(prompt.tokens)
         if room < 1:
