@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from arborl.chat.tokenizer import Tokenizer
+from arborl.chat.tokenizer import TextTokenizer
 from arborl.types import Message
 
 USUAL_CHARS, SLACK = 8, 16
 """Characters of a token that no text has on average, and tokens that a cut may add."""
 
 
-def cannot_fit(messages: Sequence[Message], tokenizer: Tokenizer, most: int) -> bool:
+def cannot_fit(messages: Sequence[Message], tokenizer: TextTokenizer, most: int) -> bool:
     """Whether what others than the model wrote has more than `most` tokens, found without tokenising all of it.
 
     A page of megabytes would hold up every other episode for seconds, to find that it does not fit. Its beginning says
