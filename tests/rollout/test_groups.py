@@ -196,7 +196,7 @@ def test_statistics_are_over_the_members_that_count_one_vote_each(seedling):
         assert len(group.survivors) == 4
         for episode in group.episodes:
             episode.rewards["env"] = episode.turns[0].reward
-    algorithm = make_algorithm(AlgorithmConfig())
+    algorithm = make_algorithm(AlgorithmConfig(std="none"))
     terms = algorithm.credit(groups, plant(groups).terms)
     rewards = np.array([[episode.reward for episode in group.episodes] for group in groups])
     by_hand = (rewards - rewards.mean(axis=1, keepdims=True)).ravel()
