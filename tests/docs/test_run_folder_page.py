@@ -25,7 +25,6 @@ RUNS = {
     "tools": {"agent": "tool", "tools": ["calculator"], "engine.replies": [CALL, "<answer>Up</answer>"]},
     "ppo": {"algorithm": "ppo", "algorithm.kl.coef": 0.1, "engine.replies": ["Up", "Down"]},
     "dpo": {"algorithm": "dpo"},
-    "trpo": {"algorithm": "trpo", "algorithm.skip_zero_variance": False},
 }
 
 
