@@ -153,6 +153,44 @@ def test_those_who_stop_waiting_leave_their_turn_to_others(tmp_path):
     assert asyncio.run(play()) < 0.3
 
 
+STORM = """
+import os, random, sys, time
+from arborl.tools.limit import RateLimit
+
+folder, rate, burst, seconds = sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
+limit, chance, begun = RateLimit(60 * rate, burst, "storm", folder=folder), random.Random(0), []
+book = os.open(f"{folder}/granted", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+
+def begin():
+    if (child := os.fork()) == 0:
+        while True:
+            os.write(book, f"{limit.acquire_sync()!r}\\n".encode())
+    begun.append(child)
+
+def kill():
+    child = begun.pop(chance.randrange(len(begun)))
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+
+for _ in range(16):
+    begin()
+end = time.monotonic() + seconds
+while time.monotonic() < end:
+    time.sleep(0.03)
+    kill()
+    begin()
+while begun:
+    kill()
+"""
+
+
+def test_the_bound_holds_and_is_used_while_callers_are_killed(tmp_path):
+    subprocess.run([sys.executable, "-c", STORM, str(tmp_path), "40", "4", "2"], check=True, timeout=60)
+    granted = [float(line) for line in (tmp_path / "granted").read_text().splitlines()]
+    assert over(granted, 40) <= 4 + 1e-6
+    assert len(granted) > 40  # half of the rate; one that waited for the dead came to a third
+
+
 WAIT = """
 import asyncio, sys
 from arborl.tools.limit import RateLimit

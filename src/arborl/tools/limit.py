@@ -241,8 +241,9 @@ class HostBook:
             raise LimitTimeout(f"RateLimit {self.name!r}: the next call is {due - now:.1f} s away, not {left:.3g} s")
         if ticket is None and len(state.queue) < MOST_WAITING:
             ticket = state.asked = state.asked + 1
-        # Those before who are late are passed; a few of them count, since some may have died waiting.
-        free = state.grant + (1 - self.burst) * self.interval + min(before, 8) * min(self.interval, GRACE)
+        # Those before who are about to come are waited for, a little; who is late, or said to come later, is passed.
+        coming = sum(abs(back - now) <= GRACE and (ticket is None or one < ticket) for one, back in state.queue.items())
+        free = state.grant + (1 - self.burst) * self.interval + min(coming, 8) * min(self.interval, GRACE)
         if granted := free <= now and ticket is not None:
             state.queue.pop(ticket, None)
             state.grant = max(now, state.grant) + self.interval
