@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from arborl.config.base import dump_yaml
 from arborl.config.load import from_kwargs, load
 from arborl.config.run import LearnerConfig, RunConfig
 from arborl.errors import ConfigError
@@ -247,3 +248,13 @@ def test_another_name_leaves_the_arguments_of_the_first_behind(tmp_path):
     assert load(file, ["agent=chat"]).agent.args == {}
     assert load(file, ["agent=tool"]).agent.args == {"max_tool_rounds": 2}
     assert load(file, ["agent=code", "agent.args.max_tool_rounds=3"]).agent.args == {"max_tool_rounds": 3}
+    assert load(file, ["agent.name=chat"]).agent.args == {}
+
+
+@pytest.mark.parametrize("setting", ["algorithm=ppo", "algorithm.name=ppo"])
+def test_another_algorithm_on_top_of_a_runs_own_file_is_that_algorithm(tmp_path, setting):
+    file = tmp_path / "config.yaml"
+    file.write_text(dump_yaml(load(None, ["algorithm=dr_grpo", "algorithm.entropy_coef=0.25"])))  # every key is in it
+    both = load(file, [setting]).algorithm
+    assert both == load(None, ["algorithm=ppo", "algorithm.entropy_coef=0.25"]).algorithm
+    assert load(file, ["algorithm=dr_grpo"]).algorithm == load(file).algorithm

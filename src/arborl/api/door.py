@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -14,20 +13,11 @@ from rich.console import Console as Terminal
 
 from arborl import checkpoint
 from arborl.api import folder as folders
-from arborl.api.render import Render
-from arborl.api.souvenirs import keepsakes
-from arborl.build import Parts, build
+from arborl.api.resume import Start, find_start, finished, refuse
 from arborl.config.base import validate
 from arborl.config.load import from_kwargs, load
 from arborl.config.run import RunConfig
 from arborl.errors import ConfigError
-from arborl.models.load import holds_model
-from arborl.rollout.store import EpisodeStore
-from arborl.track import Console, JsonlTracker, TensorBoardTracker, Tracker, Trackers, table_before_after
-from arborl.trainer.evaluate import Measured
-from arborl.trainer.hooks import Evaluate, KeepEpisodes, Save
-from arborl.trainer.trainer import Hook, Trainer
-from arborl.types import Group
 
 T = TypeVar("T")
 
@@ -74,14 +64,30 @@ def train(
     """
     config = stubbed(config) if stub else config
     home = folders.choose(config, resuming=resume is not None)
-    start = checkpoint.find(home / "checkpoints", resume) if resume is not None else None
-    parts = build(config, objects)
-    return wait_for(Session(parts, home, start).run())
+    start = find_start(home, resume, config) if resume is not None else None
+    if start is not None:
+        if (summary := finished(home, start, config)) is not None:
+            Terminal().print(_nothing_to_do(home, start), highlight=False, markup=False, soft_wrap=True)
+            return Run(home, summary)
+        refuse(start, config)
+    from arborl.api.session import Session
+    from arborl.build import build
+
+    return Run(home, wait_for(Session(build(config, objects), home, start).run()))
+
+
+def _nothing_to_do(home: Path, start: Start) -> str:
+    done = f"{home} is finished: all {start.step} steps are done. Nothing is changed."
+    left = f" Not applied: {'; '.join(map(str, start.changes))}." if start.changes else ""
+    return f"{done}{left} Write trainer.steps={2 * start.step} to go on."
 
 
 def evaluate(path: str, overrides: Sequence[str] = ()) -> dict[str, dict[str, float]]:
     """Numbers of a run's last checkpoint, of a checkpoint, of a model by name, or of the model that a YAML file begins
     with, on held-out tasks."""
+    from arborl.build import build
+    from arborl.models.load import holds_model
+
     place = Path(path)
     model: str | Path
     if place.suffix == ".yaml":
@@ -158,115 +164,3 @@ def wait_for(work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run(work)
     with ThreadPoolExecutor(max_workers=1) as thread:
         return thread.submit(asyncio.run, work).result()
-
-
-class Session:
-    """One run from its first evaluation to its last file."""
-
-    def __init__(self, parts: Parts, home: Path, start: Path | None):
-        self.parts, self.config, self.home, self.start = parts, parts.config, home, start
-        self.memory: dict[str, Any] = {"before": {}, "seed": self.config.seed}
-        track = self.config.track
-        self.render: Render | None = None
-        if track.render_save_dir is not None:
-            decode = parts.renderer.tokenizer.decode
-            self.render = Render(parts.cast, decode, track.render_save_dir, track.render_every, track.render_episodes)
-
-    async def run(self) -> Run:
-        """Measure, train, measure again, and leave everything worth keeping in the folder."""
-        trainer, save = self._trainer()
-        self._begin(trainer)
-        console = Console(self.config.trainer.steps, self._title(), start=trainer.step)
-        with console:
-            trainer.tracker = self._trackers(console, trainer.step)
-            try:
-                if self.start is None:
-                    console.progress("measuring on held-out tasks, before training")
-                    self.memory["before"] = (await self._measure(0)).metrics
-                await trainer.fit()
-            except asyncio.CancelledError:
-                path = save.now(trainer)
-                console.note(f"Stopped at step {trainer.step}; saved {path}")
-                console.note(f"Go on with:  arborl train --resume latest output_dir={self.home}")
-                raise
-            finally:
-                trainer.tracker.close()
-            console.progress("measuring on held-out tasks, after training")
-            after = await self._measure(trainer.step)
-        await self.parts.engine.close()
-        self.parts.rollout.close()
-        return await self._finish(trainer, after)
-
-    def _trainer(self) -> tuple[Trainer, Save]:
-        parts, config = self.parts, self.config
-        save = Save(
-            self.home / "checkpoints", config.trainer.save_every, config.trainer.keep, self.memory, parts.copy_tokenizer
-        )
-        hooks: list[Hook] = [KeepEpisodes(self.home / "episodes")] if config.track.episodes else []
-        if self.render is not None:
-            hooks.append(self.render)
-        if config.evaluation.every and config.evaluation.tasks:
-            hooks.append(Evaluate(parts.evaluator, config.evaluation.every, self._show))
-        trainer = Trainer(
-            config, parts.source, parts.rollout, parts.rewards, parts.algorithm, parts.learner, parts.engine,
-            Trackers([]), hooks, save,
-        )  # fmt: skip
-        return trainer, save
-
-    def _begin(self, trainer: Trainer) -> None:
-        """From the start, or exactly where the checkpoint left off."""
-        if self.start is not None:
-            state = checkpoint.load_state(self.start)
-            trainer.restore(state)
-            self.memory["before"] = state["before"]
-            if state["seed"] != self.config.seed:
-                raise ConfigError(
-                    f"seed={self.config.seed}: the checkpoint was made with seed={state['seed']}. Write that."
-                )
-            self.parts.learner.load(self.start)
-            checkpoint.rewind(self.home / "checkpoints", trainer.step)
-        folders.open_folder(self.home, self.config)
-
-    def _trackers(self, console: Console, step: int) -> Trackers:
-        chosen: list[Tracker] = [console, JsonlTracker(self.home / "metrics.jsonl", resume_at=step)]
-        if self.config.track.tensorboard:
-            chosen.append(TensorBoardTracker(self.home / "tensorboard", resume_at=step))
-        return Trackers(chosen)
-
-    def _title(self) -> list[str]:
-        config = self.config
-        what = f"{config.model.name} learns {config.env.name} with {config.algorithm.name}, seed {config.seed}"
-        return [f"{config.name}: {what}", f"into {self.home}"]
-
-    async def _measure(self, step: int) -> Measured:
-        if self.config.evaluation.tasks == 0:
-            return Measured({}, [])
-        await self.parts.engine.load(self.parts.learner.weights(), version=step)
-        measured = await self.parts.evaluator.measure()
-        if self.config.track.episodes:
-            EpisodeStore(self.home / "episodes" / "evaluation").write(step, measured.groups)
-        await self._show(step, measured.groups)
-        return measured
-
-    async def _show(self, step: int, groups: Sequence[Group]) -> None:
-        """Held-out episodes as moving pictures, where so asked."""
-        if self.render is not None:
-            await self.render.draw("validation", step, groups)
-
-    async def _finish(self, trainer: Trainer, after: Measured) -> Run:
-        summary = {
-            "before": self.memory["before"],
-            "after": after.metrics,
-            "train_seconds": round(trainer.train_seconds, 3),
-            "steps": trainer.step,
-            "seed": self.config.seed,
-        }
-        folders.write_summary(self.home, summary)
-        episodes = [episode for group in after.groups for episode in group.survivors]
-        written = await keepsakes(self.parts, self.home, episodes)
-        terminal = Terminal()
-        if after.metrics:
-            terminal.print(table_before_after(summary["before"], summary["after"]))
-        for name, path in written.items():
-            terminal.print(f"{name:>14}  {path}", highlight=False, soft_wrap=True)
-        return Run(self.home, json.loads(json.dumps(summary)))

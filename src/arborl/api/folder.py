@@ -26,10 +26,24 @@ def choose(config: RunConfig, resuming: bool) -> Path:
     return config.output_dir
 
 
-def open_folder(folder: Path, config: RunConfig) -> None:
-    """Make it and write down what is run."""
+def write_config(folder: Path, config: RunConfig) -> None:
+    """Make the folder and write down what is run."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(dump_yaml(config.model_copy(update={"output_dir": folder})), encoding="utf-8")
+
+
+def change_config(folder: Path, before: RunConfig, now: RunConfig, step: int) -> None:
+    """Write down what is run from this step on; what was run before stays beside it."""
+    former = folder / f"config.before-step-{step:06}.yaml"
+    if not former.exists():  # else this step was begun with other settings before, and nothing came of it
+        former.write_text(dump_yaml(before.model_copy(update={"output_dir": folder})), encoding="utf-8")
+    write_config(folder, now)
+
+
+def set_aside(path: Path, step: int) -> None:
+    """Keep a file that is no longer true under a name that says until when it was."""
+    if path.exists():
+        path.replace(path.with_name(f"{path.stem}.before-step-{step:06}{path.suffix}"))
 
 
 def write_summary(folder: Path, summary: dict[str, Any]) -> Path:

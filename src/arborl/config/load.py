@@ -14,7 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arborl.config.base import Config, element, section, spelt_out, validate
+from arborl.config.algorithm import AlgorithmConfig
+from arborl.config.base import Config, element, plain, section, spelt_out, validate
+from arborl.config.presets import PRESETS
 from arborl.config.run import RunConfig
 from arborl.errors import ConfigError, did_you_mean
 
@@ -32,8 +34,9 @@ def load(file: Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
     Args:
         file: a YAML file; without one the defaults are the base.
         overrides: `key=value`, whether or not the file mentions the key; `~key` takes a key out. A name in place of a
-            section is short for its `name`; another name than the file's leaves the file's `args` behind. Where a
-            folder of YAML files beside the file has the key's name, `key=value` picks one of them, as in Hydra.
+            section is short for its `name`; another name than the file's leaves the file's `args` behind, and
+            another algorithm what the former's preset had set. Where a folder of YAML files beside the file has the
+            key's name, `key=value` picks one of them, as in Hydra.
 
     Example:
         load(Path("run.yaml"), ["env=frozen_lake", "env.args.size=6", "learner.lr=3e-4"])
@@ -226,13 +229,30 @@ def _apply(tree: DictConfig, override: Override) -> None:
             raise ConfigError(f"{text!r}: {key} is not set, so there is nothing to take out.")
         del home[last]
         return
-    model = section(RunConfig, key)
-    if model and model.shorthand and isinstance(value, str):
+    model = section(RunConfig, key) or section(RunConfig, above)
+    if model and model.shorthand and isinstance(value, str) and (not above or last == model.shorthand):
+        key = above or key
         before = OmegaConf.select(tree, key)
         if isinstance(before, DictConfig) and before.get(model.shorthand) not in (None, value):
-            before.pop("args", None)  # they were the other one's
+            _leave_behind(before, model)
         key = f"{key}.{model.shorthand}"
     OmegaConf.update(tree, key, value, merge=True, force_add=True)
+
+
+def _leave_behind(before: DictConfig, model: type[Config]) -> None:
+    """Take out what was the former part's own: its arguments, or of an algorithm what its preset had set.
+
+    A run's own file has every key of the preset; left there, they would win over those of the new one.
+    """
+    from omegaconf import OmegaConf
+
+    before.pop("args", None)
+    if model is AlgorithmConfig and before.get("name") in PRESETS:
+        given = OmegaConf.to_container(before)
+        assert isinstance(given, dict)
+        preset = plain(AlgorithmConfig(name=before["name"]))
+        for key in [key for key, value in given.items() if key in preset and value == preset[key]]:
+            before.pop(key)
 
 
 def _resolved(tree: DictConfig) -> Any:

@@ -1,0 +1,146 @@
+"""One run, from its first evaluation to its last file."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console as Terminal
+
+from arborl import checkpoint
+from arborl.api import folder as folders
+from arborl.api.render import Render
+from arborl.api.resume import Start, told
+from arborl.api.souvenirs import keepsakes
+from arborl.build import Parts
+from arborl.config.base import plain
+from arborl.rollout.store import EpisodeStore
+from arborl.track import Console, JsonlTracker, TensorBoardTracker, Tracker, Trackers, table_before_after
+from arborl.trainer.evaluate import Measured
+from arborl.trainer.hooks import Evaluate, KeepEpisodes, Save
+from arborl.trainer.trainer import Hook, Trainer
+from arborl.types import Group
+
+
+class Session:
+    """Holds what a run is made of while it lasts.
+
+    Args:
+        parts: the objects of the run.
+        home: its folder.
+        start: the checkpoint to go on from, if any.
+    """
+
+    def __init__(self, parts: Parts, home: Path, start: Start | None):
+        self.parts, self.config, self.home, self.start = parts, parts.config, home, start
+        self.memory: dict[str, Any] = {"before": {}, "config": plain(self.config)}
+        track = self.config.track
+        self.render: Render | None = None
+        if track.render_save_dir is not None:
+            decode = parts.renderer.tokenizer.decode
+            self.render = Render(parts.cast, decode, track.render_save_dir, track.render_every, track.render_episodes)
+
+    async def run(self) -> dict[str, Any]:
+        """Measure, train, measure again, and leave everything worth keeping in the folder; returns the summary."""
+        trainer, save = self._trainer()
+        self._begin(trainer)
+        console = Console(self.config.trainer.steps, self._title(), start=trainer.step)
+        with console:
+            trainer.tracker = self._trackers(console, trainer.step)
+            for line in told(self.start) if self.start is not None else ():
+                console.note(line)
+            try:
+                if trainer.step == 0 and not self.memory["before"]:  # also where it was stopped while measuring
+                    console.progress("measuring on held-out tasks, before training")
+                    self.memory["before"] = (await self._measure(0)).metrics
+                await trainer.fit()
+            except asyncio.CancelledError:
+                path = save.now(trainer)
+                console.note(f"Stopped at step {trainer.step}; saved {path}")
+                console.note(f"Go on with:  arborl train --resume latest output_dir={self.home}")
+                raise
+            finally:
+                trainer.tracker.close()
+            console.progress("measuring on held-out tasks, after training")
+            after = await self._measure(trainer.step)
+        await self.parts.engine.close()
+        self.parts.rollout.close()
+        return await self._finish(trainer, after)
+
+    def _trainer(self) -> tuple[Trainer, Save]:
+        parts, config = self.parts, self.config
+        save = Save(
+            self.home / "checkpoints", config.trainer.save_every, config.trainer.keep, self.memory, parts.copy_tokenizer
+        )
+        hooks: list[Hook] = [KeepEpisodes(self.home / "episodes")] if config.track.episodes else []
+        if self.render is not None:
+            hooks.append(self.render)
+        if config.evaluation.every and config.evaluation.tasks:
+            hooks.append(Evaluate(parts.evaluator, config.evaluation.every, self._show))
+        trainer = Trainer(
+            config, parts.source, parts.rollout, parts.rewards, parts.algorithm, parts.learner, parts.engine,
+            Trackers([]), hooks, save,
+        )  # fmt: skip
+        return trainer, save
+
+    def _begin(self, trainer: Trainer) -> None:
+        """From the start, or exactly where the checkpoint left off."""
+        start = self.start
+        if start is None:
+            folders.write_config(self.home, self.config)
+            return
+        trainer.restore(start.state)
+        self.memory["before"] = start.state["before"]
+        self.parts.learner.load(start.folder)
+        checkpoint.rewind(self.home / "checkpoints", trainer.step)
+        folders.set_aside(self.home / "summary.json", trainer.step)
+        if start.changes:
+            folders.change_config(self.home, start.before, self.config, trainer.step)
+
+    def _trackers(self, console: Console, step: int) -> Trackers:
+        chosen: list[Tracker] = [console, JsonlTracker(self.home / "metrics.jsonl", resume_at=step)]
+        if self.config.track.tensorboard:
+            chosen.append(TensorBoardTracker(self.home / "tensorboard", resume_at=step))
+        return Trackers(chosen)
+
+    def _title(self) -> list[str]:
+        config = self.config
+        what = f"{config.model.name} learns {config.env.name} with {config.algorithm.name}, seed {config.seed}"
+        return [f"{config.name}: {what}", f"into {self.home}"]
+
+    async def _measure(self, step: int) -> Measured:
+        if self.config.evaluation.tasks == 0:
+            return Measured({}, [])
+        await self.parts.engine.load(self.parts.learner.weights(), version=step)
+        measured = await self.parts.evaluator.measure()
+        if self.config.track.episodes:
+            EpisodeStore(self.home / "episodes" / "evaluation").write(step, measured.groups)
+        await self._show(step, measured.groups)
+        return measured
+
+    async def _show(self, step: int, groups: Sequence[Group]) -> None:
+        """Held-out episodes as moving pictures, where so asked."""
+        if self.render is not None:
+            await self.render.draw("validation", step, groups)
+
+    async def _finish(self, trainer: Trainer, after: Measured) -> dict[str, Any]:
+        summary = {
+            "before": self.memory["before"],
+            "after": after.metrics,
+            "train_seconds": round(trainer.train_seconds, 3),
+            "steps": trainer.step,
+            "seed": self.config.seed,
+        }
+        folders.write_summary(self.home, summary)
+        episodes = [episode for group in after.groups for episode in group.survivors]
+        written = await keepsakes(self.parts, self.home, episodes)
+        terminal = Terminal()
+        if after.metrics:
+            terminal.print(table_before_after(summary["before"], summary["after"]))
+        for name, path in written.items():
+            terminal.print(f"{name:>14}  {path}", highlight=False, soft_wrap=True)
+        shown: dict[str, Any] = json.loads(json.dumps(summary))
+        return shown
