@@ -31,7 +31,7 @@ from arborl.learner.learner import Learner
 from arborl.models.heads import float32_head
 from arborl.models.load import load_model, resolve
 from arborl.models.lora import add_lora, load_4bit
-from arborl.registry import Registry, call_checked
+from arborl.registry import Registry, call_checked, unique
 from arborl.rewards import REWARDS, Rewards
 from arborl.rewards.by_source import RewardsBySource
 from arborl.rollout.manager import FILTERS, Manner
@@ -186,7 +186,7 @@ class Workshop:
             tools = config.tools if source.tools is None else source.tools
             given = agent.tool_args
             if source.agent is None:  # the run's agent at other tools: what is said of those it has not is not for here
-                given = {tool: args for tool, args in given.items() if tool in tools}
+                given = {tool: args for tool, args in given.items() if tool in _called(tools)}
             where = f"data.sources.{name}."
             seats[name] = Seat(where, agent, source.env or config.env, tools, source.rewards or config.rewards, given)
         return seats
@@ -230,13 +230,14 @@ class Workshop:
     def tools(self, seat: Seat, everywhere: Collection[str]) -> list[AnyTool]:
         """The tools, each made with its arguments."""
         for name in seat.tool_args:
-            if name not in (seat.tools if seat.where else everywhere):
+            if name not in _called(seat.tools if seat.where else everywhere):
                 raise ConfigError(
                     f"{seat.where}agent.tool_args.{name}: no such tool here. Write {seat.where}tools=[{name}]."
                 )
         return [
-            as_tool(self.find(TOOLS, name), seat.tool_args.get(name), f"{seat.where}agent.tool_args.{name}")
+            as_tool(self.find(TOOLS, name), seat.tool_args.get(given), f"{seat.where}agent.tool_args.{given}")
             for name in seat.tools
+            for given in [name if name in seat.tool_args else short(name)]
         ]
 
     def rewards(self) -> Rewards:
@@ -248,7 +249,7 @@ class Workshop:
 
     def _rewards(self, seat: Seat) -> Rewards:
         """Rewards with their weights. A function is a reward as it stands; a class is called with its `args`."""
-        chosen = []
+        chosen: list[tuple[str, Any, float]] = []
         for i, part in enumerate(seat.rewards):
             found = self.find(REWARDS, part.name)
             if isinstance(found, type):
@@ -257,7 +258,8 @@ class Workshop:
                 raise ConfigError(
                     f"{seat.where}rewards.{i}.args: the reward {part.name!r} is a function and takes no arguments here."
                 )
-            name = str(getattr(found, "name", part.name))
+            own = str(getattr(found, "name", short(part.name)))
+            name = unique(own, [other for other, _, _ in chosen])  # or one would take the place of another's number
             chosen.append((name, found, part.weight * float(getattr(found, "weight", 1.0))))
         return Rewards(chosen, self.config.rollout.step_seconds)
 
@@ -304,7 +306,7 @@ class Workshop:
 
     def engine(self, model: PreTrainedModel, renderer: Renderer, cast: Cast) -> Engine:
         config = self.config
-        found = ENGINES[config.engine.name]
+        found = self.find(ENGINES, config.engine.name)
         if config.engine.name == "local":
             made: Engine = found(
                 model,
@@ -321,6 +323,16 @@ class Workshop:
         else:
             made = found(model)
         return made
+
+
+def short(name: str) -> str:
+    """What a part is called where its module does not matter: `package.module:Maze` -> `Maze`."""
+    return name.rpartition(":")[2]
+
+
+def _called(names: Collection[str]) -> set[str]:
+    """All that these parts may be called."""
+    return {*names, *map(short, names)}
 
 
 def _differences(

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from arborl.errors import ConfigError, UnknownName, did_you_mean
+
+HANDED_IN = "object:"
+"""In front of the names of parts that were given as Python objects, and that nothing can be imported by."""
 
 
 class Registry(Mapping[str, Any]):
@@ -54,6 +57,12 @@ class Registry(Mapping[str, Any]):
 def load(path: str, kind: str = "object") -> Any:
     """Import `package.module:attribute`."""
     module_name, _, attribute = path.partition(":")
+    if path.startswith(HANDED_IN):
+        raise UnknownName(
+            f"the {kind} {attribute!r} was given to the run as a Python object that cannot be imported by a name. Go "
+            "on from Python with the object at hand (run.evaluate(), or arborl.run(resume=…)), or put it into a module "
+            f"and give 'package.module:{attribute}'."
+        )
     try:
         found = importlib.import_module(module_name)
     except ImportError as error:
@@ -83,3 +92,12 @@ def call_checked(part: Any, args: Mapping[str, Any], where: str) -> Any:
         return part(**args)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+def unique(name: str, taken: Collection[str]) -> str:
+    """The name, or where it is taken `name-2`, `name-3`, …"""
+    number, found = 1, name
+    while found in taken:
+        number += 1
+        found = f"{name}-{number}"
+    return found

@@ -13,6 +13,7 @@ from rich.console import Console as Terminal
 
 from arborl import checkpoint
 from arborl.api import folder as folders
+from arborl.api.objects import name_objects
 from arborl.api.resume import Start, find_start, finished, refuse
 from arborl.config.base import validate
 from arborl.config.load import from_kwargs, load
@@ -28,6 +29,16 @@ class Run:
 
     folder: Path
     summary: dict[str, Any] = field(default_factory=dict)
+    objects: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    """Parts that were given as Python objects, by their names in `config.yaml`."""
+
+    def evaluate(self, overrides: Sequence[str] = ()) -> dict[str, dict[str, float]]:
+        """Numbers of the last checkpoint on held-out tasks, with the very objects of the run.
+
+        Example:
+            run.evaluate(["evaluation.tasks=500"])["greedy"]["success"]
+        """
+        return evaluate(str(self.folder), overrides, self.objects)
 
     def view(self) -> Path:
         """Open the report in a browser; returns its path."""
@@ -39,8 +50,8 @@ class Run:
 
 
 def run(**settings: Any) -> Run:
-    """Train from Python. Keywords are those of a configuration file; tools, rewards, agents and environments may be
-    given as objects.
+    """Train from Python. Keywords are those of a configuration file; tools, rewards, agents, environments, group
+    filters and functions that give rows may be given as objects, and rows as a list.
 
     Example:
         run = arborl.run(model="seedling", data="train.json", agent="tool", tools=[calculator], rewards=[exact],
@@ -68,12 +79,12 @@ def train(
     if start is not None:
         if (summary := finished(home, start, config)) is not None:
             Terminal().print(_nothing_to_do(home, start), highlight=False, markup=False, soft_wrap=True)
-            return Run(home, summary)
+            return Run(home, summary, objects or {})
         refuse(start, config)
     from arborl.api.session import Session
     from arborl.build import build
 
-    return Run(home, wait_for(Session(build(config, objects), home, start).run()))
+    return Run(home, wait_for(Session(build(config, objects), home, start).run()), objects or {})
 
 
 def _nothing_to_do(home: Path, start: Start) -> str:
@@ -82,7 +93,9 @@ def _nothing_to_do(home: Path, start: Start) -> str:
     return f"{done}{left} Write trainer.steps={2 * start.step} to go on."
 
 
-def evaluate(path: str, overrides: Sequence[str] = ()) -> dict[str, dict[str, float]]:
+def evaluate(
+    path: str, overrides: Sequence[str] = (), objects: Mapping[str, Any] | None = None
+) -> dict[str, dict[str, float]]:
     """Numbers of a run's last checkpoint, of a checkpoint, of a model by name, or of the model that a YAML file begins
     with, on held-out tasks."""
     from arborl.build import build
@@ -107,7 +120,7 @@ def evaluate(path: str, overrides: Sequence[str] = ()) -> dict[str, dict[str, fl
     if config.evaluation.tasks == 0:
         raise ConfigError("evaluation.tasks=0: nothing to evaluate. Write evaluation.tasks=200.")
     named = config.model_copy(update={"model": config.model.model_copy(update={"name": str(model)})})
-    measured = wait_for(build(named).evaluator.measure()).metrics
+    measured = wait_for(build(named, objects).evaluator.measure()).metrics
     greedy = {name.removeprefix("greedy_"): value for name, value in measured.items() if name.startswith("greedy_")}
     sampled = {name: value for name, value in measured.items() if not name.startswith("greedy_")}
     return {"sampled": sampled} | ({"greedy": greedy} if greedy else {})
@@ -124,36 +137,6 @@ def stubbed(config: RunConfig) -> RunConfig:
     tree["learner"] |= {"minibatches": 1}
     tree["evaluation"] |= {"tasks": min(config.evaluation.tasks, 8)}
     return validate(RunConfig, tree)
-
-
-def name_objects(settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Settings with names in place of objects, and the objects by those names."""
-    objects: dict[str, Any] = {}
-
-    def named(value: Any) -> Any:
-        if isinstance(value, str | Mapping | Path | int | float) or value is None:
-            return value
-        name = str(getattr(value, "name", None) or getattr(value, "__name__", type(value).__name__))
-        objects[name] = value
-        return name
-
-    def section(given: Mapping[str, Any]) -> dict[str, Any]:
-        out = dict(given)
-        for key in ("agent", "env", "rows"):
-            if key in out:
-                out[key] = named(out[key])
-        for key in ("tools", "rewards"):
-            if key in out and out[key] is not None:
-                several = out[key] if isinstance(out[key], list | tuple) else [out[key]]
-                out[key] = [named(value) for value in several]
-        if isinstance(out.get("data"), Mapping):
-            out["data"] = section(out["data"])
-        if isinstance(out.get("sources"), Mapping):
-            sources = out["sources"].items()
-            out["sources"] = {name: section(one) if isinstance(one, Mapping) else one for name, one in sources}
-        return out
-
-    return section(settings), objects
 
 
 def wait_for(work: Coroutine[Any, Any, T]) -> T:

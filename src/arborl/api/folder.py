@@ -9,6 +9,11 @@ from typing import Any
 from arborl.config.base import dump_yaml
 from arborl.config.run import RunConfig
 from arborl.errors import ConfigError
+from arborl.registry import HANDED_IN
+
+NOT_ALONE = f"""# Names that begin with {HANDED_IN} are parts that Python code gave as objects.
+# This run can be evaluated and resumed from Python, with those objects at hand, and not from this file alone.
+"""
 
 
 def choose(config: RunConfig, resuming: bool) -> Path:
@@ -29,7 +34,10 @@ def choose(config: RunConfig, resuming: bool) -> Path:
 def write_config(folder: Path, config: RunConfig) -> None:
     """Make the folder and write down what is run."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(dump_yaml(config.model_copy(update={"output_dir": folder})), encoding="utf-8")
+    text = dump_yaml(config.model_copy(update={"output_dir": folder}))
+    if f" {HANDED_IN}" in text:
+        text = NOT_ALONE + text
+    (folder / "config.yaml").write_text(text, encoding="utf-8")
 
 
 def change_config(folder: Path, before: RunConfig, now: RunConfig, step: int) -> None:
