@@ -1,6 +1,7 @@
 """The only file that knows every room: a `RunConfig` becomes the objects of a run.
 
-Everything a configuration can get wrong is found here, before anything is written.
+Everything a configuration can get wrong is found here, before anything is written; and what can be found without the
+model, before torch is even imported, so that a mistake is answered in a second or two.
 """
 
 from __future__ import annotations
@@ -11,14 +12,9 @@ import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import torch
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING, Any
 
 from arborl.agents import AGENTS, Agent, FunctionAgent
-from arborl.algorithms import Algorithm, Needs, make_algorithm
-from arborl.algorithms.weighted import Weighted
 from arborl.chat import Renderer
 from arborl.config.data import SourceConfig
 from arborl.config.run import AgentConfig, EnvConfig, Part, RewardConfig, RunConfig
@@ -27,10 +23,7 @@ from arborl.data.pools import RowPool
 from arborl.engines import ENGINES, Engine
 from arborl.envs import ENVS, Env
 from arborl.errors import ConfigError
-from arborl.learner.learner import Learner
-from arborl.models.heads import float32_head
-from arborl.models.load import load_model, resolve
-from arborl.models.lora import add_lora, load_4bit
+from arborl.models.find import longest_context, resolve
 from arborl.registry import Registry, call_checked, unique
 from arborl.rewards import REWARDS, Rewards
 from arborl.rewards.by_source import RewardsBySource
@@ -40,8 +33,15 @@ from arborl.rollout.runner import Cast, Rollout
 from arborl.rollout.tape import Recording, Replay
 from arborl.rollout.workers import Workers
 from arborl.tools import TOOLS, AnyTool, as_tool
-from arborl.trainer.evaluate import Evaluator
+from arborl.tools.gaps import warn_of_gaps
 from arborl.types import Message, Sampling, Task
+
+if TYPE_CHECKING:  # what needs torch
+    from transformers import PreTrainedModel
+
+    from arborl.algorithms import Algorithm
+    from arborl.learner.learner import Learner
+    from arborl.trainer.evaluate import Evaluator
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
@@ -74,15 +74,22 @@ def build(config: RunConfig, objects: Mapping[str, Any] | None = None) -> Parts:
     """The objects of this configuration; `objects` are parts that Python code handed in, by name."""
     workshop = Workshop(config, objects or {})
     cast, rewards = workshop.cast(), workshop.rewards()
+    workshop.check_names()
     folder = resolve(config.model.name)
+    _check_context(config, folder)
     renderer = Renderer.from_folder(folder, config.agent.tool_format)
     source = workshop.source(renderer)
+
+    import torch
+
+    from arborl.learner.learner import Learner
+    from arborl.trainer.evaluate import Evaluator
+
     if config.threads:
         torch.set_num_threads(config.threads)
     torch.use_deterministic_algorithms(config.deterministic)
     torch.manual_seed(config.seed)
     model = _policy(config, folder)
-    _check_context(config, model)
     engine = workshop.engine(model, renderer, cast)
     drawn = config.sampling
     sampling = Sampling(
@@ -102,7 +109,6 @@ def build(config: RunConfig, objects: Mapping[str, Any] | None = None) -> Parts:
     )
     rollout = workshop.rollout(engine, renderer, cast, sampling, limits, rewards)
     algorithm = workshop.algorithm()
-    _check_critic(config, algorithm.needs)
     learner = Learner(
         model,
         config.learner,
@@ -115,6 +121,10 @@ def build(config: RunConfig, objects: Mapping[str, Any] | None = None) -> Parts:
 
 
 def _policy(config: RunConfig, folder: Path) -> PreTrainedModel:
+    from arborl.models.heads import float32_head
+    from arborl.models.load import load_model
+    from arborl.models.lora import add_lora, load_4bit
+
     asked = config.model
     model = (load_4bit if asked.quantize == "4bit" else load_model)(folder, asked.dtype, asked.device)
     if asked.head == "float32":
@@ -124,18 +134,8 @@ def _policy(config: RunConfig, folder: Path) -> PreTrainedModel:
     return model
 
 
-def _check_critic(config: RunConfig, needs: Needs) -> None:
-    name, critic = config.algorithm.name, config.learner.critic
-    if needs.value and critic == "none":
-        raise ConfigError(
-            f"learner.critic=none: algorithm={name} needs values. Write learner.critic=shared or separate."
-        )
-    if not needs.value and critic in ("shared", "separate"):
-        raise ConfigError(f"learner.critic={critic}: algorithm={name} needs no values. Write learner.critic=auto.")
-
-
-def _check_context(config: RunConfig, model: PreTrainedModel) -> None:
-    longest = getattr(model.config, "max_position_embeddings", None)
+def _check_context(config: RunConfig, folder: Path) -> None:
+    longest = longest_context(folder)
     if longest is not None and config.sampling.max_context > longest:
         raise ConfigError(
             f"sampling.max_context={config.sampling.max_context}: {config.model.name} reads {longest} tokens at most. "
@@ -176,6 +176,13 @@ class Workshop:
         takes = inspect.signature(found).parameters
         return call_checked(found, part.args | {k: v for k, v in more.items() if k in takes}, f"{where}.args")
 
+    def check_names(self) -> None:
+        """That there is what only comes up once there is a model. Engines of the library are not imported yet."""
+        if self.config.engine.name not in ENGINES.table:
+            self.find(ENGINES, self.config.engine.name)
+        if self.config.rollout.group_filter is not None:
+            self.find(FILTERS, self.config.rollout.group_filter)
+
     def seats(self) -> dict[str, Seat]:
         """The run's own under the empty name, and that of each source."""
         config = self.config
@@ -199,6 +206,7 @@ class Workshop:
         config, seats = self.config, self.seats()
         everywhere = {name for seat in seats.values() for name in seat.tools}
         tools = {name: self.tools(seat, everywhere) for name, seat in seats.items()}
+        warn_of_gaps({tool.name: tool for some in tools.values() for tool in some}.values())
         sources = config.data.sources
 
         def seat_of(task: Task) -> str:
@@ -289,6 +297,9 @@ class Workshop:
 
     def algorithm(self) -> Algorithm:
         """The algorithm; it weighs sources where they say so."""
+        from arborl.algorithms import make_algorithm
+        from arborl.algorithms.weighted import Weighted
+
         made = make_algorithm(self.config.algorithm)
         weights = {name: source.weight for name, source in self.config.data.sources.items()}
         return Weighted(made, weights) if len(set(weights.values())) > 1 else made

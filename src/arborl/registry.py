@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import traceback
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from arborl.errors import ConfigError, UnknownName, did_you_mean
@@ -70,12 +72,24 @@ def load(path: str, kind: str = "object") -> Any:
             f"cannot import {module_name!r} for the {kind} {path!r}: {error}. "
             "Is the package installed, or its folder on PYTHONPATH?"
         ) from error
+    except Exception as error:
+        raise UnknownName(f"importing {module_name!r} for the {kind} {path!r} failed: {_told(error)}") from error
     for part in attribute.split("."):
         if not hasattr(found, part):
             names = [name for name in vars(found) if not name.startswith("_")]
             raise UnknownName(f"{module_name!r} has no {attribute!r} (wanted as {kind}).{did_you_mean(part, names)}")
         found = getattr(found, part)
     return found
+
+
+def _told(error: Exception) -> str:
+    """What went wrong, and in which line."""
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    where = [(Path(frame.filename).name, frame.lineno) for frame in last]
+    if isinstance(error, SyntaxError):
+        where = [(Path(error.filename or "").name, error.lineno)]
+    place = "".join(f" ({name}, line {number})" for name, number in where)
+    return f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}{place}"
 
 
 def call_checked(part: Any, args: Mapping[str, Any], where: str) -> Any:

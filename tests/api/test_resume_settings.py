@@ -178,3 +178,10 @@ def test_a_state_of_another_shape_is_one_sentence(run, text):
 def test_a_configuration_in_json_is_read_back_equal():
     config = load(None, ["name=a\\${b}", "env.args.size=3", "rewards=[env]", "track.render_save_dir=x/y"])
     assert list(changes(validate(RunConfig, json.loads(json.dumps(plain(config)))), config)) == []
+
+
+def test_a_run_killed_before_its_first_checkpoint_goes_on_from_its_beginning(run):
+    shutil.rmtree(run / "checkpoints")
+    (run / "summary.json").unlink()
+    assert again(run).summary["steps"] == 2
+    assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1]

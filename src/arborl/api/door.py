@@ -15,10 +15,12 @@ from arborl import checkpoint
 from arborl.api import folder as folders
 from arborl.api.objects import name_objects
 from arborl.api.resume import Start, find_start, finished, refuse
-from arborl.config.base import validate
+from arborl.build import build
+from arborl.config.base import plain, validate
 from arborl.config.load import from_kwargs, load
 from arborl.config.run import RunConfig
 from arborl.errors import ConfigError
+from arborl.models.find import holds_model
 
 T = TypeVar("T")
 
@@ -74,17 +76,18 @@ def train(
         objects: parts handed in by Python code, by the name the configuration uses for them.
     """
     config = stubbed(config) if stub else config
-    home = folders.choose(config, resuming=resume is not None)
-    start = find_start(home, resume, config) if resume is not None else None
-    if start is not None:
-        if (summary := finished(home, start, config)) is not None:
-            Terminal().print(_nothing_to_do(home, start), highlight=False, markup=False, soft_wrap=True)
-            return Run(home, summary, objects or {})
-        refuse(start, config)
-    from arborl.api.session import Session
-    from arborl.build import build
+    plain(config)  # an object among the arguments, which no file can hold, is found before anything starts
+    with folders.claimed(config, resuming=resume is not None) as home:
+        start = find_start(home, resume, config) if resume is not None else None
+        if start is not None:
+            if (summary := finished(home, start, config)) is not None:
+                Terminal().print(_nothing_to_do(home, start), highlight=False, markup=False, soft_wrap=True)
+                return Run(home, summary, objects or {})
+            refuse(start, config)
+        parts = build(config, objects)
+        from arborl.api.session import Session  # needs torch, which takes seconds; what is wrong has been said by now
 
-    return Run(home, wait_for(Session(build(config, objects), home, start).run()), objects or {})
+        return Run(home, wait_for(Session(parts, home, start).run()), objects or {})
 
 
 def _nothing_to_do(home: Path, start: Start) -> str:
@@ -98,9 +101,6 @@ def evaluate(
 ) -> dict[str, dict[str, float]]:
     """Numbers of a run's last checkpoint, of a checkpoint, of a model by name, or of the model that a YAML file begins
     with, on held-out tasks."""
-    from arborl.build import build
-    from arborl.models.load import holds_model
-
     place = Path(path)
     model: str | Path
     if place.suffix == ".yaml":

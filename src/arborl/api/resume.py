@@ -67,8 +67,11 @@ class Start:
         return int(self.state["step"])
 
 
-def find_start(home: Path, which: str, config: RunConfig) -> Start:
-    """The checkpoint `which` of a run, with the settings that differ; those that may not are errors."""
+def find_start(home: Path, which: str, config: RunConfig) -> Start | None:
+    """The checkpoint `which` of a run, with the settings that differ. A run that was killed before its first checkpoint
+    goes on from its beginning."""
+    if which == "latest" and not checkpoint.any_of(home / "checkpoints"):
+        return None
     folder = checkpoint.find(home / "checkpoints", which)
     state = checkpoint.load_state(folder)
     for key, kind in {"step": int, "before": dict, "algorithm": dict, "train_seconds": int | float}.items():
@@ -158,7 +161,8 @@ def _models(before: RunConfig, now: RunConfig) -> Iterator[str]:
 
     def critic(config: RunConfig) -> str:
         kind = "separate" if config.learner.critic == "separate" else "shared"
-        return kind if make_algorithm(config.algorithm).needs.value else "none"
+        chosen = (config.algorithm, *config.algorithm.by_source.values())
+        return kind if any(algorithm.values for algorithm in chosen) else "none"
 
     if critic(before) != critic(now):
         yield (

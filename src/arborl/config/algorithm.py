@@ -279,6 +279,11 @@ class AlgorithmConfig(Config):
         return self.baseline == "mean" and self.advantage in COMPARES and "advantage" in LOSS_READS[self.loss]
 
     @property
+    def values(self) -> bool:
+        """Whether advantages are taken from a critic's estimates."""
+        return self.advantage == "gae" and "advantage" in LOSS_READS[self.loss]
+
+    @property
     def against(self) -> Literal["rollout", "proximal"]:
         """The policy that ratios are taken against."""
         if self.anchor != "auto":

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arborl.config.algorithm import AlgorithmConfig
-from arborl.config.base import Config, element, plain, section, spelt_out, validate
+from arborl.config.base import Config, element, paths, plain, section, spelt_out, validate
 from arborl.config.presets import PRESETS
 from arborl.config.run import RunConfig
 from arborl.errors import ConfigError, did_you_mean
@@ -46,6 +46,8 @@ def load(file: Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
     groups = [override for override in parsed if file is not None and _picks_from(file.parent, override)]
     with _refusals(file):
         tree = _compose(_checked(file), groups) if file is not None else _empty()
+        _spell_out(tree)
+        _nest(tree, RunConfig)
         for override in parsed:
             if override not in groups:
                 _spell_out(tree)
@@ -64,6 +66,18 @@ def from_kwargs(**kwargs: Any) -> RunConfig:
     for key in sorted(kwargs, key=lambda key: key.count(".")):  # whole sections first, then what goes into them
         _place(tree, RunConfig, ALIASES.get(key, key), kwargs[key])
     return validate(RunConfig, tree)
+
+
+def named_key(name: str) -> str | None:
+    """The configuration's key that a command-line option was probably meant as.
+
+    Example:
+        named_key("seed"), named_key("lr"), named_key("save-every")     # seed, learner.lr, trainer.save_every
+    """
+    name = ALIASES.get(name, name.replace("-", "_"))
+    everywhere = list(paths(RunConfig))
+    below = [path for path in everywhere if path.rpartition(".")[2] == name]
+    return name if name in everywhere else below[0] if len(below) == 1 else None
 
 
 def _place(tree: dict[str, Any], model: type[Config] | None, key: str, value: Any, above: str = "") -> None:
@@ -200,6 +214,24 @@ def _spell_out(tree: DictConfig) -> None:
             for index, item in enumerate(tree[key]):
                 if isinstance(item, str):
                     tree[key][index] = {model.shorthand: _raw(tree[key], index)}
+
+
+def _nest(tree: DictConfig, model: type[Config], above: str = "") -> None:
+    """Take dotted keys apart: `learner.lr: 1` is `learner: {lr: 1}`. What the two say of one key must be the same."""
+    from omegaconf import DictConfig, OmegaConf
+
+    for key in [key for key in tree if isinstance(key, str) and key.partition(".")[0] in model.model_fields]:
+        if "." not in key:
+            inner = section(model, key)
+            if inner is not None and isinstance(tree[key], DictConfig):
+                _nest(tree[key], inner, f"{above}{key}.")
+            continue
+        value = _raw(tree, key)
+        tree.pop(key)
+        before = OmegaConf.select(tree, key)
+        if before not in (None, value):
+            raise ConfigError(f"{above}{key}: given twice, as {before!r} and {value!r}. Keep one.")
+        OmegaConf.update(tree, key, value, merge=True, force_add=True)
 
 
 def _raw(node: Any, key: Any) -> Any:
