@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +15,7 @@ from arborl import checkpoint
 from arborl.api import folder as folders
 from arborl.api.objects import name_objects
 from arborl.api.resume import Start, find_start, finished, refuse
+from arborl.api.signals import Stops
 from arborl.build import build
 from arborl.config.base import plain, validate
 from arborl.config.load import from_kwargs, load
@@ -77,7 +78,7 @@ def train(
     """
     config = stubbed(config) if stub else config
     plain(config)  # an object among the arguments, which no file can hold, is found before anything starts
-    with folders.claimed(config, resuming=resume is not None) as home:
+    with Stops(config.trainer.stop_seconds) as stops, folders.claimed(config, resuming=resume is not None) as home:
         start = find_start(home, resume, config) if resume is not None else None
         if start is not None:
             if (summary := finished(home, start, config)) is not None:
@@ -87,7 +88,8 @@ def train(
         parts = build(config, objects)
         from arborl.api.session import Session  # needs torch, which takes seconds; what is wrong has been said by now
 
-        return Run(home, wait_for(Session(parts, home, start).run()), objects or {})
+        session = Session(parts, home, start, stops.saving)
+        return Run(home, wait_for(session.run(), stops), objects or {})
 
 
 def _nothing_to_do(home: Path, start: Start) -> str:
@@ -139,11 +141,12 @@ def stubbed(config: RunConfig) -> RunConfig:
     return validate(RunConfig, tree)
 
 
-def wait_for(work: Coroutine[Any, Any, T]) -> T:
+def wait_for(work: Coroutine[Any, Any, T], stops: Stops | None = None) -> T:
     """Run to the end, also where a loop is running already (a notebook)."""
+    run: Callable[[Coroutine[Any, Any, T]], T] = asyncio.run if stops is None else stops.run
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(work)
+        return run(work)
     with ThreadPoolExecutor(max_workers=1) as thread:
-        return thread.submit(asyncio.run, work).result()
+        return thread.submit(run, work).result()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,12 @@ class Session:
         parts: the objects of the run.
         home: its folder.
         start: the checkpoint to go on from, if any.
+        saving: called when the run was told to stop and comes to its last checkpoint.
     """
 
-    def __init__(self, parts: Parts, home: Path, start: Start | None):
+    def __init__(self, parts: Parts, home: Path, start: Start | None, saving: Callable[[], None] = lambda: None):
         self.parts, self.config, self.home, self.start = parts, parts.config, home, start
+        self.saving = saving
         self.memory: dict[str, Any] = {"before": {}, "config": plain(self.config)}
         track = self.config.track
         self.render: Render | None = None
@@ -57,15 +59,16 @@ class Session:
                     console.progress("measuring on held-out tasks, before training")
                     self.memory["before"] = (await self._measure(0)).metrics
                 await trainer.fit()
+                console.progress("measuring on held-out tasks, after training")
+                after = await self._measure(trainer.step)
             except asyncio.CancelledError:
+                self.saving()
                 path = save.now(trainer)
                 console.note(f"Stopped at step {trainer.step}; saved {path}")
                 console.note(f"Go on with:  arborl train --resume latest output_dir={self.home}")
                 raise
             finally:
                 trainer.tracker.close()
-            console.progress("measuring on held-out tasks, after training")
-            after = await self._measure(trainer.step)
         await self.parts.engine.close()
         self.parts.rollout.close()
         return await self._finish(trainer, after)

@@ -166,6 +166,9 @@ class TrainerConfig(Config):
     """Steps between checkpoints; one is always written at the end."""
     keep: int = Field(2, ge=1)
     """Checkpoints to keep."""
+    stop_seconds: float = Field(25.0, gt=0)
+    """After SIGTERM or SIGHUP: seconds in which the run must have come to its last checkpoint; one that has not, for a
+    long update, ends without. Schedulers kill after 30 seconds unless told otherwise. A second signal ends at once."""
 
 
 class EvaluationConfig(Config):
