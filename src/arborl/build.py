@@ -228,9 +228,9 @@ class Workshop:
             return FunctionAgent(found) if inspect.iscoroutinefunction(found) else found
 
         made = Cast(agent, env, *_differences(sources)) if sources else Cast(agent, env)
-        for name in seats:
-            made.env(Task("check", source=name))
-            made.agent(Task("check", source=name))
+        for name, seat in seats.items():
+            _check_has(made.env(Task("check", source=name)), ("reset", "step"), f"{seat.where}env={seat.env.name}")
+            _check_has(made.agent(Task("check", source=name)), ("run",), f"{seat.where}agent={seat.agent.name}")
         for named in config.data.agents:
             made.agent(Task("check", agent=named))
         return made
@@ -344,6 +344,12 @@ def short(name: str) -> str:
 def _called(names: Collection[str]) -> set[str]:
     """All that these parts may be called."""
     return {*names, *map(short, names)}
+
+
+def _check_has(part: Any, methods: Sequence[str], where: str) -> None:
+    for name in methods:
+        if not callable(getattr(part, name, None)):
+            raise ConfigError(f"{where}: gives a {type(part).__name__}, which has no method {name!r}.")
 
 
 def _differences(

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
+import sysconfig
 import traceback
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -79,7 +81,25 @@ def load(path: str, kind: str = "object") -> Any:
             names = [name for name in vars(found) if not name.startswith("_")]
             raise UnknownName(f"{module_name!r} has no {attribute!r} (wanted as {kind}).{did_you_mean(part, names)}")
         found = getattr(found, part)
+        if inspect.ismodule(found):
+            raise UnknownName(f"{path!r} (wanted as {kind}): {part!r} is a module. Write {found.__name__}:ATTRIBUTE.")
+    if _is_pythons_own(found):
+        raise UnknownName(
+            f"{path!r} is Python's own, and no {kind}. Write a function or a class of your own around it."
+        )
     return found
+
+
+def _is_pythons_own(found: Any) -> bool:
+    """Whether a function or class comes with Python. A module of one's own may have the name of one of Python's, so its
+    file decides."""
+    if not (inspect.isclass(found) or inspect.isroutine(found)):
+        return False
+    name = getattr(found, "__module__", None) or type(found).__module__
+    if str(name).partition(".")[0] not in sys.stdlib_module_names:
+        return False
+    file = getattr(sys.modules.get(str(name)), "__file__", None)
+    return file is None or Path(file).is_relative_to(sysconfig.get_path("stdlib"))
 
 
 def _told(error: Exception) -> str:

@@ -36,7 +36,7 @@ class FakeApi:
     def train(self, config: RunConfig, *, resume: str | None = None, stub: bool = False) -> None:
         self.asked.append((config, resume, stub))
 
-    def evaluate(self, path: str, overrides: Sequence[str]) -> dict[str, dict[str, float]]:
+    def evaluate(self, path: str, overrides: Sequence[str], trust: bool = False) -> dict[str, dict[str, float]]:
         if path == "nobody":
             raise ConfigError("no model is called 'nobody'.")
         return {"sampled": {"success": 0.25, "tasks": float(len(overrides))}, "greedy": {"success": 0.5}}

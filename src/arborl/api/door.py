@@ -20,6 +20,7 @@ from arborl.build import build
 from arborl.config.base import plain, validate
 from arborl.config.load import from_kwargs, load
 from arborl.config.run import RunConfig
+from arborl.config.trust import require_trust
 from arborl.errors import ConfigError
 from arborl.models.find import holds_model
 
@@ -41,7 +42,7 @@ class Run:
         Example:
             run.evaluate(["evaluation.tasks=500"])["greedy"]["success"]
         """
-        return evaluate(str(self.folder), overrides, self.objects)
+        return evaluate(str(self.folder), overrides, self.objects, trust=True)
 
     def view(self) -> Path:
         """Open the report in a browser; returns its path."""
@@ -99,22 +100,28 @@ def _nothing_to_do(home: Path, start: Start) -> str:
 
 
 def evaluate(
-    path: str, overrides: Sequence[str] = (), objects: Mapping[str, Any] | None = None
+    path: str, overrides: Sequence[str] = (), objects: Mapping[str, Any] | None = None, trust: bool = False
 ) -> dict[str, dict[str, float]]:
     """Numbers of a run's last checkpoint, of a checkpoint, of a model by name, or of the model that a YAML file begins
-    with, on held-out tasks."""
+    with, on held-out tasks.
+
+    Args:
+        path: the folder, the file or the name.
+        overrides: settings on top of the run's, as on the command line.
+        objects: parts handed in by Python code, by the name the configuration uses for them.
+        trust: import what a run's folder names though this user did not write it.
+    """
     place = Path(path)
+    run = place if (place / "config.yaml").exists() else place.parent.parent
     model: str | Path
     if place.suffix == ".yaml":
         config = load(place, overrides)
         model = config.model.name
-    elif (place / "config.yaml").exists():
-        config, model = (
-            load(place / "config.yaml", overrides),
-            checkpoint.find(place / "checkpoints", "latest") / "model",
-        )
-    elif holds_model(place / "model"):
-        config, model = load(place.parent.parent / "config.yaml", overrides), place / "model"
+    elif run is place or holds_model(place / "model"):
+        config = load(run / "config.yaml", overrides)
+        model = (checkpoint.find(place / "checkpoints", "latest") if run is place else place) / "model"
+        if not trust:
+            require_trust(run / "config.yaml", config, overrides)
     elif place.exists() and not holds_model(place):
         raise ConfigError(f"{path!r} is neither a run folder, a checkpoint, a model folder nor a YAML file.")
     else:

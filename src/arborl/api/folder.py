@@ -14,6 +14,7 @@ from filelock import FileLock, Timeout
 
 from arborl.config.base import dump_yaml
 from arborl.config.run import RunConfig
+from arborl.config.trust import sign
 from arborl.errors import ConfigError
 from arborl.registry import HANDED_IN
 
@@ -132,6 +133,7 @@ def write_config(folder: Path, config: RunConfig) -> None:
     if f" {HANDED_IN}" in text:
         text = NOT_ALONE + text
     (folder / "config.yaml").write_text(text, encoding="utf-8")
+    sign(folder / "config.yaml", config)
 
 
 def change_config(folder: Path, before: RunConfig, now: RunConfig, step: int) -> None:
