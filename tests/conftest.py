@@ -15,6 +15,14 @@ settings.register_profile("thorough", max_examples=400, deadline=None, suppress_
 settings.load_profile("arbor")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def no_files_at_home(tmp_path_factory):
+    """Runs with parts of their own are signed with a key of the user's; that of tests is a passing one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny_llama():
     """Two layers, grouped heads, float64: for equalities to the last digits."""

@@ -1,6 +1,7 @@
 """The only file that knows every room: a `RunConfig` becomes the objects of a run.
 
-Everything a configuration can get wrong is found here, before anything is written.
+Everything a configuration can get wrong is found here, before anything is written; and what can be found without the
+model, before torch is even imported, so that a mistake is answered in a second or two.
 """
 
 from __future__ import annotations
@@ -11,16 +12,11 @@ import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import torch
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from typing import TYPE_CHECKING, Any
 
 from arborl import sandbox
 from arborl.agents import AGENTS, Agent
 from arborl.agents.agent import as_agent, is_async, refuse_plain_function
-from arborl.algorithms import Algorithm, Needs, make_algorithm
-from arborl.algorithms.weighted import Weighted
 from arborl.chat import Renderer
 from arborl.checkpoint import check_model
 from arborl.config.data import SourceConfig
@@ -30,11 +26,8 @@ from arborl.data.pools import RowPool
 from arborl.engines import ENGINES, Engine
 from arborl.envs import ENVS, Env
 from arborl.errors import ConfigError, EngineError
-from arborl.learner.learner import Learner
-from arborl.models.heads import float32_head
-from arborl.models.load import load_model, resolve
-from arborl.models.lora import add_lora, has_lora, load_4bit
-from arborl.registry import Registry, call_checked
+from arborl.models.find import described, resolve
+from arborl.registry import Registry, call_checked, unique
 from arborl.rewards import REWARDS, Rewards
 from arborl.rewards.by_source import RewardsBySource
 from arborl.rollout.manager import FILTERS, Manner
@@ -44,8 +37,15 @@ from arborl.rollout.tape import Recording, Replay
 from arborl.rollout.workers import Workers
 from arborl.sandbox import Found
 from arborl.tools import TOOLS, AnyTool, as_tool
-from arborl.trainer.evaluate import Evaluator
+from arborl.tools.gaps import warn_of_gaps
 from arborl.types import Message, Sampling, Task
+
+if TYPE_CHECKING:  # what needs torch
+    from transformers import PreTrainedModel
+
+    from arborl.algorithms import Algorithm
+    from arborl.learner.learner import Learner
+    from arborl.trainer.evaluate import Evaluator
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
@@ -80,19 +80,24 @@ def build(config: RunConfig, objects: Mapping[str, Any] | None = None) -> Parts:
     """The objects of this configuration; `objects` are parts that Python code handed in, by name."""
     workshop = Workshop(config, objects or {})
     cast, rewards = workshop.cast(), workshop.rewards()
+    workshop.check_names()
     found = workshop.sandbox()
     folder = check_model(resolve(config.model.name))
+    _check_model(config, described(folder))  # a refusal need not wait for the weights
     renderer = Renderer.from_folder(folder, config.agent.tool_format)
     source = workshop.source(renderer)
-    described = _described(folder)
-    if described is not None:  # a refusal need not wait for the weights
-        _check_model(config, described)
+
+    import torch
+
+    from arborl.learner.learner import Learner
+    from arborl.trainer.evaluate import Evaluator
+
     if config.threads:
         torch.set_num_threads(config.threads)
     torch.use_deterministic_algorithms(config.deterministic)
     torch.manual_seed(config.seed)
     model = _policy(config, folder)
-    _check_model(config, model.config)
+    _check_model(config, model.config.to_dict())
     engine = workshop.engine(model, renderer, cast)
     drawn = config.sampling
     sampling = Sampling(
@@ -112,7 +117,6 @@ def build(config: RunConfig, objects: Mapping[str, Any] | None = None) -> Parts:
     )
     rollout = workshop.rollout(engine, renderer, cast, sampling, limits, rewards)
     algorithm = workshop.algorithm()
-    _check_critic(config, algorithm.needs)
     learner = Learner(
         model,
         config.learner,
@@ -128,6 +132,10 @@ def build(config: RunConfig, objects: Mapping[str, Any] | None = None) -> Parts:
 
 
 def _policy(config: RunConfig, folder: Path) -> PreTrainedModel:
+    from arborl.models.heads import float32_head
+    from arborl.models.load import load_model
+    from arborl.models.lora import add_lora, has_lora, load_4bit
+
     asked = config.model
     model = (load_4bit if asked.quantize == "4bit" else load_model)(folder, asked.dtype, asked.device)
     if asked.head == "float32":
@@ -137,28 +145,10 @@ def _policy(config: RunConfig, folder: Path) -> PreTrainedModel:
     return model
 
 
-def _check_critic(config: RunConfig, needs: Needs) -> None:
-    name, critic = config.algorithm.name, config.learner.critic
-    if needs.value and critic == "none":
-        raise ConfigError(
-            f"learner.critic=none: algorithm={name} needs values. Write learner.critic=shared or separate."
-        )
-    if not needs.value and critic in ("shared", "separate"):
-        raise ConfigError(f"learner.critic={critic}: algorithm={name} needs no values. Write learner.critic=auto.")
-
-
-def _described(folder: Path) -> PretrainedConfig | None:
-    """What a model folder says of its model; None where that takes its weights (adapters) or cannot be read."""
-    try:
-        return AutoConfig.from_pretrained(folder)  # type: ignore[no-any-return]
-    except (OSError, ValueError):
-        return None
-
-
-def _check_model(config: RunConfig, described: PretrainedConfig) -> None:
-    window = getattr(described, "sliding_window", None)
-    layers = getattr(described, "layer_types", None)
-    if window is not None and (layers is None or "sliding_attention" in layers):
+def _check_model(config: RunConfig, about: Mapping[str, Any]) -> None:
+    """Refuse what this model cannot do; `about` is its `config.json`."""
+    window, layers = about.get("sliding_window"), about.get("layer_types")
+    if window is not None and about.get("use_sliding_window", True) and (not layers or "sliding_attention" in layers):
         same = ""
         if config.sampling.max_context <= window:
             same = (
@@ -169,7 +159,7 @@ def _check_model(config: RunConfig, described: PretrainedConfig) -> None:
             f"model.name={config.model.name}: its attention sees a sliding window of {window} tokens, which is not "
             f"supported. Choose a model that attends to all of its context.{same}"
         )
-    longest = getattr(described, "max_position_embeddings", None)
+    longest = about.get("max_position_embeddings")
     if longest is not None and config.sampling.max_context > longest:
         raise ConfigError(
             f"sampling.max_context={config.sampling.max_context}: {config.model.name} reads {longest} tokens at most. "
@@ -212,6 +202,13 @@ class Workshop:
         takes = inspect.signature(found).parameters
         return call_checked(found, part.args | {k: v for k, v in more.items() if k in takes}, f"{where}.args")
 
+    def check_names(self) -> None:
+        """That there is what only comes up once there is a model. Engines of the library are not imported yet."""
+        if self.config.engine.name not in ENGINES.table:
+            self.find(ENGINES, self.config.engine.name)
+        if self.config.rollout.group_filter is not None:
+            self.find(FILTERS, self.config.rollout.group_filter)
+
     def seats(self) -> dict[str, Seat]:
         """The run's own under the empty name, and that of each source."""
         config = self.config
@@ -222,7 +219,7 @@ class Workshop:
             tools = config.tools if source.tools is None else source.tools
             given = agent.tool_args
             if source.agent is None:  # the run's agent at other tools: what is said of those it has not is not for here
-                given = {tool: args for tool, args in given.items() if tool in tools}
+                given = {tool: args for tool, args in given.items() if tool in _called(tools)}
             where = f"data.sources.{name}."
             seats[name] = Seat(where, agent, source.env or config.env, tools, source.rewards or config.rewards, given)
         return seats
@@ -235,6 +232,7 @@ class Workshop:
         config, seats = self.config, self.seats()
         everywhere = {name for seat in seats.values() for name in seat.tools}
         tools = {name: self.tools(seat, everywhere) for name, seat in seats.items()}
+        warn_of_gaps({tool.name: tool for some in tools.values() for tool in some}.values())
         sources = config.data.sources
 
         def seat_of(task: Task) -> str:
@@ -258,8 +256,8 @@ class Workshop:
             return as_agent(self.make(AGENTS, part, where, tools=tools[name]), said)
 
         made = Cast(agent, env, *_differences(sources)) if sources else Cast(agent, env)
-        for name in seats:
-            made.env(Task("check", source=name))
+        for name, seat in seats.items():
+            _check_has(made.env(Task("check", source=name)), ("reset", "step"), f"{seat.where}env={seat.env.name}")
             self.made.append(made.agent(Task("check", source=name)))
         for named in config.data.agents:
             self.made.append(made.agent(Task("check", agent=named)))
@@ -269,13 +267,14 @@ class Workshop:
     def tools(self, seat: Seat, everywhere: Collection[str]) -> list[AnyTool]:
         """The tools, each made with its arguments."""
         for name in seat.tool_args:
-            if name not in (seat.tools if seat.where else everywhere):
+            if name not in _called(seat.tools if seat.where else everywhere):
                 raise ConfigError(
                     f"{seat.where}agent.tool_args.{name}: no such tool here. Write {seat.where}tools=[{name}]."
                 )
         return [
-            as_tool(self.find(TOOLS, name), seat.tool_args.get(name), f"{seat.where}agent.tool_args.{name}")
+            as_tool(self.find(TOOLS, name), seat.tool_args.get(given), f"{seat.where}agent.tool_args.{given}")
             for name in seat.tools
+            for given in [name if name in seat.tool_args else short(name)]
         ]
 
     def rewards(self) -> Rewards:
@@ -287,7 +286,7 @@ class Workshop:
 
     def _rewards(self, seat: Seat) -> Rewards:
         """Rewards with their weights. A function is a reward as it stands; a class is called with its `args`."""
-        chosen = []
+        chosen: list[tuple[str, Any, float]] = []
         for i, part in enumerate(seat.rewards):
             found = self.find(REWARDS, part.name)
             if isinstance(found, type):
@@ -296,7 +295,8 @@ class Workshop:
                 raise ConfigError(
                     f"{seat.where}rewards.{i}.args: the reward {part.name!r} is a function and takes no arguments here."
                 )
-            name = str(getattr(found, "name", part.name))
+            own = str(getattr(found, "name", short(part.name)))
+            name = unique(own, [other for other, _, _ in chosen])  # or one would take the place of another's number
             self.made += [found, getattr(found, "base", None)]
             chosen.append((name, found, part.weight * float(getattr(found, "weight", 1.0))))
         return Rewards(chosen, self.config.rollout.step_seconds)
@@ -337,6 +337,9 @@ class Workshop:
 
     def algorithm(self) -> Algorithm:
         """The algorithm; it weighs sources where they say so."""
+        from arborl.algorithms import make_algorithm
+        from arborl.algorithms.weighted import Weighted
+
         made = make_algorithm(self.config.algorithm)
         weights = {name: source.weight for name, source in self.config.data.sources.items()}
         return Weighted(made, weights) if len(set(weights.values())) > 1 else made
@@ -354,7 +357,7 @@ class Workshop:
 
     def engine(self, model: PreTrainedModel, renderer: Renderer, cast: Cast) -> Engine:
         config = self.config
-        found = ENGINES[config.engine.name]
+        found = self.find(ENGINES, config.engine.name)
         if config.engine.name == "local":
             made: Engine = self._local(found, model, renderer)
         elif config.engine.name == "scripted":
@@ -385,6 +388,22 @@ class Workshop:
                 f"engine.kv_tokens={asked.kv_tokens}: there is no memory for so many keys and values. Write a smaller "
                 "engine.kv_tokens, or 0 for a share of the memory."
             ) from error
+
+
+def short(name: str) -> str:
+    """What a part is called where its module does not matter: `package.module:Maze` -> `Maze`."""
+    return name.rpartition(":")[2]
+
+
+def _called(names: Collection[str]) -> set[str]:
+    """All that these parts may be called."""
+    return {*names, *map(short, names)}
+
+
+def _check_has(part: Any, methods: Sequence[str], where: str) -> None:
+    for name in methods:
+        if not callable(getattr(part, name, None)):
+            raise ConfigError(f"{where}: gives a {type(part).__name__}, which has no method {name!r}.")
 
 
 def _differences(

@@ -7,10 +7,17 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterator, Mapping
+import sys
+import sysconfig
+import traceback
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from arborl.errors import ConfigError, UnknownName, did_you_mean
+
+HANDED_IN = "object:"
+"""In front of the names of parts that were given as Python objects, and that nothing can be imported by."""
 
 
 class Registry(Mapping[str, Any]):
@@ -54,6 +61,12 @@ class Registry(Mapping[str, Any]):
 def load(path: str, kind: str = "object") -> Any:
     """Import `package.module:attribute`."""
     module_name, _, attribute = path.partition(":")
+    if path.startswith(HANDED_IN):
+        raise UnknownName(
+            f"the {kind} {attribute!r} was given to the run as a Python object that cannot be imported by a name. Go "
+            "on from Python with the object at hand (run.evaluate(), or arborl.run(resume=…)), or put it into a module "
+            f"and give 'package.module:{attribute}'."
+        )
     try:
         found = importlib.import_module(module_name)
     except ImportError as error:
@@ -61,12 +74,42 @@ def load(path: str, kind: str = "object") -> Any:
             f"cannot import {module_name!r} for the {kind} {path!r}: {error}. "
             "Is the package installed, or its folder on PYTHONPATH?"
         ) from error
+    except Exception as error:
+        raise UnknownName(f"importing {module_name!r} for the {kind} {path!r} failed: {_told(error)}") from error
     for part in attribute.split("."):
         if not hasattr(found, part):
             names = [name for name in vars(found) if not name.startswith("_")]
             raise UnknownName(f"{module_name!r} has no {attribute!r} (wanted as {kind}).{did_you_mean(part, names)}")
         found = getattr(found, part)
+        if inspect.ismodule(found):
+            raise UnknownName(f"{path!r} (wanted as {kind}): {part!r} is a module. Write {found.__name__}:ATTRIBUTE.")
+    if _is_pythons_own(found):
+        raise UnknownName(
+            f"{path!r} is Python's own, and no {kind}. Write a function or a class of your own around it."
+        )
     return found
+
+
+def _is_pythons_own(found: Any) -> bool:
+    """Whether a function or class comes with Python. A module of one's own may have the name of one of Python's, so its
+    file decides."""
+    if not (inspect.isclass(found) or inspect.isroutine(found)):
+        return False
+    name = getattr(found, "__module__", None) or type(found).__module__
+    if str(name).partition(".")[0] not in sys.stdlib_module_names:
+        return False
+    file = getattr(sys.modules.get(str(name)), "__file__", None)
+    return file is None or Path(file).is_relative_to(sysconfig.get_path("stdlib"))
+
+
+def _told(error: Exception) -> str:
+    """What went wrong, and in which line."""
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    where = [(Path(frame.filename).name, frame.lineno) for frame in last]
+    if isinstance(error, SyntaxError):
+        where = [(Path(error.filename or "").name, error.lineno)]
+    place = "".join(f" ({name}, line {number})" for name, number in where)
+    return f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}{place}"
 
 
 def call_checked(part: Any, args: Mapping[str, Any], where: str) -> Any:
@@ -88,3 +131,12 @@ def call_checked(part: Any, args: Mapping[str, Any], where: str) -> Any:
         return part(**args)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+def unique(name: str, taken: Collection[str]) -> str:
+    """The name, or where it is taken `name-2`, `name-3`, …"""
+    number, found = 1, name
+    while found in taken:
+        number += 1
+        found = f"{name}-{number}"
+    return found

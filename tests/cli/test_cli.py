@@ -36,7 +36,7 @@ class FakeApi:
     def train(self, config: RunConfig, *, resume: str | None = None, stub: bool = False) -> None:
         self.asked.append((config, resume, stub))
 
-    def evaluate(self, path: str, overrides: Sequence[str]) -> dict[str, dict[str, float]]:
+    def evaluate(self, path: str, overrides: Sequence[str], trust: bool = False) -> dict[str, dict[str, float]]:
         if path == "nobody":
             raise ConfigError("no model is called 'nobody'.")
         return {"sampled": {"success": 0.25, "tasks": float(len(overrides))}, "greedy": {"success": 0.5}}
@@ -70,6 +70,10 @@ BAD: dict[str, tuple[list[str], str]] = {
     "no equals sign": (["train", "run.yaml", "seed"], "a setting is written seed=VALUE."),
     "no equals sign alone": (["train", "seed"], "A setting is written seed=VALUE."),
     "dashes": (["train", "--learner.lr=1"], "a setting has no dashes. Write learner.lr=1."),
+    "an option for a setting": (["train", "--seed", "7"], "--seed: a setting has no dashes. Write seed=7."),
+    "an option for a nested one": (["train", "--lr", "1e-4"], "--lr: a setting has no dashes. Write learner.lr=1e-4."),
+    "an option without a value": (["train", "--save-every"], "Write trainer.save_every=VALUE."),
+    "a very long word": (["train", "name=" + "n" * 300, "--stab"], "--stab: unknown option."),
     "unknown option": (["train", "--stab"], "--stab: unknown option. Did you mean '--stub'?"),
     "two files": (["train", "run.yaml", "typo.yaml"], "the file is 'run.yaml' already"),
     "nothing to resume": (["train", "--resume", "latest"], "holds no run called 'frozen-lake' to resume"),
@@ -184,6 +188,20 @@ def test_doctor_reports_every_check_as_json() -> None:
     assert all(row["advice"] for row in failed)
 
 
+def test_doctor_names_extras_by_what_they_are_for_and_none_that_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from arborl.cli.doctor import EXTRAS, extras
+
+    monkeypatch.setattr("arborl.cli.doctor._installed", lambda project: project == "peft")
+    found = extras()
+    assert found.detail == "peft"
+    assert "serve: arborl tools serve" in found.advice
+    assert "env=textarena" in found.advice
+    for idle in ("ray", "vllm", "deepspeed", "optuna", "wandb", "dev"):
+        assert idle not in found.advice
+    monkeypatch.setattr("arborl.cli.doctor._installed", lambda project: True)
+    assert (extras().detail, extras().advice) == (", ".join(EXTRAS), "")
+
+
 def test_a_check_that_breaks_is_a_failed_row_and_the_rest_go_on() -> None:
     def disk_speed() -> Check:
         raise RuntimeError("no disk")
@@ -246,3 +264,16 @@ def test_python_dash_m_is_the_same_program(here: Path) -> None:
     ran = subprocess.run([sys.executable, "-m", "arborl", "train", "lr=1"], capture_output=True, text=True)
     assert (ran.returncode, ran.stdout) == (2, "")
     assert ran.stderr == "arborl: lr: unknown key. Did you mean 'learner.lr'?\n"
+
+
+def test_parts_in_a_module_of_the_current_folder_are_found_by_every_verb(here: Path) -> None:
+    (here / "hilo.py").write_text("from arborl.envs.frozen_lake import FrozenLake\nclass HiLo(FrozenLake):\n    pass\n")
+    (here / "broken.py").write_text("import arborl\n\nclass HiLo:\n    size = missing\n")
+    script = Path(sys.executable).with_name("arborl")
+    for words in (["env", "check", "hilo:HiLo"], ["train", "env=hilo:HiLo", "seed=-1"]):
+        ran = subprocess.run([script, *words], capture_output=True, text=True)
+        assert "cannot import" not in ran.stderr
+    ran = subprocess.run([script, "train", "env=broken:HiLo"], capture_output=True, text=True)
+    assert ran.returncode == 2
+    assert "NameError: name 'missing' is not defined (broken.py, line 4)" in ran.stderr
+    assert "Traceback" not in ran.stderr

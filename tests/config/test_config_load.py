@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from arborl.config.base import dump_yaml
 from arborl.config.load import from_kwargs, load
 from arborl.config.run import LearnerConfig, RunConfig
 from arborl.errors import ConfigError
@@ -247,6 +248,41 @@ def test_another_name_leaves_the_arguments_of_the_first_behind(tmp_path):
     assert load(file, ["agent=chat"]).agent.args == {}
     assert load(file, ["agent=tool"]).agent.args == {"max_tool_rounds": 2}
     assert load(file, ["agent=code", "agent.args.max_tool_rounds=3"]).agent.args == {"max_tool_rounds": 3}
+    assert load(file, ["agent.name=chat"]).agent.args == {}
+
+
+@pytest.mark.parametrize("setting", ["algorithm=ppo", "algorithm.name=ppo"])
+def test_another_algorithm_on_top_of_a_runs_own_file_is_that_algorithm(tmp_path, setting):
+    file = tmp_path / "config.yaml"
+    file.write_text(dump_yaml(load(None, ["algorithm=dr_grpo", "algorithm.entropy_coef=0.25"])))  # every key is in it
+    both = load(file, [setting]).algorithm
+    assert both == load(None, ["algorithm=ppo", "algorithm.entropy_coef=0.25"]).algorithm
+    assert load(file, ["algorithm=dr_grpo"]).algorithm == load(file).algorithm
+
+
+def test_dotted_keys_of_a_file_are_the_nested_ones(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("learner.lr: 0.5\nenv: sokoban\nenv.args.size: 3\nrollout:\n  val_envs.group_size: 2\n")
+    config = load(file, ["learner.epochs=2"])
+    assert (config.learner.lr, config.learner.epochs) == (0.5, 2)
+    assert (config.env.name, config.env.args) == ("sokoban", {"size": 3})
+    assert config.rollout.val_envs.group_size == 2
+
+
+def test_a_key_given_dotted_and_nested_is_an_error_unless_both_agree(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("learner: {lr: 0.5}\nlearner.lr: 0.25\n")
+    with pytest.raises(ConfigError, match=r"learner\.lr: given twice, as 0\.5 and 0\.25\. Keep one\."):
+        load(file)
+    file.write_text("learner: {lr: 0.5}\nlearner.lr: 0.5\n")
+    assert load(file).learner.lr == 0.5
+
+
+def test_a_dotted_key_that_does_not_exist_is_unknown(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("learner.lrr: 0.5\n")
+    with pytest.raises(ConfigError, match=r"learner\.lrr: unknown key\. Did you mean 'learner\.lr'"):
+        load(file)
 
 
 # ------------------------------------------------------------------------------------------------ files that attack

@@ -97,20 +97,21 @@ def test_a_run_killed_with_9_and_resumed_ends_bit_equal_to_one_that_was_not(tmp_
     assert summaries[0] == summaries[1]
 
 
-def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_saves_and_says_how_to_go_on(tmp_path, number, code):
     victim = subprocess.Popen(
         command("train", *SMALL, "trainer.steps=500", "evaluation.tasks=0", "output_dir=stopped"), cwd=tmp_path,
         text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # a shell's background jobs ignore some
     )  # fmt: skip
     metrics = tmp_path / "stopped" / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not (metrics.exists() and metrics.read_text().count("\n") >= 1):
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    victim.send_signal(signal.SIGINT)
+    victim.send_signal(number)
     said, _ = victim.communicate(timeout=60)
-    assert victim.returncode == 130
+    assert victim.returncode == code
     assert "--resume latest output_dir=stopped" in said
     assert "Traceback" not in said
     saved = sorted((tmp_path / "stopped" / "checkpoints").iterdir())[-1]
@@ -252,9 +253,9 @@ def test_trouble_costs_single_episodes_is_named_in_the_metrics_and_the_run_goes_
     rows = list(read_metrics(done.folder / "metrics.jsonl"))
     assert len(rows) == 2
     assert rows[0]["failed/reward 'fickle'"] == 3
-    assert rows[0]["failed/environment 'Troubled'"] == 2
+    assert rows[0]["failed/environment 'test_runs:Troubled'"] == 2
     assert rows[0]["episode/failed"] == 5
-    assert "environment 'Troubled': RuntimeError: ice" in caplog.text
+    assert "environment 'test_runs:Troubled': RuntimeError: ice" in caplog.text
     assert "took longer than 0.3 s" in caplog.text
     assert "reward 'fickle'" in caplog.text
     stored = [e for path in EpisodeStore(done.folder / "episodes").paths() for e in EpisodeStore.read(path)]

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from arborl.rewards import REWARDS, Rewards, reward
+from arborl.rewards.reward import numbers
 from arborl.types import Episode, Failure, Group, Message, Stop, Task, Turn
 
 
@@ -156,3 +157,17 @@ def test_a_failed_episode_is_not_scored():
 def test_every_reward_in_the_table_loads():
     for name in REWARDS:
         assert callable(REWARDS[name])
+
+
+def test_numbers_of_numpy_and_tensors_without_dimensions_are_numbers():
+    import numpy as np
+    import torch
+
+    ones = [np.float32(1), np.float64(1), np.int64(1), np.bool_(True), np.array(1.0), np.array(True), torch.tensor(1.0)]
+    for one in ones:
+        assert numbers("r", one) == {"r": 1.0}
+        assert numbers("r", {"a": one}) == {"r/a": 1.0}
+        assert type(numbers("r", one)["r"]) is float
+    for wrong in (np.array([1.0]), np.float32("nan"), np.array("text"), np.array(1j)):
+        with pytest.raises((TypeError, ValueError), match="return a"):
+            numbers("r", wrong)

@@ -40,3 +40,47 @@ def test_tools_are_made_with_their_arguments(tmp_path, monkeypatch):
 def test_mistakes_say_where_and_what(settings, said):
     with pytest.raises(ConfigError, match=said):
         tools(*settings)
+
+
+def test_a_tool_without_types_or_docstring_warns_what_the_model_will_see(caplog):
+    from arborl.tools import tool
+    from arborl.tools.gaps import gaps, warn_of_gaps
+
+    @tool
+    def guess(city, days: int = 1):
+        return city
+
+    @tool
+    def weather(city: str, near: list[str] | None = None) -> str:
+        """Forecast the weather."""
+
+    warn_of_gaps([guess, weather])
+    (warning,) = caplog.messages
+    assert "tool 'guess' has no docstring and no type for 'city'. All that the model sees of it: " in warning
+    assert '"name": "guess"' in warning
+    assert gaps(weather.spec) == []
+
+
+def test_no_tool_of_the_library_leaves_gaps(tmp_path):
+    from arborl.tools import TOOLS, Tool
+    from arborl.tools.gaps import gaps
+
+    assert all(gaps(TOOLS[name].spec) == [] for name in TOOLS if isinstance(TOOLS[name], Tool))
+
+
+def test_a_port_that_is_taken_is_one_line():
+    import socket
+
+    from typer.testing import CliRunner
+
+    from arborl.cli.main import app
+
+    pytest.importorskip("fastapi", reason="the extra 'serve'")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        said = CliRunner().invoke(app, ["tools", "serve", "--tools", "calculator", "--port", str(port)])
+    assert said.exit_code == 2
+    assert "cannot listen there (Address already in use)" in said.stderr
+    assert said.stderr.count("\n") == 1

@@ -118,6 +118,12 @@ def check_model(folder: Path) -> Path:
     return folder
 
 
+def any_of(root: Path) -> bool:
+    """Whether there is a checkpoint, whole or not."""
+    _restore(root)
+    return bool(_steps(root))
+
+
 def complete(root: Path) -> list[Path]:
     """The checkpoints whose files are all there in full size, oldest step first."""
     return [folder for folder in _steps(root) if _damage(folder, verify=False) is None]
@@ -142,7 +148,7 @@ def _latest(root: Path, verify: bool) -> Path:
             return folder
         log.warning("passing over the checkpoint %s: %s", folder, damage)
     found = f"All {len(folders)} there are damaged." if folders else "There is none."
-    raise ConfigError(f"no complete checkpoint in {root}. {found} Start the run without resuming, or give a path.")
+    raise ConfigError(f"no complete checkpoint in {root}. {found} Start a run in another output_dir, or give a path.")
 
 
 def _damage(folder: Path, verify: bool) -> Damaged | None:
@@ -165,7 +171,7 @@ def _number(folder: Path) -> int:
 def _what_exists(root: Path) -> str:
     names = [str(_number(folder)) for folder in complete(root)]
     if not names:
-        return f"{root} has no complete checkpoint; start the run without resuming."
+        return f"{root} has no complete checkpoint; start a run in another output_dir."
     return f"{root} has steps {', '.join(names)}; write 'latest', one of these numbers, or a path."
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from arborl.errors import ConfigError, did_you_mean
 
@@ -19,11 +19,11 @@ def split(arguments: Sequence[str], options: Sequence[str] = ()) -> tuple[list[s
         options: the verb's own options, for the message about one that it does not have.
     """
     paths, settings = [], []
-    for argument in arguments:
+    for argument, after in zip(arguments, (*arguments[1:], ""), strict=False):
         if argument.startswith("-"):
-            raise ConfigError(_unknown_option(argument, options))
+            raise ConfigError(_unknown_option(argument, after, options))
         is_setting = "=" in argument or (argument.startswith("~") and not argument.startswith("~/"))
-        if is_setting and not Path(argument).is_file():  # a path may hold `=` too
+        if is_setting and not os.path.isfile(argument):  # a path may hold `=` too
             settings.append(argument)
         else:
             paths.append(argument)
@@ -35,14 +35,22 @@ def one_path(paths: Sequence[str], what: str) -> str | None:
     if len(paths) < 2:
         return paths[0] if paths else None
     # Among several, the one that looks least like a file is the setting that lost its `=`.
-    kept = next((path for path in paths if Path(path).exists()), None)
+    kept = next((path for path in paths if os.path.exists(path)), None)
     kept = kept or next((path for path in paths if path.endswith(".yaml")), paths[0])
     other = next(path for path in paths if path is not kept)
     raise ConfigError(f"{other!r}: the {what} is {kept!r} already, and a setting is written {other}=VALUE.")
 
 
-def _unknown_option(argument: str, options: Sequence[str]) -> str:
+def _unknown_option(argument: str, after: str, options: Sequence[str]) -> str:
+    """What to write instead, where it was meant as a setting: `--seed 7`, `--learner.lr=1e-4`, `--lr 1e-4`."""
+    from arborl.config.load import named_key
+
     name, equals, value = argument.partition("=")
-    if equals and name not in options and name.lstrip("-") not in [option.lstrip("-") for option in options]:
-        return f"{argument!r}: a setting has no dashes. Write {name.lstrip('-')}={value}."
+    key = name.lstrip("-")
+    if equals and key not in [option.lstrip("-") for option in options]:
+        return f"{argument!r}: a setting has no dashes. Write {key}={value}."
+    known = named_key(key)
+    if known is not None:
+        value = after if after and not after.startswith("-") and "=" not in after else "VALUE"
+        return f"{name}: a setting has no dashes. Write {known}={value}."
     return f"{name}: unknown option.{did_you_mean(name, options)} Known: {', '.join(options) or 'none'}."

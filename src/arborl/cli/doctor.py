@@ -108,17 +108,29 @@ def transformers() -> Check:
     return Check("transformers", "ok", transformers.__version__)
 
 
+EXTRAS = {
+    "peft": "LoRA adapters (model.lora.rank)",
+    "serve": "arborl tools serve",
+    "mcp": "tools over MCP",
+    "smollm2": "model=smollm2",
+    "reasoning_gym": "env=reasoning_gym",
+    "textarena": "env=textarena",
+    "openenv": "env=openenv",
+}
+"""Optional parts that something here uses, and what for. Others in the package's metadata do nothing yet."""
+
+
 def extras() -> Check:
-    """The optional parts, as the package's own metadata lists them; an extra is there when all it needs is."""
-    needs: dict[str, list[str]] = {}
+    """Which optional parts are there, as the package's own metadata lists what each needs, and what more are for."""
+    needs: dict[str, list[str]] = {extra: [] for extra in EXTRAS}
     for line in metadata("arborl").get_all("Requires-Dist") or []:
         requirement, _, condition = line.partition(";")
-        if "extra ==" in condition:
-            extra = condition.partition("extra ==")[2].strip(" '\"")
-            needs.setdefault(extra, []).append(_project(requirement))
-    there = [extra for extra, projects in needs.items() if all(map(_installed, projects))]
-    missing = [extra for extra in needs if extra not in there and extra != "dev"]
-    advice = f"For more: pip install 'arborl[NAME]' ({', '.join(missing)})" if missing else ""
+        extra = condition.partition("extra ==")[2].strip(" '\"").replace("-", "_")
+        if extra in needs:
+            needs[extra].append(_project(requirement))
+    there = [extra for extra, projects in needs.items() if projects and all(map(_installed, projects))]
+    missing = "; ".join(f"{extra}: {what}" for extra, what in EXTRAS.items() if extra not in there)
+    advice = f"Not installed, and not needed but for these. pip install 'arborl[NAME]'. {missing}" if missing else ""
     return Check("extras", "ok", ", ".join(there) or "none", advice)
 
 

@@ -13,6 +13,8 @@ from arborl.errors import ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
+TRUST = "Import what the run's folder names, though it is not yours."
+
 
 def evaluate(
     arguments: Annotated[
@@ -21,9 +23,10 @@ def evaluate(
             metavar="PATH a.b=c", help="A run, a checkpoint, a model or a YAML file, and settings.", show_default=False
         ),
     ] = None,
+    trust: Annotated[bool, typer.Option("--trust", help=TRUST)] = False,
 ) -> None:
     """Measure a run folder, a checkpoint, a model, or what a YAML file begins with, on held-out tasks."""
-    paths, settings = split(arguments or (), ("--help",))
+    paths, settings = split(arguments or (), ("--trust", "--help"))
     path = one_path(paths, "thing to evaluate")
     if path is None:
         raise ConfigError(
@@ -34,7 +37,7 @@ def evaluate(
 
     from arborl import api
 
-    Console().print(table(path, api.evaluate(path, settings)))
+    Console().print(table(path, api.evaluate(path, settings, trust=trust)))
 
 
 def table(path: str, results: Mapping[str, Mapping[str, float]]) -> Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed
 from platform import python_version
@@ -82,5 +83,8 @@ def version() -> None:
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Entry point of the console script. Parts of one's own are looked for in the current folder too, as `python -m`
+    would."""
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     app(prog_name="arborl")

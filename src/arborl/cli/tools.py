@@ -38,7 +38,7 @@ def show() -> None:
 @tools.command()
 def serve(
     names: Annotated[str, typer.Option("--tools", help="Names, or package.module:attribute, with commas.")],
-    port: Annotated[int, typer.Option(help="TCP port.")] = 30003,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="TCP port.")] = 30003,
     host: Annotated[
         str, typer.Option(help="Address to listen at; others than this machine's need an API key.")
     ] = LOCAL[0],
@@ -77,6 +77,7 @@ def serve(
         from arborl.tools.server import serve as run
     except ImportError as error:
         raise ConfigError(f"the tool server needs {error.name}: pip install 'arborl[serve]'") from error
+    check_port(host, port)
     from arborl.tools.desk import Desk
     from arborl.tools.journal import Journal
     from arborl.tools.limit import private_folder
@@ -104,6 +105,22 @@ def sandbox_of(tools: Sequence[AnyTool], allow_unsafe: bool) -> str:
         raise ConfigError(f"{error}; or --allow-unsafe here.") from error
 
 
+def check_port(host: str, port: int) -> None:
+    """That the server will be able to listen there."""
+    import socket
+
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
+            probe.bind(address)
+    except OSError as error:
+        raise ConfigError(
+            f"--host {host} --port {port}: cannot listen there ({error.strerror}). Is another server running? Write "
+            "--port with another number."
+        ) from error
+
+
 def pick(names: str, arguments: list[str]) -> list[AnyTool]:
     """The tools that a command line names, made with the arguments it gives.
 
@@ -111,6 +128,7 @@ def pick(names: str, arguments: list[str]) -> list[AnyTool]:
         pick("calculator,search", ["search.corpus=docs.jsonl"])
     """
     from arborl.tools import TOOLS, as_tool
+    from arborl.tools.gaps import warn_of_gaps
 
     given: dict[str, dict[str, Any]] = {}
     for argument in arguments:
@@ -126,7 +144,9 @@ def pick(names: str, arguments: list[str]) -> list[AnyTool]:
         )
     if astray := [name for name in given if name not in wanted]:
         raise ConfigError(f"--arg {astray[0]}.…: --tools does not name {astray[0]!r}.")
-    return [as_tool(TOOLS[name], given.get(name), f"--arg {name}") for name in wanted]
+    made = [as_tool(TOOLS[name], given.get(name), f"--arg {name}") for name in wanted]
+    warn_of_gaps(made)
+    return made
 
 
 def _value(text: str) -> Any:

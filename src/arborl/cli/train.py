@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from arborl.cli.arguments import one_path, split
+from arborl.cli.evaluate import TRUST
 from arborl.errors import ConfigError
 
 if TYPE_CHECKING:
     from arborl.config import RunConfig
 
 RUNS = Path("runs")
-OPTIONS = ("--resume", "--print", "--stub", "--help")
+OPTIONS = ("--resume", "--print", "--stub", "--trust", "--help")
 
 
 def train(
@@ -28,6 +29,7 @@ def train(
         str | None, typer.Option(metavar="latest|STEP|PATH", help="Go on from a checkpoint.", show_default=False)
     ] = None,
     print_only: Annotated[bool, typer.Option("--print", help="Print the resolved configuration and stop.")] = False,
+    trust: Annotated[bool, typer.Option("--trust", help=TRUST)] = False,
     stub: Annotated[bool, typer.Option("--stub", help="Run the whole loop on scripted replies, in seconds.")] = False,
 ) -> None:
     """Train. Without arguments, the demo: a tiny model learns to cross a frozen lake."""
@@ -40,7 +42,7 @@ def train(
     if resume is None:
         config = load(file, settings)
     else:
-        config, resume = resumed(file, settings, resume)
+        config, resume = resumed(file, settings, resume, trust)
     if print_only:
         typer.echo(dump_yaml(config), nl=False)
         return
@@ -49,15 +51,17 @@ def train(
     api.train(config, resume=resume, stub=stub)  # prints its own progress, and where everything is
 
 
-def resumed(file: Path | None, settings: Sequence[str], resume: str) -> tuple[RunConfig, str]:
+def resumed(file: Path | None, settings: Sequence[str], resume: str, trust: bool = False) -> tuple[RunConfig, str]:
     """The configuration of a run that goes on, and the checkpoint it goes on from.
 
     Args:
         file: replaces the run's own `config.yaml`; the settings go on top of either.
         settings: `output_dir=FOLDER` names the run; else the path in `resume` does; else it is the newest of its name.
         resume: `latest`, a step, the path of a checkpoint, or that of a run, which means its latest.
+        trust: import what the run's own file names though this user did not write it.
     """
     from arborl.config.load import load
+    from arborl.config.trust import require_trust
 
     # Only these two say which run is meant; the others may make sense on top of the run's own file alone.
     naming = [text for text in settings if text.lstrip("+").partition("=")[0] in ("output_dir", "name")]
@@ -71,6 +75,8 @@ def resumed(file: Path | None, settings: Sequence[str], resume: str) -> tuple[Ru
                 f"{own.absolute()}: no such file, so {folder} is no run to resume. Write output_dir=FOLDER."
             )
         config = load(own, settings)
+        if not trust:
+            require_trust(own, config, settings)
     is_run = here is not None and here == Path(resume).expanduser()
     return config.model_copy(update={"output_dir": folder}), "latest" if is_run else resume
 

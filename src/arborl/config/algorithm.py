@@ -294,6 +294,11 @@ class AlgorithmConfig(Config):
         return min([*clips, *gates], default=float("inf"))
 
     @property
+    def values(self) -> bool:
+        """Whether advantages are taken from a critic's estimates."""
+        return self.advantage == "gae" and "advantage" in LOSS_READS[self.loss]
+
+    @property
     def against(self) -> Literal["rollout", "proximal"]:
         """The policy that ratios are taken against.
 

@@ -202,20 +202,36 @@ def dump_yaml(config: Config) -> str:
     """The whole tree, defaults included, as YAML that `load` reads back to an equal `config`."""
     from omegaconf import OmegaConf
 
-    return OmegaConf.to_yaml(OmegaConf.create(_plain(config.model_dump(), "")))
+    return OmegaConf.to_yaml(OmegaConf.create(_escaped(plain(config))))
+
+
+def plain(config: Config) -> dict[str, Any]:
+    """The whole tree in what JSON and YAML have: `validate` makes an equal `config` of it."""
+    tree: dict[str, Any] = _plain(config.model_dump(), "")
+    return tree
 
 
 def _plain(value: Any, path: str) -> Any:
-    """Only what YAML has. `${` is escaped: in a resolved tree it is text, and no reference to another key."""
     if isinstance(value, Mapping):
         return {key: _plain(item, f"{path}.{key}".lstrip(".")) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item, f"{path}.{index}") for index, item in enumerate(value)]
-    if isinstance(value, str | Path):
-        return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", str(value))
-    if value is None or isinstance(value, bool | int | float):
+    if isinstance(value, Path):
+        return str(value)
+    if value is None or isinstance(value, bool | int | float | str):
         return value
     raise ConfigError(
         f"{path}: an object of type {type(value).__name__} cannot be written to a file. "
         "Give a number, text, a list or a section."
     )
+
+
+def _escaped(value: Any) -> Any:
+    """The same with `${` escaped: in a resolved tree it is text, and no reference to another key."""
+    if isinstance(value, dict):
+        return {key: _escaped(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_escaped(item) for item in value]
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", value)
+    return value

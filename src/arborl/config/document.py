@@ -16,6 +16,7 @@ HEAD = """# Configuration
 Every key, its default and what it does. A file is YAML with these keys; on the command line they are written `a.b=c`;
 in Python `arborl.run(**{"a.b": c})`. A bare string in place of a section with a `name` is short for the name:
 `env=frozen_lake`. Files may have a `defaults:` list, as in Hydra. A key that is not here is an error.
+A configuration is code: `package.module:attribute` is imported and called; [resume.md](resume.md) says when.
 
 This page is generated: `python -m arborl.config.document > docs/configuration.md`.
 """

@@ -14,8 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arborl.config.base import Config, element, section, spelt_out, validate
+from arborl.config.algorithm import AlgorithmConfig
+from arborl.config.base import Config, element, paths, plain, section, spelt_out, validate
 from arborl.config.bounds import bounded
+from arborl.config.presets import PRESETS
 from arborl.config.run import RunConfig
 from arborl.errors import ConfigError, did_you_mean
 
@@ -33,8 +35,9 @@ def load(file: Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
     Args:
         file: a YAML file; without one the defaults are the base.
         overrides: `key=value`, whether or not the file mentions the key; `~key` takes a key out. A name in place of a
-            section is short for its `name`; another name than the file's leaves the file's `args` behind. Where a
-            folder of YAML files beside the file has the key's name, `key=value` picks one of them, as in Hydra.
+            section is short for its `name`; another name than the file's leaves the file's `args` behind, and
+            another algorithm what the former's preset had set. Where a folder of YAML files beside the file has the
+            key's name, `key=value` picks one of them, as in Hydra.
 
     Example:
         load(Path("run.yaml"), ["env=frozen_lake", "env.args.size=6", "learner.lr=3e-4"])
@@ -44,6 +47,8 @@ def load(file: Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
     groups = [override for override in parsed if file is not None and _picks_from(file.parent, override)]
     with _refusals(file), bounded():
         tree = _compose(_checked(file), groups) if file is not None else _empty()
+        _spell_out(tree)
+        _nest(tree, RunConfig)
         for override in parsed:
             if override not in groups:
                 _spell_out(tree)
@@ -62,6 +67,18 @@ def from_kwargs(**kwargs: Any) -> RunConfig:
     for key in sorted(kwargs, key=lambda key: key.count(".")):  # whole sections first, then what goes into them
         _place(tree, RunConfig, ALIASES.get(key, key), kwargs[key])
     return validate(RunConfig, tree)
+
+
+def named_key(name: str) -> str | None:
+    """The configuration's key that a command-line option was probably meant as.
+
+    Example:
+        named_key("seed"), named_key("lr"), named_key("save-every")     # seed, learner.lr, trainer.save_every
+    """
+    name = ALIASES.get(name, name.replace("-", "_"))
+    everywhere = list(paths(RunConfig))
+    below = [path for path in everywhere if path.rpartition(".")[2] == name]
+    return name if name in everywhere else below[0] if len(below) == 1 else None
 
 
 def _place(tree: dict[str, Any], model: type[Config] | None, key: str, value: Any, above: str = "") -> None:
@@ -200,6 +217,24 @@ def _spell_out(tree: DictConfig) -> None:
                     tree[key][index] = {model.shorthand: _raw(tree[key], index)}
 
 
+def _nest(tree: DictConfig, model: type[Config], above: str = "") -> None:
+    """Take dotted keys apart: `learner.lr: 1` is `learner: {lr: 1}`. What the two say of one key must be the same."""
+    from omegaconf import DictConfig, OmegaConf
+
+    for key in [key for key in tree if isinstance(key, str) and key.partition(".")[0] in model.model_fields]:
+        if "." not in key:
+            inner = section(model, key)
+            if inner is not None and isinstance(tree[key], DictConfig):
+                _nest(tree[key], inner, f"{above}{key}.")
+            continue
+        value = _raw(tree, key)
+        tree.pop(key)
+        before = OmegaConf.select(tree, key)
+        if before not in (None, value):
+            raise ConfigError(f"{above}{key}: given twice, as {before!r} and {value!r}. Keep one.")
+        OmegaConf.update(tree, key, value, merge=True, force_add=True)
+
+
 def _raw(node: Any, key: Any) -> Any:
     """The value as written, before interpolation."""
     from omegaconf import OmegaConf
@@ -227,13 +262,30 @@ def _apply(tree: DictConfig, override: Override) -> None:
             raise ConfigError(f"{text!r}: {key} is not set, so there is nothing to take out.")
         del home[last]
         return
-    model = section(RunConfig, key)
-    if model and model.shorthand and isinstance(value, str):
+    model = section(RunConfig, key) or section(RunConfig, above)
+    if model and model.shorthand and isinstance(value, str) and (not above or last == model.shorthand):
+        key = above or key
         before = OmegaConf.select(tree, key)
         if isinstance(before, DictConfig) and before.get(model.shorthand) not in (None, value):
-            before.pop("args", None)  # they were the other one's
+            _leave_behind(before, model)
         key = f"{key}.{model.shorthand}"
     OmegaConf.update(tree, key, value, merge=True, force_add=True)
+
+
+def _leave_behind(before: DictConfig, model: type[Config]) -> None:
+    """Take out what was the former part's own: its arguments, or of an algorithm what its preset had set.
+
+    A run's own file has every key of the preset; left there, they would win over those of the new one.
+    """
+    from omegaconf import OmegaConf
+
+    before.pop("args", None)
+    if model is AlgorithmConfig and before.get("name") in PRESETS:
+        given = OmegaConf.to_container(before)
+        assert isinstance(given, dict)
+        preset = plain(AlgorithmConfig(name=before["name"]))
+        for key in [key for key, value in given.items() if key in preset and value == preset[key]]:
+            before.pop(key)
 
 
 def _resolved(tree: DictConfig) -> Any:

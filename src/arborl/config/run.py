@@ -23,6 +23,8 @@ from arborl.config.rollout import tags_as_sources
 from arborl.config.sandbox import SandboxConfig
 from arborl.errors import did_you_mean
 
+DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "npu", "hpu", "xla")
+
 
 class LoraConfig(Config):
     """Low-rank adapters (needs the extra `peft`)."""
@@ -50,6 +52,14 @@ class ModelConfig(Named):
     quantize: Literal["none", "4bit"] = "none"
     """`4bit` keeps the frozen weights under the adapters in 4 bits (QLoRA; needs bitsandbytes and a GPU)."""
     lora: LoraConfig = LoraConfig()
+
+    @model_validator(mode="after")
+    def _is_a_device(self) -> ModelConfig:
+        if self.device.partition(":")[0] not in DEVICES:
+            raise ValueError(
+                f"device={self.device} is not a device.{did_you_mean(self.device, DEVICES)} Write auto, cpu or cuda."
+            )
+        return self
 
     @model_validator(mode="after")
     def _quantized_weights_cannot_be_trained(self) -> ModelConfig:
@@ -157,6 +167,9 @@ class TrainerConfig(Config):
     """Steps between checkpoints; one is always written at the end."""
     keep: int = Field(2, ge=1)
     """Checkpoints to keep."""
+    stop_seconds: float = Field(25.0, gt=0)
+    """After SIGTERM or SIGHUP: seconds in which the run must have come to its last checkpoint; one that has not, for a
+    long update, ends without. Schedulers kill after 30 seconds unless told otherwise. A second signal ends at once."""
 
 
 class EvaluationConfig(Config):
@@ -245,6 +258,7 @@ class RunConfig(Config):
                     f"learner.max_samples_per_trajectory with algorithm.loss={chosen.loss}, which is of whole "
                     f"episodes: leave it out{', or write algorithm.sequence=call' if chosen.loss == 'gspo' else ''}."
                 )
+        self._check_critic()
         for name in self.algorithm.by_source if self.data.sources else ():
             if name not in self.data.sources:
                 near = did_you_mean(name, self.data.sources)
@@ -277,6 +291,16 @@ class RunConfig(Config):
         if self.engine.replies and self.engine.name != "scripted":
             raise ValueError(f"engine.replies are for engine=scripted, not for engine={self.engine.name}.")
         return self
+
+    def _check_critic(self) -> None:
+        name, critic = self.algorithm.name, self.learner.critic
+        values = any(chosen.values for chosen in (self.algorithm, *self.algorithm.by_source.values()))
+        if values and critic == "none":
+            raise ValueError(
+                f"learner.critic=none: algorithm={name} needs values. Write learner.critic=shared or separate."
+            )
+        if not values and critic in ("shared", "separate"):
+            raise ValueError(f"learner.critic={critic}: algorithm={name} needs no values. Write learner.critic=auto.")
 
     def _places(self) -> list[tuple[str, SourceConfig]]:
         """Every source with where it is written, the run's own settings filled in; a run without sources is one."""

@@ -137,7 +137,8 @@ class Optimizer:
         return {"adam": self.adam.state_dict(), "masters": {name: part.copies() for name, part in self.parts.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """After the weights themselves have been loaded."""
-        self.adam.load_state_dict(state["adam"])
+        """After the weights themselves have been loaded. Rates, decay and betas stay those of this configuration."""
+        groups = self.adam.state_dict()["param_groups"]
+        self.adam.load_state_dict({"state": state["adam"]["state"], "param_groups": groups})
         for name, part in self.parts.items():
             part.restore(state["masters"][name])

@@ -191,8 +191,10 @@ def numbers(name: str, value: Any) -> dict[str, float]:
     Example:
         numbers("exact", True)               # {"exact": 1.0}
         numbers("judge", {"tone": 0.5})      # {"judge/tone": 0.5}
+        numbers("exact", np.float32(1))      # {"exact": 1.0}, as of any array or tensor without dimensions
     """
     named = {f"{name}/{key}": part for key, part in value.items()} if isinstance(value, Mapping) else {name: value}
+    named = {key: part.item() if getattr(part, "shape", None) == () else part for key, part in named.items()}
     for key, part in named.items():
         if not isinstance(part, Real):
             raise TypeError(f"{key} is {part!r} ({type(part).__name__}); return a number, or a dict of numbers by name")

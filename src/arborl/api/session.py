@@ -1,0 +1,177 @@
+"""One run, from its first evaluation to its last file."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console as Terminal
+
+from arborl import checkpoint
+from arborl.api import folder as folders
+from arborl.api.render import Render
+from arborl.api.resume import Start, told
+from arborl.api.souvenirs import keepsakes
+from arborl.build import Parts
+from arborl.config.base import plain
+from arborl.errors import RunStopped
+from arborl.rollout.store import EpisodeStore
+from arborl.track import Console, JsonlTracker, TensorBoardTracker, Tracker, Trackers, table_before_after
+from arborl.trainer.diagnosis import remark
+from arborl.trainer.evaluate import Measured
+from arborl.trainer.hooks import Evaluate, KeepEpisodes, Save, named
+from arborl.trainer.trainer import Hook, Trainer
+from arborl.types import Group, Metrics
+
+
+class Session:
+    """Holds what a run is made of while it lasts.
+
+    Args:
+        parts: the objects of the run.
+        home: its folder.
+        start: the checkpoint to go on from, if any.
+        saving: called when the run was told to stop and comes to its last checkpoint.
+    """
+
+    def __init__(self, parts: Parts, home: Path, start: Start | None, saving: Callable[[], None] = lambda: None):
+        self.parts, self.config, self.home, self.start = parts, parts.config, home, start
+        self.saving = saving
+        self.memory: dict[str, Any] = {"before": {}, "config": plain(self.config)}
+        track = self.config.track
+        self.render: Render | None = None
+        if track.render_save_dir is not None:
+            decode = parts.renderer.tokenizer.decode
+            self.render = Render(parts.cast, decode, track.render_save_dir, track.render_every, track.render_episodes)
+        self.held_out = Evaluate(parts.evaluator, self.config.evaluation.every, self._show)
+
+    async def run(self) -> dict[str, Any]:
+        """Measure, train, measure again, and leave everything worth keeping in the folder; returns the summary."""
+        trainer, save = self._trainer()
+        self._begin(trainer)
+        console = Console(self.config.trainer.steps, self._title(), start=trainer.step, remark=remark)
+        with console:
+            trainer.tracker = self._trackers(console, trainer.step)
+            for line in told(self.start) if self.start is not None else ():
+                console.note(line)
+            try:
+                if trainer.step == 0 and not self.memory["before"]:  # also where it was stopped while measuring
+                    console.progress("measuring on held-out tasks, before training")
+                    before = await self._measure(trainer)
+                    self.memory["before"] = before.metrics
+                    trainer.watch.look("evaluation", 0, before.episodes)
+                await trainer.fit()
+                console.progress("measuring on held-out tasks, after training")
+                after = await self._measure(trainer)
+                trainer.watch.failures.add(after.episodes, "the last evaluation")
+            except asyncio.CancelledError:
+                self._save(trainer, save, console)
+                raise
+            except RunStopped:
+                if trainer.step > 0:
+                    self._save(trainer, save, console)
+                self._summarise(trainer, {}, stopped=True)
+                written = await keepsakes(self.parts, self.home, [])
+                console.note(f"What happened is in {written.get('report', self.home)}")
+                raise
+            finally:
+                trainer.tracker.close()
+                await self.parts.engine.close()
+                self.parts.rollout.close()
+        return await self._finish(trainer, after)
+
+    def _trainer(self) -> tuple[Trainer, Save]:
+        parts, config = self.parts, self.config
+        save = Save(
+            self.home / "checkpoints", config.trainer.save_every, config.trainer.keep, self.memory, parts.copy_tokenizer
+        )
+        hooks: list[Hook] = [KeepEpisodes(self.home / "episodes")] if config.track.episodes else []
+        if self.render is not None:
+            hooks.append(self.render)
+        if config.evaluation.every and config.evaluation.tasks:
+            hooks.append(self.held_out)
+        trainer = Trainer(
+            config, parts.source, parts.rollout, parts.rewards, parts.algorithm, parts.learner, parts.engine,
+            Trackers([]), hooks, save,
+        )  # fmt: skip
+        return trainer, save
+
+    def _begin(self, trainer: Trainer) -> None:
+        """From the start, or exactly where the checkpoint left off."""
+        start = self.start
+        if start is None:
+            folders.write_config(self.home, self.config)
+            return
+        trainer.restore(start.state)
+        self.memory["before"] = start.state["before"]
+        self.parts.learner.load(start.folder)
+        checkpoint.rewind(self.home / "checkpoints", trainer.step)
+        folders.set_aside(self.home / "summary.json", trainer.step)
+        if start.changes:
+            folders.change_config(self.home, start.before, self.config, trainer.step)
+
+    def _trackers(self, console: Console, step: int) -> Trackers:
+        done = None if self.start is None else step
+        chosen: list[Tracker] = [console, JsonlTracker(self.home / "metrics.jsonl", done)]
+        if self.config.track.tensorboard:
+            chosen.append(TensorBoardTracker(self.home / "tensorboard", done))
+        return Trackers(chosen)
+
+    def _title(self) -> list[str]:
+        config = self.config
+        what = f"{config.model.name} learns {config.env.name} with {config.algorithm.name}, seed {config.seed}"
+        fenced = [f"code runs under {self.parts.sandbox}"] if self.parts.sandbox is not None else []
+        return [f"{config.name}: {what}", f"into {self.home}", *fenced]
+
+    async def _measure(self, trainer: Trainer) -> Measured:
+        """At the first and the last step: measured, and logged as part of that step."""
+        if self.config.evaluation.tasks == 0:
+            return Measured({}, [])
+        measured = await self.held_out.measure(trainer)
+        trainer.tracker.log(named(measured.metrics), trainer.step)
+        return measured
+
+    async def _show(self, step: int, groups: Sequence[Group]) -> None:
+        """Keep held-out episodes, as moving pictures too where so asked."""
+        if self.config.track.episodes:
+            EpisodeStore(self.home / "episodes" / "evaluation").write(step, groups)
+        if self.render is not None:
+            await self.render.draw("validation", step, groups)
+
+    def _save(self, trainer: Trainer, save: Save, console: Console) -> None:
+        """The run ends before its time: keep where it stands, and say how to go on."""
+        self.saving()
+        path = save.now(trainer)
+        console.note(f"Stopped at step {trainer.step}; saved {path}")
+        console.note(f"Go on with:  arborl train --resume latest output_dir={self.home}")
+
+    def _summarise(self, trainer: Trainer, after: Metrics, **more: Any) -> dict[str, Any]:
+        summary = {
+            "before": self.memory["before"],
+            "after": after,
+            "train_seconds": round(trainer.train_seconds, 3),
+            "steps": trainer.step,
+            "seed": self.config.seed,
+            "failures": trainer.watch.failures.state(),
+        } | more
+        if self.parts.sandbox is not None:
+            summary["sandbox"] = str(self.parts.sandbox)
+        folders.write_summary(self.home, summary)
+        return summary
+
+    async def _finish(self, trainer: Trainer, after: Measured) -> dict[str, Any]:
+        summary = self._summarise(trainer, after.metrics)
+        episodes = [episode for episode in after.episodes if episode.failure is None]
+        written = await keepsakes(self.parts, self.home, episodes)
+        terminal = Terminal()
+        if after.metrics:
+            terminal.print(table_before_after(summary["before"], summary["after"]))
+        for cause in trainer.watch.failures:
+            terminal.print(f"        failed  {cause}", highlight=False, soft_wrap=True, markup=False)
+        for name, path in written.items():
+            terminal.print(f"{name:>14}  {path}", highlight=False, soft_wrap=True)
+        shown: dict[str, Any] = json.loads(json.dumps(summary))
+        return shown

@@ -1,0 +1,99 @@
+"""Whether the parts that a run's folder names may be imported: a configuration is code.
+
+`package.module:attribute` in a `config.yaml` is imported and called with the arguments beside it, so evaluating or
+resuming somebody's run runs what that somebody wrote. A run signs its `config.yaml` with a key that only this user has.
+A folder from elsewhere has no such signature, whoever owns its files after unpacking, and one that was signed and then
+changed has a wrong one; both need `--trust`. A configuration without such names needs neither.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from arborl.config.base import plain
+from arborl.config.run import RunConfig
+from arborl.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+SIGNATURE = ".signature"
+NAME = re.compile(r"(?!object:)[A-Za-z_][\w.]*:[A-Za-z_][\w.\-]*")
+TEXTS = ("name", "output_dir", "model", "sampling", "track", "engine.replies", "data.path", "data.hub")
+"""Keys below which nothing is ever imported."""
+
+
+def sign(config_file: Path, config: RunConfig) -> None:
+    """Say that this user wrote the file, where it names anything that would be imported."""
+    if not any(imported(config)):
+        return
+    try:
+        text = _digest(config_file, _key(make=True))
+        (config_file.parent / SIGNATURE).write_text(text, encoding="ascii")
+    except OSError as error:
+        log.warning("%s is not signed (%s): to evaluate or resume it, write --trust", config_file, error)
+
+
+def require_trust(config_file: Path, config: RunConfig, overrides: Sequence[str] = ()) -> None:
+    """Refuse to import what a run's folder names unless this user wrote it. Overrides are the user's own words."""
+    names = [name for name in imported(config) if not any(name in text for text in overrides)]
+    if names and not _is_signed(config_file):
+        raise ConfigError(
+            f"{config_file}: would import and run {', '.join(dict.fromkeys(names))}, and was not written by a run of "
+            "yours here, or was changed since. Look at it; then write --trust."
+        )
+
+
+def imported(config: RunConfig) -> Iterator[str]:
+    """Every `package.module:attribute` that building this configuration may import."""
+
+    def walk(value: Any, path: str) -> Iterator[str]:
+        if path in TEXTS:
+            return
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                yield from walk(item, f"{path}.{key}".lstrip("."))
+        elif isinstance(value, list):
+            for item in value:
+                yield from walk(item, path)
+        elif isinstance(value, str) and NAME.fullmatch(value):
+            yield value
+
+    yield from walk(plain(config), "")
+
+
+def _is_signed(config_file: Path) -> bool:
+    with suppress(OSError, ValueError):
+        given = (config_file.parent / SIGNATURE).read_text(encoding="ascii")
+        return hmac.compare_digest(given, _digest(config_file, _key(make=False)))
+    return False
+
+
+def _digest(config_file: Path, key: bytes) -> str:
+    return hmac.new(key, config_file.read_bytes(), hashlib.sha256).hexdigest()
+
+
+def _key(make: bool) -> bytes:
+    """This user's, on this machine; made when first needed."""
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    path = Path(base) / "arborl" / "key"
+    if make and not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_name(f"key-{os.getpid()}")
+        handle = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(handle, "wb") as file:
+            file.write(os.urandom(32))
+        with suppress(FileExistsError):  # another run was first
+            os.link(fresh, path)
+        fresh.unlink()
+    key = path.read_bytes()
+    if len(key) < 32:
+        raise OSError(f"{path} is no key")
+    return key
