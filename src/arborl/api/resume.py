@@ -186,6 +186,6 @@ def told(start: Start) -> Sequence[str]:
     lines = [f"Goes on from step {start.step} ({start.folder})."]
     if start.changes:
         lines += ["Changed from here on:", *(f"  {change}" for change in start.changes)]
-    if any(change.measured for change in start.changes):
+    if start.state["before"] and any(change.measured for change in start.changes):
         lines.append("The held-out numbers from before training are of the former settings.")
     return lines

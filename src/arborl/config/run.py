@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from arborl.config.algorithm import AlgorithmConfig as AlgorithmConfig
 from arborl.config.algorithm import KLConfig as KLConfig
@@ -230,6 +230,12 @@ class RunConfig(Config):
     evaluation: EvaluationConfig = EvaluationConfig()
     track: TrackConfig = TrackConfig()
     sandbox: SandboxConfig = SandboxConfig()
+
+    @field_validator("output_dir")
+    @classmethod
+    def _home_is_home(cls, given: Path | None) -> Path | None:
+        """A shell leaves the `~` of `output_dir=~/runs/x` as it is."""
+        return given.expanduser() if given is not None else None
 
     @model_validator(mode="before")
     @classmethod
