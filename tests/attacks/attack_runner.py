@@ -24,10 +24,10 @@ from arborl.sandbox.protocol import Forged, Inbox
 from arborl.sandbox.watch import descendants
 
 LIMITS = Limits(
-    wall_seconds=1.5, cpu_seconds=0.6, memory_mb=128, file_mb=4, disk_mb=8, processes=8, output_bytes=10_000,
+    wall_seconds=1.0, cpu_seconds=0.6, memory_mb=128, file_mb=4, disk_mb=8, processes=8, output_bytes=10_000,
     open_files=64,
 )  # fmt: skip
-GRACE = 2.5
+GRACE = 4.0
 """Seconds beyond a limit that a busy machine may need to say so."""
 HELD, OPEN = "held", "open"
 
@@ -93,7 +93,7 @@ class World:
             found[str(path)] = (info.st_mode, info.st_uid, info.st_gid, info.st_mtime_ns, info.st_size, info.st_nlink)
         pid = self.victim.pid
         status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        found["victim"] = (status[0] in "SR", os.getpriority(os.PRIO_PROCESS, pid), os.sched_getaffinity(pid))
+        found["victim"] = (status[0] in "TtZX", os.getpriority(os.PRIO_PROCESS, pid), os.sched_getaffinity(pid))
         found["secret"] = (self.secret.read_text(), os.listxattr(self.secret))
         found["host"] = (os.uname().nodename, os.path.exists("/dev/shm/arborl-attack"), self.victim.poll())
         found["reached"] = list(self.reached)
@@ -270,8 +270,8 @@ def began(pid: int) -> str:
 
 
 def outcomes(level: str, attacks: list[Attack] = ATTACKS) -> dict[str, tuple[str, str]]:
-    """Every attack at a level, four at a time; and after all of them, the world as it was."""
-    with world() as there, ThreadPoolExecutor(4) as several:
+    """Every attack at a level, six at a time; and after all of them, the world as it was."""
+    with world() as there, ThreadPoolExecutor(6) as several:
         results = several.map(lambda attack: attempt(attack, level, there), attacks)
         found = dict(zip((attack.name for attack in attacks), results, strict=True))
         after = there.state()

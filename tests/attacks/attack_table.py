@@ -31,7 +31,8 @@ def put(text: str, name: str, inside: str) -> str:
 def cells(text: str) -> dict[str, dict[str, str]]:
     """What the page says of each attack at each level."""
     found = {}
-    for row in ROW.finditer(between(text, "attacks")):
+    _, _, rows = between(text, "attacks").partition("|---")
+    for row in ROW.finditer(rows):
         found[row["name"]] = dict(zip(LEVELS, row["cells"].split(" | "), strict=True))
     return found
 
