@@ -73,12 +73,12 @@ class EpisodeStore:
     @staticmethod
     def read(path: Path) -> Iterator[Episode]:
         """The episodes of a file, in order. A torn last line is passed over with a warning."""
-        with path.open(encoding="utf-8", errors="surrogatepass", newline="\n") as file:
+        with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 try:
-                    row = json.loads(line)
+                    row = json.loads(line.decode("utf-8", "surrogatepass"))
                 except (ValueError, RecursionError) as error:
-                    if not line.endswith("\n"):
+                    if not line.endswith(b"\n"):
                         log.warning("%s: line %d is torn and passed over", path, number)
                         return
                     raise ConfigError(f"{path}: line {number} is not JSON: {error}") from error
@@ -92,7 +92,7 @@ def reading(where: str) -> Iterator[None]:
     """What JSON of another shape raises, as one sentence."""
     try:
         yield
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{where} is not an episode: {type(error).__name__}: {error}") from error
 
 

@@ -82,15 +82,15 @@ class Replay:
         with self.path.open("rb") as file:
             for place in self.batches[seed]:
                 file.seek(place)
-                row = json.loads(file.readline().decode("utf-8", "surrogatepass"))
-                if row["of"] == 0:
-                    break
-                if row["task"] not in by_name:
-                    raise ConfigError(
-                        f"rollout.replay: {self.path} was recorded on other tasks ({row['task']}, …) than this run has "
-                        f"({', '.join(list(by_name)[:2])}, …). Write the data and the environment of that run."
-                    )
                 with reading(f"rollout.replay: {self.path}: what lies at byte {place}"):
+                    row = json.loads(file.readline().decode("utf-8", "surrogatepass"))
+                    if row["of"] == 0:
+                        break
+                    if row["task"] not in by_name:
+                        raise ConfigError(
+                            f"rollout.replay: {self.path} was recorded on other tasks ({row['task']}, …) than this run "
+                            f"has ({', '.join(list(by_name)[:2])}, …). Write the data and the environment of that run."
+                        )
                     groups.append(Group(by_name[row["task"]], [from_json(one) for one in row["episodes"]]))
         return groups
 

@@ -17,8 +17,8 @@ VERSION = 2
 """Of the tables. A file with others is begun anew."""
 
 
-class Unwritable(ArborError):
-    """The journal's disk is full or gone. What would have been noted must not be done."""
+class Unusable(ArborError):
+    """The journal's disk is full, gone or damaged. What would have been noted must not be done."""
 
 
 TABLES = """
@@ -47,15 +47,17 @@ class Journal:
         try:
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._base = self._open(path)
+            self._base = sqlite3.connect(path or ":memory:", isolation_level=None, check_same_thread=False)
         except (sqlite3.Error, OSError) as error:
-            raise ConfigError(
-                f"{path}: not a journal that can be written ({error}). Remove it, or give another."
-            ) from error
+            raise ConfigError(_no_journal(path, error)) from error
+        try:
+            self._begin_life()
+        except sqlite3.Error as error:
+            self.close()  # or it would lock out whoever mends the file
+            raise ConfigError(_no_journal(path, error)) from error
 
-    @staticmethod
-    def _open(path: Path | None) -> sqlite3.Connection:
-        base = sqlite3.connect(path or ":memory:", isolation_level=None, check_same_thread=False)
+    def _begin_life(self) -> None:
+        base = self._base
         base.execute("PRAGMA journal_mode=WAL")
         base.execute("PRAGMA synchronous=OFF")  # what the system has is written even if this process dies
         if base.execute("PRAGMA user_version").fetchone()[0] != VERSION:
@@ -64,39 +66,40 @@ class Journal:
         base.executescript(TABLES)
         for table in ("calls", "sessions"):
             base.execute(f"DELETE FROM {table} WHERE at < ?", (time.time() - KEEP_SECONDS,))
-        return base
 
     def begin(self, key: str, digest: str) -> bool:
         """Note that the call is about to run; False if it has been begun before, in this life or another."""
-        row = (key, digest, time.time())
-        return self._write("INSERT OR IGNORE INTO calls VALUES (?, ?, NULL, ?)", row) == 1
+        return self._do("INSERT OR IGNORE INTO calls VALUES (?, ?, NULL, ?)", key, digest, time.time()).rowcount == 1
 
     def end(self, key: str, answer: str) -> None:
         """Note its answer. Where that fails the call has been made all the same, and stays known as begun."""
         try:
-            self._write("UPDATE calls SET answer = ? WHERE key = ?", (answer, key))
-        except Unwritable as error:
+            self._do("UPDATE calls SET answer = ? WHERE key = ?", answer, key)
+        except Unusable as error:
             log.warning("%s", error)
 
     def find(self, key: str) -> tuple[str, str | None] | None:
         """What the call under this key was, and its answer; None if it was never begun."""
-        return self._base.execute("SELECT digest, answer FROM calls WHERE key = ?", (key,)).fetchone()
+        return self._do("SELECT digest, answer FROM calls WHERE key = ?", key).fetchone()
 
     def open_session(self, name: str) -> bool:
         """Note that the session has state from now on; False if it had state in an earlier life, which is lost."""
-        self._write("INSERT OR IGNORE INTO sessions VALUES (?, ?, ?)", (name, self.life, time.time()))
-        life = self._base.execute("SELECT life FROM sessions WHERE name = ?", (name,)).fetchone()
+        self._do("INSERT OR IGNORE INTO sessions VALUES (?, ?, ?)", name, self.life, time.time())
+        life = self._do("SELECT life FROM sessions WHERE name = ?", name).fetchone()
         return bool(life and life[0] == self.life)
 
     def close_session(self, name: str) -> None:
-        self._write("DELETE FROM sessions WHERE name = ?", (name,))
+        self._do("DELETE FROM sessions WHERE name = ?", name)
 
     def close(self) -> None:
         self._base.close()
 
-    def _write(self, statement: str, row: tuple[object, ...]) -> int:
-        """How many rows it concerned."""
+    def _do(self, statement: str, *row: object) -> sqlite3.Cursor:
         try:
-            return self._base.execute(statement, row).rowcount
+            return self._base.execute(statement, row)
         except sqlite3.Error as error:
-            raise Unwritable(f"the journal of stateful calls cannot be written: {error}") from error
+            raise Unusable(f"the journal of stateful calls cannot be used: {error}") from error
+
+
+def _no_journal(path: Path | None, error: Exception) -> str:
+    return f"{path}: not a journal that can be written ({error}). Remove it, or give another."

@@ -18,7 +18,7 @@ from arborl.errors import ConfigError
 from arborl.sandbox import POOLS, level_in_force
 from arborl.tools.desk import Busy, Desk, Draining, Reused
 from arborl.tools.gate import Gate, HalfOpen, protocol, say
-from arborl.tools.journal import Unwritable
+from arborl.tools.journal import Unusable
 from arborl.tools.limit import LimitTimeout, RateLimit
 from arborl.tools.threads import stuck_calls
 from arborl.tools.wire import (
@@ -48,7 +48,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
     421: {"model": Problem, "description": "not meant for this machine, and no API key is set; nothing was run"},
     422: {"model": Problem, "description": "the body is not a request"},
     429: {"model": Problem, "description": "too many calls are waiting; nothing was run"},
-    503: {"model": Problem, "description": "about to stop, or the journal's disk is full; nothing was run"},
+    503: {"model": Problem, "description": "about to stop, or the journal cannot be used; nothing was run"},
 }
 
 
@@ -84,7 +84,7 @@ def make_app(
     _add_health(app, desk, meters)
     app.add_exception_handler(Busy, _problem(429, {"Retry-After": "1"}))
     app.add_exception_handler(Draining, _problem(503, {"Retry-After": "2"}))
-    app.add_exception_handler(Unwritable, _problem(503, {"Retry-After": "2"}))
+    app.add_exception_handler(Unusable, _problem(503, {"Retry-After": "2"}))
     app.add_exception_handler(Reused, _problem(409))
     app.add_exception_handler(ConfigError, _problem(409))
     app.add_exception_handler(RequestValidationError, _not_a_request)
