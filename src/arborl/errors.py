@@ -189,7 +189,7 @@ def disk_refusal(error: BaseException) -> str | None:
         return error.strerror or str(error)
     if told := re.search(r"\(os error (\d+)\)", str(error)):  # safetensors
         return os.strerror(int(told[1]))
-    return "the file could not be written whole" if "PytorchStreamWriter failed" in str(error) else None  # torch.save
+    return "the file could not be written whole" if "inline_container.cc" in str(error) else None  # torch.save
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -43,7 +43,8 @@ output_dir: runs/${name}
 PIECES = [
     b"{", b"[", b"]", b"}", b'"', b",", b"\n", b"\0", b"\xff", b"\xed\xa0\x80", b"\\ud800", b"null", b"NaN", b"1e999",
     b"-1", b"9" * 5000, b"[" * 500, b'{"a":' * 500, b"*env", b"&a ", b"${name}", b"${", b"<<: ",
-    b"!!python/object:os.system ", b"- ", b"? ", b"\t", b": ", b'"' * 3, b"\r", b"\xef\xbb\xbf", b"true", b"0x10", b"../..", b"/etc/passwd",
+    b"!!python/object:os.system ",
+    b"- ", b"? ", b"\t", b": ", b'"' * 3, b"\r", b"\xef\xbb\xbf", b"true", b"0x10", b"../..", b"/etc/passwd",
 ]  # fmt: skip
 
 

@@ -78,7 +78,8 @@ WHOLE = (
 PIECES = [
     b"POST", b"GET", b"DELETE /sessions/%00%ff HTTP/1.1", b" ", b"\r\n", b"\n", b"\0", b"\xff\xfe", b"HTTP/9.9",
     b"HTTP/1.0", b"Content-Length: -1", b"Content-Length: 99999999999999999999",
-    b"Content-Length: 5\r\nContent-Length: 6", b"Transfer-Encoding: chunked", b"Transfer-Encoding: gzip, chunked", b"ffffffffffffffff\r\n", b"-1\r\n",
+    b"Content-Length: 5\r\nContent-Length: 6",
+    b"Transfer-Encoding: chunked", b"Transfer-Encoding: gzip, chunked", b"ffffffffffffffff\r\n", b"-1\r\n",
     b"0\r\n\r\n", b"Expect: 100-continue", b"Connection: upgrade\r\nUpgrade: websocket", b"X: " + b"y" * 70_000,
     b"Host: \xc3\x28", b"/" + b"a" * 70_000, b"/../../etc/passwd", b"{" * 2000, b"[" * 2000, b'{"name":',
     b"Authorization: Bearer " + b"\xff" * 40,

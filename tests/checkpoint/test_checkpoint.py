@@ -64,7 +64,21 @@ def unwritable(folder):
     raise SafetensorError("Error while serializing: I/O error: Read-only file system (os error 30)")
 
 
-@pytest.mark.parametrize(("write", "why"), [(full, "No space left on device"), (unwritable, "Read-only file system")])
+def full_for_torch(folder):
+    import torch
+
+    (folder / "optimizer.pt").symlink_to("/dev/full")
+    torch.save({"a": torch.zeros(1000)}, folder / "optimizer.pt")
+
+
+@pytest.mark.parametrize(
+    ("write", "why"),
+    [
+        (full, "No space left on device"),
+        (full_for_torch, "the file could not be written whole"),
+        (unwritable, "Read-only file system"),
+    ],
+)
 def test_a_disk_that_refuses_is_one_sentence_and_the_former_checkpoint_is_intact(tmp_path, write, why):
     save(tmp_path, 1, writer(), {}, keep=1)
     with pytest.raises(CannotWrite, match=rf"step-000002: cannot be written: {why}\. .*is as it was") as raised:
