@@ -184,4 +184,4 @@ def test_a_run_killed_before_its_first_checkpoint_goes_on_from_its_beginning(run
     shutil.rmtree(run / "checkpoints")
     (run / "summary.json").unlink()
     assert again(run).summary["steps"] == 2
-    assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1]
+    assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1, 2]
