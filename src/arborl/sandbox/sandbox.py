@@ -256,7 +256,7 @@ class Sandbox:
             if left <= 0:
                 return self._ended("wall", said, start)
             if now - checked >= TICK:
-                if passed := self._passed(before):
+                if passed := self._passed(before, self._meter.read()):
                     return self._ended(passed, said, start)
                 checked = time.perf_counter()
             poll.register(self._line.fileno(), self._line.events)
@@ -272,9 +272,9 @@ class Sandbox:
             if answer is not None:
                 return self._answered(answer, said, start, before)
 
-    def _passed(self, before: Usage) -> Stopped:
+    def _passed(self, before: Usage, now: Usage) -> Stopped:
         """The limit on all processes together that has been passed, if any."""
-        now, limits = self._meter.read(), self.limits
+        limits = self.limits
         if now.cpu - before.cpu > limits.cpu_seconds:
             return "cpu"
         if now.uncounted:
@@ -293,11 +293,11 @@ class Sandbox:
             return self._ended("forged", said, start)
         if not freeze(self._keeper.pid):
             return self._ended("processes", said, start)
-        if passed := self._passed(before):
+        self._rest = self._meter.read()
+        if passed := self._passed(before, self._rest):
             return self._ended(passed, said, start)
         if self._drain(said) > self.limits.output_bytes:
             return self._ended("output", said, start)
-        self._rest = self._meter.read()
         value, error = answer.texts
         seconds = time.perf_counter() - start
         return Outcome(answer.kind == OK, _text(said.out), _text(said.err), value, error, seconds=seconds)
