@@ -178,7 +178,7 @@ def test_a_changed_file_is_read_or_refused_in_one_line(kind, tmp_path):
                 read(path)
         except ConfigError as error:
             said.append(str(error))
-    assert all(0 < len(text) < 2000 for text in said)
+    assert all(0 < len(text) < 20_000 for text in said)  # a name of 5,000 digits may be repeated
     assert said or kind == "metrics"  # torn lines are left out there
     assert threading.active_count() <= threads
 

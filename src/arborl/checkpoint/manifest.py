@@ -36,15 +36,20 @@ def check(folder: Path, verify: bool, under: str = "") -> None:
         under: only the files in this folder of it.
     """
     for name, (size, digest) in _files(folder).items():
-        path = folder / name
-        if under and not name.startswith(f"{under}/"):
-            continue
-        if not path.is_file():
-            raise Damaged(f"{path} is missing, though {NAME} lists it")
-        if path.stat().st_size != size:
-            raise Damaged(f"{path} has {path.stat().st_size} bytes, and {size} were written")
-        if verify and _sha256(path) != digest:
-            raise Damaged(f"{path} has the right size but not the bytes that were written")
+        if name.startswith(f"{under}/" if under else ""):
+            try:
+                _check_file(folder / name, size, digest if verify else None)
+            except OSError as error:
+                raise Damaged(f"{folder / name} cannot be read: {error.strerror}") from error
+
+
+def _check_file(path: Path, size: int, digest: str | None) -> None:
+    if not path.is_file():
+        raise Damaged(f"{path} is missing, though {NAME} lists it")
+    if path.stat().st_size != size:
+        raise Damaged(f"{path} has {path.stat().st_size} bytes, and {size} were written")
+    if digest is not None and _sha256(path) != digest:
+        raise Damaged(f"{path} has the right size but not the bytes that were written")
 
 
 def _files(folder: Path) -> dict[str, tuple[int, str]]:

@@ -52,7 +52,7 @@ class Journal:
             raise ConfigError(_no_journal(path, error)) from error
         try:
             self._begin_life()
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeDecodeError) as error:  # its messages may quote the bytes
             self.close()  # or it would lock out whoever mends the file
             raise ConfigError(_no_journal(path, error)) from error
 
@@ -97,7 +97,7 @@ class Journal:
     def _do(self, statement: str, *row: object) -> sqlite3.Cursor:
         try:
             return self._base.execute(statement, row)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, UnicodeDecodeError) as error:
             raise Unusable(f"the journal of stateful calls cannot be used: {error}") from error
 
 

@@ -257,7 +257,7 @@ def make_server(app: FastAPI, host: str, port: int, drain_seconds: float = 30.0)
             port,
             http=protocol(app.state.half_open),
             ws="none",
-            log_level="warning",
+            log_level="error",  # what strangers send is no news
             timeout_graceful_shutdown=int(drain_seconds),
             access_log=False,
         )
