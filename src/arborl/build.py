@@ -27,7 +27,7 @@ from arborl.engines import ENGINES, Engine
 from arborl.envs import ENVS, Env
 from arborl.errors import ConfigError, EngineError
 from arborl.models.find import described, resolve
-from arborl.registry import Registry, call_checked, unique
+from arborl.registry import Registry, call_checked, short, unique
 from arborl.rewards import REWARDS, Rewards
 from arborl.rewards.by_source import RewardsBySource
 from arborl.rollout.manager import FILTERS, Manner
@@ -388,11 +388,6 @@ class Workshop:
                 f"engine.kv_tokens={asked.kv_tokens}: there is no memory for so many keys and values. Write a smaller "
                 "engine.kv_tokens, or 0 for a share of the memory."
             ) from error
-
-
-def short(name: str) -> str:
-    """What a part is called where its module does not matter: `package.module:Maze` -> `Maze`."""
-    return name.rpartition(":")[2]
 
 
 def _called(names: Collection[str]) -> set[str]:

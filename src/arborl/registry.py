@@ -133,6 +133,11 @@ def call_checked(part: Any, args: Mapping[str, Any], where: str) -> Any:
         raise ConfigError(f"{where}: {error}") from error
 
 
+def short(name: str) -> str:
+    """What a part is called where its module does not matter: `package.module:Maze` -> `Maze`."""
+    return name.rpartition(":")[2]
+
+
 def unique(name: str, taken: Collection[str]) -> str:
     """The name, or where it is taken `name-2`, `name-3`, …"""
     number, found = 1, name

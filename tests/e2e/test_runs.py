@@ -253,9 +253,9 @@ def test_trouble_costs_single_episodes_is_named_in_the_metrics_and_the_run_goes_
     rows = list(read_metrics(done.folder / "metrics.jsonl"))
     assert len(rows) == 2
     assert rows[0]["failed/reward 'fickle'"] == 3
-    assert rows[0]["failed/environment 'test_runs:Troubled'"] == 2
+    assert rows[0]["failed/environment 'Troubled'"] == 2
     assert rows[0]["episode/failed"] == 5
-    assert "environment 'test_runs:Troubled': RuntimeError: ice" in caplog.text
+    assert "environment 'Troubled': RuntimeError: ice" in caplog.text
     assert "took longer than 0.3 s" in caplog.text
     assert "reward 'fickle'" in caplog.text
     stored = [e for path in EpisodeStore(done.folder / "episodes").paths() for e in EpisodeStore.read(path)]

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -198,7 +199,8 @@ def children_of_this_process() -> set[int]:
     """Those that serve our tools on standard input."""
     found: set[int] = set()
     for task in os.listdir("/proc/self/task"):
-        found |= set(map(int, Path(f"/proc/self/task/{task}/children").read_text().split()))
+        with suppress(FileNotFoundError):  # a thread that has just ended
+            found |= set(map(int, Path(f"/proc/self/task/{task}/children").read_text().split()))
     return {pid for pid in found if _command(pid).endswith("--stdio\0")}
 
 

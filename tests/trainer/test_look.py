@@ -48,7 +48,7 @@ def test_what_the_engine_said_costs_the_episode(tiny_llama, caplog, poison):
     kept, terms, metrics = looked(tiny_llama, groups, {"std": "none"})
     assert [e.id for g in kept for e in g.survivors] == ["task-0/0", "task-0/1", "task-1/0", "task-1/1"]
     assert set(terms.advantage) == {0.5, -0.5}  # the mean is that of those who stayed
-    assert metrics == {"dropped/failed": 1.0}
+    assert {name: count for name, count in metrics.items() if count} == {"dropped/failed": 1.0}
     assert "episode task-0/2 failed and is left out: engine: ArithmeticError" in caplog.text
 
 
@@ -83,4 +83,4 @@ def test_where_all_are_sound_nothing_is_done_twice(tiny_llama):
     groups = [group(0, 1.0, 0.0)]
     kept, _, metrics = looked(tiny_llama, groups, {})
     assert kept == groups
-    assert metrics == {}
+    assert not any(metrics.values())

@@ -18,6 +18,7 @@ from arborl.api.souvenirs import keepsakes
 from arborl.build import Parts
 from arborl.config.base import plain
 from arborl.errors import RunStopped
+from arborl.registry import short
 from arborl.rollout.store import EpisodeStore
 from arborl.track import Console, JsonlTracker, TensorBoardTracker, Tracker, Trackers, table_before_after
 from arborl.trainer.diagnosis import remark
@@ -122,7 +123,7 @@ class Session:
 
     def _title(self) -> list[str]:
         config = self.config
-        what = f"{config.model.name} learns {config.env.name} with {config.algorithm.name}, seed {config.seed}"
+        what = f"{config.model.name} learns {short(config.env.name)} with {config.algorithm.name}, seed {config.seed}"
         fenced = [f"code runs under {self.parts.sandbox}"] if self.parts.sandbox is not None else []
         return [f"{config.name}: {what}", f"into {self.home}", *fenced]
 

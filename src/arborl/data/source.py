@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from arborl.data.views import EVALUATION_SEED
+from arborl.registry import short
 from arborl.seeds import derive
 from arborl.types import Group, Metrics, Task
 
@@ -61,4 +62,4 @@ class EnvTasks(TaskSource):
         ]
 
     def _task(self, name: str, split: str, seed: int) -> Task:
-        return Task(f"{self.env}/{name}", source=self.env, env=self.env, fields={"split": split}, seed=seed)
+        return Task(f"{short(self.env)}/{name}", source=self.env, env=self.env, fields={"split": split}, seed=seed)

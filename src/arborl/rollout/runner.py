@@ -19,6 +19,7 @@ from arborl.engines.engine import Engine
 from arborl.envs.env import Env
 from arborl.errors import EpisodeError, EpisodeOver, boundary
 from arborl.failures import Firsts
+from arborl.registry import short
 from arborl.rollout.manager import PLAIN, Manager, Manner, named
 from arborl.rollout.recorder import Limits, RecordedEnv, Recorder
 from arborl.rollout.tape import Tape
@@ -123,7 +124,8 @@ class Rollout:
 
         with fewer_collections, Watchdog():
             for task in {task.env: task for task in tasks}.values():
-                await self.workers.meet(partial(self.cast.env, task), task.env, self.limits.step_seconds)
+                called = short(task.env) if task.env else None
+                await self.workers.meet(partial(self.cast.env, task), called, self.limits.step_seconds)
             return await Manager(play, manner, self.counts, self.lost).collect(tasks, seed, group_size, count)
 
     async def train(
@@ -169,8 +171,9 @@ class Rollout:
 
     async def _act(self, episode: Episode, sampling: Sampling, limits: Limits) -> None:
         task = episode.task
-        async with boundary(f"environment {task.env!r}" if task.env else "environment of the run"):
-            inner, name = await self.workers.place(partial(self.cast.env, task), task.env, limits.step_seconds)
+        called = short(task.env) if task.env else None
+        async with boundary(f"environment {called!r}" if called else "environment of the run"):
+            inner, name = await self.workers.place(partial(self.cast.env, task), called, limits.step_seconds)
         env = RecordedEnv(inner, name, limits, episode)
         model = Recorder(self.engine, self.renderer, sampling, limits, episode)
         async with boundary(f"agent {task.agent or 'of the run'}"):
