@@ -82,7 +82,8 @@ def test_a_signal_that_was_ignored_stays_ignored():
 
 def test_a_terminal_that_is_closed_does_not_keep_a_run_from_saving(tmp_path):
     master, slave = pty.openpty()
-    process = started("60", "free", "0", str(tmp_path / "saved"), stdout=slave, stderr=slave)
+    heard = {"preexec_fn": lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)}  # which `nohup` has off
+    process = started("60", "free", "0", str(tmp_path / "saved"), stdout=slave, stderr=slave, **heard)
     os.close(slave)
     assert b"ready" in os.read(master, 100)
     os.close(master)

@@ -97,7 +97,14 @@ def test_a_run_killed_with_9_and_resumed_ends_bit_equal_to_one_that_was_not(tmp_
     assert summaries[0] == summaries[1]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),  # each alone is in tests/api/test_signals.py
+        (signal.SIGTERM, 143),
+        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_saves_and_says_how_to_go_on(tmp_path, number, code):
     victim = subprocess.Popen(
         command("train", *SMALL, "trainer.steps=500", "evaluation.tasks=0", "output_dir=stopped"), cwd=tmp_path,

@@ -98,9 +98,9 @@ def test_every_way_agrees_with_the_dense_one(model, caplog, way):
 
 
 def test_on_a_gpu_layers_are_compiled_around_flex_attention_without_being_asked(model):
-    learner = Learner(model, LearnerConfig(), Sampling())
+    learner = Learner(copy.deepcopy(model), LearnerConfig(), Sampling())
     forest = forest_of(0)
-    assert learner.ways(model, learner.fitting.split(forest.trees, forest.terms)[0]) == COMPILED
+    assert learner.ways(learner.model, learner.fitting.split(forest.trees, forest.terms)[0]) == COMPILED
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -108,13 +108,19 @@ def test_gradients_of_many_sizes_equal_the_dense_ways(model, recompute):
     bound = 1e-3 if model.dtype == torch.float32 else 0.05
     for seed, budget in ((0, 10_000), (1, 400), (2, 700), (3, 10_000)):
         forest = forest_of(seed, groups=2 + seed)
-        ours = Learner(model, LearnerConfig(micro_batch_tokens=budget, recompute=recompute), Sampling(temperature=0.8))
-        dense = Learner(model, LearnerConfig(attention="dense", compile="off"), Sampling(temperature=0.8))
+        ours = Learner(
+            copy.deepcopy(model),
+            LearnerConfig(micro_batch_tokens=budget, recompute=recompute),
+            Sampling(temperature=0.8),
+        )
+        dense = Learner(
+            copy.deepcopy(model), LearnerConfig(attention="dense", compile="off"), Sampling(temperature=0.8)
+        )
         assert gap(gradients(ours, forest, Simple()), gradients(dense, forest, Simple())) < bound
 
 
 def test_no_more_is_compiled_once_two_sizes_have_been_seen(model):
-    learner = Learner(model, LearnerConfig(), Sampling())
+    learner = Learner(copy.deepcopy(model), LearnerConfig(), Sampling())
     for seed in (0, 1):
         gradients(learner, forest_of(seed, groups=2 + seed), Simple())
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -172,8 +178,10 @@ def test_bfloat16_weights_learn_at_a_small_rate_through_their_masters():
 def test_memory_that_does_not_suffice_halves_the_micro_batch_and_leaves_the_gradients_as_they_are(caplog):
     model = load_model(resolve("seedling"), "float32", "cuda")
     forest = forest_of(0, groups=60, prompt=700, answer=300)
-    expected = gradients(Learner(model, LearnerConfig(micro_batch_tokens=4096), Sampling()), forest, Simple())
-    learner = Learner(model, LearnerConfig(micro_batch_tokens=1_000_000), Sampling())
+    expected = gradients(
+        Learner(copy.deepcopy(model), LearnerConfig(micro_batch_tokens=4096), Sampling()), forest, Simple()
+    )
+    learner = Learner(copy.deepcopy(model), LearnerConfig(micro_batch_tokens=1_000_000), Sampling())
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.empty_cache()
     limit = torch.cuda.memory_reserved() + 2 * 2**30

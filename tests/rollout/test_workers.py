@@ -408,8 +408,9 @@ def test_ctrl_c_is_heard_at_the_first_try_while_an_async_environment_blocks(tmp_
     )
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     child = subprocess.Popen(
-        [sys.executable, tmp_path / "mine.py"], env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE
-    )
+        [sys.executable, tmp_path / "mine.py"], env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which a shell's background jobs have off
+    )  # fmt: skip
     assert child.stdout.readline() == b"begun\n"
     time.sleep(0.2)
     child.send_signal(signal.SIGINT)

@@ -24,6 +24,7 @@ class Broken(Env):
     """Fails in every step from the `after`-th episode on."""
 
     count = 0
+    blocking = False
 
     def __init__(self, after: int = 0):
         self.after = after
