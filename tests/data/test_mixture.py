@@ -178,6 +178,17 @@ def test_a_source_that_is_too_easy_or_too_hard_gets_fewer_rows():
     assert Counter(task.source for task in mixed.take(3, 6)) == {"a": 2, "b": 2, "c": 2}
 
 
+def test_what_nobody_judged_is_no_success_of_its_source():
+    mixed = mixture([50, 50], [1, 1], band=Band(0.1, 0.9, outside=0.25, decay=0.0))
+    mixed.take(0, 4)
+    silent = group(mixed, "a", 1.0)
+    silent.episodes[0].metrics.clear()
+    report = mixed.observe(0, [silent, group(mixed, "b", 0.5)])
+    assert "data/a/success" not in report
+    assert report["data/b/success"] == 0.5
+    assert Counter(task.source for task in mixed.take(1, 4)) == {"a": 2, "b": 2}
+
+
 def test_held_out_tasks_come_from_all_sources_alike():
     names = "ab"
     pools = []

@@ -243,6 +243,8 @@ def test_a_run_from_a_folder_of_adapters_goes_on_with_them(adapted, tmp_path):
     assert all("lora_" in name for name in trained)
     start = {name: p.detach() for name, p in adapted.named_parameters() if "lora_" in name}
     assert all(torch.equal(value, start[name]) for name, value in parts.learner.start.items())
+    with pytest.raises(ConfigError, match=r"model\.lora\.rank=3: the adapters of model\.name have"):
+        build(load(None, [f"model={tmp_path / 'model'}", "model.lora.rank=3", "model.device=cpu"]))
 
 
 def test_the_merged_export_is_an_ordinary_model_that_says_the_same(adapted, tmp_path):

@@ -11,12 +11,13 @@ from arborl.agents.agent import FunctionAgent
 from arborl.agents.chat import ChatAgent
 from arborl.chat import HermesParser, Renderer, Template
 from arborl.chat.fit import cannot_fit
+from arborl.chat.messages import read_tools
 from arborl.engines.scripted import ScriptedEngine
 from arborl.envs.env import Env, Observation, Step
 from arborl.rollout.recorder import Limits
 from arborl.rollout.runner import Cast, Rollout
 from arborl.rollout.tree import plant
-from arborl.types import Group, Message, Sampling, Stop, Task
+from arborl.types import Group, Message, Sampling, Stop, Task, ToolSpec
 
 STOP = 0
 SHAPE = (
@@ -140,6 +141,34 @@ def test_what_is_no_message_is_refused_with_the_name_of_its_field(messages, comp
     assert episode.failure is not None
     assert episode.failure.where.startswith("agent")
     assert complaint in episode.failure.message
+
+
+ADD = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
+
+
+def test_tools_in_openais_shape_are_tools():
+    seen = []
+
+    async def agent(task, env, model):
+        await env.reset(task, task.seed)
+        seen.append(read_tools([ADD, ToolSpec("sub", "", {})], "tools"))
+        await model.chat([Message("user", "hi")], [ADD])
+
+    episode, _, _ = played(agent)
+    assert episode.failure is None
+    assert seen == [(ToolSpec("add", "Adds.", {"type": "object"}), ToolSpec("sub", "", {}))]
+
+
+@pytest.mark.parametrize("tools", ["add", ["add"], [{"type": "function"}], ADD])
+def test_what_is_no_tool_is_refused_with_what_to_write(tools):
+    async def agent(task, env, model):
+        await env.reset(task, task.seed)
+        await model.chat([Message("user", "hi")], tools)
+
+    episode, _, _ = played(agent)
+    assert episode.failure is not None
+    assert "model.chat, tools" in episode.failure.message
+    assert '"type": "function"' in episode.failure.message
 
 
 def test_one_stop_text_is_one_text_and_not_its_letters():

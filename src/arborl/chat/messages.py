@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from typing import Any, cast, get_args
 
 from arborl.errors import did_you_mean
-from arborl.types import Message, Role, ToolCall
+from arborl.types import Message, Role, ToolCall, ToolSpec
 
 ROLES = get_args(Role)
+TOOL = '{"type": "function", "function": {"name": "…", "description": "…", "parameters": {…}}}'
 EXAMPLE = '{"role": "user", "content": "…"}'
 
 
@@ -25,6 +26,27 @@ def read_messages(given: Any, where: str) -> tuple[Message, ...]:
         one if isinstance(one, Message) and _is_sound(one) else read_message(one, f"{where}[{index}]")
         for index, one in enumerate(given)
     )
+
+
+def read_tools(given: Any, where: str) -> tuple[ToolSpec, ...]:
+    """Tools, or dicts as OpenAI writes them: `{"type": "function", "function": {…}}`. Raises ValueError."""
+    if isinstance(given, str | bytes | Mapping | ToolSpec) or not hasattr(given, "__iter__"):
+        raise ValueError(f"{where}: {type(given).__name__}, not a list of tools. Write [{TOOL}].")
+    return tuple(
+        one if isinstance(one, ToolSpec) else _tool(one, f"{where}[{index}]") for index, one in enumerate(given)
+    )
+
+
+def _tool(given: Any, where: str) -> ToolSpec:
+    function = given.get("function", given) if isinstance(given, Mapping) else getattr(given, "spec", None)
+    if isinstance(function, ToolSpec):
+        return function
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ValueError(f"{where}: {type(given).__name__}, not a tool. Write {TOOL}.")
+    parameters = function.get("parameters") or {"type": "object", "properties": {}}
+    if not isinstance(parameters, Mapping):
+        raise ValueError(f"{where}.parameters: {type(parameters).__name__}, not a JSON schema.")
+    return ToolSpec(function["name"], str(function.get("description") or ""), dict(parameters))
 
 
 def read_message(given: Any, where: str) -> Message:

@@ -113,9 +113,8 @@ class Mixture(TaskSource):
 
     def observe(self, step: int, groups: Sequence[Group]) -> Metrics:
         for name in self.pools:
-            mine = [episode for group in groups if group.task.source == name for episode in group.survivors]
-            if mine:
-                now = float(np.mean([episode.metrics.get("success", 0.0) for episode in mine]))
+            now = success_of(name, groups)
+            if now is not None:
                 before = self.success.get(name, now)
                 self.success[name] = self.band.decay * before + (1 - self.band.decay) * now
         return self.metrics(step, groups)
@@ -235,8 +234,17 @@ class Mixture(TaskSource):
             mine = [episode for group in groups if group.task.source == name for episode in group.survivors]
             if mine:
                 metrics[f"data/{name}/reward"] = float(np.mean([episode.reward for episode in mine]))
-                metrics[f"data/{name}/success"] = float(np.mean([e.metrics.get("success", 0.0) for e in mine]))
+            if (success := success_of(name, groups)) is not None:
+                metrics[f"data/{name}/success"] = success
         return metrics
+
+
+def success_of(source: str, groups: Sequence[Group]) -> float | None:
+    """The share of a source's episodes that succeeded; None where nobody judged that."""
+    mine = [episode for group in groups if group.task.source == source for episode in group.survivors]
+    if not any("success" in episode.metrics for episode in mine):
+        return None
+    return float(np.mean([episode.metrics.get("success", 0.0) for episode in mine]))
 
 
 def coverage(size: int | None, drawn: int) -> Metrics:

@@ -32,7 +32,9 @@ def add_lora(model: PreTrainedModel, config: LoraConfig) -> None:
         raise ConfigError(f"model.lora.rank={config.rank} needs the package peft. {HOW}, or write model.lora.rank=0.")
     import peft
 
-    if not has_lora(model):
+    if has_lora(model):
+        _check_same(model, config)
+    else:
         target = "all-linear" if config.target == ("all-linear",) else list(config.target)
         asked = peft.LoraConfig(
             r=config.rank,
@@ -55,6 +57,17 @@ def add_lora(model: PreTrainedModel, config: LoraConfig) -> None:
         if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
             parameter.data = parameter.data.float()
     model.eval()
+
+
+def _check_same(model: PreTrainedModel, config: LoraConfig) -> None:
+    """Adapters that are there already have their shape: what is asked for must be that, or not be asked for."""
+    own = model.peft_config[ADAPTER]
+    for key, there in (("rank", own.r), ("alpha", own.lora_alpha), ("dropout", own.lora_dropout)):
+        asked = getattr(config, key)
+        if key in config.model_fields_set and asked != there and (config.rank or key != "rank"):
+            raise ConfigError(
+                f"model.lora.{key}={asked:g}: the adapters of model.name have {there:g}. Write that, or leave it out."
+            )
 
 
 def has_lora(model: PreTrainedModel) -> bool:

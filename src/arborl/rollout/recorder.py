@@ -18,7 +18,7 @@ import numpy as np
 
 from arborl.chat.conversation import Conversations, Prompt
 from arborl.chat.fit import cannot_fit
-from arborl.chat.messages import read_messages
+from arborl.chat.messages import read_messages, read_tools
 from arborl.chat.renderer import Renderer
 from arborl.chat.tokenizer import TextTokenizer
 from arborl.engines.engine import Engine
@@ -77,7 +77,7 @@ class Recorder:
     async def chat(
         self,
         messages: Sequence[Message | Mapping[str, Any]],
-        tools: Sequence[ToolSpec] = (),
+        tools: Sequence[ToolSpec | Mapping[str, Any]] = (),
         *,
         stop: str | Sequence[str] = (),
     ) -> Message:
@@ -88,7 +88,7 @@ class Recorder:
         if cannot_fit(shown, self.tokenizer, self.limits.max_context):
             size = sum(len(message.content) for message in shown)
             raise ContextFull(f"the messages have {size:,} characters, the context {self.limits.max_context} tokens")
-        prompt = self.conversations.prompt(shown, tools)
+        prompt = self.conversations.prompt(shown, read_tools(tools, "model.chat, tools") if tools else ())
         room = self.limits.max_context - len(prompt.tokens)
         if room < 1:
             raise ContextFull(f"the prompt has {len(prompt.tokens)} tokens, the context {self.limits.max_context}")

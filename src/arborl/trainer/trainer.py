@@ -113,11 +113,10 @@ class Trainer:
             await self.rewards.score([group for group in (*groups, *greedy) if not _scored(group)])
             for group, alone in zip(groups, greedy, strict=False):
                 group.greedy = alone.survivors[0].reward if alone.survivors else None
-        metrics = summarize(groups) | self.source.observe(self.step, groups)
-        metrics |= self.rollout.metrics() | self._engine_metrics(clock)
-
         with clock("learn"):
             kept, forest, terms = look(self.algorithm, self.learner, groups)
+            metrics = summarize(groups) | self.source.observe(self.step, groups)  # now that all have failed that will
+            metrics |= self.rollout.metrics() | self._engine_metrics(clock)
             terms = self.algorithm.credit(kept, terms)
             forest, terms, left_out = self._thinned(kept, forest, terms, derive(seed, "thin"))
             metrics |= describe_batch(forest, terms) | self.algorithm.metrics() | left_out

@@ -11,7 +11,7 @@ SHAPE = "<tool_call>\n<function=TOOL>\n<parameter=NAME>\nVALUE\n</parameter>\n</
 FUNCTION = re.compile(r"<function=([^>\n]*)>")
 PARAMETER = re.compile(r"<parameter=([^>\n]*)>(.*?)</parameter>", re.DOTALL)
 NAME = re.compile(r"[^>\s](?:[^>\n]*[^>\s])?")
-END = "</function>"
+END, CLOSE = "</function>", "</parameter>"
 
 
 class QwenXmlParser:
@@ -47,8 +47,9 @@ def _read(call_id: str, name: str, body: str) -> ToolCall:
         return ToolCall(call_id, "", error=f"the function has no name. Write {SHAPE}")
     if end < 0:
         return ToolCall(call_id, name, error=f"the tool call is not closed. Write {SHAPE.replace('TOOL', name)}")
-    inside = body[:end]
-    left = PARAMETER.sub("", inside).strip()
+    inside, _, behind = body[:end].rpartition(CLOSE)  # what is behind the last one closes nothing: not looked through
+    inside += CLOSE if body[:end] != behind else ""
+    left = (PARAMETER.sub("", inside) + behind).strip()
     if left:
         shape = SHAPE.replace("TOOL", name)
         return ToolCall(call_id, name, error=f"there is text that is no parameter: {left[:40]!r}. Write {shape}")
@@ -64,9 +65,9 @@ def _write(call: ToolCall) -> str:
     lines = ["<tool_call>", f"<function={_checked(call.name)}>"]
     for key, value in call.arguments.items():
         text = value if isinstance(value, str) else dumps(value)
-        if "</parameter>" in text or END in text or FUNCTION.search(text):
+        if CLOSE in text or END in text or FUNCTION.search(text):
             raise ValueError(f"argument {key!r} holds a tag of this format, which has no way to escape one")
-        lines += [f"<parameter={_checked(key)}>", text, "</parameter>"]
+        lines += [f"<parameter={_checked(key)}>", text, CLOSE]
     return "\n".join([*lines, END, "</tool_call>"])
 
 
