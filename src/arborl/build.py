@@ -338,11 +338,11 @@ class Workshop:
     def algorithm(self) -> Algorithm:
         """The algorithm; it weighs sources where they say so."""
         from arborl.algorithms import make_algorithm
-        from arborl.algorithms.weighted import Weighted
+        from arborl.algorithms.source_weights import SourceWeights
 
         made = make_algorithm(self.config.algorithm)
         weights = {name: source.weight for name, source in self.config.data.sources.items()}
-        return Weighted(made, weights) if len(set(weights.values())) > 1 else made
+        return SourceWeights(made, weights) if len(set(weights.values())) > 1 else made
 
     def rollout(
         self, engine: Engine, renderer: Renderer, cast: Cast, sampling: Sampling, limits: Limits, rewards: Rewards

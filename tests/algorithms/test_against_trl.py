@@ -16,7 +16,7 @@ import torch
 from algorithm_batches import batch_of, episode, group, said, terms_of
 
 from arborl.algorithms import Recipe
-from arborl.algorithms.guards import guard, ratios
+from arborl.algorithms.off_policy import guard, ratios
 from arborl.config.algorithm import AlgorithmConfig
 
 pytest.importorskip("trl")

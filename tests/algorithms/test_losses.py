@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arborl.algorithms import losses
+from arborl.algorithms import token_losses
 from arborl.algorithms.kl import KL, adapted, k1, k2, k3
 
 PROBABILITY = st.floats(-3.0, -0.01)
@@ -70,23 +70,23 @@ def distill_row(new, old, proximal, a, gap):
 
 
 CASES = {
-    "ppo": (lambda new, old, prox, a, gap: losses.ppo_clip(new, old, a, 0.2, 0.3), ppo_row),
-    "dual_clip": (lambda new, old, prox, a, gap: losses.ppo_clip(new, old, a, 0.2, 0.3, 3.0), dual_row),
-    "gspo": (lambda new, old, prox, a, gap: losses.gspo(new, gap, a, 0.2, 0.3), gspo_row),
-    "cispo": (lambda new, old, prox, a, gap: losses.cispo(new, old, a, 2.0), cispo_row),
-    "sapo": (lambda new, old, prox, a, gap: losses.sapo(new, old, a, 1.5, 2.5), sapo_row),
-    "topr": (lambda new, old, prox, a, gap: losses.topr(new, old, a), topr_row),
-    "pg": (lambda new, old, prox, a, gap: losses.policy_gradient(new, a), lambda n, o, p, a, g: (-a * n, -a)),
+    "ppo": (lambda new, old, prox, a, gap: token_losses.ppo_clip(new, old, a, 0.2, 0.3), ppo_row),
+    "dual_clip": (lambda new, old, prox, a, gap: token_losses.ppo_clip(new, old, a, 0.2, 0.3, 3.0), dual_row),
+    "gspo": (lambda new, old, prox, a, gap: token_losses.gspo(new, gap, a, 0.2, 0.3), gspo_row),
+    "cispo": (lambda new, old, prox, a, gap: token_losses.cispo(new, old, a, 2.0), cispo_row),
+    "sapo": (lambda new, old, prox, a, gap: token_losses.sapo(new, old, a, 1.5, 2.5), sapo_row),
+    "topr": (lambda new, old, prox, a, gap: token_losses.topr(new, old, a), topr_row),
+    "pg": (lambda new, old, prox, a, gap: token_losses.policy_gradient(new, a), lambda n, o, p, a, g: (-a * n, -a)),
     "decoupled_ppo": (
-        lambda new, old, prox, a, gap: losses.decoupled_ppo(new, prox, old, a, 0.2, 0.3, 2.0),
+        lambda new, old, prox, a, gap: token_losses.decoupled_ppo(new, prox, old, a, 0.2, 0.3, 2.0),
         decoupled_row,
     ),
     "trpo": (
-        lambda new, old, prox, a, gap: losses.surrogate(new, old, a),
+        lambda new, old, prox, a, gap: token_losses.surrogate(new, old, a),
         lambda n, o, p, a, g: (-math.exp(n - o) * a, -math.exp(n - o) * a),
     ),
-    "sft": (lambda new, old, prox, a, gap: losses.likelihood(new), lambda n, o, p, a, g: (-n, -1.0)),
-    "distill": (lambda new, old, prox, a, gap: losses.distillation(new, old, prox), distill_row),
+    "sft": (lambda new, old, prox, a, gap: token_losses.likelihood(new), lambda n, o, p, a, g: (-n, -1.0)),
+    "distill": (lambda new, old, prox, a, gap: token_losses.distillation(new, old, prox), distill_row),
 }  # fmt: skip
 
 
@@ -107,10 +107,12 @@ def test_ppo_clip_golden_values():
     # ratios 1.5 and 0.5 with clip 0.2: gains beyond 1.2 (or below 0.8 for a bad token) are not rewarded
     new = torch.tensor([1.5, 1.5, 0.5, 0.5]).double().log()
     advantage = torch.tensor([1.0, -1.0, 1.0, -1.0]).double()
-    loss, seen = losses.ppo_clip(new, torch.zeros(4).double(), advantage, 0.2, 0.2)
+    loss, seen = token_losses.ppo_clip(new, torch.zeros(4).double(), advantage, 0.2, 0.2)
     assert loss.tolist() == pytest.approx([-1.2, 1.5, -0.5, 0.8])
     assert seen["policy/clipped"].tolist() == [1.0, 0.0, 0.0, 1.0]
-    dual, _ = losses.ppo_clip(torch.tensor([9.0]).log(), torch.zeros(1), torch.tensor([-1.0]), 0.2, 0.2, dual_clip=3.0)
+    dual, _ = token_losses.ppo_clip(
+        torch.tensor([9.0]).log(), torch.zeros(1), torch.tensor([-1.0]), 0.2, 0.2, dual_clip=3.0
+    )
     assert dual.tolist() == pytest.approx([3.0])
 
 
@@ -129,8 +131,8 @@ def test_gspo_tokens_together_have_the_gradient_of_their_sequence():
     new, old = torch.tensor([-1.0, -0.5, -2.0]).double().requires_grad_(), torch.tensor([-1.1, -0.6, -1.8]).double()
     direct = -((new - old).mean().exp() * 0.7)
     (expected,) = torch.autograd.grad(direct, new)
-    gap = losses.sequence_mean((new - old).detach(), torch.zeros(3, dtype=torch.int64))
-    loss, _ = losses.gspo(new, gap, torch.full((3,), 0.7).double(), 0.5, 0.5)
+    gap = token_losses.sequence_mean((new - old).detach(), torch.zeros(3, dtype=torch.int64))
+    loss, _ = token_losses.gspo(new, gap, torch.full((3,), 0.7).double(), 0.5, 0.5)
     (found,) = torch.autograd.grad(loss.mean(), new)
     assert loss.mean().item() == pytest.approx(direct.item())
     assert found.tolist() == pytest.approx(expected.tolist())
@@ -139,8 +141,8 @@ def test_gspo_tokens_together_have_the_gradient_of_their_sequence():
 def test_value_loss_golden_values():
     now, before = torch.tensor([1.0, 1.0]).double().requires_grad_(), torch.tensor([0.0, 0.0]).double()
     target = torch.tensor([2.0, 0.0]).double()
-    assert losses.value_loss(now, before, target).tolist() == [0.5, 0.5]
-    clipped_loss = losses.value_loss(now, before, target, clip=0.5)
+    assert token_losses.value_loss(now, before, target).tolist() == [0.5, 0.5]
+    clipped_loss = token_losses.value_loss(now, before, target, clip=0.5)
     assert clipped_loss.tolist() == [1.125, 0.5]  # held at 0.5: (0.5 - 2)^2 / 2 is larger, (0.5 - 0)^2 / 2 is not
     clipped_loss.sum().backward()
     assert now.grad.tolist() == [0.0, 1.0]  # a held estimate earns nothing for moving on

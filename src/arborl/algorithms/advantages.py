@@ -1,169 +1,177 @@
-"""How much better an episode did than it might have. Statistics are over episodes, one vote each.
+"""Every advantage behind one signature: groups and their terms in, one number a term out.
 
-Every function takes the rewards of the surviving episodes, group by group, and returns numbers of the same shape. A
-group of one, and one whose rewards are all equal, has advantage exactly 0 wherever a group is compared.
+Thin: each reads the batch's rewards as arrays, calls the pure function that knows the formula (`episode_advantages.py`,
+`turn_advantages.py`), and spreads the answer over terms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-from arborl.algorithms.votes import is_flat as is_flat
-from arborl.algorithms.votes import relative, whitened
-from arborl.types import Floats
+from arborl.algorithms import episode_advantages, turn_advantages
+from arborl.algorithms.reward_arrays import RewardArrays, kl_costs
+from arborl.algorithms.statistics import whitened
+from arborl.config.algorithm import AlgorithmConfig
+from arborl.types import Floats, Group, Terms
 
-Rewards = Sequence[Floats]
-"""Of the surviving episodes, one array a group."""
+Memory = dict[str, Any]
+"""What an algorithm remembers from step to step, as JSON."""
 
+Credit = tuple[Floats, Floats | None]
+"""Advantage of every term, and what the critic should have said there where there is one."""
 
-def grpo(rewards: Rewards, baseline: str = "mean", std: str = "none") -> list[Floats]:
-    """Reward minus the group's mean, divided by a standard deviation if asked.
-
-    A = (r - mean) / std. `std="group"` divides by the group's own deviation (GRPO as published: DeepSeekMath,
-    arXiv 2402.03300), `"batch"` by that of all episodes' rewards, `"none"` not at all (Dr. GRPO, arXiv 2503.20783).
-
-    >>> grpo([np.array([1.0, 0.0])])[0].tolist()
-    [0.5, -0.5]
-    >>> grpo([np.array([1.0, 0.0])], std="group")[0].round(4).tolist()     # 0.5 / 0.7071
-    [0.7071, -0.7071]
-    """
-    flat, sizes = np.concatenate([np.zeros(0), *rewards]), [len(group) for group in rewards]
-    group_E = np.repeat(np.arange(len(sizes)), sizes)
-    return _apart(relative(flat, group_E, np.arange(len(flat)), baseline, std), sizes)
+Advantage = Callable[[Sequence[Group], Terms, AlgorithmConfig, Memory], Credit]
 
 
-def rloo(rewards: Rewards) -> list[Floats]:
-    """Reward minus the mean of the other episodes of its group: A_i = r_i - mean of r_j, j ≠ i.
-
-    REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv 2402.14740).
-
-    >>> rloo([np.array([1.0, 0.0, 0.0])])[0].tolist()
-    [1.0, -0.5, -0.5]
-    """
-    return [_each(group, lambda r: (r - r.mean()) * len(r) / (len(r) - 1)) for group in rewards]
+def arrays_of(groups: Sequence[Group], terms: Terms, config: AlgorithmConfig, memory: Memory) -> RewardArrays:
+    """The batch's rewards; a KL penalty in the reward has the coefficient that `memory` holds, if it does."""
+    return RewardArrays(groups, terms, kl_costs(terms, config.kl, memory.get("kl_coef", config.kl.coef)))
 
 
-def reinforce(rewards: Rewards) -> list[Floats]:
-    """The reward itself (Williams 1992).
-
-    >>> reinforce([np.array([1.0, 0.0])])[0].tolist()
-    [1.0, 0.0]
-    """
-    return [group.astype(np.float64) for group in rewards]
-
-
-def remax(rewards: Rewards, greedy: Sequence[float]) -> list[Floats]:
-    """Reward minus that of the likeliest episode of the task: A = r - r_greedy (ReMax, arXiv 2310.10505).
-
-    >>> remax([np.array([1.0, 0.0])], [0.25])[0].tolist()
-    [0.75, -0.25]
-    """
-    return [group - base for group, base in zip(rewards, greedy, strict=True)]
+def _over_branches(arrays: RewardArrays, advantage_E: Floats, config: AlgorithmConfig) -> Floats:
+    """An episode's advantage at each of its terms, by its branches' shares."""
+    share_C: list[float] = []  # of every call of the batch
+    for episode in arrays.episodes:
+        if config.split == "broadcast":
+            share_C += [1.0] * len(episode.calls)
+            continue
+        found = episode.branches
+        parts = episode_advantages.split_shares(max(found, default=0) + 1, config.split, config.split_ratio)
+        share_C += [float(parts[branch]) for branch in found]
+    return np.asarray(advantage_E[arrays.terms.episode] * np.array(share_C)[arrays.terms.call], dtype=np.float64)
 
 
-def opo(rewards: Rewards, lengths: Rewards) -> list[Floats]:
-    """Reward minus the baseline of least variance, the mean weighted by length: A = r - sum(l r) / sum(l).
-
-    On-policy RL with optimal baseline (arXiv 2505.23585). Lengths are sampled tokens.
-
-    >>> opo([np.array([1.0, 0.0])], [np.array([3.0, 1.0])])[0].tolist()     # baseline 3 / 4
-    [0.25, -0.75]
-    """
-    return [
-        np.zeros(len(group)) if is_flat(group) or not length.any() else group - (length * group).sum() / length.sum()
-        for group, length in zip(rewards, lengths, strict=True)
-    ]
+def _flat(groups: Sequence[Floats]) -> Floats:
+    return np.concatenate([np.zeros(0), *groups])
 
 
-def maxrl(rewards: Rewards) -> list[Floats]:
-    """Reward minus the group's mean, divided by that mean: A = (r - mean) / mean.
+def per_episode(rule: Callable[[RewardArrays, AlgorithmConfig, Memory], Sequence[Floats]]) -> Advantage:
+    """An advantage that is one number an episode, from a rule that gives them group by group."""
 
-    Maximum-likelihood RL: with rewards 0 and 1 the gradient is that of the log of the success rate, so rare success
-    counts more. Rewards must not be negative.
+    def credit(groups: Sequence[Group], terms: Terms, config: AlgorithmConfig, memory: Memory) -> Credit:
+        arrays = arrays_of(groups, terms, config, memory)
+        found = _flat(rule(arrays, config, memory))
+        return (_over_branches(arrays, found, config) if len(terms) else np.zeros(0)), None
 
-    >>> maxrl([np.array([1.0, 0.0, 0.0, 0.0])])[0].tolist()     # mean 1/4
-    [3.0, -1.0, -1.0, -1.0]
-    """
-    for group in rewards:
-        if len(group) and group.min() < 0:
-            raise ValueError(f"maxrl divides by the mean reward, which must not be negative; given {group.tolist()}")
-    return [_each(group, lambda r: (r - r.mean()) / r.mean()) for group in rewards]
+    return credit
 
 
-def gdpo(
-    rewards: Mapping[str, Rewards], weights: Mapping[str, float] | None = None, whiten: bool = False
-) -> list[Floats]:
-    """Each reward compared on its own scale, then added up: A = sum over k of w_k (r_k - mean_k) / std_k.
-
-    Group reward-decoupled normalisation (GDPO, arXiv 2601.05242): normalising the sum instead lets a reward with a
-    large scale drown the others. `whiten` divides by the batch's deviation afterwards.
-
-    >>> a, b = [np.array([1.0, 0.0])], [np.array([0.0, 10.0])]
-    >>> gdpo({"a": a, "b": b}, {"b": 0.5})[0].round(4).tolist()     # 0.7071 - 0.5 * 0.7071
-    [0.3536, -0.3536]
-    """
-    sizes = [len(group) for group in next(iter(rewards.values()), ())]
-    total = np.zeros(sum(sizes))
-    for name, column in rewards.items():
-        weight = 1.0 if weights is None else weights.get(name, 1.0)
-        total += weight * np.concatenate([np.zeros(0), *grpo(column, std="group")])
-    if whiten:
-        total = whitened(total, np.arange(len(total)), centre=False)
-    return _apart(total, sizes)
+def _rewards(arrays: RewardArrays) -> list[Floats]:
+    return arrays.by_group(arrays.reward_E)
 
 
-def rae(
-    rewards: Rewards, roles: Sequence[str], baselines: Mapping[str, float], decay: float = 0.95
-) -> tuple[list[Floats], dict[str, float]]:
-    """Reward minus a running mean of its role's: b' = decay b + (1 - decay) mean of r, A = r - b'.
-
-    Role-conditioned advantage (SPIRAL, arXiv 2506.24119), for self-play, where sides differ in how easy they are. The
-    baseline moves once a step, by the mean over the step's episodes, so their order does not matter; a role that is
-    new starts at that mean.
-
-    Args:
-        roles: of each group.
-        baselines: as the last step left them.
-
-    >>> groups = [np.array([1.0, 0.0]), np.array([1.0])]
-    >>> found, after = rae(groups, ["first", "second"], {"first": 0.1}, decay=0.5)
-    >>> found[0].round(4).tolist(), found[1].tolist(), after     # 0.5 * 0.1 + 0.5 * 0.5
-    ([0.7, -0.3], [0.0], {'first': 0.3, 'second': 1.0})
-    """
-    after = dict(baselines)
-    for role in dict.fromkeys(roles):
-        seen = np.concatenate([np.zeros(0), *(r for r, whose in zip(rewards, roles, strict=True) if whose == role)])
-        if len(seen):
-            after[role] = decay * baselines.get(role, float(seen.mean())) + (1 - decay) * float(seen.mean())
-    return [group - after.get(role, 0.0) for group, role in zip(rewards, roles, strict=True)], after
+def _remax(arrays: RewardArrays, config: AlgorithmConfig, memory: Memory) -> list[Floats]:
+    greedy = [group.greedy for group in arrays.groups]
+    if any(reward is None for reward in greedy):
+        raise ValueError("remax compares with a greedy episode, and a group has none; `keep` leaves such groups out")
+    return episode_advantages.remax(_rewards(arrays), [float(reward) for reward in greedy if reward is not None])
 
 
-def split_shares(branches: int, how: str, ratio: float = 0.9) -> Floats:
-    """What each branch of an episode gets of its advantage, first branch first.
-
-    `broadcast` all to each, `last` all to the last, `uniform` equal parts, `geometric` parts in proportion to
-    ratio^(n-1-k), which add up to 1. The advantage is split and never the reward: a zero for the early branches would
-    enter the group's mean and punish whatever made the branch.
-
-    >>> split_shares(3, "geometric", 0.5).round(4).tolist()     # 1/4, 1/2, 1 over 7/4
-    [0.1429, 0.2857, 0.5714]
-    """
-    if how == "broadcast":
-        return np.ones(branches)
-    if how == "last":
-        return np.append(np.zeros(branches - 1), 1.0)
-    if how == "uniform":
-        return np.full(branches, 1.0 / branches)
-    parts = ratio ** np.arange(branches - 1, -1, -1, dtype=np.float64)
-    return np.asarray(parts / parts.sum(), dtype=np.float64)
+def role_of(group: Group) -> str:
+    """Whose baseline a group shares: its source, and the field `role` of its task where there is one."""
+    return f"{group.task.source}/{group.task.fields.get('role', '')}"
 
 
-def _each(group: Floats, rule: Callable[[Floats], Floats]) -> Floats:
-    return np.zeros(len(group)) if is_flat(group) else rule(group)
+def _rae(arrays: RewardArrays, config: AlgorithmConfig, memory: Memory) -> list[Floats]:
+    roles = [role_of(group) for group in arrays.groups]
+    found, after = episode_advantages.rae(_rewards(arrays), roles, memory.get("baselines", {}), config.baseline_decay)
+    memory["baselines"] = after
+    return found
 
 
-def _apart(flat: Floats, sizes: Sequence[int]) -> list[Floats]:
-    """A flat array cut into groups of these sizes."""
-    return np.split(flat, np.cumsum(sizes)[:-1]) if sizes else []
+def _starpo(arrays: RewardArrays, config: AlgorithmConfig, memory: Memory) -> list[Floats]:
+    returns = turn_advantages.trajectory_returns(arrays.turns, config.gamma)
+    return episode_advantages.grpo(arrays.by_group(returns), std=config.std)
+
+
+def per_turn(rule: Callable[[RewardArrays, AlgorithmConfig], Floats]) -> Advantage:
+    """An advantage that is one number a turn, from a rule that gives them for all turns of the batch."""
+
+    def credit(groups: Sequence[Group], terms: Terms, config: AlgorithmConfig, memory: Memory) -> Credit:
+        arrays = arrays_of(groups, terms, config, memory)
+        return (arrays.per_term(rule(arrays, config)) if len(terms) else np.zeros(0)), None
+
+    return credit
+
+
+def _returns(arrays: RewardArrays, gamma: float) -> Floats:
+    return _flat([turn_advantages.discounted(rewards, gamma) for rewards in arrays.turns])
+
+
+def _gigpo(arrays: RewardArrays, config: AlgorithmConfig) -> Floats:
+    returns = _returns(arrays, config.gamma)
+    states = (arrays.episode_N, arrays.state_N)
+    return turn_advantages.gigpo(arrays.reward_E, arrays.group_E, returns, *states, config.std, config.step_weight)
+
+
+def _step_reinforce(arrays: RewardArrays, config: AlgorithmConfig) -> Floats:
+    returns, group_N = _returns(arrays, config.gamma), arrays.group_E[arrays.episode_N]
+    return turn_advantages.step_reinforce(returns, arrays.episode_N, group_N, config.baseline, config.std)
+
+
+def _turn_discounted(arrays: RewardArrays, config: AlgorithmConfig) -> Floats:
+    found = _flat(episode_advantages.grpo(_rewards(arrays), std=config.std))
+    return _flat(
+        [turn_advantages.turn_discounted(a, len(t), config.gamma) for a, t in zip(found, arrays.turns, strict=True)]
+    )
+
+
+def _reinforce_plus_plus(groups: Sequence[Group], terms: Terms, config: AlgorithmConfig, memory: Memory) -> Credit:
+    arrays = arrays_of(groups, terms, config, memory)
+    return turn_advantages.reinforce_plus_plus(arrays.reward_M, terms.episode), None
+
+
+def _reinforce_plus_plus_baseline(
+    groups: Sequence[Group], terms: Terms, config: AlgorithmConfig, memory: Memory
+) -> Credit:
+    """The group's mean is taken off the reward, not off the KL penalty, which stays each token's own."""
+    arrays = arrays_of(groups, terms, config, memory)
+    compared = _flat(episode_advantages.grpo(arrays.by_group(arrays.reward_E + arrays.cost_E)))
+    reward_M = -arrays.cost_M
+    for episode, rows in arrays.rows.items():
+        reward_M[rows[-1]] += compared[episode]
+    return turn_advantages.reinforce_plus_plus(reward_M, terms.episode, centre=False), None
+
+
+def _gae(groups: Sequence[Group], terms: Terms, config: AlgorithmConfig, memory: Memory) -> Credit:
+    """A step is a token, or a turn: then the critic is asked at the turn's first token, and all its tokens share."""
+    arrays = arrays_of(groups, terms, config, memory)
+    advantage, target = np.zeros(len(terms)), np.zeros(len(terms))
+    for rows in arrays.rows.values():
+        if config.gae_level == "token":
+            starts, step = np.arange(len(rows)), np.arange(len(rows))
+        else:
+            _, starts, step = np.unique(terms.turn[rows], return_index=True, return_inverse=True)
+        rewards = np.bincount(step, arrays.reward_M[rows]).astype(np.float64)
+        found = turn_advantages.gae(rewards, terms.value[rows][starts], config.gamma, config.gae_lambda)
+        advantage[rows], target[rows] = found[0][step], found[1][step]
+    return (whitened(advantage, terms.episode) if config.whiten else advantage), target
+
+
+ADVANTAGES: dict[str, Advantage] = {
+    "grpo": per_episode(
+        lambda arrays, config, memory: episode_advantages.grpo(_rewards(arrays), config.baseline, config.std)
+    ),
+    "rloo": per_episode(lambda arrays, config, memory: episode_advantages.rloo(_rewards(arrays))),
+    "reinforce": per_episode(lambda arrays, config, memory: episode_advantages.reinforce(_rewards(arrays))),
+    "reinforce_plus_plus": _reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": _reinforce_plus_plus_baseline,
+    "remax": per_episode(_remax),
+    "gae": _gae,
+    "opo": per_episode(
+        lambda arrays, config, memory: episode_advantages.opo(_rewards(arrays), arrays.by_group(arrays.length_E))
+    ),
+    "maxrl": per_episode(lambda arrays, config, memory: episode_advantages.maxrl(_rewards(arrays))),
+    "gdpo": per_episode(
+        lambda arrays, config, memory: episode_advantages.gdpo(arrays.named, config.reward_weights, config.whiten)
+    ),
+    "gigpo": per_turn(_gigpo),
+    "starpo": per_episode(_starpo),
+    "step_reinforce": per_turn(_step_reinforce),
+    "turn_discounted": per_turn(_turn_discounted),
+    "rae": per_episode(_rae),
+}
+"""Name to advantage; the settings each reads are in `arborl.config.presets`."""

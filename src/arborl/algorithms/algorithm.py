@@ -11,15 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from arborl.algorithms import preference
-from arborl.algorithms.estimators import ADVANTAGES, Memory
-from arborl.algorithms.guards import guard, ratios, staleness
+from arborl.algorithms import preference_losses
+from arborl.algorithms.advantages import ADVANTAGES, Memory
+from arborl.algorithms.aggregation import COUNTS, WEIGHTS
 from arborl.algorithms.kl import KL, adapted
-from arborl.algorithms.ledger import kl_costs, penalised
-from arborl.algorithms.losses import LossParts, Said, TermBatch, value_loss
-from arborl.algorithms.objectives import LOSSES, PREPARES, known
+from arborl.algorithms.losses import LOSSES, PREPARES, known
+from arborl.algorithms.off_policy import guard, ratios, staleness
+from arborl.algorithms.reward_arrays import kl_costs, penalised
 from arborl.algorithms.selection import reasons, select
-from arborl.algorithms.weights import COUNTS, WEIGHTS
+from arborl.algorithms.token_losses import LossParts, Said, TermBatch, value_loss
 from arborl.config.algorithm import AlgorithmConfig, TrustRegionConfig
 from arborl.config.presets import LOSS_READS
 from arborl.types import Floats, Group, Metrics, Terms
@@ -175,7 +175,7 @@ class Recipe(Algorithm):
         if config.loss in ("dpo", "ipo"):
             first = np.unique(terms.episode, return_index=True)[1]
             score_E, group_E = torch.from_numpy(terms.advantage[first]), torch.from_numpy(terms.tree[first])
-            return float(preference.pairs(score_E, group_E, config.min_gap).sum())
+            return float(preference_losses.pairs(score_E, group_E, config.min_gap).sum())
         return COUNTS["episode" if config.loss == "kto" else config.aggregation](terms)
 
     def _guards(self, terms: Terms) -> Floats:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from arborl.algorithms.algorithm import Algorithm, Needs, Recipe, counted
-from arborl.algorithms.losses import LossParts, Said, TermBatch
 from arborl.algorithms.selection import select
+from arborl.algorithms.token_losses import LossParts, Said, TermBatch
 from arborl.config.algorithm import AlgorithmConfig, TrustRegionConfig
 from arborl.types import Group, Ints, Metrics, Terms
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from arborl.algorithms.losses import FARTHEST
+from arborl.algorithms.token_losses import FARTHEST
 
 
 def k1(policy: Tensor, reference: Tensor) -> Tensor:

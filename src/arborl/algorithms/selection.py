@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from arborl.algorithms import preference, turns
-from arborl.algorithms.ledger import is_overlong, penalised, turn_rewards
-from arborl.algorithms.votes import is_flat
+from arborl.algorithms import preference_losses, turn_advantages
+from arborl.algorithms.reward_arrays import is_overlong, penalised, turn_rewards
+from arborl.algorithms.statistics import is_flat
 from arborl.config.algorithm import AlgorithmConfig
 from arborl.types import Episode, Group
 
@@ -96,7 +96,7 @@ def _pairs(episodes: Sequence[Episode], config: AlgorithmConfig) -> torch.Tensor
     score = torch.tensor([e.reward for e in episodes], dtype=torch.float64)
     sampled = torch.tensor([e.sampled > 0 for e in episodes])
     same = torch.zeros(len(episodes), dtype=torch.int64)
-    return preference.pairs(score, same, config.min_gap) & sampled[:, None] & sampled[None, :]
+    return preference_losses.pairs(score, same, config.min_gap) & sampled[:, None] & sampled[None, :]
 
 
 def _in_pairs(group: Group, config: AlgorithmConfig, dropped: Counter[str]) -> Group:
@@ -130,11 +130,11 @@ def _flat_by_name(episodes: Sequence[Episode], config: AlgorithmConfig) -> bool:
 def _flat_returns(episodes: Sequence[Episode], config: AlgorithmConfig) -> bool:
     if len(episodes) < 2:
         return True
-    return is_flat(np.concatenate([turns.discounted(turn_rewards(e), config.gamma) for e in episodes]))
+    return is_flat(np.concatenate([turn_advantages.discounted(turn_rewards(e), config.gamma) for e in episodes]))
 
 
 def _flat_trajectories(episodes: Sequence[Episode], config: AlgorithmConfig) -> bool:
-    return is_flat(turns.trajectory_returns([turn_rewards(episode) for episode in episodes], config.gamma))
+    return is_flat(turn_advantages.trajectory_returns([turn_rewards(episode) for episode in episodes], config.gamma))
 
 
 def _flat_in_every_state(episodes: Sequence[Episode], config: AlgorithmConfig) -> bool:
@@ -143,7 +143,7 @@ def _flat_in_every_state(episodes: Sequence[Episode], config: AlgorithmConfig) -
         return False
     seen: dict[str, list[tuple[int, float]]] = {}
     for number, episode in enumerate(episodes):
-        returns = turns.discounted(turn_rewards(episode), config.gamma)
+        returns = turn_advantages.discounted(turn_rewards(episode), config.gamma)
         for turn, value in zip(episode.turns, returns, strict=False):
             if turn.state_key:
                 seen.setdefault(turn.state_key, []).append((number, float(value)))

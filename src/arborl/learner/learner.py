@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from arborl.algorithms.algorithm import Algorithm, Needs
-from arborl.algorithms.losses import Said, TermBatch
+from arborl.algorithms.token_losses import Said, TermBatch
 from arborl.config.run import LearnerConfig
 from arborl.learner import spread
 from arborl.learner.batch import MicroBatch, is_cut

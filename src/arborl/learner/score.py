@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from arborl.algorithms.losses import Said
+from arborl.algorithms.token_losses import Said
 from arborl.learner.batch import MicroBatch
 from arborl.learner.critic import Critic
 from arborl.learner.executor import Way, allow_variants, hidden

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from arborl.algorithms.algorithm import Needs
-from arborl.algorithms.losses import Said, TermBatch, ratio
+from arborl.algorithms.token_losses import Said, TermBatch, ratio
 from arborl.learner import spread
 from arborl.learner.upload import upload
 from arborl.types import Metrics, Terms

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from arborl.algorithms.advantages import is_flat
+from arborl.algorithms.episode_advantages import is_flat
 from arborl.types import Episode, Finish, Forest, Group, Metrics, Stop, Terms
 
 STOPS = (Stop.DONE, Stop.TRUNCATED, Stop.MAX_TURNS, Stop.CONTEXT_FULL)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from arborl.algorithms.votes import shares
+from arborl.algorithms.statistics import shares
 from arborl.types import Floats, Ints, Terms
 
 

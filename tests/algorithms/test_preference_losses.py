@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from algorithm_batches import batch_of, counters, episode, group, pick, random_groups, said, terms_of
 
 from arborl.algorithms import Recipe
-from arborl.algorithms.preference import pairs
+from arborl.algorithms.preference_losses import pairs
 from arborl.config.algorithm import AlgorithmConfig
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arborl.algorithms import Recipe
-from arborl.algorithms.guards import guard, masked, overlong_penalty, ratios, staleness, truncated
+from arborl.algorithms.off_policy import guard, masked, overlong_penalty, ratios, staleness, truncated
 from arborl.config.algorithm import AlgorithmConfig
 from arborl.types import Finish, Stop
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from arborl.algorithms.votes import relative, whitened
+from arborl.algorithms.statistics import relative, whitened
 from arborl.types import Floats, Ints
 
 

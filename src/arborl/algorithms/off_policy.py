@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from arborl.algorithms.losses import ratio
+from arborl.algorithms.token_losses import ratio
 from arborl.types import Floats, Ints
 
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arborl.algorithms import Recipe
-from arborl.algorithms.ledger import turn_rewards
-from arborl.algorithms.turns import discounted, gae, gigpo, reinforce_plus_plus
+from arborl.algorithms.reward_arrays import turn_rewards
+from arborl.algorithms.turn_advantages import discounted, gae, gigpo, reinforce_plus_plus
 from arborl.build import Workshop
 from arborl.config.algorithm import AlgorithmConfig
 from arborl.config.load import load

@@ -1,7 +1,7 @@
 """What a batch of groups earned, as arrays that advantages are computed from.
 
 Rewards live at three places: by name on the episode, by turn where the environment gives them, and by token where a KL
-penalty is part of the reward. A `Ledger` adds them up once, so that every advantage reads the same numbers.
+penalty is part of the reward. A `RewardArrays` adds them up once, so that every advantage reads the same numbers.
 
 G groups, E episodes (survivors of all groups, in order), N turns of all episodes, M terms.
 """
@@ -16,8 +16,8 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from arborl.algorithms.guards import overlong_penalty
 from arborl.algorithms.kl import KL
+from arborl.algorithms.off_policy import overlong_penalty
 from arborl.config.algorithm import KLConfig, OverlongConfig
 from arborl.types import Episode, Finish, Floats, Group, Ints, Stop, Terms
 
@@ -68,7 +68,7 @@ def kl_costs(terms: Terms, kl: KLConfig, coef: float) -> Floats:
 
 
 @dataclass(frozen=True)
-class Ledger:
+class RewardArrays:
     """The batch's rewards at every level, KL penalty included."""
 
     groups: Sequence[Group]

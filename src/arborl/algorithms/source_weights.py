@@ -10,12 +10,12 @@ import numpy as np
 from torch import Tensor
 
 from arborl.algorithms.algorithm import Algorithm, Needs
-from arborl.algorithms.losses import LossParts, Said, TermBatch
+from arborl.algorithms.token_losses import LossParts, Said, TermBatch
 from arborl.config.algorithm import TrustRegionConfig
 from arborl.types import Group, Metrics, Terms
 
 
-class Weighted(Algorithm):
+class SourceWeights(Algorithm):
     """An algorithm whose loss weighs the terms of each source by a factor; over all episodes its mean is 1."""
 
     def __init__(self, inner: Algorithm, weights: Mapping[str, float]):
