@@ -25,7 +25,7 @@ from typing import Any
 from arborl.chat.tokenizer import FileTokenizer
 from arborl.data.documents import make_problem
 from arborl.models.seedling import WEIGHTS
-from arborl.tools.context import Context
+from arborl.tools.injection import Context
 from arborl.tools.library.documents import build_index, read_chunk, search_engine
 from arborl.tools.library.workspace import WORKSPACE
 from arborl.types import Task

@@ -32,12 +32,12 @@ from arborl.rewards import REWARDS, Rewards
 from arborl.rewards.by_source import RewardsBySource
 from arborl.rollout.manager import FILTERS, Manner
 from arborl.rollout.recorder import Limits
+from arborl.rollout.replay import Recording, Replay
 from arborl.rollout.runner import Cast, Rollout
-from arborl.rollout.tape import Recording, Replay
 from arborl.rollout.workers import Workers
 from arborl.sandbox import Found
 from arborl.tools import TOOLS, AnyTool, as_tool
-from arborl.tools.gaps import warn_of_gaps
+from arborl.tools.tool_warnings import warn_of_gaps
 from arborl.types import Message, Sampling, Task
 
 if TYPE_CHECKING:  # what needs torch

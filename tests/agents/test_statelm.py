@@ -33,7 +33,7 @@ from arborl.rollout.runner import Cast, Rollout
 from arborl.rollout.tree import plant
 from arborl.tools.library.chunks import Index
 from arborl.types import Group, Message, Sampling, Stop, Task
-from arborl.view.context import lengths as context_lengths
+from arborl.view.context_length import lengths as context_lengths
 
 TEMPLATES = Path(__file__).parent.parent / "fixtures" / "templates"
 SMALL = {"toolset": ["searchEngine", "readChunk", "note", "deleteContext", "checkBudget", "finish"], "form": "brief"}

@@ -23,8 +23,8 @@ from arborl.config.load import load
 from arborl.data import FileTasks
 from arborl.data.tables import ParquetTable
 from arborl.errors import ConfigError
+from arborl.rollout.replay import Recording, Replay
 from arborl.rollout.store import EpisodeStore
-from arborl.rollout.tape import Recording, Replay
 from arborl.tools.journal import Journal
 from arborl.track.jsonl import JsonlTracker, read_metrics
 from arborl.types import Call, Completion, Episode, Finish, Group, Message, Task, ToolCall, Turn

@@ -21,7 +21,7 @@ import httpx
 from hypothesis import HealthCheck, Phase, given, settings
 
 from arborl.tools import tool
-from arborl.tools.desk import Desk
+from arborl.tools.dispatcher import Desk
 from arborl.tools.library.calculator import calculator
 from arborl.tools.library.python import python_once
 from arborl.tools.server import make_app, make_server

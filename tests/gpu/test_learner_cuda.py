@@ -11,9 +11,9 @@ import torch
 
 from arborl.algorithms.algorithm import Needs
 from arborl.config.run import LearnerConfig, LoraConfig
+from arborl.learner.attention_choice import agrees
 from arborl.learner.executor import Way
 from arborl.learner.learner import Learner
-from arborl.learner.ways import agrees
 from arborl.models.load import load_model, resolve
 from arborl.models.lora import add_lora
 from arborl.rollout.tree import plant

@@ -12,9 +12,9 @@ from learner_fakes import SAMPLING, Fake, assert_same, batch_of, forest_of, grad
 
 from arborl.algorithms.algorithm import Needs
 from arborl.config.run import LearnerConfig
-from arborl.learner.attend import DenseAttend
 from arborl.learner.executor import EXECUTORS, Executor
 from arborl.learner.learner import Learner
+from arborl.learner.tree_attention import DenseAttend
 from arborl.types import Group
 
 

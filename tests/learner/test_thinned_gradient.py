@@ -11,7 +11,7 @@ from learner_fakes import SAMPLING, Fake, assert_same
 
 from arborl.config.run import LearnerConfig
 from arborl.learner.learner import Learner
-from arborl.rollout.thin import thin
+from arborl.rollout.downsample import thin
 from arborl.rollout.tree import plant
 from arborl.types import Call, Completion, Episode, Finish, Group, Task
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arborl.tools.context import Context
+from arborl.tools.injection import Context
 from arborl.tools.library import documents, notes
 from arborl.tools.library.brief import BRIEF, listed, shorten
 from arborl.tools.library.chunks import MARKS, Index, Shelf, cut_into_chunks, highlights, match_expression

@@ -12,7 +12,7 @@ pytest.importorskip("uvicorn", reason="the extra 'serve'")
 
 import httpx
 
-from arborl.tools.desk import Desk
+from arborl.tools.dispatcher import Desk
 from arborl.tools.library.calculator import calculator
 from arborl.tools.server import make_app, make_server
 

@@ -12,12 +12,12 @@ pytest.importorskip("prometheus_client", reason="the extra 'serve'")
 from arborl.errors import ConfigError
 from arborl.tools import Given, State, tool
 from arborl.tools.client import ToolClient
-from arborl.tools.desk import Desk
+from arborl.tools.dispatcher import Desk
 from arborl.tools.journal import Journal
 from arborl.tools.library.calculator import calculator
 from arborl.tools.library.python import python
+from arborl.tools.protocol import CallRequest, bearer
 from arborl.tools.server import make_app
-from arborl.tools.wire import CallRequest, bearer
 
 RUNS: list[str] = []
 

@@ -44,7 +44,7 @@ def test_mistakes_say_where_and_what(settings, said):
 
 def test_a_tool_without_types_or_docstring_warns_what_the_model_will_see(caplog):
     from arborl.tools import tool
-    from arborl.tools.gaps import gaps, warn_of_gaps
+    from arborl.tools.tool_warnings import gaps, warn_of_gaps
 
     @tool
     def guess(city, days: int = 1):
@@ -63,7 +63,7 @@ def test_a_tool_without_types_or_docstring_warns_what_the_model_will_see(caplog)
 
 def test_no_tool_of_the_library_leaves_gaps(tmp_path):
     from arborl.tools import TOOLS, Tool
-    from arborl.tools.gaps import gaps
+    from arborl.tools.tool_warnings import gaps
 
     assert all(gaps(TOOLS[name].spec) == [] for name in TOOLS if isinstance(TOOLS[name], Tool))
 

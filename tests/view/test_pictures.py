@@ -9,7 +9,7 @@ from PIL import Image
 
 from arborl.types import Call, Completion, Episode, Finish, Task
 from arborl.view import composition, context_length, write_report
-from arborl.view.context import edits_itself, lengths
+from arborl.view.context_length import edits_itself, lengths
 from arborl.view.sources import sources_of
 
 

@@ -13,7 +13,7 @@ from arborl.agents.agent import Model
 from arborl.agents.rounds import Act, RoundsAgent, count
 from arborl.errors import ConfigError
 from arborl.tools import TOOLS
-from arborl.tools.context import Context
+from arborl.tools.injection import Context
 from arborl.tools.tool import AnyTool
 from arborl.tools.toolbox import as_tool
 from arborl.types import Message, ToolResult

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from arborl.agents.agent import Model
 from arborl.agents.rounds import Act, RoundsAgent, count
 from arborl.chat.formats.react import ReactParser, final_answer
-from arborl.tools.context import Context
+from arborl.tools.injection import Context
 from arborl.tools.tool import AnyTool
 from arborl.tools.toolbox import Toolbox
 from arborl.types import Message, ToolResult, ToolSpec

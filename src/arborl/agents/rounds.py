@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from arborl.agents.agent import Agent, Model
 from arborl.envs.env import Env
-from arborl.tools.context import Context
+from arborl.tools.injection import Context
 from arborl.types import Message, Task, ToolCall, ToolResult
 
 KINDS = ("unknown_tool", "malformed", "arguments", "exception", "timeout")

@@ -20,7 +20,7 @@ from arborl.envs.documents import document_of
 from arborl.envs.env import Env
 from arborl.errors import ConfigError, did_you_mean
 from arborl.registry import call_checked
-from arborl.tools.context import Context
+from arborl.tools.injection import Context
 from arborl.tools.library import documents, notes
 from arborl.tools.library.workspace import WORKSPACE, JsonTool, Reading, Workspace
 from arborl.tools.threads import in_thread

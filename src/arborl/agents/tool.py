@@ -7,7 +7,7 @@ from typing import Any
 
 from arborl.agents.agent import Model
 from arborl.agents.rounds import Act, RoundsAgent, answer, count
-from arborl.tools.context import Context
+from arborl.tools.injection import Context
 from arborl.tools.tool import AnyTool
 from arborl.tools.toolbox import Toolbox
 from arborl.types import Message

@@ -1,8 +1,8 @@
 """The front doors: train and evaluate, from Python or from the command line; both come through here.
 
-Start with `door.py`.
+Start with `entry_points.py`.
 """
 
-from arborl.api.door import Run, evaluate, run, train
+from arborl.api.entry_points import Run, evaluate, run, train
 
 __all__ = ["Run", "evaluate", "run", "train"]

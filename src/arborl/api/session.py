@@ -12,9 +12,9 @@ from rich.console import Console as Terminal
 
 from arborl import checkpoint
 from arborl.api import folder as folders
+from arborl.api.artifacts import keepsakes
 from arborl.api.render import Render
 from arborl.api.resume import Start, told
-from arborl.api.souvenirs import keepsakes
 from arborl.build import Parts
 from arborl.config.base import plain
 from arborl.errors import RunStopped

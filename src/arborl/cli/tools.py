@@ -78,7 +78,7 @@ def serve(
     except ImportError as error:
         raise ConfigError(f"the tool server needs {error.name}: pip install 'arborl[serve]'") from error
     check_port(host, port)
-    from arborl.tools.desk import Desk
+    from arborl.tools.dispatcher import Desk
     from arborl.tools.journal import Journal
     from arborl.tools.limit import private_folder
 
@@ -128,7 +128,7 @@ def pick(names: str, arguments: list[str]) -> list[AnyTool]:
         pick("calculator,search", ["search.corpus=docs.jsonl"])
     """
     from arborl.tools import TOOLS, as_tool
-    from arborl.tools.gaps import warn_of_gaps
+    from arborl.tools.tool_warnings import warn_of_gaps
 
     given: dict[str, dict[str, Any]] = {}
     for argument in arguments:

@@ -2,7 +2,7 @@
 
 Two plays by one random, legal policy must be the same play; two openings of one task the same opening; looking must
 change nothing; a snapshot must continue as the original did; nonsense must be answered; and every field must be of the
-type its record promises (`faults.py`). Problems come back as sentences; the checker itself never raises.
+type its record promises (`validation.py`). Problems come back as sentences; the checker itself never raises.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from arborl.envs.env import Env, Observation, Step
-from arborl.envs.faults import (
+from arborl.envs.validation import (
     fault_of_policy,
     faults_of_looks,
     faults_of_metrics,
@@ -26,7 +26,7 @@ from arborl.envs.faults import (
     faults_of_step,
     show,
 )
-from arborl.envs.passing import awaited
+from arborl.envs.wrapper import awaited
 from arborl.errors import EpisodeError, boundary
 from arborl.seeds import generator
 from arborl.types import Message, Task

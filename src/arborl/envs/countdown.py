@@ -119,7 +119,7 @@ class Countdown(Env):
         return "\n".join([f"Target: {self.problem.target}", f"Numbers: {numbers}", *self.said])
 
     def picture(self) -> Image:
-        from arborl.envs.paper import write
+        from arborl.envs.text_picture import write
 
         return write(self.render(), "Countdown")
 

@@ -299,7 +299,7 @@ class ToGymnasium(gymnasium.Env[str, str]):
         if self.render_mode == "ansi":
             return self.env.render()
         if self.render_mode == "rgb_array":
-            from arborl.envs.paper import write
+            from arborl.envs.text_picture import write
 
             return np.asarray((self.env.picture() or write(self.env.render())).convert("RGB"), dtype=np.uint8)
         return None

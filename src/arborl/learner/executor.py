@@ -1,6 +1,6 @@
 """Ways to run a model over a micro-batch: how it attends, whether its layers are compiled, what is kept for gradients.
 
-All give the same numbers; `ways.py` chooses one and makes sure of that.
+All give the same numbers; `attention_choice.py` chooses one and makes sure of that.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from arborl.learner.attend import BLOCK, BlockAttend, CausalAttend, DenseAttend
 from arborl.learner.batch import MicroBatch, padded
-from arborl.learner.flex import SIZE, FlexAttend
+from arborl.learner.flex_attention import SIZE, FlexAttend
+from arborl.learner.tree_attention import BLOCK, BlockAttend, CausalAttend, DenseAttend
 from arborl.learner.upload import upload
 from arborl.models.attention import Attend, library_hidden_states
 from arborl.models.lean import Run, in_turn, is_lean, lean

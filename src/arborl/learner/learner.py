@@ -19,15 +19,15 @@ from transformers import PreTrainedModel
 from arborl.algorithms.algorithm import Algorithm, Needs
 from arborl.algorithms.token_losses import Said, TermBatch
 from arborl.config.run import LearnerConfig
-from arborl.learner import spread
+from arborl.learner import distributed
+from arborl.learner.attention_choice import Ways
 from arborl.learner.batch import MicroBatch, is_cut
 from arborl.learner.critic import Critic
-from arborl.learner.fitting import Fitting
+from arborl.learner.micro_batches import Fitting
 from arborl.learner.optimizer import Optimizer
 from arborl.learner.score import score
-from arborl.learner.tally import Tally, anchored, columns, not_finite, summed_up
 from arborl.learner.trust_region import PolicyKL, natural_step
-from arborl.learner.ways import Ways
+from arborl.learner.update_metrics import Tally, anchored, columns, not_finite, summed_up
 from arborl.models.lora import (
     adapter_of,
     dropout_on,
@@ -225,8 +225,8 @@ class Learner:
         """
         share = whole / max(_total(algorithm.count(terms)), 1.0)
         metrics = self._gradients(trees, terms, algorithm, share).metrics()
-        if spread.together():
-            spread.add_up(self.optimizer.gradients())
+        if distributed.together():
+            distributed.add_up(self.optimizer.gradients())
         scale = self.scale
         if algorithm.trust_region is None:
             metrics |= self.optimizer.step(scale)
@@ -248,7 +248,7 @@ class Learner:
             for batch in batches:
                 self.ways(self.model, batch)  # a way that is new is checked now: under dropout none agrees with another
             tally = Tally()
-            with dropout_on(self.model, derive(self.seed, "dropout", self.done, spread.rank())):
+            with dropout_on(self.model, derive(self.seed, "dropout", self.done, distributed.rank())):
                 for batch, said, terms_M in self._heard(batches, terms, algorithm):
                     loss_M, parts = algorithm.loss(said, terms_M)
                     loss = (loss_M * terms_M.weight_M).sum() * share
@@ -357,7 +357,7 @@ class Learner:
 
 def _total(mine: float) -> float:
     """The sum over all processes."""
-    return float(sum(spread.gather(mine)))
+    return float(sum(distributed.gather(mine)))
 
 
 def _read(model: PreTrainedModel, folder: Path) -> None:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from arborl.config.algorithm import TrustRegionConfig
 from arborl.errors import ConfigError
-from arborl.learner import spread
+from arborl.learner import distributed
 from arborl.learner.batch import MicroBatch
 from arborl.learner.executor import DENSE
 from arborl.learner.score import distributions
@@ -64,7 +64,7 @@ class PolicyKL:
             raise ConfigError(f"a trust region needs precise weights and model.dtype is {model.dtype}. Write float32.")
         self.model, self.parameters, self.batches, self.sampling = model, parameters, batches, sampling
         weights = [torch.from_numpy(batch.terms.weight).abs() for batch in batches]
-        total = sum(spread.gather(float(sum(w.sum() for w in weights))))
+        total = sum(distributed.gather(float(sum(w.sum() for w in weights))))
         self.shares = [(w / max(total, 1e-300)).to(model.device, model.dtype) for w in weights]
         with torch.no_grad():
             self.old = [self._now(batch) for batch in batches]
@@ -82,7 +82,7 @@ class PolicyKL:
     @torch.no_grad()
     def value(self) -> float:
         """The KL at the present weights."""
-        return sum(spread.gather(sum(float(self._part(i)) for i in range(len(self.batches)))))
+        return sum(distributed.gather(sum(float(self._part(i)) for i in range(len(self.batches)))))
 
     def product(self, vector_P: Tensor) -> Tensor:
         """Its Hessian at the present weights, times a vector."""
@@ -93,7 +93,7 @@ class PolicyKL:
                 along = torch.cat([g.reshape(-1) for g in first]) @ vector_P
                 second = torch.autograd.grad(along, self.parameters)
             out_P += torch.cat([g.reshape(-1) for g in second])
-        spread.add_up([out_P])
+        distributed.add_up([out_P])
         return out_P
 
 

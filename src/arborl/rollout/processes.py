@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from arborl.envs.env import Env, Observation, Step
 from arborl.errors import ArborError
-from arborl.rollout.worker import DROP, MAKE, RANDOM
+from arborl.rollout.process_main import DROP, MAKE, RANDOM
 from arborl.types import Message, Metrics, Task
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Process:
         ours, theirs = socket.socketpair()
         # stdout is ours to keep clean; what an environment prints goes to stderr
         self.child = subprocess.Popen(
-            [sys.executable, "-m", "arborl.rollout.worker", str(theirs.fileno())],
+            [sys.executable, "-m", "arborl.rollout.process_main", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
             stdin=subprocess.DEVNULL,

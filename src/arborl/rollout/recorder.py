@@ -23,10 +23,10 @@ from arborl.chat.renderer import Renderer
 from arborl.chat.tokenizer import TextTokenizer
 from arborl.engines.engine import Engine
 from arborl.envs.env import Env, Observation, Step
-from arborl.envs.passing import PassingEnv
+from arborl.envs.wrapper import PassingEnv
 from arborl.errors import ContextFull, EpisodeError, MaxTurns
-from arborl.rollout.asking import Asking, Place
-from arborl.rollout.border import ENGINE, across
+from arborl.rollout.call_order import Asking, Place
+from arborl.rollout.deadlines import ENGINE, across
 from arborl.rollout.processes import ProcessEnv
 from arborl.seeds import derive
 from arborl.types import Call, Completion, Episode, Message, Metrics, Role, Sampling, Stop, Task, ToolSpec, Turn
@@ -54,7 +54,7 @@ class Recorder:
     """The model as the agent sees it. Each call's ids and log-probabilities go into `episode.calls` as they were.
 
     Calls may overlap. A call's chance and its place among the others follow from what was asked, and never from what
-    finished first; see `asking.py`.
+    finished first; see `call_order.py`.
     """
 
     def __init__(self, engine: Engine, renderer: Renderer, sampling: Sampling, limits: Limits, episode: Episode):

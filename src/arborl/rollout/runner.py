@@ -22,7 +22,7 @@ from arborl.failures import Firsts
 from arborl.registry import short
 from arborl.rollout.manager import PLAIN, Manager, Manner, named
 from arborl.rollout.recorder import Limits, RecordedEnv, Recorder
-from arborl.rollout.tape import Tape
+from arborl.rollout.replay import Tape
 from arborl.rollout.watchdog import Watchdog
 from arborl.rollout.workers import Workers
 from arborl.tools.threads import left_behind

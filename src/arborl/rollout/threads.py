@@ -20,7 +20,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from arborl.envs.env import Env, Observation, Step
-from arborl.envs.passing import PassingEnv
+from arborl.envs.wrapper import PassingEnv
 from arborl.errors import ArborError, boundary
 from arborl.tools.threads import LeftBehind
 from arborl.types import Message, Metrics, Task

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import ClassVar
 
-from arborl.rollout.border import ENGINE, across
+from arborl.rollout.deadlines import ENGINE, across
 
 log = logging.getLogger(__name__)
 

@@ -1,11 +1,11 @@
 """Tools: plain functions the model may call. What goes wrong with a call is an answer to the model, never an exception.
 
-Start with `tool.py` (`@tool` describes a function), then `context.py` (what a tool gets besides the model's arguments)
+Start with `tool.py` (`@tool` describes a function), then `injection.py` (what a tool gets besides the model's arguments)
 and `toolbox.py` (answers the calls of one message). `library/` holds those that ship.
 """
 
 from arborl.registry import Registry
-from arborl.tools.context import Context, Given, State
+from arborl.tools.injection import Context, Given, State
 from arborl.tools.limit import RateLimit
 from arborl.tools.tool import AnyTool, Tool, tool
 from arborl.tools.toolbox import Toolbox, as_tool

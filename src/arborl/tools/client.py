@@ -17,10 +17,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from arborl.errors import ArborError, ConfigError
 from arborl.tools.breaker import Breaker
-from arborl.tools.context import Context
 from arborl.tools.http import Broken, Connections, Reply
+from arborl.tools.injection import Context
+from arborl.tools.protocol import About, CallAnswer, CallRequest, bearer
 from arborl.tools.tool import Limit
-from arborl.tools.wire import About, CallAnswer, CallRequest, bearer
 from arborl.types import ToolResult
 
 RETRIED = (429, 502, 503, 504)

@@ -13,7 +13,7 @@ import httpx
 
 from arborl.errors import ConfigError
 from arborl.tools.limit import LimitTimeout
-from arborl.tools.wire import bearer
+from arborl.tools.protocol import bearer
 
 ROUND = 20.0
 """Seconds of one request; who must wait longer asks again."""

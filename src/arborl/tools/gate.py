@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from fastapi.responses import JSONResponse
 
-from arborl.tools.wire import encodable
+from arborl.tools.protocol import encodable
 
 OPEN = ("/health",)
 """Paths that need no key."""

@@ -11,11 +11,11 @@ from contextlib import suppress
 from typing import Any
 
 from arborl.errors import ArborError, ConfigError
-from arborl.tools.context import Context
-from arborl.tools.desk import Desk
+from arborl.tools.dispatcher import Desk
+from arborl.tools.injection import Context
 from arborl.tools.output import cut
+from arborl.tools.protocol import CallRequest
 from arborl.tools.tool import AnyTool
-from arborl.tools.wire import CallRequest
 from arborl.types import ToolResult, ToolSpec
 
 try:

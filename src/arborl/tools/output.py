@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from arborl.tools.context import Tokens
+from arborl.tools.injection import Tokens
 
 PIECE = re.compile(r"[^\W\d_]{1,4}|\s+|.", re.DOTALL)
 """What counts as a token where no tokenizer is known: up to four letters, a run of white space, or any one sign."""

@@ -16,12 +16,11 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, G
 
 from arborl.errors import ConfigError
 from arborl.sandbox import POOLS, level_in_force
-from arborl.tools.desk import Busy, Desk, Draining, Reused
+from arborl.tools.dispatcher import Busy, Desk, Draining, Reused
 from arborl.tools.gate import Gate, HalfOpen, protocol, say
 from arborl.tools.journal import Unusable
 from arborl.tools.limit import LimitTimeout, RateLimit
-from arborl.tools.threads import stuck_calls
-from arborl.tools.wire import (
+from arborl.tools.protocol import (
     PLAIN,
     About,
     CallAnswer,
@@ -35,6 +34,7 @@ from arborl.tools.wire import (
     encodable,
     key_bytes,
 )
+from arborl.tools.threads import stuck_calls
 from arborl.types import ToolResult
 
 if TYPE_CHECKING:

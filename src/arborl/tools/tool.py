@@ -13,10 +13,10 @@ from typing import Any, Protocol, Self, overload
 from pydantic.errors import PydanticUserError
 
 from arborl.errors import EpisodeError, boundary
-from arborl.tools.arguments import ArgumentError, Arguments
-from arborl.tools.context import Context, Filler, mark_of
 from arborl.tools.docstring import read_docstring
+from arborl.tools.injection import Context, Filler, mark_of
 from arborl.tools.output import cut
+from arborl.tools.schema import ArgumentError, Arguments
 from arborl.tools.threads import in_thread
 from arborl.types import ToolResult, ToolSpec
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from arborl.errors import ConfigError, did_you_mean
 from arborl.registry import call_checked
-from arborl.tools.context import Context
+from arborl.tools.injection import Context
 from arborl.tools.tool import AnyTool, Tool
 from arborl.types import ToolCall, ToolResult, ToolSpec
 

@@ -17,8 +17,8 @@ from arborl.data.source import TaskSource
 from arborl.engines.engine import Engine
 from arborl.learner.learner import Learner
 from arborl.rewards.reward import Rewards
+from arborl.rollout.downsample import thin
 from arborl.rollout.runner import Rollout
-from arborl.rollout.thin import thin
 from arborl.seeds import derive
 from arborl.track.tracker import Tracker
 from arborl.trainer.diagnosis import Streak

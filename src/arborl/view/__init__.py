@@ -2,10 +2,10 @@
 
 Start with `report.py` (the page), then `gif.py` (an episode as a moving picture), `curve.py` (the learning curve),
 `health.py` (what one looks at when it does not rise), `problems.py` (failures by cause, steps that taught nothing),
-`sources.py` (what a mixed run was trained on) and `context.py` (how long an agent's context was).
+`sources.py` (what a mixed run was trained on) and `context_length.py` (how long an agent's context was).
 """
 
-from arborl.view.context import context_length
+from arborl.view.context_length import context_length
 from arborl.view.curve import compare, learning_curve
 from arborl.view.gif import Frame, replay, save_gif
 from arborl.view.report import write_report

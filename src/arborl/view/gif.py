@@ -104,7 +104,7 @@ def said(episode: Episode, number: int, decode: Decode | None) -> str:
 
 
 def _written(text: str) -> Image | None:
-    from arborl.envs.paper import write
+    from arborl.envs.text_picture import write
 
     return write(text) if text else None
 

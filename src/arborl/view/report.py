@@ -16,7 +16,7 @@ import yaml  # type: ignore[import-untyped]
 from arborl.rollout.store import EpisodeStore
 from arborl.track.console import measure, shown, span
 from arborl.types import Episode
-from arborl.view.context import context_length, edits_itself
+from arborl.view.context_length import context_length, edits_itself
 from arborl.view.curve import learning_curve
 from arborl.view.health import health
 from arborl.view.problems import failures_of, findings_of

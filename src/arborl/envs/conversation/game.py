@@ -176,7 +176,7 @@ class Conversation(Env):
         return "\n".join(f"{names[message.role]}: {message.content}" for message in self.said)
 
     def picture(self) -> Image:
-        from arborl.envs.paper import write
+        from arborl.envs.text_picture import write
 
         return write(self.render(), f"{self.scenario.topic.replace('_', ' ')}: {self.persona.name} user")
 

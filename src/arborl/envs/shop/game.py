@@ -180,7 +180,7 @@ class Shop(Env):
         return f"Instruction: {self.asked.instruction}\n{self.site.text(self.page)}"
 
     def picture(self) -> Image:
-        from arborl.envs.paper import write
+        from arborl.envs.text_picture import write
 
         return write(self.render(), "Shop")
 

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from arborl.tools.context import Tokens
+from arborl.tools.injection import Tokens
 from arborl.tools.output import count
 
 PIECE = re.compile(r"\s*\S{1,24}|\s+")

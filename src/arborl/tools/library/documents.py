@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from arborl.tools.context import Context
+from arborl.tools.injection import Context
 from arborl.tools.library.chunks import cut_into_chunks, highlights
 from arborl.tools.library.finish import finish as plain_finish
 from arborl.tools.library.workspace import FIELD, Index, Refused, Shared, json_tool

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, Literal
 
-from arborl.tools.context import Context
+from arborl.tools.injection import Context
 from arborl.tools.library.workspace import Note, Refused, Shared, json_tool
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from arborl.sandbox import Limits, Outcome, Pool, Sandbox, shared_pool
-from arborl.tools.context import State
+from arborl.tools.injection import State
 from arborl.tools.tool import tool
 
 LIMITS = Limits(wall_seconds=10, cpu_seconds=5)

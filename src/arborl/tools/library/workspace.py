@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Protocol
 
-from arborl.tools.context import Context, State, Tokens
+from arborl.tools.injection import Context, State, Tokens
 from arborl.tools.library.chunks import SHELF, Index
 from arborl.tools.tool import Tool
 from arborl.types import ToolResult

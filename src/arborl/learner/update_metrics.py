@@ -12,7 +12,7 @@ from torch import Tensor
 
 from arborl.algorithms.algorithm import Needs
 from arborl.algorithms.token_losses import Said, TermBatch, ratio
-from arborl.learner import spread
+from arborl.learner import distributed
 from arborl.learner.upload import upload
 from arborl.types import Metrics, Terms
 
@@ -66,7 +66,7 @@ class Tally:
         """The loss, and means over the terms of all processes."""
         mine = {name: float(value) for name, value in self.sums.items()}
         widest = max((float(gap) for gap in self.widest), default=0.0)
-        everyone = spread.gather((self.count, float(self.loss), widest, mine))
+        everyone = distributed.gather((self.count, float(self.loss), widest, mine))
         total = max(1, sum(count for count, *_ in everyone))
         names = dict.fromkeys(name for *_, sums in everyone for name in sums)
         means = {name: sum(sums.get(name, 0.0) for *_, sums in everyone) / total for name in names}

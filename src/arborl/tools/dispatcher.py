@@ -12,11 +12,11 @@ from typing import Any
 
 from arborl.errors import ArborError, EpisodeError
 from arborl.sandbox import Limits, Outcome, Pool, shared_pool
-from arborl.tools.context import Context, Given
+from arborl.tools.injection import Context, Given
 from arborl.tools.journal import Journal
+from arborl.tools.protocol import About, CallAnswer, CallRequest
 from arborl.tools.tool import AnyTool
 from arborl.tools.toolbox import Toolbox
-from arborl.tools.wire import About, CallAnswer, CallRequest
 from arborl.types import Task, ToolCall, ToolResult
 
 UNKNOWN = ""

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arborl.algorithms.aggregation import WEIGHTS
-from arborl.rollout.thin import factors, thin
+from arborl.rollout.downsample import factors, thin
 from arborl.rollout.tree import plant
 from arborl.seeds import generator
 from arborl.types import Call, Completion, Episode, Finish, Group, Task, Terms

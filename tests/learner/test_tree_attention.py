@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
-from arborl.learner import attend, flex
-from arborl.learner.attend import BlockAttend, CausalAttend, DenseAttend
+from arborl.learner import flex_attention, tree_attention
 from arborl.learner.batch import MicroBatch, pack, padded
 from arborl.learner.executor import cheapest
-from arborl.learner.flex import SIZE, FlexAttend, block_mask
+from arborl.learner.flex_attention import SIZE, FlexAttend, block_mask
+from arborl.learner.tree_attention import BlockAttend, CausalAttend, DenseAttend
 from arborl.rollout.tree import grow, plant
 from arborl.types import TokenTree
 
@@ -53,7 +53,7 @@ def assert_equal_to_the_rule(batch: MicroBatch, ways: list, seed: int) -> None:
 @settings(max_examples=25)
 @given(forests=st.lists(SEQUENCES, min_size=1, max_size=3), block=st.sampled_from([1, 3, 8]), seed=st.integers(0, 99))
 def test_blocks_and_squares_equal_the_rule_in_value_and_gradient(monkeypatch, forests, block, seed):
-    monkeypatch.setattr(attend, "BLOCK", block)
+    monkeypatch.setattr(tree_attention, "BLOCK", block)
     batch = batch_of([grow(sequences)[0] for sequences in forests])
     assert_equal_to_the_rule(batch, [DenseAttend(batch, CPU), BlockAttend(batch, CPU)], seed)
 
@@ -69,7 +69,7 @@ def test_chains_of_any_lengths_need_no_mask(chains):
 @settings(max_examples=10)
 @given(forests=st.lists(SEQUENCES, min_size=1, max_size=3), size=st.sampled_from([16, 32]), seed=st.integers(0, 99))
 def test_flex_attention_equals_the_rule_in_value_and_gradient(monkeypatch, flex_on_cpu, forests, size, seed):
-    monkeypatch.setattr(flex, "SIZE", size)
+    monkeypatch.setattr(flex_attention, "SIZE", size)
     batch = padded(batch_of([grow(sequences)[0] for sequences in forests]), size)
     assert_equal_to_the_rule(batch, [FlexAttend(batch, CPU)], seed)
 

@@ -1,6 +1,6 @@
 """The other side of `processes.py`: a process that holds environments, each in a thread of its own.
 
-Started as `python -m arborl.rollout.worker FD`; ends when the pipe does.
+Started as `python -m arborl.rollout.process_main FD`; ends when the pipe does.
 """
 
 from __future__ import annotations

@@ -10,11 +10,11 @@ import torch
 from learner_fakes import SAMPLING, forest_of, random_groups
 
 from arborl.config.run import LoraConfig
-from arborl.learner import executor, score, ways
-from arborl.learner.attend import DenseAttend
+from arborl.learner import attention_choice, executor, score
+from arborl.learner.attention_choice import Ways, agrees, sample
 from arborl.learner.batch import branches, split
 from arborl.learner.executor import DENSE, EXECUTORS, Executor, Way, hidden
-from arborl.learner.ways import Ways, agrees, sample
+from arborl.learner.tree_attention import DenseAttend
 from arborl.models.lora import add_lora
 from arborl.types import TokenTree
 
@@ -66,14 +66,14 @@ def test_one_that_breaks_is_left_and_the_warning_says_how(caplog, model, batch):
 
 def test_one_that_agrees_is_used_and_not_checked_again(monkeypatch, model, batch):
     checked = []
-    monkeypatch.setattr(ways, "agrees", lambda model, way: checked.append(way) or True)
+    monkeypatch.setattr(attention_choice, "agrees", lambda model, way: checked.append(way) or True)
     choose = Ways(attention="blocks", recompute=True)
     assert [choose(model, batch), choose(model, batch)] == [Way("blocks", recompute=True)] * 2
     assert checked == [Way("blocks")]
 
 
 def test_a_compiled_way_that_fails_leaves_the_same_way_not_compiled(monkeypatch, model, batch):
-    monkeypatch.setattr(ways, "agrees", lambda model, way: not way.compiled)
+    monkeypatch.setattr(attention_choice, "agrees", lambda model, way: not way.compiled)
     assert Ways(attention="flex", compiled="on")(model, batch) == Way("flex")
 
 
@@ -180,7 +180,7 @@ def test_a_way_that_fails_without_gradients_is_not_gone_without_them(monkeypatch
     def works(model, way):
         return not way.compiled or torch.is_grad_enabled()
 
-    monkeypatch.setattr(ways, "agrees", works)
+    monkeypatch.setattr(attention_choice, "agrees", works)
     chosen = Ways(attention="flex", compiled="on")
     assert chosen(model, batch) == Way("flex", compiled=True)
     with torch.no_grad():

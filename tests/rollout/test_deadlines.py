@@ -8,7 +8,7 @@ import time
 import pytest
 
 from arborl.errors import EpisodeError, MaxTurns
-from arborl.rollout.border import across
+from arborl.rollout.deadlines import across
 
 
 async def late(value, turns=3):

@@ -11,8 +11,8 @@ from safetensors.numpy import load_file
 
 import arborl
 from arborl.errors import ConfigError
+from arborl.rollout.replay import Recording, Replay
 from arborl.rollout.runner import Rollout
-from arborl.rollout.tape import Recording, Replay
 from arborl.track.jsonl import read_metrics
 from arborl.types import Call, Completion, Episode, Finish, Group, Message, Task, Turn
 

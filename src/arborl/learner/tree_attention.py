@@ -3,7 +3,7 @@
 Ways to the same numbers, of which `executor.py` chooses. `CausalAttend` is for chains, which need no mask.
 `DenseAttend` masks the square of each tree and is what the others are checked against. `BlockAttend` cuts the tokens
 into blocks and gives each block only the keys it can see: in depth-first order those are the ancestors of its first
-token and the block itself, few when the tree has many branches. `FlexAttend`, on a GPU, is in `flex.py`.
+token and the block itself, few when the tree has many branches. `FlexAttend`, on a GPU, is in `flex_attention.py`.
 
 N tokens, H query heads, K key heads, D head size, B blocks of T tokens, S keys a block.
 """
