@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from arborl.chat.tokenizer import FileTokenizer
-from arborl.data.documents import make_problem
+from arborl.data.made.documents import make_problem
 from arborl.models.seedling import WEIGHTS
 from arborl.tools.injection import Context
-from arborl.tools.library.documents import build_index, read_chunk, search_engine
-from arborl.tools.library.workspace import WORKSPACE
+from arborl.tools.library.context.documents import build_index, read_chunk, search_engine
+from arborl.tools.library.context.workspace import WORKSPACE
 from arborl.types import Task
 
 

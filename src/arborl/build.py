@@ -22,7 +22,7 @@ from arborl.checkpoint import check_model
 from arborl.config.data import SourceConfig
 from arborl.config.run import AgentConfig, EnvConfig, Part, RewardConfig, RunConfig
 from arborl.data import Mixture, TaskSource, open_source
-from arborl.data.pools import RowPool
+from arborl.data.mixing.streams import RowPool
 from arborl.engines import ENGINES, Engine
 from arborl.envs import ENVS, Env
 from arborl.errors import ConfigError, EngineError
@@ -30,7 +30,7 @@ from arborl.models.find import described, resolve
 from arborl.registry import Registry, call_checked, short, unique
 from arborl.rewards import REWARDS, Rewards
 from arborl.rewards.by_source import RewardsBySource
-from arborl.rollout.manager import FILTERS, Manner
+from arborl.rollout.groups import FILTERS, Manner
 from arborl.rollout.recorder import Limits
 from arborl.rollout.replay import Recording, Replay
 from arborl.rollout.runner import Cast, Rollout

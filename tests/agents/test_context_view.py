@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arborl.agents.context import (
+from arborl.agents.context.history import (
     STUB,
     ContextError,
     Delete,

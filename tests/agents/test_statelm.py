@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from arborl.agents.chat import ChatAgent
-from arborl.agents.policy import compression
-from arborl.agents.statelm import TOOLSET, USUAL, StateLM
+from arborl.agents.context.policy import compression
+from arborl.agents.context.statelm import TOOLSET, USUAL, StateLM
 from arborl.algorithms.algorithm import Recipe
 from arborl.chat import FileTokenizer, HermesParser, Renderer, Template
 from arborl.config.algorithm import AlgorithmConfig
-from arborl.data.documents import make_problem
+from arborl.data.made.documents import make_problem
 from arborl.engines.scripted import ScriptedEngine
 from arborl.envs.documents import Documents
 from arborl.envs.question import Question
@@ -31,7 +31,7 @@ from arborl.rewards.reward import Rewards
 from arborl.rollout.recorder import Limits
 from arborl.rollout.runner import Cast, Rollout
 from arborl.rollout.tree import plant
-from arborl.tools.library.chunks import Index
+from arborl.tools.library.context.chunks import Index
 from arborl.types import Group, Message, Sampling, Stop, Task
 from arborl.view.context_length import lengths as context_lengths
 

@@ -21,7 +21,7 @@ from arborl.checkpoint import checkpoint
 from arborl.checkpoint.manifest import check
 from arborl.config.load import load
 from arborl.data import FileTasks
-from arborl.data.tables import ParquetTable
+from arborl.data.reading.tables import ParquetTable
 from arborl.errors import ConfigError
 from arborl.rollout.replay import Recording, Replay
 from arborl.rollout.store import EpisodeStore

@@ -13,8 +13,8 @@ from arborl.api import train
 from arborl.build import build
 from arborl.cli.main import app
 from arborl.config.load import load
-from arborl.data.facts import make_facts
-from arborl.data.making import MAKERS, make
+from arborl.data.made.datasets import MAKERS, make
+from arborl.data.made.facts import make_facts
 from arborl.rewards.code import read_cases
 from arborl.rewards.numbers import equal, final_part
 from arborl.tools.library.calculator import calculator

@@ -5,9 +5,9 @@ import pyarrow.parquet
 import pytest
 
 from arborl.data import FileTasks
-from arborl.data.files import read_rows
-from arborl.data.rows import read_messages, read_task
-from arborl.data.tables import ParquetTable
+from arborl.data.reading.files import read_rows
+from arborl.data.reading.rows import read_messages, read_task
+from arborl.data.reading.tables import ParquetTable
 from arborl.errors import ConfigError
 from arborl.types import Message, ToolCall
 

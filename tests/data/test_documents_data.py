@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arborl.data.documents import length, make_documents, make_problem, prepare_longbench, prepare_novelqa
-from arborl.data.rows import read_task
-from arborl.data.words import PEOPLE
+from arborl.data.made.documents import length, make_documents, make_problem
+from arborl.data.public.longbench import prepare_longbench, prepare_novelqa
+from arborl.data.made.words import PEOPLE
+from arborl.data.reading.rows import read_task
 from arborl.errors import ConfigError
 
 LONGBENCH = [

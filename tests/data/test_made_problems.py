@@ -8,9 +8,9 @@ import pytest
 
 from arborl.config.load import load
 from arborl.data import FileTasks
-from arborl.data.arithmetic import problems, show
-from arborl.data.making import make
-from arborl.data.programs import KINDS, code_problems
+from arborl.data.made.arithmetic import problems, show
+from arborl.data.made.datasets import make
+from arborl.data.made.programs import KINDS, code_problems
 from arborl.rewards.code import judge, read_cases
 from arborl.rewards.numbers import equal
 from arborl.sandbox import run_code

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arborl.data.mixture import Band, Mixture
-from arborl.data.pools import EnvPool, RowPool
-from arborl.data.rows import Reader
-from arborl.data.schedule import deal, exact
-from arborl.data.tables import ListTable
-from arborl.data.views import Filters, split_table
+from arborl.data.mixing.mixture import Band, Mixture
+from arborl.data.mixing.schedule import deal, exact
+from arborl.data.mixing.streams import EnvPool, RowPool
+from arborl.data.reading.rows import Reader
+from arborl.data.reading.splits import Filters, split_table
+from arborl.data.reading.tables import ListTable
 from arborl.errors import ConfigError
 from arborl.types import Episode, Group
 

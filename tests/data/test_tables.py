@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from arborl.config.data import DataConfig
 from arborl.data import files as data_files
 from arborl.data import open_source
-from arborl.data.files import open_table
-from arborl.data.order import Order
-from arborl.data.pools import RowPool
-from arborl.data.rows import Reader
-from arborl.data.tables import HubTable, JoinedTable, ListTable, ParquetTable
-from arborl.data.views import Filters, Numbered, split_table
+from arborl.data.mixing.order import Order
+from arborl.data.mixing.streams import RowPool
+from arborl.data.reading.files import open_table
+from arborl.data.reading.rows import Reader
+from arborl.data.reading.splits import Filters, Numbered, split_table
+from arborl.data.reading.tables import HubTable, JoinedTable, ListTable, ParquetTable
 from arborl.errors import ConfigError
 from arborl.types import Message
 

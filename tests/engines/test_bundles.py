@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arborl.engines.bundles import Bundling, bundle
+from arborl.engines.shared_prefix import Bundling, bundle
 
 
 def tables(*rows: list[int]) -> np.ndarray:

@@ -29,7 +29,7 @@ def pool(rows: int, longest: int, key_heads: int, page: int, size: int, dtype):
 def sharing(table: torch.Tensor, length: torch.Tensor, members: int, page: int):
     """Which rows share their first pages, as the kernel is told."""
     from arborl.engines import kernels
-    from arborl.engines.bundles import bundle, room_for
+    from arborl.engines.shared_prefix import bundle, room_for
 
     found = bundle(table.cpu().numpy(), ((length - 1) // page).cpu().numpy(), members)
     none = room_for(len(table)) - len(found.pages_M)

@@ -12,8 +12,8 @@ from learner_fakes import SAMPLING, forest_of, random_groups
 from arborl.config.run import LoraConfig
 from arborl.learner import attention_choice, executor, score
 from arborl.learner.attention_choice import Ways, agrees, sample
-from arborl.learner.batch import branches, split
 from arborl.learner.executor import DENSE, EXECUTORS, Executor, Way, hidden
+from arborl.learner.packing import branches, split
 from arborl.learner.tree_attention import DenseAttend
 from arborl.models.lora import add_lora
 from arborl.types import TokenTree

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_fakes import forest_of, random_groups
 
-from arborl.learner.batch import Costs, MicroBatch, branches, cuts, is_cut, pack, padded, rows_pay, split
+from arborl.learner.packing import Costs, MicroBatch, branches, cuts, is_cut, pack, padded, rows_pay, split
 from arborl.rollout.tree import grow
 from arborl.types import TokenTree
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
 from arborl.learner import flex_attention, tree_attention
-from arborl.learner.batch import MicroBatch, pack, padded
 from arborl.learner.executor import cheapest
 from arborl.learner.flex_attention import SIZE, FlexAttend, block_mask
+from arborl.learner.packing import MicroBatch, pack, padded
 from arborl.learner.tree_attention import BlockAttend, CausalAttend, DenseAttend
 from arborl.rollout.tree import grow, plant
 from arborl.types import TokenTree

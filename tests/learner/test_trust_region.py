@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from arborl.config.algorithm import TrustRegionConfig
 from arborl.config.run import LearnerConfig
 from arborl.errors import ConfigError
-from arborl.learner.batch import split
 from arborl.learner.learner import Learner
+from arborl.learner.packing import split
 from arborl.learner.trust_region import PolicyKL, conjugate_gradient
 from arborl.models.attention import NAME
 

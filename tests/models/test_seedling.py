@@ -9,8 +9,8 @@ import pytest
 
 from arborl.chat import Conversations
 from arborl.models.seedling import WEIGHTS
-from arborl.models.seedling.make import spoken_by_assistant, template
-from arborl.models.seedling.transcripts import WRITERS, write
+from arborl.seedling.corpus import WRITERS, write
+from arborl.seedling.make import spoken_by_assistant, template
 from arborl.seeds import generator
 from arborl.tools.library.calculator import calculator
 from arborl.types import Completion, Finish, Message

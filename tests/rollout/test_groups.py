@@ -17,7 +17,7 @@ from arborl.config.algorithm import AlgorithmConfig
 from arborl.engines.scripted import ScriptedEngine
 from arborl.envs.env import Env, Observation, Step
 from arborl.envs.frozen_lake import FrozenLake
-from arborl.rollout.manager import PLAIN, Manager, Manner, divided
+from arborl.rollout.groups import PLAIN, Manager, Manner, divided
 from arborl.rollout.recorder import Limits
 from arborl.rollout.runner import Cast, Rollout
 from arborl.rollout.tree import plant

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arborl.tools.injection import Context
-from arborl.tools.library import documents, notes
-from arborl.tools.library.brief import BRIEF, listed, shorten
-from arborl.tools.library.chunks import MARKS, Index, Shelf, cut_into_chunks, highlights, match_expression
-from arborl.tools.library.workspace import WORKSPACE, Reading
+from arborl.tools.library.context import documents, notes
+from arborl.tools.library.context.brief import BRIEF, listed, shorten
+from arborl.tools.library.context.chunks import MARKS, Index, Shelf, cut_into_chunks, highlights, match_expression
+from arborl.tools.library.context.workspace import WORKSPACE, Reading
 from arborl.tools.output import count
 from arborl.types import Task
 

@@ -1,8 +1,24 @@
 """Agents: any async program that calls the model. An agent owns the prompt; recording and training are not its job.
 
-Start with `agent.py` (the two protocols), then `chat.py` (the plain loop), then `rounds.py` (working before
-acting) and what is built on it: `tool.py`, `code.py`, `react.py`. `context.py` says how a past is edited, `statelm.py`
-is the agent whose model does so.
+In reading order:
+
+    agent.py    What an agent is, and what it sees of the model     chat.py     The plain loop: say something, hear
+the environment's answer, until it is over     step.py     Every step its own prompt: the rules, the last few steps,
+and what is seen now     rounds.py   The loop of agents that work before they act: rounds with tools, then one
+message to the environment     tool.py     The loop with tools: calls are answered by the toolbox, everything else
+goes to the environment     code.py     The code agent: code between tags is run, and what it printed comes back
+between tags of its own     react.py    ReAct     context/    Agents that edit their own context
+
+In reading order:
+
+    agent.py    What an agent is, and what it sees of the model
+    chat.py     The plain loop: say something, hear the environment's answer, until it is over
+    step.py     Every step its own prompt: the rules, the last few steps, and what is seen now
+    rounds.py   The loop of agents that work before they act: rounds with tools, then one message to the environment
+    tool.py     The loop with tools: calls are answered by the toolbox, everything else goes to the environment
+    code.py     The code agent: code between tags is run, and what it printed comes back between tags of its own
+    react.py    ReAct
+    context/    Agents that edit their own context
 """
 
 from arborl.agents.agent import Agent, FunctionAgent, Model
@@ -14,7 +30,7 @@ AGENTS = Registry(
         "chat": "arborl.agents.chat:ChatAgent",
         "code": "arborl.agents.code:CodeAgent",
         "react": "arborl.agents.react:ReactAgent",
-        "statelm": "arborl.agents.statelm:StateLM",
+        "statelm": "arborl.agents.context.statelm:StateLM",
         "step": "arborl.agents.step:StepAgent",
         "tool": "arborl.agents.tool:ToolAgent",
     },

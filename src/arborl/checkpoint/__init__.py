@@ -1,6 +1,14 @@
 """Checkpoints: complete or not there. They never know what a model is: the caller's callback writes the tensors.
 
-Start with `checkpoint.py` (save, find, load_state); `manifest.py` says what makes a folder complete.
+In reading order:
+
+    checkpoint.py  Saving and finding checkpoints, so that a kill at any moment leaves a good one to resume from
+manifest.py    The file that makes a checkpoint complete: every file with its size and hash, written last
+
+In reading order:
+
+    checkpoint.py  Saving and finding checkpoints, so that a kill at any moment leaves a good one to resume from
+    manifest.py    The file that makes a checkpoint complete: every file with its size and hash, written last
 """
 
 from arborl.checkpoint.checkpoint import any_of, check_model, complete, find, load_state, rewind, save

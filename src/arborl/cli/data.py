@@ -17,7 +17,7 @@ from arborl.errors import ConfigError
 if TYPE_CHECKING:
     from arborl.config import RunConfig
     from arborl.data import Mixture
-    from arborl.data.tables import Table
+    from arborl.data.reading.tables import Table
     from arborl.types import Task
 
 SETTINGS = {"ignore_unknown_options": True}
@@ -37,7 +37,7 @@ def make(
     """Write a set of rows, made from a seed: arithmetic, gsm8k, code, facts, documents or mixed."""
     import yaml
 
-    from arborl.data.making import make as write
+    from arborl.data.made.datasets import make as write
 
     names, settings = split(arguments, ("--out", "--count", "--seed", "--help"))
     name = one_path(names, "set")
@@ -59,7 +59,7 @@ def prepare(
     val_share: Annotated[float, typer.Option(help="Share of the rows for validation.")] = 0.1,
 ) -> None:
     """Turn a public set in its own layout into rows."""
-    from arborl.data.longbench import prepare_longbench, prepare_novelqa
+    from arborl.data.public.longbench import prepare_longbench, prepare_novelqa
 
     if name == "longbench-v2":
         written = prepare_longbench(source, out, mc_to_sa=mc_to_sa, val_share=val_share)
@@ -83,8 +83,8 @@ def inspect(
 ) -> None:
     """Print the columns, lengths and sources of a file, and three prompts as the model is shown them."""
     from arborl.chat import Renderer
-    from arborl.data.files import open_table
-    from arborl.data.rows import Reader
+    from arborl.data.reading.files import open_table
+    from arborl.data.reading.rows import Reader
     from arborl.models.load import resolve
 
     table, reader = open_table(Path(file)), Reader(Path(file).stem, question)
@@ -151,7 +151,7 @@ def mix(
 ) -> None:
     """Draw batches as training would, without training, and print what they are made of."""
     from arborl.config.load import load
-    from arborl.data.composition import composition
+    from arborl.data.mixing.composition import composition
 
     paths, settings = split(arguments, ("--batches", "--json", "--help"))
     given = one_path(paths, "configuration")

@@ -139,7 +139,7 @@ def embedded_model() -> Check:
 
     files = sorted(WEIGHTS.glob("*.safetensors"))
     if not files:
-        advice = "Reinstall arborl, or make it: python -m arborl.models.seedling.make"
+        advice = "Reinstall arborl, or make it: python -m arborl.seedling.make"
         return Check("embedded model", "fail", f"no weights in {WEIGHTS}", advice)
     size = sum(file.stat().st_size for file in WEIGHTS.iterdir() if file.is_file())
     return Check("embedded model", "ok", f"seedling, {size / 1e6:.1f} MB")

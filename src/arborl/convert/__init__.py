@@ -1,7 +1,20 @@
 """Convert: configurations of verl, ROLL and AgentFly as configurations here. It reads text; it runs nothing of theirs.
 
-Start with `draft.py` (what a conversion keeps account of) and `reading.py` (scripts, override lists and YAML as keys);
-`verl.py`, `agentfly.py` and `roll.py` are tables: one line a key, with where it goes or why it goes nowhere.
+In reading order:
+
+    convert.py   From their keys to a configuration that validates here     draft.py     What a conversion keeps
+account of: the new configuration, and what became of every key of the old one     reading.py   Keys and values out
+of shell scripts, override lists and YAML     verl.py      verl's keys, those of its mixed-training and StateLM forks
+included     roll.py      ROLL's keys, of its agentic pipeline     agentfly.py  AgentFly's keys beside verl's
+
+In reading order:
+
+    convert.py   From their keys to a configuration that validates here
+    draft.py     What a conversion keeps account of: the new configuration, and what became of every key of the old one
+    reading.py   Keys and values out of shell scripts, override lists and YAML
+    verl.py      verl's keys, those of its mixed-training and StateLM forks included
+    roll.py      ROLL's keys, of its agentic pipeline
+    agentfly.py  AgentFly's keys beside verl's
 """
 
 from arborl.convert.convert import SYSTEMS, convert

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from arborl.data.views import EVALUATION_SEED
+from arborl.data.reading.splits import EVALUATION_SEED
 from arborl.registry import short
 from arborl.seeds import derive
 from arborl.types import Group, Metrics, Task

@@ -278,7 +278,7 @@ class LocalEngine:
 def executor_for(model: PreTrainedModel, pages: Pages, context: int, requests: int) -> Executor:
     """Fused kernels and CUDA graphs where there is a GPU for them; torch everywhere else."""
     if model.device.type == "cuda" and find_spec("triton") is not None:
-        from arborl.engines.graphs import GraphExecutor
+        from arborl.engines.cuda_graphs import GraphExecutor
 
         return GraphExecutor(model, pages.count, pages.size, context, requests)
     return TorchExecutor(model, pages.count, pages.size, context)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from arborl.learner.batch import MicroBatch
 from arborl.learner.executor import DENSE, EXECUTORS, Way, cheapest
+from arborl.learner.packing import MicroBatch
 from arborl.learner.score import score
 from arborl.models.lean import is_lean
 from arborl.types import Sampling, Terms

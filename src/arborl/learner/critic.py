@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from arborl.learner.batch import MicroBatch
 from arborl.learner.executor import Way, hidden
+from arborl.learner.packing import MicroBatch
 from arborl.models.heads import ValueHead
 
 

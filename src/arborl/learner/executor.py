@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from arborl.learner.batch import MicroBatch, padded
 from arborl.learner.flex_attention import SIZE, FlexAttend
+from arborl.learner.packing import MicroBatch, padded
 from arborl.learner.tree_attention import BLOCK, BlockAttend, CausalAttend, DenseAttend
 from arborl.learner.upload import upload
 from arborl.models.attention import Attend, library_hidden_states

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from arborl.learner.batch import MicroBatch
+from arborl.learner.packing import MicroBatch
 from arborl.learner.upload import upload
 
 SIZE = 128

@@ -21,10 +21,10 @@ from arborl.algorithms.token_losses import Said, TermBatch
 from arborl.config.run import LearnerConfig
 from arborl.learner import distributed
 from arborl.learner.attention_choice import Ways
-from arborl.learner.batch import MicroBatch, is_cut
 from arborl.learner.critic import Critic
 from arborl.learner.micro_batches import Fitting
 from arborl.learner.optimizer import Optimizer
+from arborl.learner.packing import MicroBatch, is_cut
 from arborl.learner.score import score
 from arborl.learner.trust_region import PolicyKL, natural_step
 from arborl.learner.update_metrics import Tally, anchored, columns, not_finite, summed_up

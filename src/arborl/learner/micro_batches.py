@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from arborl.config.run import LearnerConfig
-from arborl.learner.batch import Costs, MicroBatch, rows_pay, split
+from arborl.learner.packing import Costs, MicroBatch, rows_pay, split
 from arborl.types import Terms, TokenTree
 
 log = logging.getLogger(__name__)

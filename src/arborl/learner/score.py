@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from arborl.algorithms.token_losses import Said
-from arborl.learner.batch import MicroBatch
 from arborl.learner.critic import Critic
 from arborl.learner.executor import Way, allow_variants, hidden
+from arborl.learner.packing import MicroBatch
 from arborl.learner.upload import upload
 from arborl.models.attention import logit_cap, read_out
 from arborl.models.distribution import Shape, log_distribution, shaped

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from arborl.learner.batch import MicroBatch
+from arborl.learner.packing import MicroBatch
 
 BLOCK = 32
 BUCKET = 16

@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 from arborl.config.algorithm import TrustRegionConfig
 from arborl.errors import ConfigError
 from arborl.learner import distributed
-from arborl.learner.batch import MicroBatch
 from arborl.learner.executor import DENSE
+from arborl.learner.packing import MicroBatch
 from arborl.learner.score import distributions
 from arborl.types import Metrics, Sampling
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from arborl.chat.formats.fence import FenceParser
-from arborl.rewards.answers import harness, read_answers, same_value
 from arborl.rewards.asserts import Asserts, read_asserts
+from arborl.rewards.code_values import harness, read_answers, same_value
 from arborl.rewards.fields import field_of
 from arborl.rewards.tags import last_tagged
 from arborl.sandbox import Limits, Outcome, run_code

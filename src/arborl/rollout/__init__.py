@@ -1,7 +1,24 @@
 """Rollout: agents play tasks, and what crossed the line between program and model is kept, token by token.
 
-Never computes rewards or gradients. Start with `runner.py` (one episode, many episodes), then `manager.py` (which of
-them make a group), `recorder.py` (what an agent holds in its hands) and `tree.py` (calls become a token tree).
-`workers.py` says where environments run, `threads.py` and `processes.py` are two such places. `store.py` writes the
-episode files, `replay.py` records whole batches and plays them back.
+Never computes rewards or gradients.
+
+In reading order:
+
+In reading order:
+
+    runner.py        Episodes are played concurrently
+    groups.py        Groups: which episodes are played for a batch, which of them count, and which groups are kept
+    filters.py       Which groups are worth training on: functions of a scored group
+    recorder.py      What an agent holds in its hands: a model and an environment that write down everything that passes
+    call_order.py    Which call of an episode is which, when several are asked at once: their chance and their order
+    deadlines.py     Calls that cross the border to somebody else's code: an environment, an engine
+    watchdog.py      Says who holds the event loop while they do: from inside the loop nobody could
+    workers.py       Where environments run: in the event loop, in threads, or in processes
+    threads.py       Environments in threads: one that blocks, or sleeps, keeps nobody else from playing
+    processes.py     Environments in processes: they use other cores, and one that hangs or crashes can be killed
+    process_main.py  The other side of `processes.py`: a process that holds environments, each in a thread of its own
+    tree.py          Calls become token trees: each token of a group once, each sampled token one loss term
+    downsample.py    Training on some of an episode's branches only, without changing what is learned on average
+    store.py         The episode file: every episode of a step, one JSON object a line, nothing lost
+    replay.py        Rollouts on file: played once, trained on as often as one likes
 """

@@ -20,7 +20,7 @@ from arborl.envs.env import Env
 from arborl.errors import EpisodeError, EpisodeOver, boundary
 from arborl.failures import Firsts
 from arborl.registry import short
-from arborl.rollout.manager import PLAIN, Manager, Manner, named
+from arborl.rollout.groups import PLAIN, Manager, Manner, named
 from arborl.rollout.recorder import Limits, RecordedEnv, Recorder
 from arborl.rollout.replay import Tape
 from arborl.rollout.watchdog import Watchdog

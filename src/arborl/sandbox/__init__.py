@@ -1,7 +1,24 @@
 """Sandbox: foreign code in a process of its own that can reach nothing and use little.
 
-Start with `sandbox.py` (one guest: run code, say what became of it), then `pool.py` (guests kept ready), `level.py`
-(which isolation works here). `inside/` is what runs on the other side.
+In reading order:
+
+    sandbox.py   One guest, seen from the host: started, given code, watched, ended     protocol.py  What host and
+guest say to each other, read by a host that believes nothing before it is whole     pool.py      Guests kept ready
+slots.py     A counter that threads and event loops wait for together     level.py     Which isolation works on this
+machine: found by trying, best first     limits.py    What a guest may use, and what became of a piece of code
+watch.py     How much a tree of processes uses     inside/      What runs on the other side: standard library only,
+started by path, with an empty environment
+
+In reading order:
+
+    sandbox.py   One guest, seen from the host: started, given code, watched, ended
+    protocol.py  What host and guest say to each other, read by a host that believes nothing before it is whole
+    pool.py      Guests kept ready
+    slots.py     A counter that threads and event loops wait for together
+    level.py     Which isolation works on this machine: found by trying, best first
+    limits.py    What a guest may use, and what became of a piece of code
+    watch.py     How much a tree of processes uses
+    inside/      What runs on the other side: standard library only, started by path, with an empty environment
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from statistics import fmean
 
 from arborl.config.rollout import ValEnvsConfig
 from arborl.config.run import EvaluationConfig
-from arborl.data.mixture import Mixture
+from arborl.data.mixing.mixture import Mixture
 from arborl.data.source import TaskSource
 from arborl.rewards.reward import Rewards
 from arborl.rollout.runner import Rollout

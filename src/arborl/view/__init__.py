@@ -1,8 +1,23 @@
 """The view of a finished run: replays, curves, one HTML page. It reads run folders and never trains or samples.
 
-Start with `report.py` (the page), then `gif.py` (an episode as a moving picture), `curve.py` (the learning curve),
-`health.py` (what one looks at when it does not rise), `problems.py` (failures by cause, steps that taught nothing),
-`sources.py` (what a mixed run was trained on) and `context_length.py` (how long an agent's context was).
+In reading order:
+
+    report.py          One static page about a run     transcript.py      An episode as HTML: its messages by role,
+and how sure the model was of each token it sampled     problems.py        What went wrong in a run     health.py
+How a run fared besides its reward     curve.py           The learning curve of a run, as a picture     sources.py
+What a run with several sources was trained on, and how each of them went, as a picture     context_length.py  How
+long an agent's context was over an episode     gif.py             An episode as a moving picture
+
+In reading order:
+
+    report.py          One static page about a run
+    transcript.py      An episode as HTML: its messages by role, and how sure the model was of each token it sampled
+    problems.py        What went wrong in a run
+    health.py          How a run fared besides its reward
+    curve.py           The learning curve of a run, as a picture
+    sources.py         What a run with several sources was trained on, and how each of them went, as a picture
+    context_length.py  How long an agent's context was over an episode
+    gif.py             An episode as a moving picture
 """
 
 from arborl.view.context_length import context_length

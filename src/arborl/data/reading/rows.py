@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from arborl.chat import messages as chat
-from arborl.data.tables import get_path
+from arborl.data.reading.tables import get_path
 from arborl.errors import ConfigError, did_you_mean
 from arborl.types import Message, Task
 

@@ -1,4 +1,4 @@
-"""Long documents with questions: made from a seed, with planted facts; and public sets in their own layouts.
+"""Long documents with questions: made from a seed, with planted facts.
 
 A made document is pages of small talk about a village. A few sentences in it are facts that a question needs, one a
 hop; others are facts of the same kind about other people (distractors), or mention the right names and say nothing
@@ -13,10 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from arborl.data.longbench import LETTERS, with_choices
-from arborl.data.longbench import prepare_longbench as prepare_longbench
-from arborl.data.longbench import prepare_novelqa as prepare_novelqa
-from arborl.data.words import COLOURS, OBJECTS, PEOPLE, PLACES, TOWNS, TRADES, filler
+from arborl.data.made.words import COLOURS, OBJECTS, PEOPLE, PLACES, TOWNS, TRADES, filler
+from arborl.data.public.longbench import LETTERS, with_choices
 from arborl.seeds import generator
 
 Chance = np.random.Generator

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from arborl.agents.context import Delete, Fate, Fold, History, Truncate, Window
-from arborl.agents.session import Session
+from arborl.agents.context.history import Delete, Fate, Fold, History, Truncate, Window
+from arborl.agents.context.session import Session
 from arborl.errors import ContextFull
 from arborl.types import Message
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from arborl.data.pools import Pool
-from arborl.data.schedule import ZERO, deal, exact
+from arborl.data.mixing.schedule import ZERO, deal, exact
+from arborl.data.mixing.streams import Pool
 from arborl.data.source import TaskSource
 from arborl.errors import ConfigError
 from arborl.seeds import generator

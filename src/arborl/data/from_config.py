@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from arborl.config.data import DataConfig, RowsConfig, SourceConfig
-from arborl.data.files import MEMORY_BYTES, MEMORY_ROWS, objects_only, open_table
-from arborl.data.mixture import Band, Mixture
-from arborl.data.pools import EnvPool, Pool, RowPool, StreamPool, call_rows
-from arborl.data.rows import Reader
+from arborl.data.mixing.mixture import Band, Mixture
+from arborl.data.mixing.streams import EnvPool, Pool, RowPool, StreamPool, call_rows
+from arborl.data.reading.files import MEMORY_BYTES, MEMORY_ROWS, objects_only, open_table
+from arborl.data.reading.rows import Reader
+from arborl.data.reading.splits import Filters, Length, Picked, split_table
+from arborl.data.reading.tables import HubTable, Labels, ListTable, Row, Table
 from arborl.data.source import EnvTasks, TaskSource
-from arborl.data.tables import HubTable, Labels, ListTable, Row, Table
-from arborl.data.views import Filters, Length, Picked, split_table
 from arborl.errors import ConfigError, did_you_mean
 from arborl.registry import load
 

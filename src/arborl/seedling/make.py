@@ -1,4 +1,4 @@
-"""Make seedling from nothing: `python -m arborl.models.seedling.make [--out DIR] [--transcripts N] [--epochs N]`.
+"""Make seedling from nothing: `python -m arborl.seedling.make [--out DIR] [--transcripts N] [--epochs N]`.
 
 Writes the transcripts of scripted players, trains a tokenizer on some of them, trains a small Llama to imitate the
 players' words, and saves model, tokenizer, chat template and a record of the run, in a form plain transformers loads.
@@ -24,8 +24,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from arborl.chat.template import Template
 from arborl.models.seedling import WEIGHTS
-from arborl.models.seedling.transcript import MARKS, PIECE
-from arborl.models.seedling.transcripts import WRITERS, write
+from arborl.seedling.corpus import WRITERS, write
+from arborl.seedling.transcript import MARKS, PIECE
 from arborl.seeds import generator
 
 VOCABULARY = 2048
@@ -217,7 +217,7 @@ def main(argv: list[str] | None = None) -> int:
     began = time.perf_counter()
     loss = train(model, rows, args.epochs, args.batch, args.lr)
     record = {
-        "command": "python -m arborl.models.seedling.make " + " ".join(sys.argv[1:] if argv is None else argv),
+        "command": "python -m arborl.seedling.make " + " ".join(sys.argv[1:] if argv is None else argv),
         "transcripts": args.transcripts,
         "shares": {name: share for name, (share, _) in WRITERS.items()},
         "tokens": rows[0].numel(),

@@ -15,8 +15,8 @@ from typing import Literal
 
 import numpy as np
 
-from arborl.data.rows import Reader, content_hash
-from arborl.data.tables import Row, Table
+from arborl.data.reading.rows import Reader, content_hash
+from arborl.data.reading.tables import Row, Table
 from arborl.errors import ConfigError
 from arborl.seeds import generator
 from arborl.types import Ints, Message, Task

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from arborl.agents.agent import Model
-from arborl.agents.context import ContextError, Delete, Edit, Fold, History, Style, edited, view
+from arborl.agents.context.history import ContextError, Delete, Edit, Fold, History, Style, edited, view
 from arborl.chat.fit import cannot_fit
 from arborl.chat.formats.hermes import HermesParser
 from arborl.errors import ContextFull, MaxTurns
-from arborl.tools.library.brief import listed, shorten
-from arborl.tools.library.workspace import Refused, Workspace, error_object
+from arborl.tools.library.context.brief import listed, shorten
+from arborl.tools.library.context.workspace import Refused, Workspace, error_object
 from arborl.tools.output import count
 from arborl.types import Message, ToolCall, ToolResult, ToolSpec
 

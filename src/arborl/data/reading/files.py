@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from arborl.config.bounds import MAX_DEPTH, is_text
-from arborl.data.tables import JoinedTable, ListTable, ParquetTable, Row, Table, no_twins
+from arborl.data.reading.tables import JoinedTable, ListTable, ParquetTable, Row, Table, no_twins
 from arborl.errors import ConfigError
 
 MAX_CELL = 2**30

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from arborl.data.arithmetic import problems
-from arborl.data.documents import make_documents
-from arborl.data.facts import make_facts
-from arborl.data.programs import code_problems
+from arborl.data.made.arithmetic import problems
+from arborl.data.made.documents import make_documents
+from arborl.data.made.facts import make_facts
+from arborl.data.made.programs import code_problems
 from arborl.errors import ConfigError, did_you_mean
 from arborl.registry import call_checked
 

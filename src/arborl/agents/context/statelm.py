@@ -11,18 +11,18 @@ from enum import StrEnum
 from typing import Any
 
 from arborl.agents.agent import Agent, Model
-from arborl.agents.context import STUB, Form, Style
-from arborl.agents.dump import Dump
-from arborl.agents.policy import Kind, Policy
+from arborl.agents.context.dump import Dump
+from arborl.agents.context.history import STUB, Form, Style
+from arborl.agents.context.policy import Kind, Policy
+from arborl.agents.context.session import Bounds, Session
 from arborl.agents.rounds import count
-from arborl.agents.session import Bounds, Session
 from arborl.envs.documents import document_of
 from arborl.envs.env import Env
 from arborl.errors import ConfigError, did_you_mean
 from arborl.registry import call_checked
 from arborl.tools.injection import Context
-from arborl.tools.library import documents, notes
-from arborl.tools.library.workspace import WORKSPACE, JsonTool, Reading, Workspace
+from arborl.tools.library.context import documents, notes
+from arborl.tools.library.context.workspace import WORKSPACE, JsonTool, Reading, Workspace
 from arborl.tools.threads import in_thread
 from arborl.tools.tool import AnyTool
 from arborl.tools.toolbox import Toolbox
@@ -72,7 +72,7 @@ class StateLM(Agent):
         stub: what is shown in place of deleted content.
         tidy: do not show rounds that only took notes or deleted, once that worked: what they did is in view.
         show_budget: show what is left with every answer of a tool, and the whole beside the question.
-        window, compress_at, compression_ratio, train_summaries: of the other policies; see `arborl.agents.policy`.
+        window, compress_at, compression_ratio, train_summaries: of the other policies; see `policy.py`.
         dump_trajectories_enabled: write episodes as JSON files for people.
         dump_trajectories_dir: where to.
         dump_trajectories_freq: one in so many.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Protocol
 
 from arborl.tools.injection import Context, State, Tokens
-from arborl.tools.library.chunks import SHELF, Index
+from arborl.tools.library.context.chunks import SHELF, Index
 from arborl.tools.tool import Tool
 from arborl.types import ToolResult
 

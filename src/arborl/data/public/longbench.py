@@ -170,7 +170,7 @@ def _prepare(
     import pyarrow  # type: ignore[import-untyped]
     import pyarrow.parquet  # type: ignore[import-untyped]
 
-    from arborl.data.files import read_rows
+    from arborl.data.reading.files import read_rows
 
     if not 0 <= val_share < 1:
         raise ConfigError(f"val_share={val_share}: give a share from 0 and below 1.")

@@ -12,10 +12,10 @@ from functools import cache
 from pathlib import Path
 
 from arborl.agents.code import CodeAgent
-from arborl.data.arithmetic import problem
-from arborl.data.facts import KINDS, make_facts
-from arborl.data.programs import compute
-from arborl.models.seedling.transcript import Chance, Transcript, pick
+from arborl.data.made.arithmetic import problem
+from arborl.data.made.facts import KINDS, make_facts
+from arborl.data.made.programs import compute
+from arborl.seedling.transcript import Chance, Transcript, pick
 from arborl.tools.library.calculator import calculator
 from arborl.tools.library.search import Search
 from arborl.types import Message, ToolCall, ToolSpec

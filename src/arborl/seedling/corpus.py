@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from arborl.models.seedling.documents import documents
-from arborl.models.seedling.games import frozen_lake, rooms, shop, sokoban
-from arborl.models.seedling.transcript import Chance, Transcript, pick
-from arborl.models.seedling.work import search, use_calculator, write_code
+from arborl.seedling.document_transcripts import documents
+from arborl.seedling.game_transcripts import frozen_lake, rooms, shop, sokoban
+from arborl.seedling.tool_transcripts import search, use_calculator, write_code
+from arborl.seedling.transcript import Chance, Transcript, pick
 from arborl.types import Message
 
 TALK = (

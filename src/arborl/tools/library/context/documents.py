@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from arborl.tools.injection import Context
-from arborl.tools.library.chunks import cut_into_chunks, highlights
+from arborl.tools.library.context.chunks import cut_into_chunks, highlights
+from arborl.tools.library.context.workspace import FIELD, Index, Refused, Shared, json_tool
 from arborl.tools.library.finish import finish as plain_finish
-from arborl.tools.library.workspace import FIELD, Index, Refused, Shared, json_tool
 
 INDEX_ID = "document_index"
 FILE_NAME = "attached_document.txt"

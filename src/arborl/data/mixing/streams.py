@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from arborl.data.order import Order
-from arborl.data.rows import Reader, content_hash
-from arborl.data.tables import Row, Table
-from arborl.data.views import EVALUATION_SEED, Filters, Split
+from arborl.data.mixing.order import Order
+from arborl.data.reading.rows import Reader, content_hash
+from arborl.data.reading.splits import EVALUATION_SEED, Filters, Split
+from arborl.data.reading.tables import Row, Table
 from arborl.errors import ConfigError
 from arborl.seeds import derive
 from arborl.types import Task

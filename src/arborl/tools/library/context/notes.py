@@ -6,7 +6,7 @@ import json
 from typing import Any, Literal
 
 from arborl.tools.injection import Context
-from arborl.tools.library.workspace import Note, Refused, Shared, json_tool
+from arborl.tools.library.context.workspace import Note, Refused, Shared, json_tool
 
 
 def as_content(content: Any) -> str:

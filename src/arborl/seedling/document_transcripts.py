@@ -16,15 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from arborl.agents.policy import ASK
-from arborl.agents.statelm import StateLM
+from arborl.agents.context.policy import ASK
+from arborl.agents.context.statelm import StateLM
 from arborl.chat.formats.hermes import HermesParser
 from arborl.chat.messages import read_messages
-from arborl.data.documents import Problem
-from arborl.data.words import COLOURS, OBJECTS, PEOPLE, TOWNS, TRADES
+from arborl.data.made.documents import Problem
+from arborl.data.made.words import COLOURS, OBJECTS, PEOPLE, TOWNS, TRADES
 from arborl.envs.documents import Documents
 from arborl.errors import EpisodeOver
-from arborl.models.seedling.transcript import MARKS, PIECE, Chance, Transcript, draw, pick
+from arborl.seedling.transcript import MARKS, PIECE, Chance, Transcript, draw, pick
 from arborl.types import Message, Metrics, Task, ToolCall, ToolSpec
 
 AGENT = {

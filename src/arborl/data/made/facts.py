@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from arborl.data.words import COLOURS, OBJECTS, PEOPLE, PLACES, TOWNS, TRADES
+from arborl.data.made.words import COLOURS, OBJECTS, PEOPLE, PLACES, TOWNS, TRADES
 from arborl.seeds import generator
 
 Row = dict[str, Any]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from arborl.data.mixture import Mixture, coverage
-from arborl.data.schedule import exact
+from arborl.data.mixing.mixture import Mixture, coverage
+from arborl.data.mixing.schedule import exact
 
 
 def composition(mixture: Mixture, batches: int, size: int) -> dict[str, Any]:

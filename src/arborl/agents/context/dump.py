@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from arborl.agents.context import Delete
-from arborl.agents.session import Session
+from arborl.agents.context.history import Delete
+from arborl.agents.context.session import Session
 from arborl.seeds import derive
 from arborl.types import Call, Episode, Message
 

@@ -1,0 +1,9 @@
+"""Rows out of files: opened, numbered, read as tasks, and divided into trained and held out.
+
+In reading order:
+
+    files.py   Opens files of rows
+    tables.py  Rows by number
+    rows.py    A row as a task: its messages (or its question), its columns as fields, its content as its name
+    splits.py  Which rows are trained on, which are held out, and which are left out
+"""
