@@ -10,7 +10,7 @@ import copy
 import inspect
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,17 +19,17 @@ from arborl.agents import AGENTS, Agent
 from arborl.agents.agent import as_agent, is_async, refuse_plain_function
 from arborl.chat import Renderer
 from arborl.checkpoint import check_model
-from arborl.config.data import SourceConfig
 from arborl.config.run import AgentConfig, EnvConfig, Part, RewardConfig, RunConfig
 from arborl.data import Mixture, TaskSource, open_source
 from arborl.data.mixing.streams import RowPool
 from arborl.engines import ENGINES, Engine
 from arborl.envs import ENVS, Env
 from arborl.errors import ConfigError, EngineError
-from arborl.models.find import described, resolve
+from arborl.models.find import check_supported, described, resolve
 from arborl.registry import Registry, call_checked, short, unique
 from arborl.rewards import REWARDS, Rewards
 from arborl.rewards.by_source import RewardsBySource
+from arborl.rollout.by_source import differences
 from arborl.rollout.groups import FILTERS, Manner
 from arborl.rollout.recorder import Limits
 from arborl.rollout.replay import Recording, Replay
@@ -83,7 +83,9 @@ def build(config: RunConfig, objects: Mapping[str, Any] | None = None) -> Parts:
     workshop.check_names()
     found = workshop.sandbox()
     folder = check_model(resolve(config.model.name))
-    _check_model(config, described(folder))  # a refusal need not wait for the weights
+    check_supported(
+        described(folder), config.model.name, config.sampling.max_context
+    )  # a refusal need not wait for the weights
     renderer = Renderer.from_folder(folder, config.agent.tool_format)
     source = workshop.source(renderer)
 
@@ -97,7 +99,7 @@ def build(config: RunConfig, objects: Mapping[str, Any] | None = None) -> Parts:
     torch.use_deterministic_algorithms(config.deterministic)
     torch.manual_seed(config.seed)
     model = _policy(config, folder)
-    _check_model(config, model.config.to_dict())
+    check_supported(model.config.to_dict(), config.model.name, config.sampling.max_context)
     engine = workshop.engine(model, renderer, cast)
     drawn = config.sampling
     sampling = Sampling(
@@ -143,28 +145,6 @@ def _policy(config: RunConfig, folder: Path) -> PreTrainedModel:
     if asked.lora.rank or has_lora(model):  # a folder of adapters: they go on being trained
         add_lora(model, asked.lora)
     return model
-
-
-def _check_model(config: RunConfig, about: Mapping[str, Any]) -> None:
-    """Refuse what this model cannot do; `about` is its `config.json`."""
-    window, layers = about.get("sliding_window"), about.get("layer_types")
-    if window is not None and about.get("use_sliding_window", True) and (not layers or "sliding_attention" in layers):
-        same = ""
-        if config.sampling.max_context <= window:
-            same = (
-                ' Or, as no context here is longer than its window, write "sliding_window": null (and only '
-                '"full_attention" in "layer_types") in its config.json: the model is the same.'
-            )
-        raise ConfigError(
-            f"model.name={config.model.name}: its attention sees a sliding window of {window} tokens, which is not "
-            f"supported. Choose a model that attends to all of its context.{same}"
-        )
-    longest = about.get("max_position_embeddings")
-    if longest is not None and config.sampling.max_context > longest:
-        raise ConfigError(
-            f"sampling.max_context={config.sampling.max_context}: {config.model.name} reads {longest} tokens at most. "
-            f"Write sampling.max_context={longest} or less."
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +235,7 @@ class Workshop:
             refuse_plain_function(self.find(AGENTS, part.name), {*part.args, "tools"}, said)
             return as_agent(self.make(AGENTS, part, where, tools=tools[name]), said)
 
-        made = Cast(agent, env, *_differences(sources)) if sources else Cast(agent, env)
+        made = Cast(agent, env, *differences(sources)) if sources else Cast(agent, env)
         for name, seat in seats.items():
             _check_has(made.env(Task("check", source=name)), ("reset", "step"), f"{seat.where}env={seat.env.name}")
             self.made.append(made.agent(Task("check", source=name)))
@@ -399,24 +379,6 @@ def _check_has(part: Any, methods: Sequence[str], where: str) -> None:
     for name in methods:
         if not callable(getattr(part, name, None)):
             raise ConfigError(f"{where}: gives a {type(part).__name__}, which has no method {name!r}.")
-
-
-def _differences(
-    sources: Mapping[str, SourceConfig],
-) -> tuple[Callable[[Task, Sampling], Sampling], Callable[[Task, Limits], Limits]]:
-    """What sources sample, and allow, otherwise than the run."""
-
-    def sampling(task: Task, run: Sampling) -> Sampling:
-        asked = sources[task.source].sampling if task.source in sources else None
-        if asked is None:
-            return run
-        return replace(run, max_tokens=asked.max_tokens or run.max_tokens, stop_texts=(*run.stop_texts, *asked.stop))
-
-    def limits(task: Task, run: Limits) -> Limits:
-        asked = sources[task.source].limits.model_dump(exclude_none=True) if task.source in sources else {}
-        return replace(run, **asked)
-
-    return sampling, limits
 
 
 def replies(renderer: Renderer, texts: Sequence[str]) -> list[list[int]]:

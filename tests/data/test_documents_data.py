@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arborl.data.made.documents import length, make_documents, make_problem
-from arborl.data.public.longbench import prepare_longbench, prepare_novelqa
 from arborl.data.made.words import PEOPLE
+from arborl.data.public.longbench import prepare_longbench, prepare_novelqa
 from arborl.data.reading.rows import read_task
 from arborl.errors import ConfigError
 

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arborl.config.data import DataConfig
-from arborl.data import files as data_files
 from arborl.data import open_source
 from arborl.data.mixing.order import Order
 from arborl.data.mixing.streams import RowPool
+from arborl.data.reading import files as data_files
 from arborl.data.reading.files import open_table
 from arborl.data.reading.rows import Reader
 from arborl.data.reading.splits import Filters, Numbered, split_table

@@ -227,6 +227,7 @@ class Troubled(Env):
     """Answers any message; every fourth episode it raises, hangs or pays NaN, in turn."""
 
     count = 0
+    blocking = False
 
     async def reset(self, task, seed):
         Troubled.count += 1

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arborl.envs.sokoban import Sokoban
-from arborl.envs.sokoban.board import MOVES, Level, State, move, read, write
+from arborl.envs.sokoban.board import MOVES, BoardState, Level, move, read, write
 from arborl.envs.sokoban.game import INVALID
 from arborl.envs.sokoban.levels import draw_level, read_levels, split_levels
 from arborl.envs.sokoban.solver import GaveUp, solve
@@ -228,5 +228,5 @@ def test_too_many_boxes_for_the_room_are_an_error_and_not_a_hang():
 def test_a_level_is_what_it_says():
     level, state = read("#####\n#@$.#\n#####")
     assert level == Level(3, 5, level.walls, frozenset({8}))
-    assert state == State(6, frozenset({7}))
+    assert state == BoardState(6, frozenset({7}))
     assert len(level.walls) == 12

@@ -10,7 +10,7 @@ import pytest
 import arborl
 from arborl.errors import ConfigError
 from arborl.sandbox import Found, allow_unsafe
-from arborl.sandbox.sandbox import INSIDE
+from arborl.sandbox.process import INSIDE
 
 BARE = f"""
 import ctypes, sys

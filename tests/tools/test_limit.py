@@ -13,7 +13,7 @@ import pytest
 
 from arborl.errors import ConfigError
 from arborl.tools import RateLimit
-from arborl.tools.limit import HEAD, MAGIC, PLACE, SUM, LimitTimeout
+from arborl.tools.host_limit import HEAD, MAGIC, PLACE, SUM, LimitTimeout
 
 LOAD = """
 import json, os, sys, time

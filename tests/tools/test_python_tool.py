@@ -2,7 +2,7 @@ import asyncio
 
 from arborl.sandbox import Limits, Pool
 from arborl.tools import TOOLS, Context, Toolbox, tool
-from arborl.tools.library.python import Session, python, python_once
+from arborl.tools.library.python import PythonSession, python, python_once
 from arborl.types import ToolCall
 
 
@@ -52,7 +52,7 @@ def test_passing_a_limit_is_said_and_the_next_call_begins_anew():
     pool = Pool(Limits(wall_seconds=0.5), spare=0)
 
     async def play() -> list:
-        session = Session(pool)
+        session = PythonSession(pool)
         said = [await session.run(code) for code in ("x = 1", "while True: pass", "x", "'fresh'")]
         await session.close()
         return said
@@ -69,7 +69,7 @@ def test_the_interpreter_is_given_back_at_the_end_of_the_episode():
 
     async def play() -> None:
         for number in range(3):
-            session = Session(pool)
+            session = PythonSession(pool)
             assert (await asyncio.wait_for(session.run(f"{number} + 1"), 10)).value == str(number + 1)
             await session.close()
             await session.close()
@@ -79,7 +79,7 @@ def test_the_interpreter_is_given_back_at_the_end_of_the_episode():
 
 
 def test_a_tool_call_that_times_out_ends_its_code():
-    session = Session(Pool(Limits(wall_seconds=60), size=1, spare=0))
+    session = PythonSession(Pool(Limits(wall_seconds=60), size=1, spare=0))
 
     @tool(timeout=0.3)
     async def slow() -> str:

@@ -2,15 +2,6 @@
 
 In reading order:
 
-    agent.py    What an agent is, and what it sees of the model     chat.py     The plain loop: say something, hear
-the environment's answer, until it is over     step.py     Every step its own prompt: the rules, the last few steps,
-and what is seen now     rounds.py   The loop of agents that work before they act: rounds with tools, then one
-message to the environment     tool.py     The loop with tools: calls are answered by the toolbox, everything else
-goes to the environment     code.py     The code agent: code between tags is run, and what it printed comes back
-between tags of its own     react.py    ReAct     context/    Agents that edit their own context
-
-In reading order:
-
     agent.py    What an agent is, and what it sees of the model
     chat.py     The plain loop: say something, hear the environment's answer, until it is over
     step.py     Every step its own prompt: the rules, the last few steps, and what is seen now

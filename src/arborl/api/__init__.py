@@ -2,15 +2,6 @@
 
 In reading order:
 
-    entry_points.py  Train and evaluate: configuration in, a run folder out     session.py       One run, from its
-first evaluation to its last file     resume.py        Going on from a checkpoint: from which, and with which
-settings     folder.py        The folder of a run     objects.py       Parts given as Python objects, and what they
-are called in a configuration     signals.py       Being told to stop     render.py        Episodes as moving
-pictures while a run goes on, with the model's words beside the frames     artifacts.py     What a run leaves for
-people: a curve, some episodes as moving pictures, a report
-
-In reading order:
-
     entry_points.py  Train and evaluate: configuration in, a run folder out
     session.py       One run, from its first evaluation to its last file
     resume.py        Going on from a checkpoint: from which, and with which settings

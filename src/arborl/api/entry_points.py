@@ -88,9 +88,11 @@ def train(
                 return Run(home, summary, objects or {})
             refuse(start, config)
         parts = build(config, objects)
-        from arborl.api.session import Session  # needs torch, which takes seconds; what is wrong has been said by now
+        from arborl.api.session import (
+            RunSession,  # needs torch, which takes seconds; what is wrong has been said by now
+        )
 
-        session = Session(parts, home, start, stops.saving)
+        session = RunSession(parts, home, start, stops.saving)
         return Run(home, wait_for(session.run(), stops), objects or {})
 
 

@@ -28,7 +28,7 @@ from arborl.trainer.trainer import Hook, Trainer
 from arborl.types import Group, Metrics
 
 
-class Session:
+class RunSession:
     """Holds what a run is made of while it lasts.
 
     Args:

@@ -2,14 +2,6 @@
 
 In reading order:
 
-    renderer.py      Everything one model needs to talk     template.py      A model's chat template     tokenizer.py
-Text to token ids and back     control.py       Control tokens belong to the template: what looks like one in a
-message is text, and stays text     conversation.py  The token bookkeeping of one episode     messages.py
-Messages in OpenAI's shape     fit.py           Whether messages can fit a context at all, told before they are
-tokenised     formats/         Ways of writing tool calls, one file each: text to calls, and calls to text
-
-In reading order:
-
     renderer.py      Everything one model needs to talk
     template.py      A model's chat template
     tokenizer.py     Text to token ids and back

@@ -3,11 +3,6 @@
 In reading order:
 
     checkpoint.py  Saving and finding checkpoints, so that a kill at any moment leaves a good one to resume from
-manifest.py    The file that makes a checkpoint complete: every file with its size and hash, written last
-
-In reading order:
-
-    checkpoint.py  Saving and finding checkpoints, so that a kill at any moment leaves a good one to resume from
     manifest.py    The file that makes a checkpoint complete: every file with its size and hash, written last
 """
 

@@ -79,8 +79,8 @@ def serve(
         raise ConfigError(f"the tool server needs {error.name}: pip install 'arborl[serve]'") from error
     check_port(host, port)
     from arborl.tools.dispatcher import Desk
+    from arborl.tools.host_limit import private_folder
     from arborl.tools.journal import Journal
-    from arborl.tools.limit import private_folder
 
     extra = []
     desk = Desk(chosen, concurrency, queue, Journal(journal or private_folder() / f"tools-{port}.journal"))

@@ -2,18 +2,6 @@
 
 In reading order:
 
-    run.py        The whole configuration tree     load.py       From a file, `a.b=c` overrides or Python keywords to
-a `RunConfig`     base.py       The base of every section, and what turns a mistake in one into a line that says what
-to write instead     bounds.py     What a YAML file may cost to read: some are small on disk and without end in
-memory     parts.py      Parts chosen by name: the sections that a run and each of its sources share     algorithm.py
-How reward becomes gradient: an advantage, a loss, and what both read     presets.py    Presets of algorithms, and
-which settings each advantage and loss reads     data.py       Where tasks come from     rollout.py    How episodes
-are played: how many, by whom, where, and for how long     sandbox.py    Where code that the model wrote runs
-trust.py      Whether the parts that a run's folder names may be imported: a configuration is code     document.py
-The page that lists every key: `python -m arborl.config.document > docs/configuration.md`
-
-In reading order:
-
     run.py        The whole configuration tree
     load.py       From a file, `a.b=c` overrides or Python keywords to a `RunConfig`
     base.py       The base of every section, and what turns a mistake in one into a line that says what to write instead

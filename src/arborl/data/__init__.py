@@ -3,13 +3,6 @@ before all of its source has been drawn once. It knows no agent, no reward and n
 
 In reading order:
 
-    source.py       What the trainer takes tasks from     from_config.py  From a configuration to a source of tasks
-reading/        Rows out of files: opened, numbered, read as tasks, and divided into trained and held out     mixing/
-Several sources in one batch     made/           Data that is made here, offline and from a seed; every answer is
-computed     public/         Public sets in their own layouts
-
-In reading order:
-
     source.py       What the trainer takes tasks from
     from_config.py  From a configuration to a source of tasks
     reading/        Rows out of files: opened, numbered, read as tasks, and divided into trained and held out

@@ -2,20 +2,6 @@
 
 In reading order:
 
-    engine.py         What an engine is: token ids in, sampled ids and their log-probabilities out     local.py
-Sampling in this process, with the learner's own weights: no second copy, nothing to send     scheduler.py      Who
-is sampled and who waits     rows.py           The requests being sampled, as columns: a step then costs no loop over
-requests     pages.py          Which page of the cache holds which tokens: a prefix tree over pages, shared by
-reference     checks.py         What an engine refuses at its door     sampling.py       Drawing tokens
-executor.py       Running one step on a device: new tokens in, one sampled token out for each row that asked for one
-cache.py          Keys and values of what has been read     forward.py        The forward pass for sampling
-graphs.py         Running steps on a GPU     kernels.py        What happens between the matrix products of a sampling
-step on a GPU     token_kernels.py  Tokens into a sampling step and out of it on a GPU     bundles.py        Rows
-that share the beginning of their context     scripted.py       Fixed replies, for stub mode and tests: the whole
-loop without a model
-
-In reading order:
-
     engine.py         What an engine is: token ids in, sampled ids and their log-probabilities out
     local.py          Sampling in this process, with the learner's own weights: no second copy, nothing to send
     scheduler.py      Who is sampled and who waits

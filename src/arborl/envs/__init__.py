@@ -3,22 +3,6 @@
 In reading order:
 
     env.py           What an environment is: `reset` opens an episode, `step` answers one message of the agent
-wrapper.py       An environment around another: whatever it does not do itself, the inner one does     validation.py
-Whether what an environment returned is of the shape its record promises     checker.py       Holds an environment to
-its contract: run it on yours before you train on it     splits.py        Which generated problems are held out: one
-in ten, by a hash of the problem itself     answers.py       What a message says to do     question.py      One
-question, one answer: the episode is over with the first message, and rewards judge it     frozen_lake.py
-FrozenLake     sokoban/         Sokoban: push every box onto a target     shop/            Shop: find and buy what
-the instruction asks for, over WebShop's pages and with its reward     rooms/           Rooms: find the treasure in a
-house with locked doors and their keys     countdown.py     Countdown: make the target out of the numbers, each used
-once, with + - * / and brackets     documents.py     Questions about a document that is not in the prompt
-conversation/    Conversation: an agent talks with a user, scripted or simulated     gym.py           Gymnasium both
-ways: its environments as ours (`from_gymnasium`), ours as its (`to_gymnasium`)     extras/          Environments of
-other packages     tiles.py         A FrozenLake grid as a picture     text_picture.py  A page of text as a picture
-
-In reading order:
-
-    env.py           What an environment is: `reset` opens an episode, `step` answers one message of the agent
     wrapper.py       An environment around another: whatever it does not do itself, the inner one does
     validation.py    Whether what an environment returned is of the shape its record promises
     checker.py       Holds an environment to its contract: run it on yours before you train on it

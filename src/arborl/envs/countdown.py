@@ -125,7 +125,7 @@ class Countdown(Env):
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class CountdownProblem:
     """Numbers, target, and one way from the one to the other."""
 
     numbers: tuple[int, ...]
@@ -134,7 +134,7 @@ class Problem:
 
 
 @lru_cache(maxsize=8192)
-def draw_problem(seed: int, split: str, count: int, largest: int, max_target: int) -> Problem:
+def draw_problem(seed: int, split: str, count: int, largest: int, max_target: int) -> CountdownProblem:
     """A problem of this split. The same arguments give the same problem on every machine."""
     check_split(split, "countdown")
     chance = generator(seed, "countdown", count)
@@ -145,7 +145,7 @@ def draw_problem(seed: int, split: str, count: int, largest: int, max_target: in
         if value is None or value.denominator != 1 or not 1 <= value <= max_target:
             continue
         if split_of((tuple(sorted(numbers)), int(value))) == split:
-            return Problem(numbers, int(value), text)
+            return CountdownProblem(numbers, int(value), text)
     raise ValueError(
         f"no problem of split {split!r} in {TRIES:,} draws with count={count}, largest={largest}, "
         f"max_target={max_target}: give larger numbers"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
-from arborl.data.made.documents import LETTERS, Problem, make_problem, with_choices
+from arborl.data.made.documents import LETTERS, DocumentProblem, make_problem, with_choices
 from arborl.envs.env import Env, Observation, Step
 from arborl.envs.splits import check_split, split_of, wanted_split
 from arborl.seeds import derive
@@ -141,7 +141,7 @@ def draw(
     distractors: int,
     lures: int,
     choices: bool,
-) -> Problem:
+) -> DocumentProblem:
     """A problem of this split; which split it is in is decided by its question and answer."""
     check_split(split, "documents")
     for number in range(TRIES):

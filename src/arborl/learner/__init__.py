@@ -2,20 +2,6 @@
 
 In reading order:
 
-    learner.py           Optimiser steps from trees and terms     batch.py             Trees are laid end to end into
-micro-batches of bounded size; each term keeps its context     micro_batches.py     Micro-batches that fit into
-memory: where they do not, everything again on smaller ones     score.py             Run the model once over a micro-
-batch of trees and read off what it says about every term     attention_choice.py  Which way to run a model: the
-quickest that has been shown to be right     executor.py          Ways to run a model over a micro-batch
-tree_attention.py    Attention over trees: token q sees token k exactly when k <= q < end[k]     flex_attention.py
-Attention over trees by FlexAttention     upload.py            Arrays of the host on their way to the device that
-computes with them     critic.py            The critic: what the state a token was sampled in is worth
-optimizer.py         Gradients become weights     trust_region.py      TRPO's step     distributed.py       Several
-processes, each with its own trees: sums over all of them     update_metrics.py    Between the columns of `Terms` and
-numbers worth logging
-
-In reading order:
-
     learner.py           Optimiser steps from trees and terms
     packing.py           Trees are laid end to end into micro-batches of bounded size; each term keeps its context
     micro_batches.py     Micro-batches that fit into memory: where they do not, everything again on smaller ones

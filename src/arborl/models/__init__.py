@@ -4,8 +4,6 @@ Never samples and never trains.
 
 In reading order:
 
-In reading order:
-
     find.py          From a name to a model's folder: `seedling`, `smollm2`, a folder, or a Hugging Face id
     load.py          From a folder to a model that engine and learner share
     attention.py     One hook into every Hugging Face causal language model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,3 +56,31 @@ def described(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return about if isinstance(about, dict) else {}
+
+
+def check_supported(about: Mapping[str, Any], name: str, max_context: int) -> None:
+    """Refuse what this model cannot do, before its weights are read where possible.
+
+    Args:
+        about: its `config.json`.
+        name: what the configuration calls it.
+        max_context: the longest prompt and completion that will be asked of it.
+    """
+    window, layers = about.get("sliding_window"), about.get("layer_types")
+    if window is not None and about.get("use_sliding_window", True) and (not layers or "sliding_attention" in layers):
+        same = ""
+        if max_context <= window:
+            same = (
+                ' Or, as no context here is longer than its window, write "sliding_window": null (and only '
+                '"full_attention" in "layer_types") in its config.json: the model is the same.'
+            )
+        raise ConfigError(
+            f"model.name={name}: its attention sees a sliding window of {window} tokens, which is not supported. "
+            f"Choose a model that attends to all of its context.{same}"
+        )
+    longest = about.get("max_position_embeddings")
+    if longest is not None and max_context > longest:
+        raise ConfigError(
+            f"sampling.max_context={max_context}: {name} reads {longest} tokens at most. Write "
+            f"sampling.max_context={longest} or less."
+        )

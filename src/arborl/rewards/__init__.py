@@ -2,19 +2,6 @@
 
 In reading order:
 
-    reward.py      What a reward is, `@reward` for plain functions, and `Rewards`, which scores groups
-by_source.py   Other rewards for the tasks of some sources     rules.py       Rewards that follow a rule
-answers.py     Values that code under test computed: how they leave the sandbox, and how they are compared
-tags.py        Text between tags, found in one pass: a model may open a tag ten thousand times and close none
-numbers.py     Equality of answers: numbers as numbers, however they are written, and everything else as text
-choice.py      Answers with one right solution: a letter, or a few words     format.py      The form of what an agent
-wrote: an answer where one is expected, and no call that could not be read     fields.py      Fields of a task, for
-rewards that are told their names     code.py        Code judged by what it does     asserts.py     Tests written as
-asserts     efficiency.py  Fewer tool calls for the same answer     judge.py       An answer judged by a language
-model behind any endpoint that speaks OpenAI's chat completions
-
-In reading order:
-
     reward.py       What a reward is, `@reward` for plain functions, and `Rewards`, which scores groups
     by_source.py    Other rewards for the tasks of some sources
     rules.py        Rewards that follow a rule

@@ -4,8 +4,6 @@ Never computes rewards or gradients.
 
 In reading order:
 
-In reading order:
-
     runner.py        Episodes are played concurrently
     groups.py        Groups: which episodes are played for a batch, which of them count, and which groups are kept
     filters.py       Which groups are worth training on: functions of a scored group
@@ -21,4 +19,5 @@ In reading order:
     downsample.py    Training on some of an episode's branches only, without changing what is learned on average
     store.py         The episode file: every episode of a step, one JSON object a line, nothing lost
     replay.py        Rollouts on file: played once, trained on as often as one likes
+    by_source.py     What the tasks of some sources sample, and may take, otherwise than the run's
 """

@@ -2,20 +2,12 @@
 
 In reading order:
 
-    sandbox.py   One guest, seen from the host: started, given code, watched, ended     protocol.py  What host and
-guest say to each other, read by a host that believes nothing before it is whole     pool.py      Guests kept ready
-slots.py     A counter that threads and event loops wait for together     level.py     Which isolation works on this
-machine: found by trying, best first     limits.py    What a guest may use, and what became of a piece of code
-watch.py     How much a tree of processes uses     inside/      What runs on the other side: standard library only,
-started by path, with an empty environment
-
-In reading order:
-
-    sandbox.py   One guest, seen from the host: started, given code, watched, ended
+    sandbox.py   The sandbox: a Python process that can reach nothing
+    level.py     Which isolation works on this machine: found by trying, best first
+    process.py   One guest, seen from the host: started, given code, watched, ended
     protocol.py  What host and guest say to each other, read by a host that believes nothing before it is whole
     pool.py      Guests kept ready
     slots.py     A counter that threads and event loops wait for together
-    level.py     Which isolation works on this machine: found by trying, best first
     limits.py    What a guest may use, and what became of a piece of code
     watch.py     How much a tree of processes uses
     inside/      What runs on the other side: standard library only, started by path, with an empty environment
@@ -29,7 +21,8 @@ from collections.abc import Mapping
 from arborl.sandbox.level import Found, allow_unsafe, best_level, level_in_force, try_level
 from arborl.sandbox.limits import Limits, Outcome
 from arborl.sandbox.pool import POOLS, Pool, metrics
-from arborl.sandbox.sandbox import LEVELS, Level, Sandbox, SandboxError
+from arborl.sandbox.process import LEVELS, Level, SandboxError
+from arborl.sandbox.sandbox import Sandbox
 
 __all__ = [
     "LEVELS",

@@ -8,7 +8,7 @@ import threading
 from dataclasses import dataclass
 
 from arborl.sandbox.limits import Limits
-from arborl.sandbox.sandbox import LEVELS, Level, Sandbox, SandboxError
+from arborl.sandbox.process import LEVELS, Level, SandboxError, SandboxProcess
 
 ABOUT: dict[Level, str] = {
     "bubblewrap": "bubblewrap: own file system, processes and network",
@@ -78,7 +78,7 @@ def try_level(level: Level) -> tuple[str, ...]:
     """Start a guest, have it add, and return its fences; SandboxError says what is missing."""
     if sys.platform != "linux":
         raise SandboxError(f"the sandbox needs Linux, this is {sys.platform}")
-    with Sandbox(Limits(), level) as box:
+    with SandboxProcess(Limits(), level) as box:
         outcome = box.run_sync("1 + 1")
         if outcome.value != "2":
             raise SandboxError(f"a guest at level {level!r} cannot add: {outcome.error or outcome.stderr}")

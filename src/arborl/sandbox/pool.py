@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from arborl.sandbox.limits import Limits, Outcome
-from arborl.sandbox.sandbox import Level, Sandbox, SandboxError
+from arborl.sandbox.process import Level, SandboxError
+from arborl.sandbox.sandbox import Sandbox
 from arborl.sandbox.slots import Slots, Waits
 
 T = TypeVar("T")

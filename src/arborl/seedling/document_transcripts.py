@@ -20,7 +20,7 @@ from arborl.agents.context.policy import ASK
 from arborl.agents.context.statelm import StateLM
 from arborl.chat.formats.hermes import HermesParser
 from arborl.chat.messages import read_messages
-from arborl.data.made.documents import Problem
+from arborl.data.made.documents import DocumentProblem
 from arborl.data.made.words import COLOURS, OBJECTS, PEOPLE, TOWNS, TRADES
 from arborl.envs.documents import Documents
 from arborl.errors import EpisodeOver
@@ -87,7 +87,7 @@ MANNERS = {
 class Player:
     """Takes the model's place in one episode; `said` is every message with what it had been shown."""
 
-    problem: Problem
+    problem: DocumentProblem
     manner: Manner
     chance: Chance
     tokenizer: Pieces = field(default_factory=Pieces)

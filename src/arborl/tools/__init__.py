@@ -2,23 +2,6 @@
 
 In reading order:
 
-    tool.py           What a tool is     schema.py         The arguments of a tool     docstring.py      Reads a
-Google-style docstring: what a function does, and what each argument means     injection.py      What a tool gets
-besides what the model wrote     toolbox.py        Answers the tool calls of one message: all at once, in order, and
-whatever they are     output.py         How much of a tool's answer the model reads     threads.py        Plain
-functions beside the event loop, and the threads of those that never came back     tool_warnings.py  What a tool's
-author left unsaid, and what the model therefore sees     library/          Tools that ship, by the names in
-`arborl.tools.TOOLS`     limit.py          A rate limit that holds over processes: at most `rate · t + burst` calls
-in any window of length t     cluster.py        A rate limit that machines share: grants come from a tool server
-server.py         The tool server: `arborl tools serve`     gate.py           What a request meets first
-dispatcher.py     The tool server without HTTP: admits calls, runs each once, keeps the state of sessions
-protocol.py       What tool server and client say to each other     journal.py        Which stateful calls have been
-begun and answered     client.py         Tools that another process runs, with the interface of those of this one
-http.py           HTTP/1.1 to one server     breaker.py        Keeps many callers from knocking at a door that does
-not open     mcp.py            MCP both ways: tools of an MCP server as ours, and ours as an MCP server
-
-In reading order:
-
     tool.py           What a tool is
     schema.py         The arguments of a tool
     docstring.py      Reads a Google-style docstring: what a function does, and what each argument means
@@ -29,6 +12,7 @@ In reading order:
     tool_warnings.py  What a tool's author left unsaid, and what the model therefore sees
     library/          Tools that ship, by the names in `arborl.tools.TOOLS`
     limit.py          A rate limit that holds over processes: at most `rate · t + burst` calls in any window of length t
+    host_limit.py     A rate limit over the processes of one machine: a file holds what was granted, and who waits
     cluster.py        A rate limit that machines share: grants come from a tool server
     server.py         The tool server: `arborl tools serve`
     gate.py           What a request meets first

@@ -12,7 +12,7 @@ import weakref
 import httpx
 
 from arborl.errors import ConfigError
-from arborl.tools.limit import LimitTimeout
+from arborl.tools.host_limit import LimitTimeout
 from arborl.tools.protocol import bearer
 
 ROUND = 20.0

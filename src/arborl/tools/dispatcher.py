@@ -67,7 +67,7 @@ class Lane:
 
 
 @dataclass(slots=True)
-class Session:
+class ToolSession:
     """The state of one episode of some client."""
 
     context: Context
@@ -108,7 +108,7 @@ class Desk:
         self._lanes = {name: Lane(concurrency, queue) for name in (*self.toolbox.tools, UNKNOWN)}
         self._flying: dict[str, tuple[str, asyncio.Task[CallAnswer]]] = {}
         self._recent: OrderedDict[str, tuple[str, CallAnswer]] = OrderedDict()
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, ToolSession] = {}
         self._tasks: set[asyncio.Task[CallAnswer]] = set()
 
     def about(self) -> list[About]:
@@ -232,7 +232,7 @@ class Desk:
             if not self.journal.open_session(request.session):
                 yield None
                 return
-            session = Session(Context(Task(request.session, fields=request.fields)))
+            session = ToolSession(Context(Task(request.session, fields=request.fields)))
             self._sessions[request.session] = session
         session.used = time.monotonic()
         async with session.turn:

@@ -2,13 +2,6 @@
 
 In reading order:
 
-    tracker.py      What a tracker is, and how several of them follow one run     console.py      The terminal's view
-of a run: a live panel for people, one aligned line a step for pipes and CI     logs.py         Keeps log lines out
-of a live display: while it is up, they are printed above it     jsonl.py        The metrics file: one JSON object a
-step     tensorboard.py  The same numbers for TensorBoard
-
-In reading order:
-
     tracker.py      What a tracker is, and how several of them follow one run
     console.py      The terminal's view of a run: a live panel for people, one aligned line a step for pipes and CI
     logs.py         Keeps log lines out of a live display: while it is up, they are printed above it

@@ -4,15 +4,6 @@ Knows the stages and their order, and nothing inside them.
 
 In reading order:
 
-    trainer.py    The training loop     look.py       Before credit: what can be learned from, and what the models
-say about it     evaluate.py   How well a policy plays tasks it is never trained on     intervals.py  How sure a mean
-over held-out tasks is: 95 % intervals     hooks.py      What happens after a step, one small object each
-summary.py    A step's groups as numbers     diagnosis.py  Steps in which nothing is learned     failing.py    Ends a
-run that cannot work     probe.py      Proof, once a run, that the engine samples from the weights the learner has
-changed
-
-In reading order:
-
     trainer.py    The training loop
     look.py       Before credit: what can be learned from, and what the models say about it
     evaluate.py   How well a policy plays tasks it is never trained on

@@ -2,14 +2,6 @@
 
 In reading order:
 
-    report.py          One static page about a run     transcript.py      An episode as HTML: its messages by role,
-and how sure the model was of each token it sampled     problems.py        What went wrong in a run     health.py
-How a run fared besides its reward     curve.py           The learning curve of a run, as a picture     sources.py
-What a run with several sources was trained on, and how each of them went, as a picture     context_length.py  How
-long an agent's context was over an episode     gif.py             An episode as a moving picture
-
-In reading order:
-
     report.py          One static page about a run
     transcript.py      An episode as HTML: its messages by role, and how sure the model was of each token it sampled
     problems.py        What went wrong in a run

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from arborl.agents.context.history import Delete
-from arborl.agents.context.session import Session
+from arborl.agents.context.session import ContextSession
 from arborl.seeds import derive
 from arborl.types import Call, Episode, Message
 
@@ -28,7 +28,7 @@ class Dump:
         if self.freq < 1:
             raise ValueError(f"dump_trajectories_freq={self.freq}: give 1 or more")
 
-    def write(self, session: Session) -> Path | None:
+    def write(self, session: ContextSession) -> Path | None:
         """Write the episode, if it is one of those; nothing is read from the file again."""
         episode = getattr(session.model, "episode", None)
         if not self.enabled or not isinstance(episode, Episode) or derive(0, episode.id, episode.seed) % self.freq:
@@ -40,7 +40,7 @@ class Dump:
         return path
 
 
-def describe(session: Session, episode: Episode) -> dict[str, Any]:
+def describe(session: ContextSession, episode: Episode) -> dict[str, Any]:
     """The episode in the seed's fields."""
     entries = session.history.entries
     deleted = [edit.id for edit in session.edits if isinstance(edit, Delete)]
@@ -62,7 +62,7 @@ def _message(message: Message) -> dict[str, Any]:
     return {"role": message.role, "content": message.content} | ({"tool_calls": calls} if calls else {})
 
 
-def _row(index: int, calls: list[Call], session: Session) -> dict[str, Any]:
+def _row(index: int, calls: list[Call], session: ContextSession) -> dict[str, Any]:
     """One call. It is a snapshot where no later call goes on from it."""
     call = calls[index]
     whole = (*call.prompt, *call.completion.tokens)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from arborl.agents.context.history import Delete, Fate, Fold, History, Truncate, Window
-from arborl.agents.context.session import Session
+from arborl.agents.context.session import ContextSession
 from arborl.errors import ContextFull
 from arborl.types import Message
 
@@ -45,12 +45,12 @@ class Policy:
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)}: give a share above 0 and up to 1")
 
-    def begin(self, session: Session) -> None:
+    def begin(self, session: ContextSession) -> None:
         """Edits that hold from the start."""
         if self.kind == "window":
             session.edit(Window(self.window))
 
-    async def make_room(self, session: Session) -> None:
+    async def make_room(self, session: ContextSession) -> None:
         """Called before every message of the model."""
         if self.kind not in ("truncate", "summary"):
             return
@@ -62,7 +62,7 @@ class Policy:
         else:
             await self._summarize(session)
 
-    def _truncate(self, session: Session) -> None:
+    def _truncate(self, session: ContextSession) -> None:
         """Leave out rounds from the beginning until the rest fits; the latest one stays."""
         most = self.compression_ratio * session.bounds.tokens
         heads = round_heads(session)[1:]
@@ -73,7 +73,7 @@ class Policy:
                 session.edit(Truncate(before))
                 return
 
-    async def _summarize(self, session: Session) -> None:
+    async def _summarize(self, session: ContextSession) -> None:
         """Ask the model for a summary of all it sees; where there is no room to ask, of all but the latest round."""
         heads = round_heads(session)
         for last in (session.history.last, heads[-1] - 1 if heads else 0):
@@ -88,20 +88,20 @@ class Policy:
         session.model.count({"context/exceeded": 1.0})
         raise ContextFull("there is no room left to ask for a summary")
 
-    def _asking(self, session: Session, last: int) -> list[Message]:
+    def _asking(self, session: ContextSession, last: int) -> list[Message]:
         """What the model is shown when it is asked for a summary of everything up to `last`."""
         kept = History(tuple(entry for entry in session.history.entries if entry.id <= last))
         edits = tuple(edit for edit in session.edits if not isinstance(edit, Delete) or edit.id <= last)
         return [*session.shown(kept, edits), Message("user", ASK)]
 
-    def _leave_out(self, session: Session, summary: Message) -> None:
+    def _leave_out(self, session: ContextSession, summary: Message) -> None:
         """The summary's own tokens are not trained on, where so asked; it is on record all the same."""
         leave_out = getattr(session.model, "leave_out", None)
         if not self.train_summaries and leave_out is not None:
             leave_out(summary)
 
 
-def round_heads(session: Session) -> list[int]:
+def round_heads(session: ContextSession) -> list[int]:
     """Numbers of the messages that begin a round and are shown: the model's own, and the environment's."""
     fate = Fate.of(session.history, session.edits)
     shown = [e for e in session.history.entries if e.id > 0 and e.id not in fate.folded and e.id not in fate.hidden]

@@ -55,7 +55,7 @@ class Bounds:
         return cls(window if tokens is None else tokens, longest if reply is None else reply, turns)
 
 
-class Session:
+class ContextSession:
     """What the loop and the context tools both hold.
 
     Args:

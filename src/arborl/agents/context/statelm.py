@@ -14,7 +14,7 @@ from arborl.agents.agent import Agent, Model
 from arborl.agents.context.dump import Dump
 from arborl.agents.context.history import STUB, Form, Style
 from arborl.agents.context.policy import Kind, Policy
-from arborl.agents.context.session import Bounds, Session
+from arborl.agents.context.session import Bounds, ContextSession
 from arborl.agents.rounds import count
 from arborl.envs.documents import document_of
 from arborl.envs.env import Env
@@ -40,7 +40,7 @@ EDITS = ("note", "readNote", "updateNote", "mergeNotes", "deleteContext", "summa
 """Tools that only make sense where the model manages its context."""
 
 
-class State(StrEnum):
+class Phase(StrEnum):
     """Where an episode stands."""
 
     PENDING = "pending"
@@ -125,26 +125,26 @@ class Play:
 
     def __init__(self, agent: StateLM, env: Env, model: Model, context: Context):
         self.agent, self.env, self.model, self.context = agent, env, model, context
-        self.session: Session
+        self.session: ContextSession
         self.message: Message
 
     async def run(self) -> None:
-        state = State.PENDING
+        state = Phase.PENDING
         try:
-            while state is not State.TERMINATED:
+            while state is not Phase.TERMINATED:
                 match state:
-                    case State.PENDING:
+                    case Phase.PENDING:
                         state = await self._open()
-                    case State.GENERATING:
+                    case Phase.GENERATING:
                         state = await self._generate()
-                    case State.PROCESSING_TOOLS:
+                    case Phase.PROCESSING_TOOLS:
                         state = await self._process_tools()
         finally:
             if hasattr(self, "session"):
                 self.session.report()
                 self.agent.dump.write(self.session)
 
-    async def _open(self) -> State:
+    async def _open(self) -> Phase:
         """The question is asked, and the document lies ready."""
         agent, task = self.agent, self.context.task
         observation = await self.env.reset(task, task.seed)
@@ -152,12 +152,12 @@ class Play:
         space.document, space.reading = document_of(task, self.env), agent.reading
         bounds = Bounds.of(self.model, *agent.limits)
         specs = agent.toolbox.specs
-        self.session = Session(self.model, observation.messages, specs, space, bounds, agent.style)
+        self.session = ContextSession(self.model, observation.messages, specs, space, bounds, agent.style)
         space.keeper = self.session
         agent.policy.begin(self.session)
         if agent.reading.built:
             await self._build(space)
-        return State.GENERATING
+        return Phase.GENERATING
 
     async def _build(self, space: Workspace) -> None:
         """The index from the start. Without a text to index there is none, and the tools will say so."""
@@ -168,16 +168,16 @@ class Play:
             return
         await in_thread(lambda: space.build(text, reading.chunk_size, reading.overlap, tokenizer))
 
-    async def _generate(self) -> State:
+    async def _generate(self) -> Phase:
         """The model speaks, if limits allow; what is no call goes to the environment."""
         await self.agent.policy.make_room(self.session)
         self.session.check()
         self.message = await self.session.ask()
         if self.message.tool_calls:
-            return State.PROCESSING_TOOLS
+            return Phase.PROCESSING_TOOLS
         return await self._tell(self.message, finished=False)
 
-    async def _process_tools(self) -> State:
+    async def _process_tools(self) -> Phase:
         """Each call in turn: a later one sees what an earlier one did, and knows what room is left."""
         session, toolbox = self.session, self.agent.toolbox
         caller = session.history.last
@@ -191,18 +191,18 @@ class Play:
                 said = Message("assistant", result.content, tool_calls=(call,))
                 return await self._tell(said, finished=True)
             session.answer(call, result, caller)
-        return State.GENERATING
+        return Phase.GENERATING
 
-    async def _tell(self, message: Message, finished: bool) -> State:
+    async def _tell(self, message: Message, finished: bool) -> Phase:
         """The environment hears an answer. Where it goes on, so does the episode."""
         few = self.session.turns < self.agent.min_assistant_turns
         step = await self.env.step(message)
         if finished or step.over:
             self.model.count({"context/finished": float(finished), "context/too_few_turns": float(few)})
-            return State.TERMINATED
+            return Phase.TERMINATED
         for said in step.observation.messages:
             self.session.history = self.session.history.add(said)
-        return State.GENERATING
+        return Phase.GENERATING
 
 
 def chosen(names: Sequence[str] | None, policy: str) -> list[JsonTool]:

@@ -21,7 +21,7 @@ THINGS = ("apples", "pens", "cards", "eggs", "stones", "books", "coins", "shells
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class ArithmeticProblem:
     """A question and what solves it."""
 
     question: str
@@ -30,18 +30,18 @@ class Problem:
     answer: str
 
 
-def problem(chance: Chance, level: int = 1) -> Problem:
+def problem(chance: Chance, level: int = 1) -> ArithmeticProblem:
     """One problem. Level 1 takes one operation on numbers below 100, level 2 two, level 3 also division and percent.
 
     Example:
         problem(generator(0, "example"))
-        # Problem("Of 52 eggs, 17 break. How many are left? Answer as …", "52 - 17", "35")
+        # ArithmeticProblem("Of 52 eggs, 17 break. How many are left? Answer as …", "52 - 17", "35")
     """
     if level not in LEVELS:
         raise ValueError(f"level={level}: give 1, 2 or 3")
     makers = LEVELS[level]
     text, expression, value = makers[int(chance.integers(len(makers)))](chance)
-    return Problem(f"{text} {ASKED}", expression, show(value))
+    return ArithmeticProblem(f"{text} {ASKED}", expression, show(value))
 
 
 def problems(count: int, seed: int = 0, level: int = 1) -> list[dict[str, Any]]:

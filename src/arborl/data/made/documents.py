@@ -47,7 +47,7 @@ class Hop:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class DocumentProblem:
     """A document, a question about it, and the way to its answer."""
 
     document: str
@@ -70,7 +70,7 @@ def length(text: str) -> int:
 
 def make_problem(
     seed: int, tokens: int = 8000, hops: int = 2, distractors: int = 12, lures: int = 1, choices: bool = False
-) -> Problem:
+) -> DocumentProblem:
     """One document of about `tokens` words and signs with a question of so many hops.
 
     Args:
@@ -94,7 +94,7 @@ def make_problem(
     planted += [_lure(chance, hop.subject) for hop in chain for _ in range(lures)]
     text = _write(chance, planted, tokens)
     offered = _choices(chance, chain[-1].found, answers) if choices else ()
-    return Problem(text, question, chain[-1].found, tuple(chain), offered)
+    return DocumentProblem(text, question, chain[-1].found, tuple(chain), offered)
 
 
 def _chain(chance: Chance, people: list[str], thing: str, hops: int) -> tuple[list[Hop], str, tuple[str, ...]]:
@@ -203,7 +203,7 @@ def make_documents(
     return rows
 
 
-def _row(name: str, problem: Problem, kind: str) -> Row:
+def _row(name: str, problem: DocumentProblem, kind: str) -> Row:
     chosen = kind == "choice"
     return {
         "id": name,

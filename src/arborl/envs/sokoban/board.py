@@ -31,7 +31,7 @@ class Level:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class BoardState:
     """What moves."""
 
     player: int
@@ -46,20 +46,20 @@ def _deltas(columns: int) -> dict[str, int]:
     return {name: down * columns + right for name, (down, right) in MOVES.items()}
 
 
-def move(level: Level, state: State, name: str) -> State:
+def move(level: Level, state: BoardState, name: str) -> BoardState:
     """The state after this move; the same one where a wall, or a box that cannot move, is in the way."""
     delta = level.deltas[name]
     there, beyond = state.player + delta, state.player + 2 * delta
     if there in level.walls:
         return state
     if there not in state.boxes:
-        return State(there, state.boxes)
+        return BoardState(there, state.boxes)
     if beyond in level.walls or beyond in state.boxes:
         return state
-    return State(there, (state.boxes - {there}) | {beyond})
+    return BoardState(there, (state.boxes - {there}) | {beyond})
 
 
-def write(level: Level, state: State, border: bool = True) -> str:
+def write(level: Level, state: BoardState, border: bool = True) -> str:
     """The board as text; without `border`, the outermost ring (always wall) is left out."""
     edge = 0 if border else 1
     return "\n".join(
@@ -68,7 +68,7 @@ def write(level: Level, state: State, border: bool = True) -> str:
     )
 
 
-def _symbol(level: Level, state: State, cell: int) -> str:
+def _symbol(level: Level, state: BoardState, cell: int) -> str:
     if cell in level.walls:
         return WALL
     home = cell in level.targets
@@ -79,7 +79,7 @@ def _symbol(level: Level, state: State, cell: int) -> str:
     return TARGET if home else FLOOR
 
 
-def read(text: str, where: str = "level") -> tuple[Level, State]:
+def read(text: str, where: str = "level") -> tuple[Level, BoardState]:
     """A board from text, in our symbols or in those of level collections. Rows are filled up with wall.
 
     Example:
@@ -111,7 +111,7 @@ def read(text: str, where: str = "level") -> tuple[Level, State]:
     level = Level(len(rows), columns, frozenset(found[WALL]), targets)
     if not level.walls >= _ring(level):
         raise ValueError(f"{where}: the edge has a gap: a level is enclosed by wall (#)")
-    return level, State(next(iter(players)), boxes)
+    return level, BoardState(next(iter(players)), boxes)
 
 
 def _ring(level: Level) -> set[int]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from arborl.envs.answers import answer, read_choice
 from arborl.envs.env import Env, Observation, Step
-from arborl.envs.sokoban.board import MOVES, State, move, write
+from arborl.envs.sokoban.board import MOVES, BoardState, move, write
 from arborl.envs.sokoban.levels import draw_level, pick_level
 from arborl.envs.sokoban.solver import GaveUp, solve
 from arborl.envs.splits import wanted_split
@@ -111,7 +111,7 @@ class Sokoban(Env):
                 task.seed, split, self.size, self.boxes, self.walls, self.pulls, self.max_steps
             )
         self.steps = self.valid = self.effective = 0
-        self.route: dict[State, str] = {}
+        self.route: dict[BoardState, str] = {}
         board = self.board()
         return Observation((Message("system", RULES), Message("user", board)), state_key=board)
 
@@ -134,7 +134,7 @@ class Sokoban(Env):
             info={"valid": float(name is not None), "effective": float(effective), "boxes_home": float(self._home())},
         )
 
-    def _reward(self, before: State, valid: bool) -> float:
+    def _reward(self, before: BoardState, valid: bool) -> float:
         gained = self._home() - len(before.boxes & self.level.targets)
         reward = self.step_reward + self.box_reward * gained
         if self.state.solved(self.level):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from arborl.envs.sokoban.board import Level, State, read
+from arborl.envs.sokoban.board import BoardState, Level, read
 from arborl.envs.sokoban.solver import GaveUp, solve, walks_from
 from arborl.envs.splits import check_split, split_of
 from arborl.seeds import generator
@@ -24,7 +24,7 @@ TRIES = 2_000
 @lru_cache(maxsize=8192)
 def draw_level(
     seed: int, split: str, size: int, boxes: int, walls: float, pulls: int, within: int
-) -> tuple[Level, State]:
+) -> tuple[Level, BoardState]:
     """A level of this split that `within` moves solve. The same arguments give the same level on every machine."""
     check_split(split, "sokoban")
     chance = generator(seed, "sokoban", size, boxes)
@@ -75,14 +75,14 @@ def _largest_part(cells: set[int], columns: int) -> set[int]:
     return best
 
 
-def play_backwards(chance: np.random.Generator, level: Level, pulls: int) -> State:
+def play_backwards(chance: np.random.Generator, level: Level, pulls: int) -> BoardState:
     """From the solved board, pull boxes about at random; then put the player anywhere they can walk."""
     free = [cell for cell in range(level.rows * level.columns) if cell not in level.walls | level.targets]
-    state = State(_pick(chance, free), level.targets)
+    state = BoardState(_pick(chance, free), level.targets)
     for _ in range(pulls):
         walks = walks_from(level, state)
         options = [
-            State(box + 2 * delta, (state.boxes - {box}) | {box + delta})
+            BoardState(box + 2 * delta, (state.boxes - {box}) | {box + delta})
             for box in sorted(state.boxes)
             for delta in level.deltas.values()
             if box + delta in walks and box + 2 * delta in walks
@@ -90,7 +90,7 @@ def play_backwards(chance: np.random.Generator, level: Level, pulls: int) -> Sta
         if not options:
             break
         state = options[int(chance.integers(len(options)))]
-    return State(_pick(chance, sorted(walks_from(level, state))), state.boxes)
+    return BoardState(_pick(chance, sorted(walks_from(level, state))), state.boxes)
 
 
 def _pick(chance: np.random.Generator, cells: list[int]) -> int:
@@ -100,7 +100,7 @@ def _pick(chance: np.random.Generator, cells: list[int]) -> int:
 # ------------------------------------------------------------------------------------------------ files
 
 
-def pick_level(seed: int, split: str, path: str) -> tuple[Level, State]:
+def pick_level(seed: int, split: str, path: str) -> tuple[Level, BoardState]:
     """A level of this split from a file or folder of levels."""
     levels = read_levels(path)[check_split(split, "sokoban")]
     if not levels:
@@ -109,7 +109,7 @@ def pick_level(seed: int, split: str, path: str) -> tuple[Level, State]:
 
 
 @lru_cache(maxsize=8)
-def read_levels(path: str) -> dict[str, list[tuple[Level, State]]]:
+def read_levels(path: str) -> dict[str, list[tuple[Level, BoardState]]]:
     """The levels of a Boxoban file, or of all `.txt` files in a folder, by split.
 
     A level is its rows; a line that begins with `;`, or an empty one, ends the level before it.
@@ -118,7 +118,7 @@ def read_levels(path: str) -> dict[str, list[tuple[Level, State]]]:
     files = sorted(place.rglob("*.txt")) if place.is_dir() else [place]
     if not files or not files[0].is_file():
         raise ValueError(f"{place}: no level files there; give a Boxoban file, or a folder that holds .txt files")
-    found: dict[str, list[tuple[Level, State]]] = {"train": [], "held_out": []}
+    found: dict[str, list[tuple[Level, BoardState]]] = {"train": [], "held_out": []}
     for file in files:
         for number, text in enumerate(split_levels(file.read_text(encoding="utf-8")), 1):
             level, state = read(text, f"{file}, level {number}")

@@ -11,7 +11,7 @@ import heapq
 from collections import deque
 from functools import lru_cache
 
-from arborl.envs.sokoban.board import Level, State
+from arborl.envs.sokoban.board import BoardState, Level
 
 MAX_STATES = 20_000
 """Pushes looked into before giving up. Boards of 10×10 with two boxes take some hundreds."""
@@ -22,7 +22,7 @@ class GaveUp(Exception):
 
 
 @lru_cache(maxsize=8192)
-def solve(level: Level, state: State, max_states: int = MAX_STATES) -> tuple[str, ...] | None:
+def solve(level: Level, state: BoardState, max_states: int = MAX_STATES) -> tuple[str, ...] | None:
     """The moves of a shortest solution; None where there is none.
 
     Raises:
@@ -31,10 +31,10 @@ def solve(level: Level, state: State, max_states: int = MAX_STATES) -> tuple[str
     far = pushes_to_target(level)
     if not state.boxes <= far.keys():
         return None
-    came: dict[State, tuple[State, str] | None] = {state: None}
+    came: dict[BoardState, tuple[BoardState, str] | None] = {state: None}
     cost = {state: 0}
     queue = [(estimate(far, state), 0, state.player, sorted(state.boxes), state)]
-    done: set[State] = set()
+    done: set[BoardState] = set()
     while queue:
         *_, here = heapq.heappop(queue)
         if here in done:
@@ -50,7 +50,7 @@ def solve(level: Level, state: State, max_states: int = MAX_STATES) -> tuple[str
                 stand, beyond = box - delta, box + delta
                 if stand not in walks or beyond in level.walls or beyond in here.boxes or beyond not in far:
                     continue
-                after = State(box, (here.boxes - {box}) | {beyond})
+                after = BoardState(box, (here.boxes - {box}) | {beyond})
                 total = cost[here] + walks[stand] + 1
                 if total < cost.get(after, 1 << 30):
                     cost[after], came[after] = total, (here, name)
@@ -74,11 +74,11 @@ def pushes_to_target(level: Level) -> dict[int, int]:
     return far
 
 
-def estimate(far: dict[int, int], state: State) -> int:
+def estimate(far: dict[int, int], state: BoardState) -> int:
     return sum(far[box] for box in state.boxes)
 
 
-def walks_from(level: Level, state: State) -> dict[int, int]:
+def walks_from(level: Level, state: BoardState) -> dict[int, int]:
     """Moves to every cell the player can walk to."""
     found = {state.player: 0}
     queue = deque([state.player])
@@ -93,7 +93,9 @@ def walks_from(level: Level, state: State) -> dict[int, int]:
     return found
 
 
-def _moves(level: Level, start: State, end: State, came: dict[State, tuple[State, str] | None]) -> tuple[str, ...]:
+def _moves(
+    level: Level, start: BoardState, end: BoardState, came: dict[BoardState, tuple[BoardState, str] | None]
+) -> tuple[str, ...]:
     """The walks and pushes that led to `end`."""
     parts: list[list[str]] = []
     here = end
@@ -105,7 +107,7 @@ def _moves(level: Level, start: State, end: State, came: dict[State, tuple[State
     return tuple(name for part in reversed(parts) for name in part)
 
 
-def _path(level: Level, state: State, goal: int) -> list[str]:
+def _path(level: Level, state: BoardState, goal: int) -> list[str]:
     """A shortest walk to `goal`."""
     walks = walks_from(level, state)
     names: list[str] = []

@@ -11,7 +11,7 @@ from arborl.tools.tool import tool
 LIMITS = Limits(wall_seconds=10, cpu_seconds=5)
 
 
-class Session:
+class PythonSession:
     """One episode's interpreter: leased at its first call, ended with the episode.
 
     Args:
@@ -39,7 +39,7 @@ class Session:
 
 
 @tool(stateful=True, timeout=60)
-async def python(code: str, session: Annotated[Session, State(Session)]) -> str:
+async def python(code: str, session: Annotated[PythonSession, State(PythonSession)]) -> str:
     """Run Python code and read what it prints, and the value of its last line. Variables last from call to call.
 
     Args:
