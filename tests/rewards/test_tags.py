@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 from arborl.envs.answers import read_answer
 from arborl.rewards.code import final_code
 from arborl.rewards.numbers import final_part
-from arborl.rewards.rules import final_answer
 from arborl.rewards.tags import last_tagged
 
 PARTS = st.lists(st.sampled_from(["<a>", "</a>", "<b>", "</b>", "x", "<", "a>", "\n"]), max_size=12)
@@ -24,7 +23,7 @@ def test_the_last_tagged_text_is_that_of_the_usual_expression(parts):
 def test_tags_that_are_never_closed_are_read_in_one_pass():
     """A million characters: by an expression that looks for the end of each, this takes minutes."""
     text = "<answer><code>" * 70_000 + "\n42"
-    assert (final_answer(text), final_part(text)) == ("42", "42")
+    assert final_part(text) == "42"
     assert final_code(text) == text
     assert read_answer(text) is None
     assert read_answer(text + "</answer>") is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
 
 from arborl.agents.chat import ChatAgent
@@ -39,25 +40,26 @@ def step(**fields):
 @pytest.mark.parametrize(
     ("answers", "words"),
     [
-        ({"reset": "hello"}, "reset() returned str as observation; return arborl.Observation"),
-        ({"reset": ("hello", {})}, "reset() returned tuple as observation"),
-        ({"reset": Observation([Message("user", "hi")])}, "observation.messages is list"),
-        ({"reset": Observation(("hello",))}, "observation.messages holds str"),
-        ({"reset": Observation((Message("user", 7),))}, "a message's content is int; return text"),
-        ({"reset": Observation((Message("robot", "hi"),))}, "a message's role is 'robot'"),
-        ({"reset": Observation((), state_key=3)}, "observation.state_key is int"),
-        ({"step": (HELLO, 1.0, True, False, {})}, "step() returned tuple; return arborl.Step"),
-        (step(observation="hi"), "step() returned str as observation"),
-        (step(reward=float("nan")), "reward is nan; return a finite number"),
-        (step(reward=float("inf")), "reward is inf"),
-        (step(reward="1"), "reward is '1'"),
-        (step(reward=None), "reward is None"),
-        (step(terminated="yes"), "terminated is 'yes'; return True or False"),
-        (step(truncated=1), "truncated is 1; return True or False"),
-        (step(info=[1]), "info is list; return a dict"),
-        (step(info={"valid": float("nan")}), "info['valid'] is nan"),
-        ({"metrics": {"success": "1"}}, "metrics()['success'] is '1'; return a finite number"),
-        ({"metrics": [1.0]}, "metrics() is list"),
+        ({"reset": "hello"}, "reset() returned 'hello' (str) as observation: return an Observation"),
+        ({"reset": ("hello", {})}, "(tuple) as observation: return an Observation"),
+        ({"reset": Observation([Message("user", "hi")])}, "returned messages as list: return a tuple of Message"),
+        ({"reset": Observation(("hello",))}, "returned 'hello' (str) among messages"),
+        ({"reset": Observation((Message("user", 7),))}, "a message whose content is 7 (int): return a str"),
+        ({"reset": Observation((Message("robot", "hi"),))}, "a message of role 'robot'"),
+        ({"reset": Observation((), state_key=3)}, "state_key=3 (int)"),
+        ({"step": (HELLO, 1.0, True, False, {})}, "(tuple): return a Step"),
+        (step(observation="hi"), "step() returned 'hi' (str) as observation"),
+        (step(reward=float("nan")), "reward=nan (float): return a finite float"),
+        (step(reward=float("inf")), "reward=inf"),
+        (step(reward="1"), "reward='1'"),
+        (step(reward=None), "reward=None"),
+        (step(terminated="yes"), "terminated='yes' (str): return True or False"),
+        (step(truncated=1), "truncated=1 (int): return True or False"),
+        (step(terminated=True, truncated=True), "both terminated and truncated"),
+        (step(info=[1]), "info=[1] (list): return a dict"),
+        (step(info={"valid": float("nan")}), "info['valid']=nan"),
+        ({"metrics": {"success": "1"}}, "metrics['success']='1' (str): return a finite number"),
+        ({"metrics": [1.0]}, "metrics=[1.0] (list)"),
     ],
 )
 def test_the_field_is_named(seedling, answers, words, workers):
@@ -68,3 +70,14 @@ def test_the_field_is_named(seedling, answers, words, workers):
     ((episode,),) = [group.episodes for group in asyncio.run(run.collect([Task("t", env="mine")], 0, 1))]
     assert episode.failure.where == "environment 'mine'"
     assert words in episode.failure.message
+
+
+def test_numbers_and_flags_may_be_numpys(seedling):
+    _, renderer = seedling
+    engine = ScriptedEngine([[*renderer.tokenizer.encode("yes"), renderer.stop[0]]])
+    given = Step(HELLO, np.float32(0.5), terminated=np.True_, truncated=np.False_, info={"valid": np.bool_(True)})
+    cast = Cast(lambda task: ChatAgent(), lambda task: Answers(step=given, metrics={"success": np.int64(1)}))
+    run = Rollout(engine, renderer, cast, Sampling(8), Limits(), 4, Workers("none"))
+    ((episode,),) = [group.episodes for group in asyncio.run(run.collect([Task("t", env="mine")], 0, 1))]
+    assert episode.failure is None
+    assert (episode.turns[0].reward, episode.metrics["success"]) == (0.5, 1.0)

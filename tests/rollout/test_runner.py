@@ -61,9 +61,9 @@ def rollout(renderer, env, replies=("yes",), **limits) -> Rollout:
         ("raises in reset", "RuntimeError", "no lake today"),
         ("raises", "ZeroDivisionError", "the ice broke"),
         ("hangs", "timeout", "longer than 0.2 s"),
-        ("nan reward", "ValueError", "reward is nan"),
-        ("wrong shape", "TypeError", "return arborl.Step"),
-        ("number as text", "TypeError", "content is int"),
+        ("nan reward", "ValueError", "reward=nan"),
+        ("wrong shape", "ValueError", "return a Step"),
+        ("number as text", "ValueError", "whose content is"),
     ],
 )
 def test_a_bad_environment_costs_one_episode_and_is_named(seedling, caplog, trouble, kind, words):

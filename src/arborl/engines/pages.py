@@ -223,7 +223,7 @@ class Pages:
             self.idle.move_to_end(parent.page, last=False)
 
 
-def common_prefix(a: Tokens, b: Tokens) -> int:
+def common_prefix(a: NDArray[np.integer], b: NDArray[np.integer]) -> int:
     """How many tokens two sequences begin with in common."""
     n = min(len(a), len(b))
     same = a[:n] == b[:n]

@@ -9,9 +9,13 @@ import math
 from collections.abc import Mapping
 from typing import Any, get_args
 
+import numpy as np
+
 from arborl.envs.env import Observation, Step
 from arborl.types import Message, Role
 
+NUMBERS, TRUTHS = (int, float, np.number, np.bool_), (bool, np.bool_)
+"""NumPy's own count as well: environments compute with it."""
 GYMNASIUM = 5
 """Gymnasium's `step` returns a tuple of this length."""
 
@@ -53,9 +57,9 @@ def faults_of_step(step: Any) -> list[str]:
     if not _finite(step.reward):
         found.append(f"step() returned reward={show(step.reward)}: return a finite float.")
     for name in ("terminated", "truncated"):
-        if not isinstance(getattr(step, name), bool):
+        if not isinstance(getattr(step, name), TRUTHS):
             found.append(f"step() returned {name}={show(getattr(step, name))}: return True or False.")
-    if step.terminated is True and step.truncated is True:
+    if isinstance(step.terminated, TRUTHS) and step.terminated and step.truncated:
         found.append(
             "step() returned both terminated and truncated: return truncated only when the state was not final."
         )
@@ -69,12 +73,12 @@ def faults_of_numbers(where: str, given: Any, name: str) -> list[str]:
     return [
         f"{where} returned {name}[{key!r}]={show(value)}: return a finite number under a str."
         for key, value in given.items()
-        if not isinstance(key, str) or not (isinstance(value, bool) or _finite(value))
+        if not isinstance(key, str) or not _finite(value)
     ]
 
 
 def _finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, NUMBERS) and math.isfinite(value)
 
 
 def faults_of_metrics(metrics: Any) -> list[str]:

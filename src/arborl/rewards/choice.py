@@ -12,8 +12,8 @@ from collections import Counter
 from typing import Literal
 
 from arborl.rewards.fields import field_of
+from arborl.rewards.numbers import final_part
 from arborl.rewards.reward import Reward
-from arborl.rewards.rules import final_answer
 from arborl.types import Episode, Stop
 
 LETTER = re.compile(r"\s*\(?([A-Za-z])(?:[).:]|\s*$)")
@@ -71,7 +71,7 @@ class Choice(Penalised):
         self.right, self.wrong, self.field = right, wrong, field
 
     async def judge(self, episode: Episode) -> float:
-        said = read_letter(final_answer(episode.answer))
+        said = read_letter(final_part(episode.answer))
         if said is None:
             return self.invalid
         known = known_by_environment(episode, self.field)
@@ -113,7 +113,7 @@ class ShortAnswer(Penalised):
         self.field, self.max_sentences = field, max_sentences
 
     async def judge(self, episode: Episode) -> float:
-        said = final_answer(episode.answer)
+        said = final_part(episode.answer)
         if not said.strip() or sentences(said) > self.max_sentences:
             return self.invalid
         known = known_by_environment(episode, self.field)

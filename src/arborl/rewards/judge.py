@@ -11,7 +11,7 @@ import httpx
 
 from arborl.rewards.choice import Penalised, exactly, sentences
 from arborl.rewards.fields import field_of
-from arborl.rewards.rules import final_answer
+from arborl.rewards.numbers import final_part
 from arborl.types import Episode
 
 ASK = """Decide whether an answer to a question says the same as the correct answer. Wording does not matter, facts do.
@@ -83,7 +83,7 @@ class Judge(Penalised):
         self.slots = asyncio.Semaphore(concurrency)
 
     async def judge(self, episode: Episode) -> float:
-        said = final_answer(episode.answer)
+        said = final_part(episode.answer)
         if not said.strip() or sentences(said) > self.max_sentences:
             return self.invalid
         gold = str(field_of(episode, self.field, "reward 'judge'"))

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import math
 from bisect import bisect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
-
-import numpy as np
+from typing import Any
 
 from arborl.chat.conversation import Conversations, Prompt
 from arborl.chat.fit import cannot_fit
@@ -23,13 +20,14 @@ from arborl.chat.renderer import Renderer
 from arborl.chat.tokenizer import TextTokenizer
 from arborl.engines.engine import Engine
 from arborl.envs.env import Env, Observation, Step
+from arborl.envs.validation import faults_of_numbers, faults_of_observation, faults_of_step
 from arborl.envs.wrapper import PassingEnv
 from arborl.errors import ContextFull, EpisodeError, MaxTurns
 from arborl.rollout.call_order import Asking, Place
 from arborl.rollout.deadlines import ENGINE, across
 from arborl.rollout.processes import ProcessEnv
 from arborl.seeds import derive
-from arborl.types import Call, Completion, Episode, Message, Metrics, Role, Sampling, Stop, Task, ToolSpec, Turn
+from arborl.types import Call, Completion, Episode, Message, Metrics, Sampling, Stop, Task, ToolSpec, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +173,7 @@ class RecordedEnv(PassingEnv):
         """Open the episode with its own seed, whatever the agent passes."""
         self.opened = True
         observation = await self._ask(self.env.reset, task, derive(self.episode.seed, "environment"))
-        self._check(check_observation, "reset()", observation)
+        self._check(faults_of_observation("reset()", observation))
         self.episode.opening = observation.messages
         self.key = observation.state_key
         return observation  # type: ignore[no-any-return]
@@ -187,7 +185,7 @@ class RecordedEnv(PassingEnv):
                 "env.step before env.reset: an agent begins with `observation = await env.reset(task, task.seed)`"
             )
         step: Step = await self._ask(self.env.step, action)
-        self._check(check_step, step)
+        self._check(faults_of_step(step))
         episode, observation = self.episode, step.observation
         episode.turns.append(Turn(action, observation.messages, float(step.reward), self.key, dict(step.info)))
         self.key = observation.state_key
@@ -200,66 +198,13 @@ class RecordedEnv(PassingEnv):
     async def finish(self) -> None:
         """Take the environment's own numbers."""
         metrics = await self._ask(self.env.metrics)
-        self._check(check_numbers, "metrics()", metrics)
+        self._check(faults_of_numbers("metrics()", metrics, "metrics"))
         self.episode.metrics.update({name: float(value) for name, value in metrics.items()})
 
     async def close(self) -> None:
         await self._ask(self.env.close)
 
-    def _check(self, check: Callable[..., None], *args: Any) -> None:
-        try:
-            check(*args)
-        except (TypeError, ValueError) as error:
-            raise EpisodeError(self.where, error) from error
-
-
-# ------------------------------------------------------------------------------------------------ what came back
-
-ROLES = frozenset(get_args(Role))
-NUMBERS, TRUTHS = (int, float), (bool, np.bool_)
-
-
-def check_observation(where: str, observation: object) -> None:
-    """Refuse what is no observation; the error names the field and says what to return."""
-    if not isinstance(observation, Observation):
-        what = type(observation).__name__
-        raise TypeError(f"{where} returned {what} as observation; return arborl.Observation((Message(…), …))")
-    messages = observation.messages
-    if not isinstance(messages, tuple):
-        raise TypeError(f"observation.messages is {type(messages).__name__}; return a tuple of Message")
-    for message in messages:
-        if not isinstance(message, Message):
-            raise TypeError(f"observation.messages holds {type(message).__name__}; return a tuple of Message")
-        if not isinstance(message.content, str):
-            raise TypeError(f"a message's content is {type(message.content).__name__}; return text")
-        if message.role not in ROLES:
-            raise ValueError(f"a message's role is {message.role!r}; return one of {', '.join(sorted(ROLES))}")
-    if not isinstance(observation.state_key, str):
-        raise TypeError(f"observation.state_key is {type(observation.state_key).__name__}; return text")
-
-
-def check_step(step: object) -> None:
-    """Refuse what is no step."""
-    if not isinstance(step, Step):
-        raise TypeError(f"step() returned {type(step).__name__}; return arborl.Step(observation, reward, …)")
-    check_observation("step()", step.observation)
-    if not _is_number(step.reward):
-        raise ValueError(f"reward is {step.reward!r}; return a finite number")
-    if not isinstance(step.terminated, TRUTHS):
-        raise TypeError(f"terminated is {step.terminated!r}; return True or False")
-    if not isinstance(step.truncated, TRUTHS):
-        raise TypeError(f"truncated is {step.truncated!r}; return True or False")
-    check_numbers("info", step.info)
-
-
-def check_numbers(where: str, numbers: object) -> None:
-    """Refuse what is no table of finite numbers by name."""
-    if not isinstance(numbers, Mapping):
-        raise TypeError(f"{where} is {type(numbers).__name__}; return a dict of numbers by name")
-    for name, value in numbers.items():
-        if not _is_number(value):
-            raise ValueError(f"{where}[{name!r}] is {value!r}; return a finite number")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, NUMBERS) and math.isfinite(value)
+    def _check(self, faults: Sequence[str]) -> None:
+        """What the environment returned is what its record promises, or the episode is over."""
+        if faults:
+            raise EpisodeError(self.where, ValueError(" ".join(faults)))

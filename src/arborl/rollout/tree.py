@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from arborl.engines.pages import common_prefix
 from arborl.types import Call, Forest, Group, Ints, Terms, TokenTree
 
 
@@ -28,7 +29,7 @@ def grow(sequences: Iterable[Sequence[int]]) -> tuple[TokenTree, dict[tuple[int,
     last, path = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
     for key in sorted(set(map(tuple, sequences))):
         row = np.asarray(key, dtype=np.int64)
-        shared = _common_prefix(last, row)
+        shared = common_prefix(last, row)
         ends.append((path[shared:], size))  # whatever of the last path is left behind here ends here
         new = np.arange(size, size + len(row) - shared)
         tokens.append(row[shared:])
@@ -41,12 +42,6 @@ def grow(sequences: Iterable[Sequence[int]]) -> tuple[TokenTree, dict[tuple[int,
     for places, where in ends:
         end[places] = where
     return TokenTree(_join(tokens), _join(depth), end), paths
-
-
-def _common_prefix(a: Ints, b: Ints) -> int:
-    n = min(len(a), len(b))
-    differ = np.flatnonzero(a[:n] != b[:n])
-    return int(differ[0]) if len(differ) else n
 
 
 def _join(parts: Sequence[Ints]) -> Ints:
