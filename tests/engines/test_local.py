@@ -23,6 +23,7 @@ from transformers import (
 
 from arborl.config.run import LearnerConfig
 from arborl.engines.local import LocalEngine
+from arborl.engines.rows import Request, Rows
 from arborl.engines.sampling import Draws, draw, uniforms
 from arborl.errors import EngineError
 from arborl.learner.learner import Learner
@@ -393,3 +394,17 @@ def test_adapters_are_sampled_through_and_change_what_is_said():
     assert engine.executor.forward.fused
     assert [list(c.tokens) for c in generate(engine, prompts, [Sampling(12, 0.0)] * 2)] == expected
     assert expected != bare
+
+
+@pytest.mark.parametrize(
+    ("column", "value"), [("known", 60), ("length", 9), ("filled", 20), ("prompt", 0), ("limit", 4)]
+)
+def test_a_row_that_is_not_as_the_table_says_is_noticed(column, value):
+    rows = Rows(2, 64, 4)
+    done: asyncio.Future = asyncio.new_event_loop().create_future()
+    row = rows.enter(Request(np.arange(5, dtype=np.int32), 5, Sampling(max_tokens=8), done, 0.0), 0, 64)
+    rows.pages[row], rows.tables[row] = 2, [3, 1, 0, 0]
+    rows.check(np.array([row]), 8)
+    getattr(rows, column)[row] = value
+    with pytest.raises(AssertionError):
+        rows.check(np.array([row]), 8)

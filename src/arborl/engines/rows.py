@@ -32,7 +32,19 @@ class Request:
 
 
 class Rows:
-    """One row a live request."""
+    """One row a live request. `check` holds live rows to this table, between two steps:
+
+    | column | what it counts | always |
+    |---|---|---|
+    | `prompt` | tokens the caller gave | 1 <= prompt <= known |
+    | `known` | tokens this process has seen: the prompt, and what landed steps sampled | known <= limit |
+    | `length` | tokens there are, counting the one that a launched step will sample | known <= length <= known + 1 |
+    | `filled` | tokens whose keys and values are in the pages, or will be once the launched step is done | <= length |
+    | `limit` | tokens it may come to | prompt < limit |
+    | `pages` | pages it holds | filled <= pages * size; the first `pages` of `tables[row]` are theirs, all different |
+    | `lane` | which of the launched step's sampled tokens is this row's | read where length > known |
+    | `tenant` | how many requests have left the row: what was launched for one is not given to the next | grows |
+    """
 
     def __init__(self, count: int, context: int, pages: int):
         self.count = count
@@ -73,6 +85,18 @@ class Rows:
         self.stops[row, : len(sampling.stop)] = sampling.stop
         self.listens[row] = request.stop_texts is not None
         return row
+
+    def check(self, rows: Array, size: int) -> None:
+        """Raise AssertionError where these live rows, with pages of `size` tokens, are not as the table says."""
+        prompt, known, length = self.prompt[rows], self.known[rows], self.length[rows]
+        assert ((prompt >= 1) & (prompt <= known) & (prompt < self.limit[rows])).all(), "prompt"
+        assert (known <= self.limit[rows]).all(), "known"
+        assert ((known <= length) & (length <= known + 1)).all(), "length"
+        assert (self.filled[rows] <= np.minimum(length, self.pages[rows] * size)).all(), "filled"
+        for row in rows.tolist():
+            own = self.tables[row, : self.pages[row]].tolist()
+            assert len(set(own)) == len(own), "pages"
+        assert not set(rows.tolist()) & set(self.free), "a live row is free"
 
     def leave(self, row: int) -> None:
         """The row is free for the next; what was launched for this one is nobody's."""
