@@ -1,0 +1,115 @@
+"""Our side of `step.py`: engine, rollout and learner as a run uses them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from typing import Any
+
+import transformers as hf
+from step_work import (
+    MOVE,
+    RATE,
+    Case,
+    Lake,
+    Timing,
+    fastest,
+    lake_seeds,
+    make_model,
+    prompts_of,
+    reward_of,
+    synchronize,
+)
+
+from arborl.agents.agent import FunctionAgent, Model
+from arborl.algorithms import make_algorithm
+from arborl.chat import Renderer
+from arborl.config.run import AlgorithmConfig, LearnerConfig
+from arborl.engines.local import LocalEngine
+from arborl.envs.env import Env
+from arborl.learner.learner import Learner
+from arborl.models.attention import NAME
+from arborl.models.load import resolve, tune_cpu
+from arborl.rollout.recorder import Limits
+from arborl.rollout.runner import Cast, Rollout
+from arborl.rollout.tree import plant
+from arborl.types import Call, Episode, Group, Sampling, Task
+
+
+async def walk(task: Task, env: Env, model: Model) -> None:
+    """Every message goes to the lake, as the arguments of its tool."""
+    messages = list((await env.reset(task, task.seed)).messages)
+    while True:
+        message = await model.chat(messages, [MOVE])
+        step = await env.step(message)
+        if step.over:
+            return
+        messages += [message, *step.observation.messages]
+
+
+class Ours:
+    """Engine and learner on one model, put together as a run does."""
+
+    def __init__(self, case: Case, model: hf.PreTrainedModel, micro_batch_tokens: int):
+        model.set_attn_implementation(NAME)
+        self.case, self.model = case, model.eval()
+        context = case.context or case.prompt + case.sampled
+        self.engine = LocalEngine(model, context, max(case.episodes, 256))
+        self.algorithm = make_algorithm(AlgorithmConfig(name="grpo", std="group"))
+        self.sampling = Sampling(case.sampled, stop=(model.config.vocab_size,))
+        config = LearnerConfig(lr=RATE, decay="none", micro_batch_tokens=micro_batch_tokens)
+        self.learner = Learner(model, config, self.sampling, self.algorithm.needs)
+        self.share = 1.0
+        """Tokens that were learned from, over those that rows of their own would have had."""
+        self.renderer = Renderer.from_folder(resolve("seedling"))
+
+    async def step(self, number: int) -> Timing:
+        """Sample, score, credit, learn, publish."""
+        began = time.perf_counter()
+        groups = await (self._converse(number) if self.case.turns > 1 else self._answer(number))
+        rollout = time.perf_counter() - began
+        for group in groups:
+            for episode in group.episodes:
+                episode.rewards["ids"] = reward_of([t for call in episode.calls for t in call.completion.tokens])
+        kept = self.algorithm.keep(groups)
+        forest = plant(kept)
+        terms = self.learner.look(forest.trees, forest.terms, self.algorithm.needs)
+        self.learner.update(forest.trees, self.algorithm.credit(kept, terms), self.algorithm)
+        await self.engine.load(self.learner.weights(), number + 1)
+        synchronize(self.model)
+        seconds = time.perf_counter() - began
+        if len(kept) != len(groups) or any(group.survivors != group.episodes for group in groups):
+            raise RuntimeError("some episodes were not learned from; the work is not the same")
+        self.share = sum(map(len, forest.trees)) / forest.raw_tokens
+        counted = self.engine.metrics()
+        return Timing(seconds, rollout, int(counted["engine/sampled"]), int(counted["engine/read"]))
+
+    async def _answer(self, step: int) -> list[Group]:
+        async def episode(task: Task, prompt: list[int], number: int) -> Episode:
+            sampling = dataclasses.replace(self.sampling, seed=1000 * step + number)
+            completion = await self.engine.generate(prompt, sampling, session=str(number))
+            return Episode(str(number), task, calls=[Call(tuple(prompt), completion, 0)])
+
+        async def group(number: int, prompt: list[int]) -> Group:
+            task, size = Task(str(number)), self.case.group
+            numbers = range(size * number, size * number + size)
+            return Group(task, list(await asyncio.gather(*(episode(task, prompt, n) for n in numbers))))
+
+        prompts = prompts_of(self.case, self.model.config.vocab_size, step)
+        return list(await asyncio.gather(*(group(number, prompt) for number, prompt in enumerate(prompts))))
+
+    async def _converse(self, step: int) -> list[Group]:
+        case = self.case
+        cast = Cast(lambda task: FunctionAgent(walk), lambda task: Lake(case.turns))
+        limits = Limits(max_turns=case.turns + 1, max_context=case.context)
+        rollout = Rollout(self.engine, self.renderer, cast, self.sampling, limits, case.episodes)
+        return await rollout.collect([Task("lake", seed=seed) for seed in lake_seeds(case, step)], step, case.group)
+
+
+def measure_ours(case: Case, tiny: bool, repeats: int, micro_batch_tokens: int) -> tuple[Timing, dict[str, Any]]:
+    tune_cpu()
+    ours = Ours(case, make_model(case, tiny), micro_batch_tokens)
+    with asyncio.Runner() as runner:
+        timings = [runner.run(ours.step(number)) for number in range(repeats + 1)]
+    return fastest(timings), {"learned_share": round(ours.share, 3)}

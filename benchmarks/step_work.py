@@ -1,0 +1,159 @@
+"""The work of `step.py`, the same for both sides: models, prompts, rewards, the lake."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import transformers as hf
+from engine import QWEN
+
+from arborl.envs.env import Observation, Step
+from arborl.envs.frozen_lake import FrozenLake
+from arborl.models.load import resolve
+from arborl.types import Message, Task, ToolSpec
+
+FIVE_MILLION = {
+    "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 40, "max_position_embeddings": 4096, "tie_word_embeddings": True,
+}  # fmt: skip
+TINY = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+RATE = 1e-6
+"""So small that the policy, and with it the work, stays as it is."""
+MOVE = ToolSpec(
+    "move",
+    "Say something to the lake.",
+    {"type": "object", "properties": {"text": {"type": "string", "description": "What to say."}}, "required": ["text"]},
+)
+"""What the model is told of the lake, on both sides."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """`prompts` x `group` episodes of `turns`, each of which samples `sampled` tokens."""
+
+    name: str
+    device: str
+    prompts: int
+    group: int
+    prompt: int
+    """Tokens of the first prompt."""
+    sampled: int
+    tried: tuple[int, ...]
+    """Sequences a micro-batch that TRL may choose from."""
+    turns: int = 1
+    context: int = 0
+    """The longest conversation; 0 where the first prompt and reply are all."""
+
+    @property
+    def episodes(self) -> int:
+        return self.prompts * self.group
+
+
+CASES = [
+    Case("single", "cpu", 4, 8, 64, 64, tried=(32, 8)),
+    Case("multi-turn", "cpu", 4, 8, 221, 15, tried=(32, 8), turns=4, context=512),
+    Case("W1", "cuda", 32, 8, 512, 128, tried=(256, 128, 64, 32)),
+    Case("W2", "cuda", 8, 8, 2048, 256, tried=(64, 32, 16, 8)),
+]
+
+
+@dataclass
+class Timing:
+    """One step: seconds, of which sampling took some; tokens sampled; tokens run through the model to do so."""
+
+    seconds: float
+    rollout: float
+    sampled: int
+    read: int
+
+
+def make_model(case: Case, tiny: bool) -> hf.PreTrainedModel:
+    """The same weights at every call; no token ends a reply."""
+    torch.manual_seed(0)
+    if case.device == "cuda":
+        model: hf.PreTrainedModel = hf.Qwen2ForCausalLM(hf.Qwen2Config(**(QWEN | TINY if tiny else QWEN)))
+        model = model.to("cpu" if tiny else "cuda", torch.bfloat16)
+    else:
+        words = {"vocab_size": 2048} if case.turns > 1 else {}
+        model = hf.LlamaForCausalLM(hf.LlamaConfig(**(FIVE_MILLION | words), rms_norm_eps=1e-6))
+        if case.turns > 1:
+            sow(model)
+    for config in (model.config, model.generation_config):
+        config.bos_token_id = config.eos_token_id = None
+    gc.collect()
+    gc.freeze()  # as a run does: the library's objects are not looked through again and again, on either side
+    return model
+
+
+@torch.no_grad()
+def sow(model: hf.PreTrainedModel) -> None:
+    """Put the embedded model's weights into a larger one, whose other parts add nothing: it plays alike."""
+    seedling = hf.AutoModelForCausalLM.from_pretrained(resolve("seedling"), dtype=torch.float32)
+    narrower = math.sqrt(seedling.config.hidden_size / model.config.hidden_size)  # norms divide by the mean, of more
+    small = dict(seedling.named_parameters())
+    for name, weight in model.named_parameters():
+        if any(part in name for part in ("embed_tokens", "o_proj", "down_proj")):
+            weight.zero_()
+        if name in small:
+            corner = tuple(slice(size) for size in small[name].shape)
+            weight[corner] = small[name] * (narrower if "norm" in name else 1.0)
+
+
+def reward_of(ids: Sequence[int]) -> float:
+    return float(sum(ids) % 7)
+
+
+def prompts_of(case: Case, vocabulary: int, step: int) -> list[list[int]]:
+    return np.random.default_rng(step).integers(2, vocabulary, (case.prompts, case.prompt)).tolist()
+
+
+def lake_seeds(case: Case, step: int) -> list[int]:
+    return [1000 * step + number for number in range(case.prompts)]
+
+
+class Lake(FrozenLake):
+    """A lake as a tool, of always as many turns: who falls in or arrives before the last begins again."""
+
+    blocking = False
+
+    def __init__(self, turns: int):
+        super().__init__()
+        self.turns = turns
+
+    async def reset(self, task: Task, seed: int) -> Observation:
+        self.task, self.seed, self.turn = task, seed, 0
+        return await super().reset(task, seed)
+
+    async def step(self, action: Message) -> Step:
+        step = await super().step(action)
+        self.turn += 1
+        observation = step.observation
+        if step.over:
+            observation = await super().reset(self.task, self.seed)
+        answer = Message("tool", observation.messages[-1].content, name=MOVE.name)
+        return Step(Observation((answer,)), step.reward, truncated=self.turn >= self.turns)
+
+
+def now(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """The result of a coroutine that never waits."""
+    try:
+        coroutine.send(None)
+    except StopIteration as over:
+        return over.value
+    raise RuntimeError("it waited for something")
+
+
+def fastest(timings: list[Timing]) -> Timing:
+    """Of one side's steps; the first warms up and does not count."""
+    return min(timings[1:], key=lambda timing: timing.seconds)
+
+
+def synchronize(model: Any) -> None:
+    if model.device.type == "cuda":
+        torch.cuda.synchronize()
