@@ -215,18 +215,26 @@ class AlgorithmConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _from_preset(cls, given: Any) -> Any:
-        """What is written goes over the preset, and that over what suits the advantage and the loss."""
+        """Fill in what is not written. Of the following, the later goes over the earlier:
+
+        1. what suits the preset's own advantage and loss (`BY_ADVANTAGE`, `BY_LOSS`);
+        2. the preset (`PRESETS`);
+        3. what suits an advantage or loss that is written in place of the preset's;
+        4. what is written.
+
+        Of 1 to 3 only settings that the chosen advantage and loss read.
+        """
         given = spelt_out(cls, given)
         if not isinstance(given, Mapping) or str(given.get("name", "grpo")) not in PRESETS:
             return given
         preset = {"advantage": "grpo", "loss": "ppo"} | PRESETS[str(given.get("name", "grpo"))]
         chosen = preset | dict(given)
-        suits = dict(preset)
-        for key, table in (("advantage", BY_ADVANTAGE), ("loss", BY_LOSS)):
-            row = table.get(str(chosen[key]), {})
-            suits = row | suits if chosen[key] == preset[key] else suits | row
+        below: dict[str, Any] = {}
+        above: dict[str, Any] = {}
+        for key, table in (("loss", BY_LOSS), ("advantage", BY_ADVANTAGE)):
+            (below if chosen[key] == preset[key] else above).update(table.get(str(chosen[key]), {}))
         reads = reads_of(chosen)
-        return {key: value for key, value in suits.items() if key in reads} | dict(given)
+        return {key: value for key, value in (below | preset | above).items() if key in reads} | dict(given)
 
     @model_validator(mode="after")
     def _no_setting_in_vain(self) -> AlgorithmConfig:
