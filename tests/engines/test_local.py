@@ -22,9 +22,9 @@ from transformers import (
 )
 
 from arborl.config.run import LearnerConfig
+from arborl.engines.draw_tokens import Draws, draw, uniforms
 from arborl.engines.local import LocalEngine
 from arborl.engines.rows import Request, Rows
-from arborl.engines.sampling import Draws, draw, uniforms
 from arborl.errors import EngineError
 from arborl.learner.learner import Learner
 from arborl.rollout.tree import plant

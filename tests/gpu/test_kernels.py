@@ -98,7 +98,7 @@ def test_reading_attention_over_rows_of_any_length_with_and_without_a_past(heads
 @pytest.mark.parametrize("vocabulary", [50, 1024, 151936])
 def test_the_sampler_draws_the_same_tokens_as_on_a_cpu(vocabulary, temperature):
     from arborl.engines import token_kernels
-    from arborl.engines.sampling import Draws, draw
+    from arborl.engines.draw_tokens import Draws, draw
     from arborl.types import Sampling
 
     torch.manual_seed(0)

@@ -165,7 +165,7 @@ def test_layers_and_head_are_compiled_once_for_all_layers_and_sizes(monkeypatch,
     assert graphs[1] == graphs[2]  # by the third size nothing is new
 
 
-@pytest.mark.parametrize("gradient", [True, False])
+@pytest.mark.parametrize("gradient", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_layers_with_adapters_can_be_compiled(monkeypatch, flex_on_cpu, compiled_anew, model, gradient):
     pytest.importorskip("peft")
     add_lora(model, LoraConfig(rank=2, alpha=4))

@@ -41,7 +41,12 @@ def episodes(folder: Path) -> list[dict]:
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"algorithm": "remax"}, {"rollout.group_filter": "varied", "rollout.spare_groups": 2}]
+    "more",
+    [
+        {},
+        pytest.param({"algorithm": "remax"}, marks=pytest.mark.slow),
+        {"rollout.group_filter": "varied", "rollout.spare_groups": 2},
+    ],
 )
 def test_a_replayed_run_trains_on_the_recorded_episodes_and_gives_the_same_update(tmp_path, monkeypatch, more):
     tape = tmp_path / "tapes" / "rollouts.jsonl"

@@ -93,15 +93,20 @@ def test_the_draw_is_the_seeds_and_a_resumed_run_draws_the_same(drawn, tmp_path)
     assert equal(weights, same)
 
 
+TRUST_REGION = ["algorithm=trpo", "algorithm.trust_region.cg_iterations=2", "algorithm.trust_region.backtracks=2"]
+
+
 @pytest.mark.parametrize(
     "algorithm",
     [
-        ["algorithm=ppo", "learner.epochs=2"], ["algorithm=grpo", "algorithm.kl.coef=0.1"],
-        ["algorithm=trpo", "algorithm.trust_region.cg_iterations=2", "algorithm.trust_region.backtracks=2"],
-        ["algorithm.loss=decoupled_ppo"], ["algorithm=gspo", "algorithm.sequence=call"], ["algorithm=gigpo"],
+        pytest.param(["algorithm=ppo", "learner.epochs=2"], id="critic"),
+        pytest.param(["algorithm=grpo", "algorithm.kl.coef=0.1"], id="reference", marks=pytest.mark.slow),
+        pytest.param(TRUST_REGION, id="trust region", marks=pytest.mark.slow),
+        pytest.param(["algorithm.loss=decoupled_ppo"], id="proximal", marks=pytest.mark.slow),
+        pytest.param(["algorithm=gspo", "algorithm.sequence=call"], id="calls", marks=pytest.mark.slow),
+        pytest.param(["algorithm=gigpo"], id="steps"),
     ],
-    ids=["critic", "reference", "trust region", "proximal", "calls", "steps"],
-)  # fmt: skip
+)
 def test_what_an_algorithm_knows_of_a_term_is_still_known(algorithm, tmp_path):
     """Columns that are not filled would be refused by the loss."""
     rows, _ = run(

@@ -8,7 +8,7 @@ In reading order:
     rows.py           The requests being sampled, as columns: a step then costs no loop over requests
     pages.py          Which page of the cache holds which tokens: a prefix tree over pages, shared by reference
     checks.py         What an engine refuses at its door
-    sampling.py       Drawing tokens
+    draw_tokens.py    Drawing tokens
     executor.py       Running one step on a device: new tokens in, one sampled token out for each row that asked for one
     cache.py          Keys and values of what has been read
     forward.py        The forward pass for sampling

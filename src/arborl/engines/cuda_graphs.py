@@ -25,9 +25,9 @@ from transformers.activations import SiLUActivation
 
 from arborl.engines import kernels, token_kernels
 from arborl.engines.cache import Cache
+from arborl.engines.draw_tokens import Draws, draw
 from arborl.engines.executor import Ready, Sampled, Step
 from arborl.engines.forward import Block, Forward, Rope
-from arborl.engines.sampling import Draws, draw
 from arborl.engines.shared_prefix import Bundling, room_for
 from arborl.models.attention import library_hidden_states, logit_cap, raw_read_out
 from arborl.models.lean import epsilon

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from arborl.engines.cache import Array, Cache, Reading, TorchAttend
+from arborl.engines.draw_tokens import Draws, draw
 from arborl.engines.forward import Forward, TorchOps
-from arborl.engines.sampling import Draws, draw
 from arborl.models.attention import library_hidden_states, logits
 
 

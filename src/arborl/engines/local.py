@@ -21,11 +21,11 @@ from transformers import PreTrainedModel
 
 from arborl.engines.cache import Array, Reading, default_kv_tokens
 from arborl.engines.checks import check_sampling, read_prompt
+from arborl.engines.draw_tokens import StopTexts
 from arborl.engines.engine import Weights
 from arborl.engines.executor import Executor, Sampled, Step, TorchExecutor
 from arborl.engines.pages import Pages
 from arborl.engines.rows import Request, Rows
-from arborl.engines.sampling import StopTexts
 from arborl.engines.scheduler import Scheduler
 from arborl.errors import EngineError
 from arborl.types import Completion, Finish, Metrics, Sampling

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from arborl.engines.cache import Array
 from arborl.engines.checks import LARGEST_ID
+from arborl.engines.draw_tokens import Draws, StopTexts, uniforms
 from arborl.engines.pages import Path, Tokens
-from arborl.engines.sampling import Draws, StopTexts, uniforms
 from arborl.types import Completion, Sampling
 
 

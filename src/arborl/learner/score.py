@@ -21,7 +21,7 @@ from arborl.learner.executor import Way, allow_variants, hidden
 from arborl.learner.packing import MicroBatch
 from arborl.learner.upload import upload
 from arborl.models.attention import logit_cap, read_out
-from arborl.models.distribution import Shape, log_distribution, shaped
+from arborl.models.sampling import Shape, log_distribution, shaped
 from arborl.types import Sampling
 
 LOGITS_AT_ONCE = 2**26

