@@ -38,8 +38,19 @@ class TaskSource(Protocol):
         return None
 
 
+def env_task(env: str, source: str, split: str, name: str, seed: int) -> Task:
+    """A task that an environment makes itself, from its seed."""
+    return Task(f"{short(source)}/{split}/{name}", source=source, env=env, fields={"split": split}, seed=seed)
+
+
+def held_out_seed(number: int) -> int:
+    """Of an environment's held-out tasks: the same for every run, whatever its seed."""
+    return derive(EVALUATION_SEED, "evaluation", number)
+
+
 class EnvTasks(TaskSource):
-    """Tasks the environment makes itself, from their seeds.
+    """Tasks the environment makes itself, step by step. (`EnvPool` is the same as one of several sources, place by
+    place.)
 
     Args:
         env: name of the environment.
@@ -52,14 +63,9 @@ class EnvTasks(TaskSource):
     def take(self, step: int, count: int) -> list[Task]:
         """Named after the step they are trained in: after `step` steps comes the next."""
         return [
-            self._task(f"train/{step + 1:06d}-{i:03d}", "train", derive(self.seed, "task", step, i))
+            env_task(self.env, self.env, "train", f"{step + 1:06d}-{i:03d}", derive(self.seed, "task", step, i))
             for i in range(count)
         ]
 
     def evaluation(self, count: int) -> list[Task]:
-        return [
-            self._task(f"held_out/{i:03d}", "held_out", derive(EVALUATION_SEED, "evaluation", i)) for i in range(count)
-        ]
-
-    def _task(self, name: str, split: str, seed: int) -> Task:
-        return Task(f"{short(self.env)}/{name}", source=self.env, env=self.env, fields={"split": split}, seed=seed)
+        return [env_task(self.env, self.env, "held_out", f"{i:03d}", held_out_seed(i)) for i in range(count)]

@@ -16,6 +16,7 @@ from arborl.data.mixing.order import Order
 from arborl.data.reading.rows import Reader, content_hash
 from arborl.data.reading.splits import EVALUATION_SEED, Filters, Split
 from arborl.data.reading.tables import Row, Table
+from arborl.data.source import env_task, held_out_seed
 from arborl.errors import ConfigError
 from arborl.seeds import derive
 from arborl.types import Task
@@ -155,17 +156,12 @@ class EnvPool:
 
     def take(self, start: int, count: int) -> list[Task]:
         return [
-            self._task("train", place, derive(self.seed, "task", self.name, place))
+            env_task(self.env, self.name, "train", f"{place:06d}", derive(self.seed, "task", self.name, place))
             for place in range(start, start + count)
         ]
 
     def evaluation(self, count: int) -> list[Task]:
-        return [self._task("held_out", place, derive(EVALUATION_SEED, "evaluation", place)) for place in range(count)]
-
-    def _task(self, split: str, place: int, seed: int) -> Task:
-        return Task(
-            f"{self.name}/{split}/{place:06d}", source=self.name, env=self.env, fields={"split": split}, seed=seed
-        )
+        return [env_task(self.env, self.name, "held_out", f"{i:06d}", held_out_seed(i)) for i in range(count)]
 
 
 class StreamPool:
