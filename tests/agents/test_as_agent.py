@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 
 import pytest
 
@@ -75,7 +76,9 @@ def cast(agent):
 )
 def test_whatever_is_async_and_takes_three_things_is_an_agent(agent):
     made = cast(agent).agent(Task("t"))
-    made.run(Task("t"), None, None).close()
+    playing = made.run(Task("t"), None, None)
+    assert inspect.iscoroutine(playing)
+    playing.close()
 
 
 @pytest.mark.parametrize(

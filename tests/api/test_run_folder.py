@@ -120,8 +120,9 @@ def test_what_was_there_or_was_written_stays(here):
 def test_a_folder_left_by_a_run_that_wrote_nothing_is_free(here):
     (here / "x").mkdir()
     (here / "x" / ".lock").touch()
-    with claimed(RunConfig(output_dir=here / "x"), resuming=False):
-        pass
+    with claimed(RunConfig(output_dir=here / "x"), resuming=False) as home:
+        assert home == here / "x"
+    assert home.is_dir()
 
 
 def make(here: Path, kind: str) -> None:

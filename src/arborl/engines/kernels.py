@@ -247,7 +247,7 @@ def parts_for(work: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Rows that begin with the same pages, as `bundles.py` finds them; a bundle that is not there has 0 pages."""
+    """Rows that begin with the same pages, as `shared_prefix.py` finds them; a bundle that is not there has 0 pages."""
 
     pages_M: Tensor
     rows_MB: Tensor

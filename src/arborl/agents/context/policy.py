@@ -1,6 +1,6 @@
 """What is done about a context that grows: nothing, a window, a cut, a summary, or the model's own edits.
 
-All of them are edits of one history (`context.py`), so each gives branches that are trained like any other.
+All of them are edits of one history (`history.py`), so each gives branches that are trained like any other.
 """
 
 from __future__ import annotations
