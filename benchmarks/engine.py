@@ -3,9 +3,11 @@
     python benchmarks/engine.py --device cpu --case multi-turn --json
 
 Cases: `single` (one prompt, one completion each; several batch sizes), `multi-turn` (every turn adds an observation to
-a growing conversation), `group` (eight attempts at each of a few long prompts). Both sides sample the same number of
-tokens at temperature 1 from the same weights. Tokens a second count sampled tokens only; the best of `--repeats` runs
-counts.
+a growing conversation), `ragged` (the same, but each reply and each observation has a length of its own, uniform
+between a quarter and seven quarters of the mean: nobody is in step), `group` (eight attempts at each of a few long
+prompts). Both sides sample the same number of tokens at temperature 1 from the same weights; where lengths differ,
+`generate` pads on the left and runs until the longest reply is done. Tokens a second count sampled tokens that were
+asked for; the best of `--repeats` runs counts.
 """
 
 from __future__ import annotations
@@ -52,20 +54,33 @@ class Case:
     observed: int = 0
     siblings: int = 1
     """Conversations that begin with the same prompt."""
+    spread: float = 0.0
+    """Lengths of replies and observations are uniform in their mean ± this share of it."""
 
-    @property
-    def tokens(self) -> int:
-        return self.conversations * self.sampled * self.turns
+    def lengths(self, seed: int) -> tuple[np.ndarray, np.ndarray]:
+        """Sampled and observed tokens, each `[conversations, turns]`."""
+        chance = np.random.default_rng((seed, 1))
+
+        def some(mean: int) -> np.ndarray:
+            low, high = round(mean * (1 - self.spread)), round(mean * (1 + self.spread))
+            return chance.integers(low, high + 1, (self.conversations, self.turns))
+
+        return some(self.sampled), some(self.observed)
+
+    def tokens(self, seed: int) -> int:
+        return int(self.lengths(seed)[0].sum())
 
     @property
     def length(self) -> int:
-        return self.prompt + self.turns * self.sampled + (self.turns - 1) * self.observed
+        sampled, observed = (round(mean * (1 + self.spread)) for mean in (self.sampled, self.observed))
+        return self.prompt + self.turns * sampled + (self.turns - 1) * observed
 
 
 CPU = [
     Case("single", 16, 128, 64),
     Case("single", 64, 128, 64),
     Case("multi-turn", 32, 64, 8, turns=8, observed=32),
+    Case("ragged", 32, 64, 8, turns=8, observed=32, spread=0.75),
     Case("group", 32, 512, 16, siblings=8),
 ]
 CUDA = [
@@ -73,6 +88,7 @@ CUDA = [
     Case("single", 256, 128, 128),
     Case("single", 1024, 128, 128),
     Case("multi-turn", 256, 64, 64, turns=8, observed=64),
+    Case("ragged", 256, 64, 64, turns=8, observed=64, spread=0.75),
     Case("group", 64, 2048, 128, siblings=8),
 ]
 
@@ -89,14 +105,15 @@ def ours(engine: LocalEngine, case: Case, seed: int) -> list[float]:
     began = time.perf_counter()
     vocabulary = engine.model.config.vocab_size
     chance = np.random.default_rng(seed)
+    sampled, observed = case.lengths(seed)
 
     async def converse(number: int, context: list[int]) -> None:
         own = np.random.default_rng((seed, number))
         for turn in range(case.turns):
-            sampling = Sampling(case.sampled, seed=(seed * 1000 + number) * 100 + turn)
+            sampling = Sampling(int(sampled[number, turn]), seed=(seed * 1000 + number) * 100 + turn)
             done = await engine.generate(context, sampling, session=str(number))
             finished[turn] = time.perf_counter() - began
-            context += [*done.tokens, *own.integers(0, vocabulary, case.observed).tolist()]
+            context += [*done.tokens, *own.integers(0, vocabulary, observed[number, turn]).tolist()]
 
     async def everyone() -> None:
         await engine.load({}, seed)
@@ -107,18 +124,21 @@ def ours(engine: LocalEngine, case: Case, seed: int) -> list[float]:
 
 
 def theirs(model: PreTrainedModel, case: Case, seed: int) -> None:
-    """`generate` on one batch; every turn reads the whole conversation again. Equal lengths, so nothing is padded."""
+    """`generate` on one batch, until the longest reply is done; every turn reads the whole conversation again."""
     vocabulary = model.config.vocab_size
     chance = np.random.default_rng(seed)
-    context = torch.tensor(openings(case, vocabulary, chance), device=model.device)
-    for turn in range(case.turns):
-        context = model.generate(
-            context, attention_mask=torch.ones_like(context), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
-            max_new_tokens=case.sampled, min_new_tokens=case.sampled, pad_token_id=0,
-        )  # fmt: skip
-        if turn < case.turns - 1:
-            new = torch.tensor(chance.integers(0, vocabulary, (len(context), case.observed)), device=model.device)
-            context = torch.cat([context, new], dim=1)
+    contexts = openings(case, vocabulary, chance)
+    for sampled, observed in zip(*(x.T for x in case.lengths(seed)), strict=True):
+        width = max(map(len, contexts))
+        ids = torch.tensor([[0] * (width - len(c)) + c for c in contexts], device=model.device)
+        seen = torch.tensor([[0] * (width - len(c)) + [1] * len(c) for c in contexts], device=model.device)
+        longest = int(sampled.max())
+        done = model.generate(
+            ids, attention_mask=seen, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+            max_new_tokens=longest, min_new_tokens=longest, pad_token_id=0,
+        )[:, width:].tolist()  # fmt: skip
+        for context, reply, kept, more in zip(contexts, done, sampled, observed, strict=True):
+            context += [*reply[:kept], *chance.integers(0, vocabulary, more).tolist()]
 
 
 def continuous(model: PreTrainedModel, case: Case, seed: int) -> None:
@@ -130,6 +150,8 @@ def continuous(model: PreTrainedModel, case: Case, seed: int) -> None:
     settings = GenerationConfig(
         do_sample=True, temperature=1.0, top_k=0, max_new_tokens=case.sampled, eos_token_id=-1, pad_token_id=0
     )
+    if case.spread:
+        raise ValueError("continuous batching is compared on equal lengths only")
     for _ in range(case.turns):
         done = model.generate_batch(inputs=contexts, generation_config=settings, progress_bar=False)
         answers = [done[key].generated_tokens for key in sorted(done, key=lambda k: int(str(k).split("_")[-1]))]
@@ -158,21 +180,21 @@ def floor_seconds(model: PreTrainedModel, case: Case) -> float:
     beat on this device. Prompts are taken to cost nothing."""
     weights = sum(p.nbytes for p in model.parameters())
     steps = case.turns * case.sampled
-    middle = (case.prompt + case.length) / 2
+    middle = case.prompt + (case.turns * case.sampled + (case.turns - 1) * case.observed) / 2
     return steps * (weights + case.conversations * middle * token_bytes(model)) / bandwidth(model.device.type)
 
 
-def best(run: Callable[[int], Any], repeats: int, cuda: bool) -> float:
-    """Seconds of the fastest of `repeats` runs, after one that does not count."""
+def best(run: Callable[[int], Any], case: Case, repeats: int, cuda: bool) -> float:
+    """Tokens a second of the fastest of `repeats` runs, after one that does not count."""
     run(0)
-    seconds = []
-    for repeat in range(repeats):
+    speeds = []
+    for repeat in range(1, repeats + 1):
         began = time.perf_counter()
-        run(repeat + 1)
+        run(repeat)
         if cuda:
             torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
-    return min(seconds)
+        speeds.append(case.tokens(repeat) / (time.perf_counter() - began))
+    return max(speeds)
 
 
 def load(name: str, device: str) -> PreTrainedModel:
@@ -197,7 +219,7 @@ def describe(row: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--case", choices=["single", "multi-turn", "group", "all"], default="all")
+    parser.add_argument("--case", choices=["single", "multi-turn", "ragged", "group", "all"], default="all")
     parser.add_argument("--model", help="seedling, smollm2, qwen (random Qwen2.5-0.5B) or a folder")
     parser.add_argument("--conversations", type=int, help="instead of the case's own number, for slow models")
     parser.add_argument("--repeats", type=int, default=3)
@@ -216,11 +238,11 @@ def main() -> int:
         with torch.inference_mode():
             model.set_attn_implementation("sdpa")
             torch.backends.mkldnn.enabled = True  # as torch comes; ours turns it off on Arm
-            baseline = case.tokens / best(lambda seed, c=case: theirs(model, c, seed), args.repeats, cuda)
+            baseline = best(lambda seed, c=case: theirs(model, c, seed), case, args.repeats, cuda)
         tune_cpu()
         engine = LocalEngine(model, case.length + 1, case.conversations, case.conversations * (case.length + 64))
-        seconds = best(lambda seed, c=case, e=engine: ours(e, c, seed), args.repeats, cuda)
-        mine = case.tokens / seconds
+        mine = best(lambda seed, c=case, e=engine: ours(e, c, seed), case, args.repeats, cuda)
+        seconds = case.conversations * case.turns * case.sampled / mine
         row = {
             "case": case.name, "model": name, "conversations": case.conversations, "turns": case.turns,
             "prompt": case.prompt, "sampled": case.sampled, "observed": case.observed, "ours_tok_s": round(mine, 1),
@@ -230,10 +252,8 @@ def main() -> int:
         }  # fmt: skip
         if case.turns > 1:
             row["turn_seconds"] = [round(turn, 4) for turn in ours(engine, case, 99)]
-        if args.continuous and case.tokens < 40_000:
-            row["continuous_tok_s"] = round(
-                case.tokens / best(lambda seed, c=case: continuous(model, c, seed), 1, cuda)
-            )
+        if args.continuous and not case.spread and case.tokens(0) < 40_000:
+            row["continuous_tok_s"] = round(best(lambda seed, c=case: continuous(model, c, seed), case, 1, cuda))
         print(json.dumps(row) if args.json else describe(row))
         sys.stdout.flush()
         del engine

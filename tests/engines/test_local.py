@@ -128,7 +128,7 @@ def test_a_prompt_of_which_one_token_is_read_in_a_step_is_read_rightly(qwen3, re
     prompts = random_prompts([7, 5, 40, 3], 99)
     expected = greedy_by_transformers(qwen3, prompts, 4)
     engine = LocalEngine(qwen3, max_context=128, kv_tokens=1024)
-    engine.read_at_once = read_at_once
+    engine.executor.many = read_at_once
     assert [list(c.tokens) for c in generate(engine, prompts, [Sampling(4, 0.0)] * 4)] == expected
 
 

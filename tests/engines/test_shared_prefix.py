@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arborl.engines.shared_prefix import Bundling, bundle
+from arborl.engines.shared_prefix import Bundling, bundle, room_for
 
 
 def tables(*rows: list[int]) -> np.ndarray:
@@ -85,3 +85,29 @@ def test_bundles_are_made_anew_when_a_row_has_read_less_than_the_one_before_it_i
     bundling = Bundling(8)
     bundling(tables([1, 2, 5], [1, 2, 6]), np.array([2, 2]))
     assert bundling(tables([1, 2, 5], [1, 2, 6]), np.array([2, 1])).pages_M.tolist() == [1]
+
+
+@given(
+    st.integers(0, 4),
+    st.lists(st.tuples(st.integers(0, 40), st.integers(2, 30)), min_size=1, max_size=6),
+    st.integers(1, 8),
+    st.integers(2, 5),
+)
+def test_tokens_that_are_read_together_are_bundled_over_pages_that_all_of_them_see(alone, reads, size, most):
+    starts = np.array([*[17] * alone, *(start for start, _ in reads)])
+    counts = np.array([*[1] * alone, *(count for _, count in reads)])
+    pages = np.arange(len(counts) * 80, dtype=np.int32).reshape(len(counts), 80)
+    bundles = Bundling(most).of_step(pages, starts, counts, size)
+    sequence = np.repeat(np.arange(len(counts)), counts)
+    position = np.concatenate([np.arange(a, a + n) for a, n in zip(starts, counts, strict=True)])
+    seen = np.zeros(len(position), dtype=int)
+    for shared, rows in zip(bundles.pages_M, bundles.rows_MB, strict=True):
+        rows = rows[rows >= 0]
+        assert shared > 0
+        assert len(rows) > 1
+        assert len(set(sequence[rows])) == 1
+        assert (position[rows] + 1 >= shared * size).all()
+        assert (bundles.own_R[rows] == shared).all()
+        seen[rows] += 1
+    assert (seen == (bundles.own_R > 0)).all()
+    assert len(bundles.pages_M) <= room_for(len(position))

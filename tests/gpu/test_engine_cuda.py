@@ -81,6 +81,33 @@ def test_greedy_tokens_equal_those_of_transformers_also_when_requests_are_put_ba
     assert engine.metrics()["engine/paused"] > 0
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_conversations_out_of_step_get_the_tokens_of_transformers(family):
+    """Replies and observations of unequal length, prompts that come late, and one that is longer than any graph."""
+    model = make(family)
+    engine = LocalEngine(model, max_context=250, max_requests=12, kv_tokens=8000, page_size=16)
+    engine.executor.buckets = [b for b in engine.executor.buckets if b <= 96]
+    told: list[tuple[list[int], int, list[int]]] = []
+
+    async def converse(number: int) -> None:
+        own = np.random.default_rng(number)
+        context = own.integers(0, 99, int(own.integers(1, 120))).tolist()
+        for _ in range(3):
+            count = int(own.integers(1, 25))
+            done = await engine.generate(context, Sampling(count, 0.0), session=str(number))
+            told.append((list(context), count, list(done.tokens)))
+            context += [*done.tokens, *own.integers(0, 99, int(own.integers(0, 20))).tolist()]
+            await asyncio.sleep(0.001 * number)
+
+    async def everyone() -> None:
+        await asyncio.gather(*(converse(number) for number in range(16)))
+
+    asyncio.run(everyone())
+    assert not engine.executor.broken
+    for context, count, tokens in told[::4]:
+        assert [tokens] == by_transformers(model, [context], count)
+
+
 def test_sampled_tokens_are_those_of_the_cpu():
     model = make("qwen3")
     prompts, samplings = random_prompts([3, 40, 25, 31]), [Sampling(30, seed=i) for i in range(4)]

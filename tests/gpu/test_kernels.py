@@ -58,9 +58,36 @@ def test_decode_attention(rows, shared, heads, key_heads, size, dtype):
     q = randn(rows, heads, size, dtype=dtype)
     among = sharing(table, length, kernels.members_for(heads, key_heads), 16)
     assert bool(among.pages_M.any()) == (shared and rows > 1 and heads // key_heads < 64)
-    out = kernels.decode(q, keys, values, table, length - 1, among, size**-0.5)
+    each = torch.arange(rows, device="cuda", dtype=torch.int32)
+    out = kernels.decode(q, keys, values, table, each, length - 1, among, size**-0.5)
     for row in range(0, rows, max(1, rows // 7)):
         k, v = (sequence(x, table, row, int(length[row])).float() for x in (keys, values))
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            q[row].float()[None, :, None], k[None], v[None], enable_gqa=True
+        )[0, :, 0]
+        torch.testing.assert_close(out[row].float(), expected, atol=DTYPES[dtype], rtol=DTYPES[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "key_heads", "size"), [(14, 2, 64), (8, 8, 128)])
+def test_attention_of_a_step_in_which_some_sequences_bring_one_token_and_others_many(heads, key_heads, size, dtype):
+    from arborl.engines import kernels
+    from arborl.engines.shared_prefix import Bundling, room_for
+
+    torch.manual_seed(0)
+    start, counts = np.array([40, 250, 0, 100, 33, 0]), np.array([1, 1, 7, 150, 20, 64])
+    keys, values, table = pool(6, 300, key_heads, 16, size, dtype)
+    found = Bundling(kernels.members_for(heads, key_heads)).of_step(table.cpu().numpy(), start, counts, 16)
+    none = room_for(int(counts.sum())) - len(found.pages_M)
+    padded = np.pad(found.pages_M, (0, none)), np.pad(found.rows_MB, ((0, none), (0, 0))), found.own_R
+    sequence_of = np.repeat(np.arange(6), counts)
+    position = np.concatenate([np.arange(a, a + n) for a, n in zip(start, counts, strict=True)])
+    given = [torch.from_numpy(x.astype(np.int32)).cuda() for x in (sequence_of, position)]
+    q = randn(len(position), heads, size, dtype=dtype)
+    among = kernels.Shared(*(torch.from_numpy(x).cuda() for x in padded))
+    out = kernels.decode(q, keys, values, table, *given, among, size**-0.5)
+    for row in range(0, len(position), 3):
+        k, v = (sequence(x, table, int(sequence_of[row]), int(position[row]) + 1).float() for x in (keys, values))
         expected = torch.nn.functional.scaled_dot_product_attention(
             q[row].float()[None, :, None], k[None], v[None], enable_gqa=True
         )[0, :, 0]

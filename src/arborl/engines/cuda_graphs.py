@@ -1,11 +1,13 @@
-"""Running steps on a GPU: fused kernels over paged keys and values, and CUDA graphs when every row brings one token.
+"""Running steps on a GPU: fused kernels over paged keys and values, in CUDA graphs.
 
-A graph is recorded for a number of rows (a bucket) at its first use and holds the whole step: tokens in, model,
-sampler, tokens out. It binds addresses, not values: weights that change in place are used at once. All that a step
-needs from the host travels in two small arrays, and its outcome in two more, so the next step is launched before this
-one is looked at.
+In a step each new token is a row: one for a conversation that is being sampled, many for one that has just got its
+observation. Its key and value are stored before anybody looks, so a token sees those before it in the same step. A
+graph is recorded for a number of rows (a bucket) at its first use and holds the whole step: tokens in, model, sampler,
+tokens out. It binds addresses, not values: weights that change in place are used at once. All that a step needs from
+the host travels in two small arrays, and its outcome in two more, so the next step is launched before this one is
+looked at. Steps that bring more tokens than any bucket has are launched piece by piece.
 
-N tokens, R rows, B rows of the bucket.
+N tokens, R rows, S sequences, B rows of the bucket.
 """
 
 from __future__ import annotations
@@ -13,8 +15,10 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -33,8 +37,12 @@ from arborl.models.attention import library_hidden_states, logit_cap, raw_read_o
 from arborl.models.lean import epsilon
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
-BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+BUCKETS = (
+    *(1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256),
+    *range(320, 1025, 64),
+)
 """Rows a graph may have; a step takes the next larger one."""
 
 
@@ -44,21 +52,34 @@ class Sent(NamedTuple):
     fed: Any
     position: Any
     slot: Any
-    greedy: Any
+    sequence: Any
+    """`[R]`, as the ones before it: which line of `table` is the row's."""
     own: Any
-    """`[R]`, as the ones before it: pages at a row's beginning that its bundle looks at."""
+    """`[R]`: pages at a row's beginning that its bundle looks at."""
+    greedy: Any
+    """`[S]`, for the sequences that get a token."""
+    last: Any
+    """`[S]`: the row that each of those is sampled from."""
     shared: Any
     """`[M]`: pages that the rows of a bundle share; 0 where there is no bundle."""
     member: Any
     """`[M, B]`: its rows."""
     table: Any
-    """`[R, pages]`."""
+    """`[S, pages]`."""
+
+    @staticmethod
+    def shapes(rows: int, sequences: int, members: int, pages: int) -> list[tuple[int, ...]]:
+        bundles = room_for(rows)
+        return [*[(rows,)] * 5, *[(sequences,)] * 2, (bundles,), (bundles, members), (sequences, pages)]
 
     @classmethod
-    def of(cls, flat: Any, rows: int, members: int, pages: int) -> Sent:
-        bundles = room_for(rows)
-        shapes = [*[(rows,)] * 5, (bundles,), (bundles, members), (rows, pages)]
-        ends = np.cumsum([0, *(math.prod(shape) for shape in shapes)]).tolist()
+    def size(cls, rows: int, sequences: int, members: int, pages: int) -> int:
+        return sum(map(math.prod, cls.shapes(rows, sequences, members, pages)))
+
+    @classmethod
+    def of(cls, flat: Any, rows: int, sequences: int, members: int, pages: int) -> Sent:
+        shapes = cls.shapes(rows, sequences, members, pages)
+        ends = np.cumsum([0, *map(math.prod, shapes)]).tolist()
         return cls(*(flat[a:b].reshape(shape) for a, b, shape in zip(ends, ends[1:], shapes, strict=False)))
 
 
@@ -106,18 +127,18 @@ class TritonOps(ABC):
 
 
 class DecodeOps(TritonOps):
-    """Rows that bring one token each."""
+    """Each token looks for itself."""
 
     def __init__(self, cache: Cache, heads: int, sent: Sent):
         super().__init__(cache, heads, sent.position, sent.slot, sent.table)
-        self.shared = kernels.Shared(sent.shared, sent.member, sent.own)
+        self.sequence, self.shared = sent.sequence, kernels.Shared(sent.shared, sent.member, sent.own)
 
     def attend(self, q_NHD: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        return kernels.decode(q_NHD, keys, values, self.table, self.position_N, self.shared, scale)
+        return kernels.decode(q_NHD, keys, values, self.table, self.sequence, self.position_N, self.shared, scale)
 
 
 class ReadOps(TritonOps):
-    """Rows that bring any number of tokens."""
+    """The tokens of a sequence look in tiles of some: for many of them."""
 
     def __init__(self, cache: Cache, heads: int, step: Step, device: torch.device):
         reading = step.reading
@@ -152,14 +173,14 @@ class Buffers:
     taken: list[tuple[Tensor, Tensor]]
 
     @classmethod
-    def make(cls, rows: int, members: int, pages: int, device: torch.device) -> Buffers:
+    def make(cls, size: int, sequences: int, device: torch.device) -> Buffers:
         def pair(first: Tensor, second: Tensor) -> list[tuple[Tensor, Tensor]]:
             return [tuple(torch.empty_like(x, device="cpu").pin_memory() for x in (first, second)) for _ in range(2)]  # type: ignore[misc]
 
-        whole = torch.zeros(rows * (6 + members + pages), dtype=torch.int32, device=device)
-        real = torch.ones(2 * rows, dtype=torch.float64, device=device)
-        token = torch.zeros(rows, dtype=torch.int64, device=device)
-        logprob = torch.zeros(rows, dtype=torch.float32, device=device)
+        whole = torch.zeros(size, dtype=torch.int32, device=device)
+        real = torch.ones(2 * sequences, dtype=torch.float64, device=device)
+        token = torch.zeros(sequences, dtype=torch.int64, device=device)
+        logprob = torch.zeros(sequences, dtype=torch.float32, device=device)
         return cls(whole, real, token, logprob, pair(whole, real), pair(token, logprob))
 
 
@@ -180,6 +201,8 @@ class GraphExecutor:
     """Steps on a GPU. The cache has one page more than is handed out, for what the padding rows of a bucket write."""
 
     ahead = True
+    many = 16384
+    """New tokens a step may bring in all: so few that those who sample need not wait long for those who read."""
 
     def __init__(self, model: PreTrainedModel, pages: int, page_size: int, context: int, requests: int):
         self.model, self.spare = model, pages * page_size
@@ -188,8 +211,9 @@ class GraphExecutor:
         self.heads = model.config.num_attention_heads
         self.members = kernels.members_for(self.heads, model.config.num_key_value_heads)
         self.table_pages = -(-context // page_size)
-        self.buckets = [b for b in BUCKETS if b < requests] + [requests]
-        self.buffers = Buffers.make(requests, self.members, self.table_pages, model.device)
+        self.requests = requests
+        self.buckets = sorted({*BUCKETS, requests})
+        self.buffers = Buffers.make(self._layout(self.buckets[-1], Sent.size), requests, model.device)
         self.bundling = Bundling(self.members)
         self.graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self.pool = torch.cuda.graph_pool_handle()
@@ -201,10 +225,9 @@ class GraphExecutor:
     def launch(self, step: Step) -> Sampled:
         self.turn ^= 1
         count = len(step.sampled)
-        one_each = len(step.tokens) == len(step.reading.starts) == count
         truncates = step.draws.truncates
-        if one_each and not self.broken:
-            logits_BV = self._decode(step, truncates)
+        if len(step.tokens) <= self.buckets[-1] and not self.broken:
+            logits_BV = self._replay(step, truncates)
         else:
             logits_BV = self._read(step, truncates)
         if not count:
@@ -220,25 +243,35 @@ class GraphExecutor:
         event.record()
         return Coming(token[:count], logprob[:count], event)
 
+    def at_once(self, tokens: int) -> int:
+        """What fills a few graphs is divided among these."""
+        largest = self.buckets[-1]
+        return largest if tokens <= 4 * largest and not self.broken else self.many
+
     def weights_changed(self) -> None:
         if self.forward.refresh():
             self.graphs.clear()
 
-    # ------------------------------------------------------------------------------------------ one token a row
+    # ------------------------------------------------------------------------------------------ in a graph
 
-    def _decode(self, step: Step, truncates: bool) -> Tensor:
+    def _replay(self, step: Step, truncates: bool) -> Tensor:
         count = len(step.tokens)
         bucket = next(b for b in self.buckets if b >= count)
         if (bucket, truncates) not in self.graphs:
             self._record(bucket, truncates)
             if self.broken:
                 return self._read(step, truncates)
-        reading = step.reading
+        reading, counts = step.reading, step.reading.counts
         sent = self._sent(self.buffers.sent[self.turn][0].numpy(), bucket)
-        self._pad(sent, count)
-        sent.fed[:count], sent.position[:count] = step.tokens, reading.starts
-        sent.slot[:count], sent.table[:count] = reading.slots(self.cache.size), reading.tables
-        found = self.bundling(reading.tables, reading.starts // self.cache.size)
+        self._pad(sent, count, len(counts))
+        sent.fed[:count], sent.position[:count] = step.tokens, reading.positions
+        sent.slot[:count], sent.sequence[:count] = (
+            reading.slots(self.cache.size),
+            np.repeat(np.arange(len(counts)), counts),
+        )
+        sent.table[: len(counts)] = reading.tables
+        sent.last[: len(step.sampled)] = (np.cumsum(counts) - 1)[step.sampled]
+        found = self.bundling.of_step(reading.tables, reading.starts, counts, self.cache.size)
         sent.own[:count] = found.own_R
         sent.shared[: len(found.pages_M)], sent.member[: len(found.pages_M)] = found.pages_M, found.rows_MB
         self._send(step.draws, bucket)
@@ -246,30 +279,35 @@ class GraphExecutor:
         graph.replay()
         return logits_BV
 
-    def _sent(self, flat: Any, rows: int) -> Sent:
-        return Sent.of(flat, rows, self.members, self.table_pages)
+    def _layout(self, rows: int, of: Callable[..., T]) -> T:
+        return of(rows, min(rows, self.requests), self.members, self.table_pages)
 
-    def _pad(self, sent: Sent, count: int) -> None:
-        """From row `count` on, rows that read and write the spare page, and no bundles."""
-        sent.fed[count:], sent.position[count:], sent.slot[count:], sent.own[count:] = 0, 0, self.spare, 0
-        sent.table[count:] = self.spare // self.cache.size
-        sent.shared[:] = 0
+    def _sent(self, flat: Any, rows: int) -> Sent:
+        return self._layout(rows, partial(Sent.of, flat))
+
+    def _pad(self, sent: Sent, rows: int, sequences: int) -> None:
+        """From there on, rows that write to the spare page and look at one token, nobody cares whose; no bundles."""
+        sent.fed[rows:], sent.position[rows:], sent.slot[rows:], sent.own[rows:] = 0, 0, self.spare, 0
+        sent.sequence[rows:] = len(sent.table) - 1
+        sent.table[sequences:] = self.spare // self.cache.size
+        sent.shared[:] = sent.last[:] = 0
 
     def _send(self, draws: Draws, rows: int) -> None:
         """The host's numbers for a step of `rows` rows; those that are padding draw something or other."""
         whole, real = self.buffers.sent[self.turn]
         count, sent, chances = len(draws.temperature_B), self._sent(whole.numpy(), rows), real.numpy()
-        sent.greedy[:] = chances[: 2 * rows] = 1
+        most = len(sent.greedy)
+        sent.greedy[:] = chances[: 2 * most] = 1
         sent.greedy[:count] = draws.temperature_B == 0
         chances[:count] = np.where(draws.temperature_B == 0, 1.0, draws.temperature_B)
-        chances[rows : rows + count] = draws.uniform_B
-        most = rows * (6 + self.members + self.table_pages)
-        self.buffers.whole[:most].copy_(whole[:most], non_blocking=True)
-        self.buffers.real[: 2 * rows].copy_(real[: 2 * rows], non_blocking=True)
+        chances[most : most + count] = draws.uniform_B
+        size = self._layout(rows, Sent.size)
+        self.buffers.whole[:size].copy_(whole[:size], non_blocking=True)
+        self.buffers.real[: 2 * most].copy_(real[: 2 * most], non_blocking=True)
 
     def _record(self, bucket: int, truncates: bool) -> None:
         """Run once to compile what is needed, then record. Its rows are padding: they write to the spare page only."""
-        self._pad(self._sent(self.buffers.whole, bucket), 0)
+        self._pad(self._sent(self.buffers.whole, bucket), 0, 0)
         token, logprob = self.buffers.token.clone(), self.buffers.logprob.clone()
         graph = torch.cuda.CUDAGraph()
         try:
@@ -293,15 +331,15 @@ class GraphExecutor:
     def _body(self, bucket: int, truncates: bool) -> Tensor:
         sent = self._sent(self.buffers.whole, bucket)
         ops = DecodeOps(self.cache, self.heads, sent)
-        logits_BV = self._logits(self._hidden(token_kernels.feed(sent.fed, self.buffers.token), sent.position, ops))
+        hidden_NE = self._hidden(token_kernels.feed(sent.fed, self.buffers.token), sent.position, ops)
+        logits_BV = self._logits(hidden_NE.index_select(0, sent.last))
         if not truncates:
-            self._sample(logits_BV)
+            self._sample(logits_BV, sent.greedy)
         return logits_BV
 
-    def _sample(self, logits_BV: Tensor) -> None:
+    def _sample(self, logits_BV: Tensor, greedy: Tensor) -> None:
         rows, buffers = len(logits_BV), self.buffers
         heat, uniform = buffers.real[: 2 * rows].split(rows)
-        greedy = self._sent(buffers.whole, rows).greedy
         token_kernels.sample(logits_BV, heat, greedy, uniform, buffers.token, buffers.logprob)
 
     def _logits(self, hidden_BE: Tensor) -> Tensor:
@@ -313,7 +351,7 @@ class GraphExecutor:
             return self.forward(tokens, ops)
         return library_hidden_states(self.model, tokens, position_N.long(), ops)
 
-    # ------------------------------------------------------------------------------------------ many tokens a row
+    # ------------------------------------------------------------------------------------------ many tokens
 
     def _read(self, step: Step, truncates: bool) -> Tensor:
         device = self.model.device
@@ -326,5 +364,5 @@ class GraphExecutor:
         logits_BV = self._logits(hidden_NE[last_B.long()])
         if count and not truncates:
             self._send(step.draws, count)
-            self._sample(logits_BV)
+            self._sample(logits_BV, self._sent(self.buffers.whole, count).greedy)
         return logits_BV

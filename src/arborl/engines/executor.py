@@ -48,6 +48,10 @@ class Executor(Protocol):
 
     def launch(self, step: Step) -> Sampled: ...
 
+    def at_once(self, tokens: int) -> int:
+        """New tokens the next step may bring in all, where so many wait to be read; the rest waits for the next."""
+        ...
+
     def weights_changed(self) -> None:
         """Called after the model's weights were replaced or updated."""
         ...
@@ -68,6 +72,7 @@ class TorchExecutor:
     """With torch operations alone, on any device."""
 
     ahead = False
+    many = 4096
 
     def __init__(self, model: PreTrainedModel, pages: int, page_size: int, context: int):
         self.model = model
@@ -87,6 +92,9 @@ class TorchExecutor:
             hidden_NE = hidden_NE[torch.from_numpy(last).to(device)]
         token_B, logprob_B = draw(logits(self.model, hidden_NE), step.draws)
         return Ready(token_B.cpu().numpy(), logprob_B.double().cpu().numpy())
+
+    def at_once(self, tokens: int) -> int:
+        return self.many
 
     def _hidden(self, tokens: Tensor, positions: Tensor, attend: TorchAttend) -> Tensor:
         if self.forward.fused:

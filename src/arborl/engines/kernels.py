@@ -164,20 +164,19 @@ def _scan(
     return highest, sum_, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "bundles", "first", "rest", "table_stride"])
 def _decode(
-    q, keys, values, table, at, own, shared, member, partial, state, rows, scale, page_stride, table_stride,
-    member_stride,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BUNDLES: tl.constexpr, MEMBERS: tl.constexpr,
-    FIRST: tl.constexpr, REST: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, SIZE: tl.constexpr,
-    BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    q, keys, values, table, sequence, at, own, shared, member, partial, state, rows, bundles, first, rest, scale,
+    page_stride, table_stride, member_stride,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, MEMBERS: tl.constexpr, GROUP: tl.constexpr,
+    TILE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Programs of two kinds: what a bundle of rows shares, in FIRST parts, and what a row has of its own, in REST."""
+    """Programs of two kinds: what a bundle of rows shares, in `first` parts; what a row has of its own, in `rest`."""
     G: tl.constexpr = H // K
     k, job = tl.program_id(0) % K, tl.program_id(0) // K
     d = tl.arange(0, SIZE)
-    if job < BUNDLES * FIRST:
-        bundle, part = job // FIRST, job % FIRST
+    if job < bundles * first:
+        bundle, part = job // first, job % first
         total = tl.load(shared + bundle) * P
         if total > 0:
             m = tl.arange(0, MEMBERS * GROUP)
@@ -187,8 +186,8 @@ def _decode(
             real = (r >= 0) & (g < G)
             both = real[:, None] & (d < D)[None, :]
             query = tl.load(q + here[:, None] * D + d[None, :], mask=both, other=0.0)
-            pages = table + tl.load(member + bundle * member_stride).to(tl.int64) * table_stride
-            each = tl.cdiv(tl.cdiv(total, FIRST), BLOCK) * BLOCK
+            pages = table + tl.load(sequence + tl.load(member + bundle * member_stride)).to(tl.int64) * table_stride
+            each = tl.cdiv(tl.cdiv(total, first), BLOCK) * BLOCK
             highest, sum_, acc = _scan(
                 query, tl.where(real, total, 0), keys, values, pages, k, part * each,
                 tl.minimum(part * each + each, total), scale, page_stride, D, P, MEMBERS * GROUP, SIZE, BLOCK,
@@ -199,34 +198,34 @@ def _decode(
             tl.store(state + here * 2, highest, mask=real)
             tl.store(state + here * 2 + 1, sum_, mask=real)
     else:
-        r, part = ((job - BUNDLES * FIRST) // REST).to(tl.int64), (job - BUNDLES * FIRST) % REST
+        r, part = ((job - bundles * first) // rest).to(tl.int64), (job - bundles * first) % rest
         g = tl.arange(0, TILE)
         here = r * H + k * G + g
         both = (g < G)[:, None] & (d < D)[None, :]
         query = tl.load(q + here[:, None] * D + d[None, :], mask=both, other=0.0)
         begin, total = tl.load(own + r) * P, tl.load(at + r) + 1
-        each = tl.cdiv(tl.cdiv(total - begin, REST), BLOCK) * BLOCK
+        each = tl.cdiv(tl.cdiv(total - begin, rest), BLOCK) * BLOCK
         begin += part * each
+        pages = table + tl.load(sequence + r).to(tl.int64) * table_stride
         highest, sum_, acc = _scan(
-            query, tl.zeros([TILE], tl.int32) + total, keys, values, table + r * table_stride, k, begin,
+            query, tl.zeros([TILE], tl.int32) + total, keys, values, pages, k, begin,
             tl.minimum(begin + each, total), scale, page_stride, D, P, TILE, SIZE, BLOCK, PRECISION,
         )  # fmt: skip
-        here += (FIRST + part) * rows * H
+        here += (first + part) * rows * H
         tl.store(partial + here[:, None] * D + d[None, :], acc, mask=both)
         tl.store(state + here * 2, highest, mask=g < G)
         tl.store(state + here * 2 + 1, sum_, mask=g < G)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["RH", "first", "parts"])
 def _combine(
-    partial, state, own, out, RH,
-    H: tl.constexpr, D: tl.constexpr, FIRST: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr,
-    SIZE: tl.constexpr,
+    partial, state, own, out, RH, first, parts,
+    H: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     here = tl.program_id(0).to(tl.int64)
     part, d = tl.arange(0, PADDED), tl.arange(0, SIZE)
     row = part * RH + here
-    real = (part < PARTS) & ((part >= FIRST) | (tl.load(own + here // H) > 0))
+    real = (part < parts) & ((part >= first) | (tl.load(own + here // H) > 0))
     highest = tl.load(state + row * 2, mask=real, other=-1e30)
     sum_ = tl.load(state + row * 2 + 1, mask=real, other=0.0)
     weight = tl.exp(highest - tl.max(highest, axis=0))
@@ -260,9 +259,11 @@ def members_for(heads: int, key_heads: int) -> int:
 
 
 def decode(
-    q_RHD: Tensor, keys: Tensor, values: Tensor, table: Tensor, position_R: Tensor, shared: Shared, scale: float
-) -> Tensor:
-    """One query a row, at `position[row]`, over the pages `table[row]` of the cache `[pages, K, P, D]`. `[R, H, D]`."""
+    q_RHD: Tensor, keys: Tensor, values: Tensor, table: Tensor, sequence_R: Tensor, position_R: Tensor, shared: Shared,
+    scale: float,
+) -> Tensor:  # fmt: skip
+    """One query a row, at `position[row]`, over the pages `table[sequence[row]]` of the cache `[pages, K, P, D]`; a
+    sequence may have several. `[R, H, D]`."""
     rows, heads, size = q_RHD.shape
     _, key_heads, page, _ = keys.shape
     bundles, members = shared.rows_MB.shape
@@ -272,15 +273,15 @@ def decode(
     group = power(heads // key_heads)
     wide = q_RHD.dtype == torch.float32
     _decode[((bundles * first + rows * rest) * key_heads,)](
-        q_RHD, keys, values, table, position_R, shared.own_R, shared.pages_M, shared.rows_MB, partial, state, rows,
-        scale, keys.stride(0), table.stride(0), shared.rows_MB.stride(0),
-        H=heads, K=key_heads, D=size, P=page, BUNDLES=bundles, MEMBERS=members, FIRST=first, REST=rest, GROUP=group,
-        TILE=max(16, group), SIZE=max(16, power(size)), BLOCK=32 if wide else KEYS, PRECISION=precision(q_RHD.dtype),
+        q_RHD, keys, values, table, sequence_R, position_R, shared.own_R, shared.pages_M, shared.rows_MB, partial,
+        state, rows, bundles, first, rest, scale, keys.stride(0), table.stride(0), shared.rows_MB.stride(0),
+        H=heads, K=key_heads, D=size, P=page, MEMBERS=members, GROUP=group, TILE=max(16, group),
+        SIZE=max(16, power(size)), BLOCK=32 if wide else KEYS, PRECISION=precision(q_RHD.dtype),
         num_warps=4, num_stages=1 if wide else 3,
     )  # fmt: skip
     out = torch.empty_like(q_RHD)
     _combine[(rows * heads,)](
-        partial, state, shared.own_R, out, rows * heads, H=heads, D=size, FIRST=first, PARTS=first + rest,
+        partial, state, shared.own_R, out, rows * heads, first, first + rest, H=heads, D=size,
         PADDED=power(first + rest), SIZE=power(size), num_warps=2,
     )  # fmt: skip
     return out

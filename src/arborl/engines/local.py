@@ -30,9 +30,6 @@ from arborl.engines.scheduler import Scheduler
 from arborl.errors import EngineError
 from arborl.types import Completion, Finish, Metrics, Sampling
 
-READ_AT_ONCE = {"cpu": 4096, "cuda": 32768}
-"""New tokens a step may bring in all; the rest of a long prompt waits for the next."""
-
 
 @dataclass(frozen=True, slots=True)
 class Flight:
@@ -85,7 +82,6 @@ class LocalEngine:
         self.counts = dict.fromkeys(("sampled", "read", "reused", "steps", "paused", "seconds"), 0.0)
         copy = self.executor.cache.copy
         self.scheduler = Scheduler(self.pages, self.rows, max_context, not deterministic, copy, self.counts)
-        self.read_at_once = READ_AT_ONCE.get(kind, 4096)
         self.version = 0
         self.flight: Flight | None = None
         """A launched step whose outcome has not been looked at."""
@@ -207,7 +203,8 @@ class LocalEngine:
         unread = rows.length[row] - rows.filled[row]
         order = np.argsort(unread > 1, kind="stable")  # those that sample before those that read
         row, unread = row[order], unread[order]
-        taken = np.minimum(unread, np.maximum(self.read_at_once - (np.cumsum(unread) - unread), 0))
+        most = self.executor.at_once(int(unread.sum()))
+        taken = np.minimum(unread, np.maximum(most - (np.cumsum(unread) - unread), 0))
         some = np.flatnonzero(taken)
         some = some[np.argsort(taken[some] > 1, kind="stable")]  # rows that bring one token come first, cut ones too
         row, taken = row[some], taken[some]

@@ -16,7 +16,7 @@ CHUNK = 2048
 """Logits one program looks at."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _feed(fed, last, tokens, N, BLOCK: tl.constexpr):
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(fed + n, mask=n < N, other=0)
