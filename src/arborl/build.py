@@ -17,19 +17,21 @@ from typing import TYPE_CHECKING, Any
 from arborl import sandbox
 from arborl.agents import AGENTS, Agent
 from arborl.agents.agent import as_agent, is_async, refuse_plain_function
+from arborl.agents.context.policy import check_takes
 from arborl.chat import Renderer
 from arborl.checkpoint import check_model
-from arborl.config.run import AgentConfig, EnvConfig, Part, RewardConfig, RunConfig
+from arborl.config.run import Part, RunConfig
 from arborl.data import Mixture, TaskSource, open_source
 from arborl.data.mixing.streams import RowPool
 from arborl.engines import ENGINES, Engine
 from arborl.envs import ENVS, Env
+from arborl.envs.prompted import NO_PROMPT, opened, prompted
 from arborl.errors import ConfigError, EngineError
 from arborl.models.find import check_supported, described, resolve
 from arborl.registry import Registry, call_checked, short, unique
 from arborl.rewards import REWARDS, Rewards
 from arborl.rewards.by_source import RewardsBySource
-from arborl.rollout.by_source import differences
+from arborl.rollout.by_source import Seat, called, differences, seats_of
 from arborl.rollout.groups import FILTERS, Manner
 from arborl.rollout.recorder import Limits
 from arborl.rollout.replay import Recording, Replay
@@ -86,7 +88,7 @@ def build(config: RunConfig, objects: Mapping[str, Any] | None = None) -> Parts:
     check_supported(
         described(folder), config.model.name, config.sampling.max_context
     )  # a refusal need not wait for the weights
-    renderer = Renderer.from_folder(folder, config.agent.tool_format)
+    renderer = Renderer.from_folder(folder, config.agent.tool_format, config.model.chat_args)
     source = workshop.source(renderer)
 
     import torch
@@ -147,19 +149,6 @@ def _policy(config: RunConfig, folder: Path) -> PreTrainedModel:
     return model
 
 
-@dataclass(frozen=True, slots=True)
-class Seat:
-    """What plays the tasks of one source, and what judges them."""
-
-    where: str
-    """In front of its keys in a configuration: empty for the run, `data.sources.math.` for a source."""
-    agent: AgentConfig
-    env: EnvConfig
-    tools: tuple[str, ...]
-    rewards: tuple[RewardConfig, ...]
-    tool_args: Mapping[str, dict[str, Any]]
-
-
 class Workshop:
     """Finds parts by name and makes them, each checked once at the start."""
 
@@ -189,27 +178,12 @@ class Workshop:
         if self.config.rollout.group_filter is not None:
             self.find(FILTERS, self.config.rollout.group_filter)
 
-    def seats(self) -> dict[str, Seat]:
-        """The run's own under the empty name, and that of each source."""
-        config = self.config
-        own = Seat("", config.agent, config.env, config.tools, config.rewards, config.agent.tool_args)
-        seats = {"": own}
-        for name, source in config.data.sources.items():
-            agent = source.agent or config.agent
-            tools = config.tools if source.tools is None else source.tools
-            given = agent.tool_args
-            if source.agent is None:  # the run's agent at other tools: what is said of those it has not is not for here
-                given = {tool: args for tool, args in given.items() if tool in _called(tools)}
-            where = f"data.sources.{name}."
-            seats[name] = Seat(where, agent, source.env or config.env, tools, source.rewards or config.rewards, given)
-        return seats
-
     def cast(self) -> Cast:
         """Who plays, by a task's source; a task may itself name another agent or environment.
 
         An agent that a source's configuration names comes before one that its rows name.
         """
-        config, seats = self.config, self.seats()
+        config, seats = self.config, seats_of(self.config)
         everywhere = {name for seat in seats.values() for name in seat.tools}
         tools = {name: self.tools(seat, everywhere) for name, seat in seats.items()}
         warn_of_gaps({tool.name: tool for some in tools.values() for tool in some}.values())
@@ -220,20 +194,30 @@ class Workshop:
 
         def env(task: Task) -> Env:
             seat = seats[seat_of(task)]
-            part = seat.env if task.env in (None, seat.env.name) else Part(name=str(task.env))
+            own = task.env in (None, seat.env.name)
+            part = seat.env if own else Part(name=str(task.env))
             found: Env = self.make(ENVS, part, f"{seat.where}env")
-            return copy.deepcopy(found)  # an object that was handed in must not play two episodes at once
+            fresh = copy.deepcopy(found)  # an object that was handed in must not play two episodes at once
+            system = getattr(part_of(task), "system", None)
+            system = config.agent.system if system is None else system
+            return prompted(fresh, seat.env.prompt if own else NO_PROMPT, system, seat.sizes)
+
+        def part_of(task: Task) -> Part:
+            name = seat_of(task)
+            chosen = name in sources and sources[name].agent is not None
+            if not task.agent or chosen or task.agent == seats[name].agent.name:
+                return seats[name].agent
+            return config.data.agents.get(task.agent) or Part(name=task.agent)
 
         def agent(task: Task) -> Agent:
-            name = seat_of(task)
-            part: Part = seats[name].agent
-            chosen = name in sources and sources[name].agent is not None
-            if task.agent and not chosen and task.agent != part.name:
-                part = config.data.agents.get(task.agent) or Part(name=task.agent)
+            name, part = seat_of(task), part_of(task)
             where = f"{seats[name].where}agent"
             said = f"{where}={part.name}"
-            refuse_plain_function(self.find(AGENTS, part.name), {*part.args, "tools"}, said)
-            return as_agent(self.make(AGENTS, part, where, tools=tools[name]), said)
+            found, policy = self.find(AGENTS, part.name), seats[name].context
+            refuse_plain_function(found, {*part.args, "tools"}, said)
+            check_takes(found, said, policy)
+            more: dict[str, Any] = {"tools": tools[name]} | ({"context": policy} if policy is not None else {})
+            return as_agent(self.make(AGENTS, part, where, **more), said)
 
         made = Cast(agent, env, *differences(sources)) if sources else Cast(agent, env)
         for name, seat in seats.items():
@@ -247,7 +231,7 @@ class Workshop:
     def tools(self, seat: Seat, everywhere: Collection[str]) -> list[AnyTool]:
         """The tools, each made with its arguments."""
         for name in seat.tool_args:
-            if name not in _called(seat.tools if seat.where else everywhere):
+            if name not in called(seat.tools if seat.where else everywhere):
                 raise ConfigError(
                     f"{seat.where}agent.tool_args.{name}: no such tool here. Write {seat.where}tools=[{name}]."
                 )
@@ -259,7 +243,7 @@ class Workshop:
 
     def rewards(self) -> Rewards:
         """The run's rewards, and those of sources that have their own."""
-        seats = self.seats()
+        seats = seats_of(self.config)
         run = self._rewards(seats.pop(""))
         own = {name: source for name, source in self.config.data.sources.items() if source.rewards is not None}
         return RewardsBySource(run, {name: self._rewards(seats[name]) for name in own}) if own else run
@@ -296,7 +280,7 @@ class Workshop:
         config = self.config
 
         def length(messages: Sequence[Message]) -> int:
-            return len(renderer.encode(renderer.render(messages)))
+            return len(renderer.encode(renderer.render(opened(messages, config.agent.system or ""))))
 
         source = open_source(config.data, config.env.name, config.seed, length, self.objects)
         if isinstance(source, Mixture):
@@ -311,9 +295,11 @@ class Workshop:
         if agent in self.config.data.agents or agent == self.config.agent.name:
             return
         try:
-            self.find(AGENTS, agent)
+            found = self.find(AGENTS, agent)
         except ConfigError as error:
             raise ConfigError(f"rows of {source}, agent_name: {error} Or write data.agents.{agent}=NAME.") from error
+        seats = seats_of(self.config)
+        check_takes(found, f"agent_name={agent} of rows of {source}", seats.get(source, seats[""]).context)
 
     def algorithm(self) -> Algorithm:
         """The algorithm; it weighs sources where they say so."""
@@ -368,11 +354,6 @@ class Workshop:
                 f"engine.kv_tokens={asked.kv_tokens}: there is no memory for so many keys and values. Write a smaller "
                 "engine.kv_tokens, or 0 for a share of the memory."
             ) from error
-
-
-def _called(names: Collection[str]) -> set[str]:
-    """All that these parts may be called."""
-    return {*names, *map(short, names)}
 
 
 def _check_has(part: Any, methods: Sequence[str], where: str) -> None:

@@ -10,10 +10,13 @@ from typer.testing import CliRunner
 
 from arborl.cli.env import named
 from arborl.cli.main import app
-from arborl.cli.play import colored, meant
+from arborl.cli.play import colored, meant, run_with
+from arborl.config.base import dump_yaml
+from arborl.config.load import from_kwargs
 from arborl.envs import ENVS
 from arborl.envs.env import Env, Observation, Step
 from arborl.errors import ConfigError
+from arborl.models.seedling import WEIGHTS
 from arborl.types import Message
 
 MOVES = ["<answer>Left</answer>", "<answer>Down</answer>", "<answer>Right</answer>", "<answer>Up</answer>"]
@@ -184,6 +187,37 @@ def test_a_model_is_watched(monkeypatch):
     assert "return " in done.output
 
 
+def test_a_prompt_around_an_environment_is_played_and_checked():
+    prompt = ["env.prompt.observation=Turn {turn_idx}: {observation}", r"env.prompt.action_pattern=\[(.*?)\]"]
+    done = call("play", "frozen_lake", *prompt, "--oracle", "--seed", "3")
+    assert done.exit_code == 0, done.output
+    assert "Turn 2: " in done.output
+    assert "1> [" in done.output
+    assert "success 1" in done.output
+    assert call("check", "frozen_lake", *prompt, "--tasks", "2").exit_code == 0
+    wrong = call("play", "frozen_lake", "env.prompt.observation={obs}", "--oracle")
+    assert wrong.exit_code == 2
+    assert "observation: unknown place {obs}" in wrong.output
+
+
+def test_a_runs_model_is_watched_with_the_words_of_its_run(tmp_path):
+    prompt = {"observation": "Turn {turn_idx}\n{observation}", "instruction": "Go."}
+    config = from_kwargs(
+        agent={"name": "tool", "system": "You."}, env={"name": "rooms", "prompt": prompt}, **{"sampling.max_tokens": 9}
+    )
+    (tmp_path / "config.yaml").write_text(dump_yaml(config))
+    place = tmp_path / "checkpoints" / "step-000001"
+    place.mkdir(parents=True)
+    (place / "model").symlink_to(WEIGHTS)
+    made = run_with(str(place), "rooms", {"doors": 1}, {"instruction": ""})
+    assert (made.agent.name, made.agent.system, made.sampling.max_tokens) == ("tool", "You.", 9)
+    assert made.env.prompt.model_dump(exclude_none=True) == {**prompt, "instruction": ""}
+    assert made.env.args == {"doors": 1}
+    assert made.model.name == str(place / "model")
+    other = run_with(str(place), "frozen_lake", {}, {})
+    assert not other.env.prompt.says_something
+
+
 def test_what_is_typed_is_understood():
     assert meant("w", MOVES) == MOVES[3]
     assert meant("DOWN", MOVES) == MOVES[1]
@@ -196,7 +230,9 @@ def test_arguments_are_read_as_yaml():
     assert named(["shop", "products=2000", "human=false", "env.args.data=null"], ()) == (
         "shop",
         {"products": 2000, "human": False, "data": None},
+        {},
     )
+    assert named(["shop", "env.prompt.system=1: {env_instruction}"], ())[2] == {"system": "1: {env_instruction}"}
     with pytest.raises(ConfigError, match="no YAML"):
         named(["shop", "products=[1"], ())
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from arborl.agents.agent import Model
+from arborl.agents.context.policy import Policy
 from arborl.agents.rounds import Act, RoundsAgent, count
 from arborl.errors import ConfigError
 from arborl.tools import TOOLS
@@ -40,6 +41,7 @@ class CodeAgent(RoundsAgent):
         result_start_tag, result_end_tag: around what the code printed.
         result_role: role of the message that carries a result; `user` for templates that refuse `tool`.
         max_tool_rounds: pieces of code run before one step of the environment.
+        context: what is done when the conversation outgrows the window; nothing by default.
     """
 
     def __init__(
@@ -53,8 +55,9 @@ class CodeAgent(RoundsAgent):
         result_end_tag: str = "</result>",
         result_role: Literal["tool", "user"] = "tool",
         max_tool_rounds: int = 8,
+        context: Policy | None = None,
     ):
-        super().__init__(max_tool_rounds)
+        super().__init__(max_tool_rounds, context)
         tags = {"code_start_tag": code_start_tag, "code_end_tag": code_end_tag}
         tags |= {"answer_start_tag": answer_start_tag, "answer_end_tag": answer_end_tag}
         for key, tag in tags.items():

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from arborl.agents.agent import Model
+from arborl.agents.context.policy import Policy
 from arborl.agents.rounds import Act, RoundsAgent, count
 from arborl.chat.formats.react import ReactParser, final_answer
 from arborl.tools.injection import Context
@@ -31,6 +32,7 @@ class ReactAgent(RoundsAgent):
         max_calls: actions of one message that are run; those beyond are answered with that.
         result_role: role of the message that carries observations; `tool` for models that forget their thoughts
             whenever a user speaks.
+        context: what is done when the conversation outgrows the window; nothing by default.
     """
 
     def __init__(
@@ -39,8 +41,9 @@ class ReactAgent(RoundsAgent):
         max_tool_rounds: int = 8,
         max_calls: int = 16,
         result_role: Literal["tool", "user"] = "user",
+        context: Policy | None = None,
     ):
-        super().__init__(max_tool_rounds)
+        super().__init__(max_tool_rounds, context)
         if result_role not in ("tool", "user"):
             raise ValueError(f"result_role={result_role!r}: give tool or user")
         self.toolbox, self.result_role = Toolbox(tools, max_calls), result_role

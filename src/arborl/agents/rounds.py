@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from arborl.agents.agent import Agent, Model
+from arborl.agents.context.policy import Policy
+from arborl.agents.context.talk import Talk
 from arborl.envs.env import Env
 from arborl.tools.injection import Context
-from arborl.types import Message, Task, ToolCall, ToolResult
+from arborl.types import Message, Task, ToolCall, ToolResult, ToolSpec
 
 KINDS = ("unknown_tool", "malformed", "arguments", "exception", "timeout")
 """How a call of a tool can fail; a tool behind HTTP adds its own."""
@@ -34,12 +36,17 @@ class RoundsAgent(Agent):
 
     Args:
         max_tool_rounds: rounds before one step of the environment; the message after them goes to the environment.
+        context: what is done when the conversation outgrows the window; nothing by default.
     """
 
     offered = 1
     """Tools the model may call."""
+    specs: tuple[ToolSpec, ...] = ()
+    """Those of which the chat template tells it."""
+    context: Policy | None = None
 
-    def __init__(self, max_tool_rounds: int = 8):
+    def __init__(self, max_tool_rounds: int = 8, context: Policy | None = None):
+        self.context = context
         if max_tool_rounds < 0:
             raise ValueError(f"max_tool_rounds={max_tool_rounds}: give 0 or more")
         self.max_tool_rounds = max_tool_rounds
@@ -60,22 +67,23 @@ class RoundsAgent(Agent):
         model.count({"tool/offered": float(self.offered), **NONE_YET})
         async with Context(task, getattr(model, "tokenizer", None)) as context:
             observation = await env.reset(task, task.seed)
-            messages = self.opening(observation.messages)
-            while True:
-                act = await self._act(messages, context, model)
-                step = await env.step(act.action)
-                if step.over or act.ends:
-                    return
-                messages += [act.said, *step.observation.messages]
+            with Talk(model, self.opening(observation.messages), self.context, self.specs) as talk:
+                while True:
+                    act = await self._act(talk, context, model)
+                    step = await env.step(act.action)
+                    if step.over or act.ends:
+                        return
+                    talk.add(act.said)
+                    talk.hear(step.observation.messages)
 
-    async def _act(self, messages: list[Message], context: Context, model: Model) -> Act:
-        """The model's next message to the environment; the rounds before it are added to `messages`."""
+    async def _act(self, talk: Talk, context: Context, model: Model) -> Act:
+        """The model's next message to the environment; the rounds before it are added to the talk."""
         for left in range(self.max_tool_rounds, -1, -1):
-            message = await self.ask(messages, model)
+            message = await talk.ask(lambda messages: self.ask(messages, model))
             done = await self.work(message, context, model, last=left == 0)
             if isinstance(done, Act):
                 return done
-            messages += [message, *done]
+            talk.add(message, done)
         raise AssertionError("the last round always acts")
 
 

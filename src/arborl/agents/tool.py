@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from arborl.agents.agent import Model
+from arborl.agents.context.policy import Policy
 from arborl.agents.rounds import Act, RoundsAgent, answer, count
 from arborl.tools.injection import Context
 from arborl.tools.tool import AnyTool
@@ -23,14 +24,19 @@ class ToolAgent(RoundsAgent):
         max_tool_rounds: messages with calls that are answered before one step of the environment; the message after
             that goes to the environment as it is, unless it calls a terminal tool.
         max_calls: calls of one message that are run; those beyond are answered with that.
+        context: what is done when the conversation outgrows the window; nothing by default.
     """
 
     def __init__(
-        self, tools: Sequence[AnyTool | Callable[..., Any]] = (), max_tool_rounds: int = 8, max_calls: int = 16
+        self,
+        tools: Sequence[AnyTool | Callable[..., Any]] = (),
+        max_tool_rounds: int = 8,
+        max_calls: int = 16,
+        context: Policy | None = None,
     ):
-        super().__init__(max_tool_rounds)
+        super().__init__(max_tool_rounds, context)
         self.toolbox = Toolbox(tools, max_calls)
-        self.offered = len(self.toolbox.specs)
+        self.specs, self.offered = tuple(self.toolbox.specs), len(self.toolbox.specs)
 
     async def ask(self, messages: Sequence[Message], model: Model) -> Message:
         return await model.chat(messages, self.toolbox.specs)

@@ -31,6 +31,7 @@ FIXED = {
 """Keys, as patterns, that stay what they were, and why."""
 MEASURED = (
     "env", "agent", "tools", "rewards", "data", "evaluation", "sampling", "rollout.max_turns", "rollout.val_envs",
+    "model.chat_args", "context",
 )  # fmt: skip
 """What the held-out numbers depend on."""
 

@@ -146,6 +146,10 @@ class Quoting:
             self._tools[key] = (tuple(tools), [self._tool(tool) for tool in tools])  # who holds them keeps their ids
         return self._tools[key][1]
 
+    def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
+        """A template's own arguments: texts in them are no more control than those of a prompt."""
+        return {name: _within(value, self.prompt) for name, value in given.items()} if given else given
+
     def _tool(self, tool: ToolSpec) -> dict[str, Any]:
         function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
         return {"type": "function", "function": _within(function, self.tagged)}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from arborl.chat.control import THINKING, Quoting, Rendered, undivided
 from arborl.chat.formats import Parser, choose
@@ -42,18 +43,28 @@ class Renderer:
         object.__setattr__(self, "unspoken", unspoken)
 
     @classmethod
-    def from_folder(cls, folder: str | Path, tool_format: Parser | str = "auto") -> Renderer:
+    def from_folder(
+        cls,
+        folder: str | Path,
+        tool_format: Parser | str = "auto",
+        chat_args: Mapping[str, Any] | None = None,
+    ) -> Renderer:
         """From a model folder in Hugging Face's layout.
 
         Args:
             folder: of the model.
             tool_format: how it writes tool calls: a parser, a name from `PARSERS`, or `auto` for what its chat template
                 shows it.
+            chat_args: arguments of its chat template, such as `enable_thinking`.
         """
         tokenizer = FileTokenizer(folder)
         sources = tokenizer.chat_templates
         template = Template(
-            sources["default"], tokenizer.bos_token, tokenizer.eos_token, with_tools=sources.get("tool_use")
+            sources["default"],
+            tokenizer.bos_token,
+            tokenizer.eos_token,
+            with_tools=sources.get("tool_use"),
+            arguments=chat_args,
         )
         parser = choose(tool_format, sources.values()) if isinstance(tool_format, str) else tool_format
         return cls(tokenizer, template, parser, _stop(tokenizer))

@@ -7,19 +7,23 @@ both to the same text.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
+from jinja2 import meta
 from jinja2.ext import Extension
 from jinja2.nodes import Node
 from jinja2.parser import Parser as JinjaParser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from arborl.chat.control import DIVIDER, PLAIN, Quoting, Rendered, undivided
-from arborl.errors import ConfigError
+from arborl.errors import ConfigError, did_you_mean
 from arborl.types import Message, ToolSpec
+
+OURS = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
+"""What every template is given, and nobody else may set."""
 
 
 class Template:
@@ -36,6 +40,7 @@ class Template:
         eos_token: text of the end token.
         with_tools: another template that takes over when tools are given; some models ship two.
         now: what `strftime_now` tells. Taken once, so that all renders of a run tell the same day.
+        arguments: of the template's own, such as `enable_thinking`; one that it never reads is refused.
     """
 
     def __init__(
@@ -46,6 +51,7 @@ class Template:
         *,
         with_tools: str | None = None,
         now: datetime | None = None,
+        arguments: Mapping[str, Any] | None = None,
     ):
         self.sources = (source,) if with_tools is None else (source, with_tools)
         environment = _environment(now or datetime.now())
@@ -54,6 +60,23 @@ class Template:
         # A token that does not exist must stay undefined: None would be rendered as the text "None".
         named = {"bos_token": bos_token, "eos_token": eos_token}
         self._always = {name: token for name, token in named.items() if token is not None} | {"documents": None}
+        self._arguments = dict(arguments or {})
+        self._check_arguments(environment)
+
+    def _check_arguments(self, environment: ImmutableSandboxedEnvironment) -> None:
+        if not self._arguments:
+            return
+        reads = {name for source in self.sources for name in meta.find_undeclared_variables(environment.parse(source))}
+        known = sorted(reads - OURS)
+        for name in self._arguments:
+            if name in OURS:
+                raise ConfigError(f"model.chat_args.{name}: is given by Arbor to every template. Leave it out.")
+            if name not in reads:
+                what = f"It reads: {', '.join(known)}." if known else "It reads no arguments. Leave it out."
+                raise ConfigError(
+                    f"model.chat_args.{name}: the model's chat template never mentions it."
+                    f"{did_you_mean(name, known)} {what}"
+                )
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec], generation: bool) -> str:
         """The conversation's text; `generation` adds what comes before the assistant's next message."""
@@ -67,6 +90,7 @@ class Template:
         known = {
             **template.globals,
             **self._always,
+            **quoting.arguments(self._arguments),
             "messages": [quoting.message(message) for message in messages],
             "tools": quoting.tools(tools) if tools else None,
             "add_generation_prompt": generation,

@@ -185,12 +185,13 @@ def opened(config: RunConfig) -> Mixture:
     limited = [config.data, *config.data.sources.values()]
     if any(source.max_prompt_tokens for source in limited):
         from arborl.chat import Renderer
+        from arborl.envs.prompted import opened as with_system
         from arborl.models.load import resolve
 
-        renderer = Renderer.from_folder(resolve(config.model.name))
+        renderer = Renderer.from_folder(resolve(config.model.name), chat_args=config.model.chat_args)
 
         def length(messages: Any) -> int:
-            return len(renderer.encode(renderer.render(messages)))
+            return len(renderer.encode(renderer.render(with_system(messages, config.agent.system or ""))))
 
     source = open_source(config.data, config.env.name, config.seed, length)
     if not isinstance(source, Mixture):

@@ -17,6 +17,7 @@ CHECK_OPTIONS = ("--tasks", "--steps", "--seconds", "--help")
 
 env = typer.Typer(name="env", help="See, play and check environments.", no_args_is_help=True, rich_markup_mode=None)
 SETTINGS = {"ignore_unknown_options": True}
+PROMPT = "env.prompt."
 
 
 @env.command("list")
@@ -64,18 +65,24 @@ def play(
     pause: Annotated[float, typer.Option(help="Seconds between the moves of a player that is watched.")] = 0.4,
 ) -> None:
     """Play by hand in the terminal, or watch a player."""
-    from arborl.cli.play import Stage, by_hand, by_model, by_oracle, by_random
+    from arborl.cli.play import Stage, by_hand, by_model, by_oracle, by_random, run_with
+    from arborl.config.base import validate
+    from arborl.config.prompt import PromptConfig
+    from arborl.envs.prompted import Sizes, prompted
     from arborl.types import Task
 
     if oracle + random + bool(model) > 1:
         raise ConfigError("--oracle, --random and --model each name the player: give one of them.")
-    name, args = named(arguments, PLAY_OPTIONS)
+    name, args, prompt = named(arguments, PLAY_OPTIONS)
     task = Task(f"{name}/play-{seed}", seed=seed, env=name, fields={"split": split_name})
-    made = first(name, args)
-    stage = Stage(made, task, seed, pause if oracle or random or model else 0.0)
+    made, pause = first(name, args), pause if oracle or random or model else 0.0
     if model:
-        player, stage.seed = by_model(model, name, args, task, seed)
+        config = run_with(model, name, args, prompt)
+        sizes = Sizes(config.rollout.max_turns, config.sampling.max_tokens)
+        stage = Stage(prompted(made, config.env.prompt, config.agent.system, sizes), task, seed, pause)
+        player, stage.seed = by_model(config, task, seed)
     else:
+        stage = Stage(prompted(made, validate(PromptConfig, prompt)), task, seed, pause)
         player = by_oracle if oracle else by_random(seed) if random else by_hand(stage.console)
     stage.run(player)
 
@@ -93,17 +100,27 @@ def check(
     """Hold an environment to the contract. Exit code 1 if it breaks it."""
     from time import monotonic
 
+    from arborl.config.base import validate
+    from arborl.config.prompt import PromptConfig
     from arborl.envs.checker import check_env
+    from arborl.envs.prompted import prompted
     from arborl.types import Message, Task
 
-    name, args = named(arguments, CHECK_OPTIONS)
+    name, args, prompt = named(arguments, CHECK_OPTIONS)
     first(name, args, seconds)
+    around = validate(PromptConfig, prompt)
+
+    def fresh() -> Any:
+        return prompted(make(name, args), around)
+
     question = (Message("user", "What is 6 * 7?"),)
     problems: dict[str, int] = {}
     for seed in range(tasks):
         chosen, began = "held_out" if seed % 2 else "train", monotonic()
         task = Task(f"{name}/check-{seed}", question, {"split": chosen, "answer": "42"}, seed=seed)
-        for problem in check_env(lambda: make(name, args), task, seed=seed, steps=steps, seconds=seconds):
+        for problem in check_env(
+            lambda: prompted(make(name, args), around), task, seed=seed, steps=steps, seconds=seconds
+        ):
             problems[problem] = problems.get(problem, 0) + 1
         if problems and monotonic() - began > seconds:  # it hangs: once is enough
             tasks = seed + 1
@@ -116,11 +133,11 @@ def check(
     typer.echo(f"{name} keeps the contract of an environment ({tasks} tasks, up to {steps} steps each).")
 
 
-def named(arguments: Sequence[str], options: Sequence[str]) -> tuple[str, dict[str, Any]]:
-    """The environment's name and its arguments.
+def named(arguments: Sequence[str], options: Sequence[str]) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """The environment's name, its arguments, and the prompt around it.
 
     Example:
-        named(["sokoban", "preset=10x10"], ())      # ("sokoban", {"preset": "10x10"})
+        named(["sokoban", "preset=10x10"], ())      # ("sokoban", {"preset": "10x10"}, {})
     """
     import yaml
 
@@ -129,13 +146,15 @@ def named(arguments: Sequence[str], options: Sequence[str]) -> tuple[str, dict[s
     if name is None:
         raise ConfigError("no environment is named. Write its name first; `arborl env list` shows them.")
     args: dict[str, Any] = {}
+    prompt: dict[str, Any] = {}
     for setting in settings:
         key, _, text = setting.partition("=")
+        place, key = (prompt if key.startswith(PROMPT) else args), key.removeprefix(PROMPT).removeprefix("env.args.")
         try:
-            args[key.removeprefix("env.args.")] = yaml.safe_load(text)
+            place[key] = text if place is prompt else yaml.safe_load(text)
         except yaml.YAMLError as error:
             raise ConfigError(f"{setting!r}: the value is no YAML: {error}") from error
-    return name, args
+    return name, args, prompt
 
 
 def part(name: str) -> Any:

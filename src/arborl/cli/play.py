@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
@@ -18,6 +18,9 @@ from arborl.errors import ConfigError
 from arborl.rollout.threads import Hand, Threads, TooLong
 from arborl.seeds import derive, generator
 from arborl.types import Message, Task
+
+if TYPE_CHECKING:
+    from arborl.config import RunConfig
 
 Player = Callable[[Env], str | None]
 """The text to say now; None leaves the game."""
@@ -159,17 +162,43 @@ def bare(text: str) -> str:
     return text.removeprefix("<answer>").removesuffix("</answer>")
 
 
-def by_model(path: str, name: str, args: Mapping[str, Any], task: Task, seed: int) -> tuple[Player, int]:
+def by_model(config: RunConfig, task: Task, seed: int) -> tuple[Player, int]:
     """A model's episode, played first and then shown; and the seed its environment had."""
     from arborl.build import build
-    from arborl.config import RunConfig
 
-    config = RunConfig.model_validate({"model": str(model_folder(path)), "env": {"name": name, "args": dict(args)}})
     episode = asyncio.run(build(config).rollout.play(task, seed, f"{task.id}#0"))
     if episode.failure is not None:
         raise ConfigError(f"the episode failed: {episode.failure}")
     texts = iter([turn.message.content for turn in episode.turns])
     return (lambda env: next(texts, None)), derive(episode.seed, "environment")
+
+
+def run_with(model: str, name: str, args: Mapping[str, Any], prompt: Mapping[str, Any]) -> RunConfig:
+    """A run that plays this environment, with the words that the model's own run had around it.
+
+    Args:
+        model: a run, a checkpoint or a model.
+        name, args: the environment.
+        prompt: settings of `env.prompt`, on top of those of a run of the same environment.
+    """
+    from arborl.config.base import plain, validate
+    from arborl.config.load import load
+    from arborl.config.run import RunConfig
+    from arborl.config.trust import require_trust
+
+    env: dict[str, Any] = {"name": name, "args": dict(args), "prompt": dict(prompt)}
+    tree: dict[str, Any] = {}
+    place = Path(model).expanduser()
+    file = next((one / "config.yaml" for one in (place, *place.parents[:2]) if (one / "config.yaml").is_file()), None)
+    if file is not None:
+        config = load(file)
+        require_trust(file, config)
+        its = plain(config)
+        tree |= {key: its[key] for key in ("model", "agent", "tools", "sampling", "context", "sandbox")}
+        if config.env.name == name:
+            env["prompt"] = its["env"]["prompt"] | env["prompt"]
+    tree["model"] = {**tree.get("model", {}), "name": str(model_folder(model))}
+    return validate(RunConfig, {**tree, "env": env})
 
 
 def model_folder(path: str) -> Path:

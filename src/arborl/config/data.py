@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from arborl.config.base import Config, StopTexts, spelt_out
-from arborl.config.parts import AgentConfig, EnvConfig, Part, RewardConfig
+from arborl.config.parts import AgentConfig, ContextConfig, EnvConfig, Part, RewardConfig
 from arborl.errors import did_you_mean
 
 
@@ -97,6 +97,7 @@ class SourceConfig(RowsConfig):
     agent: AgentConfig | None = None
     env: EnvConfig | None = None
     """Without rows, the environment makes the tasks."""
+    context: ContextConfig | None = None
     tools: tuple[str, ...] | None = None
     rewards: tuple[RewardConfig, ...] | None = None
     sampling: SourceSampling = SourceSampling()
@@ -143,8 +144,8 @@ class DataConfig(RowsConfig):
 
     sources: dict[str, SourceConfig] = Field(default_factory=dict)
     """Several sources by name, mixed in every batch. Each has `path`, `hub`, `rows` or `env`, a `ratio`, and where it
-    differs from the run its own `agent`, `env`, `tools`, `rewards`, `sampling`, `limits` and `weight`; and any of the
-    settings above. See docs/data.md."""
+    differs from the run its own `agent`, `context`, `env`, `tools`, `rewards`, `sampling`, `limits` and `weight`; and
+    any of the settings above. See docs/data.md."""
     by: str | None = None
     """Column of the rows at `path` that says which source each belongs to, such as `data_source`."""
     agents: dict[str, AgentConfig] = Field(default_factory=dict)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from arborl.config.base import Config, spelt_out
+from arborl.config.prompt import ActionPattern, ObservationTemplate, Text
 
 
 class TagConfig(Config):
@@ -26,6 +27,33 @@ class TagConfig(Config):
     """Turns of an episode; without it, `rollout.max_turns`."""
     max_tokens_per_step: int | None = Field(None, ge=1)
     """Sampled tokens a model call; without it, `sampling.max_tokens`."""
+    agent_system_template: Text | None = None
+    """The system message, as it is: `env.prompt.system` without places."""
+    agent_template: ObservationTemplate | None = None
+    """Around every observation: `env.prompt.observation`."""
+    action_pattern: ActionPattern | None = None
+    """Finds the action in a reply: `env.prompt.action_pattern`. Also read from `env_config`, where the environment is
+    one of the library's; and so is `env_instruction`, which is `env.prompt.instruction`."""
+
+    def env(self) -> dict[str, Any]:
+        """The environment as a source has it."""
+        args = dict(self.env_config)
+        theirs = {} if ":" in self.env_type else {key: args.pop(key) for key in THEIRS if key in args}
+        system = self.agent_system_template
+        return {
+            "name": self.env_type,
+            "args": args,
+            "prompt": {
+                "system": None if system is None else system.replace("{", "{{").replace("}", "}}"),
+                "instruction": theirs.get("env_instruction"),
+                "observation": self.agent_template,
+                "action_pattern": self.action_pattern or theirs.get("action_pattern"),
+            },
+        }
+
+
+THEIRS = ("action_pattern", "env_instruction")
+"""Arguments of ROLL's environments that are no arguments of ours."""
 
 
 class TagsConfig(Config):
@@ -81,8 +109,8 @@ class EnvsConfig(TagsConfig):
     group_size: int | None = Field(None, ge=1)
     """Another name for `rollout.group_size`."""
     custom_envs: dict[str, TagConfig] = Field(default_factory=dict)
-    """What tags stand for: each with `env_type`, `env_config`, `max_steps` and `max_tokens_per_step`. More may be
-    defined than `tags` names."""
+    """What tags stand for: each with `env_type`, `env_config`, `max_steps`, `max_tokens_per_step`,
+    `agent_system_template`, `agent_template` and `action_pattern`. More may be defined than `tags` names."""
     max_env_num_per_worker: int = Field(0, ge=0)
     """With `workers=process`: environments in one process. 0 divides them among a process a core."""
 
@@ -206,7 +234,7 @@ def _counted(given: dict[str, Any], tasks: int) -> dict[str, Any]:
 def _source(tag: TagConfig | None, name: str, groups: int, among: Mapping[str, int]) -> dict[str, Any]:
     tag = tag or TagConfig(env_type=name)
     return {
-        "env": {"name": tag.env_type, "args": tag.env_config},
+        "env": tag.env(),
         "ratio": groups / sum(among.values()),
         "limits": {"max_turns": tag.max_steps},
         "sampling": {"max_tokens": tag.max_tokens_per_step},

@@ -14,6 +14,7 @@ from arborl.config.base import Config, StopTexts, spelt_out
 from arborl.config.data import DataConfig as DataConfig
 from arborl.config.data import SourceConfig
 from arborl.config.parts import AgentConfig as AgentConfig
+from arborl.config.parts import ContextConfig as ContextConfig
 from arborl.config.parts import EnvConfig as EnvConfig
 from arborl.config.parts import Named as Named
 from arborl.config.parts import Part as Part
@@ -51,6 +52,8 @@ class ModelConfig(Named):
     """Precision of the product that gives the logits: the model's own, or float32, in sampling and training alike."""
     quantize: Literal["none", "4bit"] = "none"
     """`4bit` keeps the frozen weights under the adapters in 4 bits (QLoRA; needs bitsandbytes and a GPU)."""
+    chat_args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the model's chat template: `{enable_thinking: false}`. One that it never reads is refused."""
     lora: LoraConfig = LoraConfig()
 
     @model_validator(mode="after")
@@ -217,6 +220,7 @@ class RunConfig(Config):
     data: DataConfig = DataConfig()
     env: EnvConfig = EnvConfig()
     agent: AgentConfig = AgentConfig()
+    context: ContextConfig = ContextConfig()
     tools: tuple[str, ...] = ()
     """Names from the library, or your own as `package.module:attribute`."""
     rewards: tuple[RewardConfig, ...] = (RewardConfig(name="env"),)
@@ -292,6 +296,11 @@ class RunConfig(Config):
                 f"even one sequence would fit. Write engine.kv_tokens={self.sampling.max_context} or more, or 0 for a "
                 "share of the memory."
             )
+        if self.env.prompt.says_something and self.data.sources and all(s.env for s in self.data.sources.values()):
+            raise ValueError(
+                "env.prompt is of the run's own environment, and every source names another. Write "
+                f"data.sources.{next(iter(self.data.sources))}.env.prompt, or agent_template and the like of a tag."
+            )
         for where, source in self._places():
             self._check_place(where, source)
         if self.engine.replies and self.engine.name != "scripted":
@@ -329,6 +338,11 @@ class RunConfig(Config):
             raise ValueError(f"{where}agent.tool_format: one model writes calls in one way. Write agent.tool_format.")
         if not source.has_rows and env.name == "question":
             raise ValueError(f"{where}env=question takes its tasks from a file. Write {where or 'data.'}path=FILE.")
+        if env.name == "question" and env.prompt.action_pattern is not None:
+            raise ValueError(
+                f"{where}env.prompt.action_pattern with env=question, which takes every reply as the answer; rewards "
+                "read it whole. Leave it out, or let a reward look for the pattern: rewards=[format]."
+            )
         if source.has_rows and env.name == "question" and [reward.name for reward in rewards] == ["env"]:
             raise ValueError(
                 f"{where}env=question gives no reward of its own. Write {where}rewards=[exact], which compares with "

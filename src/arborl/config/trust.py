@@ -28,6 +28,11 @@ SIGNATURE = ".signature"
 NAME = re.compile(r"(?!object:)[A-Za-z_][\w.]*:[A-Za-z_][\w.\-]*")
 TEXTS = ("name", "output_dir", "model", "sampling", "track", "engine.replies", "data.path", "data.hub")
 """Keys below which nothing is ever imported."""
+PROMPTS = re.compile(
+    r"(data\.sources\.[^.]+\.)?(agent\.system|env\.prompt)|data\.agents\.[^.]+\.system"
+    r"|rollout\.envs\.custom_envs\.[^.]+\.(agent_system_template|agent_template|action_pattern)"
+)
+"""Nor below these: they are words for the model."""
 
 
 def sign(config_file: Path, config: RunConfig) -> None:
@@ -55,7 +60,7 @@ def imported(config: RunConfig) -> Iterator[str]:
     """Every `package.module:attribute` that building this configuration may import."""
 
     def walk(value: Any, path: str) -> Iterator[str]:
-        if path in TEXTS:
+        if path in TEXTS or PROMPTS.fullmatch(path):
             return
         if isinstance(value, Mapping):
             for key, item in value.items():

@@ -53,7 +53,7 @@ PLAIN: dict[str, Rule] = {
     "tool_parser_name": to("agent.tool_format", {"hermes": "hermes", "llama3_json": "llama3", "pythonic": "pythonic"}),
     "backend": no(ENGINE),
     "use_agent": no("there is always an agent; agent=chat calls no tools"),
-    "system_prompt": no("put a system message into the rows: a column messages or prompt in OpenAI's shape"),
+    "system_prompt": to("agent.system"),
     "max_model_len": to("sampling.max_context"),
     "max_concurrent_chains": to("rollout.concurrency"),
 }

@@ -4,6 +4,7 @@ In reading order:
 
     env.py           What an environment is: `reset` opens an episode, `step` answers one message of the agent
     wrapper.py       An environment around another: whatever it does not do itself, the inner one does
+    prompted.py      An environment in other words: a prompt around what it says, and its action read out of a reply
     validation.py    Whether what an environment returned is of the shape its record promises
     checker.py       Holds an environment to its contract: run it on yours before you train on it
     splits.py        Which generated problems are held out: one in ten, by a hash of the problem itself

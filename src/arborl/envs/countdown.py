@@ -50,6 +50,7 @@ class Countdown(Env):
     """
 
     blocking = False
+    tagged = True
 
     def __init__(
         self,
@@ -95,6 +96,10 @@ class Countdown(Env):
             truncated=not self.solved and len(self.said) >= self.tries,
             info={"valid": float(value is not None)},
         )
+
+    @property
+    def max_steps(self) -> int:
+        return self.tries
 
     def metrics(self) -> Metrics:
         played = max(len(self.said), 1)

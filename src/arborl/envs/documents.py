@@ -13,6 +13,7 @@ from typing import Any, Literal
 from arborl.data.made.documents import LETTERS, DocumentProblem, make_problem, with_choices
 from arborl.envs.env import Env, Observation, Step
 from arborl.envs.splits import check_split, split_of, wanted_split
+from arborl.envs.wrapper import word_of
 from arborl.seeds import derive
 from arborl.types import Message, Metrics, Task
 
@@ -158,12 +159,7 @@ def document_of(task: Task, env: Env) -> Any:
     """The document of an episode: the task's, else the environment's; None where there is none."""
     if task.fields.get(FIELD) is not None:
         return task.fields[FIELD]
-    inner: Any = env
-    while inner is not None:  # recording and other wrappers hold what they wrap as `env`
-        if getattr(inner, "document", None) is not None:
-            return inner.document
-        inner = getattr(inner, "env", None)
-    return None
+    return word_of(env, "document")
 
 
 def _range(given: int | Sequence[int], name: str) -> tuple[int, int]:

@@ -50,6 +50,10 @@ class Env(Protocol):
 
     `reset`, `step` and `close` run in a thread, plain or async: they may take their time without holding other episodes
     up. Those of a class that says `blocking = False` run in the event loop, which is faster; they must never block it.
+
+    A class that says `tagged = True` reads moves between `<answer>` and `</answer>`: an action that
+    `env.prompt.action_pattern` found in a reply reaches it in these, and any other class as it is. Where there is an
+    attribute `max_steps`, prompts may tell how many are left.
     """
 
     async def reset(self, task: Task, seed: int) -> Observation:

@@ -53,6 +53,7 @@ class FrozenLake(Env):
     """
 
     blocking = False
+    tagged = True
 
     def __init__(
         self,

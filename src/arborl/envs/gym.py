@@ -60,6 +60,8 @@ class FromGymnasium(Env):
         FromGymnasium("FrozenLake-v1", names=("Left", "Down", "Right", "Up"))
     """
 
+    tagged = True
+
     def __init__(
         self,
         id: str | gymnasium.Env[Any, Any] = "FrozenLake-v1",

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
+CALLS = ("reset", "step", "close")
+
+
 class PassingEnv(Env):
     """Passes everything on. Subclass it and change what should differ."""
 
@@ -82,3 +85,35 @@ def awaited(env: Env) -> Env:
 
 async def _settled(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
+
+
+def blocks(env: Env) -> bool:
+    """Whether an environment's calls may take their time without letting others run: unless it says that they do not.
+
+    That `reset` and `step` are `async` says nothing: what they call may block, and then nobody else plays, no deadline
+    is kept and Ctrl-C is not heard. The word of a class is about its own calls: one that overrides them gives its own.
+    """
+    if "blocking" in getattr(env, "__dict__", ()):
+        return bool(vars(env)["blocking"])
+    for kind in type(env).__mro__:
+        if "blocking" in vars(kind):
+            return bool(vars(kind)["blocking"])
+        if any(call in vars(kind) for call in CALLS):
+            return True
+    return True
+
+
+def word_of(env: Any, name: str, otherwise: Any = None) -> Any:
+    """What an environment, or the first one inside it that says anything, says under this name."""
+    while env is not None:
+        if getattr(env, name, None) is not None:
+            return getattr(env, name)
+        env = getattr(env, "env", None)
+    return otherwise
+
+
+def kind_of(env: Env) -> str:
+    """The name of its class, whatever the library put around it."""
+    while isinstance(env, PassingEnv) and type(env).__module__.startswith("arborl."):
+        env = env.env
+    return type(env).__name__

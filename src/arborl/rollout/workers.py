@@ -6,12 +6,12 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from arborl.envs.env import Env
+from arborl.envs.wrapper import blocks, kind_of
 from arborl.errors import EpisodeError
 from arborl.rollout.processes import ProcessEnv, Processes
 from arborl.rollout.threads import ThreadEnv, Threads
 from arborl.types import Metrics
 
-CALLS = ("reset", "step", "close")
 KILLABLE = " Give what it waits for a time limit of its own, or write rollout.workers=process: processes can be killed."
 
 
@@ -59,12 +59,12 @@ class Workers:
         if self.kind == "none" or (self.kind == "auto" and name in self.near):
             env = make()
             if self.kind == "none" or not blocks(env):
-                return env, name or type(env).__name__
+                return env, name or kind_of(env)
             self.near.discard(name)  # another class by the same name: it is made anew, elsewhere
         threaded = ThreadEnv(self.threads, f"environment {name!r}" if name else "environment of the run", seconds)
         self.threads.left.admit(threaded.name, KILLABLE)
         await threaded.open(make)
-        env, name = threaded.env, name or type(threaded.env).__name__
+        env, name = threaded.env, name or kind_of(threaded.env)
         if self.kind == "thread" or (self.kind == "auto" and blocks(env)):
             return threaded, name
         threaded.release()
@@ -82,19 +82,3 @@ class Workers:
     def close(self) -> None:
         """End the processes; threads end by themselves."""
         self.processes.close()
-
-
-def blocks(env: Env) -> bool:
-    """Whether an environment's calls may take their time without letting others run: unless it says that they do not.
-
-    That `reset` and `step` are `async` says nothing: what they call may block, and then nobody else plays, no deadline
-    is kept and Ctrl-C is not heard. The word of a class is about its own calls: one that overrides them gives its own.
-    """
-    if "blocking" in getattr(env, "__dict__", ()):
-        return bool(vars(env)["blocking"])
-    for kind in type(env).__mro__:
-        if "blocking" in vars(kind):
-            return bool(vars(kind)["blocking"])
-        if any(call in vars(kind) for call in CALLS):
-            return True
-    return True

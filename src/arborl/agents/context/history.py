@@ -20,7 +20,7 @@ from arborl.types import Message, ToolCall
 
 STUB = "Content has been deleted to save space."
 SUMMARY = "[Previous Summary]:"
-Form = Literal["json", "brief"]
+Form = Literal["json", "brief", "plain"]
 CHORES = ("note", "updateNote", "mergeNotes", "deleteContext")
 
 
@@ -63,8 +63,13 @@ class History:
                 asked = asked or message.role == "user"
                 history = cls((*history.entries, Entry(0, message)))
             else:
-                history = history.add(message)
+                history = history.hear(message)
         return history
+
+    def hear(self, message: Message) -> History:
+        """The history with a message of the environment's; one of a tool answers the model's latest."""
+        spoke = (entry.id for entry in reversed(self.entries) if entry.message.role == "assistant")
+        return self.add(message, next(spoke, 0) if message.role == "tool" else 0)
 
     def add(
         self, message: Message, caller: int = 0, room: int | None = None, tag: str = "", ok: bool = True
@@ -75,7 +80,14 @@ class History:
     @property
     def last(self) -> int:
         """The highest number given so far; 0 before any."""
-        return max((entry.id for entry in self.entries), default=0)
+        return next((entry.id for entry in reversed(self.entries) if entry.id), 0)
+
+    @property
+    def asked(self) -> int:
+        """The number of what the user said last; 0 where that is the question. An answer to a call is not the user's,
+        whatever its role."""
+        said = (entry.id for entry in reversed(self.entries) if entry.message.role == "user" and not entry.caller)
+        return next(said, 0)
 
     def find(self, number: int) -> Entry | None:
         return next((entry for entry in self.entries if entry.id == number and number > 0), None)
@@ -105,6 +117,8 @@ class Fold:
     first: int
     last: int
     summary: str
+    keep: frozenset[int] = frozenset()
+    """Of these, messages that are shown all the same; `edited` fills it in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +126,13 @@ class Truncate:
     """Do not show messages before this one, nor answers to their calls."""
 
     before: int
+    keep: frozenset[int] = frozenset()
+    """Of these, messages that are shown all the same; `edited` fills it in."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Show only so many of the latest messages, besides the system's and the first user's."""
+    """Show only so many of the latest messages, besides the system's, and the user's first and newest."""
 
     size: int
 
@@ -125,7 +141,11 @@ Edit = Delete | Restore | Fold | Truncate | Window
 
 
 def edited(history: History, edits: Sequence[Edit], new: Edit) -> tuple[Edit, ...]:
-    """The edits with one more; ContextError where it makes no sense, and then nothing has changed."""
+    """The edits with one more; ContextError where it makes no sense, and then nothing has changed.
+
+    What the system said, and what the user said last, is neither folded nor cut off: the model has not answered it yet,
+    or works on it. Once the user has said something else, a later edit may cover it.
+    """
     fate = Fate.of(history, edits)
     match new:
         case Delete(number):
@@ -133,18 +153,26 @@ def edited(history: History, edits: Sequence[Edit], new: Edit) -> tuple[Edit, ..
         case Restore(number):
             if number not in fate.deleted and number not in fate.folded:
                 raise ContextError(f"message {number} is not deleted")
-        case Fold(first, last, summary):
+        case Fold(first, last, summary, _):
             if not 1 <= first <= last <= history.last:
                 raise ContextError(f"messages {first} to {last}: give numbers from 1 to {history.last}")
             if not summary.strip():
                 raise ContextError("the summary is empty")
-        case Truncate(before):
+            new = replace(new, keep=pinned(history))
+        case Truncate(before, _):
             if not 1 <= before <= history.last:
                 raise ContextError(f"before={before}: give a number from 1 to {history.last}")
+            new = replace(new, keep=pinned(history))
         case Window(size):
             if size < 1:
                 raise ContextError(f"size={size}: give 1 or more")
     return (*edits, new)
+
+
+def pinned(history: History) -> frozenset[int]:
+    """Numbers of messages that only a later edit may leave out."""
+    system = {entry.id for entry in history.entries if entry.message.role == "system"}
+    return frozenset(system | {history.asked}) - {0}
 
 
 def _check_delete(history: History, fate: Fate, number: int) -> None:
@@ -184,10 +212,10 @@ class Fate:
                     deleted.discard(number)
                     if number in folded:
                         folded = {n: f for n, f in folded.items() if n not in _with_answers(history, number, number)}
-                case Fold(first, last, _):
-                    folded |= dict.fromkeys(_with_answers(history, first, last), edit)
-                case Truncate(before):
-                    hidden |= _with_answers(history, 1, before - 1)
+                case Fold(first, last, _, keep):
+                    folded |= dict.fromkeys(_with_answers(history, first, last) - keep, edit)
+                case Truncate(before, keep):
+                    hidden |= _with_answers(history, 1, before - 1) - keep
                 case Window(size):
                     window = size
         gone = hidden | set(folded)
@@ -209,10 +237,11 @@ def _with_answers(history: History, first: int, last: int) -> set[int]:
 def _outside(history: History, size: int, gone: set[int]) -> set[int]:
     """What a window leaves out. It never begins with an answer whose call is not shown."""
     left = [entry for entry in history.entries if entry.id > 0 and entry.id not in gone]
-    shown = left[-size:]
-    while shown and shown[0].message.role == "tool":
+    stay = pinned(history)
+    shown = [entry for entry in left if entry.id not in stay][-size:]
+    while shown and (shown[0].caller or shown[0].message.role == "tool"):
         shown = shown[1:]
-    kept = {entry.id for entry in shown}
+    kept = stay | {entry.id for entry in shown}
     return {entry.id for entry in left if entry.id not in kept}
 
 
@@ -224,7 +253,8 @@ class Style:
     """How ids, notes, budget and stubs look; one for a whole run."""
 
     form: Form = "json"
-    """`json`: as JSON objects and headed blocks; `brief`: in a few characters, for small windows."""
+    """`json`: as JSON objects and headed blocks; `brief`: in a few characters, for small windows; `plain`: messages as
+    they are, without numbers."""
     stub: str = STUB
     notes: bool = True
     """Show the notes beside the question, from the first turn on, also where there are none yet."""
@@ -252,16 +282,26 @@ def view(
     style = style or Style()
     fate = Fate.of(history, edits)
     chores = _chores(history) if style.tidy else frozenset()
+    beside = question_block(_summaries(fate), notes or {}, style)
+    nobody = all(entry.id or entry.message.role != "user" for entry in history.entries)
+    alone = [Message("user", beside.strip())] if beside and nobody else []  # there is no question to stand beside
     shown: list[Message] = []
+    gap = False
     for entry in history.entries:
-        if entry.id == 0 and entry.message.role == "user":
-            beside = question_block(_summaries(fate), notes or {}, style)
-            shown.append(replace(entry.message, content=entry.message.content + beside))
-        elif entry.id == 0:
-            shown.append(entry.message)
-        elif entry.id not in fate.folded and entry.id not in fate.hidden and entry.id not in chores:
-            shown.append(_message(entry, entry.id in fate.deleted, style))
-    return tuple(shown)
+        if alone and entry.message.role != "system":
+            shown, alone, gap = [*shown, *alone], [], True
+        if entry.id in fate.folded or entry.id in fate.hidden or entry.id in chores:
+            gap = True
+            continue
+        message = _message(entry, entry.id in fate.deleted, style)
+        if entry.id == 0 and message.role == "user":
+            message = replace(message, content=message.content + beside)
+        if gap and shown and shown[-1].role == message.role == "user":  # an edit brought them together: they are one
+            shown[-1] = replace(message, content=f"{shown[-1].content}\n\n{message.content}")
+        else:
+            shown.append(message)
+        gap = False
+    return (*shown, *alone)
 
 
 def question_block(summaries: Sequence[str], notes: Mapping[str, str], style: Style) -> str:
@@ -301,7 +341,7 @@ def _summaries(fate: Fate) -> list[str]:
 
 def _message(entry: Entry, deleted: bool, style: Style) -> Message:
     message = entry.message
-    if message.role == "tool":
+    if message.role == "tool" and (deleted or style.form != "plain"):
         return replace(message, content=_result(entry, deleted, style))
     if message.role == "assistant" and deleted:
         named = tuple(ToolCall(c.id, c.name, {"message": style.stub}) for c in message.tool_calls if c.name)

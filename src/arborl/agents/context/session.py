@@ -5,57 +5,23 @@ Every number that the model is told about its budget is computed here, by the sa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from arborl.agents.agent import Model
-from arborl.agents.context.history import ContextError, Delete, Edit, Fold, History, Style, edited, view
-from arborl.chat.fit import cannot_fit
+from arborl.agents.context.history import ContextError, Delete, Edit, Fold, Style
+from arborl.agents.context.talk import Bounds, Talk
 from arborl.chat.formats.hermes import HermesParser
 from arborl.errors import ContextFull, MaxTurns
 from arborl.tools.library.context.brief import listed, shorten
 from arborl.tools.library.context.workspace import Refused, Workspace, error_object
-from arborl.tools.output import count
 from arborl.types import Message, ToolCall, ToolResult, ToolSpec
 
 EXAMPLE = ToolCall("", "readChunk", {"chunk_id": 1})
-HEADER = 8
-"""Tokens around a message, where no template says how many."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """What one episode may take."""
-
-    tokens: int
-    """Prompt and completion together."""
-    reply: int
-    """Tokens kept free for the model's next message."""
-    turns: int
-
-    @classmethod
-    def of(cls, model: Model, tokens: int | None, reply: int | None, turns: int) -> Bounds:
-        """The agent's settings within the run's; where the agent says nothing, the run's.
-
-        Raises ValueError where the agent's cannot be kept within the run's.
-        """
-        limits, sampling = getattr(model, "limits", None), getattr(model, "sampling", None)
-        window = limits.max_context if limits is not None else tokens
-        longest = sampling.max_tokens if sampling is not None else reply
-        if window is None or longest is None:
-            raise ValueError("max_model_len and single_turn_max_tokens: this model has none of its own; give both")
-        if tokens is not None and tokens > window:
-            raise ValueError(f"max_model_len={tokens} above sampling.max_context={window}: raise the latter")
-        if reply is not None and reply < longest:
-            raise ValueError(
-                f"single_turn_max_tokens={reply} below sampling.max_tokens={longest}: the model would write more than "
-                f"was kept free. Write sampling.max_tokens={reply}."
-            )
-        return cls(window if tokens is None else tokens, longest if reply is None else reply, turns)
-
-
-class ContextSession:
+class ContextSession(Talk):
     """What the loop and the context tools both hold.
 
     Args:
@@ -76,39 +42,14 @@ class ContextSession:
         bounds: Bounds,
         style: Style,
     ):
-        self.model, self.space, self.bounds = model, space, bounds
-        self.style = replace(style, budget=f"{bounds.tokens} tokens, {bounds.turns} rounds" if style.rooms else "")
-        brief = style.form == "brief" and bool(specs)
-        self.specs = () if brief else tuple(specs)
-        self.history = History.open(with_tools(opening, specs, model) if brief else opening)
-        self.edits: tuple[Edit, ...] = ()
+        self.space, brief = space, style.form == "brief" and bool(specs)
+        shown = replace(style, budget=f"{bounds.tokens} tokens, {bounds.turns} rounds" if style.rooms else "")
+        told = with_tools(opening, specs, model) if brief else opening
+        super().__init__(model, told, None, () if brief else specs, bounds, shown)
         self.turns = 0
 
-    # -------------------------------------------------------------------------------------------- what is shown
-
-    def messages(self) -> tuple[Message, ...]:
-        """What the model is shown next."""
-        return self.shown(self.history, self.edits)
-
-    def shown(self, history: History, edits: Sequence[Edit]) -> tuple[Message, ...]:
-        return view(history, edits, {key: note.summary for key, note in self.space.notes.items()}, self.style)
-
-    def measure(self, messages: Sequence[Message]) -> int:
-        """Tokens of the prompt that these messages make: what the engine would be given. More than the context takes,
-        where they cannot fit."""
-        conversations = getattr(self.model, "conversations", None)
-        tokenizer = getattr(self.model, "tokenizer", None)
-        if tokenizer is not None and cannot_fit(messages, tokenizer, self.bounds.tokens):
-            return self.bounds.tokens + 1  # at least; how many more would take long to find out
-        if conversations is not None:
-            return len(conversations.prompt(messages, self.specs).tokens)
-        texts = [message.content for message in messages] + [str(spec) for spec in self.specs]
-        return sum(count(text, tokenizer) + HEADER for text in texts)
-
-    def room(self, messages: Sequence[Message] | None = None) -> int:
-        """Tokens that may be added before the episode ends; negative when it is too late."""
-        used = self.measure(self.messages() if messages is None else messages)
-        return self.bounds.tokens - self.bounds.reply - used
+    def notes(self) -> Mapping[str, str]:
+        return {key: note.summary for key, note in self.space.notes.items()}
 
     def check(self) -> None:
         """End the episode where a limit is passed; that it was, is counted."""
@@ -122,10 +63,10 @@ class ContextSession:
 
     # -------------------------------------------------------------------------------------------- what happens
 
-    async def ask(self) -> Message:
+    async def next(self) -> Message:
         """The model's next message, added to the history."""
-        message = await self.model.chat(self.messages(), self.specs)
-        self.history = self.history.add(message)
+        message = await self.ask()
+        self.add(message)
         self.turns += 1
         return message
 
@@ -142,18 +83,11 @@ class ContextSession:
         said = Message("tool", content, tool_call_id=call.id, name=call.name or None)
         self.history = self.history.add(said, caller, room, tag, result.ok)
 
-    def edit(self, new: Edit) -> None:
-        """One more edit; ContextError where it makes no sense."""
-        self.edits = edited(self.history, self.edits, new)
-
     def report(self) -> None:
         """Count what happened into the episode's metrics."""
-        kinds = {"deleted": Delete, "folded": Fold}
-        counted = {f"context/{name}": float(sum(isinstance(e, k) for e in self.edits)) for name, k in kinds.items()}
+        counted = self.counted({"deleted": Delete, "folded": Fold})
         counted |= {"context/notes": float(len(self.space.notes)), "context/turns": float(self.turns)}
-        calls = getattr(getattr(self.model, "episode", None), "calls", ())
-        peak = max((len(call.prompt) + len(call.completion.tokens) for call in calls), default=0)
-        self.model.count(counted | {"context/peak": float(peak)})
+        self.model.count(counted)
 
     # -------------------------------------------------------------------------------------------- for the tools
 

@@ -14,7 +14,8 @@ from arborl.agents.agent import Agent, Model
 from arborl.agents.context.dump import Dump
 from arborl.agents.context.history import STUB, Form, Style
 from arborl.agents.context.policy import Kind, Policy
-from arborl.agents.context.session import Bounds, ContextSession
+from arborl.agents.context.session import ContextSession
+from arborl.agents.context.talk import Bounds
 from arborl.agents.rounds import count
 from arborl.envs.documents import document_of
 from arborl.envs.env import Env
@@ -73,6 +74,7 @@ class StateLM(Agent):
         tidy: do not show rounds that only took notes or deleted, once that worked: what they did is in view.
         show_budget: show what is left with every answer of a tool, and the whole beside the question.
         window, compress_at, compression_ratio, train_summaries: of the other policies; see `policy.py`.
+        context: the policy, where the section `context` of a configuration says it.
         dump_trajectories_enabled: write episodes as JSON files for people.
         dump_trajectories_dir: where to.
         dump_trajectories_freq: one in so many.
@@ -97,6 +99,7 @@ class StateLM(Agent):
         compress_at: float = 0.75,
         compression_ratio: float = 0.5,
         train_summaries: bool = True,
+        context: Policy | None = None,
         dump_trajectories_enabled: bool = False,
         dump_trajectories_dir: str = "trajectories",
         dump_trajectories_freq: int = 1,
@@ -106,8 +109,10 @@ class StateLM(Agent):
                 raise ValueError(f"{name}={value}: give 1 or more")
         if form not in ("json", "brief"):
             raise ValueError(f"form={form!r}: give json or brief")
-        self.policy = Policy(policy, window, compress_at, compression_ratio, train_summaries)
-        self.toolbox = Toolbox([*chosen(toolset, policy), *tools], max_calls)
+        if context is not None and policy != "statelm":
+            raise ValueError(f"policy={policy} and context.policy={context.kind}: write one of them")
+        self.policy = context or Policy(policy, window, compress_at, compression_ratio, train_summaries)
+        self.toolbox = Toolbox([*chosen(toolset, self.policy.kind), *tools], max_calls)
         self.reading: Reading = call_checked(Reading, reading or {}, "agent.args.reading")
         self.limits = (max_model_len, single_turn_max_tokens, max_assistant_turns)
         self.min_assistant_turns = min_assistant_turns
@@ -172,7 +177,7 @@ class Play:
         """The model speaks, if limits allow; what is no call goes to the environment."""
         await self.agent.policy.make_room(self.session)
         self.session.check()
-        self.message = await self.session.ask()
+        self.message = await self.session.next()
         if self.message.tool_calls:
             return Phase.PROCESSING_TOOLS
         return await self._tell(self.message, finished=False)
@@ -200,8 +205,7 @@ class Play:
         if finished or step.over:
             self.model.count({"context/finished": float(finished), "context/too_few_turns": float(few)})
             return Phase.TERMINATED
-        for said in step.observation.messages:
-            self.session.history = self.session.history.add(said)
+        self.session.hear(step.observation.messages)
         return Phase.GENERATING
 
 

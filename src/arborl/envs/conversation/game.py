@@ -149,6 +149,10 @@ class Conversation(Env):
         """Lines that expect something of the reply."""
         return sum(bool(line.expect) for line in self.lines)
 
+    @property
+    def max_steps(self) -> int:
+        return self.max_turns
+
     def metrics(self) -> Metrics:
         """`success`: every expectation was met. Without any, the conversation is not judged here: rewards may do so."""
         wanted = self._wanted() if self.user is None else 0

@@ -27,6 +27,7 @@ class ReasoningGym(Env):
     """
 
     blocking = False
+    tagged = True
 
     def __init__(
         self, dataset: str = "leg_counting", config: Mapping[str, Any] | None = None, format_penalty: float = 0.0

@@ -61,6 +61,7 @@ class Sokoban(Env):
     """
 
     blocking = False
+    tagged = True
 
     def __init__(
         self,
