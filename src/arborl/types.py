@@ -8,10 +8,10 @@ program and model is a `Call`; the calls of all attempts at one `Task` are a `Gr
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -115,6 +115,15 @@ class Task:
 # ------------------------------------------------------------------------------------------------ what was sampled
 
 
+class Drawn(NamedTuple):
+    """The distribution tokens are drawn from, as far as it is not the model's; see `Sampling`."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How to draw tokens. `temperature=0` takes the likeliest token."""
@@ -140,6 +149,11 @@ class Sampling:
     def truncates(self) -> bool:
         """Whether some tokens cannot be drawn."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+    @property
+    def drawn(self) -> Drawn:
+        """What decides the distribution; the rest decides where it ends."""
+        return Drawn(self.temperature, self.top_k, self.top_p, self.min_p)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +188,8 @@ class Call:
     """What the agent asked with: for people to read. Training looks at the ids alone."""
     reply: Message | None = None
     """What was read out of the completion: its text, and the tool calls in it."""
+    drawn: Drawn | None = None
+    """The distribution its tokens are from, where that is not the run's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,13 +348,17 @@ class Terms:
     """The critic's estimate at the predicting position, before the update."""
     target: Floats
     """What the critic should have said there; filled by credit."""
+    drawn: Floats | None = None
+    """How each was drawn, a row of `Drawn` each; NaN where, and none if everywhere, as the run draws."""
 
     def __len__(self) -> int:
         return len(self.token)
 
     def pick(self, rows: NDArray[Any]) -> Terms:
         """The same columns, only these rows."""
-        return Terms(*(getattr(self, name)[rows] for name in self.__slots__))
+        columns: Iterator[Any] = (getattr(self, name) for name in self.__slots__)
+        picked: Iterator[Any] = (None if column is None else column[rows] for column in columns)
+        return Terms(*picked)
 
 
 @dataclass(frozen=True, slots=True)

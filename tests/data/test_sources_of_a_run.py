@@ -202,7 +202,7 @@ def test_a_source_can_weigh_more_than_its_episodes(files):
         ({"sums": {"path": "x.json", "rewards": ["env"]}}, "gives no reward of its own"),
         ({"sums": {"path": "x.json", "hub": "y"}}, "path and hub are given"),
         ({"sums": {"path": "x.json", "agent": {"name": "tool", "tool_format": "react"}}}, "writes calls in one way"),
-        ({"sums": {"path": "x.json", "sampling": {"temperature": 0.5}}}, "unknown key"),
+        ({"sums": {"path": "x.json", "sampling": {"temprature": 0.5}}}, "unknown key"),
         ({"sums": {"path": "x.json", "limits": {"max_context": 4096}}}, "Write a larger sampling.max_context"),
         ({"a/b": {"path": "x.json"}}, "is no name for a source"),
     ],

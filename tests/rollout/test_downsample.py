@@ -145,7 +145,7 @@ def test_every_column_but_place_and_weight_goes_with_its_term(how):
     filled = {
         name: np.arange(len(terms)) + 0.1 * n for n, name in enumerate(("proximal", "reference", "value", "target"))
     }
-    terms = dataclasses.replace(terms, **filled)
+    terms = dataclasses.replace(terms, **filled, drawn=np.arange(4.0 * len(terms)).reshape(-1, 4))
     forest, kept, _ = thin(groups, terms, 2, how, seed=1)
     rows = kept.advantage.astype(int)  # counts the terms
     assert 0 < len(rows) < len(terms)

@@ -67,9 +67,13 @@ class RowsConfig(Config):
 
 
 class SourceSampling(Config):
-    """What a source may sample differently. Temperature and the like are the run's: the learner scores all tokens under
-    one distribution."""
+    """What a source samples differently; without one, as the run. Its tokens are scored under what they were drawn
+    from."""
 
+    temperature: float | None = Field(None, gt=0, allow_inf_nan=False)
+    top_k: int | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    min_p: float | None = Field(None, ge=0, le=1)
     max_tokens: int | None = Field(None, ge=1)
     """Sampled tokens a model call."""
     stop: StopTexts = ()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -42,16 +43,15 @@ def score(
     """Log-probabilities under the distribution that was sampled from.
 
     Args:
-        sampling: how the rollout draws tokens.
+        sampling: how the rollout draws tokens whose terms say nothing else.
         way: see `executor.Ways`.
         critic: asked for a value at each predicting position.
         entropy: whether the entropy carries a gradient.
     """
     hidden_ME = hidden(model, batch, way)
     run = compiled_head() if way.compiled else _head
-    shape = _shape(sampling, model.device)
     logprobs, entropies = [], []
-    for some_ME, token_M in _chunks(model, hidden_ME, batch):
+    for some_ME, token_M, shape in _chunks(model, hidden_ME, batch, sampling):
         given = (model.get_output_embeddings(), logit_cap(model), some_ME, token_M, shape, entropy)
         alone = len(token_M) == len(batch.rows)  # then nothing is gained by letting its logits go
         logprob, spread = run(*given) if alone else checkpoint(run, *given, use_reentrant=False)
@@ -65,11 +65,10 @@ def score(
 
 def distributions(model: PreTrainedModel, batch: MicroBatch, sampling: Sampling, way: Way) -> Tensor:
     """The whole log-distribution each term was drawn from, `[M, V]`; it may be differentiated twice."""
-    shape = _shape(sampling, model.device)
     return torch.cat(
         [
             log_distribution(read_out(model.get_output_embeddings(), logit_cap(model), some_ME), shape, token_M)
-            for some_ME, token_M in _chunks(model, hidden(model, batch, way), batch)
+            for some_ME, token_M, shape in _chunks(model, hidden(model, batch, way), batch, sampling)
         ]
     )
 
@@ -79,7 +78,11 @@ def _shape(sampling: Sampling, device: torch.device) -> Shape:
     return Shape.of([sampling], device)
 
 
-def _chunks(model: PreTrainedModel, hidden_ME: Tensor, batch: MicroBatch) -> Iterator[tuple[Tensor, Tensor]]:
+def _chunks(
+    model: PreTrainedModel, hidden_ME: Tensor, batch: MicroBatch, sampling: Sampling
+) -> Iterator[tuple[Tensor, Tensor, Shape]]:
+    """The terms in parts: what the model says, the token, and what it was drawn from: one shape where it is the run's
+    for all, one row a term else."""
     vocabulary = model.config.vocab_size
     if hidden_ME.is_cuda:
         rows = torch.cuda.get_device_properties(hidden_ME.device).total_memory // MEMORY_SHARE // vocabulary
@@ -87,7 +90,11 @@ def _chunks(model: PreTrainedModel, hidden_ME: Tensor, batch: MicroBatch) -> Ite
         rows = min(ROWS_AT_ONCE, LOGITS_AT_ONCE // vocabulary)
     rows = max(1, rows)
     (token,) = upload(hidden_ME.device, batch.terms.token)
-    yield from zip(hidden_ME.split(rows), token.split(rows), strict=True)
+    if batch.terms.drawn is None:
+        shapes: Iterator[Shape] = repeat(_shape(sampling, model.device))
+    else:
+        shapes = Shape.noted(batch.terms.drawn, sampling, model.device).split(rows)
+    yield from zip(hidden_ME.split(rows), token.split(rows), shapes, strict=False)
 
 
 def _head(

@@ -5,13 +5,14 @@ Engine and learner both take it from here, so a token is scored under what it wa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from arborl.types import Sampling
+from arborl.types import Floats, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,21 @@ class Shape:
         columns = [[s.temperature or 1.0, s.top_k, s.top_p, s.min_p] for s in samplings]
         heat, k, p, m = torch.tensor(columns, dtype=torch.float64, device=device).T
         return cls(heat, k.long(), p, m, any(s.truncates for s in samplings))
+
+    @classmethod
+    def noted(cls, drawn_M4: Floats, otherwise: Sampling, device: torch.device) -> Shape:
+        """One entry a term, from `Terms.drawn`; where nothing is noted, that of `otherwise`."""
+        rows_M4 = np.where(np.isnan(drawn_M4), np.asarray(otherwise.drawn), drawn_M4)
+        heat, k, p, m = rows_M4.T
+        whole = ((k <= 0) & (p >= 1) & (m <= 0)).all()
+        heat, k, p, m = torch.from_numpy(np.stack([np.where(heat == 0, 1.0, heat), k, p, m])).to(device)
+        return cls(heat, k.long(), p, m, not whole)
+
+    def split(self, rows: int) -> Iterator[Shape]:
+        """The same in parts of so many rows."""
+        columns = (self.temperature_B, self.top_k_B, self.top_p_B, self.min_p_B)
+        for heat_B, k_B, p_B, m_B in zip(*(column.split(rows) for column in columns), strict=True):
+            yield Shape(heat_B, k_B, p_B, m_B, self.truncates)
 
 
 def log_distribution(logits_BV: Tensor, shape: Shape, token_B: Tensor | None = None) -> Tensor:

@@ -21,10 +21,8 @@ def differences(
     """What sources sample, and allow, otherwise than the run."""
 
     def sampling(task: Task, run: Sampling) -> Sampling:
-        asked = sources[task.source].sampling if task.source in sources else None
-        if asked is None:
-            return run
-        return replace(run, max_tokens=asked.max_tokens or run.max_tokens, stop_texts=(*run.stop_texts, *asked.stop))
+        asked = sources[task.source].sampling.model_dump(exclude_none=True) if task.source in sources else {}
+        return replace(run, stop_texts=(*run.stop_texts, *asked.pop("stop", ())), **asked)
 
     def limits(task: Task, run: Limits) -> Limits:
         asked = sources[task.source].limits.model_dump(exclude_none=True) if task.source in sources else {}

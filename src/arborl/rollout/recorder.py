@@ -27,7 +27,7 @@ from arborl.rollout.call_order import Asking, Place
 from arborl.rollout.deadlines import ENGINE, across
 from arborl.rollout.processes import ProcessEnv
 from arborl.seeds import derive
-from arborl.types import Call, Completion, Episode, Message, Metrics, Sampling, Stop, Task, ToolSpec, Turn
+from arborl.types import Call, Completion, Drawn, Episode, Message, Metrics, Sampling, Stop, Task, ToolSpec, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,25 @@ class Recorder:
 
     Calls may overlap. A call's chance and its place among the others follow from what was asked, and never from what
     finished first; see `call_order.py`.
+
+    Args:
+        engine, renderer: the model.
+        sampling: how tokens are drawn.
+        limits: of the episode.
+        episode: what is filled.
+        drawn: is noted beside every call, where this episode draws otherwise than the run.
     """
 
-    def __init__(self, engine: Engine, renderer: Renderer, sampling: Sampling, limits: Limits, episode: Episode):
-        self.engine, self.renderer, self.sampling = engine, renderer, sampling
+    def __init__(
+        self,
+        engine: Engine,
+        renderer: Renderer,
+        sampling: Sampling,
+        limits: Limits,
+        episode: Episode,
+        drawn: Drawn | None = None,
+    ):
+        self.engine, self.renderer, self.sampling, self.drawn = engine, renderer, sampling, drawn
         self.limits, self.episode = limits, episode
         self.conversations = Conversations(renderer)
         self._always: dict[str, Any] = {name: getattr(sampling, name) for name in SAME_FOR_ALL_CALLS}
@@ -100,7 +115,8 @@ class Recorder:
         )
         completion = await self._generate(prompt, sampling)
         reply = self.renderer.read(completion)
-        self._record(prompt, Call(prompt.tokens, completion, turn, messages=tuple(shown), reply=reply), place)
+        call = Call(prompt.tokens, completion, turn, messages=tuple(shown), reply=reply, drawn=self.drawn)
+        self._record(prompt, call, place)
         return reply
 
     async def _generate(self, prompt: Prompt, sampling: Sampling) -> Completion:

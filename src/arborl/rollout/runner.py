@@ -7,10 +7,11 @@ import gc
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from arborl import sandbox
 from arborl.agents.agent import Agent
@@ -99,7 +100,7 @@ class Rollout:
         tasks: Sequence[Task],
         seed: int,
         group_size: int,
-        sampling: Sampling | None = None,
+        sampling: Mapping[str, Any] | None = None,
         manner: Manner = PLAIN,
         count: int | None = None,
     ) -> list[Group]:
@@ -109,7 +110,7 @@ class Rollout:
             tasks: what to play. With a `count`, those beyond it are spares for groups that are dropped.
             seed: of the batch.
             group_size: episodes of a task.
-            sampling: instead of the run's.
+            sampling: fields of `Sampling` that are not as in training, for all sources: `{"temperature": 0.0}`.
             manner: how groups are made.
             count: groups to end up with; without one, as many as tasks.
         """
@@ -129,7 +130,7 @@ class Rollout:
             return await Manager(play, manner, self.counts, self.lost).collect(tasks, seed, group_size, count)
 
     async def train(
-        self, tasks: Sequence[Task], seed: int, group_size: int, count: int, sampling: Sampling | None = None
+        self, tasks: Sequence[Task], seed: int, group_size: int, count: int, sampling: Mapping[str, Any] | None = None
     ) -> list[Group]:
         """The groups to train on: made in the training's manner, and recorded or replayed where so asked."""
 
@@ -153,16 +154,15 @@ class Rollout:
             while getattr(self.engine, "crowded", False):
                 await asyncio.sleep(CROWDED)
 
-    async def play(self, task: Task, seed: int, name: str, sampling: Sampling | None = None) -> Episode:
+    async def play(self, task: Task, seed: int, name: str, sampling: Mapping[str, Any] | None = None) -> Episode:
         """One episode, whatever happens in it."""
         episode = Episode(name, task, seed)
         began = time.perf_counter()
-        sampling = sampling or self.sampling
-        sampling = self.cast.sampling(task, sampling) if self.cast.sampling else sampling
+        usual = self.cast.sampling(task, self.sampling) if self.cast.sampling else self.sampling
         limits = self.cast.limits(task, self.limits) if self.cast.limits else self.limits
         try:
             async with boundary("episode", limits.episode_seconds):
-                await self._act(episode, sampling, limits)
+                await self._act(episode, replace(usual, **(sampling or {})), limits)
         except EpisodeError as error:
             episode.fail(error)
             self.firsts.tell(episode)
@@ -175,7 +175,8 @@ class Rollout:
         async with boundary(f"environment {called!r}" if called else "environment of the run"):
             inner, name = await self.workers.place(partial(self.cast.env, task), called, limits.step_seconds)
         env = RecordedEnv(inner, name, limits, episode)
-        model = Recorder(self.engine, self.renderer, sampling, limits, episode)
+        drawn = sampling.drawn if sampling.drawn != self.sampling.drawn else None
+        model = Recorder(self.engine, self.renderer, sampling, limits, episode, drawn)
         async with boundary(f"agent {task.agent or 'of the run'}"):
             agent = self.cast.agent(task)
             try:

@@ -22,6 +22,7 @@ from arborl.errors import ConfigError, writing
 from arborl.types import (
     Call,
     Completion,
+    Drawn,
     Episode,
     Failure,
     Finish,
@@ -154,6 +155,7 @@ def _calls_to(calls: Sequence[Call]) -> list[dict[str, Any]]:
         repeated = shared[best] if best >= 0 else 0
         rows.append(
             ({} if call.trained else {"trained": False})
+            | ({} if call.drawn is None else {"drawn": list(call.drawn)})
             | _spoken_to(call, spoken)
             | {
                 "turn": call.turn,
@@ -182,7 +184,8 @@ def _calls_from(rows: Sequence[Mapping[str, Any]]) -> list[Call]:
             seconds=row["seconds"],
         )
         messages, reply = _spoken_from(row, spoken)
-        calls.append(Call(prompt, completion, row["turn"], row.get("trained", True), messages, reply))
+        drawn = Drawn(*row["drawn"]) if "drawn" in row else None
+        calls.append(Call(prompt, completion, row["turn"], row.get("trained", True), messages, reply, drawn))
         seen.append(prompt + completion.tokens)
     return calls
 

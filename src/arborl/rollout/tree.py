@@ -16,7 +16,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from arborl.engines.pages import common_prefix
-from arborl.types import Call, Forest, Group, Ints, Terms, TokenTree
+from arborl.types import Call, Drawn, Floats, Forest, Group, Ints, Terms, TokenTree
+
+NOT_NOTED = (np.nan,) * len(Drawn._fields)
 
 
 def grow(sequences: Iterable[Sequence[int]]) -> tuple[TokenTree, dict[tuple[int, ...], Ints]]:
@@ -56,6 +58,7 @@ def plant(groups: Sequence[Group]) -> Forest:
     trees: list[TokenTree] = []
     columns: list[tuple[Ints, ...]] = []
     logprobs: list[float] = []
+    drawn: list[Drawn | None] = []
     raw = episodes = calls = 0
     for group in groups:
         rows = [[(*c.prompt, *c.completion.tokens) for c in e.calls if c.trained] for e in group.survivors]
@@ -67,6 +70,7 @@ def plant(groups: Sequence[Group]) -> Forest:
                 if call.trained:
                     columns.append(_columns(call, paths[next(own)], len(trees), episodes, calls))
                     logprobs.extend(call.completion.logprobs)
+                    drawn.extend([call.drawn] * len(call.completion.tokens))
                 calls += 1
             episodes += 1
         trees.append(tree)
@@ -74,10 +78,20 @@ def plant(groups: Sequence[Group]) -> Forest:
         (_join(column) for column in zip(*columns, strict=True)) if columns else (_join(()) for _ in range(7))
     )
     advantage, weight = np.zeros(len(token)), np.zeros(len(token))
-    unknown = (np.full(len(token), np.nan) for _ in range(4))  # proximal, reference, value, target
+    proximal, reference, value, target = (np.full(len(token), np.nan) for _ in range(4))
     old = np.asarray(logprobs, dtype=np.float64)
-    terms = Terms(tree_of, position, token, old, advantage, weight, episode_of, call_of, turn, version, *unknown)
+    terms = Terms(
+        tree_of, position, token, old, advantage, weight, episode_of, call_of, turn, version,
+        proximal, reference, value, target, _drawn(drawn),
+    )  # fmt: skip
     return Forest(tuple(trees), terms, raw)
+
+
+def _drawn(notes: Sequence[Drawn | None]) -> Floats | None:
+    """Nothing, where every token was drawn as the run draws: then nothing need be looked up."""
+    if not any(notes):
+        return None
+    return np.asarray([note or NOT_NOTED for note in notes], dtype=np.float64)
 
 
 def _columns(call: Call, places: Ints, tree: int, episode: int, number: int) -> tuple[Ints, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean
@@ -69,9 +68,8 @@ class Evaluator:
 
     async def play(self, temperature: float) -> list[Group]:
         """The scored episodes."""
-        sampling = dataclasses.replace(self.rollout.sampling, temperature=temperature)
         seed, size = derive(self.seed, "evaluation"), self.tags.group_size
-        groups = await self.rollout.collect(self.tasks(), seed, size, sampling)
+        groups = await self.rollout.collect(self.tasks(), seed, size, {"temperature": temperature})
         await self.rewards.score(groups)
         return groups
 

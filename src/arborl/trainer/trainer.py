@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import logging
 import time
@@ -146,9 +145,8 @@ class Trainer:
 
     async def _greedy(self, groups: Sequence[Group], seed: int) -> list[Group]:
         """Each task once more, taking the likeliest tokens: a baseline, never trained on."""
-        sampling = dataclasses.replace(self.rollout.sampling, temperature=0.0)
         tasks = [group.task for group in groups]
-        return await self.rollout.train(tasks, derive(seed, "greedy"), 1, len(tasks), sampling)
+        return await self.rollout.train(tasks, derive(seed, "greedy"), 1, len(tasks), {"temperature": 0.0})
 
     def _thinned(self, kept: Sequence[Group], forest: Forest, terms: Terms, seed: int) -> tuple[Forest, Terms, Metrics]:
         """What is trained: all branches, or, where the configuration says so, some of each episode, for all."""
