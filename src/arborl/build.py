@@ -10,7 +10,7 @@ import copy
 import inspect
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,7 @@ from arborl.rollout.workers import Workers
 from arborl.sandbox import Found
 from arborl.tools import TOOLS, AnyTool, as_tool
 from arborl.tools.tool_warnings import warn_of_gaps
+from arborl.track.from_config import Makers, followers
 from arborl.types import Message, Sampling, Task
 
 if TYPE_CHECKING:  # what needs torch
@@ -70,6 +71,8 @@ class Parts:
     evaluator: Evaluator
     sandbox: Found | None
     """What isolates the code that the model writes, where the run has some."""
+    followers: Makers = field(default_factory=dict)
+    """Trackers beyond the run's own files, by name."""
 
     def copy_tokenizer(self, folder: Path) -> None:
         """Put the tokenizer and template beside saved weights, so that the folder is a whole model."""
@@ -82,6 +85,7 @@ def build(config: RunConfig, objects: Mapping[str, Any] | None = None) -> Parts:
     """The objects of this configuration; `objects` are parts that Python code handed in, by name."""
     workshop = Workshop(config, objects or {})
     cast, rewards = workshop.cast(), workshop.rewards()
+    behind = followers(config.track, workshop.objects)
     workshop.check_names()
     found = workshop.sandbox()
     folder = check_model(resolve(config.model.name))
@@ -131,8 +135,9 @@ def build(config: RunConfig, objects: Mapping[str, Any] | None = None) -> Parts:
     )
     evaluator = Evaluator(source, rollout, rewards, config.evaluation, config.seed, config.rollout.val_envs)
     return Parts(
-        config, folder, model, renderer, engine, source, cast, rollout, rewards, algorithm, learner, evaluator, found
-    )
+        config, folder, model, renderer, engine, source, cast, rollout, rewards, algorithm, learner, evaluator, found,
+        behind,
+    )  # fmt: skip
 
 
 def _policy(config: RunConfig, folder: Path) -> PreTrainedModel:

@@ -101,6 +101,7 @@ class Firsts:
         self.log.log(level, "episode %s failed and is left out: %s", episode.id, brief(episode.failure))
         if level == logging.WARNING:
             self.told.add(key)
+            self.log.info("where it failed:\n%s", printable(trimmed(episode.failure.traceback)))
 
 
 def brief(failure: Failure) -> str:

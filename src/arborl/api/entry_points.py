@@ -23,6 +23,7 @@ from arborl.config.run import RunConfig
 from arborl.config.trust import require_trust
 from arborl.errors import ConfigError
 from arborl.models.find import holds_model
+from arborl.track.tracing import traced
 from arborl.trainer.failing import FailureWatch
 
 T = TypeVar("T")
@@ -132,7 +133,9 @@ def evaluate(
     if config.evaluation.tasks == 0:
         raise ConfigError("evaluation.tasks=0: nothing to evaluate. Write evaluation.tasks=200.")
     named = config.model_copy(update={"model": config.model.model_copy(update={"name": str(model)})})
-    found = wait_for(build(named, objects).evaluator.measure())
+    evaluator = build(named, objects).evaluator
+    with traced(str(path)):
+        found = wait_for(evaluator.measure())
     FailureWatch().look("evaluation", 0, found.episodes)
     measured = found.metrics
     greedy = {name.removeprefix("greedy_"): value for name, value in measured.items() if name.startswith("greedy_")}

@@ -17,7 +17,7 @@ from arborl.registry import HANDED_IN, unique
 
 PARTS = ("agent", "env", "engine", "group_filter", "name")
 """Keys, at whatever depth, that hold a part."""
-SECTIONS = ("rollout",)
+SECTIONS = ("rollout", "track")
 """Keys of sections that hold some of those."""
 PLAIN = (str, PathLike, int, float, type(None), Config)
 
@@ -43,7 +43,7 @@ class Names:
                 continue
             if kind in PARTS or (kind in SECTIONS and isinstance(value, Mapping)):
                 out[key] = self.part(value)
-            elif kind in ("tools", "rewards"):
+            elif kind in ("tools", "rewards", "also"):
                 out[key] = [self.part(one) for one in (value if isinstance(value, list | tuple) else [value])]
             elif kind in ("sources", "agents") and isinstance(value, Mapping):
                 of = self.data if kind == "sources" else self.part

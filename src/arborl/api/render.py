@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from arborl.rollout.runner import Cast
@@ -29,10 +29,19 @@ class Render:
         folder: where the files go.
         every: steps between training episodes that are drawn.
         count: episodes each time: the best and the worst, and from there inwards.
+        drawn: told of every picture, with its step and `train` or `validation`.
     """
 
-    def __init__(self, cast: Cast, decode: Decode, folder: Path, every: int, count: int):
-        self.cast, self.decode = cast, decode
+    def __init__(
+        self,
+        cast: Cast,
+        decode: Decode,
+        folder: Path,
+        every: int,
+        count: int,
+        drawn: Callable[[Path, int, str], None] = lambda path, step, kind: None,
+    ):
+        self.cast, self.decode, self.drawn = cast, decode, drawn
         self.folder, self.every, self.count = folder, every, count
 
     async def after(self, trainer: Trainer, groups: Sequence[Group], metrics: Metrics) -> None:
@@ -49,6 +58,7 @@ class Render:
                 frames = await replay(self.cast.env(episode.task), episode, self.decode)
                 if frames:
                     written.append(await asyncio.to_thread(save_gif, frames, path))
+                    self.drawn(path, step, kind)
             except Exception:
                 log.exception("episode %s could not be drawn", episode.id)
         return written

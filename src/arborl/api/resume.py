@@ -19,6 +19,7 @@ from arborl.config.algorithm import AlgorithmConfig
 from arborl.config.base import plain, validate
 from arborl.config.load import load
 from arborl.config.run import RunConfig
+from arborl.config.secrets import masked
 from arborl.errors import ConfigError
 
 FIXED = {
@@ -103,7 +104,7 @@ def finished(home: Path, start: Start, config: RunConfig) -> dict[str, Any] | No
 
 def changes(before: RunConfig, now: RunConfig) -> Iterator[Change]:
     """Every key that differs, but for the folder's own name."""
-    old, new = flat(plain(before)), flat(plain(now))
+    old, new = flat(masked(plain(before))), flat(masked(plain(now)))  # what is masked is not told, and not compared
     for key in sorted(old.keys() | new.keys()):
         if key != "output_dir" and old.get(key) != new.get(key):
             yield Change(key, old.get(key), new.get(key))

@@ -17,13 +17,18 @@ from arborl.api.render import Render
 from arborl.api.resume import Start, told
 from arborl.build import Parts
 from arborl.config.base import plain
+from arborl.config.secrets import masked
 from arborl.errors import RunStopped
 from arborl.registry import short
 from arborl.rollout.store import EpisodeStore
 from arborl.track import Console, JsonlTracker, TensorBoardTracker, Tracker, Trackers, table_before_after
+from arborl.track.aside import Aside
+from arborl.track.run_log import RunLog
+from arborl.track.tracing import traced
+from arborl.track.tracker import Begun
 from arborl.trainer.diagnosis import remark
 from arborl.trainer.evaluate import Measured
-from arborl.trainer.hooks import Evaluate, KeepEpisodes, Save, named
+from arborl.trainer.hooks import Evaluate, KeepEpisodes, Save, ShowEpisodes, named
 from arborl.trainer.trainer import Hook, Trainer
 from arborl.types import Group, Metrics
 
@@ -41,21 +46,40 @@ class RunSession:
     def __init__(self, parts: Parts, home: Path, start: Start | None, saving: Callable[[], None] = lambda: None):
         self.parts, self.config, self.home, self.start = parts, parts.config, home, start
         self.saving = saving
-        self.memory: dict[str, Any] = {"before": {}, "config": plain(self.config)}
+        self.memory: dict[str, Any] = {"before": {}, "config": masked(plain(self.config))}
+        self.log = RunLog(home / "run.log", plain(self.config))
+        self.trackers = Trackers([])
+        self.summary: dict[str, Any] = {}
+        self.ended = "failed"
         track = self.config.track
         self.render: Render | None = None
         if track.render_save_dir is not None:
             decode = parts.renderer.tokenizer.decode
-            self.render = Render(parts.cast, decode, track.render_save_dir, track.render_every, track.render_episodes)
+            self.render = Render(
+                parts.cast, decode, track.render_save_dir, track.render_every, track.render_episodes, self._drawn
+            )
         self.held_out = Evaluate(parts.evaluator, self.config.evaluation.every, self._show)
 
     async def run(self) -> dict[str, Any]:
         """Measure, train, measure again, and leave everything worth keeping in the folder; returns the summary."""
         trainer, save = self._trainer()
         self._begin(trainer)
-        console = Console(self.config.trainer.steps, self._title(), start=trainer.step, remark=remark)
+        with self.log, traced(self.home.name):
+            try:
+                return await self._run(trainer, save)
+            except (asyncio.CancelledError, RunStopped):
+                self.ended = "stopped"
+                raise
+            finally:
+                self.trackers.finish(self.summary, self.ended)
+                self.trackers.close()
+
+    async def _run(self, trainer: Trainer, save: Save) -> dict[str, Any]:
+        steps = self.config.trainer.steps
+        console = Console(steps, self._title(), start=trainer.step, remark=remark, heard=self.log.say)
         with console:
-            trainer.tracker = self._trackers(console, trainer.step)
+            trainer.tracker = self.trackers = self._trackers(console, trainer.step)
+            self.trackers.begin(Begun(self.home.name, self.home, self.memory["config"], trainer.step))
             for line in told(self.start) if self.start is not None else ():
                 console.note(line)
             try:
@@ -79,7 +103,6 @@ class RunSession:
                 console.note(f"What happened is in {written.get('report', self.home)}")
                 raise
             finally:
-                trainer.tracker.close()
                 await self.parts.engine.close()
                 self.parts.rollout.close()
         return await self._finish(trainer, after)
@@ -90,6 +113,7 @@ class RunSession:
             self.home / "checkpoints", config.trainer.save_every, config.trainer.keep, self.memory, parts.copy_tokenizer
         )
         hooks: list[Hook] = [KeepEpisodes(self.home / "episodes")] if config.track.episodes else []
+        hooks += [ShowEpisodes(config.track.render_every)] if parts.followers else []
         if self.render is not None:
             hooks.append(self.render)
         if config.evaluation.every and config.evaluation.tasks:
@@ -119,7 +143,7 @@ class RunSession:
         chosen: list[Tracker] = [console, JsonlTracker(self.home / "metrics.jsonl", done)]
         if self.config.track.tensorboard:
             chosen.append(TensorBoardTracker(self.home / "tensorboard", done))
-        return Trackers(chosen)
+        return Trackers([*chosen, *(Aside(name, make) for name, make in self.parts.followers.items())])
 
     def _title(self) -> list[str]:
         config = self.config
@@ -139,8 +163,12 @@ class RunSession:
         """Keep held-out episodes, as moving pictures too where so asked."""
         if self.config.track.episodes:
             EpisodeStore(self.home / "episodes" / "evaluation").write(step, groups)
+        self.trackers.episodes([episode for group in groups for episode in group.episodes], step, "evaluation")
         if self.render is not None:
             await self.render.draw("validation", step, groups)
+
+    def _drawn(self, path: Path, step: int, kind: str) -> None:
+        self.trackers.picture(path, step, kind)
 
     def _save(self, trainer: Trainer, save: Save, console: Console) -> None:
         """The run ends before its time: keep where it stands, and say how to go on."""
@@ -161,18 +189,27 @@ class RunSession:
         if self.parts.sandbox is not None:
             summary["sandbox"] = str(self.parts.sandbox)
         folders.write_summary(self.home, summary)
+        self.summary = summary
         return summary
 
     async def _finish(self, trainer: Trainer, after: Measured) -> dict[str, Any]:
         summary = self._summarise(trainer, after.metrics)
         episodes = [episode for episode in after.episodes if episode.failure is None]
         written = await keepsakes(self.parts, self.home, episodes)
-        terminal = Terminal()
-        if after.metrics:
-            terminal.print(table_before_after(summary["before"], summary["after"]))
-        for cause in trainer.watch.failures:
-            terminal.print(f"        failed  {cause}", highlight=False, soft_wrap=True, markup=False)
         for name, path in written.items():
-            terminal.print(f"{name:>14}  {path}", highlight=False, soft_wrap=True)
+            if path.suffix in (".gif", ".png"):
+                self._drawn(path, trainer.step, "final" if path.suffix == ".gif" else name)
+        if after.metrics:
+            self._tell(table_before_after(summary["before"], summary["after"]))
+        for cause in trainer.watch.failures:
+            self._tell(f"        failed  {cause}")
+        for name, path in written.items():
+            self._tell(f"{name:>14}  {path}")
+        self.ended = "finished"
         shown: dict[str, Any] = json.loads(json.dumps(summary))
         return shown
+
+    def _tell(self, shown: Any) -> None:
+        """On the terminal, and in the log."""
+        Terminal().print(shown, highlight=False, soft_wrap=isinstance(shown, str), markup=False)
+        self.log.show(shown)

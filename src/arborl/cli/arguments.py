@@ -4,8 +4,28 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Annotated
+
+import typer
 
 from arborl.errors import ConfigError, did_you_mean
+
+LEVEL = "Log lines on standard error: debug, info, warning or error. run.log has more."
+
+
+def _leveled(name: str | None) -> str | None:
+    if name is not None:
+        from arborl.track.logs import show_level
+
+        show_level(name)
+    return name
+
+
+LogLevel = Annotated[
+    str | None,
+    typer.Option("--log-level", metavar="LEVEL", help=LEVEL, callback=_leveled, show_default=False),
+]
+"""An option of every verb that runs something."""
 
 
 def split(arguments: Sequence[str], options: Sequence[str] = ()) -> tuple[list[str], list[str]]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from arborl.cli.arguments import one_path, split
+from arborl.cli.arguments import LogLevel, one_path, split
 from arborl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,9 +24,10 @@ def evaluate(
         ),
     ] = None,
     trust: Annotated[bool, typer.Option("--trust", help=TRUST)] = False,
+    log_level: LogLevel = None,
 ) -> None:
     """Measure a run folder, a checkpoint, a model, or what a YAML file begins with, on held-out tasks."""
-    paths, settings = split(arguments or (), ("--trust", "--help"))
+    paths, settings = split(arguments or (), ("--trust", "--log-level", "--help"))
     path = one_path(paths, "thing to evaluate")
     if path is None:
         raise ConfigError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import traceback
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed
 from platform import python_version
@@ -21,7 +22,7 @@ from arborl.cli.evaluate import evaluate
 from arborl.cli.rollout import rollout
 from arborl.cli.tools import tools
 from arborl.cli.train import train
-from arborl.errors import ConfigError, RunStopped
+from arborl.errors import ArborError, ConfigError, RunStopped
 
 # Before torch is loaded: threads that wait should sleep. Spinning ones gain 8 % on an idle machine and lose a factor of
 # three as soon as anything else runs.
@@ -34,7 +35,7 @@ class Verbs(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            return self._invoke(ctx)
         except ConfigError as error:
             for line in str(error).splitlines():
                 typer.echo(f"arborl: {line}", err=True)
@@ -49,6 +50,21 @@ class Verbs(TyperGroup):
             raise typer.Exit(2) from error
         except KeyboardInterrupt as stopped:
             raise typer.Exit(130) from stopped
+
+    def _invoke(self, ctx: Any) -> Any:
+        """With `ARBORL_DEBUG=1` everything is said: log lines of all levels, and where an error comes from."""
+        if not os.environ.get("ARBORL_DEBUG"):
+            return super().invoke(ctx)
+        from arborl.track.logs import debugging, show_level
+
+        if debugging():
+            show_level("debug")
+        try:
+            return super().invoke(ctx)
+        except (ArborError, OSError):
+            if debugging():
+                typer.echo(traceback.format_exc(), err=True)
+            raise
 
 
 app = typer.Typer(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from arborl.cli.arguments import split
+from arborl.cli.arguments import LogLevel, split
 from arborl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,7 +17,19 @@ if TYPE_CHECKING:
     from arborl.chat import Renderer
     from arborl.types import Call, Episode
 
-OPTIONS = ("--env", "--agent", "--model", "--seed", "--step", "--task", "--member", "--held-out", "--stub", "--ids")
+OPTIONS = (
+    "--env",
+    "--agent",
+    "--model",
+    "--seed",
+    "--step",
+    "--task",
+    "--member",
+    "--held-out",
+    "--stub",
+    "--ids",
+    "--log-level",
+)
 
 
 def rollout(
@@ -37,6 +49,7 @@ def rollout(
     held_out: Annotated[bool, typer.Option("--held-out", help="A held-out task instead.")] = False,
     stub: Annotated[bool, typer.Option("--stub", help="Scripted replies instead of the model's.")] = False,
     ids: Annotated[bool, typer.Option("--ids", help="Show token ids too.")] = False,
+    log_level: LogLevel = None,
 ) -> None:
     """Play one episode and show what is recorded of it, token by token."""
     import asyncio

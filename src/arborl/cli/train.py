@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from arborl.cli.arguments import one_path, split
+from arborl.cli.arguments import LogLevel, one_path, split
 from arborl.cli.evaluate import TRUST
 from arborl.errors import ConfigError
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from arborl.config import RunConfig
 
 RUNS = Path("runs")
-OPTIONS = ("--resume", "--print", "--stub", "--trust", "--help")
+OPTIONS = ("--resume", "--print", "--stub", "--trust", "--log-level", "--help")
 
 
 def train(
@@ -31,6 +31,7 @@ def train(
     print_only: Annotated[bool, typer.Option("--print", help="Print the resolved configuration and stop.")] = False,
     trust: Annotated[bool, typer.Option("--trust", help=TRUST)] = False,
     stub: Annotated[bool, typer.Option("--stub", help="Run the whole loop on scripted replies, in seconds.")] = False,
+    log_level: LogLevel = None,
 ) -> None:
     """Train. Without arguments, the demo: a tiny model learns to cross a frozen lake."""
     from arborl.config.base import dump_yaml

@@ -13,6 +13,8 @@ In reading order:
     data.py       Where tasks come from
     rollout.py    How episodes are played: how many, by whom, where, and for how long
     sandbox.py    Where code that the model wrote runs
+    track.py      What is written while training, and who else follows the run
+    secrets.py    Keys and passwords: what is never written down, in whatever file
     trust.py      Whether the parts that a run's folder names may be imported: a configuration is code
     document.py   The page that lists every key: `python -m arborl.config.document > docs/configuration.md`
 """

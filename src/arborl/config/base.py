@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, TypeVar, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
+from arborl.config.secrets import masked
 from arborl.errors import ConfigError, did_you_mean
 
 
@@ -199,10 +200,10 @@ def _field_at(model: type[Config], loc: Loc) -> FieldInfo | None:
 
 
 def dump_yaml(config: Config) -> str:
-    """The whole tree, defaults included, as YAML that `load` reads back to an equal `config`."""
+    """The whole tree, defaults included, as YAML that `load` reads back to an equal `config`. Secrets are masked."""
     from omegaconf import OmegaConf
 
-    return OmegaConf.to_yaml(OmegaConf.create(_escaped(plain(config))))
+    return OmegaConf.to_yaml(OmegaConf.create(_escaped(masked(plain(config)))))
 
 
 def plain(config: Config) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from arborl.config.base import Config, element, paths, plain, section, spelt_out
 from arborl.config.bounds import bounded
 from arborl.config.presets import PRESETS
 from arborl.config.run import RunConfig
+from arborl.config.secrets import require_unmasked
 from arborl.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def load(file: Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
                 _spell_out(tree)
                 _apply(tree, override)
         data = _resolved(tree)
+    require_unmasked(data, f"{file}: " if file is not None else "")
     return validate(RunConfig, data)
 
 
@@ -203,15 +205,17 @@ def _parse(text: str) -> Override:
     return override
 
 
-def _spell_out(tree: DictConfig) -> None:
+def _spell_out(tree: DictConfig, above: type[Config] = RunConfig) -> None:
     """Turn every bare name in `tree` into the section it is short for, so that overrides can reach inside."""
-    from omegaconf import ListConfig
+    from omegaconf import DictConfig, ListConfig
 
     for key in list(tree):
-        if model := section(RunConfig, str(key)):
+        if model := section(above, str(key)):
             if model.shorthand and isinstance(_raw(tree, key), str) and isinstance(tree[key], str):
                 tree[key] = {model.shorthand: _raw(tree, key)}
-        elif (model := element(RunConfig, str(key))) and isinstance(tree[key], ListConfig):
+            elif isinstance(_raw(tree, key), dict) and isinstance(tree[key], DictConfig):
+                _spell_out(tree[key], model)
+        elif (model := element(above, str(key))) and isinstance(tree[key], ListConfig):
             for index, item in enumerate(tree[key]):
                 if isinstance(item, str):
                     tree[key][index] = {model.shorthand: _raw(tree[key], index)}
@@ -262,14 +266,22 @@ def _apply(tree: DictConfig, override: Override) -> None:
             raise ConfigError(f"{text!r}: {key} is not set, so there is nothing to take out.")
         del home[last]
         return
-    model = section(RunConfig, key) or section(RunConfig, above)
-    if model and model.shorthand and isinstance(value, str) and (not above or last == model.shorthand):
-        key = above or key
-        before = OmegaConf.select(tree, key)
+    whole, around = _section_at(key), _section_at(above)
+    model, place = (whole, key) if whole else (around, above) if around and last == around.shorthand else (None, "")
+    if model and model.shorthand and isinstance(value, str):
+        before = OmegaConf.select(tree, place)
         if isinstance(before, DictConfig) and before.get(model.shorthand) not in (None, value):
             _leave_behind(before, model)
-        key = f"{key}.{model.shorthand}"
+        key = f"{place}.{model.shorthand}"
     OmegaConf.update(tree, key, value, merge=True, force_add=True)
+
+
+def _section_at(path: str) -> type[Config] | None:
+    """The model of the section at a dotted path."""
+    model: type[Config] | None = RunConfig
+    for part in path.split("."):
+        model = section(model, part) if model else None
+    return model
 
 
 def _leave_behind(before: DictConfig, model: type[Config]) -> None:

@@ -22,6 +22,7 @@ from arborl.config.parts import RewardConfig as RewardConfig
 from arborl.config.rollout import RolloutConfig as RolloutConfig
 from arborl.config.rollout import tags_as_sources
 from arborl.config.sandbox import SandboxConfig
+from arborl.config.track import TrackConfig as TrackConfig
 from arborl.errors import did_you_mean
 
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "npu", "hpu", "xla")
@@ -185,22 +186,6 @@ class EvaluationConfig(Config):
     temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
     greedy: bool = True
     """Also report the likeliest token's play."""
-
-
-class TrackConfig(Config):
-    """What is written while training."""
-
-    tensorboard: bool = True
-    episodes: bool = True
-    """Write every episode to `episodes/`."""
-    gifs: int = Field(3, ge=0)
-    """Episodes rendered at the end."""
-    render_save_dir: Path | None = None
-    """Folder for GIFs of episodes, with the model's words beside the frames: `train/` and `validation/`."""
-    render_every: int = Field(10, ge=1)
-    """With `render_save_dir`: steps between training episodes that are rendered. Every evaluation is."""
-    render_episodes: int = Field(2, ge=1)
-    """With `render_save_dir`: episodes rendered each time."""
 
 
 class RunConfig(Config):

@@ -26,7 +26,10 @@ log = logging.getLogger(__name__)
 
 SIGNATURE = ".signature"
 NAME = re.compile(r"(?!object:)[A-Za-z_][\w.]*:[A-Za-z_][\w.\-]*")
-TEXTS = ("name", "output_dir", "model", "sampling", "track", "engine.replies", "data.path", "data.hub")
+TEXTS = (
+    "name", "output_dir", "model", "sampling", "track.wandb", "track.mlflow", "track.render_save_dir",
+    "engine.replies", "data.path", "data.hub",
+)  # fmt: skip
 """Keys below which nothing is ever imported."""
 PROMPTS = re.compile(
     r"(data\.sources\.[^.]+\.)?(agent\.system|env\.prompt)|data\.agents\.[^.]+\.system"

@@ -17,6 +17,7 @@ from typing import Any, Protocol, overload, runtime_checkable
 
 from arborl.errors import EpisodeError, boundary
 from arborl.failures import Firsts
+from arborl.spans import scored
 from arborl.types import Episode, Group
 
 log = logging.getLogger(__name__)
@@ -145,6 +146,7 @@ class Rewards:
         for episode in group.survivors:
             if judges or episode.metrics.get("judged", 1.0):
                 episode.metrics.setdefault("success", float(episode.reward >= 1))
+        scored(group.episodes)
 
     async def _compare(self, name: str, one: GroupReward, weight: float, episodes: Sequence[Episode]) -> None:
         """Let a reward look at all episodes of the task. One that raises there costs them all."""

@@ -27,6 +27,7 @@ from arborl.rollout.call_order import Asking, Place
 from arborl.rollout.deadlines import ENGINE, across
 from arborl.rollout.processes import ProcessEnv
 from arborl.seeds import derive
+from arborl.spans import span
 from arborl.types import Call, Completion, Drawn, Episode, Message, Metrics, Sampling, Stop, Task, ToolSpec, Turn
 
 
@@ -125,7 +126,12 @@ class Recorder:
         self._waiting.add(task)
         try:
             generate, session = self.engine.generate, self.episode.id
-            return await across(ENGINE, None, generate, prompt.tokens, sampling, session=session)  # type: ignore[no-any-return]
+            with span("chat", gen_ai__operation__name="chat", gen_ai__usage__input_tokens=len(prompt.tokens)) as told:
+                said: Completion = await across(ENGINE, None, generate, prompt.tokens, sampling, session=session)
+                told.note(
+                    gen_ai__usage__output_tokens=len(said.tokens), gen_ai__response__finish_reasons=[said.finish.value]
+                )
+                return said
         finally:
             self._waiting.discard(task)
 

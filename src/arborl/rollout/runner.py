@@ -26,6 +26,7 @@ from arborl.rollout.recorder import Limits, RecordedEnv, Recorder
 from arborl.rollout.replay import Tape
 from arborl.rollout.watchdog import Watchdog
 from arborl.rollout.workers import Workers
+from arborl.spans import span
 from arborl.tools.threads import left_behind
 from arborl.types import Episode, Group, Metrics, Sampling, Stop, Task
 
@@ -160,12 +161,18 @@ class Rollout:
         began = time.perf_counter()
         usual = self.cast.sampling(task, self.sampling) if self.cast.sampling else self.sampling
         limits = self.cast.limits(task, self.limits) if self.cast.limits else self.limits
-        try:
-            async with boundary("episode", limits.episode_seconds):
-                await self._act(episode, replace(usual, **(sampling or {})), limits)
-        except EpisodeError as error:
-            episode.fail(error)
-            self.firsts.tell(episode)
+        with span("arborl.episode", inside_arborl__episode=name, arborl__source=task.source or None) as told:
+            try:
+                async with boundary("episode", limits.episode_seconds):
+                    await self._act(episode, replace(usual, **(sampling or {})), limits)
+            except EpisodeError as error:
+                episode.fail(error)
+                self.firsts.tell(episode)
+                told.fail(f"{error.where}: {error.kind}")
+            told.note(
+                arborl__stop=episode.stop.value, arborl__turns=len(episode.turns), arborl__sampled=episode.sampled
+            )
+            told.until_scored(episode)
         episode.seconds = time.perf_counter() - began
         return episode
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from arborl.errors import ConfigError, did_you_mean
 from arborl.registry import call_checked
+from arborl.spans import span
 from arborl.tools.injection import Context
 from arborl.tools.tool import AnyTool, Tool
 from arborl.types import ToolCall, ToolResult, ToolSpec
@@ -65,7 +66,7 @@ class Toolbox:
 
         async def answer(indices: Sequence[int]) -> None:
             for index in indices:
-                results[index] = await self._answer(index, calls[index], context)
+                results[index] = await self._traced(index, calls[index], context)
 
         free = [[index] for index in range(len(calls)) if index not in held]
         await asyncio.gather(*map(answer, [*free, held]))
@@ -73,6 +74,14 @@ class Toolbox:
 
     def _is_stateful(self, call: ToolCall) -> bool:
         return call.name in self.tools and self.tools[call.name].stateful
+
+    async def _traced(self, index: int, call: ToolCall, context: Context) -> ToolResult:
+        operation, named = "execute_tool", call.name[:80]
+        with span(f"{operation} {named}", gen_ai__operation__name=operation, gen_ai__tool__name=named) as told:
+            result = await self._answer(index, call, context)
+            if not result.ok:
+                told.fail(result.kind)
+            return result
 
     async def _answer(self, index: int, call: ToolCall, context: Context) -> ToolResult:
         if index >= self.max_calls:

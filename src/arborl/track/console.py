@@ -40,6 +40,7 @@ class Console:
         console: where to draw; standard output when not given.
         clock: seconds, for elapsed time.
         remark: what there is to say about a step's numbers, in a few words; mostly nothing.
+        heard: given every line, also those that a live display shows in another form.
 
     Example:
         with Console(60, ["frozen-lake", "seedling, grpo, seed 0"]) as console:
@@ -57,9 +58,10 @@ class Console:
         console: RichConsole | None = None,
         clock: Callable[[], float] = time.monotonic,
         remark: Callable[[Metrics], str] | None = None,
+        heard: Callable[[str], None] = lambda text: None,
     ):
         self.total, self.title, self.done, self.remark = total_steps, tuple(title_lines), start, remark
-        self.console = console or RichConsole()
+        self.console, self.heard = console or RichConsole(), heard
         self.clock = clock
         self.began = self.logged = clock()
         self.latest: Metrics = {}
@@ -76,9 +78,8 @@ class Console:
         if self.console.is_terminal and not self.console.is_dumb_terminal:
             self._live = Live(console=self.console, get_renderable=self._panel, refresh_per_second=4)
             self._held.enter_context(logs_above(self._live, self.console))
-        else:
-            for line in self.title:
-                self._print(line)
+        for line in self.title:
+            self._say(line)
         return self
 
     def __exit__(
@@ -102,8 +103,7 @@ class Console:
         for name, history in (("reward/mean", self.rewards), ("episode/success", self.successes)):
             if name in self.latest:
                 history.append(self.latest[name])
-        if self._live is None:
-            self._print(self._line())
+        self._say(self._line())
 
     def note(self, text: str) -> None:
         """A line that stays."""
@@ -112,6 +112,7 @@ class Console:
     def progress(self, text: str) -> None:
         """What is going on within the step. Shown on a terminal only; the next one replaces it."""
         self.doing = text
+        self.heard(text)
 
     def close(self) -> None:
         self.doing = ""
@@ -125,7 +126,15 @@ class Console:
         recent = self.seconds[-RECENT:]
         return (self.total - self.done) * sum(recent) / len(recent) if recent else None
 
+    def _say(self, text: str) -> None:
+        """A line that a live display has no need of."""
+        if self._live is None:
+            self._print(text)
+        else:
+            self.heard(text)
+
     def _print(self, text: str) -> None:
+        self.heard(text)
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _count(self, step: int) -> str:

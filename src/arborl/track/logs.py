@@ -1,16 +1,53 @@
-"""Keeps log lines out of a live display: while it is up, they are printed above it."""
+"""Log lines on the terminal: how many of them (`--log-level`, `ARBORL_DEBUG`), and kept out of a live display."""
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.live import Live
 from rich.logging import RichHandler
+
+from arborl.errors import ConfigError, did_you_mean
+
+LEVELS = ("debug", "info", "warning", "error")
+OURS = logging.getLogger("arborl")
+
+
+def debugging() -> bool:
+    """Whether `ARBORL_DEBUG` asks for all there is: the level `debug`, and tracebacks instead of one-line errors."""
+    return os.environ.get("ARBORL_DEBUG", "0").lower() not in ("", "0", "false", "no")
+
+
+class OnStderr(logging.StreamHandler[TextIO]):
+    """Writes to whatever standard error is at that moment: a live display takes its place for a while."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+        self.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
+
+
+_shown = OnStderr()
+
+
+def show_level(name: str) -> None:
+    """Show our log lines of this level and above on standard error; of other libraries, warnings and above."""
+    if name not in LEVELS:
+        raise ConfigError(f"--log-level {name}: no such level.{did_you_mean(name, LEVELS)} Write {', '.join(LEVELS)}.")
+    level = getattr(logging, name.upper())
+    OURS.setLevel(level)
+    _shown.setLevel(level)
+    if _shown not in logging.root.handlers:
+        logging.root.addHandler(_shown)
 
 
 @contextmanager

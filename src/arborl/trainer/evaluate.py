@@ -13,6 +13,7 @@ from arborl.data.source import TaskSource
 from arborl.rewards.reward import Rewards
 from arborl.rollout.runner import Rollout
 from arborl.seeds import derive
+from arborl.spans import settle, span
 from arborl.trainer.failing import hopeless
 from arborl.trainer.intervals import student, wilson
 from arborl.types import Episode, Group, Metrics, Task
@@ -69,8 +70,10 @@ class Evaluator:
     async def play(self, temperature: float) -> list[Group]:
         """The scored episodes."""
         seed, size = derive(self.seed, "evaluation"), self.tags.group_size
-        groups = await self.rollout.collect(self.tasks(), seed, size, {"temperature": temperature})
-        await self.rewards.score(groups)
+        with span("arborl.evaluation", arborl__temperature=temperature):
+            groups = await self.rollout.collect(self.tasks(), seed, size, {"temperature": temperature})
+            await self.rewards.score(groups)
+        settle()
         return groups
 
     def tasks(self) -> list[Task]:

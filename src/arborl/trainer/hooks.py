@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from arborl.rollout.store import EpisodeStore
 from arborl.trainer.evaluate import Evaluator, Measured
 from arborl.trainer.trainer import Trainer
 from arborl.types import Group, Metrics
+
+log = logging.getLogger(__name__)
 
 Show = Callable[[int, Sequence[Group]], Awaitable[object]]
 
@@ -83,4 +86,22 @@ class Save:
             trainer.learner.save(folder)
             self.beside(folder / "model")
 
-        return checkpoint.save(self.root, trainer.step, write, trainer.state() | self.extra, self.keep)
+        path = checkpoint.save(self.root, trainer.step, write, trainer.state() | self.extra, self.keep)
+        log.info("saved %s", path)
+        return path
+
+
+class ShowEpisodes:
+    """Show the tracker some episodes every so many steps, and the first.
+
+    Args:
+        every: steps between two.
+    """
+
+    def __init__(self, every: int):
+        self.every = every
+
+    async def after(self, trainer: Trainer, groups: Sequence[Group], metrics: Metrics) -> None:
+        show = getattr(trainer.tracker, "episodes", None)
+        if show is not None and (trainer.step - 1) % self.every == 0:
+            show([episode for group in groups for episode in group.episodes], trainer.step, "train")

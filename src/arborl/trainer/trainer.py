@@ -19,6 +19,7 @@ from arborl.rewards.reward import Rewards
 from arborl.rollout.downsample import thin
 from arborl.rollout.runner import Rollout
 from arborl.seeds import derive
+from arborl.spans import settle, span
 from arborl.track.tracker import Tracker
 from arborl.trainer.diagnosis import Streak
 from arborl.trainer.failing import FailureWatch
@@ -94,7 +95,9 @@ class Trainer:
             await self.engine.load(self.learner.weights(), version=self.step)
             await self.probe.ask()
             while self.step < self.config.trainer.steps:
-                await self.train_step()
+                with span("arborl.step", inside_arborl__step=self.step + 1):
+                    await self.train_step()
+                settle()
         finally:
             gc.unfreeze()
 

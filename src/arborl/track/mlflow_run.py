@@ -1,0 +1,93 @@
+"""The run on MLflow: numbers by step, the configuration as parameters, episodes and pictures as artifacts."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from arborl.config.track import MlflowConfig
+from arborl.track.episode_rows import COLUMNS, rows
+from arborl.track.run_ids import keep_id, known_id
+from arborl.track.tracker import Begun
+from arborl.types import Episode, Metrics
+
+NAME = "mlflow"
+LONGEST = 500
+"""Characters of a parameter's value; servers refuse longer ones."""
+AT_ONCE = 100
+"""Parameters that a server takes in one request."""
+STATES = {"finished": "FINISHED", "stopped": "KILLED"}
+
+
+class MlflowTracker:
+    """Follows a run with MLflow's client, which has no global state: other runs of the process stay apart."""
+
+    def __init__(self, config: MlflowConfig):
+        self.config = config
+        self.client: Any = None
+        self.run = ""
+        self.state = "failed"
+
+    def begin(self, run: Begun) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        uri = self.config.uri or ""
+        if "://" not in uri or uri.startswith("file:"):  # whoever names a folder wants one; MLflow asks twice
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        self.client = MlflowClient(uri)
+        before = known_id(run.folder, NAME)
+        if before is not None:
+            self.run = before
+            self.client.update_run(self.run, status="RUNNING")
+            return
+        found = self.client.get_experiment_by_name(self.config.experiment)
+        experiment = found.experiment_id if found else self.client.create_experiment(self.config.experiment)
+        self.run = self.client.create_run(experiment, run_name=self.config.name or run.name).info.run_id
+        keep_id(run.folder, NAME, self.run)
+        parameters = [Param(_name(key), str(value)[:LONGEST]) for key, value in _flat(run.config)]
+        for place in range(0, len(parameters), AT_ONCE):
+            self.client.log_batch(self.run, params=parameters[place : place + AT_ONCE])
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        finite = {_name(name): value for name, value in metrics.items() if value is not None and math.isfinite(value)}
+        self.client.log_batch(self.run, metrics=[Metric(name, value, now, step) for name, value in finite.items()])
+
+    def episodes(self, episodes: Sequence[Episode], step: int, kind: str) -> None:
+        lines = [json.dumps(dict(zip(COLUMNS, row, strict=True))) for row in rows(episodes, step, kind)]
+        self.client.log_text(self.run, "\n".join(lines) + "\n", f"episodes/{kind}-step-{step:06}.jsonl")
+
+    def picture(self, path: Path, step: int, kind: str) -> None:
+        self.client.log_artifact(self.run, str(path), f"pictures/{kind}")
+
+    def finish(self, summary: Mapping[str, Any], state: str) -> None:
+        self.state = state
+        self.client.log_text(self.run, json.dumps(summary, indent=2, default=str), "summary.json")
+
+    def close(self) -> None:
+        if self.run:
+            self.client.set_terminated(self.run, STATES.get(self.state, "FAILED"))
+
+
+def _name(text: str) -> str:
+    """MLflow takes letters, digits and some signs. In a folder `a/b` is a file, and `a/b/c` could not be beside it: it
+    is called `a/b.c`."""
+    room, slash, rest = re.sub(r"[^\w\-. /]", "_", text)[:250].partition("/")
+    return room + slash + rest.replace("/", ".")
+
+
+def _flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, Mapping) and tree:
+        for key, value in tree.items():
+            yield from _flat(value, f"{path}.{key}".lstrip("."))
+    else:
+        yield path, tree
