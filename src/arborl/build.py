@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,14 +31,15 @@ from arborl.models.find import check_supported, described, resolve
 from arborl.registry import Registry, call_checked, short, unique
 from arborl.rewards import REWARDS, Rewards
 from arborl.rewards.by_source import RewardsBySource
-from arborl.rollout.by_source import Seat, called, differences, seats_of
+from arborl.rollout.by_source import Seat, differences, seats_of
 from arborl.rollout.groups import FILTERS, Manner
 from arborl.rollout.recorder import Limits
 from arborl.rollout.replay import Recording, Replay
 from arborl.rollout.runner import Cast, Rollout
 from arborl.rollout.workers import Workers
 from arborl.sandbox import Found
-from arborl.tools import TOOLS, AnyTool, as_tool
+from arborl.tools import TOOLS, AnyTool
+from arborl.tools.opened import OpenTools, warn_of_variables, with_args
 from arborl.tools.tool_warnings import warn_of_gaps
 from arborl.track.from_config import Makers, followers
 from arborl.types import Message, Sampling, Task
@@ -71,8 +72,18 @@ class Parts:
     evaluator: Evaluator
     sandbox: Found | None
     """What isolates the code that the model writes, where the run has some."""
+    tools: OpenTools
+    """What the tools came from."""
     followers: Makers = field(default_factory=dict)
     """Trackers beyond the run's own files, by name."""
+
+    async def close(self) -> None:
+        """End what the parts have started: the engine, processes of environments, servers of tools."""
+        try:
+            await self.engine.close()
+            self.rollout.close()
+        finally:
+            await self.tools.close()
 
     def copy_tokenizer(self, folder: Path) -> None:
         """Put the tokenizer and template beside saved weights, so that the folder is a whole model."""
@@ -83,7 +94,15 @@ class Parts:
 
 def build(config: RunConfig, objects: Mapping[str, Any] | None = None) -> Parts:
     """The objects of this configuration; `objects` are parts that Python code handed in, by name."""
-    workshop = Workshop(config, objects or {})
+    workshop = Workshop(config, objects or {}, connect=True)
+    try:
+        return _build(config, workshop)
+    except BaseException:
+        workshop.open_tools.stop()
+        raise
+
+
+def _build(config: RunConfig, workshop: Workshop) -> Parts:
     cast, rewards = workshop.cast(), workshop.rewards()
     behind = followers(config.track, workshop.objects)
     workshop.check_names()
@@ -136,6 +155,7 @@ def build(config: RunConfig, objects: Mapping[str, Any] | None = None) -> Parts:
     evaluator = Evaluator(source, rollout, rewards, config.evaluation, config.seed, config.rollout.val_envs)
     return Parts(
         config, folder, model, renderer, engine, source, cast, rollout, rewards, algorithm, learner, evaluator, found,
+        workshop.open_tools,
         behind,
     )  # fmt: skip
 
@@ -155,10 +175,12 @@ def _policy(config: RunConfig, folder: Path) -> PreTrainedModel:
 
 
 class Workshop:
-    """Finds parts by name and makes them, each checked once at the start."""
+    """Finds parts by name and makes them, each checked once at the start. Servers that tools come from are started and
+    asked where it says `connect`; else their entries are only looked at, and give no tools."""
 
-    def __init__(self, config: RunConfig, objects: Mapping[str, Any]):
+    def __init__(self, config: RunConfig, objects: Mapping[str, Any], connect: bool = False):
         self.config, self.objects = config, objects
+        self.open_tools = OpenTools(lambda name: self.find(TOOLS, name), connect)
         self.made: list[Any] = []
         """Agents, tools and rewards."""
 
@@ -189,10 +211,7 @@ class Workshop:
         An agent that a source's configuration names comes before one that its rows name.
         """
         config, seats = self.config, seats_of(self.config)
-        everywhere = {name for seat in seats.values() for name in seat.tools}
-        tools = {name: self.tools(seat, everywhere) for name, seat in seats.items()}
-        warn_of_gaps({tool.name: tool for some in tools.values() for tool in some}.values())
-        sources = config.data.sources
+        tools, sources = self.tools(seats), config.data.sources
 
         def seat_of(task: Task) -> str:
             return task.source if task.source in seats else ""
@@ -233,18 +252,16 @@ class Workshop:
         self.made += [tool for several in tools.values() for tool in several]
         return made
 
-    def tools(self, seat: Seat, everywhere: Collection[str]) -> list[AnyTool]:
-        """The tools, each made with its arguments."""
-        for name in seat.tool_args:
-            if name not in called(seat.tools if seat.where else everywhere):
-                raise ConfigError(
-                    f"{seat.where}agent.tool_args.{name}: no such tool here. Write {seat.where}tools=[{name}]."
-                )
-        return [
-            as_tool(self.find(TOOLS, name), seat.tool_args.get(given), f"{seat.where}agent.tool_args.{given}")
-            for name in seat.tools
-            for given in [name if name in seat.tool_args else short(name)]
-        ]
+    def tools(self, seats: Mapping[str, Seat]) -> dict[str, list[AnyTool]]:
+        """The tools of each seat, made with their arguments or got from their servers."""
+        everywhere = [entry for seat in seats.values() for entry in seat.tools]
+        warn_of_variables(everywhere)
+        made = {}
+        for name, seat in seats.items():
+            entries = with_args(seat.tools, seat.tool_args, seat.where, seat.tools if seat.where else everywhere)
+            made[name] = [tool for entry in entries for tool in self.open_tools.open(*entry)]
+        warn_of_gaps({tool.name: tool for some in made.values() for tool in some}.values())
+        return made
 
     def rewards(self) -> Rewards:
         """The run's rewards, and those of sources that have their own."""

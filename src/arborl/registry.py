@@ -127,6 +127,9 @@ def call_checked(part: Any, args: Mapping[str, Any], where: str) -> Any:
             if key not in known:
                 takes = ", ".join(known) or "no arguments"
                 raise ConfigError(f"{where}.{key}: unknown argument.{did_you_mean(key, known)} It takes: {takes}.")
+    needed = [name for name in known if parameters[name].default is inspect.Parameter.empty and name not in args]
+    if needed:
+        raise ConfigError(f"{where}: needs {needed[0]!r}. It takes: {', '.join(known)}.")
     try:
         return part(**args)
     except (TypeError, ValueError) as error:

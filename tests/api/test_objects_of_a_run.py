@@ -66,7 +66,7 @@ def test_a_tool_object_with_a_library_name_is_never_swapped_for_the_librarys(tmp
         tools=[calculator], rewards=[half], output_dir=tmp_path / "run", **more,
     )  # fmt: skip
     config = load(done.folder / "config.yaml")
-    assert (config.tools, config.rewards[0].name) == (("object:calculator",), "object:half")
+    assert (config.tools[0].name, config.rewards[0].name) == ("object:calculator", "object:half")
     assert config.data.rows.name == "object:rows"
     before = len(asked)
     assert done.evaluate()["sampled"]["reward"] == 0.5

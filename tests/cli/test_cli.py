@@ -122,7 +122,7 @@ def test_resume_takes_the_runs_own_configuration_with_settings_on_top(api: FakeA
     assert call("train", "--resume", "latest", "output_dir=x", "trainer.steps=9").exit_code == 0
     config, resume, _ = api.asked[0]
     assert (config.seed, config.trainer.steps, config.output_dir, resume) == (5, 9, Path("x"), "latest")
-    assert config.tools == ("calculator",)
+    assert [tool.name for tool in config.tools] == ["calculator"]
 
 
 def test_resume_without_a_folder_finds_the_newest_run_of_that_name(api: FakeApi, here: Path) -> None:

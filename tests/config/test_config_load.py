@@ -83,7 +83,7 @@ def test_overrides_reach_into_a_section_that_the_file_names_in_short(tmp_path: P
 
 def test_lists_are_given_in_brackets() -> None:
     config = load(None, ["agent=tool", "tools=[calculator, my_pkg.tools:search]", "rewards=[exact]"])
-    assert config.tools == ("calculator", "my_pkg.tools:search")
+    assert [tool.name for tool in config.tools] == ["calculator", "my_pkg.tools:search"]
     assert [reward.name for reward in config.rewards] == ["exact"]
 
 

@@ -126,7 +126,8 @@ def test_a_script_of_agentfly_becomes_a_run_that_starts(written, monkeypatch):
     config = validate(RunConfig, draft.tree())
     assert (config.algorithm.name, config.algorithm.kl.coef, config.algorithm.kl.estimator) == ("grpo", 0.001, "mse")
     assert (config.rollout.tasks_per_step, config.rollout.group_size, config.trainer.steps) == (32, 8, 200)
-    assert (config.agent.name, config.agent.args, config.tools) == ("tool", {"max_tool_rounds": 2}, ("calculator",))
+    assert (config.agent.name, config.agent.args) == ("tool", {"max_tool_rounds": 2})
+    assert [tool.name for tool in config.tools] == ["calculator"]
     assert (config.learner.lr, config.sampling.max_tokens, config.model.name) == (5e-7, 256, "Qwen/Qwen2.5-3B-Instruct")
     why = {line.key: line.what for line in draft.dropped}
     assert why["algorithm.kl_ctrl.kl_coef"] == "not read without use_kl_in_reward"

@@ -140,7 +140,9 @@ def test_only_the_tools_asked_for_are_taken(foreign):
     foreign.only = ["greet"]
     assert [each.name for each in foreign.tools()] == ["greet"]
     foreign.only = ["great"]
-    with pytest.raises(ConfigError, match=r"has no tool 'great'\. It has: greet, fail, leave, sleep"):
+    with pytest.raises(
+        ConfigError, match=r"has no tool 'great'\. Did you mean 'greet'\? It has: greet, fail, leave, sleep"
+    ):
         foreign.tools()
     foreign.only = None
 

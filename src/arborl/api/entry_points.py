@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console as Terminal
 
@@ -25,6 +25,9 @@ from arborl.errors import ConfigError
 from arborl.models.find import holds_model
 from arborl.track.tracing import traced
 from arborl.trainer.failing import FailureWatch
+
+if TYPE_CHECKING:
+    from arborl.trainer.evaluate import Measured
 
 T = TypeVar("T")
 
@@ -133,13 +136,20 @@ def evaluate(
     if config.evaluation.tasks == 0:
         raise ConfigError("evaluation.tasks=0: nothing to evaluate. Write evaluation.tasks=200.")
     named = config.model_copy(update={"model": config.model.model_copy(update={"name": str(model)})})
-    evaluator = build(named, objects).evaluator
+    parts = build(named, objects)
+
+    async def measured() -> Measured:
+        try:
+            return await parts.evaluator.measure()
+        finally:
+            await parts.close()
+
     with traced(str(path)):
-        found = wait_for(evaluator.measure())
+        found = wait_for(measured())
     FailureWatch().look("evaluation", 0, found.episodes)
-    measured = found.metrics
-    greedy = {name.removeprefix("greedy_"): value for name, value in measured.items() if name.startswith("greedy_")}
-    sampled = {name: value for name, value in measured.items() if not name.startswith("greedy_")}
+    numbers = found.metrics
+    greedy = {name.removeprefix("greedy_"): value for name, value in numbers.items() if name.startswith("greedy_")}
+    sampled = {name: value for name, value in numbers.items() if not name.startswith("greedy_")}
     return {"sampled": sampled} | ({"greedy": greedy} if greedy else {})
 
 

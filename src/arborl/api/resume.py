@@ -46,7 +46,10 @@ class Change:
     now: Any
 
     def __str__(self) -> str:
-        return f"{self.key}: {shown(self.before)} -> {shown(self.now)}"
+        before, now = shown(self.before), shown(self.now)
+        if before == now:  # they are called the same
+            before, now = str(self.before), str(self.now)
+        return f"{self.key}: {before} -> {now}"
 
     @property
     def measured(self) -> bool:

@@ -103,8 +103,7 @@ class RunSession:
                 console.note(f"What happened is in {written.get('report', self.home)}")
                 raise
             finally:
-                await self.parts.engine.close()
-                self.parts.rollout.close()
+                await self.parts.close()
         return await self._finish(trainer, after)
 
     def _trainer(self) -> tuple[Trainer, Save]:

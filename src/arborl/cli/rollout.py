@@ -94,10 +94,11 @@ async def played(parts: Any, task: Any, done: int, place: int, member: int) -> E
 
     seed = derive(parts.config.seed, "step", done)
     own = derive(seed, "task", place, "episode", member)
-    episode: Episode = await parts.rollout.play(task, own, f"{task.id}#{member}")
-    await parts.rewards.score([Group(task, [episode])])
-    await parts.engine.close()
-    parts.rollout.close()
+    try:
+        episode: Episode = await parts.rollout.play(task, own, f"{task.id}#{member}")
+        await parts.rewards.score([Group(task, [episode])])
+    finally:
+        await parts.close()
     return episode
 
 

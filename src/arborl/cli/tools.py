@@ -22,8 +22,17 @@ LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 @tools.command("list")
-def show() -> None:
-    """Print the tools that ship."""
+def listed(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="FILE a.b=c", help="A run, whose tools to list.", show_default=False),
+    ] = None,
+) -> None:
+    """Print the tools that ship, or those of a run."""
+    if arguments:
+        for where, tool in of_run(arguments):
+            typer.echo(f"{tool.name:<20} {_first(tool.spec.description)}  [{where}]")
+        return
     import inspect
 
     from arborl.tools import TOOLS
@@ -32,7 +41,49 @@ def show() -> None:
     for name in TOOLS:
         part = TOOLS[name]
         about = read_docstring(inspect.getdoc(part)).description if inspect.isclass(part) else part.spec.description
-        typer.echo(f"{name:<12} {about.partition('. ')[0].rstrip('.')}.")
+        typer.echo(f"{name:<12} {_first(about)}")
+
+
+@tools.command()
+def show(
+    arguments: Annotated[
+        list[str],
+        typer.Argument(metavar="NAME FILE a.b=c", help="Names of tools; and the run, where they are a run's."),
+    ],
+) -> None:
+    """Print what the model is told of tools: `show calculator`, `show search run.yaml`, `show run.yaml`."""
+    names = [one for one in arguments if "=" not in one and not one.endswith(".yaml")]
+    run = [one for one in arguments if one not in names]
+    found = of_run(run or [f"tools=[{','.join(names)}]"])
+    if run and (missing := [name for name in names if name not in [tool.name for _, tool in found]]):
+        there = ", ".join(tool.name for _, tool in found)
+        raise ConfigError(f"the run has no tool {missing[0]!r}. It has: {there or 'none'}.")
+    for _, tool in found:
+        if not run or not names or tool.name in names:
+            told = {"name": tool.name, "description": tool.spec.description, "parameters": tool.spec.parameters}
+            typer.echo(json.dumps(told, indent=2, ensure_ascii=False))
+
+
+def of_run(arguments: Sequence[str]) -> list[tuple[str, AnyTool]]:
+    """The tools of a run and of its sources, each with where it comes from; servers are started, asked and left."""
+    from arborl.build import Workshop
+    from arborl.cli.arguments import one_path, split
+    from arborl.config.load import load
+
+    paths, settings = split(arguments, ("--help",))
+    file = one_path(paths, "file")
+    agent = [] if file is not None or any(text.startswith("agent") for text in settings) else ["agent=tool"]
+    workshop = Workshop(load(Path(file) if file is not None else None, [*agent, *settings]), {}, connect=True)
+    try:
+        workshop.tools(workshop.seats())
+        return [(entry.origin, tool) for entry, some in workshop.open_tools.opened.values() for tool in some]
+    finally:
+        workshop.open_tools.stop()
+
+
+def _first(text: str) -> str:
+    """The first sentence, on one line."""
+    return " ".join(text.split()).partition(". ")[0].rstrip(".") + "."
 
 
 @tools.command()

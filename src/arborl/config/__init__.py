@@ -8,6 +8,7 @@ In reading order:
     bounds.py     What a YAML file may cost to read: some are small on disk and without end in memory
     parts.py      Parts chosen by name: the sections that a run and each of its sources share
     prompt.py     What the model is told around an environment's own words, and how an action is read out of a reply
+    tools.py      The tools of a run: from the library, your own, behind a tool server, or of an MCP server
     algorithm.py  How reward becomes gradient: an advantage, a loss, and what both read
     presets.py    Presets of algorithms, and which settings each advantage and loss reads
     data.py       Where tasks come from

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from arborl.config.base import Config, StopTexts, spelt_out
 from arborl.config.parts import AgentConfig, ContextConfig, EnvConfig, Part, RewardConfig
+from arborl.config.tools import ToolConfig
 from arborl.errors import did_you_mean
 
 
@@ -102,7 +103,8 @@ class SourceConfig(RowsConfig):
     env: EnvConfig | None = None
     """Without rows, the environment makes the tasks."""
     context: ContextConfig | None = None
-    tools: tuple[str, ...] | None = None
+    tools: tuple[ToolConfig, ...] | None = None
+    """As the run's `tools`."""
     rewards: tuple[RewardConfig, ...] | None = None
     sampling: SourceSampling = SourceSampling()
     limits: SourceLimits = SourceLimits()

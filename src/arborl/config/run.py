@@ -22,6 +22,7 @@ from arborl.config.parts import RewardConfig as RewardConfig
 from arborl.config.rollout import RolloutConfig as RolloutConfig
 from arborl.config.rollout import tags_as_sources
 from arborl.config.sandbox import SandboxConfig
+from arborl.config.tools import ToolConfig as ToolConfig
 from arborl.config.track import TrackConfig as TrackConfig
 from arborl.errors import did_you_mean
 
@@ -206,8 +207,9 @@ class RunConfig(Config):
     env: EnvConfig = EnvConfig()
     agent: AgentConfig = AgentConfig()
     context: ContextConfig = ContextConfig()
-    tools: tuple[str, ...] = ()
-    """Names from the library, or your own as `package.module:attribute`."""
+    tools: tuple[ToolConfig, ...] = ()
+    """Each a name from the library, your own as `package.module:attribute`, `{server: URL}`, `{mcp: {command: […]}}` or
+    `{mcp: {url: URL}}`, with limits beside it; its keys are below. See docs/tools.md."""
     rewards: tuple[RewardConfig, ...] = (RewardConfig(name="env"),)
     """Each with `name`, `weight` and `args`; their weighted sum is learned from. `env` is the environment's own."""
     engine: EngineConfig = EngineConfig()

@@ -3,7 +3,8 @@
 `package.module:attribute` in a `config.yaml` is imported and called with the arguments beside it, so evaluating or
 resuming somebody's run runs what that somebody wrote. A run signs its `config.yaml` with a key that only this user has.
 A folder from elsewhere has no such signature, whoever owns its files after unpacking, and one that was signed and then
-changed has a wrong one; both need `--trust`. A configuration without such names needs neither.
+changed has a wrong one; both need `--trust`. The command of an MCP server is code as well, and the address of a server
+is where this user's keys and whatever the model writes are sent. A configuration without any of these needs neither.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ PROMPTS = re.compile(
 
 
 def sign(config_file: Path, config: RunConfig) -> None:
-    """Say that this user wrote the file, where it names anything that would be imported."""
-    if not any(imported(config)):
+    """Say that this user wrote the file, where it names anything that would be imported, started or asked."""
+    if not any(imported(config)) and not any(reached(config)):
         return
     try:
         text = _digest(config_file, _key(make=True))
@@ -50,12 +51,17 @@ def sign(config_file: Path, config: RunConfig) -> None:
 
 
 def require_trust(config_file: Path, config: RunConfig, overrides: Sequence[str] = ()) -> None:
-    """Refuse to import what a run's folder names unless this user wrote it. Overrides are the user's own words."""
+    """Refuse to import what a run's folder names unless this user wrote it. Overrides are the user's own words: names in
+    them, and lists of tools that they give whole."""
+    given = {text.lstrip("+").partition("=")[0] for text in overrides}
     names = [name for name in imported(config) if not any(name in text for text in overrides)]
-    if names and not _is_signed(config_file):
+    places = [place for key, place in reached(config) if key not in given]
+    if (names or places) and not _is_signed(config_file):
+        would = [f"import and run {', '.join(dict.fromkeys(names))}"] if names else []
+        would += list(dict.fromkeys(places))
         raise ConfigError(
-            f"{config_file}: would import and run {', '.join(dict.fromkeys(names))}, and was not written by a run of "
-            "yours here, or was changed since. Look at it; then write --trust."
+            f"{config_file}: would {' and '.join(would)}, and was not written by a run of yours here, or was changed "
+            "since. Look at it; then write --trust."
         )
 
 
@@ -75,6 +81,20 @@ def imported(config: RunConfig) -> Iterator[str]:
             yield value
 
     yield from walk(plain(config), "")
+
+
+def reached(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Key of a list of tools -> each command that it starts and each server that it asks, in words."""
+    lists = {"tools": config.tools}
+    lists |= {f"data.sources.{name}.tools": source.tools or () for name, source in config.data.sources.items()}
+    for key, entries in lists.items():
+        for entry in entries:
+            if entry.mcp is not None and entry.mcp.command:
+                yield key, f"start {entry.origin!r}"
+            elif entry.name is None:
+                yield key, f"ask {entry.origin}"
+            if entry.limit is not None and entry.limit.scope == "cluster" and entry.limit.server is not None:
+                yield key, f"ask {entry.limit.server}"
 
 
 def _is_signed(config_file: Path) -> bool:

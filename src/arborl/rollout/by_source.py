@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from arborl.agents.context.policy import Policy
 from arborl.config.data import SourceConfig
-from arborl.config.run import AgentConfig, ContextConfig, EnvConfig, RewardConfig, RunConfig
+from arborl.config.run import AgentConfig, ContextConfig, EnvConfig, RewardConfig, RunConfig, ToolConfig
 from arborl.envs.prompted import Sizes
-from arborl.registry import short
 from arborl.rollout.recorder import Limits
+from arborl.tools.opened import names
 from arborl.types import Sampling, Task
 
 
@@ -39,7 +39,7 @@ class Seat:
     """In front of its keys in a configuration: empty for the run, `data.sources.math.` for a source."""
     agent: AgentConfig
     env: EnvConfig
-    tools: tuple[str, ...]
+    tools: tuple[ToolConfig, ...]
     rewards: tuple[RewardConfig, ...]
     tool_args: Mapping[str, dict[str, Any]]
     sizes: Sizes
@@ -68,18 +68,13 @@ def seats_of(config: RunConfig) -> dict[str, Seat]:
         tools = config.tools if source.tools is None else source.tools
         given = agent.tool_args
         if source.agent is None:  # the run's agent at other tools: what is said of those it has not is not for here
-            given = {tool: args for tool, args in given.items() if tool in called(tools)}
+            given = {tool: args for tool, args in given.items() if tool in names(tools)}
         where = f"data.sources.{name}."
         env, rewards = source.env or config.env, source.rewards or config.rewards
         sizes = Sizes(source.limits.max_turns or turns, source.sampling.max_tokens or reply)
         context = as_policy(source.context or config.context)
         seats[name] = Seat(where, agent, env, tools, rewards, given, sizes, context)
     return seats
-
-
-def called(names: Collection[str]) -> set[str]:
-    """All that these parts may be called."""
-    return {*names, *map(short, names)}
 
 
 def as_policy(config: ContextConfig) -> Policy | None:

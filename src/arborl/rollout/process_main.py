@@ -1,6 +1,6 @@
 """The other side of `processes.py`: a process that holds environments, each in a thread of its own.
 
-Started as `python -m arborl.rollout.process_main FD`; ends when the pipe does.
+Started as `python -m arborl.rollout.process_main FD [--allow-unsafe]`; ends when the pipe does.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
+from arborl import sandbox
 from arborl.envs.env import Env
 from arborl.rollout.threads import Hand, Threads
 
+UNSAFE = "--allow-unsafe"
+"""As `sandbox.allow_unsafe`, which this process cannot know otherwise."""
 MAKE, DROP, RANDOM = "make", "drop", "random"
 """What is done to an environment besides calling its methods; and the method that uses up somebody's chance."""
 
@@ -86,6 +89,7 @@ def _pack(number: int, error: BaseException) -> bytes:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who interrupts a run means the run, and the pipe ends with it
+    sandbox.allow_unsafe(UNSAFE in sys.argv[2:])
     Worker(Connection(int(sys.argv[1]))).serve()
     os._exit(0)  # not even a thread that hangs keeps it
 

@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING, Any
 
 from arborl.envs.env import Env, Observation, Step
 from arborl.errors import ArborError
-from arborl.rollout.process_main import DROP, MAKE, RANDOM
+from arborl.rollout.process_main import DROP, MAKE, RANDOM, UNSAFE
+from arborl.sandbox import unsafe_allowed
 from arborl.types import Message, Metrics, Task
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class Process:
         ours, theirs = socket.socketpair()
         # stdout is ours to keep clean; what an environment prints goes to stderr
         self.child = subprocess.Popen(
-            [sys.executable, "-m", "arborl.rollout.process_main", str(theirs.fileno())],
+            [sys.executable, "-m", "arborl.rollout.process_main", str(theirs.fileno()), *_told()],
             pass_fds=[theirs.fileno()],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
             stdin=subprocess.DEVNULL,
@@ -152,6 +153,11 @@ class Process:
         if self.killed_for:
             return f"its process was killed because {self.killed_for} hung"
         return f"its process is gone, exit code {self.child.poll()}"
+
+
+def _told() -> list[str]:
+    """What this process was allowed and its processes are too."""
+    return [UNSAFE] if unsafe_allowed() else []
 
 
 def _settle(outcome: Future[Any], value: Any, error: BaseException | None) -> None:

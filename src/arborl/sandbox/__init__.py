@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 
-from arborl.sandbox.level import Found, allow_unsafe, best_level, level_in_force, try_level
+from arborl.sandbox.level import Found, allow_unsafe, best_level, level_in_force, try_level, unsafe_allowed
 from arborl.sandbox.limits import Limits, Outcome
 from arborl.sandbox.pool import POOLS, Pool, metrics
 from arborl.sandbox.process import LEVELS, Level, SandboxError
@@ -42,6 +42,7 @@ __all__ = [
     "run_code_sync",
     "shared_pool",
     "try_level",
+    "unsafe_allowed",
 ]
 
 DEFAULT = Limits()

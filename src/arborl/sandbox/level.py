@@ -49,6 +49,11 @@ def allow_unsafe(allowed: bool) -> None:
     _unsafe_allowed.set() if allowed else _unsafe_allowed.clear()
 
 
+def unsafe_allowed() -> bool:
+    """What `allow_unsafe` was last told; processes that work for this one are to be told the same."""
+    return _unsafe_allowed.is_set()
+
+
 def level_in_force() -> Found:
     """The level that sandboxes of this process have; SandboxError where it isolates nothing and nobody allowed that."""
     found = best_level()

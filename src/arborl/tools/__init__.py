@@ -23,6 +23,9 @@ In reading order:
     http.py           HTTP/1.1 to one server
     breaker.py        Keeps many callers from knocking at a door that does not open
     mcp.py            MCP both ways: tools of an MCP server as ours, and ours as an MCP server
+    guard.py          Runs one command so that nothing of it outlives who asked
+    bounded.py        Bounds of a tool that a configuration sets: how often, how many at once, how long, how often again
+    opened.py         The tools that a configuration names: made or connected to, within limits, closed with the run
 """
 
 from arborl.registry import Registry
@@ -38,7 +41,7 @@ TOOLS = Registry(
         "calculator": "arborl.tools.library.calculator:calculator",
         "fetch": "arborl.tools.library.fetch:Fetch",
         "finish": "arborl.tools.library.finish:finish",
-        "python": "arborl.tools.library.python:python",
+        "python": "arborl.tools.library.python:Python",
         "retrieve": "arborl.tools.library.retrieve:Retrieve",
         "search": "arborl.tools.library.search:Search",
     },

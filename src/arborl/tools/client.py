@@ -9,13 +9,13 @@ import random
 import time
 import uuid
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
 from pydantic import TypeAdapter, ValidationError
 
-from arborl.errors import ArborError, ConfigError
+from arborl.errors import ArborError, ConfigError, EpisodeError, boundary, did_you_mean, queued
 from arborl.tools.breaker import Breaker
 from arborl.tools.http import Broken, Connections, Reply
 from arborl.tools.injection import Context
@@ -52,7 +52,9 @@ class ToolClient:
         concurrency: requests under way at a time, and connections kept.
         attempt_seconds: patience with one request.
         call_seconds: patience with one call, retries and waiting included.
-        limit: every attempt waits for it, so retries count.
+        limit: every attempt waits for it, so retries count. That wait, and the one for a turn where `concurrency` is
+            used up, are no part of anybody's patience.
+        retries: attempts after the first; by default as many as there is patience for.
         pause: seconds before the first retry, about; doubled with each, with chance, up to `longest_pause`.
     """
 
@@ -66,6 +68,7 @@ class ToolClient:
         limit: Limit | None = None,
         pause: float = 0.1,
         longest_pause: float = 5.0,
+        retries: int | None = None,
     ):
         url = url or os.environ.get("ARBORL_TOOL_SERVER")
         if not url:
@@ -77,7 +80,7 @@ class ToolClient:
         self.name = uuid.uuid4().hex[:12]
         """Sets the sessions of this client apart from everybody else's."""
         self.concurrency, self.attempt_seconds, self.call_seconds = concurrency, attempt_seconds, call_seconds
-        self.limit, self.pause, self.longest_pause = limit, pause, longest_pause
+        self.limit, self.pause, self.longest_pause, self.retries = limit, pause, longest_pause, retries
         key = api_key if api_key is not None else os.environ.get("ARBORL_TOOL_API_KEY")
         self._headers = bearer(key)
         self._lines: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Line] = weakref.WeakKeyDictionary()
@@ -85,8 +88,8 @@ class ToolClient:
 
     # ------------------------------------------------------------------------------------------------ what there is
 
-    def tools(self) -> list[RemoteTool]:
-        """Every tool of the server. Blocks for one request: meant for the time before a run."""
+    def tools(self, only: Sequence[str] | None = None) -> list[RemoteTool]:
+        """Every tool of the server, or those asked for. Blocks for one request: meant for the time before a run."""
         try:
             answer = httpx.get(f"{self.url}/tools", headers=self._headers, timeout=10.0)
         except httpx.HTTPError as error:
@@ -103,7 +106,13 @@ class ToolClient:
             abouts = ABOUTS.validate_json(answer.content)
         except (httpx.HTTPError, ValidationError) as error:
             raise ConfigError(f"{self.url} is not a tool server: {error}") from error
-        return [RemoteTool(self, about) for about in abouts]
+        names = [about.name for about in abouts]
+        if missing := [name for name in only or () if name not in names]:
+            near = did_you_mean(missing[0], names)
+            raise ConfigError(
+                f"the tool server at {self.url} has no tool {missing[0]!r}.{near} It has: {', '.join(names)}."
+            )
+        return [RemoteTool(self, about) for about in abouts if only is None or about.name in only]
 
     # ------------------------------------------------------------------------------------------------ calls
 
@@ -135,24 +144,28 @@ class ToolClient:
             return CallAnswer.model_validate_json(data).result()
         except _Refused as error:
             return ToolResult(f"{name}: {error}", False, "refused", time.perf_counter() - start)
-        except (Unavailable, ValidationError) as error:
+        except (ArborError, ValidationError) as error:  # not there, or the limit is another's
             return ToolResult(f"{name}: {error}", False, "unavailable", time.perf_counter() - start)
 
     async def post(self, path: str, body: bytes, method: str = "POST") -> bytes:
         """One request, repeated while that can help. Raises `Unavailable`, or what says that it was refused."""
-        line = self._line()
-        reason = "no attempt was made"
+        line, where = self._line(), f"the tool server at {self.url}"
+        reason, attempt = "no attempt was made", 0
         try:
-            async with asyncio.timeout(self.call_seconds), line.turn():
-                for attempt in range(1_000_000):
+            async with boundary(where, self.call_seconds), line.turn():
+                while True:
                     data, reason, wait = await self._attempt(line, method, path, body)
                     if data is not None:
                         return data
+                    if attempt == self.retries:
+                        raise Unavailable(f"{where} did not answer, asked {attempt + 1} times ({reason})")
                     spread = min(self.pause * 2 ** min(attempt, 10), self.longest_pause)
                     await asyncio.sleep(max(wait, spread * random.uniform(0.5, 1.5)))
-        except TimeoutError:
-            pass
-        raise Unavailable(f"the tool server at {self.url} did not answer within {self.call_seconds:g} s ({reason})")
+                    attempt += 1
+        except EpisodeError as error:
+            if not isinstance(error.cause, TimeoutError):
+                raise error.cause from None
+        raise Unavailable(f"{where} did not answer within {self.call_seconds:g} s ({reason})")
 
     async def _attempt(self, line: _Line, method: str, path: str, body: bytes) -> tuple[bytes | None, str, float]:
         """The answer; or None, why not, and how long the server asked to wait."""
@@ -160,7 +173,8 @@ class ToolClient:
         known = False
         try:
             if self.limit is not None:
-                await self.limit.acquire()
+                with queued():
+                    await self.limit.acquire()
             async with asyncio.timeout(self.attempt_seconds):
                 answer = await line.http.request(method, path, body)
             known = True
@@ -192,7 +206,7 @@ class ToolClient:
         """Tell the server that an episode is over; one that cannot be told ends it after an hour by itself."""
         try:
             await self.post(f"/sessions/{session}", b"", "DELETE")
-        except (Unavailable, _Refused):
+        except ArborError:
             return
 
     async def close(self, seconds: float = 10.0) -> None:
@@ -271,7 +285,8 @@ class _Turn:
     async def __aenter__(self) -> None:
         self.line._under_way += 1
         try:
-            await self.line._slots.acquire()
+            with queued():
+                await self.line._slots.acquire()
         except BaseException:
             self.line._under_way -= 1
             raise

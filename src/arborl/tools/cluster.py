@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import math
 import os
 import time
 import weakref
@@ -17,6 +18,8 @@ from arborl.tools.protocol import bearer
 
 ROUND = 20.0
 """Seconds of one request; who must wait longer asks again."""
+QUIET = 120.0
+"""Seconds without any answer after which who waits for a grant is told so."""
 BOUNDS = httpx.Limits(max_connections=None)  # every waiting caller holds one
 
 
@@ -39,7 +42,7 @@ class ServerBook:
         self._about = {"name": name, "per_minute": per_minute, "burst": burst}
 
     async def acquire(self, timeout: float | None) -> float:
-        end = None if timeout is None else time.monotonic() + timeout
+        end, quiet = time.monotonic() + (math.inf if timeout is None else timeout), time.monotonic() + QUIET
         loop = asyncio.get_running_loop()
         if loop not in self._https:
             self._https[loop] = httpx.AsyncClient(headers=self._headers, timeout=ROUND + 10, limits=BOUNDS)
@@ -47,25 +50,37 @@ class ServerBook:
             try:
                 answer = await self._https[loop].post(self.url, content=self._body(end))
             except httpx.HTTPError as error:
-                await asyncio.sleep(self._patience(end, str(error)))
+                await asyncio.sleep(self._patience(min(end, quiet), str(error) or type(error).__name__))
                 continue
+            quiet = time.monotonic() + QUIET if answer.status_code in (200, 429) else quiet
             if self._granted(answer):
                 return time.monotonic()
-            if (wait := self._patience(end, answer.text, answer.status_code)) > 0:
+            if (wait := self._patience(min(end, quiet), answer.text, answer.status_code)) > 0:
                 await asyncio.sleep(wait)
 
     def acquire_sync(self, timeout: float | None) -> float:
-        end = None if timeout is None else time.monotonic() + timeout
+        end, quiet = time.monotonic() + (math.inf if timeout is None else timeout), time.monotonic() + QUIET
         while True:
             try:
                 answer = self._http.post(self.url, content=self._body(end))
             except httpx.HTTPError as error:
-                time.sleep(self._patience(end, str(error)))
+                time.sleep(self._patience(min(end, quiet), str(error) or type(error).__name__))
                 continue
+            quiet = time.monotonic() + QUIET if answer.status_code in (200, 429) else quiet
             if self._granted(answer):
                 return time.monotonic()
-            if (wait := self._patience(end, answer.text, answer.status_code)) > 0:
+            if (wait := self._patience(min(end, quiet), answer.text, answer.status_code)) > 0:
                 time.sleep(wait)
+
+    def check(self) -> None:
+        try:
+            answer = self._http.post(self.url, content=self._body(time.monotonic()))  # may use up one call
+        except httpx.HTTPError as error:
+            raise ConfigError(
+                f"RateLimit {self.name!r}: no tool server answers at {self.url} ({type(error).__name__}: {error}). "
+                "Start one: arborl tools serve --tools calculator"
+            ) from error
+        self._granted(answer)
 
     def forget(self) -> bool:
         return False  # the server's
@@ -74,8 +89,8 @@ class ServerBook:
     def _http(self) -> httpx.Client:
         return httpx.Client(headers=self._headers, timeout=ROUND + 10, limits=BOUNDS)
 
-    def _body(self, end: float | None) -> bytes:
-        left = ROUND if end is None else min(max(end - time.monotonic(), 0.0), ROUND)
+    def _body(self, end: float) -> bytes:
+        left = min(max(end - time.monotonic(), 0.0), ROUND)
         return json.dumps({**self._about, "timeout": left}).encode()
 
     def _granted(self, answer: httpx.Response) -> bool:
@@ -87,9 +102,9 @@ class ServerBook:
             said = {}
         return isinstance(said, dict) and said.get("granted") is True
 
-    def _patience(self, end: float | None, why: str, status: int = 0) -> float:
+    def _patience(self, end: float, why: str, status: int = 0) -> float:
         """Seconds before the next try; LimitTimeout when there is none."""
-        if end is not None and time.monotonic() >= end:
+        if time.monotonic() >= end:
             raise LimitTimeout(f"RateLimit {self.name!r}: no grant from {self.url} in time ({why[:200]})")
         wait = 0.02 if status == 200 else 0.5  # a server that waits for nothing must not be asked without end
-        return wait if end is None else min(wait, max(end - time.monotonic(), 0.0))
+        return min(wait, max(end - time.monotonic(), 0.0))

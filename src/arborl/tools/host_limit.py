@@ -91,6 +91,14 @@ class HostBook:
         finally:
             steps.close()
 
+    def check(self) -> None:
+        descriptor, now = self._open(), time.monotonic()
+        try:
+            if _locked(descriptor):
+                self._write(descriptor, self._read(descriptor, now), now)
+        finally:
+            os.close(descriptor)
+
     def forget(self) -> bool:
         descriptor, now = self._open(), time.monotonic()
         try:

@@ -20,6 +20,8 @@ class Book(Protocol):
 
     def acquire_sync(self, timeout: float | None) -> float: ...
 
+    def check(self) -> None: ...
+
     def forget(self) -> bool: ...
 
 
@@ -80,6 +82,10 @@ class RateLimit:
     def acquire_sync(self, timeout: float | None = None) -> float:
         """As `acquire`, for callers without an event loop."""
         return self._book.acquire_sync(timeout)
+
+    def check(self) -> None:
+        """Raise ConfigError where it is in use with other numbers, or nobody answers who could grant anything."""
+        self._book.check()
 
     def forget(self) -> bool:
         """Remove what is kept of it, unless calls were granted ahead of time; whether it is gone."""

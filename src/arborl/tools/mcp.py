@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
+import shutil
+import sys
+import tempfile
 import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
-from arborl.errors import ArborError, ConfigError
+from arborl.errors import ArborError, ConfigError, did_you_mean
+from arborl.tools.breaker import Breaker
 from arborl.tools.dispatcher import Desk
 from arborl.tools.injection import Context
 from arborl.tools.output import cut
@@ -20,12 +27,14 @@ from arborl.types import ToolResult, ToolSpec
 
 try:
     import mcp_types as types
-    from mcp import Client, MCPError, StdioServerParameters
+    from mcp import Client, MCPError, StdioServerParameters, stdio_client
     from mcp.server import Server
 except ImportError as missing:
     raise ConfigError(
         f"MCP needs the official SDK, version 2 or newer ({missing}): pip install 'arborl[mcp]'"
     ) from missing
+
+log = logging.getLogger(__name__)
 
 SESSION = "arborl/session"
 """Names the episode in a call's `_meta`, for servers that keep state by it; others do not look."""
@@ -38,15 +47,19 @@ class McpServer:
         files = McpServer(["uvx", "mcp-server-git", "--repository", "."])
         search = McpServer("http://127.0.0.1:8000/mcp", headers={"Authorization": "Bearer …"})
         toolbox = Toolbox([*files.tools(), *search.tools()])
+        …
+        files.close()
 
     It lives in a thread of its own, so its tools can be used from any event loop. A connection that breaks is made
-    anew at the next call.
+    anew at the next call; a command is then started again. Nothing of a command outlives this process, however it ends.
 
     Args:
         server: a URL, or a command that speaks MCP on its standard input and output.
         env: environment of that command, beside a safe few of this process's.
+        cwd: folder that the command is started in.
         headers: sent with every request to a URL.
-        timeout: seconds for connecting, and for one call.
+        timeout: seconds for one call.
+        start_seconds: seconds for connecting, which is starting the command too.
         stateful: whether calls of one turn must run in the order written.
         only: names of the tools to take; by default all.
         max_tokens, max_chars: longer answers are cut, visibly.
@@ -62,21 +75,22 @@ class McpServer:
         only: Sequence[str] | None = None,
         max_tokens: int = 512,
         max_chars: int = 4000,
+        cwd: str | Path | None = None,
+        start_seconds: float = 60.0,
     ):
         if not server:
             raise ConfigError("McpServer: give a URL, or a command as a list of words")
-        self.server = server
+        self.server, self.cwd = server, cwd
         self.env, self.headers, self.timeout = dict(env or {}), dict(headers or {}), timeout
-        self.stateful, self.only = stateful, only
+        self.stateful, self.only, self.start_seconds = stateful, only, start_seconds
         self.max_tokens, self.max_chars = max_tokens, max_chars
         self.name = uuid.uuid4().hex[:12]
         """Sets the episodes of this process apart from everybody else's."""
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name=f"arborl-mcp-{self}", daemon=True).start()
-        self._client: Client | None = None
-        self._stop: asyncio.Event | None = None
-        self._holder: asyncio.Task[None] | None = None
-        self._gate = asyncio.Lock()
+        self._connection: _Connection | None = None
+        self._breaker = Breaker(failures=2)
+        self._closed = False
 
     def __str__(self) -> str:
         return self.server if isinstance(self.server, str) else " ".join(self.server)
@@ -85,18 +99,33 @@ class McpServer:
 
     def tools(self) -> list[McpTool]:
         """Its tools. Blocks until it has answered: meant for the time before a run."""
+        self._check_command()
         try:
-            listed = asyncio.run_coroutine_threadsafe(self._list(), self._loop).result(self.timeout + 5)
+            listed = asyncio.run_coroutine_threadsafe(self._list(), self._loop).result(self.start_seconds + 10)
         except Exception as error:
-            raise ConfigError(f"no MCP server answers at {self}: {type(error).__name__}: {_reason(error)}") from error
+            raise ConfigError(f"no MCP server answers at {self}: {_reason(error)}") from error
         names = [each.name for each in listed]
         if missing := [name for name in self.only or () if name not in names]:
-            raise ConfigError(f"the MCP server {self} has no tool {missing[0]!r}. It has: {', '.join(names)}.")
+            near = did_you_mean(missing[0], names)
+            raise ConfigError(f"the MCP server {self} has no tool {missing[0]!r}.{near} It has: {', '.join(names)}.")
         return [McpTool(self, each) for each in listed if self.only is None or each.name in self.only]
+
+    def _check_command(self) -> None:
+        """That there is such a program: the system's own error would come from another process."""
+        if isinstance(self.server, str):
+            return
+        if self.cwd is not None and not os.path.isdir(self.cwd):
+            raise ConfigError(f"{str(self.cwd)!r}, where {self} is to be started, is no folder.")
+        program = self.server[0]
+        found = os.path.join(self.cwd or "", program) if os.path.dirname(program) else program
+        if shutil.which(found, path=self.env.get("PATH")) is None:
+            raise ConfigError(f"there is no program {program!r} to start. Is it installed, and on PATH?")
 
     async def call(self, name: str, arguments: Mapping[str, Any], session: str | None = None) -> ToolResult:
         """Answer one call; a server that fails or is gone is an answer too."""
         start = time.perf_counter()
+        if self._closed:
+            return ToolResult(f"{name}: the MCP server {self} is closed", False, "unavailable")
         try:
             job = asyncio.run_coroutine_threadsafe(self._call(name, dict(arguments), session), self._loop)
             content, kind = await asyncio.wrap_future(job)
@@ -109,67 +138,77 @@ class McpServer:
         return ToolResult(content, kind == "ok", kind, time.perf_counter() - start)
 
     def close(self) -> None:
-        """End the connection, and the command if it is one."""
+        """End the connection, and the command if it is one. A second time nothing happens."""
+        if self._closed:
+            return
+        self._closed = True
         with suppress(Exception):
-            asyncio.run_coroutine_threadsafe(self._drop(), self._loop).result(10)
+            asyncio.run_coroutine_threadsafe(self._drop(self._connection), self._loop).result(15)
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     # ------------------------------------------------------------------------------------------------ in its thread
 
     async def _list(self) -> list[types.Tool]:
-        client = await self._connected()
-        found: list[types.Tool] = []
-        cursor = None
-        while True:
-            page = await client.list_tools(cursor=cursor)
-            found += page.tools
-            cursor = page.next_cursor
-            if not cursor:
-                return found
+        async with asyncio.timeout(self.start_seconds):
+            client = (await self._connected()).client
+            found: list[types.Tool] = []
+            cursor = None
+            while True:
+                page = await client.list_tools(cursor=cursor)
+                found += page.tools
+                cursor = page.next_cursor
+                if not cursor:
+                    return found
 
     async def _call(self, name: str, arguments: dict[str, Any], session: str | None) -> tuple[str, str]:
         meta: Any = {SESSION: session} if session else None
-        async with asyncio.timeout(self.timeout):
-            client = await self._connected()
-            try:
-                result = await client.call_tool(name, arguments, meta=meta)
-            except MCPError as error:
-                if error.error.code == types.CONNECTION_CLOSED:
-                    await self._drop()
-                    raise ConnectionError(str(error)) from error
+        connection = await self._connected()
+        try:
+            async with asyncio.timeout(self.timeout):
+                result = await connection.client.call_tool(name, arguments, meta=meta)
+        except MCPError as error:
+            if error.error.code != types.CONNECTION_CLOSED and error.error.message != "Session terminated":
                 raise
-            except (asyncio.CancelledError, TimeoutError):
-                raise
-            except Exception:
-                await self._drop()
-                raise
+            await self._drop(connection)
+            raise ConnectionError(str(error)) from error
+        except (asyncio.CancelledError, TimeoutError):
+            raise
+        except Exception:
+            await self._drop(connection)
+            raise
         return _text(result), "exception" if result.is_error else "ok"
 
-    async def _connected(self) -> Client:
-        """The connection; made now if there is none."""
-        async with self._gate:
-            if self._client is None:
-                opened: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
-                self._stop = asyncio.Event()
-                self._holder = asyncio.create_task(self._hold(opened, self._stop))
-                self._client = await asyncio.wait_for(opened, self.timeout)
-            return self._client
-
-    async def _hold(self, opened: asyncio.Future[Client], stop: asyncio.Event) -> None:
-        """Opens and closes in one task, as the SDK's scopes want it."""
+    async def _connected(self) -> _Connection:
+        """The connection; one is begun now if there is none. Who gives up waiting leaves it to the others."""
         try:
-            async with Client(self._transport()) as client:
-                opened.set_result(client)
-                await stop.wait()
-        except BaseException as error:
-            if not opened.done():
-                opened.set_exception(error if isinstance(error, Exception) else ConnectionError(str(error)))
-        finally:
-            self._client = None
+            async with asyncio.timeout(self.start_seconds):
+                if self._connection is None:
+                    await self._breaker.enter()
+                    if self._connection is None:
+                        self._connection = _Connection(self._transport, self.start_seconds)
+                        self._connection.opened.add_done_callback(self._known)
+                    else:
+                        self._breaker.left()
+                connection = self._connection
+                await asyncio.shield(connection.opened)
+                return connection
+        except TimeoutError as error:
+            raise ConnectionError(f"no answer in {self.start_seconds:g} s") from error
 
-    def _transport(self) -> Any:
+    def _known(self, opened: asyncio.Future[None]) -> None:
+        """Whether the connection is one."""
+        if opened.cancelled() or opened.exception() is not None:
+            self._connection = None
+            self._breaker.failed()
+        else:
+            self._breaker.worked()
+
+    def _transport(self, errors: TextIO) -> Any:
         if not isinstance(self.server, str):
-            return StdioServerParameters(command=self.server[0], args=list(self.server[1:]), env=self.env)
+            guarded = ["-I", "-S", str(Path(__file__).with_name("guard.py")), *self.server]
+            return stdio_client(
+                StdioServerParameters(command=sys.executable, args=guarded, env=self.env, cwd=self.cwd), errors
+            )
         if not self.headers:
             return self.server
         from mcp.client.streamable_http import streamable_http_client
@@ -177,13 +216,53 @@ class McpServer:
 
         return streamable_http_client(self.server, http_client=create_mcp_http_client(headers=self.headers))
 
-    async def _drop(self) -> None:
-        holder, self._client = self._holder, None
-        if self._stop is not None:
-            self._stop.set()
-        if holder is not None:
-            with suppress(Exception):
-                await asyncio.wait_for(asyncio.shield(holder), 5)
+    async def _drop(self, connection: _Connection | None) -> None:
+        """End a connection; one that was made since then stays."""
+        if connection is None:
+            return
+        if self._connection is connection:
+            self._connection = None
+        said = await connection.close()
+        if said and not self._closed:
+            log.warning("the MCP server %s has ended, and is started again when it is needed. It said: %s", self, said)
+
+
+class _Connection:
+    """Opens and closes in one task, as the SDK's scopes want it."""
+
+    def __init__(self, transport: Callable[[TextIO], Any], seconds: float):
+        self.client: Client
+        self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._stop = asyncio.Event()
+        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+        self._holder = asyncio.create_task(self._hold(transport, seconds))
+
+    async def _hold(self, transport: Callable[[TextIO], Any], seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds) as clock, Client(transport(self._errors)) as self.client:
+                clock.reschedule(None)
+                if not self.opened.done():
+                    self.opened.set_result(None)
+                await self._stop.wait()
+        except BaseException as error:
+            if not self.opened.done():
+                why = f"no answer in {seconds:g} s" if isinstance(error, TimeoutError) else _reason(error)
+                self.opened.set_exception(ConnectionError(f"{why}{self._last_words('. It said: ')}"))
+
+    def _last_words(self, before: str = "") -> str:
+        """The last line that a command which failed wrote to its standard error."""
+        self._errors.seek(0)
+        lines = [line.strip() for line in self._errors.read().splitlines() if line.strip()]
+        return f"{before}{lines[-1][:300]}" if lines else ""
+
+    async def close(self) -> str:
+        """End it, and what it has to say."""
+        self._stop.set()
+        if not self.opened.done():
+            self._holder.cancel()
+        with suppress(Exception, asyncio.CancelledError):
+            await asyncio.wait_for(asyncio.shield(self._holder), 12)
+        return self._last_words()
 
 
 class McpTool:

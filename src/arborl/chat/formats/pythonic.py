@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from arborl.chat.formats.reading import dumps, short
+from arborl.chat.formats.reading import dumps, short, without_repeats
 from arborl.types import ToolCall
 
 SHAPE = '[TOOL(NAME="VALUE")]'
@@ -98,16 +98,16 @@ def _name(node: ast.expr) -> str:
 def _arguments(node: ast.Call) -> dict[str, Any]:
     if node.args:
         raise ValueError(f"{short(ast.unparse(node.args[0]))} has no name: every argument is written NAME=VALUE")
-    read: dict[str, Any] = {}
+    read: list[tuple[str, Any]] = []
     for word in node.keywords:
         value = _literal(word.value)
         if word.arg is not None:
-            read[word.arg] = value
+            read.append((word.arg, value))
         elif isinstance(value, dict):  # **{"not a name": 1}
-            read |= value
+            read += value.items()
         else:
             raise ValueError("only an object can follow **")
-    return read
+    return without_repeats(read)
 
 
 def _literal(node: ast.expr) -> Any:
@@ -128,7 +128,7 @@ def _literal(node: ast.expr) -> Any:
         case ast.List(elts=parts) | ast.Tuple(elts=parts):
             return [_literal(part) for part in parts]
         case ast.Dict(keys=keys, values=values):
-            return {_key(key): _literal(value) for key, value in zip(keys, values, strict=True)}
+            return without_repeats([(_key(key), _literal(value)) for key, value in zip(keys, values, strict=True)])
         case ast.Name(id=word) if word in WORDS:
             return WORDS[word]
     raise ValueError(f"{short(ast.unparse(node))} is not a number, a string, a list or an object")

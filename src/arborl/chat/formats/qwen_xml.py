@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from arborl.chat.formats.reading import dumps
+from arborl.chat.formats.reading import dumps, without_repeats
 from arborl.types import ToolCall
 
 SHAPE = "<tool_call>\n<function=TOOL>\n<parameter=NAME>\nVALUE\n</parameter>\n</function>\n</tool_call>"
@@ -53,7 +53,10 @@ def _read(call_id: str, name: str, body: str) -> ToolCall:
     if left:
         shape = SHAPE.replace("TOOL", name)
         return ToolCall(call_id, name, error=f"there is text that is no parameter: {left[:40]!r}. Write {shape}")
-    return ToolCall(call_id, name, {key.strip(): _value(text) for key, text in PARAMETER.findall(inside)})
+    try:
+        return ToolCall(call_id, name, without_repeats([(k.strip(), _value(v)) for k, v in PARAMETER.findall(inside)]))
+    except ValueError as error:
+        return ToolCall(call_id, name, error=f"{error}. Write {SHAPE.replace('TOOL', name)}")
 
 
 def _value(text: str) -> str:

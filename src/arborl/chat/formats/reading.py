@@ -74,7 +74,17 @@ def _finite(digits: str) -> float:
     return value
 
 
-JSON = json.JSONDecoder(parse_constant=_constant, parse_float=_finite)
+def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object from its keys and values. Of a key that comes twice nobody knows which value was meant."""
+    read: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in read:
+            raise ValueError(f"{short(key)} is given twice")
+        read[key] = value
+    return read
+
+
+JSON = json.JSONDecoder(parse_constant=_constant, parse_float=_finite, object_pairs_hook=without_repeats)
 """Strict: what it reads can be written as JSON again."""
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 from arborl.sandbox import Limits, Outcome, Pool, Sandbox, shared_pool
-from arborl.tools.injection import State
-from arborl.tools.tool import tool
+from arborl.tools.injection import Context
+from arborl.tools.tool import Tool, tool
 
 LIMITS = Limits(wall_seconds=10, cpu_seconds=5)
 
@@ -38,16 +36,53 @@ class PythonSession:
             await self.pool.give(box)
 
 
-@tool(stateful=True, timeout=60)
-async def python(code: str, session: Annotated[PythonSession, State(PythonSession)]) -> str:
-    """Run Python code and read what it prints, and the value of its last line. Variables last from call to call.
+class Python(Tool):
+    """Run Python code in the sandbox; variables last the episode.
+
+    Example:
+        Python(wall_seconds=2, memory_mb=256)
 
     Args:
-        code: for example: x = 6; print(x * 7)
+        wall_seconds: of one call.
+        cpu_seconds: of one call, all its processes together.
+        memory_mb: address space of each process, and resident memory of all together.
+        file_mb: size of any one file.
+        disk_mb: all files together.
+        processes: processes and threads.
+        output_bytes: standard output and error together.
+        open_files: at a time.
     """
-    outcome = await session.run(code)
-    lost = "\nVariables are lost; the next call begins anew." if outcome.stopped else ""
-    return shown(outcome) + lost
+
+    def __init__(
+        self,
+        wall_seconds: float = LIMITS.wall_seconds,
+        cpu_seconds: float = LIMITS.cpu_seconds,
+        memory_mb: int = LIMITS.memory_mb,
+        file_mb: int = LIMITS.file_mb,
+        disk_mb: int = LIMITS.disk_mb,
+        processes: int = LIMITS.processes,
+        output_bytes: int = LIMITS.output_bytes,
+        open_files: int = LIMITS.open_files,
+    ):
+        self.limits = Limits(
+            wall_seconds, cpu_seconds, memory_mb, file_mb, disk_mb, processes, output_bytes, open_files
+        )
+        super().__init__(self.python, stateful=True, timeout=max(60.0, 2 * wall_seconds))
+        self.sandboxed = True
+
+    async def python(self, code: str, context: Context) -> str:
+        """Run Python code and read what it prints, and the value of its last line. Variables last from call to call.
+
+        Args:
+            code: for example: x = 6; print(x * 7)
+        """
+        session: PythonSession = context.state(self.limits, lambda: PythonSession(shared_pool(self.limits)))
+        outcome = await session.run(code)
+        lost = "\nVariables are lost; the next call begins anew." if outcome.stopped else ""
+        return shown(outcome) + lost
+
+
+python = Python()
 
 
 @tool(name="python", timeout=60)
@@ -60,8 +95,7 @@ async def python_once(code: str) -> str:
     return shown(await shared_pool(LIMITS).run(code))
 
 
-for runner in (python, python_once):
-    runner.sandboxed = True
+python_once.sandboxed = True
 
 
 def shown(outcome: Outcome) -> str:
