@@ -140,9 +140,8 @@ def test_only_the_tools_asked_for_are_taken(foreign):
     foreign.only = ["greet"]
     assert [each.name for each in foreign.tools()] == ["greet"]
     foreign.only = ["great"]
-    with pytest.raises(
-        ConfigError, match=r"has no tool 'great'\. Did you mean 'greet'\? It has: greet, fail, leave, sleep"
-    ):
+    said = r"has no tool 'great'\. Did you mean 'greet'\? It has: greet, fail, leave, sleep"
+    with pytest.raises(ConfigError, match=said):
         foreign.tools()
     foreign.only = None
 

@@ -87,6 +87,8 @@ class McpConfig(Sparse):
                 raise ValueError(f"{key} is for a command, and url is a server that somebody else started.")
         if self.url is not None:
             check_url(self.url, "url")
+        for name in self.pass_env:
+            check_variable(name, "pass_env")
         for name, value in self.env.items():
             if SECRET.fullmatch(name) and value:
                 raise ValueError(
@@ -97,8 +99,8 @@ class McpConfig(Sparse):
 
 
 class ToolConfig(Sparse):
-    """Tools of one origin. A bare string is a name; `NAME: {…}` is a name with its arguments, and `limit`, `concurrency`,
-    `timeout` and `retries` among them."""
+    """Tools of one origin. A bare string is a name; `NAME: {…}` is a name with its arguments, and `limit`,
+    `concurrency`, `timeout` and `retries` among them."""
 
     shorthand: ClassVar[str] = "name"
 
@@ -161,6 +163,8 @@ class ToolConfig(Sparse):
 
     @model_validator(mode="after")
     def _one_origin(self) -> ToolConfig:
+        if self.api_key_env is not None:
+            check_variable(self.api_key_env, "api_key_env")
         given = [key for key in ("name", "server", "mcp") if getattr(self, key) is not None]
         if len(given) != 1:
             what = f"{' and '.join(given)} are given" if given else "says nothing of where it comes from"
@@ -174,12 +178,6 @@ class ToolConfig(Sparse):
             raise ValueError(f"api_key_env is for an address. Write mcp.pass_env: [{self.api_key_env}].")
         if self.server is not None:
             check_url(self.server, "server")
-        for key, names in (
-            ("api_key_env", [self.api_key_env]),
-            ("mcp.pass_env", self.mcp.pass_env if self.mcp else ()),
-        ):
-            if any(name is not None and not VARIABLE.fullmatch(name) for name in names):
-                raise ValueError(f"{key}: write the NAME of an environment variable, in capitals, and no key itself.")
         return self
 
     @property
@@ -197,6 +195,12 @@ COMMON = ("limit", "concurrency", "timeout", "retries")
 def _beside(inner: Mapping[str, Any]) -> dict[str, Any]:
     """What was written within `mcp` and belongs beside it."""
     return {key: inner[key] for key in (*COMMON, "tools", "prefix", "api_key_env") if key in inner}
+
+
+def check_variable(name: str, where: str) -> None:
+    """That it is a variable's name. What is none may be the secret itself, and is not repeated."""
+    if not VARIABLE.fullmatch(name):
+        raise ValueError(f"{where}: write the NAME of an environment variable, in capitals, and never a key itself.")
 
 
 def check_url(url: str, where: str) -> None:

@@ -51,7 +51,7 @@ def sign(config_file: Path, config: RunConfig) -> None:
 
 
 def require_trust(config_file: Path, config: RunConfig, overrides: Sequence[str] = ()) -> None:
-    """Refuse to import what a run's folder names unless this user wrote it. Overrides are the user's own words: names in
+    """Refuse to import what a run's folder names unless this user wrote it. Overrides are the user's own: the names in
     them, and lists of tools that they give whole."""
     given = {text.lstrip("+").partition("=")[0] for text in overrides}
     names = [name for name in imported(config) if not any(name in text for text in overrides)]

@@ -35,7 +35,7 @@ def main() -> None:
     threading.Thread(target=watch, daemon=True).start()
     try:
         if child.wait():
-            hearing.join(0.2)
+            hearing.join(0.1)
             sys.stderr.buffer.write(b"".join(said.copy()))
             sys.stderr.flush()
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import shutil
 import sys
@@ -26,6 +27,7 @@ from arborl.tools.tool import AnyTool
 from arborl.types import ToolResult, ToolSpec
 
 try:
+    import anyio
     import mcp_types as types
     from mcp import Client, MCPError, StdioServerParameters, stdio_client
     from mcp.server import Server
@@ -35,6 +37,7 @@ except ImportError as missing:
     ) from missing
 
 log = logging.getLogger(__name__)
+logging.getLogger("mcp.client.stdio").setLevel(logging.CRITICAL)  # else a traceback for each line that is no answer
 
 SESSION = "arborl/session"
 """Names the episode in a call's `_meta`, for servers that keep state by it; others do not look."""
@@ -89,6 +92,8 @@ class McpServer:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name=f"arborl-mcp-{self}", daemon=True).start()
         self._connection: _Connection | None = None
+        self._holders: set[asyncio.Task[None]] = set()
+        """Of connections that are open, or not yet quite closed."""
         self._breaker = Breaker(failures=2)
         self._closed = False
 
@@ -101,7 +106,7 @@ class McpServer:
         """Its tools. Blocks until it has answered: meant for the time before a run."""
         self._check_command()
         try:
-            listed = asyncio.run_coroutine_threadsafe(self._list(), self._loop).result(self.start_seconds + 10)
+            listed = asyncio.run_coroutine_threadsafe(self._list(), self._loop).result(2 * self.start_seconds + 10)
         except Exception as error:
             raise ConfigError(f"no MCP server answers at {self}: {_reason(error)}") from error
         names = [each.name for each in listed]
@@ -143,15 +148,15 @@ class McpServer:
             return
         self._closed = True
         with suppress(Exception):
-            asyncio.run_coroutine_threadsafe(self._drop(self._connection), self._loop).result(15)
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(15)
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     # ------------------------------------------------------------------------------------------------ in its thread
 
     async def _list(self) -> list[types.Tool]:
+        client = (await self._connected()).client
+        found: list[types.Tool] = []
         async with asyncio.timeout(self.start_seconds):
-            client = (await self._connected()).client
-            found: list[types.Tool] = []
             cursor = None
             while True:
                 page = await client.list_tools(cursor=cursor)
@@ -187,6 +192,8 @@ class McpServer:
                     if self._connection is None:
                         self._connection = _Connection(self._transport, self.start_seconds)
                         self._connection.opened.add_done_callback(self._known)
+                        self._holders.add(self._connection.holder)
+                        self._connection.holder.add_done_callback(self._holders.discard)
                     else:
                         self._breaker.left()
                 connection = self._connection
@@ -216,15 +223,20 @@ class McpServer:
 
         return streamable_http_client(self.server, http_client=create_mcp_http_client(headers=self.headers))
 
-    async def _drop(self, connection: _Connection | None) -> None:
-        """End a connection; one that was made since then stays."""
-        if connection is None:
+    async def _drop(self, connection: _Connection) -> None:
+        """A connection is broken. One that was made since then stays."""
+        if self._connection is not connection:
             return
-        if self._connection is connection:
-            self._connection = None
-        said = await connection.close()
-        if said and not self._closed:
-            log.warning("the MCP server %s has ended, and is started again when it is needed. It said: %s", self, said)
+        self._connection = None
+        await connection.close()
+        words = f" It said: {connection.said}" if connection.said else ""
+        log.warning("the MCP server %s has ended; it is started again when it is called.%s", self, words)
+
+    async def _end(self) -> None:
+        if self._connection is not None:
+            await self._connection.close()
+        if self._holders:
+            await asyncio.wait(self._holders, timeout=12)
 
 
 class _Connection:
@@ -234,35 +246,33 @@ class _Connection:
         self.client: Client
         self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._stop = asyncio.Event()
-        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
-        self._holder = asyncio.create_task(self._hold(transport, seconds))
+        self._scope: anyio.CancelScope | None = None
+        self.said = ""
+        """The last line that a command which failed wrote to its standard error."""
+        self.holder = asyncio.create_task(self._hold(transport, seconds))
 
     async def _hold(self, transport: Callable[[TextIO], Any], seconds: float) -> None:
-        try:
-            async with asyncio.timeout(seconds) as clock, Client(transport(self._errors)) as self.client:
-                clock.reschedule(None)
-                if not self.opened.done():
-                    self.opened.set_result(None)
-                await self._stop.wait()
-        except BaseException as error:
-            if not self.opened.done():
-                why = f"no answer in {seconds:g} s" if isinstance(error, TimeoutError) else _reason(error)
-                self.opened.set_exception(ConnectionError(f"{why}{self._last_words('. It said: ')}"))
-
-    def _last_words(self, before: str = "") -> str:
-        """The last line that a command which failed wrote to its standard error."""
-        self._errors.seek(0)
-        lines = [line.strip() for line in self._errors.read().splitlines() if line.strip()]
-        return f"{before}{lines[-1][:300]}" if lines else ""
-
-    async def close(self) -> str:
-        """End it, and what it has to say."""
-        self._stop.set()
+        with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
+            why: BaseException | None = None
+            try:
+                with anyio.fail_after(seconds) as self._scope:
+                    async with Client(transport(errors)) as self.client:
+                        self._scope.deadline = math.inf
+                        self.opened.set_result(None)
+                        await self._stop.wait()
+            except BaseException as error:
+                why = error
+            errors.seek(0)
+            self.said = next((line.strip() for line in reversed(errors.readlines()) if line.strip()), "")[:300]
         if not self.opened.done():
-            self._holder.cancel()
-        with suppress(Exception, asyncio.CancelledError):
-            await asyncio.wait_for(asyncio.shield(self._holder), 12)
-        return self._last_words()
+            what = f"no answer in {seconds:g} s" if isinstance(why, TimeoutError) else _reason(why or EOFError())
+            self.opened.set_exception(ConnectionError(f"{what}. It said: {self.said}" if self.said else what))
+
+    async def close(self) -> None:
+        self._stop.set()
+        if not self.opened.done() and self._scope is not None:
+            self._scope.cancel()  # not the task: only a scope spares the SDK's own cleaning up
+        await asyncio.wait([self.holder], timeout=12)
 
 
 class McpTool:
