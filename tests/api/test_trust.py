@@ -11,9 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 import arborl
+from arborl.api.folder import write_config
 from arborl.cli.main import app
 from arborl.config.load import from_kwargs
-from arborl.config.trust import imported
+from arborl.config.trust import imported, require_trust
 from arborl.errors import ConfigError
 from arborl.registry import load
 
@@ -95,6 +96,29 @@ def test_every_place_that_may_import_is_seen():
         "n:Named",
     }
     assert set(imported(config)) == wanted | {"g:keep"}
+
+
+def test_commands_and_servers_of_tools_are_code_too(tmp_path, monkeypatch):
+    """A folder from elsewhere may start nothing, and be sent no key, that this user did not write."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    home = tmp_path / "run"
+    home.mkdir()
+    entries = [{"mcp": {"command": ["touch", str(tmp_path / "mark")]}}, {"server": "http://h:1", "api_key_env": "HOME"}]
+    sources = {"s": {"path": "rows.json", "tools": [{"mcp": {"url": "http://m:1/mcp"}}]}}
+    config = from_kwargs(agent="tool", tools=entries, rewards=["equal"], data={"sources": sources})
+    write_config(home, config)
+    require_trust(home / "config.yaml", config)  # ours, and signed
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another"))
+    said = invoke("train", "--resume", "latest", f"output_dir={home}")
+    assert said.exit_code == 2, said.output
+    would = f"would start 'touch {tmp_path}/mark' and ask http://h:1 and ask http://m:1/mcp, and was not written"
+    assert would in said.stderr
+    assert not (tmp_path / "mark").exists()
+    with pytest.raises(ConfigError, match="would ask http://m:1/mcp, and"):  # what is given whole is the user's own
+        require_trust(home / "config.yaml", config, ["tools=[{server:'http://h:1'}]"])
+    with pytest.raises(ConfigError, match="would start 'touch"):
+        require_trust(home / "config.yaml", config, [f"tools.0.mcp.command=[touch,{tmp_path}/mark]"])
+    require_trust(home / "config.yaml", config, ["tools=[calculator]", "data.sources.s.tools=[calculator]"])
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,26 @@ def test_a_malformed_pythonic_call_says_what_to_write(text, said):
     assert 'NAME="VALUE"' in (calls[-1].error or "")
 
 
+@pytest.mark.parametrize(
+    ("format", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1, "a": 2}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"b": {"a": 1, "a": 1}}}</tool_call>'),
+        ("hermes", '<tool_call>{"a": "f", "name": "f", "a": {}}</tool_call>'),
+        ("llama3", '{"name": "f", "parameters": {"a": 1, "a": 2}}'),
+        ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1, "a": 2}}]'),
+        ("react", 'Action: f\nAction Input: {"a": 1, "a": 2}'),
+        ("pythonic", '[f(b={"a": 1, "a": 2})]'),
+        ("pythonic", '[f(a=1, **{"a": 2})]'),
+        ("qwen_xml", "<function=f><parameter=a>1</parameter><parameter=a>2</parameter></function>"),
+    ],
+)  # fmt: skip
+def test_an_argument_given_twice_is_an_error_and_not_the_last_of_them(format, text):
+    (call,) = PARSERS[format]().parse(text)
+    assert call.arguments == {}
+    assert "'a' is given twice" in call.error
+
+
 def test_react_ignores_what_the_model_imagines_after_an_observation():
     parser = PARSERS["react"]()
     text = 'Thought: add.\nAction: add\nAction Input: {"a": 1}\nObservation: 2\nAction: rm\nAction Input: {}'

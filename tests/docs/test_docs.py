@@ -53,6 +53,21 @@ def test_commands_of_the_readme_are_understood(line, tmp_path, monkeypatch):
     assert "seed:" in done.output
 
 
+@pytest.mark.parametrize("name", [name for name in PAGES if blocks(name, "yaml")])
+def test_yaml_examples_are_configurations(name, tmp_path):
+    for number, text in enumerate(blocks(name, "yaml")):
+        (tmp_path / f"{number}.yaml").write_text(text)
+        assert CliRunner().invoke(app, ["train", str(tmp_path / f"{number}.yaml"), "--print"]).exit_code == 0, text
+
+
+@pytest.mark.parametrize("line", [line for block in blocks("docs/tools.md", "sh") for line in block.splitlines()])
+def test_commands_of_the_tools_page_are_understood(line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(blocks("docs/tools.md", "yaml")[0])
+    done = CliRunner().invoke(app, [*shlex.split(line)[1:], "--print"])
+    assert done.exit_code == 0, done.output
+
+
 def test_the_configuration_page_is_up_to_date():
     assert (ROOT / "docs" / "configuration.md").read_text() == page()
 

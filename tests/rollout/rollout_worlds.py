@@ -9,6 +9,7 @@ import threading
 import time
 
 from arborl.envs.env import Env, Observation, Step
+from arborl.sandbox import unsafe_allowed
 from arborl.types import Message
 
 HELLO = Observation((Message("user", "hello"),), "0")
@@ -91,3 +92,10 @@ class Promising(Secretive):
     """Says that it does not block, and does."""
 
     blocking = False
+
+
+class Allowed(Sync):
+    """Says what the sandbox of its process is allowed."""
+
+    def render(self) -> str:
+        return str(unsafe_allowed())

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rollout_worlds import Declared, Promising, Secretive, Sync
+from rollout_worlds import Allowed, Declared, Promising, Secretive, Sync
 
+from arborl import sandbox
 from arborl.agents.chat import ChatAgent
 from arborl.engines.scripted import ScriptedEngine
 from arborl.envs.countdown import Countdown
@@ -235,6 +236,21 @@ def test_an_agent_may_ask_a_remote_environment_everything_it_may_ask_a_near_one(
 
     near, far = asyncio.run(both())
     assert near == far
+
+
+def test_what_the_sandbox_is_allowed_here_it_is_allowed_in_the_processes_too():
+    async def ask() -> str:
+        env = ProcessEnv(Allowed(), pool, "environment", 30.0)
+        await env.open()
+        return env.render()
+
+    pool = Processes()
+    try:
+        sandbox.allow_unsafe(True)
+        assert asyncio.run(ask()) == "True"
+    finally:
+        sandbox.allow_unsafe(False)
+        pool.close()
 
 
 def test_an_environment_that_cannot_be_sent_says_what_to_write_instead(seedling):

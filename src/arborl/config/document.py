@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from arborl.config.base import Config, section
+from arborl.config.base import Config, element, section
 from arborl.config.run import RunConfig
+from arborl.config.tools import Sparse
 
 HEAD = """# Configuration
 
 Every key, its default and what it does. A file is YAML with these keys; on the command line they are written `a.b=c`;
 in Python `arborl.run(**{"a.b": c})`. A bare string in place of a section with a `name` is short for the name:
-`env=frozen_lake`. Files may have a `defaults:` list, as in Hydra. A key that is not here is an error.
+`env=frozen_lake`. `tools.N` is an item of the list `tools`, the first being `tools.0`.
+Files may have a `defaults:` list, as in Hydra. A key that is not here is an error.
 A configuration is code: `package.module:attribute` is imported and called; [resume.md](resume.md) says when.
 
 This page is generated: `python -m arborl.config.document > docs/configuration.md`.
@@ -29,7 +31,8 @@ def page() -> str:
 
 def _section(path: str, model: type[Config]) -> Iterator[str]:
     fields = model.model_fields.items()
-    inner = [(name, found) for name, _ in fields if (found := section(model, name))]
+    inner = [(name, found) for name, _ in fields if (found := section(model, name) or _optional(model, name))]
+    inner += [(f"{name}.N", found) for name, field in fields if (found := _item(field))]
     plain = [(name, field) for name, field in fields if section(model, name) is None]
     if path:
         yield f"\n## {path}\n"
@@ -42,9 +45,22 @@ def _section(path: str, model: type[Config]) -> Iterator[str]:
         yield from _section(f"{path}.{name}" if path else name, found)
 
 
+def _item(field: FieldInfo) -> type[Config] | None:
+    """The section of one item, where the key holds a list of sections."""
+    inside = get_args(field.annotation) if get_origin(field.annotation) is tuple else ()
+    return next((one for one in inside if isinstance(one, type) and issubclass(one, Config)), None)
+
+
+def _optional(model: type[Config], name: str) -> type[Config] | None:
+    """The section of a key that may be left out, in the sections of lists."""
+    return element(model, name) if issubclass(model, Sparse) else None
+
+
 def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "must be given"
     value: Any = field.get_default(call_default_factory=True)
-    if value is None:
+    if value is None or value == "":
         return "none"
     if isinstance(value, tuple):
         return f"`[{', '.join(str(getattr(item, 'name', item)) for item in value)}]`"

@@ -149,7 +149,8 @@ class Desk:
         lane = self._admit("python")
         try:
             async with lane.slot():
-                pool = self._pool or shared_pool(Limits())
+                limits = getattr(self.toolbox.tools.get("python"), "limits", Limits())
+                pool = self._pool or shared_pool(limits)
                 outcome = await pool.run(code)
         finally:
             lane.leave()
