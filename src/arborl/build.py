@@ -205,12 +205,16 @@ class Workshop:
         if self.config.rollout.group_filter is not None:
             self.find(FILTERS, self.config.rollout.group_filter)
 
+    def seats(self) -> dict[str, Seat]:
+        """The run's own under the empty name, and that of each source."""
+        return seats_of(self.config)
+
     def cast(self) -> Cast:
         """Who plays, by a task's source; a task may itself name another agent or environment.
 
         An agent that a source's configuration names comes before one that its rows name.
         """
-        config, seats = self.config, seats_of(self.config)
+        config, seats = self.config, self.seats()
         tools, sources = self.tools(seats), config.data.sources
 
         def seat_of(task: Task) -> str:
@@ -265,7 +269,7 @@ class Workshop:
 
     def rewards(self) -> Rewards:
         """The run's rewards, and those of sources that have their own."""
-        seats = seats_of(self.config)
+        seats = self.seats()
         run = self._rewards(seats.pop(""))
         own = {name: source for name, source in self.config.data.sources.items() if source.rewards is not None}
         return RewardsBySource(run, {name: self._rewards(seats[name]) for name in own}) if own else run
@@ -320,7 +324,7 @@ class Workshop:
             found = self.find(AGENTS, agent)
         except ConfigError as error:
             raise ConfigError(f"rows of {source}, agent_name: {error} Or write data.agents.{agent}=NAME.") from error
-        seats = seats_of(self.config)
+        seats = self.seats()
         check_takes(found, f"agent_name={agent} of rows of {source}", seats.get(source, seats[""]).context)
 
     def algorithm(self) -> Algorithm:
