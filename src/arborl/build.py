@@ -70,6 +70,8 @@ class Parts:
     algorithm: Algorithm
     learner: Learner
     evaluator: Evaluator
+    steps: int
+    """Of the whole run."""
     sandbox: Found | None
     """What isolates the code that the model writes, where the run has some."""
     tools: OpenTools
@@ -112,7 +114,7 @@ def _build(config: RunConfig, workshop: Workshop) -> Parts:
         described(folder), config.model.name, config.sampling.max_context
     )  # a refusal need not wait for the weights
     renderer = Renderer.from_folder(folder, config.agent.tool_format, config.model.chat_args)
-    source = workshop.source(renderer)
+    source, steps = workshop.source(renderer)
 
     import torch
 
@@ -149,15 +151,22 @@ def _build(config: RunConfig, workshop: Workshop) -> Parts:
         config.learner,
         sampling,
         algorithm.needs,
-        total_steps=config.trainer.steps,
+        total_steps=steps,
         seed=config.seed,
     )
     evaluator = Evaluator(source, rollout, rewards, config.evaluation, config.seed, config.rollout.val_envs)
     return Parts(
-        config, folder, model, renderer, engine, source, cast, rollout, rewards, algorithm, learner, evaluator, found,
-        workshop.open_tools,
-        behind,
+        config, folder, model, renderer, engine, source, cast, rollout, rewards, algorithm, learner, evaluator, steps,
+        found, workshop.open_tools, behind,
     )  # fmt: skip
+
+
+def count_steps(config: RunConfig, objects: Mapping[str, Any] | None = None) -> int:
+    """The steps of a run, without building it; where they are said in passes over its rows, these are read."""
+    if config.trainer.steps is not None:
+        return config.trainer.steps
+    renderer = Renderer.from_folder(resolve(config.model.name), config.agent.tool_format, config.model.chat_args)
+    return Workshop(config, objects or {}).source(renderer)[1]
 
 
 def _policy(config: RunConfig, folder: Path) -> PreTrainedModel:
@@ -301,21 +310,24 @@ class Workshop:
         except sandbox.SandboxError as error:
             raise ConfigError(f"this run executes code, and {error}.") from error
 
-    def source(self, renderer: Renderer) -> TaskSource:
-        """Where tasks come from; that the agents they name exist, and that their rows will last, is checked here."""
+    def source(self, renderer: Renderer) -> tuple[TaskSource, int]:
+        """Where tasks come from, and the steps of the run; that the agents they name exist, and that their rows will
+        last, is checked here."""
         config = self.config
 
         def length(messages: Sequence[Message]) -> int:
             return len(renderer.encode(renderer.render(opened(messages, config.agent.system or ""))))
 
         source = open_source(config.data, config.env.name, config.seed, length, self.objects)
+        count = config.rollout.tasks_per_step + config.rollout.spare_groups
+        steps = config.trainer.steps or source.steps(config.trainer.epochs or 1, count)
         if isinstance(source, Mixture):
-            source.check(config.trainer.steps, config.rollout.tasks_per_step + config.rollout.spare_groups)
+            source.check(steps, count)
             for name, pool in source.pools.items():
                 own = name in config.data.sources and config.data.sources[name].agent is not None
                 for agent in () if own or not isinstance(pool, RowPool) else sorted(pool.agents()):
                     self._check_agent(agent, name)
-        return source
+        return source, steps
 
     def _check_agent(self, agent: str, source: str) -> None:
         if agent in self.config.data.agents or agent == self.config.agent.name:

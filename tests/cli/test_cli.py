@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -76,7 +77,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "a very long word": (["train", "name=" + "n" * 300, "--stab"], "--stab: unknown option."),
     "unknown option": (["train", "--stab"], "--stab: unknown option. Did you mean '--stub'?"),
     "two files": (["train", "run.yaml", "typo.yaml"], "the file is 'run.yaml' already"),
-    "nothing to resume": (["train", "--resume", "latest"], "holds no run called 'frozen-lake' to resume"),
+    "nothing to resume": (["train", "--resume", "latest"], "holds no run to resume"),
     "no such run": (["train", "--resume", "latest", "output_dir=x"], "config.yaml: no such file"),
     "nothing to evaluate": (["evaluate"], "nothing to evaluate. Write `arborl evaluate PATH`"),
     "evaluating nobody": (["evaluate", "nobody"], "no model is called 'nobody'."),
@@ -277,3 +278,57 @@ def test_parts_in_a_module_of_the_current_folder_are_found_by_every_verb(here: P
     assert ran.returncode == 2
     assert "NameError: name 'missing' is not defined (broken.py, line 4)" in ran.stderr
     assert "Traceback" not in ran.stderr
+
+
+# ------------------------------------------------------------------------------------------------ names and places
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ([], "frozen-lake"),
+        (["env=frozen_lake"], "frozen-lake"),
+        (["env=sokoban"], "sokoban"),
+        (["env=my_pkg.envs:Maze"], "Maze"),
+        (["data.path=sets/gsm8k.jsonl", "rewards=[exact]"], "gsm8k"),
+        (["data.path=sets/gsm8k.jsonl", "env=documents", "rewards=[exact]"], "documents"),
+        (["data.hub=openai/gsm8k:main:train", "rewards=[exact]"], "gsm8k"),
+        (["data.rows=my_pkg:some rows", "rewards=[exact]"], "some-rows"),
+        (["data.sources.a.env=frozen_lake", "data.sources.b.env=sokoban"], "a-b"),
+        (["name=mine", "env=sokoban"], "mine"),
+        (["name=null"], "frozen-lake"),
+    ],
+)
+def test_a_run_without_a_name_is_called_after_what_it_is_about(settings: list[str], name: str) -> None:
+    assert load(None, settings).name == name
+
+
+def test_a_run_of_a_file_is_called_after_the_file_or_its_folder(here: Path) -> None:
+    (here / "lake").mkdir()
+    for file, name in (("fast one.yaml", "fast-one"), ("lake/run.yaml", "lake"), ("lake/config.yaml", "lake")):
+        (here / file).write_text("env: sokoban\n")
+        assert load(here / file).name == name
+        assert load(here / file, ["name=own"]).name == "own"
+
+
+def test_config_and_save_are_other_words_for_the_file_and_its_folder(api: FakeApi, here: Path) -> None:
+    (here / "run.yaml").write_text("seed: 3\n")
+    folder = "a 'b' ${c}"  # a shell's word, not a setting's
+    assert call("train", "--config", "run.yaml", "--save", folder, "learner.lr=0.5").exit_code == 0
+    config = api.asked[0][0]
+    assert (config.seed, config.learner.lr, config.output_dir) == (3, 0.5, Path(folder))
+    make_run(here / folder, seed=9)
+    assert call("train", "--resume", "latest", "--save", folder).exit_code == 0
+    assert (api.asked[1][0].seed, api.asked[1][0].output_dir) == (9, Path(folder))
+    twice = call("train", "run.yaml", "--config", "other.yaml")
+    assert "the file is 'run.yaml' already" in twice.stderr
+    assert "both say where the run is kept" in call("train", "--save", "x", "output_dir=y").stderr
+
+
+def test_the_latest_run_is_the_one_begun_last_whatever_it_is_called(api: FakeApi, here: Path) -> None:
+    for number, name in enumerate(("zoo-001", "alpha-001", "zoo-002")):
+        folder = make_run(here / "runs" / name, seed=number, name=name[:-4])
+        os.utime(folder / "config.yaml", ns=(0, (5, 9, 7)[number]))
+    assert call("train", "--resume", "latest").exit_code == 0
+    assert call("train", "--resume", "latest", "name=zoo").exit_code == 0
+    assert [config.seed for config, _, _ in api.asked] == [1, 2]

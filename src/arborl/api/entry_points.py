@@ -16,7 +16,7 @@ from arborl.api import folder as folders
 from arborl.api.objects import name_objects
 from arborl.api.resume import Start, find_start, finished, refuse
 from arborl.api.signals import Stops
-from arborl.build import build
+from arborl.build import build, count_steps
 from arborl.config.base import plain, validate
 from arborl.config.load import from_kwargs, load
 from arborl.config.run import RunConfig
@@ -87,10 +87,11 @@ def train(
     with Stops(config.trainer.stop_seconds) as stops, folders.claimed(config, resuming=resume is not None) as home:
         start = find_start(home, resume, config) if resume is not None else None
         if start is not None:
-            if (summary := finished(home, start, config)) is not None:
-                Terminal().print(_nothing_to_do(home, start), highlight=False, markup=False, soft_wrap=True)
+            steps = count_steps(config, objects)
+            if (summary := finished(home, start, steps)) is not None:
+                Terminal().print(_nothing_to_do(home, start, config), highlight=False, markup=False, soft_wrap=True)
                 return Run(home, summary, objects or {})
-            refuse(start, config)
+            refuse(start, config, steps)
         parts = build(config, objects)
         from arborl.api.session import (
             RunSession,  # needs torch, which takes seconds; what is wrong has been said by now
@@ -100,10 +101,12 @@ def train(
         return Run(home, wait_for(session.run(), stops), objects or {})
 
 
-def _nothing_to_do(home: Path, start: Start) -> str:
+def _nothing_to_do(home: Path, start: Start, config: RunConfig) -> str:
     done = f"{home} is finished: all {start.step} steps are done. Nothing is changed."
     left = f" Not applied: {'; '.join(map(str, start.changes))}." if start.changes else ""
-    return f"{done}{left} Write trainer.steps={2 * start.step} to go on."
+    passes = config.trainer.epochs
+    more = f"trainer.steps={2 * start.step}" if passes is None else f"trainer.epochs={2 * passes}"
+    return f"{done}{left} Write {more} to go on."
 
 
 def evaluate(
@@ -157,7 +160,7 @@ def stubbed(config: RunConfig) -> RunConfig:
     """The same run, small and on scripted replies."""
     tree = config.model_dump()
     tree["engine"] |= {"name": "scripted"}
-    tree["trainer"] |= {"steps": min(config.trainer.steps, 3)}
+    tree["trainer"] |= {"steps": min(config.trainer.steps or 3, 3), "epochs": None}
     if not config.rollout.envs.tags:  # a partition stays what it is
         few = min(config.rollout.tasks_per_step, 4)
         tree["rollout"] |= {"tasks_per_step": few, "envs": tree["rollout"]["envs"] | {"num_env_groups": None}}

@@ -26,6 +26,7 @@ FIXED = {
     r"seed": "all that was drawn so far followed from it",
     r"model\.(name|dtype|quantize)": "its weights are of that model",
     r"model\.lora\.(rank|alpha|target)": "its adapters are of that shape",
+    r"learner\.critic_from": "its critic has been trained since",
     r"learner\.master": "its optimiser's state is of such weights",
     r"data\.(sources\.[^.]+\.)?(evaluation_share|split)": "rows that were trained on would count as held out",
 }
@@ -86,17 +87,17 @@ def find_start(home: Path, which: str, config: RunConfig) -> Start | None:
     return Start(folder, state, before, tuple(changes(before, config)))
 
 
-def refuse(start: Start, config: RunConfig) -> None:
-    """Raise where a change cannot be applied."""
-    lines = list(_refusals(start, config))
+def refuse(start: Start, config: RunConfig, steps: int) -> None:
+    """Raise where a change cannot be applied. `steps` are those of the whole run."""
+    lines = list(_refusals(start, config, steps))
     if lines:
         advice = "Leave it out, or start a run of its own: without --resume, in another output_dir."
         raise ConfigError("\n".join(f"{line} {advice}" for line in lines))
 
 
-def finished(home: Path, start: Start, config: RunConfig) -> dict[str, Any] | None:
+def finished(home: Path, start: Start, steps: int) -> dict[str, Any] | None:
     """The summary of a run that has nothing left to do: its last step is done and measured."""
-    if start.step != config.trainer.steps:
+    if start.step != steps:
         return None
     try:
         summary = json.loads((home / "summary.json").read_text(encoding="utf-8"))
@@ -145,9 +146,10 @@ def _made_with(state: Mapping[str, Any], home: Path) -> RunConfig:
         raise ConfigError(f"the checkpoint was made with settings that this Arbor cannot read: {error}") from error
 
 
-def _refusals(start: Start, config: RunConfig) -> Iterator[str]:
-    if start.step > config.trainer.steps:
-        yield f"trainer.steps={config.trainer.steps}: {start.step} steps are done."
+def _refusals(start: Start, config: RunConfig, steps: int) -> Iterator[str]:
+    if start.step > steps:
+        said = f"trainer.epochs={config.trainer.epochs}, {steps} steps" if config.trainer.epochs else ""
+        yield f"{said or f'trainer.steps={steps}'}: {start.step} steps are done."
     for change in start.changes:
         why = next((why for pattern, why in FIXED.items() if re.fullmatch(pattern, change.key)), None)
         if change.key.endswith("evaluation_path") and change.now is None:

@@ -75,15 +75,15 @@ class RunSession:
                 self.trackers.close()
 
     async def _run(self, trainer: Trainer, save: Save) -> dict[str, Any]:
-        steps = self.config.trainer.steps
-        console = Console(steps, self._title(), start=trainer.step, remark=remark, heard=self.log.say)
+        console = Console(trainer.last, self._title(), start=trainer.step, remark=remark, heard=self.log.say)
         with console:
             trainer.tracker = self.trackers = self._trackers(console, trainer.step)
             self.trackers.begin(Begun(self.home.name, self.home, self.memory["config"], trainer.step))
             for line in told(self.start) if self.start is not None else ():
                 console.note(line)
             try:
-                if trainer.step == 0 and not self.memory["before"]:  # also where it was stopped while measuring
+                first = trainer.step == 0 and self.config.evaluation.before
+                if first and not self.memory["before"]:  # also where it was stopped while measuring
                     console.progress("measuring on held-out tasks, before training")
                     before = await self._measure(trainer)
                     self.memory["before"] = before.metrics
@@ -119,7 +119,7 @@ class RunSession:
             hooks.append(self.held_out)
         trainer = Trainer(
             config, parts.source, parts.rollout, parts.rewards, parts.algorithm, parts.learner, parts.engine,
-            Trackers([]), hooks, save,
+            Trackers([]), hooks, save, parts.steps,
         )  # fmt: skip
         return trainer, save
 

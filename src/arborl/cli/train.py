@@ -17,13 +17,19 @@ if TYPE_CHECKING:
     from arborl.config import RunConfig
 
 RUNS = Path("runs")
-OPTIONS = ("--resume", "--print", "--stub", "--trust", "--log-level", "--help")
+OPTIONS = ("--config", "--save", "--resume", "--print", "--stub", "--trust", "--log-level", "--help")
 
 
 def train(
     arguments: Annotated[
         list[str] | None,
         typer.Argument(metavar="FILE a.b=c", help="A YAML file, and settings on top of it.", show_default=False),
+    ] = None,
+    config_file: Annotated[
+        Path | None, typer.Option("--config", metavar="FILE", help="The same as FILE alone.", show_default=False)
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option("--save", metavar="DIR", help="The same as output_dir=DIR.", show_default=False)
     ] = None,
     resume: Annotated[
         str | None, typer.Option(metavar="latest|STEP|PATH", help="Go on from a checkpoint.", show_default=False)
@@ -33,17 +39,25 @@ def train(
     stub: Annotated[bool, typer.Option("--stub", help="Run the whole loop on scripted replies, in seconds.")] = False,
     log_level: LogLevel = None,
 ) -> None:
-    """Train. Without arguments, the demo: a tiny model learns to cross a frozen lake."""
+    """Train. Without arguments, the demo: a tiny model learns to cross a frozen lake.
+
+    Example: arborl train --config run.yaml --save runs/mine learner.lr=1e-5
+    """
     from arborl.config.base import dump_yaml
     from arborl.config.load import load
 
     paths, settings = split(arguments or (), OPTIONS)
-    given = one_path(paths, "file")
+    given = one_path([*paths, *([str(config_file)] if config_file is not None else [])], "file")
     file = Path(given) if given is not None else None
+    folder = next((text for text in settings if text.lstrip("+").partition("=")[0] == "output_dir"), None)
+    if save is not None and folder is not None:
+        raise ConfigError(f"--save {save} and {folder} both say where the run is kept. Leave one out.")
+    save = save.expanduser() if save is not None else None
     if resume is None:
         config = load(file, settings)
+        config = config.model_copy(update={"output_dir": save}) if save is not None else config
     else:
-        config, resume = resumed(file, settings, resume, trust)
+        config, resume = resumed(file, settings, resume, trust, save)
     if print_only:
         typer.echo(dump_yaml(config), nl=False)
         return
@@ -52,7 +66,9 @@ def train(
     api.train(config, resume=resume, stub=stub)  # prints its own progress, and where everything is
 
 
-def resumed(file: Path | None, settings: Sequence[str], resume: str, trust: bool = False) -> tuple[RunConfig, str]:
+def resumed(
+    file: Path | None, settings: Sequence[str], resume: str, trust: bool = False, save: Path | None = None
+) -> tuple[RunConfig, str]:
     """The configuration of a run that goes on, and the checkpoint it goes on from.
 
     Args:
@@ -60,6 +76,7 @@ def resumed(file: Path | None, settings: Sequence[str], resume: str, trust: bool
         settings: `output_dir=FOLDER` names the run; else the path in `resume` does; else it is the newest of its name.
         resume: `latest`, a step, the path of a checkpoint, or that of a run, which means its latest.
         trust: import what the run's own file names though this user did not write it.
+        save: the run's folder, as `output_dir` would name it.
     """
     from arborl.config.load import load
     from arborl.config.trust import require_trust
@@ -68,7 +85,7 @@ def resumed(file: Path | None, settings: Sequence[str], resume: str, trust: bool
     naming = [text for text in settings if text.lstrip("+").partition("=")[0] in ("output_dir", "name")]
     config = load(file, settings if file is not None else naming)
     here = None if resume == "latest" or resume.isdecimal() else _run_of(Path(resume).expanduser())
-    folder = config.output_dir or here or newest(RUNS, config.name)
+    folder = save or config.output_dir or here or newest(RUNS, config.name if file is not None or naming else None)
     if file is None:
         own = folder / "config.yaml"
         if not own.is_file():
@@ -82,10 +99,14 @@ def resumed(file: Path | None, settings: Sequence[str], resume: str, trust: bool
     return config.model_copy(update={"output_dir": folder}), "latest" if is_run else resume
 
 
-def newest(runs: Path, name: str) -> Path:
-    """The run `name` or `name-NNN` below `runs` with the highest number."""
-    pattern = re.compile(re.escape(name) + r"(?:-(\d+))?")
+def newest(runs: Path, name: str | None = None) -> Path:
+    """The run `name` or `name-NNN` below `runs` with the highest number; without a name, the one begun last."""
     here = sorted(file.parent for file in runs.glob("*/config.yaml"))
+    if name is None:
+        if not here:
+            raise ConfigError(f"{runs.absolute()}: holds no run to resume. Write output_dir=FOLDER.")
+        return max(here, key=lambda folder: ((folder / "config.yaml").stat().st_mtime_ns, folder.name))
+    pattern = re.compile(re.escape(name) + r"(?:-(\d+))?")
     numbered = [(int(match[1] or 0), folder) for folder in here if (match := pattern.fullmatch(folder.name))]
     if not numbered:
         others = f" There: {', '.join(folder.name for folder in here[-5:])}." if here else ""

@@ -11,6 +11,7 @@ In reading order:
     tools.py      The tools of a run: from the library, your own, behind a tool server, or of an MCP server
     algorithm.py  How reward becomes gradient: an advantage, a loss, and what both read
     presets.py    Presets of algorithms, and which settings each advantage and loss reads
+    training.py   How gradients become weights, for how long, and how what they became is measured
     data.py       Where tasks come from
     rollout.py    How episodes are played: how many, by whom, where, and for how long
     sandbox.py    Where code that the model wrote runs

@@ -153,7 +153,7 @@ def _what(found: Any, model: type[Config]) -> str:
         return f"must be one of {', '.join(choices)}; given {_short(given)}.{did_you_mean(str(given), choices)}"
     if kind in ("int", "float", "greater", "less"):
         field = _field_at(model, loc)
-        whole = kind == "int" or (field is not None and field.annotation is int)
+        whole = kind == "int" or (field is not None and int in (field.annotation, *get_args(field.annotation)))
         return f"must be {_KINDS['int' if whole else 'float']}{_range(field)}, given {_short(given)}."
     if kind == "tuple" and isinstance(given, str):
         return f"must be a list, given {given!r}. Write {loc[-1]}=[{given}]."

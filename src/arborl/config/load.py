@@ -18,7 +18,7 @@ from arborl.config.algorithm import AlgorithmConfig
 from arborl.config.base import Config, element, paths, plain, section, spelt_out, validate
 from arborl.config.bounds import bounded
 from arborl.config.presets import PRESETS
-from arborl.config.run import RunConfig
+from arborl.config.run import RunConfig, as_name
 from arborl.config.secrets import require_unmasked
 from arborl.errors import ConfigError, did_you_mean
 
@@ -56,6 +56,8 @@ def load(file: Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
                 _apply(tree, override)
         data = _resolved(tree)
     require_unmasked(data, f"{file}: " if file is not None else "")
+    if file is not None and not data.get("name"):
+        data["name"] = as_name(file.parent.name if file.stem in ("run", "config", "train") else file.stem)
     return validate(RunConfig, data)
 
 

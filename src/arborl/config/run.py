@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +25,11 @@ from arborl.config.rollout import tags_as_sources
 from arborl.config.sandbox import SandboxConfig
 from arborl.config.tools import ToolConfig as ToolConfig
 from arborl.config.track import TrackConfig as TrackConfig
+from arborl.config.training import EvaluationConfig as EvaluationConfig
+from arborl.config.training import LearnerConfig as LearnerConfig
+from arborl.config.training import TrainerConfig as TrainerConfig
 from arborl.errors import did_you_mean
+from arborl.registry import short
 
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "npu", "hpu", "xla")
 
@@ -110,90 +115,14 @@ class SamplingConfig(Config):
     """Prompt and completion together; an episode whose next prompt would not fit ends."""
 
 
-class LearnerConfig(Config):
-    """How gradients become weights."""
-
-    lr: float | None = Field(None, gt=0)
-    """Without one, by the model's size: 6e-4 below 10M parameters (seedling), 1e-5 below 500M, else 1e-6; adapters ten
-    times that."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = Field(0.0, ge=0)
-    max_grad_norm: float = Field(1.0, gt=0)
-    warmup_steps: int = Field(0, ge=0)
-    """Optimiser steps over which `lr` is reached."""
-    decay: Literal["none", "linear"] = "linear"
-    """`linear` brings `lr` to nothing at the run's last step, whether or not every step could be learned from."""
-    epochs: int = Field(1, ge=1)
-    """Passes over a step's batch."""
-    minibatches: int = Field(1, ge=1)
-    """Optimiser steps a pass, each the mean over whole groups of its own; with fewer groups than this, fewer steps."""
-    micro_batch_tokens: int = Field(0, ge=0)
-    """Tree tokens that go through the model at once; changes memory and speed, never the result. 0 takes 4,096 on a CPU
-    and 16,384 on a GPU; where a GPU's memory does not suffice, it is halved until it does."""
-    max_samples_per_trajectory: int | None = Field(None, ge=1)
-    """Branches of an episode that are trained, where it has more; they count for those that are not. Without it, all.
-    Advantages are always those of the whole episode."""
-    downsample_mode: Literal["last", "random"] = "random"
-    """With `max_samples_per_trajectory`, which. `random`: the last and a draw of the others (of all, where it is 1),
-    with the expected gradient of all. `last`: the latest, with the weight of all."""
-    attention: Literal["auto", "causal", "dense", "blocks", "flex"] = "auto"
-    """How trees are attended; `auto` takes the cheapest. All give the same result; one that does not is left, with a
-    warning."""
-    compile: Literal["auto", "on", "off"] = "auto"
-    """Compile the model's layers (where attention is `flex`); `auto` does on a GPU."""
-    recompute: bool = False
-    """Gradient checkpointing: run each layer again for its gradient instead of keeping what it computed."""
-    master: Literal["float32", "none"] = "float32"
-    """What the optimiser works on where the model is in bfloat16: float32 copies of its weights, or the weights
-    themselves, which lose small updates."""
-    critic: Literal["auto", "none", "shared", "separate"] = "auto"
-    """What estimates values: a head on the policy's own trunk, or a model of its own. `auto` is `shared` for an
-    algorithm that needs one."""
-    critic_lr: float | None = Field(None, gt=0)
-    """Of the critic's own weights; without one, `lr` for a model of its own and ten times `lr` for a head."""
-    critic_detach: bool = False
-    """Keep the gradient of a shared critic's loss out of the trunk."""
-
-    @model_validator(mode="after")
-    def _says_how_many(self) -> LearnerConfig:
-        if self.downsample_mode != "random" and self.max_samples_per_trajectory is None:
-            raise ValueError(
-                f"downsample_mode={self.downsample_mode} says which branches are trained where not all are. Write "
-                "max_samples_per_trajectory=2 too."
-            )
-        return self
-
-
-class TrainerConfig(Config):
-    """The run itself."""
-
-    steps: int = Field(30, ge=1)
-    save_every: int = Field(10, ge=1)
-    """Steps between checkpoints; one is always written at the end."""
-    keep: int = Field(2, ge=1)
-    """Checkpoints to keep."""
-    stop_seconds: float = Field(25.0, gt=0)
-    """After SIGTERM or SIGHUP: seconds in which the run must have come to its last checkpoint; one that has not, for a
-    long update, ends without. Schedulers kill after 30 seconds unless told otherwise. A second signal ends at once."""
-
-
-class EvaluationConfig(Config):
-    """Measured before, during and after training, on tasks that are never trained on."""
-
-    tasks: int = Field(200, ge=0)
-    """0 turns evaluation off."""
-    every: int = Field(0, ge=0)
-    """Steps between evaluations during training; 0 evaluates before and after only."""
-    temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
-    greedy: bool = True
-    """Also report the likeliest token's play."""
 
 
 class RunConfig(Config):
     """One run."""
 
-    name: str = "frozen-lake"
-    """What the run is called; its folder is named after it."""
+    name: str = ""
+    """What the run is called; its folder is named after it. Without one, the name of the configuration file (of its
+    folder, where the file is called `run`, `config` or `train`); else of the environment; else of the rows."""
     seed: int = Field(0, ge=0)
     """Decides everything random: tasks, sampling, chance in environments. Held-out tasks are the same for all seeds."""
     output_dir: Path | None = None
@@ -245,6 +174,13 @@ class RunConfig(Config):
             return given
         return {**given, "env": {**env, "name": "question"}}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _has_a_name(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping) or given.get("name"):
+            return given
+        return {**given, "name": named_after(given)}
+
     @model_validator(mode="after")
     def _fits_together(self) -> RunConfig:
         for chosen in (self.algorithm, *self.algorithm.by_source.values()):
@@ -282,6 +218,12 @@ class RunConfig(Config):
                 f"engine.kv_tokens={self.engine.kv_tokens} with sampling.max_context={self.sampling.max_context}: not "
                 f"even one sequence would fit. Write engine.kv_tokens={self.sampling.max_context} or more, or 0 for a "
                 "share of the memory."
+            )
+        asked = self.evaluation.max_tokens
+        if asked is not None and asked >= self.sampling.max_context:
+            raise ValueError(
+                f"evaluation.max_tokens={asked} with sampling.max_context={self.sampling.max_context}: no room for a "
+                "prompt. Write a larger sampling.max_context."
             )
         if self.env.prompt.says_something and self.data.sources and all(s.env for s in self.data.sources.values()):
             raise ValueError(
@@ -342,6 +284,31 @@ class RunConfig(Config):
                     f"{where}{'sampling' if key == 'max_tokens' else 'limits'}.{key}={asked} with "
                     f"sampling.max_context={self.sampling.max_context}. Write a larger sampling.max_context."
                 )
+
+
+def named_after(given: Mapping[str, Any]) -> str:
+    """What a run of these settings is called where nobody said.
+
+    Example:
+        named_after({"env": "frozen_lake"}), named_after({"data": "sets/gsm8k.jsonl"})     # frozen-lake, gsm8k
+    """
+    env, data = spelt_out(EnvConfig, given.get("env")), spelt_out(DataConfig, given.get("data"))
+    sections = [one.model_dump(exclude_unset=True) if isinstance(one, Config) else one for one in (env, data)]
+    env, data = (one if isinstance(one, Mapping) else {} for one in sections)
+    rows = spelt_out(Part, data.get("rows"))
+    places = (
+        short(str(env.get("name") or env.get("_target_", "").rpartition(".")[2])).replace("_", "-"),
+        Path(str(data.get("path") or "")).stem,
+        str(data.get("hub") or "").partition(":")[0].rpartition("/")[2],
+        short(str(rows.get("name", ""))) if isinstance(rows, Mapping) else "",
+        "-".join(map(str, list(data.get("sources") or ())[:3])),
+    )
+    return next((name for text in places if (name := as_name(text))), "frozen-lake")
+
+
+def as_name(text: str) -> str:
+    """The text as the name of a folder."""
+    return re.sub(r"[^\w.-]+", "-", text).strip("-.")
 
 
 def _brings_rows(data: Any) -> bool:

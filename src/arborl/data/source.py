@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from arborl.data.reading.splits import EVALUATION_SEED
+from arborl.errors import ConfigError
 from arborl.registry import short
 from arborl.seeds import derive
 from arborl.types import Group, Metrics, Task
@@ -24,6 +25,12 @@ class TaskSource(Protocol):
     def evaluation(self, count: int) -> list[Task]:
         """At most `count` tasks that `take` never gives; the same for every run seed."""
         ...
+
+    def steps(self, passes: int, count: int) -> int:
+        """Steps of `count` tasks that so many passes over all rows take; ConfigError where tasks never end."""
+        raise ConfigError(
+            f"trainer.epochs={passes}: tasks that an environment makes have no end to pass. Write trainer.steps."
+        )
 
     def observe(self, step: int, groups: Sequence[Group]) -> Metrics:
         """Hear how a step's tasks went; what is worth logging about them and where they came from."""

@@ -13,6 +13,7 @@ In reading order:
     upload.py            Arrays of the host on their way to the device that computes with them
     critic.py            The critic: what the state a token was sampled in is worth
     optimizer.py         Gradients become weights
+    schedule.py          What the learning rates are multiplied by, step by step
     trust_region.py      TRPO's step
     distributed.py       Several processes, each with its own trees: sums over all of them
     update_metrics.py    Between the columns of `Terms` and numbers worth logging

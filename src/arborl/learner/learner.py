@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 from arborl.algorithms.algorithm import Algorithm, Needs
 from arborl.algorithms.token_losses import Said, TermBatch
 from arborl.config.run import LearnerConfig
-from arborl.learner import distributed
+from arborl.errors import ConfigError
+from arborl.learner import distributed, schedule
 from arborl.learner.attention_choice import Ways
 from arborl.learner.critic import Critic
 from arborl.learner.micro_batches import Fitting
@@ -74,6 +75,8 @@ class Learner:
         self.total_steps, self.seed = total_steps, seed
         adapted = has_lora(model)
         self.lr = config.lr or usual_rate(model.num_parameters()) * (10 if adapted else 1)
+        if config.min_lr > self.lr:
+            raise ConfigError(f"learner.min_lr={config.min_lr:g} is above the rate of such a model, {self.lr:g}.")
         copied = needs.reference and not adapted
         self.reference = copy.deepcopy(model).requires_grad_(False) if copied else None
         self.start = adapter_of(model) if needs.reference and adapted else None
@@ -98,12 +101,8 @@ class Learner:
 
     @property
     def scale(self) -> float:
-        """What the rates are multiplied by at the next step: up over the warm-up, down to the run's end if asked."""
-        config = self.config
-        rise = min(1.0, (self.done + 1) / (config.warmup_steps + 1))
-        if config.decay == "none" or not self.total_steps:
-            return rise
-        return rise * max(0.0, 1.0 - self.done / (self.total_steps * self.steps))
+        """What the rates are multiplied by at the next step."""
+        return schedule.scale(self.config, self.done, self.total_steps * self.steps, self.config.min_lr / self.lr)
 
     # -------------------------------------------------------------------------------------------- without gradient
 

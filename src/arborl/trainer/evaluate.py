@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean
@@ -17,6 +18,11 @@ from arborl.spans import settle, span
 from arborl.trainer.failing import hopeless
 from arborl.trainer.intervals import student, wilson
 from arborl.types import Episode, Group, Metrics, Task
+
+log = logging.getLogger(__name__)
+
+MANY = 0.05
+"""Share of failed episodes above which numbers that count them as 0 are doubtful."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +68,7 @@ class Evaluator:
         """
         groups = await self.play(self.config.temperature)
         metrics = headline(groups)
+        warn_of_failures(groups)
         if self.config.greedy and not hopeless(*counted(groups)):
             greedy = headline(await self.play(0.0))
             metrics |= {f"greedy_{name}": value for name, value in greedy.items()}
@@ -69,9 +76,11 @@ class Evaluator:
 
     async def play(self, temperature: float) -> list[Group]:
         """The scored episodes."""
+        asked = {name: getattr(self.config, name) for name in ("top_k", "top_p", "min_p", "max_tokens")}
+        own = {"temperature": temperature} | {name: value for name, value in asked.items() if value is not None}
         seed, size = derive(self.seed, "evaluation"), self.tags.group_size
         with span("arborl.evaluation", arborl__temperature=temperature):
-            groups = await self.rollout.collect(self.tasks(), seed, size, {"temperature": temperature})
+            groups = await self.rollout.collect(self.tasks(), seed, size, own)
             await self.rewards.score(groups)
         settle()
         return groups
@@ -98,6 +107,20 @@ def counted(groups: list[Group]) -> tuple[int, int]:
     """Episodes, and how many of them failed."""
     played = sum(len(group.episodes) for group in groups)
     return played, played - sum(len(group.survivors) for group in groups)
+
+
+def warn_of_failures(groups: list[Group]) -> None:
+    """Say so where many episodes failed: what is measured then is not the policy alone. Where nearly all did, others
+    say more."""
+    played, failed = counted(groups)
+    if failed > MANY * played and not hopeless(played, failed):
+        first = next(e.failure for group in groups for e in group.episodes if e.failure is not None)
+        log.warning(
+            "%d of %d held-out episodes failed and count as 0: the policy may be better than that. The first: %s",
+            failed,
+            played,
+            first,
+        )
 
 
 def scores(groups: list[Group]) -> Metrics:

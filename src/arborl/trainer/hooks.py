@@ -41,7 +41,7 @@ class Evaluate:
         self.evaluator, self.every, self.show = evaluator, every, show
 
     async def after(self, trainer: Trainer, groups: Sequence[Group], metrics: Metrics) -> None:
-        if trainer.step % self.every == 0 and trainer.step < trainer.config.trainer.steps:
+        if trainer.step % self.every == 0 and trainer.step < trainer.last:
             measured = await self.measure(trainer)
             metrics.update(named(measured.metrics))
             trainer.watch.look("evaluation", trainer.step, measured.episodes)
@@ -76,7 +76,7 @@ class Save:
         self.extra, self.beside = extra, beside
 
     def __call__(self, trainer: Trainer) -> None:
-        if trainer.step % self.every == 0 or trainer.step == trainer.config.trainer.steps:
+        if trainer.step % self.every == 0 or trainer.step == trainer.last:
             self.now(trainer)
 
     def now(self, trainer: Trainer) -> Path:

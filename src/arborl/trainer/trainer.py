@@ -63,7 +63,7 @@ class Clock:
 
 
 class Trainer:
-    """Holds the parts of a run and its position, `step`: how many steps are done.
+    """Holds the parts of a run and its position, `step`: how many steps are done, of `last` in all.
 
     Step N is the N-th update, done: its metrics, episodes, checkpoint and evaluation all carry N. Step 0 is the start.
     """
@@ -80,12 +80,14 @@ class Trainer:
         tracker: Tracker,
         hooks: Sequence[Hook] = (),
         save: Callable[[Trainer], None] | None = None,
+        steps: int | None = None,
     ):
         self.config, self.source, self.rollout, self.rewards = config, source, rollout, rewards
         self.algorithm, self.learner, self.engine, self.tracker = algorithm, learner, engine, tracker
         self.hooks, self.save = list(hooks), save
         self.probe, self.watch, self.streak = SyncProbe(engine), FailureWatch(), Streak()
         self.step = 0
+        self.last = steps or config.trainer.steps or 0
         self.train_seconds = 0.0
 
     async def fit(self) -> None:
@@ -94,7 +96,7 @@ class Trainer:
         try:
             await self.engine.load(self.learner.weights(), version=self.step)
             await self.probe.ask()
-            while self.step < self.config.trainer.steps:
+            while self.step < self.last:
                 with span("arborl.step", inside_arborl__step=self.step + 1):
                     await self.train_step()
                 settle()

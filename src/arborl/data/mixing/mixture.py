@@ -102,14 +102,28 @@ class Mixture(TaskSource):
 
     def evaluation(self, count: int) -> list[Task]:
         """As many of each source as there are, up to equal shares; what one lacks the others give."""
-        used = [name for name in self.pools if any(ratios.get(name, 0) for ratios in (self.ratios, *self._stages()))]
-        offered = [self.pools[name].evaluation(count) for name in used]
+        offered = [self.pools[name].evaluation(count) for name in self._used()]
         chosen: list[Task] = []
         for turn in range(count):
             for tasks in offered:
                 if turn < len(tasks) and len(chosen) < count:
                     chosen.append(tasks[turn])
         return sorted(chosen, key=lambda task: list(self.pools).index(task.source))
+
+    def steps(self, passes: int, count: int) -> int:
+        """Of several sources a pass is as many tasks as those that are used have rows together."""
+        rows = 0
+        for name in self._used():
+            size = self.pools[name].size
+            if size is None:
+                raise ConfigError(
+                    f"trainer.epochs={passes}: the tasks of {name} have no end to pass. Write trainer.steps."
+                )
+            rows += size
+        return max(1, -(-passes * rows // count))
+
+    def _used(self) -> list[str]:
+        return [name for name in self.pools if any(ratios.get(name, 0) for ratios in (self.ratios, *self._stages()))]
 
     def observe(self, step: int, groups: Sequence[Group]) -> Metrics:
         for name in self.pools:
