@@ -348,6 +348,8 @@ class Terms:
     """The critic's estimate at the predicting position, before the update."""
     target: Floats
     """What the critic should have said there; filled by credit."""
+    after: Floats
+    """The critic's estimate of what follows this token, where it is the last of an episode that was cut short."""
     drawn: Floats | None = None
     """How each was drawn, a row of `Drawn` each; NaN where, and none if everywhere, as the run draws."""
 

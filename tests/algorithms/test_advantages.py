@@ -233,3 +233,47 @@ def test_named_rewards_reach_gdpo_with_the_kl_penalty_as_one_of_them():
     off = credited(groups, terms, advantage="gdpo", reward_weights={"b": 0.0})
     on = credited(groups, terms, advantage="gdpo", reward_weights={"b": 0.0}, kl={"coef": 0.1, "where": "reward"})
     assert not np.allclose(off, on)
+
+
+# ------------------------------------------------------------------------------------------------ whitening
+
+
+@pytest.mark.parametrize("name", [*ADVANTAGES])
+@pytest.mark.parametrize("by", ["episode", "token"])
+def test_every_advantage_is_whitened_over_episodes_or_tokens_as_loops_would(name, by):
+    groups = random_groups(3, groups=4)
+    if name == "maxrl":
+        for one in (e for g in groups for e in g.episodes):
+            one.rewards = {"env": abs(one.reward)}
+    terms = terms_of(groups)
+    config = AlgorithmConfig(advantage=name, loss="ppo")
+    plain = Recipe(config).credit(groups, terms).advantage.tolist()
+    found = Recipe(AlgorithmConfig(advantage=name, loss="ppo", whiten=by)).credit(groups, terms)
+    owner = terms.episode.tolist()
+    votes = [1.0 if by == "token" else 1 / owner.count(e) for e in owner]
+    n = sum(votes)
+    mean = sum(v * x for v, x in zip(votes, plain, strict=True)) / n
+    spread = sum(v * (x - mean) ** 2 for v, x in zip(votes, plain, strict=True)) / (n - 1)
+    scale = (spread + 1e-8) ** 0.5 if by == "token" else spread**0.5 + 1e-6
+    off = 0.0 if by == "episode" and config.compares else mean
+    assert found.advantage == pytest.approx([(x - off) / scale for x in plain], abs=1e-9)
+    if by == "token":
+        assert found.advantage.mean() == pytest.approx(0.0, abs=1e-9)
+        assert found.advantage.std(ddof=1) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_a_flat_group_stays_at_exactly_0_when_episodes_are_whitened():
+    groups = [group(episode(1.0), episode(1.0)), group(episode(3.0), episode(0.0, tokens=5))]
+    config = AlgorithmConfig(whiten=True, skip_zero_variance=False)
+    found = Recipe(config).credit(groups, terms_of(groups)).advantage
+    assert found[:4].tolist() == [0.0] * 4
+    by_token = Recipe(AlgorithmConfig(whiten="token", skip_zero_variance=False)).credit(groups, terms_of(groups))
+    assert (by_token.advantage[:4] != 0).all()  # as in the systems that do so
+
+
+def test_an_empty_batch_and_one_token_are_whitened_to_nothing():
+    one = [group(episode(1.0, tokens=1))]
+    for how in ("token", "episode"):
+        config = AlgorithmConfig(advantage="reinforce", loss="pg", whiten=how)
+        assert Recipe(config).credit([], terms_of([])).advantage.tolist() == []
+        assert Recipe(config).credit(one, terms_of(one)).advantage.tolist() == [0.0]

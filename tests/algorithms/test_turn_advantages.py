@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arborl.algorithms import Recipe
-from arborl.algorithms.reward_arrays import turn_rewards
+from arborl.algorithms.reward_arrays import cut_rows, turn_rewards
 from arborl.algorithms.turn_advantages import discounted, gae, gigpo, reinforce_plus_plus
 from arborl.build import Workshop
 from arborl.config.algorithm import AlgorithmConfig
 from arborl.config.load import load
 from arborl.rewards import Rewards
 from arborl.rewards.rules import environment
-from arborl.types import Call, Completion, Episode, Finish, Group, Message, Task, Turn
+from arborl.types import Call, Completion, Episode, Finish, Group, Message, Stop, Task, Turn
 
 NUMBERS = st.lists(st.floats(-10, 10), min_size=1, max_size=6)
 
@@ -261,3 +261,63 @@ def test_branches_follow_the_tokens():
         0,
         1,
     ]  # a helper's, then back
+
+
+# ------------------------------------------------------------------------------------------------ episodes cut short
+
+CUTS = {Stop.TRUNCATED, Stop.MAX_TURNS, Stop.CONTEXT_FULL}
+
+
+def gae_by_hand(rewards: list[float], values: list[float], after: float, gamma: float, lam: float) -> list[float]:
+    """One episode, from its end backwards."""
+    out, ahead, following = [], 0.0, after
+    for reward, value in zip(reversed(rewards), reversed(values), strict=True):
+        ahead = reward + gamma * following - value + gamma * lam * ahead
+        following = value
+        out.insert(0, ahead)
+    return out
+
+
+@pytest.mark.parametrize("level", ["turn", "token"])
+@pytest.mark.parametrize("bootstrap", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_gae_of_cut_episodes_goes_on_with_the_critics_word_and_of_others_with_nothing(seed, level, bootstrap):
+    groups, random = random_groups(seed), np.random.default_rng(seed)
+    episodes = [e for g in groups for e in g.episodes]
+    for number, one in enumerate(episodes):
+        one.stop = [Stop.DONE, *CUTS][number % 4]
+    terms = terms_of(groups)
+    rows = cut_rows(groups, terms)
+    after = np.full(len(terms), np.nan)
+    after[rows] = random.normal(size=len(rows))
+    terms = dataclasses.replace(terms, after=after)
+    config = AlgorithmConfig(advantage="gae", gae_level=level, gamma=0.9, gae_lambda=0.7, bootstrap=bootstrap)
+    assert Recipe(config).needs.after is bootstrap
+    found = Recipe(config).credit(groups, terms)
+    for number, one in enumerate(episodes):
+        mine = np.flatnonzero(terms.episode == number)
+        cut = one.stop in CUTS
+        assert (mine[-1] in rows) == cut
+        last = float(after[mine[-1]]) if cut and bootstrap else 0.0
+        turns, earned = terms.turn[mine].tolist(), turn_rewards(one).tolist()
+        first = [turns.index(turn) for turn in range(len(earned))]
+        if level == "turn":
+            values = [float(terms.value[mine[place]]) for place in first]
+            expected = gae_by_hand(earned, values, last, 0.9, 0.7)
+            wanted = [expected[turn] for turn in turns]
+        else:
+            paid = [earned[t] if place == len(turns) - 1 or turns[place + 1] != t else 0.0
+                    for place, t in enumerate(turns)]  # fmt: skip
+            wanted = gae_by_hand(paid, terms.value[mine].tolist(), last, 0.9, 0.7)
+        assert found.advantage[mine] == pytest.approx(wanted, abs=1e-9)
+
+
+def test_failed_and_silent_episodes_have_nothing_to_go_on_from():
+    silent = dataclasses.replace(episode(1.0, stop=Stop.MAX_TURNS), calls=[])
+    groups = [
+        group(silent, episode(0.0, stop=Stop.MAX_TURNS, tokens=3), episode(0.0, failed=True, stop=Stop.CONTEXT_FULL)),
+        group(episode(0.0, tokens=1), episode(0.0, stop=Stop.TRUNCATED, tokens=1)),
+    ]
+    terms = terms_of(groups)
+    assert cut_rows(groups, terms).tolist() == [2, 4]
+    assert cut_rows([], terms_of([])).tolist() == []

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_fakes import forest_of, random_groups
 
-from arborl.learner.packing import Costs, MicroBatch, branches, cuts, is_cut, pack, padded, rows_pay, split
+from arborl.learner.packing import Costs, MicroBatch, branches, cuts, is_cut, pack, padded, pruned, rows_pay, split
 from arborl.rollout.tree import grow
 from arborl.types import TokenTree
 
@@ -112,3 +112,17 @@ def test_padding_adds_tokens_that_see_and_are_seen_by_nobody(multiple):
     assert isinstance(more, MicroBatch)
     assert (more.end[: len(batch)] == batch.end).all()
     assert sum(more.lengths) == len(more)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_pruned_tree_holds_what_some_places_see_and_they_see_the_same(seed):
+    trees, terms = forest_of(random_groups(seed))
+    for number in np.unique(terms.episode):
+        rows = np.flatnonzero(terms.episode == number)
+        tree = trees[terms.tree[rows[0]]]
+        part, position = pruned(tree, terms.position[rows])
+        assert len(part) == len({k for q in terms.position[rows] for k in range(q + 1) if q < tree.end[k]})
+        for before, now in zip(terms.position[rows], position, strict=True):
+            seen = [tree.tokens[k] for k in range(before + 1) if before < tree.end[k]]
+            assert seen == [part.tokens[k] for k in range(now + 1) if now < part.end[k]]
+            assert part.depth[now] == tree.depth[before]

@@ -14,7 +14,7 @@ from arborl.config.algorithm import AlgorithmConfig
 from arborl.config.run import LearnerConfig
 from arborl.learner.learner import Learner
 from arborl.trainer.look import look
-from arborl.types import Call, Completion, Episode, Finish, Group, Sampling, Task
+from arborl.types import Call, Completion, Episode, Finish, Group, Sampling, Stop, Task
 
 NAN, RARE = float("nan"), 49
 
@@ -63,20 +63,19 @@ def test_what_the_engine_said_costs_the_episode(tiny_llama, caplog, poison):
     ],
     ids=str,
 )
-def test_what_a_model_of_ours_says_costs_no_other_group(tiny_llama, caplog, settings, who):
+def test_what_a_model_of_ours_says_costs_no_other_episode(tiny_llama, caplog, settings, who):
     model = copy.deepcopy(tiny_llama)
     with torch.no_grad():
         model.get_input_embeddings().weight[RARE] = NAN
     groups = [group(number, 1.0, 0.0, 0.5) for number in range(4)]
     with_completion(groups[2].episodes[1], tokens=(RARE, 9, 11))
     kept, terms, metrics = looked(model, groups, settings)
-    assert {episode.id for episode in groups[2].episodes if episode.failure} >= {"task-2/1"}
-    assert not any(episode.failure for n in (0, 1, 3) for episode in groups[n].episodes)
+    assert [episode.id for g in groups for episode in g.episodes if episode.failure] == ["task-2/1"]
     assert f"task-2/1 failed and is left out: {who}" in caplog.text
     assert np.isfinite(terms.advantage).all()
     assert np.isfinite(terms.weight).all()
-    assert metrics["dropped/failed"] >= 1.0
-    assert {g.task.id for g in kept} >= {"task-0", "task-1", "task-3"}
+    assert metrics["dropped/failed"] == 1.0
+    assert [g.task.id for g in kept] == [g.task.id for g in groups]
 
 
 def test_where_all_are_sound_nothing_is_done_twice(tiny_llama):
@@ -84,3 +83,49 @@ def test_where_all_are_sound_nothing_is_done_twice(tiny_llama):
     kept, _, metrics = looked(tiny_llama, groups, {})
     assert kept == groups
     assert not any(metrics.values())
+
+
+@pytest.mark.parametrize("critic", ["shared", "separate"])
+def test_what_follows_a_cut_episode_is_the_value_where_the_next_token_would_have_been_sampled(tiny_llama, critic):
+    """Siblings share their first tokens, one is the beginning of another, and two are the same to the last token."""
+    algorithm = make_algorithm(AlgorithmConfig(name="a2c", bootstrap=True))
+    learner = Learner(copy.deepcopy(tiny_llama), LearnerConfig(critic=critic), Sampling(), algorithm.needs)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        learner.critic.head.weight.normal_()
+    task = Task("t")
+
+    def groups(more: tuple[int, ...]) -> list[Group]:
+        said = [(7, 9), (7, 9, 11), (8,), (7, 9), (5, 5)]
+        stops = [Stop.MAX_TURNS, Stop.CONTEXT_FULL, Stop.DONE, Stop.TRUNCATED, Stop.MAX_TURNS]
+        made = []
+        for number, (tokens, stop) in enumerate(zip(said, stops, strict=True)):
+            longer = (*tokens, *more) if stop is not Stop.DONE else tokens
+            call = Call((1, 2, 3), Completion(longer, (-1.0,) * len(longer), Finish.STOP), 0)
+            made.append(Episode(f"{number}", task, calls=[call], stop=stop, rewards={"r": float(number)}))
+        return [Group(task, made[:4]), Group(task, made[4:])]
+
+    _, _, terms = look(algorithm, learner, groups(()))
+    _, _, longer = look(algorithm, learner, groups((30,)))
+    cut = [np.flatnonzero(terms.episode == n)[-1] for n in (0, 1, 3, 4)]
+    expected = [longer.value[np.flatnonzero(longer.episode == n)[-1]] for n in (0, 1, 3, 4)]
+    np.testing.assert_allclose(terms.after[cut], expected, rtol=1e-9)
+    assert np.isnan(np.delete(terms.after, cut)).all()
+    assert len(set(np.round(terms.after[cut], 9))) == 3  # 0 and 3 said the same
+    assert not np.isclose(terms.after[cut], terms.value[cut]).any()
+    credited = algorithm.credit(groups(()), terms)
+    assert credited.target[cut] == pytest.approx([r + v for r, v in zip((0.0, 1.0, 3.0, 4.0), expected, strict=True)])
+
+
+def test_a_critic_that_says_no_number_of_what_follows_costs_the_episode(tiny_llama, caplog):
+    model = copy.deepcopy(tiny_llama)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[RARE] = NAN
+    groups = [group(number, 1.0, 0.0) for number in range(2)]
+    with_completion(groups[1].episodes[0], tokens=(7, 9, RARE))  # read by nothing but what follows
+    for one in groups[1].episodes:
+        one.stop = Stop.MAX_TURNS
+    _, terms, _ = looked(model, groups, {"name": "a2c", "bootstrap": True})
+    assert "task-1/0 failed and is left out: critic" in caplog.text
+    assert np.isfinite(terms.advantage).all()
+    assert sum(episode.failure is not None for g in groups for episode in g.episodes) == 1

@@ -13,7 +13,6 @@ import numpy as np
 
 from arborl.algorithms import episode_advantages, turn_advantages
 from arborl.algorithms.reward_arrays import RewardArrays, kl_costs
-from arborl.algorithms.statistics import whitened
 from arborl.config.algorithm import AlgorithmConfig
 from arborl.types import Floats, Group, Terms
 
@@ -137,7 +136,8 @@ def _reinforce_plus_plus_baseline(
 
 
 def _gae(groups: Sequence[Group], terms: Terms, config: AlgorithmConfig, memory: Memory) -> Credit:
-    """A step is a token, or a turn: then the critic is asked at the turn's first token, and all its tokens share."""
+    """A step is a token, or a turn: then the critic is asked at the turn's first token, and all its tokens share. After
+    the last there is nothing, or where the episode was cut short what the critic says of it (`terms.after`)."""
     arrays = arrays_of(groups, terms, config, memory)
     advantage, target = np.zeros(len(terms)), np.zeros(len(terms))
     for rows in arrays.rows.values():
@@ -146,9 +146,10 @@ def _gae(groups: Sequence[Group], terms: Terms, config: AlgorithmConfig, memory:
         else:
             _, starts, step = np.unique(terms.turn[rows], return_index=True, return_inverse=True)
         rewards = np.bincount(step, arrays.reward_M[rows]).astype(np.float64)
-        found = turn_advantages.gae(rewards, terms.value[rows][starts], config.gamma, config.gae_lambda)
+        ahead = float(np.nan_to_num(terms.after[rows[-1]])) if config.bootstrap else 0.0
+        found = turn_advantages.gae(rewards, terms.value[rows][starts], config.gamma, config.gae_lambda, ahead)
         advantage[rows], target[rows] = found[0][step], found[1][step]
-    return (whitened(advantage, terms.episode) if config.whiten else advantage), target
+    return advantage, target
 
 
 ADVANTAGES: dict[str, Advantage] = {
@@ -165,9 +166,7 @@ ADVANTAGES: dict[str, Advantage] = {
         lambda arrays, config, memory: episode_advantages.opo(_rewards(arrays), arrays.by_group(arrays.length_E))
     ),
     "maxrl": per_episode(lambda arrays, config, memory: episode_advantages.maxrl(_rewards(arrays))),
-    "gdpo": per_episode(
-        lambda arrays, config, memory: episode_advantages.gdpo(arrays.named, config.reward_weights, config.whiten)
-    ),
+    "gdpo": per_episode(lambda arrays, config, memory: episode_advantages.gdpo(arrays.named, config.reward_weights)),
     "gigpo": per_turn(_gigpo),
     "starpo": per_episode(_starpo),
     "step_reinforce": per_turn(_step_reinforce),

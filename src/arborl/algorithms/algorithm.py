@@ -19,6 +19,7 @@ from arborl.algorithms.losses import LOSSES, PREPARES, known
 from arborl.algorithms.off_policy import guard, ratios, staleness
 from arborl.algorithms.reward_arrays import kl_costs, penalised
 from arborl.algorithms.selection import reasons, select
+from arborl.algorithms.statistics import whitened, whitened_by_token
 from arborl.algorithms.token_losses import LossParts, Said, TermBatch, value_loss
 from arborl.config.algorithm import AlgorithmConfig, TrustRegionConfig
 from arborl.config.presets import LOSS_READS
@@ -41,6 +42,8 @@ class Needs:
     """The gradient of the entropy."""
     greedy: bool = False
     """One extra episode a task at temperature 0; its reward is `Group.greedy`."""
+    after: bool = False
+    """A critic's estimates also of what follows the last token of episodes that were cut short."""
 
     def __or__(self, other: Needs) -> Needs:
         return Needs(*(getattr(self, name) or getattr(other, name) for name in self.__slots__))
@@ -129,6 +132,7 @@ class Recipe(Algorithm):
             value=credited and config.advantage == "gae",
             entropy=config.entropy_coef > 0,
             greedy=credited and config.advantage == "remax",
+            after=credited and config.advantage == "gae" and config.bootstrap,
         )
 
     @property
@@ -150,6 +154,10 @@ class Recipe(Algorithm):
         if "advantage" not in LOSS_READS[config.loss]:
             return self._preferred(groups, terms)
         advantage, target = ADVANTAGES[config.advantage](groups, terms, config, self.memory)
+        if config.whiten == "token":
+            advantage = whitened_by_token(advantage)
+        elif config.whiten:
+            advantage = whitened(advantage, terms.episode, centre=not config.compares)
         self._adapt_kl(terms)
         return dataclasses.replace(
             terms,

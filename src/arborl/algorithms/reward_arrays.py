@@ -22,11 +22,20 @@ from arborl.config.algorithm import KLConfig, OverlongConfig
 from arborl.types import Episode, Finish, Floats, Group, Ints, Stop, Terms
 
 CUT_SHORT = (Stop.CONTEXT_FULL, Stop.MAX_TURNS)
+CUT = (*CUT_SHORT, Stop.TRUNCATED)
+"""Ends that came from a limit; something would have followed. (An episode past its deadline has failed.)"""
 
 
 def is_overlong(episode: Episode) -> bool:
     """Whether the episode ran out of room rather than came to its end."""
     return episode.stop in CUT_SHORT or bool(episode.calls and episode.calls[-1].completion.finish is Finish.LENGTH)
+
+
+def cut_rows(groups: Sequence[Group], terms: Terms) -> Ints:
+    """The last term of each episode that a limit ended."""
+    cut = np.array([episode.stop in CUT for group in groups for episode in group.survivors], dtype=bool)
+    episodes, ahead = np.unique(terms.episode[::-1], return_index=True)
+    return np.asarray(len(terms) - 1 - ahead[cut[episodes]], dtype=np.int64)
 
 
 def penalised(group: Group, overlong: OverlongConfig) -> Group:

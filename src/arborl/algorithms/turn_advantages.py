@@ -25,17 +25,25 @@ def discounted(reward_T: Floats, gamma: float) -> Floats:
     return out
 
 
-def gae(reward_T: Floats, value_T: Floats, gamma: float = 1.0, lam: float = 0.95) -> tuple[Floats, Floats]:
+def gae(
+    reward_T: Floats, value_T: Floats, gamma: float = 1.0, lam: float = 0.95, after: float = 0.0
+) -> tuple[Floats, Floats]:
     """Generalised advantage estimation of one episode, and what the critic should have said.
 
-    d_t = r_t + gamma V_(t+1) - V_t, A_t = d_t + gamma lam A_(t+1), target_t = A_t + V_t; after the last step there is
-    nothing (Schulman et al. 2015, arXiv 1506.02438). A step is a turn or a token, as the arrays say.
+    d_t = r_t + gamma V_(t+1) - V_t, A_t = d_t + gamma lam A_(t+1), target_t = A_t + V_t (Schulman et al. 2015, arXiv
+    1506.02438). A step is a turn or a token, as the arrays say.
+
+    Args:
+        after: V after the last step: 0 where the episode came to its end, the critic's estimate where it was cut short
+            (Pardo et al. 2018, arXiv 1712.00378).
 
     >>> advantage, target = gae(np.array([0.0, 1.0]), np.array([0.5, 0.25]), gamma=1.0, lam=0.5)
     >>> advantage.tolist(), target.tolist()     # d = [-0.25, 0.75]; -0.25 + 0.5 * 0.75
     ([0.125, 0.75], [0.625, 1.0])
+    >>> gae(np.array([1.0]), np.array([0.25]), gamma=0.5, after=0.5)[0].tolist()     # 1 + 0.5 * 0.5 - 0.25
+    [1.0]
     """
-    ahead = np.append(value_T[1:], 0.0)
+    ahead = np.append(value_T[1:], after)
     advantage = discounted(reward_T + gamma * ahead - value_T, gamma * lam)
     return advantage, advantage + value_T
 

@@ -7,12 +7,13 @@ the chosen advantage and loss do not read is an error, so none is silently ignor
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from arborl.config.base import Config, spelt_out
 from arborl.config.presets import ADVANTAGE_READS, BY_ADVANTAGE, BY_LOSS, COMPARES, LOSS_READS, PRESETS
+from arborl.errors import did_you_mean
 
 
 class KLConfig(Config):
@@ -118,6 +119,15 @@ class TrustRegionConfig(Config):
     """By how much it is shortened each time."""
 
 
+def _whitening(given: Any) -> Any:
+    known = {"true": True, "false": False, "episode": True, "none": False, "token": "token"}
+    name = str(given).lower() if isinstance(given, bool | str) else ""
+    if name not in known:
+        near = did_you_mean(name, known)
+        raise ValueError(f"must be one of false, true, episode, token; given {given!r}.{near}")
+    return known[name]
+
+
 Advantage = Literal[
     "grpo", "rloo", "reinforce", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "gae", "opo", "maxrl",
     "gdpo", "gigpo", "starpo", "step_reinforce", "turn_discounted", "rae",
@@ -155,8 +165,13 @@ class AlgorithmConfig(Config):
     """0 trusts the critic, 1 the rewards."""
     gae_level: Literal["turn", "token"] = "turn"
     """What one step of GAE is."""
-    whiten: bool = False
-    """Bring the batch's advantages to deviation 1 (for `gae` also to mean 0), one vote an episode."""
+    bootstrap: bool = False
+    """Whether GAE takes the critic's word for what would have followed in an episode that was cut short (`truncated` by
+    its environment, turns used up, context full), instead of nothing. See docs/algorithms.md."""
+    whiten: Annotated[bool | Literal["token"], BeforeValidator(_whitening)] = False
+    """Bring the batch's advantages to mean 0 and deviation 1. `true`, or `episode`: with one vote an episode, and those
+    that compare the episodes of a group, which lie around 0 already, are only divided. `token`: with one vote a token,
+    as verl and ROLL do; a flat group then need not stay at 0."""
     step_weight: float = Field(1.0, ge=0)
     """GiGPO's omega: weight of the comparison between equal states beside that between whole episodes."""
     baseline_decay: float = Field(0.95, ge=0, lt=1)

@@ -62,10 +62,10 @@ ADVANTAGE_READS: dict[str, frozenset[str]] = {
     "reinforce_plus_plus": frozenset(),
     "reinforce_plus_plus_baseline": _GROUP,
     "remax": _SPLIT,
-    "gae": frozenset({"gamma", "gae_lambda", "gae_level", "whiten", "value"}),
+    "gae": frozenset({"gamma", "gae_lambda", "gae_level", "bootstrap", "value"}),
     "opo": _SPLIT | _GROUP,
     "maxrl": _SPLIT | _GROUP,
-    "gdpo": _SPLIT | _GROUP | {"reward_weights", "whiten"},
+    "gdpo": _SPLIT | _GROUP | {"reward_weights"},
     "gigpo": _GROUP | {"std", "gamma", "step_weight"},
     "starpo": _SPLIT | _GROUP | {"std", "gamma"},
     "step_reinforce": _GROUP | {"baseline", "std", "gamma"},
@@ -77,7 +77,7 @@ ADVANTAGE_READS: dict[str, frozenset[str]] = {
 COMPARES = frozenset(name for name, reads in ADVANTAGE_READS.items() if "skip_zero_variance" in reads)
 """Advantages that compare the episodes of a group."""
 
-_POLICY = frozenset({"advantage", "aggregation", "entropy_coef", "staleness_decay", "kl"})
+_POLICY = frozenset({"advantage", "whiten", "aggregation", "entropy_coef", "staleness_decay", "kl"})
 _RATIO = _POLICY | {"guard", "anchor"}
 _PAIRS = frozenset({"beta", "pairs", "min_gap"})
 

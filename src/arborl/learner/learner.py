@@ -25,7 +25,7 @@ from arborl.learner.attention_choice import Ways
 from arborl.learner.critic import Critic
 from arborl.learner.micro_batches import Fitting
 from arborl.learner.optimizer import Optimizer
-from arborl.learner.packing import MicroBatch, is_cut
+from arborl.learner.packing import MicroBatch, is_cut, places_of, pruned
 from arborl.learner.score import score
 from arborl.learner.trust_region import PolicyKL, natural_step
 from arborl.learner.update_metrics import Tally, anchored, columns, not_finite, summed_up
@@ -106,10 +106,13 @@ class Learner:
 
     # -------------------------------------------------------------------------------------------- without gradient
 
-    def look(self, trees: Sequence[TokenTree], terms: Terms, needs: Needs) -> Terms:
+    def look(self, trees: Sequence[TokenTree], terms: Terms, needs: Needs, cut: Ints | None = None) -> Terms:
         """The same terms with what `needs` asks for: what policy, reference and critic say before the update.
 
         An anchor that only the loss reads is not looked up for an update of one step, which says it itself.
+
+        Args:
+            cut: rows of the terms that the critic is asked behind, too.
         """
         found: dict[str, Floats] = {}
         proximal = needs.proximal or (needs.anchor and self.steps > 1)
@@ -121,6 +124,11 @@ class Learner:
                 logprob[rows], value[rows] = self._say(self.model, trees, terms.pick(rows), critic)
             found |= {"proximal": logprob} if proximal else {}
             found |= {"value": value} if needs.value else {}
+        if needs.after and cut is not None and len(cut):
+            last = terms.pick(cut)
+            behind = dataclasses.replace(last, position=places_of(trees, last))
+            after = found["after"] = terms.after.copy()
+            after[cut] = self._say(self.model, trees, behind, self._critic())[1]
         if needs.reference:
             with with_adapter(self.model, self.start) if self.start else nullcontext():
                 found["reference"] = self._say(self.reference or self.model, trees, terms)[0]
@@ -136,7 +144,8 @@ class Learner:
     ) -> tuple[Floats, Floats]:
         """Log-probabilities, and values where there is a critic.
 
-        What is not finite spreads to everything that is attended to beside it, so each tree is then asked alone.
+        What is not finite spreads to everything that is attended to beside it, so each tree is then asked alone, and in
+        it each episode on a tree of its own.
         """
 
         def work(batches: list[MicroBatch]) -> tuple[Floats, Floats]:
@@ -154,6 +163,12 @@ class Learner:
             for number in bad:
                 rows = np.flatnonzero(terms.tree == number)
                 logprob[rows], value[rows] = self._say(model, trees, terms.pick(rows), critic)
+        elif len(bad) and len(np.unique(terms.episode)) > 1:
+            for number in np.unique(terms.episode):
+                rows = np.flatnonzero(terms.episode == number)
+                tree, position = pruned(trees[int(bad[0])], terms.position[rows])
+                own = dataclasses.replace(terms.pick(rows), tree=np.zeros_like(rows), position=position)
+                logprob[rows], value[rows] = self._say(model, [tree], own, critic)
         return logprob, value
 
     def _critic(self) -> Critic:

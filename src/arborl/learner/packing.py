@@ -165,6 +165,29 @@ def is_cut(batches: Sequence[MicroBatch]) -> bool:
     return len(numbers) != len(set(numbers))
 
 
+def places_of(trees: Sequence[TokenTree], terms: Terms) -> Ints:
+    """Where in its tree each term's token stands itself, not the one that predicts it.
+
+    Below the predicting token stand its continuations, each with another token.
+    """
+    found = []
+    for number, position, token in zip(terms.tree, terms.position, terms.token, strict=True):
+        tree = trees[number]
+        below = np.arange(position + 1, tree.end[position])
+        next_to = below[tree.depth[below] == tree.depth[position] + 1]
+        found.append(int(next_to[tree.tokens[next_to] == token][0]))
+    return np.array(found, dtype=np.int64)
+
+
+def pruned(tree: TokenTree, position: Ints) -> tuple[TokenTree, Ints]:
+    """The tree with nothing in it but these places and what they see, and where these places are then."""
+    wanted = np.unique(position)
+    here = np.arange(len(tree))
+    places = np.flatnonzero(np.searchsorted(wanted, tree.end) > np.searchsorted(wanted, here))
+    part = TokenTree(tree.tokens[places], tree.depth[places], np.searchsorted(places, tree.end[places]))
+    return part, np.searchsorted(places, position)
+
+
 def pack(trees: Sequence[TokenTree], numbers: Sequence[int], terms: Terms) -> MicroBatch:
     """Lay these trees end to end, whole. `numbers` are their indices in `terms.tree`."""
     return _assemble(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from arborl.algorithms.algorithm import Algorithm
+from arborl.algorithms.reward_arrays import cut_rows
 from arborl.errors import EpisodeError
 from arborl.learner.learner import Learner
 from arborl.rollout.tree import plant
@@ -15,7 +16,13 @@ from arborl.types import Forest, Group, Terms
 
 log = logging.getLogger(__name__)
 
-WHO = {"logprob": "engine", "proximal": "learner", "reference": "reference policy", "value": "critic"}
+WHO = {
+    "logprob": "engine",
+    "proximal": "learner",
+    "reference": "reference policy",
+    "value": "critic",
+    "after": "critic",
+}
 """Whose number stands in which column of the terms."""
 
 
@@ -29,16 +36,18 @@ def look(algorithm: Algorithm, learner: Learner, groups: Sequence[Group]) -> tup
     while True:
         kept = algorithm.keep(groups)
         forest = plant(kept)
-        terms = learner.look(forest.trees, forest.terms, needs)
+        cut = cut_rows(kept, forest.terms) if needs.after else np.zeros(0, dtype=np.int64)
+        terms = learner.look(forest.trees, forest.terms, needs, cut)
         asked = ["logprob", *(name for name in ("proximal", "reference", "value") if getattr(needs, name))]
         episodes = [episode for group in kept for episode in group.survivors]
         bad = {name: np.unique(terms.episode[~np.isfinite(getattr(terms, name))]) for name in asked}
+        bad["after"] = terms.episode[cut[~np.isfinite(terms.after[cut])]]
         if not any(len(numbers) for numbers in bad.values()):
             return kept, forest, terms
         for name, numbers in bad.items():
             for number in numbers:
                 if (episode := episodes[number]).failure is None:
-                    what = "value" if name == "value" else "log-probability"
+                    what = "value" if WHO[name] == "critic" else "log-probability"
                     cause = ArithmeticError(f"the {what} of a token is not finite")
                     failure = episode.fail(EpisodeError(WHO[name], cause))
                     log.warning("episode %s failed and is left out: %s", episode.id, failure)
