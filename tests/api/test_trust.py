@@ -146,3 +146,8 @@ def test_ones_own_parts_may_be_called_and_made_as_they_like(tmp_path, monkeypatc
     (tmp_path / "calendar_of_mine.py").write_text("\n".join(lines))
     monkeypatch.syspath_prepend(tmp_path)
     assert load("calendar_of_mine:small")().size == 3
+
+
+def test_a_tracker_that_a_folder_names_is_code_and_what_a_service_is_told_is_not():
+    given = from_kwargs(track={"also": ["their.module:Tracker"], "wandb": {"project": "team:lakes", "mode": "offline"}})
+    assert list(imported(given)) == ["their.module:Tracker"]

@@ -59,7 +59,8 @@ def _own(part: Part, objects: Mapping[str, Any], where: str) -> Callable[[], Tra
     except TypeError as error:
         near = "".join(did_you_mean(key, signature.parameters) for key in part.args if key not in signature.parameters)
         raise ConfigError(f"{where}.args: {error}.{near}") from error
-    return lambda: found(**part.args)  # type: ignore[no-any-return]
+    make: Any = found
+    return partial(make, **part.args)
 
 
 def _require(module: str, where: str, extra: str) -> None:
