@@ -109,7 +109,8 @@ def _build(config: RunConfig, workshop: Workshop) -> Parts:
     behind = followers(config.track, workshop.objects)
     workshop.check_names()
     found = workshop.sandbox()
-    folder = check_model(resolve(config.model.name))
+    folder, named = check_model(resolve(config.model.name)), config.learner.critic_from
+    began = check_model(resolve(named, "learner.critic_from")) if named is not None else None
     check_supported(
         described(folder), config.model.name, config.sampling.max_context
     )  # a refusal need not wait for the weights
@@ -119,6 +120,7 @@ def _build(config: RunConfig, workshop: Workshop) -> Parts:
     import torch
 
     from arborl.learner.learner import Learner
+    from arborl.models.scalar import load_origin
     from arborl.trainer.evaluate import Evaluator
 
     if config.threads:
@@ -146,14 +148,8 @@ def _build(config: RunConfig, workshop: Workshop) -> Parts:
     )
     rollout = workshop.rollout(engine, renderer, cast, sampling, limits, rewards)
     algorithm = workshop.algorithm()
-    learner = Learner(
-        model,
-        config.learner,
-        sampling,
-        algorithm.needs,
-        total_steps=steps,
-        seed=config.seed,
-    )
+    origin = load_origin(began, model, folder) if began is not None else None
+    learner = Learner(model, config.learner, sampling, algorithm.needs, steps, config.seed, origin)
     evaluator = Evaluator(source, rollout, rewards, config.evaluation, config.seed, config.rollout.val_envs)
     return Parts(
         config, folder, model, renderer, engine, source, cast, rollout, rewards, algorithm, learner, evaluator, steps,

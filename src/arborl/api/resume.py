@@ -167,7 +167,7 @@ def _models(before: RunConfig, now: RunConfig) -> Iterator[str]:
     from arborl.algorithms import make_algorithm
 
     def critic(config: RunConfig) -> str:
-        kind = "separate" if config.learner.critic == "separate" else "shared"
+        kind = "separate" if config.learner.own_critic else "shared"
         chosen = (config.algorithm, *config.algorithm.by_source.values())
         return kind if any(algorithm.values for algorithm in chosen) else "none"
 

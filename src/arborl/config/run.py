@@ -245,6 +245,11 @@ class RunConfig(Config):
             )
         if not values and critic in ("shared", "separate"):
             raise ValueError(f"learner.critic={critic}: algorithm={name} needs no values. Write learner.critic=auto.")
+        if not values and self.learner.critic_from is not None:
+            raise ValueError(
+                f"learner.critic_from={self.learner.critic_from}: algorithm={name} needs no values. Leave it out, or "
+                "write algorithm=ppo."
+            )
 
     def _places(self) -> list[tuple[str, SourceConfig]]:
         """Every source with where it is written, the run's own settings filled in; a run without sources is one."""

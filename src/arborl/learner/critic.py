@@ -11,21 +11,27 @@ from transformers import PreTrainedModel
 from arborl.learner.executor import Way, hidden
 from arborl.learner.packing import MicroBatch
 from arborl.models.heads import ValueHead
+from arborl.models.scalar import Origin
 
 
 class Critic(nn.Module):
-    """Its value at the start is 0 everywhere.
+    """Its value at the start is 0 everywhere, unless it begins as a model that says a number itself.
 
     Args:
         model: the policy.
         separate: copy the policy's weights into a model of its own; else read the policy's hidden states.
         detach: where the trunk is shared, leave it to the policy's gradient alone.
+        origin: what a model of its own begins as, instead of the policy.
     """
 
-    def __init__(self, model: PreTrainedModel, separate: bool, detach: bool = False):
+    def __init__(self, model: PreTrainedModel, separate: bool, detach: bool = False, origin: Origin | None = None):
         super().__init__()
-        self.head = ValueHead(model)
-        self.trunk: PreTrainedModel | None = copy.deepcopy(model) if separate else None
+        self.trunk: PreTrainedModel | None = None
+        if origin is not None:
+            self.trunk, self.head = origin.trunk, ValueHead(origin.trunk, origin.weight, origin.bias)
+        else:
+            self.trunk = copy.deepcopy(model) if separate else None
+            self.head = ValueHead(model)
         self.detach = detach
 
     def forward(self, hidden_ME: Tensor, batch: MicroBatch, way: Way) -> Tensor:

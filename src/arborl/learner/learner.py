@@ -38,6 +38,7 @@ from arborl.models.lora import (
     save_adapter,
     with_adapter,
 )
+from arborl.models.scalar import Origin
 from arborl.seeds import derive
 from arborl.types import Floats, Ints, Metrics, Sampling, Terms, TokenTree
 
@@ -59,6 +60,7 @@ class Learner:
             there are some), a critic.
         total_steps: how many updates the run will make, for the learning rate's decay.
         seed: decides what the adapters' dropout drops, together with the number of the step.
+        origin: what a critic begins as, instead of the policy.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Learner:
         needs: Needs | None = None,
         total_steps: int = 0,
         seed: int = 0,
+        origin: Origin | None = None,
     ):
         needs = needs or Needs()
         self.model, self.config, self.sampling = model, config, sampling
@@ -81,8 +84,8 @@ class Learner:
         self.reference = copy.deepcopy(model).requires_grad_(False) if copied else None
         self.start = adapter_of(model) if needs.reference and adapted else None
         """The adapters that make the model its own reference."""
-        separate = config.critic == "separate"
-        self.critic = Critic(model, separate, config.critic_detach) if needs.value else None
+        separate = config.own_critic
+        self.critic = Critic(model, separate, config.critic_detach, origin) if needs.value else None
         self.optimizer = Optimizer(
             [p for p in model.parameters() if p.requires_grad],
             self.critic.trained().values() if self.critic else (),

@@ -13,8 +13,13 @@ from arborl.models.seedling import WEIGHTS
 EMBEDDED = ("seedling", "smollm2")
 
 
-def resolve(name: str) -> Path:
-    """The folder that holds the model's files; downloads a Hugging Face id where a hub can be reached."""
+def resolve(name: str, where: str = "model.name") -> Path:
+    """The folder that holds the model's files; downloads a Hugging Face id where a hub can be reached.
+
+    Args:
+        name: of the model.
+        where: the key that names it, for messages.
+    """
     if name == "seedling":
         return WEIGHTS
     if name == "smollm2":
@@ -25,12 +30,12 @@ def resolve(name: str) -> Path:
     if path.is_dir():
         if not holds_model(path):
             raise ConfigError(
-                f"model.name: the folder {str(path)!r} has no config.json; give a folder in Hugging Face form."
+                f"{where}: the folder {str(path)!r} has no config.json; give a folder in Hugging Face form."
             )
         return path
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise ConfigError(
-            f"model.name: no model is called {name!r} and no such folder exists.{did_you_mean(name, EMBEDDED)} "
+            f"{where}: no model is called {name!r} and no such folder exists.{did_you_mean(name, EMBEDDED)} "
             "Write seedling, smollm2, a folder, or a Hugging Face id such as Qwen/Qwen2.5-0.5B-Instruct."
         )
     from huggingface_hub import snapshot_download
@@ -39,7 +44,7 @@ def resolve(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]))
     except Exception as error:
         raise ConfigError(
-            f"model.name: cannot fetch {name!r} from the Hugging Face hub ({type(error).__name__}). Check the id "
+            f"{where}: cannot fetch {name!r} from the Hugging Face hub ({type(error).__name__}). Check the id "
             "and the network, or give a folder."
         ) from error
 
@@ -56,6 +61,15 @@ def described(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return about if isinstance(about, dict) else {}
+
+
+def vocabulary(folder: Path) -> Any:
+    """Tokens and their ids, as `tokenizer.json` has them, to be compared; None where there is no such file."""
+    try:
+        about = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        return about["model"]["vocab"], [(one["id"], one["content"]) for one in about.get("added_tokens", ())]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def check_supported(about: Mapping[str, Any], name: str, max_context: int) -> None:

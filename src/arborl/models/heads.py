@@ -9,14 +9,19 @@ from transformers import PreTrainedModel
 
 
 class ValueHead(nn.Module):
-    """One number from a hidden state. It starts at 0 everywhere, in float32 or the model's precision where finer."""
+    """One number from a hidden state. It starts at 0 everywhere, or at the weights given, in float32 or the model's
+    precision where finer."""
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, weight: Tensor | None = None, bias: Tensor | None = None):
         super().__init__()
         dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
         size = model.get_output_embeddings().weight.shape[-1]
         self.weight = nn.Parameter(torch.zeros(1, int(size), dtype=dtype, device=model.device))
         self.bias = nn.Parameter(torch.zeros(1, dtype=dtype, device=model.device))
+        with torch.no_grad():
+            for own, given in ((self.weight, weight), (self.bias, bias)):
+                if given is not None:
+                    own.copy_(given)
 
     def forward(self, hidden_ME: Tensor) -> Tensor:
         return linear(hidden_ME.to(self.weight.dtype), self.weight, self.bias)[:, 0]

@@ -14,6 +14,7 @@ In reading order:
     code_values.py  Values that code under test computed: how they leave the sandbox, and how they are compared
     asserts.py      Tests written as asserts
     efficiency.py   Fewer tool calls for the same answer
+    reward_model.py An episode scored by a reward model of one's own
     judge.py        An answer judged by a language model behind any endpoint that speaks OpenAI's chat completions
 """
 
@@ -31,6 +32,7 @@ REWARDS = Registry(
         "exact": "arborl.rewards.rules:exact",
         "format": "arborl.rewards.format:Format",
         "judge": "arborl.rewards.judge:Judge",
+        "reward_model": "arborl.rewards.reward_model:RewardModel",
         "short_answer": "arborl.rewards.choice:ShortAnswer",
     },
 )
