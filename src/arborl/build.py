@@ -22,6 +22,7 @@ from arborl.chat import Renderer
 from arborl.checkpoint import check_model
 from arborl.config.run import Part, RunConfig
 from arborl.data import Mixture, TaskSource, open_source
+from arborl.data.demonstrations import with_demonstrations
 from arborl.data.mixing.streams import RowPool
 from arborl.engines import ENGINES, Engine
 from arborl.envs import ENVS, Env
@@ -32,6 +33,7 @@ from arborl.registry import Registry, call_checked, short, unique
 from arborl.rewards import REWARDS, Rewards
 from arborl.rewards.by_source import RewardsBySource
 from arborl.rollout.by_source import Seat, differences, seats_of
+from arborl.rollout.given import GivenEpisodes
 from arborl.rollout.groups import FILTERS, Manner
 from arborl.rollout.recorder import Limits
 from arborl.rollout.replay import Recording, Replay
@@ -49,7 +51,7 @@ if TYPE_CHECKING:  # what needs torch
 
     from arborl.algorithms import Algorithm
     from arborl.learner.learner import Learner
-    from arborl.trainer.evaluate import Evaluator
+    from arborl.trainer.evaluate import Measures
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
@@ -69,7 +71,7 @@ class Parts:
     rewards: Rewards
     algorithm: Algorithm
     learner: Learner
-    evaluator: Evaluator
+    evaluator: Measures
     steps: int
     """Of the whole run."""
     sandbox: Found | None
@@ -115,13 +117,17 @@ def _build(config: RunConfig, workshop: Workshop) -> Parts:
         described(folder), config.model.name, config.sampling.max_context
     )  # a refusal need not wait for the weights
     renderer = Renderer.from_folder(folder, config.agent.tool_format, config.model.chat_args)
-    source, steps = workshop.source(renderer)
+    given = GivenEpisodes.of(config, renderer)
+    source, steps = workshop.source(renderer, given)
+    trained = with_demonstrations(source, config, given.rows("sft"))
 
     import torch
 
     from arborl.learner.learner import Learner
+    from arborl.learner.teacher import teacher_of
     from arborl.models.scalar import load_origin
     from arborl.trainer.evaluate import Evaluator
+    from arborl.trainer.given_evaluation import GivenEvaluator
 
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -140,19 +146,20 @@ def _build(config: RunConfig, workshop: Workshop) -> Parts:
         top_p=drawn.top_p,
         min_p=drawn.min_p,
     )
-    limits = Limits(
-        config.rollout.max_turns,
-        config.sampling.max_context,
-        config.rollout.episode_seconds,
-        config.rollout.step_seconds,
-    )
-    rollout = workshop.rollout(engine, renderer, cast, sampling, limits, rewards)
+    asked = config.rollout
+    limits = Limits(asked.max_turns, drawn.max_context, asked.episode_seconds, asked.step_seconds)
+    rollout = workshop.rollout(engine, cast, sampling, limits, rewards, given)
     algorithm = workshop.algorithm()
     origin = load_origin(began, model, folder) if began is not None else None
-    learner = Learner(model, config.learner, sampling, algorithm.needs, steps, config.seed, origin)
-    evaluator = Evaluator(source, rollout, rewards, config.evaluation, config.seed, config.rollout.val_envs)
+    teacher = teacher_of(config, folder)
+    learner = Learner(model, config.learner, sampling, algorithm.needs, steps, config.seed, origin, teacher)
+    evaluator: Measures = (
+        GivenEvaluator(source, rollout, algorithm, config, learner)
+        if config.data.given
+        else Evaluator(source, rollout, rewards, config.evaluation, config.seed, config.rollout.val_envs)
+    )
     return Parts(
-        config, folder, model, renderer, engine, source, cast, rollout, rewards, algorithm, learner, evaluator, steps,
+        config, folder, model, renderer, engine, trained, cast, rollout, rewards, algorithm, learner, evaluator, steps,
         found, workshop.open_tools, behind,
     )  # fmt: skip
 
@@ -162,7 +169,7 @@ def count_steps(config: RunConfig, objects: Mapping[str, Any] | None = None) -> 
     if config.trainer.steps is not None:
         return config.trainer.steps
     renderer = Renderer.from_folder(resolve(config.model.name), config.agent.tool_format, config.model.chat_args)
-    return Workshop(config, objects or {}).source(renderer)[1]
+    return Workshop(config, objects or {}).source(renderer, GivenEpisodes.of(config, renderer))[1]
 
 
 def _policy(config: RunConfig, folder: Path) -> PreTrainedModel:
@@ -306,7 +313,7 @@ class Workshop:
         except sandbox.SandboxError as error:
             raise ConfigError(f"this run executes code, and {error}.") from error
 
-    def source(self, renderer: Renderer) -> tuple[TaskSource, int]:
+    def source(self, renderer: Renderer, given: GivenEpisodes) -> tuple[TaskSource, int]:
         """Where tasks come from, and the steps of the run; that the agents they name exist, and that their rows will
         last, is checked here."""
         config = self.config
@@ -314,11 +321,13 @@ class Workshop:
         def length(messages: Sequence[Message]) -> int:
             return len(renderer.encode(renderer.render(opened(messages, config.agent.system or ""))))
 
-        source = open_source(config.data, config.env.name, config.seed, length, self.objects)
+        rows = given.rows(config.algorithm.loss) if config.data.given else None
+        source = open_source(config.data, config.env.name, config.seed, length, self.objects, rows)
         count = config.rollout.tasks_per_step + config.rollout.spare_groups
-        steps = config.trainer.steps or source.steps(config.trainer.epochs or 1, count)
+        shown = config.demonstrations.steps
+        steps = config.trainer.steps or source.steps(config.trainer.epochs or 1, count) + shown
         if isinstance(source, Mixture):
-            source.check(steps, count)
+            source.check(steps - shown, count)
             for name, pool in source.pools.items():
                 own = name in config.data.sources and config.data.sources[name].agent is not None
                 for agent in () if own or not isinstance(pool, RowPool) else sorted(pool.agents()):
@@ -338,14 +347,17 @@ class Workshop:
     def algorithm(self) -> Algorithm:
         """The algorithm; it weighs sources where they say so."""
         from arborl.algorithms import make_algorithm
+        from arborl.algorithms.demonstrated import Demonstrated
         from arborl.algorithms.source_weights import SourceWeights
 
-        made = make_algorithm(self.config.algorithm)
+        made = make_algorithm(self.config.algorithm, self.config.data.given)
         weights = {name: source.weight for name, source in self.config.data.sources.items()}
-        return SourceWeights(made, weights) if len(set(weights.values())) > 1 else made
+        made = SourceWeights(made, weights) if len(set(weights.values())) > 1 else made
+        shown = self.config.demonstrations
+        return Demonstrated(made, shown.weight) if shown.path is not None else made
 
     def rollout(
-        self, engine: Engine, renderer: Renderer, cast: Cast, sampling: Sampling, limits: Limits, rewards: Rewards
+        self, engine: Engine, cast: Cast, sampling: Sampling, limits: Limits, rewards: Rewards, given: GivenEpisodes
     ) -> Rollout:
         """What plays: where environments run, how groups are made, and what is recorded or replayed."""
         asked = self.config.rollout
@@ -353,7 +365,9 @@ class Workshop:
         keep = self.find(FILTERS, asked.group_filter) if asked.group_filter is not None else None
         training = Manner(asked.redundancy, asked.group_seconds, keep, rewards.score)
         tape = Replay(asked.replay) if asked.replay else Recording(asked.record) if asked.record else None
-        return Rollout(engine, renderer, cast, sampling, limits, asked.concurrency, workers, training, tape)
+        return Rollout(
+            engine, given.renderer, cast, sampling, limits, asked.concurrency, workers, training, tape, given
+        )
 
     def engine(self, model: PreTrainedModel, renderer: Renderer, cast: Cast) -> Engine:
         config = self.config

@@ -156,6 +156,10 @@ class Sampling:
         return Drawn(self.temperature, self.top_k, self.top_p, self.min_p)
 
 
+GIVEN = -1
+"""The version of what no policy sampled: it was given."""
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
     """What an engine sampled."""
@@ -166,7 +170,7 @@ class Completion:
     """Log-probability of each token under the distribution it was drawn from."""
     finish: Finish
     version: int = 0
-    """Version of the policy's weights that sampled it."""
+    """Version of the policy's weights that sampled it; `GIVEN` where none did, and its log-probabilities are NaN."""
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
@@ -237,6 +241,8 @@ class Episode:
     metrics: Metrics = field(default_factory=dict)
     failure: Failure | None = None
     seconds: float = 0.0
+    weight: float = 1.0
+    """Of its loss, beside others', where a given row says so; 0 is looked at and not learned from."""
     turn_weight: float = 0.0
     """What the turns' own rewards count in `rewards`: the weight of `env`, 0 where it is not asked for."""
 
@@ -275,6 +281,11 @@ class Episode:
             tips[(*call.prompt, *call.completion.tokens)] = found[-1]
         latest = sorted(set(found), key=lambda branch: max(i for i, one in enumerate(found) if one == branch))
         return [latest.index(branch) for branch in found]
+
+    @property
+    def given(self) -> bool:
+        """Whether what was said in it was given, and no policy's doing."""
+        return bool(self.calls) and all(call.completion.version == GIVEN for call in self.calls)
 
     @property
     def sampled(self) -> int:
@@ -329,7 +340,7 @@ class Terms:
     """Index in that tree of the token whose output predicts this one."""
     token: Ints
     logprob: Floats
-    """Under the policy that sampled it."""
+    """Under the policy that sampled it; NaN where it was given."""
     advantage: Floats
     weight: Floats
     """Share of this term in the step's loss; the loss is the weighted sum, whatever the split into micro-batches."""
@@ -347,9 +358,11 @@ class Terms:
     value: Floats
     """The critic's estimate at the predicting position, before the update."""
     target: Floats
-    """What the critic should have said there; filled by credit."""
+    """What the critic should have said there, or KTO's reference point; filled by credit."""
     after: Floats
     """The critic's estimate of what follows this token, where it is the last of an episode that was cut short."""
+    teacher: Floats
+    """Log-probability under the teacher."""
     drawn: Floats | None = None
     """How each was drawn, a row of `Drawn` each; NaN where, and none if everywhere, as the run draws."""
 

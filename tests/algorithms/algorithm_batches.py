@@ -55,7 +55,7 @@ def group(*episodes: Episode, source: str = "", greedy: float | None = None, rol
 def terms_of(groups: list[Group], seed: int = 0) -> Terms:
     """The groups' terms, every column that a learner fills made up."""
     random, terms = np.random.default_rng(seed), plant(groups).terms
-    made = {name: -random.exponential(1.0, len(terms)) for name in ("logprob", "proximal", "reference")}
+    made = {name: -random.exponential(1.0, len(terms)) for name in ("logprob", "proximal", "reference", "teacher")}
     return dataclasses.replace(terms, value=random.normal(size=len(terms)), **made)
 
 
@@ -63,7 +63,7 @@ def batch_of(terms: Terms) -> TermBatch:
     """As a learner would hand it to a loss, in float64."""
     names = {"old": "logprob", "group": "tree"}
     columns = ("old", "advantage", "weight", "episode", "call", "turn", "group", "version")
-    known = ("proximal", "reference", "value", "target")
+    known = ("proximal", "reference", "value", "target", "teacher")
     return TermBatch(*(torch.from_numpy(getattr(terms, names.get(name, name))) for name in (*columns, *known)))
 
 

@@ -30,9 +30,9 @@ def test_a_loss_brings_its_own_defaults_and_takes_away_what_it_does_not_read():
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_a_resolved_configuration_reads_back_the_same(name):
-    config = validate(
-        RunConfig, {"algorithm": {"name": name, "by_source": {"web": "dapo"}} if name != "trpo" else name}
-    )
+    more = {} if name == "trpo" else {"by_source": {"web": "dapo"}}
+    more |= {"teacher": "seedling"} if name == "distill" else {}
+    config = validate(RunConfig, {"algorithm": {"name": name, **more}})
     again = validate(RunConfig, OmegaConf.to_container(OmegaConf.create(dump_yaml(config))))
     assert again == config
 

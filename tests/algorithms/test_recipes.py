@@ -91,7 +91,7 @@ def test_tables_and_configuration_name_the_same_things():
         ({"guard": "tis"}, Needs(proximal=True, anchor=True)),
         ({"name": "reinforce", "guard": "tis"}, Needs(proximal=True)),
         ({"name": "dpo"}, Needs(reference=True)),
-        ({"name": "distill"}, Needs(reference=True)),
+        ({"name": "distill"}, Needs(teacher=True)),
         ({"name": "sft"}, Needs()),
     ],
     ids=str,
@@ -127,7 +127,7 @@ def test_gspo_over_calls_has_a_ratio_for_each_call():
     gaps = {}
     for sequence in ("episode", "call"):
         algorithm = Recipe(AlgorithmConfig(name="gspo", sequence=sequence, anchor="rollout"))
-        gaps[sequence] = algorithm.prepare(now, batch_of(algorithm.credit(groups, terms))).tolist()
+        gaps[sequence] = algorithm.prepare(now, batch_of(algorithm.credit(groups, terms)))[:, 0].tolist()
     assert gaps["episode"] == pytest.approx([0.7 / 3] * 3 + [0.7])
     assert gaps["call"] == pytest.approx([0.1, 0.3, 0.3, 0.7])
 

@@ -38,7 +38,10 @@ def test_a_bare_string_is_short_for_a_sections_name_or_path() -> None:
     [
         ({"lr": 1}, "lr: unknown key. Did you mean 'learner.lr'?"),
         ({"learner": {"lrr": 1}}, "learner.lrr: unknown key. Did you mean 'learner.lr'?"),
-        ({"learner": {"steps": 1}}, "learner.steps: unknown key. Did you mean 'trainer.steps'?"),
+        (
+            {"learner": {"steps": 1}},
+            "learner.steps: unknown key. Did you mean 'trainer.steps' or 'demonstrations.steps'?",
+        ),
         ({"traner": {}}, "traner: unknown key. Did you mean 'trainer'?"),
         ({"algorithm": {"kl": {"coeff": 1}}}, "algorithm.kl.coeff: unknown key. Did you mean 'algorithm.kl.coef'?"),
         (

@@ -144,7 +144,7 @@ def test_every_column_but_place_and_weight_goes_with_its_term(how):
     terms = credited(groups)
     filled = {
         name: np.arange(len(terms)) + 0.1 * n
-        for n, name in enumerate(("proximal", "reference", "value", "target", "after"))
+        for n, name in enumerate(("proximal", "reference", "value", "target", "after", "teacher"))
     }
     terms = dataclasses.replace(terms, **filled, drawn=np.arange(4.0 * len(terms)).reshape(-1, 4))
     forest, kept, _ = thin(groups, terms, 2, how, seed=1)

@@ -17,6 +17,7 @@ Every function can be called on arrays alone, and says its formula, its source a
     aggregation.py          how much each term counts: the loss's normalisation
     source_weights.py       sources that count more, or less, than their episodes do
     by_source.py            another algorithm for each source, in one batch
+    demonstrated.py         demonstrations that are imitated beside an algorithm, or before it
 """
 
 from arborl.algorithms.advantages import ADVANTAGES

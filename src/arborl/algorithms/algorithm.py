@@ -9,11 +9,12 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from arborl.algorithms import preference_losses
 from arborl.algorithms.advantages import ADVANTAGES, Memory
-from arborl.algorithms.aggregation import COUNTS, WEIGHTS
+from arborl.algorithms.aggregation import COUNTS, WEIGHTS, weighed
 from arborl.algorithms.kl import KL, adapted
 from arborl.algorithms.losses import LOSSES, PREPARES, known
 from arborl.algorithms.off_policy import guard, ratios, staleness
@@ -36,6 +37,8 @@ class Needs:
     """The same in the loss alone, which the update's first step says itself."""
     reference: bool = False
     """Log-probabilities under the frozen reference policy."""
+    teacher: bool = False
+    """Log-probabilities under the teacher."""
     value: bool = False
     """A critic's estimates, and its gradient in the loss."""
     entropy: bool = False
@@ -83,7 +86,8 @@ class Algorithm(Protocol):
         return float(len(np.unique(terms.episode)))
 
     def prepare(self, now_M: Tensor, terms: TermBatch) -> Tensor:
-        """One number a term, from the present log-probabilities (no gradient) of whole groups."""
+        """Two numbers a term, from the present log-probabilities (no gradient) of whole groups; which, is the loss's
+        affair: GSPO's gap; a preference's derivative, and the token's part of its loss."""
         ...
 
     def loss(self, said: Said, terms: TermBatch) -> LossParts:
@@ -110,10 +114,14 @@ class Recipe(Algorithm):
         algorithm = Recipe(AlgorithmConfig(name="gspo", kl={"coef": 0.01}))
         kept = algorithm.keep(groups)
         terms = algorithm.credit(kept, plant(kept).terms)
+
+    Args:
+        config: which.
+        given: whether it learns from given rows, which no policy sampled.
     """
 
-    def __init__(self, config: AlgorithmConfig):
-        self.config = config
+    def __init__(self, config: AlgorithmConfig, given: bool = False):
+        self.config, self.given = config, given
         self.memory: Memory = {}
         self.dropped: Metrics = {}
         self.found: Metrics = {}
@@ -126,9 +134,13 @@ class Recipe(Algorithm):
         anchored = config.loss == "decoupled_ppo" or ("anchor" in reads and config.against == "proximal")
         searched = config.loss == "trpo"  # its line search asks for the loss again when weights have moved
         return Needs(
-            proximal=config.guard.kind != "none" or config.kl_in_reward or (anchored and searched),
+            proximal=config.guard.kind != "none"
+            or config.kl_in_reward
+            or (anchored and searched)
+            or self._asks_strangers,
             anchor=anchored and not searched,
-            reference=config.kl.coef > 0 or config.loss in ("dpo", "ipo", "kto", "distill"),
+            reference=config.kl.coef > 0 or config.loss in ("dpo", "ipo", "kto"),
+            teacher=config.loss == "distill",
             value=credited and config.advantage == "gae",
             entropy=config.entropy_coef > 0,
             greedy=credited and config.advantage == "remax",
@@ -166,17 +178,36 @@ class Recipe(Algorithm):
             target=terms.target if target is None else target,
         )
 
+    @property
+    def _asks_strangers(self) -> bool:
+        """Whether the policy's KL is read off completions under prompts of others: episodes of weight 0."""
+        return self.given and self.config.loss == "kto"
+
     def _preferred(self, groups: Sequence[Group], terms: Terms) -> Terms:
         """Losses without an advantage: the column says which episodes are better, or nothing."""
         config = self.config
-        score_E = np.array([episode.reward for group in groups for episode in group.survivors], dtype=np.float64)
+        episodes = [episode for group in groups for episode in group.survivors]
+        score_E = np.array([episode.reward for episode in episodes], dtype=np.float64)
+        weight_E = np.array([episode.weight for episode in episodes], dtype=np.float64)
+        if config.loss not in ("dpo", "ipo", "kto"):
+            weight = WEIGHTS[config.aggregation](terms, config.fixed_length)
+            return dataclasses.replace(terms, weight=weighed(weight, weight_E[terms.episode]))
         if config.loss == "kto":
-            score_E = np.where(score_E >= config.reward_threshold, 1.0, -1.0)
-        if config.loss in ("dpo", "ipo", "kto"):
-            terms = dataclasses.replace(terms, advantage=score_E[terms.episode])
-            weight = np.full(len(terms), 1.0 / max(self.count(terms), 1.0))  # every term whole
-            return dataclasses.replace(terms, weight=weight)
-        return dataclasses.replace(terms, weight=WEIGHTS[config.aggregation](terms, config.fixed_length))
+            score_E = np.where(score_E >= config.reward_threshold, 1.0, -1.0) * (weight_E > 0)
+        if self._asks_strangers and len(terms):
+            terms = dataclasses.replace(terms, target=np.full(len(terms), self._level(terms, weight_E == 0)))
+        terms = dataclasses.replace(terms, advantage=score_E[terms.episode])
+        each = weight_E[terms.episode] / max(weight_E[weight_E > 0].mean() if weight_E.any() else 1.0, 1e-12)
+        return dataclasses.replace(terms, weight=each / max(self.count(terms), 1.0))  # every term whole
+
+    def _level(self, terms: Terms, stranger_E: NDArray[np.bool_]) -> float:
+        """KTO's reference point, under the weights that the update begins with."""
+        gain_E = np.bincount(terms.episode, terms.proximal - terms.reference, minlength=len(stranger_E))
+        if not stranger_E.any():
+            raise ValueError("KTO on given rows reads its reference point off strangers, and the batch has none")
+        found = preference_losses.stranger_level(torch.from_numpy(gain_E[stranger_E]))
+        self.found["algorithm/kl"] = found
+        return found
 
     def count(self, terms: Terms) -> float:
         config = self.config
@@ -184,7 +215,9 @@ class Recipe(Algorithm):
             first = np.unique(terms.episode, return_index=True)[1]
             score_E, group_E = torch.from_numpy(terms.advantage[first]), torch.from_numpy(terms.tree[first])
             return float(preference_losses.pairs(score_E, group_E, config.min_gap).sum())
-        return COUNTS["episode" if config.loss == "kto" else config.aggregation](terms)
+        if config.loss == "kto":
+            return float(len(np.unique(terms.episode[terms.advantage != 0])))
+        return COUNTS[config.aggregation](terms)
 
     def _guards(self, terms: Terms) -> Floats:
         """Factor on each term's advantage for not having been sampled from the policy that learns."""
@@ -212,7 +245,7 @@ class Recipe(Algorithm):
 
     def prepare(self, now_M: Tensor, terms: TermBatch) -> Tensor:
         rule = PREPARES.get(self.config.loss)
-        return torch.zeros_like(now_M) if rule is None else rule(now_M.detach(), terms, self.config)
+        return now_M.new_zeros(len(now_M), 2) if rule is None else rule(now_M.detach(), terms, self.config)
 
     def loss(self, said: Said, terms: TermBatch) -> LossParts:
         config = self.config

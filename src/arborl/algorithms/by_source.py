@@ -23,10 +23,10 @@ DEFAULT = ""
 """The algorithm of sources that none is named for."""
 
 
-def make_algorithm(config: AlgorithmConfig) -> Algorithm:
-    """The algorithm of this configuration."""
+def make_algorithm(config: AlgorithmConfig, given: bool = False) -> Algorithm:
+    """The algorithm of this configuration; `given` where it learns from given rows."""
     if not config.by_source:
-        return Recipe(config)
+        return Recipe(config, given)
     own = {DEFAULT: config.model_copy(update={"by_source": {}})}
     return BySource({name: Recipe(chosen) for name, chosen in (own | config.by_source).items()})
 
@@ -83,7 +83,7 @@ class BySource(Algorithm):
             rows = np.flatnonzero(np.isin(terms.tree, mine))
             if not len(rows):
                 continue
-            own = _renumbered(terms.pick(rows), mine, groups)
+            own = renumbered(terms.pick(rows), mine, groups)
             found = part.credit([groups[n] for n in mine], own)
             self._share[name] = len(rows) / len(terms)
             for column, values in columns.items():
@@ -101,17 +101,17 @@ class BySource(Algorithm):
         }
 
     def prepare(self, now_M: Tensor, terms: TermBatch) -> Tensor:
-        out_M = torch.zeros_like(now_M)
+        out_M = now_M.new_zeros(len(now_M), 2)
         for name, rows in self._rows(terms).items():
-            out_M[rows] = self.parts[name].prepare(now_M[rows], _pick(terms, rows))
+            out_M[rows] = self.parts[name].prepare(now_M[rows], pick_terms(terms, rows))
         return out_M
 
     def loss(self, said: Said, terms: TermBatch) -> LossParts:
         """Each part's own vectors are scaled so that their means over all terms are means over its terms."""
         loss_M, seen = torch.zeros_like(said.logprob_M), {}
         for name, rows in self._rows(terms).items():
-            own = Said(*(None if column is None else column[rows] for column in _columns(said)))  # type: ignore[arg-type]
-            found, vectors = self.parts[name].loss(own, _pick(terms, rows))
+            own = Said(*(None if column is None else column[rows] for column in columns_of(said)))  # type: ignore[arg-type]
+            found, vectors = self.parts[name].loss(own, pick_terms(terms, rows))
             loss_M = loss_M.index_put((rows,), found)
             for key, vector in vectors.items():
                 whole = torch.zeros(len(loss_M), dtype=vector.dtype, device=vector.device)
@@ -135,15 +135,15 @@ class BySource(Algorithm):
             part.load_state(state.get(name, {}))
 
 
-def _columns(record: Said | TermBatch) -> list[Tensor | None]:
+def columns_of(record: Said | TermBatch) -> list[Tensor | None]:
     return [getattr(record, field.name) for field in dataclasses.fields(record)]
 
 
-def _pick(terms: TermBatch, rows: Tensor) -> TermBatch:
-    return TermBatch(*(None if column is None else column[rows] for column in _columns(terms)))  # type: ignore[arg-type]
+def pick_terms(terms: TermBatch, rows: Tensor) -> TermBatch:
+    return TermBatch(*(None if column is None else column[rows] for column in columns_of(terms)))  # type: ignore[arg-type]
 
 
-def _renumbered(terms: Terms, mine: Ints, groups: Sequence[Group]) -> Terms:
+def renumbered(terms: Terms, mine: Ints, groups: Sequence[Group]) -> Terms:
     """The terms of the groups that are `mine`, counted as if there were no others."""
     episodes = np.array([len(group.survivors) for group in groups])
     calls = np.array([sum(len(episode.calls) for episode in group.survivors) for group in groups])

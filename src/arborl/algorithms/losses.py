@@ -7,6 +7,7 @@ loss that looks at whole sequences has a second half in `PREPARES`, which runs f
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ def _ppo(said: Said, terms: TermBatch, config: AlgorithmConfig) -> LossParts:
 
 
 def _gspo(said: Said, terms: TermBatch, config: AlgorithmConfig) -> LossParts:
-    gap_M = known(terms.sequence_M, "sequence")
+    gap_M = known(terms.sequence_M, "sequence")[:, 0]
     return token_losses.gspo(said.logprob_M, gap_M, terms.advantage_M, config.clip_low, config.clip_high)
 
 
@@ -69,19 +70,12 @@ def _trpo(said: Said, terms: TermBatch, config: AlgorithmConfig) -> LossParts:
 
 
 def _pulled(said: Said, terms: TermBatch, config: AlgorithmConfig) -> LossParts:
-    """The derivative that `prepare` found, times the log-probability: exact in gradient, meaningless in value."""
-    pull_M = known(terms.sequence_M, "sequence")
+    """In gradient the derivative that `prepare` found, times the log-probability; in value the token's part of the loss
+    that it found."""
+    pull_M, part_M = known(terms.sequence_M, "sequence").unbind(1)
     gain_M = said.logprob_M.detach() - known(terms.reference_M, "reference")
-    return pull_M * said.logprob_M, {"policy/pull": pull_M.abs(), "policy/gain": gain_M}
-
-
-def _dpo_pulled(said: Said, terms: TermBatch, config: AlgorithmConfig) -> LossParts:
-    """An episode in one pair only is pulled by beta times the chance of the wrong order, which tells the loss."""
-    loss_M, seen = _pulled(said, terms, config)
-    if config.pairs == "best_worst":
-        wrong_M = (seen["policy/pull"] / config.beta).clamp(max=1 - 1e-7)
-        seen["policy/pair_loss"] = -torch.log1p(-wrong_M)
-    return loss_M, seen
+    moved_M = said.logprob_M - said.logprob_M.detach()
+    return part_M + pull_M * moved_M, {"policy/pull": pull_M.abs(), "policy/gain": gain_M}
 
 
 def _sft(said: Said, terms: TermBatch, config: AlgorithmConfig) -> LossParts:
@@ -89,7 +83,7 @@ def _sft(said: Said, terms: TermBatch, config: AlgorithmConfig) -> LossParts:
 
 
 def _distill(said: Said, terms: TermBatch, config: AlgorithmConfig) -> LossParts:
-    return token_losses.distillation(said.logprob_M, terms.old_M, known(terms.reference_M, "reference"))
+    return token_losses.distillation(said.logprob_M, terms.old_M, known(terms.teacher_M, "teacher"))
 
 
 LOSSES: dict[str, Loss] = {
@@ -102,7 +96,7 @@ LOSSES: dict[str, Loss] = {
     "pg": _policy_gradient,
     "decoupled_ppo": _decoupled_ppo,
     "trpo": _trpo,
-    "dpo": _dpo_pulled,
+    "dpo": _pulled,
     "ipo": _pulled,
     "kto": _pulled,
     "sft": _sft,
@@ -116,39 +110,60 @@ LOSSES: dict[str, Loss] = {
 
 def _sequence_gap(now_M: Tensor, terms: TermBatch, config: AlgorithmConfig) -> Tensor:
     of = terms.call_M if config.sequence == "call" else terms.episode_M
-    return token_losses.sequence_mean(now_M - anchor(terms, config), of)
+    gap_M = token_losses.sequence_mean(now_M - anchor(terms, config), of)
+    return torch.stack([gap_M, torch.zeros_like(gap_M)], 1)
 
 
-def per_episode(
-    rule: Callable[[Tensor, Tensor, Tensor, Tensor, AlgorithmConfig], Tensor],
-) -> Prepare:
-    """A number an episode, from its gain over the reference, length, score and group; in float64."""
+@dataclass(frozen=True, slots=True)
+class EpisodeSums:
+    """What a rule about whole episodes reads of each; in float64."""
+
+    gain_E: Tensor
+    """Over the reference."""
+    length_E: Tensor
+    score_E: Tensor
+    group_E: Tensor
+    level_E: Tensor | None
+    """What credit wants of it besides (`Terms.target`); None where it wants nothing."""
+
+
+def per_episode(rule: Callable[[EpisodeSums, AlgorithmConfig], preference_losses.Pulls]) -> Prepare:
+    """From a rule about whole episodes, for each term its episode's derivative and its own part of the loss."""
 
     def prepare(now_M: Tensor, terms: TermBatch, config: AlgorithmConfig) -> Tensor:
-        reference_M = known(terms.reference_M, "reference")
+        gain_M = now_M - known(terms.reference_M, "reference")
         _, index_M, length_E = torch.unique(terms.episode_M, return_inverse=True, return_counts=True)
-        size = len(length_E)
-        gain_E = torch.zeros(size, dtype=torch.float64, device=now_M.device)
-        gain_E = gain_E.index_add(0, index_M, (now_M - reference_M).double())
-        score_E, group_E = torch.zeros_like(gain_E), torch.zeros(size, dtype=torch.int64, device=now_M.device)
-        score_E[index_M], group_E[index_M] = terms.advantage_M.double(), terms.group_M  # the same for all its terms
-        return rule(gain_E, length_E.double(), score_E, group_E, config)[index_M].to(now_M.dtype)
+        gain_E = torch.zeros(len(length_E), dtype=torch.float64, device=now_M.device)
+        gain_E = gain_E.index_add(0, index_M, gain_M.double())
+
+        def one_each(column_M: Tensor) -> Tensor:
+            return torch.zeros_like(length_E, dtype=column_M.dtype).index_put((index_M,), column_M)
+
+        level_E = None if terms.target_M is None else one_each(terms.target_M.double())
+        sums = EpisodeSums(
+            gain_E, length_E.double(), one_each(terms.advantage_M.double()), one_each(terms.group_M), level_E
+        )
+        pull_E, loss_E = rule(sums, config)
+        return torch.stack([pull_E, loss_E / sums.length_E], 1)[index_M].to(now_M.dtype)
 
     return prepare
 
 
-def _dpo(gain_E: Tensor, length_E: Tensor, score_E: Tensor, group_E: Tensor, config: AlgorithmConfig) -> Tensor:
-    return preference_losses.dpo(gain_E, preference_losses.pairs(score_E, group_E, config.min_gap), config.beta)
+def _dpo(sums: EpisodeSums, config: AlgorithmConfig) -> preference_losses.Pulls:
+    found_EE = preference_losses.pairs(sums.score_E, sums.group_E, config.min_gap)
+    return preference_losses.dpo(sums.gain_E, found_EE, config.beta)
 
 
-def _ipo(gain_E: Tensor, length_E: Tensor, score_E: Tensor, group_E: Tensor, config: AlgorithmConfig) -> Tensor:
-    return preference_losses.ipo(
-        gain_E, length_E, preference_losses.pairs(score_E, group_E, config.min_gap), config.beta
-    )
+def _ipo(sums: EpisodeSums, config: AlgorithmConfig) -> preference_losses.Pulls:
+    found_EE = preference_losses.pairs(sums.score_E, sums.group_E, config.min_gap)
+    return preference_losses.ipo(sums.gain_E, sums.length_E, found_EE, config.beta)
 
 
-def _kto(gain_E: Tensor, length_E: Tensor, score_E: Tensor, group_E: Tensor, config: AlgorithmConfig) -> Tensor:
-    return preference_losses.kto(gain_E, score_E > 0, group_E, config.beta)
+def _kto(sums: EpisodeSums, config: AlgorithmConfig) -> preference_losses.Pulls:
+    level_E = preference_losses.group_level(sums.gain_E, sums.group_E)
+    if sums.level_E is not None:
+        level_E = torch.where(sums.level_E.isnan(), level_E, sums.level_E)
+    return preference_losses.kto(sums.gain_E, sums.score_E > 0, level_E, config.beta)
 
 
 PREPARES: dict[str, Prepare] = {

@@ -44,9 +44,11 @@ class TermBatch:
     value_M: Tensor | None = None
     """The critic's estimate before the update."""
     target_M: Tensor | None = None
-    """What the critic should have said."""
+    """What the critic should have said, or KTO's reference point."""
+    teacher_M: Tensor | None = None
+    """Log-probability under the teacher."""
     sequence_M: Tensor | None = None
-    """What `Algorithm.prepare` found from whole sequences, one detached number a term."""
+    """What `Algorithm.prepare` found from whole sequences: two detached numbers a term."""
 
 
 FARTHEST = 20.0
@@ -215,8 +217,8 @@ def likelihood(new_M: Tensor) -> LossParts:
     return -new_M, {}
 
 
-def distillation(new_M: Tensor, old_M: Tensor, reference_M: Tensor) -> LossParts:
-    """On-policy distillation: the reverse KL to the teacher (the reference policy), token by token.
+def distillation(new_M: Tensor, old_M: Tensor, teacher_M: Tensor) -> LossParts:
+    """On-policy distillation: the reverse KL to the teacher, token by token.
 
     r (new - teacher).detach(), r = new / old: the policy gradient with advantage teacher - new (GKD, arXiv 2306.13649).
 
@@ -224,7 +226,7 @@ def distillation(new_M: Tensor, old_M: Tensor, reference_M: Tensor) -> LossParts
     >>> distillation(new, new, teacher)[0].tolist()
     [-0.75]
     """
-    gap_M = (new_M - reference_M).detach()
+    gap_M = (new_M - teacher_M).detach()
     return ratio(new_M - old_M) * gap_M, {"policy/teacher_kl": gap_M}
 
 

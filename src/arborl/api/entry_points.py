@@ -159,7 +159,7 @@ def evaluate(
 def stubbed(config: RunConfig) -> RunConfig:
     """The same run, small and on scripted replies."""
     tree = config.model_dump()
-    tree["engine"] |= {"name": "scripted"}
+    tree["engine"] |= {} if config.data.given else {"name": "scripted"}
     tree["trainer"] |= {"steps": min(config.trainer.steps or 3, 3), "epochs": None}
     if not config.rollout.envs.tags:  # a partition stays what it is
         few = min(config.rollout.tasks_per_step, 4)

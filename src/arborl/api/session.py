@@ -28,7 +28,7 @@ from arborl.track.tracing import traced
 from arborl.track.tracker import Begun
 from arborl.trainer.diagnosis import remark
 from arborl.trainer.evaluate import Measured
-from arborl.trainer.hooks import Evaluate, KeepEpisodes, Save, ShowEpisodes, named
+from arborl.trainer.hooks import Evaluate, KeepEpisodes, RenewReference, Save, ShowEpisodes, named
 from arborl.trainer.trainer import Hook, Trainer
 from arborl.types import Group, Metrics
 
@@ -58,7 +58,8 @@ class RunSession:
             self.render = Render(
                 parts.cast, decode, track.render_save_dir, track.render_every, track.render_episodes, self._drawn
             )
-        self.held_out = Evaluate(parts.evaluator, self.config.evaluation.every, self._show)
+        also = self.config.demonstrations.steps
+        self.held_out = Evaluate(parts.evaluator, self.config.evaluation.every, self._show, also)
 
     async def run(self) -> dict[str, Any]:
         """Measure, train, measure again, and leave everything worth keeping in the folder; returns the summary."""
@@ -115,7 +116,9 @@ class RunSession:
         hooks += [ShowEpisodes(config.track.render_every)] if parts.followers else []
         if self.render is not None:
             hooks.append(self.render)
-        if config.evaluation.every and config.evaluation.tasks:
+        if config.demonstrations.steps:
+            hooks.append(RenewReference(config.demonstrations.steps))
+        if (config.evaluation.every or config.demonstrations.steps) and config.evaluation.tasks:
             hooks.append(self.held_out)
         trainer = Trainer(
             config, parts.source, parts.rollout, parts.rewards, parts.algorithm, parts.learner, parts.engine,
@@ -146,7 +149,8 @@ class RunSession:
 
     def _title(self) -> list[str]:
         config = self.config
-        what = f"{config.model.name} learns {short(config.env.name)} with {config.algorithm.name}, seed {config.seed}"
+        task = "from given rows" if config.data.given else short(config.env.name)
+        what = f"{config.model.name} learns {task} with {config.algorithm.name}, seed {config.seed}"
         fenced = [f"code runs under {self.parts.sandbox}"] if self.parts.sandbox is not None else []
         return [f"{config.name}: {what}", f"into {self.home}", *fenced]
 
@@ -193,7 +197,7 @@ class RunSession:
 
     async def _finish(self, trainer: Trainer, after: Measured) -> dict[str, Any]:
         summary = self._summarise(trainer, after.metrics)
-        episodes = [episode for episode in after.episodes if episode.failure is None]
+        episodes = [episode for episode in after.episodes if episode.failure is None and not episode.given]
         written = await keepsakes(self.parts, self.home, episodes)
         for name, path in written.items():
             if path.suffix in (".gif", ".png"):

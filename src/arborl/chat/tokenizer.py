@@ -145,6 +145,10 @@ class FileTokenizer:
     def token_id(self, text: str) -> int | None:
         return self._tokenizer.token_to_id(text)
 
+    def text_of(self, number: int) -> str | None:
+        """The token with this id, as the vocabulary writes it."""
+        return self._tokenizer.id_to_token(number)
+
     @property
     def vocab_size(self) -> int:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)

@@ -34,18 +34,21 @@ def make(
     count: Annotated[int | None, typer.Option(help="Rows.", min=1, show_default=False)] = None,
     seed: Annotated[int, typer.Option(help="Decides all of them.")] = 0,
 ) -> None:
-    """Write a set of rows, made from a seed: arithmetic, gsm8k, code, facts, documents or mixed."""
+    """Write a set of rows, made from a seed: arithmetic, gsm8k, code, facts, documents, mixed or transcripts."""
     import yaml
 
     from arborl.data.made.datasets import make as write
+    from arborl.seedling.rows import transcripts
 
     names, settings = split(arguments, ("--out", "--count", "--seed", "--help"))
     name = one_path(names, "set")
     if name is None:
-        raise ConfigError("no set is named. Write its name first: arithmetic, gsm8k, code, facts, documents, mixed.")
+        raise ConfigError(
+            "no set is named. Write its name first: arithmetic, gsm8k, code, facts, documents, mixed, transcripts."
+        )
     given = {key: yaml.safe_load(text) for key, _, text in (setting.partition("=") for setting in settings)}
     given |= {"seed": seed} | ({} if count is None else {"count": count})
-    for path, rows in write(name, out, **given).items():
+    for path, rows in write(name, out, {"transcripts": transcripts}, **given).items():
         typer.echo(f"{path}  {rows} rows")
 
 

@@ -200,6 +200,9 @@ class AlgorithmConfig(Config):
     """Policy that ratios are taken against: the one that sampled, or the one the update began with. `auto` is the
     latter with a guard, which makes up for the difference, and where the loss holds ratios to less than a tenth around
     1 (`gspo`), which the difference alone could leave; else the former."""
+    teacher: str | None = None
+    """Whom `distill` learns from: a model as in `model.name`, with the policy's tokenizer; or the address of a server
+    that says how likely a prompt's tokens are (vLLM), such as `http://127.0.0.1:8000/v1?model=NAME`."""
     beta: float = Field(0.1, gt=0)
     """How close preferences hold the policy to the reference."""
     pairs: Literal["best_worst", "all"] = "best_worst"
@@ -295,6 +298,11 @@ class AlgorithmConfig(Config):
             if "trpo" in (self.loss, other.loss) and self.loss != other.loss:
                 raise ValueError("loss=trpo takes the step of the whole batch. Write it for every source or for none.")
         return self
+
+    @property
+    def all(self) -> tuple[AlgorithmConfig, ...]:
+        """This one, and those of sources."""
+        return (self, *self.by_source.values())
 
     @property
     def compares(self) -> bool:

@@ -44,7 +44,8 @@ class RowsConfig(Config):
     max_prompt_tokens: int = Field(0, ge=0)
     """Longest prompt; 0 for any length."""
     overlong: Literal["drop", "cut", "refuse"] = "drop"
-    """What becomes of a longer one: it is left out, its longest message loses its end, or the run does not start."""
+    """What becomes of a longer one: it is left out, its longest message loses its end, or the run does not start. Given
+    rows count whole, against `sampling.max_context`, and lose what goes beyond."""
     deduplicate: bool = False
     """Keep only the first of rows with the same prompt."""
 
@@ -65,6 +66,32 @@ class RowsConfig(Config):
     def has_rows(self) -> bool:
         """Whether tasks are rows of something, rather than made by an environment."""
         return self.path is not None or self.hub is not None or self.rows is not None
+
+
+class DemonstrationsConfig(Config):
+    """Transcripts that are imitated before reinforcement learning begins, and beside it. A bare string is the path."""
+
+    shorthand: ClassVar[str] = "path"
+
+    path: Path | None = None
+    """File or folder of transcripts, as `algorithm=sft` takes them (docs/offline.md)."""
+    batch: int = Field(16, ge=1)
+    """Rows a step."""
+    steps: int = Field(0, ge=0)
+    """The first of `trainer.steps`, which learn from demonstrations alone."""
+    weight: float = Field(0.0, ge=0)
+    """Of the demonstrations' loss in every step after those; 0 leaves them out."""
+    overlong: Literal["drop", "cut", "refuse"] = "drop"
+    """What becomes of a row with more than `sampling.max_context` tokens."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> DemonstrationsConfig:
+        used = self.steps > 0 or self.weight > 0
+        if used and self.path is None:
+            raise ValueError("demonstrations are asked for, and there are none. Write path=FILE.")
+        if self.path is not None and not used:
+            raise ValueError("path is given, and nothing says when it is learned from. Write steps=20, or weight=0.1.")
+        return self
 
 
 class SourceSampling(Config):
@@ -152,6 +179,10 @@ class DataConfig(RowsConfig):
     """Several sources by name, mixed in every batch. Each has `path`, `hub`, `rows` or `env`, a `ratio`, and where it
     differs from the run its own `agent`, `context`, `env`, `tools`, `rewards`, `sampling`, `limits` and `weight`; and
     any of the settings above. See docs/data.md."""
+    given: bool = False
+    """Rows say themselves what was said (transcripts, pairs, labelled answers) and are learned from as they are:
+    nothing is sampled or played. Without a word they do with `algorithm=sft`, `dpo`, `ipo` or `kto`, unless an `env` or
+    `rewards` are named, which play and judge. See docs/offline.md."""
     by: str | None = None
     """Column of the rows at `path` that says which source each belongs to, such as `data_source`."""
     agents: dict[str, AgentConfig] = Field(default_factory=dict)

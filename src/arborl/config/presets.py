@@ -81,6 +81,9 @@ _POLICY = frozenset({"advantage", "whiten", "aggregation", "entropy_coef", "stal
 _RATIO = _POLICY | {"guard", "anchor"}
 _PAIRS = frozenset({"beta", "pairs", "min_gap"})
 
+GIVEN_LOSSES = frozenset({"sft", "dpo", "ipo", "kto"})
+"""Losses that can do without anything sampled."""
+
 LOSS_READS: dict[str, frozenset[str]] = {
     "ppo": _RATIO | {"clip_low", "clip_high", "dual_clip"},
     "gspo": _RATIO | {"clip_low", "clip_high", "sequence"},
@@ -95,6 +98,6 @@ LOSS_READS: dict[str, frozenset[str]] = {
     "ipo": _PAIRS,
     "kto": frozenset({"beta", "reward_threshold"}),
     "sft": frozenset({"reward_threshold", "aggregation"}),
-    "distill": frozenset({"aggregation"}),
+    "distill": frozenset({"aggregation", "teacher"}),
 }
 """What each loss reads; one without `advantage` reads none of an advantage's settings either."""

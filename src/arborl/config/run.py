@@ -13,7 +13,9 @@ from arborl.config.algorithm import AlgorithmConfig as AlgorithmConfig
 from arborl.config.algorithm import KLConfig as KLConfig
 from arborl.config.base import Config, StopTexts, spelt_out
 from arborl.config.data import DataConfig as DataConfig
+from arborl.config.data import DemonstrationsConfig as DemonstrationsConfig
 from arborl.config.data import SourceConfig
+from arborl.config.given import brings_rows, check_given, with_given
 from arborl.config.parts import AgentConfig as AgentConfig
 from arborl.config.parts import ContextConfig as ContextConfig
 from arborl.config.parts import EnvConfig as EnvConfig
@@ -85,7 +87,8 @@ class EngineConfig(Named):
     """What samples."""
 
     name: str = "local"
-    """`local` (in this process, sharing the learner's weights) or `scripted` (fixed replies)."""
+    """`local` (in this process, sharing the learner's weights) or `scripted` (fixed replies). With `data.given` it is
+    `none`."""
     max_requests: int = Field(256, ge=1)
     """Requests `local` samples at once; others wait their turn."""
     kv_tokens: int = Field(0, ge=0)
@@ -147,6 +150,7 @@ class RunConfig(Config):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     learner: LearnerConfig = LearnerConfig()
     trainer: TrainerConfig = TrainerConfig()
+    demonstrations: DemonstrationsConfig = DemonstrationsConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     track: TrackConfig = TrackConfig()
     sandbox: SandboxConfig = SandboxConfig()
@@ -170,7 +174,7 @@ class RunConfig(Config):
             return given
         data = spelt_out(DataConfig, given.get("data"))
         env = spelt_out(EnvConfig, given.get("env", {}))
-        if not _brings_rows(data) or not isinstance(env, Mapping) or "name" in env or "_target_" in env:
+        if not brings_rows(data) or not isinstance(env, Mapping) or "name" in env or "_target_" in env:
             return given
         return {**given, "env": {**env, "name": "question"}}
 
@@ -181,8 +185,14 @@ class RunConfig(Config):
             return given
         return {**given, "name": named_after(given)}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _rows_may_be_given(cls, given: Any) -> Any:
+        return with_given(given) if isinstance(given, Mapping) else given
+
     @model_validator(mode="after")
     def _fits_together(self) -> RunConfig:
+        check_given(self)
         for chosen in (self.algorithm, *self.algorithm.by_source.values()):
             if chosen.compares and self.rollout.group_size < 2:
                 raise ValueError(_alone(chosen))
@@ -277,7 +287,8 @@ class RunConfig(Config):
                 f"{where}env.prompt.action_pattern with env=question, which takes every reply as the answer; rewards "
                 "read it whole. Leave it out, or let a reward look for the pattern: rewards=[format]."
             )
-        if source.has_rows and env.name == "question" and [reward.name for reward in rewards] == ["env"]:
+        judged = not self.data.given and self.algorithm.loss != "distill"
+        if judged and source.has_rows and env.name == "question" and [reward.name for reward in rewards] == ["env"]:
             raise ValueError(
                 f"{where}env=question gives no reward of its own. Write {where}rewards=[exact], which compares with "
                 "the column `answer`, or your own."

@@ -5,6 +5,7 @@ In reading order:
 
     source.py       What the trainer takes tasks from
     from_config.py  From a configuration to a source of tasks
+    demonstrations.py  Demonstrations first, tasks afterwards
     reading/        Rows out of files: opened, numbered, read as tasks, and divided into trained and held out
     mixing/         Several sources in one batch
     made/           Data that is made here, offline and from a seed; every answer is computed

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from arborl.config.data import DataConfig, RowsConfig, SourceConfig
 from arborl.data.mixing.mixture import Band, Mixture
 from arborl.data.mixing.streams import EnvPool, Pool, RowPool, StreamPool, call_rows
 from arborl.data.reading.files import MEMORY_BYTES, MEMORY_ROWS, objects_only, open_table
+from arborl.data.reading.given import GivenReader, Kind
 from arborl.data.reading.rows import Reader
 from arborl.data.reading.splits import Filters, Length, Picked, split_table
 from arborl.data.reading.tables import HubTable, Labels, ListTable, Row, Table
@@ -36,6 +38,7 @@ def open_source(
     seed: int,
     length: Length | None = None,
     objects: Mapping[str, Any] | None = None,
+    given: GivenRows | None = None,
 ) -> TaskSource:
     """The tasks of a run.
 
@@ -45,13 +48,14 @@ def open_source(
         seed: the run's.
         length: counts a prompt's tokens; needed where their number is limited.
         objects: functions handed in by Python code, by name.
+        given: how rows are read that say themselves what was said.
     """
     if not config.sources:
         if not config.has_rows:
             return EnvTasks(env, seed)
-        pool = _open(_name(config), config, seed, length, objects or {})
+        pool = _open(_name(config), config, seed, length, objects or {}, given)
         return Mixture([pool], {pool.name: 1}, seed)
-    pools = _split_by(config, seed, length) if config.by else _each(config, seed, length, objects or {})
+    pools = _split_by(config, seed, length, given) if config.by else _each(config, seed, length, objects or {}, given)
     ratios = {pool.name: config.sources[pool.name].ratio for pool in pools}
     return Mixture(
         pools,
@@ -88,12 +92,14 @@ def _ratios(given: Mapping[str, float | None]) -> dict[str, float | Fraction]:
 # ------------------------------------------------------------------------------------------------ sources
 
 
-def _each(config: DataConfig, seed: int, length: Length | None, objects: Mapping[str, Any]) -> list[Pool]:
+def _each(
+    config: DataConfig, seed: int, length: Length | None, objects: Mapping[str, Any], given: GivenRows | None
+) -> list[Pool]:
     """Every source by its own rows. One that is missing is left out where the others may fill its place."""
     pools = []
     for name, source in config.sources.items():
         try:
-            pools.append(_open(name, source, seed, length, objects))
+            pools.append(_open(name, source, seed, length, objects, given))
         except ConfigError as error:
             if config.missing == "refuse" or not _absent(source):
                 raise ConfigError(f"data.sources.{name}: {error}") from error
@@ -108,8 +114,15 @@ def _absent(source: SourceConfig) -> bool:
     return source.path is not None and (not source.path.exists() or source.path.stat().st_size < 16)
 
 
-def _open(name: str, config: RowsConfig, seed: int, length: Length | None, objects: Mapping[str, Any]) -> Pool:
-    reader, filters = Reader(name, config.question, config.fields), _filters(config, length)
+def _open(
+    name: str,
+    config: RowsConfig,
+    seed: int,
+    length: Length | None,
+    objects: Mapping[str, Any],
+    given: GivenRows | None = None,
+) -> Pool:
+    reader, filters = _reading(name, config, length, given)
     if isinstance(config, SourceConfig) and not config.has_rows:
         assert config.env is not None
         return EnvPool(name, config.env.name, seed)
@@ -126,6 +139,37 @@ def _open(name: str, config: RowsConfig, seed: int, length: Length | None, objec
         apart = held_out, split_table(held_out, reader, 0.0, config.split, filters)
     share = 0.0 if apart else config.evaluation_share
     return RowPool(table, reader, split_table(table, reader, share, config.split, filters), seed, filters, apart)
+
+
+@dataclass(frozen=True, slots=True)
+class GivenRows:
+    """How rows are read that say themselves what was said."""
+
+    kind: Kind
+    length: Callable[[Any], int]
+    """Of a given task, in tokens: prompt and all that follows, of the longer side."""
+    max_context: int
+    """Longest that counts."""
+
+
+def open_given(
+    path: Path, name: str, overlong: Literal["drop", "cut", "refuse"], seed: int, rows: GivenRows
+) -> Mixture:
+    """The rows of one file, of which none is held out."""
+    table = open_table(path)
+    reader, filters = _reading(name, RowsConfig(path=path, overlong=overlong), None, rows)
+    pool = RowPool(table, reader, split_table(table, reader, 0.0, "auto", filters), seed, filters)
+    return Mixture([pool], {name: 1}, seed)
+
+
+def _reading(name: str, config: RowsConfig, length: Length | None, given: GivenRows | None) -> tuple[Reader, Filters]:
+    """How rows become tasks, and which of them count."""
+    if given is None:
+        return Reader(name, config.question, config.fields), _filters(config, length)
+    if config.max_prompt_tokens:
+        raise ConfigError("data.max_prompt_tokens: given rows count whole, against sampling.max_context. Leave it out.")
+    filters = Filters(given.max_context, config.overlong, config.deduplicate, whole=given.length)
+    return GivenReader(name, config.question, config.fields, given.kind), filters
 
 
 def _filters(config: RowsConfig, length: Length | None) -> Filters:
@@ -182,7 +226,7 @@ def open_hub(name: str) -> Table:
 # ------------------------------------------------------------------------------------------------ one file, by a column
 
 
-def _split_by(config: DataConfig, seed: int, length: Length | None) -> list[Pool]:
+def _split_by(config: DataConfig, seed: int, length: Length | None, given: GivenRows | None) -> list[Pool]:
     """Sources that are rows of one table, told apart by a column."""
     table, by = _table(config), str(config.by)
     labels = table.labels(by)
@@ -196,7 +240,7 @@ def _split_by(config: DataConfig, seed: int, length: Length | None) -> list[Pool
         if not there[name]:
             log.warning("data.sources.%s is left out, and the others fill its place: no row of %s", name, table.where)
             continue
-        reader, filters = Reader(name, source.question, source.fields), _filters(source, length)
+        reader, filters = _reading(name, source, length, given)
         part = Part(table, labels.rows_of(name))
         split = split_table(part, reader, source.evaluation_share, source.split, filters)
         pools.append(RowPool(part, reader, split, seed, filters))

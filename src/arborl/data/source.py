@@ -26,6 +26,9 @@ class TaskSource(Protocol):
         """At most `count` tasks that `take` never gives; the same for every run seed."""
         ...
 
+    def beside(self, step: int) -> list[Task]:
+        """Given tasks that the step learns from besides those it plays."""
+        return []
     def steps(self, passes: int, count: int) -> int:
         """Steps of `count` tasks that so many passes over all rows take; ConfigError where tasks never end."""
         raise ConfigError(

@@ -16,6 +16,7 @@ In reading order:
     kernels.py        What happens between the matrix products of a sampling step on a GPU
     token_kernels.py  Tokens into a sampling step and out of it on a GPU
     shared_prefix.py  Rows that share the beginning of their context
+    absent.py         No engine: for runs that learn from given rows
     scripted.py       Fixed replies, for stub mode and tests: the whole loop without a model
 """
 
@@ -26,6 +27,7 @@ ENGINES = Registry(
     "engine",
     {
         "local": "arborl.engines.local:LocalEngine",
+        "none": "arborl.engines.absent:NoEngine",
         "scripted": "arborl.engines.scripted:ScriptedEngine",
     },
 )

@@ -11,6 +11,7 @@ In reading order:
     tree_attention.py    Attention over trees: token q sees token k exactly when k <= q < end[k]
     flex_attention.py    Attention over trees by FlexAttention
     upload.py            Arrays of the host on their way to the device that computes with them
+    teacher.py           Whom a policy is distilled from
     critic.py            The critic: what the state a token was sampled in is worth
     optimizer.py         Gradients become weights
     schedule.py          What the learning rates are multiplied by, step by step

@@ -27,6 +27,7 @@ from arborl.learner.micro_batches import Fitting
 from arborl.learner.optimizer import Optimizer
 from arborl.learner.packing import MicroBatch, is_cut, places_of, pruned
 from arborl.learner.score import score
+from arborl.learner.teacher import RemoteTeacher, Teacher, warn_of_equals
 from arborl.learner.trust_region import PolicyKL, natural_step
 from arborl.learner.update_metrics import Tally, anchored, columns, not_finite, summed_up
 from arborl.models.lora import (
@@ -61,6 +62,7 @@ class Learner:
         total_steps: how many updates the run will make, for the learning rate's decay.
         seed: decides what the adapters' dropout drops, together with the number of the step.
         origin: what a critic begins as, instead of the policy.
+        teacher: whom the policy is distilled from, where the algorithm needs one.
     """
 
     def __init__(
@@ -72,8 +74,10 @@ class Learner:
         total_steps: int = 0,
         seed: int = 0,
         origin: Origin | None = None,
+        teacher: Teacher | None = None,
     ):
         needs = needs or Needs()
+        self.teacher = teacher
         self.model, self.config, self.sampling = model, config, sampling
         self.total_steps, self.seed = total_steps, seed
         adapted = has_lora(model)
@@ -135,7 +139,25 @@ class Learner:
         if needs.reference:
             with with_adapter(self.model, self.start) if self.start else nullcontext():
                 found["reference"] = self._say(self.reference or self.model, trees, terms)[0]
+        if needs.teacher:
+            found["teacher"] = self._taught(trees, terms)
         return dataclasses.replace(terms, **found)  # type: ignore[arg-type]
+
+    def _taught(self, trees: Sequence[TokenTree], terms: Terms) -> Floats:
+        if self.teacher is None:
+            raise ValueError("this learner was made without a teacher, and the algorithm asks for one")
+        remote = isinstance(self.teacher, RemoteTeacher)
+        said = self.teacher.logprobs(trees, terms) if remote else self._say(self.teacher, trees, terms)[0]
+        if self.done == 0:
+            warn_of_equals(said - terms.logprob)
+        return said
+
+    def renew_reference(self) -> None:
+        """The reference policy is from now on the policy as it is."""
+        if self.start is not None:
+            self.start = adapter_of(self.model)
+        elif self.reference is not None:
+            self.reference.load_state_dict(self.model.state_dict())
 
     def logprobs(self, trees: Sequence[TokenTree], terms: Terms) -> Tensor:
         """Log-probability of every term under the present weights."""
@@ -270,7 +292,7 @@ class Learner:
                     loss_M, parts = algorithm.loss(said, terms_M)
                     loss = (loss_M * terms_M.weight_M).sum() * share
                     loss.backward()
-                    tally.add(len(batch.rows), loss, said, terms_M, parts)
+                    tally.add(batch, loss, said, terms_M, parts)
             return tally
 
         return self.fitting.run(trees, terms, work, self.optimizer.zero)

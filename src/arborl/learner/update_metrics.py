@@ -13,14 +13,18 @@ from torch import Tensor
 from arborl.algorithms.algorithm import Needs
 from arborl.algorithms.token_losses import Said, TermBatch, ratio
 from arborl.learner import distributed
+from arborl.learner.packing import MicroBatch
 from arborl.learner.upload import upload
-from arborl.types import Metrics, Terms
+from arborl.types import GIVEN, Metrics, Terms
+
+GAP = "policy/rollout_gap"
+"""Of tokens that the rollout sampled."""
 
 
 def columns(terms: Terms, device: torch.device, dtype: torch.dtype) -> TermBatch:
     """The terms as tensors, numbers in float32 or the model's precision where finer; None where nothing is known."""
     fine = np.float64 if dtype == torch.float64 else np.float32
-    maybe = {name: getattr(terms, name) for name in ("proximal", "reference", "value", "target")}
+    maybe = {name: getattr(terms, name) for name in ("proximal", "reference", "value", "target", "teacher")}
     known = {name: column for name, column in maybe.items() if not np.isnan(column).all()}
     numbers = {"old": terms.logprob, "advantage": terms.advantage, "weight": terms.weight} | known
     whole = {name: getattr(terms, name) for name in ("episode", "call", "turn", "version")} | {"group": terms.tree}
@@ -39,41 +43,49 @@ def anchored(terms: TermBatch, now_M: Tensor, needs: Needs) -> TermBatch:
 
 
 def not_finite(terms: Terms) -> NDArray[np.bool_]:
-    """Which terms no loss can be computed from."""
-    return np.asarray(~np.isfinite(terms.advantage + terms.weight + terms.logprob))
+    """Which terms no loss can be computed from. How likely a given token was is not known, and no loss asks."""
+    known = np.where(terms.version == GIVEN, 0.0, terms.logprob)
+    return np.asarray(~np.isfinite(terms.advantage + terms.weight + known))
 
 
 class Tally:
     """Sums over terms, kept where they were computed until they are asked for."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count = self.sampled = 0
         self.sums: dict[str, Tensor] = {}
         self.loss: Tensor | float = 0.0
         self.widest: list[Tensor] = []
 
-    def add(self, count: int, loss: Tensor, said: Said, terms: TermBatch, parts: dict[str, Tensor]) -> None:
+    def add(self, batch: MicroBatch, loss: Tensor, said: Said, terms: TermBatch, parts: dict[str, Tensor]) -> None:
         """One micro-batch."""
-        gap_M = (said.logprob_M.detach() - terms.old_M).abs()
-        always = {"policy/entropy": said.entropy_M, "policy/rollout_gap": ratio(gap_M) - 1}
-        for name, vector in (parts | always).items():
+        sampled = np.flatnonzero(batch.terms.version != GIVEN)
+        found = parts | {"policy/entropy": said.entropy_M}
+        if len(sampled):
+            gap_M = (said.logprob_M.detach() - terms.old_M).abs()
+            gap_M = gap_M if len(sampled) == len(gap_M) else gap_M[torch.from_numpy(sampled).to(gap_M.device)]
+            found[GAP] = ratio(gap_M) - 1
+            self.widest.append(gap_M.max())
+        for name, vector in found.items():
             self.sums[name] = self.sums.get(name, 0.0) + vector.detach().sum()
         self.loss = self.loss + loss.detach()
-        self.widest.append(gap_M.max())
-        self.count += count
+        self.count += len(batch.rows)
+        self.sampled += len(sampled)
 
     def metrics(self) -> Metrics:
         """The loss, and means over the terms of all processes."""
         mine = {name: float(value) for name, value in self.sums.items()}
         widest = max((float(gap) for gap in self.widest), default=0.0)
-        everyone = distributed.gather((self.count, float(self.loss), widest, mine))
+        everyone = distributed.gather((self.count, self.sampled, float(self.loss), widest, mine))
         total = max(1, sum(count for count, *_ in everyone))
+        sampled = max(1, sum(count for _, count, *_ in everyone))
         names = dict.fromkeys(name for *_, sums in everyone for name in sums)
-        means = {name: sum(sums.get(name, 0.0) for *_, sums in everyone) / total for name in names}
-        return means | {
-            "policy/loss": sum(loss for _, loss, _, _ in everyone),
-            "policy/rollout_gap_max": max(gap for _, _, gap, _ in everyone),
+        means = {
+            name: sum(sums.get(name, 0.0) for *_, sums in everyone) / (sampled if name == GAP else total)
+            for name in names
         }
+        found = means | {"policy/loss": sum(loss for _, _, loss, _, _ in everyone)}
+        return found | ({f"{GAP}_max": max(gap for *_, gap, _ in everyone)} if GAP in means else {})
 
 
 def summed_up(seen: Mapping[str, Sequence[float]]) -> Metrics:

@@ -16,11 +16,13 @@ from typing import Any
 from arborl import sandbox
 from arborl.agents.agent import Agent
 from arborl.chat.renderer import Renderer
+from arborl.data.reading.given import GivenTask
 from arborl.engines.engine import Engine
 from arborl.envs.env import Env
 from arborl.errors import EpisodeError, EpisodeOver, boundary
 from arborl.failures import Firsts
 from arborl.registry import short
+from arborl.rollout.given import GivenEpisodes
 from arborl.rollout.groups import PLAIN, Manager, Manner, named
 from arborl.rollout.recorder import Limits, RecordedEnv, Recorder
 from arborl.rollout.replay import Tape
@@ -74,6 +76,7 @@ class Rollout:
         workers: where environments run.
         training: how the groups of a training batch are made.
         tape: records training batches, or has them on record.
+        given: makes episodes of tasks that say what was said.
     """
 
     def __init__(
@@ -87,12 +90,14 @@ class Rollout:
         workers: Workers | None = None,
         training: Manner = PLAIN,
         tape: Tape | None = None,
+        given: GivenEpisodes | None = None,
     ):
         self.engine, self.renderer, self.cast = engine, renderer, cast
         self.sampling, self.limits = sampling, limits
         self.concurrency = concurrency
         self._line: Line | None = None
         self.workers, self.training, self.tape = workers or Workers(), training, tape
+        self.given = given
         self.counts: Counter[str] = Counter()
         self.firsts, self.lost = Firsts(log), list[Episode]()
 
@@ -133,13 +138,20 @@ class Rollout:
     async def train(
         self, tasks: Sequence[Task], seed: int, group_size: int, count: int, sampling: Mapping[str, Any] | None = None
     ) -> list[Group]:
-        """The groups to train on: made in the training's manner, and recorded or replayed where so asked."""
+        """The groups to train on: given, or made in the training's manner, and recorded or replayed where so asked."""
+        if any(isinstance(task, GivenTask) for task in tasks):
+            return self.shown(tasks)
 
         async def play() -> list[Group]:
             manner = self.training if sampling is None else PLAIN  # a baseline is measured, not selected
             return await self.collect(tasks, seed, group_size, sampling, manner, count)
 
         return await play() if self.tape is None else await self.tape.batch(seed, tasks, play)
+
+    def shown(self, tasks: Sequence[Task]) -> list[Group]:
+        """The groups of given tasks: nothing is played."""
+        given = [task for task in tasks if isinstance(task, GivenTask)]
+        return self.given.groups(given) if self.given is not None else []
 
     def _in_line(self) -> Line:
         """What episodes wait in, of this event loop."""

@@ -117,7 +117,7 @@ def to_json(episode: Episode) -> dict[str, Any]:
         "failure": _failure_to(episode.failure) if episode.failure else None,
         "seconds": episode.seconds,
         "turn_weight": episode.turn_weight,
-    }
+    } | ({} if episode.weight == 1.0 else {"weight": episode.weight})
 
 
 def from_json(row: Mapping[str, Any]) -> Episode:
@@ -135,6 +135,7 @@ def from_json(row: Mapping[str, Any]) -> Episode:
         failure=Failure(**row["failure"]) if row["failure"] else None,
         seconds=row["seconds"],
         turn_weight=row.get("turn_weight", 0.0),
+        weight=row.get("weight", 1.0),
     )
 
 

@@ -78,11 +78,11 @@ def plant(groups: Sequence[Group]) -> Forest:
         (_join(column) for column in zip(*columns, strict=True)) if columns else (_join(()) for _ in range(7))
     )
     advantage, weight = np.zeros(len(token)), np.zeros(len(token))
-    proximal, reference, value, target, after = (np.full(len(token), np.nan) for _ in range(5))
+    proximal, reference, value, target, after, teacher = (np.full(len(token), np.nan) for _ in range(6))
     old = np.asarray(logprobs, dtype=np.float64)
     terms = Terms(
         tree_of, position, token, old, advantage, weight, episode_of, call_of, turn, version,
-        proximal, reference, value, target, after, _drawn(drawn),
+        proximal, reference, value, target, after, teacher, _drawn(drawn),
     )  # fmt: skip
     return Forest(tuple(trees), terms, raw)
 

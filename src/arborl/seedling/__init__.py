@@ -10,4 +10,5 @@ In reading order:
     game_transcripts.py      Transcripts of games
     tool_transcripts.py      Transcripts of questions that tools answer: a calculator, a search, a piece of code
     document_transcripts.py  Transcripts of players who work through long documents
+    rows.py                  Transcripts as rows of a file
 """

@@ -22,9 +22,9 @@ MUMBLING = 0.02
 """Share of the messages that are no action at all."""
 
 
-def play(env: Env, say: Callable[[], str], chance: Chance) -> Transcript:
+def play(env: Env, say: Callable[[], str], chance: Chance, mumbling: float = MUMBLING) -> Transcript:
     """A game of the training split to its end, with what `say` says each turn; now and then it mumbles."""
-    game = _play(env, say, chance)
+    game = _play(env, say, chance, mumbling)
     try:
         game.send(None)
     except StopIteration as over:  # these games never wait, so one push plays them to the end
@@ -32,11 +32,11 @@ def play(env: Env, say: Callable[[], str], chance: Chance) -> Transcript:
     raise RuntimeError(f"{type(env).__name__} waited for something")
 
 
-async def _play(env: Env, say: Callable[[], str], chance: Chance) -> Transcript:
+async def _play(env: Env, say: Callable[[], str], chance: Chance, mumbling: float) -> Transcript:
     seed = int(chance.integers(1 << 62))
     messages = list((await env.reset(Task(id="game", seed=seed), seed)).messages)
     while True:
-        messages.append(Message("assistant", pick(chance, MUMBLES) if chance.random() < MUMBLING else say()))
+        messages.append(Message("assistant", pick(chance, MUMBLES) if chance.random() < mumbling else say()))
         step = await env.step(messages[-1])
         if step.over:
             return Transcript(messages)

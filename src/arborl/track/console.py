@@ -22,7 +22,9 @@ from arborl.track.logs import logs_above
 from arborl.types import Metrics
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-SHOWN = ("tasks", "success", "reward", "greedy_success", "failed", "greedy_failed")
+GIVEN = ("loss", "perplexity", "accuracy", "margin")
+"""Measures of given rows."""
+SHOWN = ("tasks", "success", "reward", "greedy_success", *GIVEN, "failed", "greedy_failed")
 """Measures of held-out tasks, in this order, where there are any."""
 HELD_OUT = "evaluation/"
 UNMEASURED = "–"
@@ -194,8 +196,10 @@ def fields(metrics: Metrics) -> list[str]:
     shows: dict[str, Callable[[float], str]] = {
         "reward/mean": lambda value: f"reward {value:>6.3f}",
         "episode/success": lambda value: f"success {value:.2f}",
+        "sft/loss": lambda value: f"imitation loss {value:.3f}",
+        "policy/loss": lambda value: "" if {"reward/mean", "sft/loss"} & metrics.keys() else f"loss {value:>7.4f}",
         "policy/entropy": lambda value: f"entropy {value:.2f}",
-        "rollout/sampled_per_second": lambda value: f"{thousands(value):>5} tok/s",
+        "rollout/sampled_per_second": lambda value: f"{thousands(value):>5} tok/s" if value else "",
         "time/step": lambda value: f"{value:>5.{1 if value >= 1 else 2}f} s/step",
         "episode/failed": lambda value: f"failed {value:g}" if value else "",
     }
@@ -248,7 +252,8 @@ def sparkline(values: Sequence[float], width: int, low: float, high: float) -> s
 
 def table_before_after(before: Mapping[str, float], after: Mapping[str, float]) -> Table:
     """What training changed: one column a measure with its 95 % interval, a row before and a row after."""
-    names = [name for name in ("success", "reward") if before or after]  # these are missed where they are missing
+    played = (before or after) and not {*GIVEN} & {*before, *after}
+    names = [name for name in ("success", "reward") if played]  # these are missed where they are missing
     names = [name for name in SHOWN if name in names or name in shown(before, after)]
     table = Table(box=box.SIMPLE_HEAD, title="held-out tasks, with 95 % intervals", title_justify="left")
     table.add_column("")
@@ -270,7 +275,7 @@ def measure(name: str, metrics: Mapping[str, float]) -> str:
         return UNMEASURED
     if name.endswith(("failed", "tasks")):
         return f"{value:.0f}"
-    rate = name.endswith("success")
+    rate = name.endswith(("success", "accuracy"))
     shown = f"{value:.1%}" if rate else f"{value:.3f}"
     low, high = (metrics.get(f"{name}_{end}") for end in ("low", "high"))
     if low is None or high is None:

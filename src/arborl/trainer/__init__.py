@@ -7,6 +7,7 @@ In reading order:
     trainer.py    The training loop
     look.py       Before credit: what can be learned from, and what the models say about it
     evaluate.py   How well a policy plays tasks it is never trained on
+    given_evaluation.py  How well it does on given rows it is never trained on
     intervals.py  How sure a mean over held-out tasks is: 95 % intervals
     hooks.py      What happens after a step, one small object each
     summary.py    A step's groups as numbers

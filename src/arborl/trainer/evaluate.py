@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Protocol
 
 from arborl.config.rollout import ValEnvsConfig
 from arborl.config.run import EvaluationConfig
@@ -36,6 +37,12 @@ class Measured:
     def episodes(self) -> list[Episode]:
         """All of them, the failed ones too."""
         return [episode for group in self.groups for episode in group.episodes]
+
+
+class Measures(Protocol):
+    """What measures a policy on what it is never trained on."""
+
+    async def measure(self) -> Measured: ...
 
 
 class Evaluator:

@@ -9,7 +9,7 @@ from typing import Any
 
 from arborl import checkpoint
 from arborl.rollout.store import EpisodeStore
-from arborl.trainer.evaluate import Evaluator, Measured
+from arborl.trainer.evaluate import Measured, Measures
 from arborl.trainer.trainer import Trainer
 from arborl.types import Group, Metrics
 
@@ -35,13 +35,15 @@ class Evaluate:
         evaluator: measures.
         every: steps between two.
         show: given the step and the episodes of each evaluation.
+        also: a step after which to measure, whatever `every` says; 0 for none.
     """
 
-    def __init__(self, evaluator: Evaluator, every: int, show: Show | None = None):
-        self.evaluator, self.every, self.show = evaluator, every, show
+    def __init__(self, evaluator: Measures, every: int, show: Show | None = None, also: int = 0):
+        self.evaluator, self.every, self.show, self.also = evaluator, every, show, also
 
     async def after(self, trainer: Trainer, groups: Sequence[Group], metrics: Metrics) -> None:
-        if trainer.step % self.every == 0 and trainer.step < trainer.last:
+        due = (self.every and trainer.step % self.every == 0) or trainer.step == self.also
+        if due and trainer.step < trainer.last:
             measured = await self.measure(trainer)
             metrics.update(named(measured.metrics))
             trainer.watch.look("evaluation", trainer.step, measured.episodes)
@@ -58,6 +60,17 @@ class Evaluate:
 def named(measured: Metrics) -> Metrics:
     """Numbers of an evaluation as metrics of its step."""
     return {f"evaluation/{name}": value for name, value in measured.items()}
+
+
+class RenewReference:
+    """After the demonstrations: what the policy has become is what a KL penalty holds it to."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    async def after(self, trainer: Trainer, groups: Sequence[Group], metrics: Metrics) -> None:
+        if trainer.step == self.step:
+            trainer.learner.renew_reference()
 
 
 class Save:

@@ -18,21 +18,20 @@ SKIPPED: Metrics = {"learner/skipped": 0.0, "learner/skipped/no_terms": 0.0, "le
 
 def summarize(groups: Sequence[Group]) -> Metrics:
     """What happened in these episodes."""
-    everyone = [episode for group in groups for episode in group.episodes]
-    alive = [episode for group in groups for episode in group.survivors]
+    everyone = [episode for group in groups for episode in group.episodes if episode.weight > 0]
+    alive = [episode for episode in everyone if episode.failure is None]
+    given = any(episode.given for episode in everyone)  # then nobody earned anything
     metrics: Metrics = {
         "episode/count": float(len(everyone)),
         "episode/failed": float(len(everyone) - len(alive)),
-        "group/flat": float(np.mean([is_flat(_rewards(group)) for group in groups])) if groups else 0.0,
     }
+    if not given:
+        metrics["group/flat"] = float(np.mean([is_flat(_rewards(group)) for group in groups])) if groups else 0.0
     for where, count in Counter(episode.failure.where for episode in everyone if episode.failure).items():
         metrics[f"failed/{where}"] = float(count)
     if not alive:
         return metrics
-    rewards = np.array([episode.reward for episode in alive])
     metrics |= {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std()),
         "episode/turns": float(np.mean([len(episode.turns) for episode in alive])),
         "episode/sampled": float(np.mean([episode.sampled for episode in alive])),
         "episode/calls": float(np.mean([len(episode.calls) for episode in alive])),
@@ -41,7 +40,10 @@ def summarize(groups: Sequence[Group]) -> Metrics:
     metrics["call/cut_off"] = finishes.count(Finish.LENGTH) / max(len(finishes), 1)
     stops = Counter(episode.stop for episode in alive)
     metrics |= {f"stop/{stop}": stops[stop] / len(alive) for stop in dict.fromkeys((*STOPS, *stops))}
-    metrics |= {f"reward/{name}": value for name, value in _means(alive, "rewards").items()}
+    if not given:
+        rewards = np.array([episode.reward for episode in alive])
+        metrics |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
+        metrics |= {f"reward/{name}": value for name, value in _means(alive, "rewards").items()}
     return metrics | {f"episode/{name}": value for name, value in _means(alive, "metrics").items()}
 
 

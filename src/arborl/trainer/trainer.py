@@ -118,7 +118,8 @@ class Trainer:
             for group, alone in zip(groups, greedy, strict=False):
                 group.greedy = alone.survivors[0].reward if alone.survivors else None
         with clock("learn"):
-            kept, forest, terms = look(self.algorithm, self.learner, groups)
+            beside = self.rollout.shown(self.source.beside(self.step))
+            kept, forest, terms = look(self.algorithm, self.learner, [*groups, *beside])
             metrics = summarize(groups) | self.source.observe(self.step, groups)  # now that all have failed that will
             metrics |= self.rollout.metrics() | self._engine_metrics(clock)
             terms = self.algorithm.credit(kept, terms)

@@ -28,10 +28,15 @@ STYLE: dict[Any, Any] = {
 }
 
 
+MEASURED = ("perplexity", "accuracy")
+"""What is measured on given rows besides the loss."""
+
+
 def learning_curve(
     metrics_file: Path, out: Path, title: str, before: float | None = None, after: float | None = None
 ) -> Path:
-    """Draw success and reward of the training episodes, step by step, and held-out success where it was measured.
+    """Draw success and reward of the training episodes, step by step, and held-out success where it was measured. Of
+    runs that learn from given rows, the loss; of demonstrations, their loss in the place of the reward.
 
     Args:
         metrics_file: a run's `metrics.jsonl`.
@@ -41,7 +46,8 @@ def learning_curve(
     """
     rows = list(read_metrics(metrics_file))
     success, reward = series_of(rows, "episode/success"), series_of(rows, "reward/mean")
-    if not success and not reward:
+    loss, imitated = series_of(rows, "policy/loss"), series_of(rows, "sft/loss")
+    if not success and not reward and not loss:
         raise ValueError(f"{metrics_file}: no step has 'episode/success' or 'reward/mean', so there is nothing to draw")
 
     import matplotlib
@@ -52,11 +58,18 @@ def learning_curve(
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(11, 4.2), dpi=120, layout=ConstrainedLayoutEngine(w_pad=0.14, h_pad=0.12))
         left, right = figure.subplots(1, 2)
-        _plot(left, success, SUCCESS, "Success of training episodes")
-        _mark(left, evaluations(rows) or _ends(success, before, after))
-        left.set_ylim(-0.03, 1.05)
-        left.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
-        _plot(right, reward, REWARD, "Reward of training episodes")
+        if success or reward:
+            _plot(left, success, SUCCESS, "Success of training episodes")
+            _mark(left, evaluations(rows) or _ends(success, before, after))
+            left.set_ylim(-0.03, 1.05)
+            left.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
+            _plot(right, imitated or reward, REWARD, "Loss of imitation" if imitated else "Reward of training episodes")
+            _border(left, imitated, success)
+        else:
+            _plot(left, loss, REWARD, "Loss")
+            _mark(left, evaluations(rows, "loss"), "{:.3f}")
+            name = next((name for name in MEASURED if series_of(rows, f"evaluation/{name}")), MEASURED[0])
+            _plot(right, series_of(rows, f"evaluation/{name}"), HELD_OUT, f"Held-out {name}")
         for axes in (left, right):
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         figure.suptitle(title, x=0.014, ha="left", fontsize=13)
@@ -143,12 +156,19 @@ def _ends(series: Series, before: float | None, after: float | None) -> list[Poi
     return [(where, value, value, value) for where, value in ((0, before), (last, after)) if value is not None]
 
 
-def _mark(axes: Axes, points: Sequence[Point]) -> None:
-    """Held-out success where it was measured."""
+def _border(axes: Axes, imitated: Series, played: Series) -> None:
+    """Where demonstrations end and episodes begin."""
+    if imitated and played and played[0][0] > imitated[0][0]:
+        axes.axvspan(imitated[0][0] - 1, played[0][0] - 1, color="#eef1f4", zorder=0)
+        axes.text(imitated[0][0], 0.98, "imitation", color="#6a7078", fontsize=9, va="top")
+
+
+def _mark(axes: Axes, points: Sequence[Point], shown: str = "{:.0%}") -> None:
+    """What was measured on held-out tasks, where it was."""
     if not points:
         return
     steps, values, low, high = (list(column) for column in zip(*points, strict=True))
-    label = f"held out: {values[0]:.0%}" + (f" to {values[-1]:.0%}" if len(values) > 1 else "")
+    label = f"held out: {shown.format(values[0])}" + (f" to {shown.format(values[-1])}" if len(values) > 1 else "")
     down = [value - end for value, end in zip(values, low, strict=True)]
     up = [end - value for value, end in zip(values, high, strict=True)]
     line = ":" if len(points) > 2 else "none"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -99,16 +99,19 @@ MAKERS: dict[str, Callable[..., Files]] = {
 }
 
 
-def make(name: str, folder: Path, **settings: Any) -> dict[Path, int]:
-    """Write a set into a folder; returns how many rows went into each file.
+def make(
+    name: str, folder: Path, more: Mapping[str, Callable[..., Files]] | None = None, **settings: Any
+) -> dict[Path, int]:
+    """Write a set into a folder; returns how many rows went into each file. `more` are makers besides those here.
 
     Example:
         make("mixed", Path("recipes/mixed/data"), count=2000, seed=0)
     """
-    if name not in MAKERS:
-        known = ", ".join(MAKERS)
-        raise ConfigError(f"no set is called {name!r}.{did_you_mean(name, MAKERS)} Known: {known}.")
-    made = call_checked(MAKERS[name], settings, name)
+    makers = {**MAKERS, **(more or {})}
+    if name not in makers:
+        known = ", ".join(makers)
+        raise ConfigError(f"no set is called {name!r}.{did_you_mean(name, makers)} Known: {known}.")
+    made = call_checked(makers[name], settings, name)
     folder.mkdir(parents=True, exist_ok=True)
     written = {}
     for file, rows in made.items():

@@ -151,6 +151,10 @@ class Mixture(TaskSource):
         self.success = dict(state["success"])
         self._remember(Place(state["step"], dict(state["drawn"]), behind))
 
+    def start_at(self, step: int) -> None:
+        """Nothing is taken before this step."""
+        self._places = OrderedDict([(step, Place(step))])
+
     # -------------------------------------------------------------------------------------------- the schedule
 
     def _stages(self) -> list[Mapping[str, float]]:
@@ -246,7 +250,7 @@ class Mixture(TaskSource):
             metrics[f"data/{name}/share_so_far"] = place.drawn.get(name, 0) / max(total, 1)
             metrics |= {f"data/{name}/{why}": float(number) for why, number in pool.counts.items()}
             mine = [episode for group in groups if group.task.source == name for episode in group.survivors]
-            if mine:
+            if mine and not mine[0].given:
                 metrics[f"data/{name}/reward"] = float(np.mean([episode.reward for episode in mine]))
             if (success := success_of(name, groups)) is not None:
                 metrics[f"data/{name}/success"] = success

@@ -5,5 +5,6 @@ In reading order:
     files.py   Opens files of rows
     tables.py  Rows by number
     rows.py    A row as a task: its messages (or its question), its columns as fields, its content as its name
+    given.py   A row as something that was said: a transcript to imitate, a pair, a good or bad answer
     splits.py  Which rows are trained on, which are held out, and which are left out
 """

@@ -40,6 +40,9 @@ class Filters:
     overlong: Literal["drop", "cut", "refuse"] = "drop"
     deduplicate: bool = False
     length: Length | None = None
+    whole: Callable[[Task], int] | None = None
+    """Counts the tokens of all that a given row says, which is then what must not be too long. Such a row is cut when
+    it is trained on."""
 
     @property
     def leaves_out(self) -> bool:
@@ -48,14 +51,14 @@ class Filters:
 
     def too_long(self, task: Task) -> int:
         """The prompt's length where that is too long, else 0."""
-        if not self.max_tokens or self.length is None:
+        if not self.max_tokens or (self.length is None and self.whole is None):
             return 0
-        tokens = self.length(task.messages)
+        tokens = self.whole(task) if self.whole else self.length(task.messages) if self.length else 0
         return tokens if tokens > self.max_tokens else 0
 
     def cut(self, task: Task) -> Task:
         """The task, its longest message cut at the end until the prompt fits."""
-        if self.overlong != "cut" or not self.too_long(task):
+        if self.overlong != "cut" or self.whole is not None or not self.too_long(task):
             return task
         index = max(range(len(task.messages)), key=lambda i: len(task.messages[i].content))
         text = task.messages[index].content
@@ -164,10 +167,11 @@ def _scan(table: Table, reader: Reader, filters: Filters) -> _Scan:
         if filters.deduplicate and (key := _prompt_hash(task)) in seen:
             counts["duplicate"] += 1
             continue
-        if tokens := filters.too_long(task):
+        if tokens := _too_long(task, filters, where):
             if filters.overlong == "refuse":
+                what, limit = ("row", "sampling.max_context") if filters.whole else ("prompt", "max_prompt_tokens")
                 raise ConfigError(
-                    f"{where}: the prompt has {tokens} tokens, max_prompt_tokens is {filters.max_tokens}. Raise it, or "
+                    f"{where}: the {what} has {tokens} tokens, {limit} is {filters.max_tokens}. Raise it, or "
                     "write overlong=drop or cut."
                 )
             counts["cut" if filters.overlong == "cut" else "overlong"] += 1
@@ -178,6 +182,14 @@ def _scan(table: Table, reader: Reader, filters: Filters) -> _Scan:
         numbers.append(number)
         digests.append(content_hash(row))
     return _Scan(np.array(numbers, np.int64), np.array(digests, np.uint64), counts)
+
+
+def _too_long(task: Task, filters: Filters, where: str) -> int:
+    """The length of what is too long; a template that refuses the messages is told with the row's place."""
+    try:
+        return filters.too_long(task)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def _each(table: Table) -> Iterator[tuple[int, Row]]:
