@@ -53,7 +53,7 @@ if TYPE_CHECKING:  # what needs torch
     from arborl.learner.learner import Learner
     from arborl.trainer.evaluate import Measures
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,11 @@ class Parts:
         for name in TOKENIZER_FILES:
             if (self.model_folder / name).exists():
                 shutil.copyfile(self.model_folder / name, folder / name)
+        shown, *with_tools = self.renderer.template.sources  # as the model is shown it, wherever the folder goes
+        (folder / "chat_template.jinja").write_text(shown, encoding="utf-8")
+        for source in with_tools:
+            (folder / "additional_chat_templates").mkdir(exist_ok=True)
+            (folder / "additional_chat_templates" / "tool_use.jinja").write_text(source, encoding="utf-8")
 
 
 def build(config: RunConfig, objects: Mapping[str, Any] | None = None) -> Parts:
@@ -116,7 +121,7 @@ def _build(config: RunConfig, workshop: Workshop) -> Parts:
     check_supported(
         described(folder), config.model.name, config.sampling.max_context
     )  # a refusal need not wait for the weights
-    renderer = Renderer.from_folder(folder, config.agent.tool_format, config.model.chat_args)
+    renderer = renderer_of(config, folder)
     given = GivenEpisodes.of(config, renderer)
     source, steps = workshop.source(renderer, given)
     trained = with_demonstrations(source, config, given.rows("sft"))
@@ -125,6 +130,7 @@ def _build(config: RunConfig, workshop: Workshop) -> Parts:
 
     from arborl.learner.learner import Learner
     from arborl.learner.teacher import teacher_of
+    from arborl.models.probe import check_runs
     from arborl.models.scalar import load_origin
     from arborl.trainer.evaluate import Evaluator
     from arborl.trainer.given_evaluation import GivenEvaluator
@@ -134,7 +140,8 @@ def _build(config: RunConfig, workshop: Workshop) -> Parts:
     torch.use_deterministic_algorithms(config.deterministic)
     torch.manual_seed(config.seed)
     model = _policy(config, folder)
-    check_supported(model.config.to_dict(), config.model.name, config.sampling.max_context)
+    check_runs(model, config.model.name, config.sampling.max_context)
+    _check_tokens(config, renderer, model)
     engine = workshop.engine(model, renderer, cast)
     drawn = config.sampling
     sampling = Sampling(
@@ -164,11 +171,16 @@ def _build(config: RunConfig, workshop: Workshop) -> Parts:
     )  # fmt: skip
 
 
+def renderer_of(config: RunConfig, folder: Path) -> Renderer:
+    model = config.model
+    return Renderer.from_folder(folder, config.agent.tool_format, model.chat_args, model.chat_template)
+
+
 def count_steps(config: RunConfig, objects: Mapping[str, Any] | None = None) -> int:
     """The steps of a run, without building it; where they are said in passes over its rows, these are read."""
     if config.trainer.steps is not None:
         return config.trainer.steps
-    renderer = Renderer.from_folder(resolve(config.model.name), config.agent.tool_format, config.model.chat_args)
+    renderer = renderer_of(config, resolve(config.model.name))
     return Workshop(config, objects or {}).source(renderer, GivenEpisodes.of(config, renderer))[1]
 
 
@@ -184,6 +196,17 @@ def _policy(config: RunConfig, folder: Path) -> PreTrainedModel:
     if asked.lora.rank or has_lora(model):  # a folder of adapters: they go on being trained
         add_lora(model, asked.lora)
     return model
+
+
+def _check_tokens(config: RunConfig, renderer: Renderer, model: PreTrainedModel) -> None:
+    """That what the tokenizer writes, the model knows, and that it can end its turn."""
+    known = model.get_input_embeddings().weight.shape[0]
+    largest = max(*renderer.encode(renderer.render([Message("user", "Hello.")])), min(renderer.stop))
+    if largest >= known:
+        raise ConfigError(
+            f"model.name={config.model.name}: its tokenizer gives the token {largest}, and the model knows {known}. "
+            "Give a folder whose tokenizer.json is the model's own."
+        )
 
 
 class Workshop:

@@ -47,11 +47,6 @@ def test_a_broken_settings_file_is_named(model_folder):
         FileTokenizer(folder)
 
 
-def test_a_folder_without_template_says_where_to_put_one(model_folder):
-    with pytest.raises(ConfigError, match=r"no chat template.*chat_template\.jinja"):
-        Renderer.from_folder(model_folder(tokenizer_config={"eos_token": "</s>"}))
-
-
 def test_a_folder_that_names_no_end_token_says_where_to_write_one(tokenizer_folder, tmp_path):
     made = json.loads((tokenizer_folder / "tokenizer.json").read_text())
     made["added_tokens"] = []

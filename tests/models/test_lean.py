@@ -53,7 +53,7 @@ def test_values_and_gradients_are_the_librarys(kind):
     results = []
     for way in (library_hidden_states, lean.lean):
         model.zero_grad()
-        out = way(model, tokens, positions, lean._Causal())
+        out = way(model, tokens, positions, lean.Causal())
         out.square().mean().backward()
         results.append([out.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
     for theirs, ours in zip(*results, strict=True):
@@ -64,7 +64,7 @@ def test_values_and_gradients_are_the_librarys(kind):
 def test_the_rows_that_are_wanted_are_those_of_the_whole_in_value_and_gradient(kind):
     model = random(kind).double()
     tokens, positions, wanted = torch.randint(0, 60, (20,)), torch.arange(3, 23), torch.tensor([0, 4, 5, 13, 19])
-    attend, results = lean._Causal(), []
+    attend, results = lean.Causal(), []
     ways = (
         lambda: lean.lean(model, tokens, positions, attend)[wanted],
         lambda: lean.lean(model, tokens, positions, attend, wanted=wanted),

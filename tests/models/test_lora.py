@@ -106,12 +106,12 @@ def test_fresh_adapters_change_nothing(plain):
 
 
 def test_the_lean_forward_goes_through_the_adapters(adapted, plain):
-    from arborl.models.lean import _Causal
+    from arborl.models.attention import Causal
 
     assert is_lean(adapted)
     tokens, positions = IDS[0], torch.arange(IDS.shape[1])
     with torch.no_grad():
-        new, old = (lean(model, tokens, positions, _Causal()) for model in (adapted, plain))
+        new, old = (lean(model, tokens, positions, Causal()) for model in (adapted, plain))
     torch.testing.assert_close(adapted.lm_head(new)[None], logits(adapted, IDS), rtol=1e-4, atol=1e-4)
     assert float((new - old).abs().max()) > 0.01
 

@@ -4,6 +4,8 @@ In reading order:
 
     renderer.py      Everything one model needs to talk
     template.py      A model's chat template
+    built_in.py      Chat templates for models that come with none, or whose own is not wanted
+    tool_section.py  Tools for a template that has no place for them: they are described in the system message
     tokenizer.py     Text to token ids and back
     control.py       Control tokens belong to the template: what looks like one in a message is text, and stays text
     conversation.py  The token bookkeeping of one episode

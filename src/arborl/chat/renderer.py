@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from arborl.chat.built_in import BUILT_IN, chosen, usual
 from arborl.chat.control import THINKING, Quoting, Rendered, undivided
 from arborl.chat.formats import Parser, choose
 from arborl.chat.template import Template
 from arborl.chat.tokenizer import END_OF_TURN, FileTokenizer, Tokenizer
+from arborl.chat.tool_section import Shown, shown_by, spelt_out, with_tools
 from arborl.errors import ConfigError
 from arborl.types import Completion, Message, ToolSpec
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +36,8 @@ class Renderer:
     parser: Parser
     stop: tuple[int, ...]
     """Ids that end a completion; give them to the engine as `Sampling.stop`."""
+    shown: Shown | None = None
+    """What the model's template showed of tools before it was given a place for them; None where nobody has looked."""
     quoting: Quoting = field(init=False, repr=False, compare=False)
     unspoken: frozenset[int] = field(init=False, repr=False, compare=False)
     """Ids of control tokens that have no place within a reply."""
@@ -48,6 +56,7 @@ class Renderer:
         folder: str | Path,
         tool_format: Parser | str = "auto",
         chat_args: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
     ) -> Renderer:
         """From a model folder in Hugging Face's layout.
 
@@ -56,24 +65,37 @@ class Renderer:
             tool_format: how it writes tool calls: a parser, a name from `PARSERS`, or `auto` for what its chat template
                 shows it.
             chat_args: arguments of its chat template, such as `enable_thinking`.
+            chat_template: in place of the model's own: a name from `BUILT_IN`, a file, or Jinja. A model that has none
+                is given a built-in one.
         """
         tokenizer = FileTokenizer(folder)
         sources = tokenizer.chat_templates
-        template = Template(
-            sources["default"],
-            tokenizer.bos_token,
-            tokenizer.eos_token,
-            with_tools=sources.get("tool_use"),
-            arguments=chat_args,
-        )
+        asked = chat_template
+        if asked is None and not sources:
+            asked = usual(tokenizer)
+            log.warning(
+                "%s has no chat template: the built-in one called %s is used (model.chat_template)", folder, asked
+            )
+        if asked is not None:
+            sources = {"default": chosen(asked, tokenizer)}
         parser = choose(tool_format, sources.values()) if isinstance(tool_format, str) else tool_format
-        return cls(tokenizer, template, parser, _stop(tokenizer))
+        template, shown = _with_tools(tokenizer, sources, parser, chat_args)
+        made = cls(tokenizer, template, parser, _stop(tokenizer), shown)
+        if asked is not None:
+            _check_end(made, asked)
+        return made
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> Rendered:
         """The conversation as the model is shown it, up to where its answer begins.
 
         The text, and where in it a control token is none because somebody wrote it into a message.
         """
+        shown = self.shown
+        if shown is not None and not shown.tools:
+            if tools:
+                _tell()
+            if not shown.calls:
+                messages = [spelt_out(message, self.parser) for message in messages]
         return self.template.quoted(messages, tools, True, self.quoting)
 
     def text(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> str:
@@ -106,6 +128,39 @@ class Renderer:
         # Some decoders drop a space at the very start of a text; behind a control token it is not at the start.
         anchor = self.stop[:1]
         return self.tokenizer.decode((*anchor, *ids)).removeprefix(self.tokenizer.decode(anchor))
+
+
+def _with_tools(
+    tokenizer: FileTokenizer, sources: Mapping[str, str], parser: Parser, chat_args: Mapping[str, Any] | None
+) -> tuple[Template, Shown]:
+    """The template, with a place for tools, and whether it had one before."""
+    named = (tokenizer.bos_token, tokenizer.eos_token)
+    template = Template(sources["default"], *named, with_tools=sources.get("tool_use"), arguments=chat_args)
+    shown = shown_by(template)
+    if not shown.tools:
+        template = Template(with_tools(sources["default"], shown, parser), *named, arguments=chat_args)
+    return template, shown
+
+
+@cache
+def _tell() -> None:
+    """Once: what the model is told of its tools is not of its makers' writing."""
+    log.warning("the model's chat template has no place for tools: they are described in the system message")
+
+
+def _check_end(renderer: Renderer, asked: str) -> None:
+    """What this template writes behind an answer must be a token at which sampling stops."""
+    said = "An answer of some words."
+    talk = [Message("user", "Hello."), Message("assistant", said), Message("user", "Go on.")]
+    text = renderer.text(talk)
+    behind = text[text.find(said) + len(said) :] if said in text else ""
+    if renderer.tokenizer.encode(behind)[:1] not in [[stop] for stop in renderer.stop]:
+        ends = " or ".join(repr(renderer.tokenizer.decode([stop])) for stop in renderer.stop)
+        name = asked if asked in BUILT_IN else "…"
+        raise ConfigError(
+            f"model.chat_template={name}: behind an answer it writes {behind[:16]!r}, and the tokens that end one of "
+            f"this model are {ends}. Write one of them there, or choose model.chat_template=plain."
+        )
 
 
 def _stop(tokenizer: FileTokenizer) -> tuple[int, ...]:

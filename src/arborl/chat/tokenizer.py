@@ -198,7 +198,7 @@ class FileTokenizer:
 
     @cached_property
     def chat_templates(self) -> dict[str, str]:
-        """Jinja sources by name: always `default`, and `tool_use` where the model has its own for tools."""
+        """Jinja sources by name: `default`, and `tool_use` where the model has its own for tools; empty without any."""
         file = self.folder / "chat_template.jinja"
         extra = sorted((self.folder / "additional_chat_templates").glob("*.jinja"))
         given = self._settings.get("chat_template")
@@ -211,11 +211,10 @@ class FileTokenizer:
             found = {"default": given}
         elif isinstance(given, list):
             found = {entry["name"]: entry["template"] for entry in given}
-        if "default" not in found:
-            has = f"only templates named {', '.join(sorted(found))}" if found else "no chat template"
+        if found and "default" not in found:
             raise ConfigError(
-                f"{self.folder}: {has}. Put the model's Jinja template in chat_template.jinja, or under the key "
-                "chat_template of tokenizer_config.json."
+                f"{self.folder}: only templates named {', '.join(sorted(found))}. Put the model's Jinja template in "
+                "chat_template.jinja, or under the key chat_template of tokenizer_config.json."
             )
         return found
 

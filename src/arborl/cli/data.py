@@ -191,7 +191,10 @@ def opened(config: RunConfig) -> Mixture:
         from arborl.envs.prompted import opened as with_system
         from arborl.models.load import resolve
 
-        renderer = Renderer.from_folder(resolve(config.model.name), chat_args=config.model.chat_args)
+        asked = config.model
+        renderer = Renderer.from_folder(
+            resolve(asked.name), chat_args=asked.chat_args, chat_template=asked.chat_template
+        )
 
         def length(messages: Any) -> int:
             return len(renderer.encode(renderer.render(with_system(messages, config.agent.system or ""))))

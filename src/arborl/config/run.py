@@ -53,8 +53,9 @@ class ModelConfig(Named):
     """The policy."""
 
     name: str = "seedling"
-    """`seedling`, `smollm2`, a folder, or a Hugging Face id."""
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """`seedling`, `smollm2`, a folder, or a Hugging Face id such as `gpt2` or `Qwen/Qwen2.5-0.5B-Instruct`."""
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    """`float16` and `bfloat16` are trained with float32 copies of the weights (`learner.master`)."""
     device: str = "auto"
     """`auto` takes the GPU where there is one."""
     head: Literal["model", "float32"] = "model"
@@ -63,6 +64,9 @@ class ModelConfig(Named):
     """`4bit` keeps the frozen weights under the adapters in 4 bits (QLoRA; needs bitsandbytes and a GPU)."""
     chat_args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the model's chat template: `{enable_thinking: false}`. One that it never reads is refused."""
+    chat_template: str | None = None
+    """In place of the model's own: `chatml`, `plain`, a file, or Jinja. A model that has none is given `chatml` where
+    its tokenizer has the tokens for it, else `plain`."""
     lora: LoraConfig = LoraConfig()
 
     @model_validator(mode="after")
@@ -193,6 +197,11 @@ class RunConfig(Config):
     @model_validator(mode="after")
     def _fits_together(self) -> RunConfig:
         check_given(self)
+        if self.model.dtype == "float16" and self.learner.master == "none":
+            raise ValueError(
+                "learner.master=none with model.dtype=float16: small gradients and updates would be lost. Write "
+                "learner.master=float32, or model.dtype=bfloat16."
+            )
         for chosen in (self.algorithm, *self.algorithm.by_source.values()):
             if chosen.compares and self.rollout.group_size < 2:
                 raise ValueError(_alone(chosen))

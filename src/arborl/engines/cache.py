@@ -6,13 +6,15 @@ N new tokens of R rows, H query heads, K key heads, D head size, G = H / K, P to
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
+
+from arborl.models.attention import FREE, Bounds, attention, layout
 
 Array = NDArray[np.int64]
 
@@ -26,10 +28,10 @@ class Cache:
     """`pages` pages of `size` tokens, of all layers."""
 
     def __init__(self, model: PreTrainedModel, pages: int, size: int):
-        config = model.config
+        found = layout(model)
         self.pages, self.size = pages, size
-        self.groups = config.num_attention_heads // config.num_key_value_heads
-        shape = (config.num_hidden_layers, pages, config.num_key_value_heads, size, head_size(model))
+        self.groups = found.heads // found.key_heads
+        shape = (found.layers, pages, found.key_heads, size, found.size)
         # zeros, not empty: a masked position has weight 0, and 0 x NaN would be NaN
         self.keys = torch.zeros(shape, dtype=model.dtype, device=model.device)
         self.values = torch.zeros(shape, dtype=model.dtype, device=model.device)
@@ -45,15 +47,10 @@ class Cache:
         self.values.zero_()
 
 
-def head_size(model: PreTrainedModel) -> int:
-    config = model.config
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
 def token_bytes(model: PreTrainedModel) -> int:
     """Memory of one token's keys and values."""
-    config = model.config
-    return int(2 * config.num_hidden_layers * config.num_key_value_heads * head_size(model) * model.dtype.itemsize)
+    found = layout(model)
+    return 2 * found.layers * found.key_heads * found.size * model.dtype.itemsize
 
 
 def default_kv_tokens(model: PreTrainedModel, context: int) -> int:
@@ -102,10 +99,28 @@ class Lane:
     place: tuple[Tensor, Tensor] | None
     """Row and column of each new token in the padded `[R, T]`; None where they fill it in order."""
     shape: tuple[int, int]
-    mask: Tensor
-    """`[R, 1, G * T, L]`, to be added: 0 where a new token sees a cached one, minus infinity elsewhere."""
+    query: Tensor
+    """`[R, T]`: the position of each new token."""
+    length: int
+    """L: of the longest sequence."""
+    groups: int
     span: slice
     """Where this lane's tokens stand among the N."""
+    masks: dict[int | None, Tensor] = field(default_factory=dict)
+    """By window, made when first asked for: the same at every layer."""
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """`[R, 1, G * T, L]`, to be added: 0 where a new token sees a cached one, minus infinity elsewhere."""
+        if window is not None and window >= self.length:
+            window = None
+        if window not in self.masks:
+            key, query = torch.arange(self.length, device=self.query.device), self.query[:, :, None]
+            hidden = query < key
+            if window is not None:
+                hidden |= query - key >= window
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=key.device).masked_fill_(hidden, float("-inf"))
+            self.masks[window] = (mask.repeat(1, self.groups, 1) if self.groups > 1 else mask)[:, None]
+        return self.masks[window]
 
 
 class TorchAttend:
@@ -127,15 +142,17 @@ class TorchAttend:
                 self.lanes.append(lane(cache, part, offset))
                 offset = self.lanes[-1].span.stop
 
-    def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, scale: float) -> Tensor:
+    def __call__(
+        self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, scale: float, bounds: Bounds = FREE
+    ) -> Tensor:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         keys[self.page_N, :, self.place_N] = k_NKD
         values[self.page_N, :, self.place_N] = v_NKD
-        outs = [_attend(lane, keys, values, q_NHD[lane.span], scale) for lane in self.lanes]
+        outs = [_attend(lane, keys, values, q_NHD[lane.span], scale, bounds) for lane in self.lanes]
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
-def _attend(lane: Lane, keys: Tensor, values: Tensor, q_NHD: Tensor, scale: float) -> Tensor:
+def _attend(lane: Lane, keys: Tensor, values: Tensor, q_NHD: Tensor, scale: float, bounds: Bounds) -> Tensor:
     (rows, width), heads = lane.shape, keys.shape[1]
     if lane.place is None:
         q_RTHD = q_NHD.reshape(rows, width, *q_NHD.shape[1:])
@@ -147,7 +164,7 @@ def _attend(lane: Lane, keys: Tensor, values: Tensor, q_NHD: Tensor, scale: floa
     q = q_RTHD.view(rows, width, heads, groups, size).permute(0, 2, 3, 1, 4)
     q = q.reshape(rows, heads, groups * width, size)
     k, v = (_sequences(lane, cached) for cached in (keys, values))
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=lane.mask, scale=scale)
+    out = attention(q, k, v, scale, lane.mask(bounds.window, q.dtype), cap=bounds.cap)
     out = out.view(rows, heads, groups, width, size).permute(0, 3, 1, 2, 4)
     out = out.reshape(rows, width, heads * groups, size)
     return out.reshape(q_NHD.shape) if lane.place is None else out[lane.place]
@@ -155,7 +172,7 @@ def _attend(lane: Lane, keys: Tensor, values: Tensor, q_NHD: Tensor, scale: floa
 
 def _sequences(lane: Lane, cached: Tensor) -> Tensor:
     """Each row's keys (or values) as one run, `[R, K, L, D]`."""
-    length = lane.mask.shape[-1]
+    length = lane.length
     if isinstance(lane.pages, slice):
         return cached[lane.pages, :, :length]
     rows, heads, size = lane.shape[0], cached.shape[1], cached.shape[3]
@@ -184,8 +201,6 @@ def lane(cache: Cache, part: Reading, offset: int) -> Lane:
     start = np.zeros(rows, dtype=np.int64)
     start[row_of] = part.starts
     query = start[:, None] + np.arange(width)  # [R, T] position of each new token
-    bias = torch.from_numpy(query).to(device)[:, :, None] < torch.arange(length, device=device)
-    mask = torch.zeros(bias.shape, dtype=cache.keys.dtype, device=device).masked_fill_(bias, float("-inf"))
     row = np.repeat(row_of, counts)
     column = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
     full = len(row) == rows * width and bool((row[1:] >= row[:-1]).all())
@@ -193,6 +208,8 @@ def lane(cache: Cache, part: Reading, offset: int) -> Lane:
         slice(0, top) if dense else torch.from_numpy(tables.reshape(-1).astype(np.int64)).to(device),
         None if full else (torch.from_numpy(row).to(device), torch.from_numpy(column).to(device)),
         (rows, width),
-        (mask.repeat(1, cache.groups, 1) if cache.groups > 1 else mask)[:, None],
+        torch.from_numpy(query).to(device),
+        length,
+        cache.groups,
         slice(offset, offset + int(counts.sum())),
     )

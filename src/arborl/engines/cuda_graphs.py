@@ -33,7 +33,7 @@ from arborl.engines.draw_tokens import Draws, draw
 from arborl.engines.executor import Ready, Sampled, Step
 from arborl.engines.forward import Block, Forward, Rope
 from arborl.engines.shared_prefix import Bundling, room_for
-from arborl.models.attention import library_hidden_states, logit_cap, raw_read_out
+from arborl.models.attention import FREE, Bounds, layout, library_hidden_states, logit_cap, raw_read_out
 from arborl.models.lean import epsilon
 
 log = logging.getLogger(__name__)
@@ -113,8 +113,11 @@ class TritonOps(ABC):
         )  # fmt: skip
         return self.attend(q_NHD, keys, values, block.scale).flatten(1)
 
-    def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, scale: float) -> Tensor:
-        """The same for the library's own code, which has turned queries and keys already."""
+    def __call__(
+        self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, scale: float, bounds: Bounds = FREE
+    ) -> Tensor:
+        """The same for the library's own code, which has turned queries and keys already. No window is shorter than the
+        context, and no score is capped: others do not come here (`local.executor_for`)."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         page_N, place_N = self.slot_N.long() // self.cache.size, self.slot_N.long() % self.cache.size
         keys[page_N, :, place_N] = k_NKD
@@ -208,8 +211,8 @@ class GraphExecutor:
         self.model, self.spare = model, pages * page_size
         self.cache = Cache(model, pages + 1, page_size)
         self.forward = Forward(model, context)
-        self.heads = model.config.num_attention_heads
-        self.members = kernels.members_for(self.heads, model.config.num_key_value_heads)
+        self.heads = layout(model).heads
+        self.members = kernels.members_for(self.heads, layout(model).key_heads)
         self.table_pages = -(-context // page_size)
         self.requests = requests
         self.buckets = sorted({*BUCKETS, requests})

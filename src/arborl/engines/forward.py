@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from arborl.engines.cache import head_size
-from arborl.models.attention import Attend
+from arborl.models.attention import Attend, Bounds, layout
 from arborl.models.joined import Joined, joined
-from arborl.models.lean import GATE_UP, KINDS, QKV, agrees, norm, signed, turn
+from arborl.models.lean import GATE_UP, KINDS, QKV, agrees, bounds_of, norm, signed, turn
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +41,7 @@ class Block:
     gate_up: Joined
     down: nn.Module
     scale: float
+    bounds: Bounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class Forward:
                 Block(
                     number, layer.input_layernorm, joined(a, *QKV),
                     getattr(a, "q_norm", None), getattr(a, "k_norm", None), a.o_proj, layer.post_attention_layernorm,
-                    joined(mlp, *GATE_UP), mlp.down_proj, float(a.scaling),
+                    joined(mlp, *GATE_UP), mlp.down_proj, float(a.scaling), bounds_of(a),
                 )
             )  # fmt: skip
         self.rope = Rope.of(self.model, self.length)
@@ -144,11 +144,10 @@ class TorchOps:
     """The same with torch, for any device."""
 
     def __init__(self, model: PreTrainedModel, attend: Attend, positions: Tensor):
-        config = model.config
+        shape = layout(model)
         self.attend, self.positions = attend, positions
         self.turn: tuple[Tensor, Tensor] | None = None
-        self.heads, self.key_heads = config.num_attention_heads, config.num_key_value_heads
-        self.size = head_size(model)
+        self.heads, self.key_heads, self.size = shape.heads, shape.key_heads, shape.size
 
     def norm(self, x: Tensor, module: nn.Module) -> Tensor:
         return norm(module, x)
@@ -167,7 +166,7 @@ class TorchOps:
             self.turn = (rope.cos[self.positions, None], rope.sin[self.positions, None])
         cos, sin = self.turn
         q_NHD, k_NKD = turn(turning, cos, sin).split([self.heads, self.key_heads], dim=1)
-        return self.attend(block.number, q_NHD, k_NKD, v_NKD, block.scale).flatten(1)
+        return self.attend(block.number, q_NHD, k_NKD, v_NKD, block.scale, block.bounds).flatten(1)
 
     def gate(self, gate_up: Tensor, activation: nn.Module) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

@@ -28,6 +28,7 @@ from arborl.engines.pages import Pages
 from arborl.engines.rows import Request, Rows
 from arborl.engines.scheduler import Scheduler
 from arborl.errors import EngineError
+from arborl.models.attention import layout
 from arborl.types import Completion, Finish, Metrics, Sampling
 
 
@@ -273,8 +274,9 @@ class LocalEngine:
 
 
 def executor_for(model: PreTrainedModel, pages: Pages, context: int, requests: int) -> Executor:
-    """Fused kernels and CUDA graphs where there is a GPU for them; torch everywhere else."""
-    if model.device.type == "cuda" and find_spec("triton") is not None:
+    """Fused kernels and CUDA graphs where there is a GPU for them; torch everywhere else, and for attention within
+    bounds, which the kernels do not know."""
+    if model.device.type == "cuda" and find_spec("triton") is not None and layout(model).plain(context):
         from arborl.engines.cuda_graphs import GraphExecutor
 
         return GraphExecutor(model, pages.count, pages.size, context, requests)

@@ -15,6 +15,7 @@ In reading order:
     critic.py            The critic: what the state a token was sampled in is worth
     optimizer.py         Gradients become weights
     schedule.py          What the learning rates are multiplied by, step by step
+    loss_scale.py        What the loss of a float16 model is multiplied by
     trust_region.py      TRPO's step
     distributed.py       Several processes, each with its own trees: sums over all of them
     update_metrics.py    Between the columns of `Terms` and numbers worth logging

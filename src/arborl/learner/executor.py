@@ -22,7 +22,7 @@ from arborl.learner.flex_attention import SIZE, FlexAttend
 from arborl.learner.packing import MicroBatch, padded
 from arborl.learner.tree_attention import BLOCK, BlockAttend, CausalAttend, DenseAttend
 from arborl.learner.upload import upload
-from arborl.models.attention import Attend, library_hidden_states
+from arborl.models.attention import Attend, layout, library_hidden_states
 from arborl.models.lean import Run, in_turn, is_lean, lean
 
 WORTH_GATHERING = 0.7
@@ -75,6 +75,8 @@ def hidden(model: PreTrainedModel, batch: MicroBatch, way: Way) -> Tensor:
     predicting = np.unique(batch.terms.position, return_inverse=True)
     batch = padded(batch, executor.multiple)
     attend = executor.make(batch, model.device)
+    if isinstance(attend, FlexAttend):
+        attend.prepare(layout(model).windows)
     tokens, depth, rows, term = upload(model.device, batch.tokens, batch.depth, *predicting)
     recompute = way.recompute and torch.is_grad_enabled()
     if is_lean(model):

@@ -8,7 +8,7 @@ a layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from arborl.learner.packing import MicroBatch
 from arborl.learner.upload import upload
+from arborl.models.attention import FREE, Bounds
 
 SIZE = 128
 """Tokens a block. Batches are padded to whole blocks: one compiled kernel then serves every size."""
@@ -32,9 +33,21 @@ class FlexAttend:
     """The whole micro-batch in one call; `batch` holds a whole number of blocks."""
 
     def __init__(self, batch: MicroBatch, device: torch.device):
-        self.mask = block_mask(batch.end, device)
+        self.batch, self.device = batch, device
+        self.masks = {None: block_mask(batch.end, device)}
 
-    def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, scale: float) -> Tensor:
+    def prepare(self, windows: Sequence[int]) -> None:
+        """Make the masks of these windows, before layers are run: compiled ones cannot."""
+        batch = self.batch
+        for window in windows:
+            reaches = window > batch.depth.max(initial=0)
+            self.masks[window] = (
+                self.masks[None] if reaches else block_mask(batch.end, self.device, batch.depth, window)
+            )
+
+    def __call__(
+        self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, scale: float, bounds: Bounds = FREE
+    ) -> Tensor:
         # keys are repeated for the query heads that share them: the kernel could do without, but its backward pass then
         # has one program a key head, and leaves most of the device idle (0.97 ms a layer against 0.27)
         groups = q_NHD.shape[1] // k_NKD.shape[1]
@@ -42,8 +55,19 @@ class FlexAttend:
         q, k, v = (x.transpose(0, 1)[None] for x in (q_NHD, k_NHD, v_NHD))
         fused: Any = flex_attention if torch.compiler.is_compiling() or not q.is_cuda else compiled_flex()
         narrow = q.is_cuda and q.dtype.itemsize == 2 and q.shape[-1] <= 64
-        out = fused(q, k, v, block_mask=self.mask, scale=scale, kernel_options=TILES if narrow else None)
+        given = {"block_mask": self.masks[bounds.window], "scale": scale, "kernel_options": TILES if narrow else None}
+        out = fused(q, k, v, score_mod=None if bounds.cap is None else soft_cap(bounds.cap), **given)
         return out[0].transpose(0, 1)
+
+
+@cache
+def soft_cap(cap: float) -> Callable[..., Tensor]:
+    """Scores held below `cap`."""
+
+    def capped(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return torch.tanh(score / cap) * cap
+
+    return capped
 
 
 @cache
@@ -52,8 +76,11 @@ def compiled_flex() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, dynamic=True)
 
 
-def block_mask(end: np.ndarray, device: torch.device) -> BlockMask:
-    """Which blocks of keys each block of queries must look at, and which of them need no mask."""
+def block_mask(
+    end: np.ndarray, device: torch.device, depth: np.ndarray | None = None, window: int = 0
+) -> BlockMask:
+    """Which blocks of keys each block of queries must look at, and which of them need no mask; with the tokens'
+    `depth`, within a window of so many positions."""
     if len(end) % SIZE:
         raise ValueError(f"{len(end)} tokens are not a whole number of blocks of {SIZE}; pad the batch first")
     ends = end.reshape(-1, SIZE)
@@ -61,9 +88,14 @@ def block_mask(end: np.ndarray, device: torch.device) -> BlockMask:
     query, key = block[:, None], block[None]
     seen = (query >= key) & (query * SIZE < ends.max(1)[None])
     whole = (query > key) & ((query + 1) * SIZE <= ends.min(1)[None])
+    if depth is not None:
+        depths = depth.reshape(-1, SIZE)
+        seen &= depths.min(1)[:, None] - depths.max(1)[None] < window
+        whole &= depths.max(1)[:, None] - depths.min(1)[None] < window
     partly = seen & ~whole
     tables = [table[None, None] for chosen in (partly, whole, partly.T, whole.T) for table in _table(chosen)]
-    end_N, *sent = upload(device, end.astype(np.int32), *tables)
+    along = np.zeros_like(end) if depth is None else depth
+    end_N, depth_N, *sent = upload(device, end.astype(np.int32), along.astype(np.int32), *tables)
     names = [
         f"{kind}{side}_{what}" for side in ("kv", "q") for kind in ("", "full_") for what in ("num_blocks", "indices")
     ]
@@ -71,8 +103,12 @@ def block_mask(end: np.ndarray, device: torch.device) -> BlockMask:
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (k <= q) & (q < end_N[k])
 
+    def near(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return visible(b, h, q, k) & (depth_N[q] - depth_N[k] < window)
+
     given: dict[str, Any] = dict(zip(names, sent, strict=True))
-    return BlockMask((len(end), len(end)), **given, BLOCK_SIZE=(SIZE, SIZE), mask_mod=visible)
+    rule = visible if depth is None else near
+    return BlockMask((len(end), len(end)), **given, BLOCK_SIZE=(SIZE, SIZE), mask_mod=rule)
 
 
 def _table(chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -23,6 +23,7 @@ from arborl.errors import ConfigError
 from arborl.learner import distributed, schedule
 from arborl.learner.attention_choice import Ways
 from arborl.learner.critic import Critic
+from arborl.learner.loss_scale import LossScale
 from arborl.learner.micro_batches import Fitting
 from arborl.learner.optimizer import Optimizer
 from arborl.learner.packing import MicroBatch, is_cut, places_of, pruned
@@ -98,6 +99,7 @@ class Learner:
         )
         self.ways = Ways(config.attention, config.compile, config.recompute)
         self.fitting = Fitting(model, config)
+        self.loss_scale = LossScale(model.dtype)
         self.done = 0
         """Optimiser steps that the run has come past, those of skipped updates too: rates follow the run."""
 
@@ -291,11 +293,14 @@ class Learner:
                 for batch, said, terms_M in self._heard(batches, terms, algorithm):
                     loss_M, parts = algorithm.loss(said, terms_M)
                     loss = (loss_M * terms_M.weight_M).sum() * share
-                    loss.backward()
+                    (loss * self.loss_scale.value).backward()
                     tally.add(batch, loss, said, terms_M, parts)
             return tally
 
-        return self.fitting.run(trees, terms, work, self.optimizer.zero)
+        tally = self.fitting.run(trees, terms, work, self.optimizer.zero)
+        while not self.loss_scale.settled(self.optimizer.found()):
+            tally = self.fitting.run(trees, terms, work, self.optimizer.zero)
+        return tally
 
     def _poisonous(self, trees: Sequence[TokenTree], terms: Terms, algorithm: Algorithm) -> Ints:
         """Trees whose gradient alone is not finite."""
@@ -367,7 +372,7 @@ class Learner:
             self.reference.save_pretrained(folder / "reference")
         critic = {name: p.detach() for name, p in self.critic.trained().items()} if self.critic else {}
         state: dict[str, Any] = {"optimizer": self.optimizer.state_dict(), "critic": critic, "reference": self.start}
-        state |= {"done": self.done, "budget": self.fitting.budget}
+        state |= {"done": self.done, "budget": self.fitting.budget, "loss_scale": self.loss_scale.state_dict()}
         torch.save(state, folder / "optimizer.pt")
 
     def load(self, folder: Path) -> None:
@@ -384,6 +389,8 @@ class Learner:
         if self.start is not None and state.get("reference") is not None:
             self.start = state["reference"]
         self.optimizer.load_state_dict(state["optimizer"])
+        if "loss_scale" in state:
+            self.loss_scale.load_state_dict(state["loss_scale"])
         self.done, self.fitting.budget = int(state["done"]), min(self.fitting.budget, int(state["budget"]))
 
     def export(self, folder: Path) -> None:

@@ -95,6 +95,10 @@ class Optimizer:
         for part in self.parts.values():
             part.zero()
 
+    def found(self) -> list[Tensor]:
+        """The gradients that there are."""
+        return [p.grad for part in self.parts.values() for p in part.all if p.grad is not None]
+
     def gradients(self) -> list[Tensor]:
         """Of every trained parameter, zeros where a batch did not reach one."""
         found = []

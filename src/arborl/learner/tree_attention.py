@@ -1,4 +1,6 @@
-"""Attention over trees: token q sees token k exactly when k <= q < end[k].
+"""Attention over trees: token q sees token k exactly when k <= q < end[k], and no further back than a window reaches.
+
+A window counts positions along the branch, which are depths: what lies between in depth-first order does not count.
 
 Ways to the same numbers, of which `executor.py` chooses. `CausalAttend` is for chains, which need no mask.
 `DenseAttend` masks the square of each tree and is what the others are checked against. `BlockAttend` cuts the tokens
@@ -13,9 +15,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from arborl.learner.packing import MicroBatch
+from arborl.models.attention import FREE, Bounds, attention
 
 BLOCK = 32
 BUCKET = 16
@@ -41,18 +43,22 @@ class CausalAttend:
         self.rows = [torch.from_numpy(group).to(device) for group in places]
         self.back = torch.from_numpy(np.argsort(np.concatenate([group.reshape(-1) for group in places]))).to(device)
 
-    def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, scale: float) -> Tensor:
+    def __call__(
+        self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, scale: float, bounds: Bounds = FREE
+    ) -> Tensor:
         if self.one:
-            return self._attend(q_NHD[None], k_NKD[None], v_NKD[None], scale)[0]
-        outs = [self._attend(q_NHD[rows], k_NKD[rows], v_NKD[rows], scale).flatten(0, 1) for rows in self.rows]
+            return self._attend(q_NHD[None], k_NKD[None], v_NKD[None], scale, bounds)[0]
+        outs = [self._attend(q_NHD[rows], k_NKD[rows], v_NKD[rows], scale, bounds).flatten(0, 1) for rows in self.rows]
         return torch.cat(outs).index_select(0, self.back)
 
     @staticmethod
-    def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, bounds: Bounds) -> Tensor:
         """`[rows, tokens, heads, size]` in and out."""
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-        return out.transpose(1, 2)
+        length, mask = q.shape[2], None
+        if bounds.window is not None and bounds.window < length:
+            mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - bounds.window)
+        return attention(q, k, v, scale, mask, mask is None, bounds.cap).transpose(1, 2)
 
 
 class DenseAttend:
@@ -60,30 +66,37 @@ class DenseAttend:
 
     def __init__(self, batch: MicroBatch, device: torch.device):
         self.lengths = batch.lengths
-        self.masks = []
+        self.trees = []
         start = 0
         for length in batch.lengths:
-            end = torch.from_numpy(batch.end[start : start + length] - start).to(device)
-            place = torch.arange(length, device=device)
-            self.masks.append((place[None] <= place[:, None]) & (place[:, None] < end[None]))
+            here = slice(start, start + length)
+            self.trees.append([torch.from_numpy(x).to(device) for x in (batch.end[here] - start, batch.depth[here])])
             start += length
+        self.masks: dict[int | None, list[Tensor]] = {}
 
-    def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, scale: float) -> Tensor:
-        outs = []
-        parts = zip(*(x.split(self.lengths) for x in (q_NHD, k_NKD, v_NKD)), self.masks, strict=True)
+    def _mask(self, end: Tensor, depth: Tensor, window: int | None) -> Tensor:
+        place = torch.arange(len(end), device=end.device)
+        sees = (place[None] <= place[:, None]) & (place[:, None] < end[None])
+        return sees if window is None else sees & (depth[:, None] - depth[None] < window)
+
+    def __call__(
+        self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, scale: float, bounds: Bounds = FREE
+    ) -> Tensor:
+        outs, window = [], bounds.window
+        if window not in self.masks:
+            self.masks[window] = [self._mask(*tree, window) for tree in self.trees]
+        parts = zip(*(x.split(self.lengths) for x in (q_NHD, k_NKD, v_NKD)), self.masks[window], strict=True)
         for q, k, v, mask in parts:
             q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-            out = scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-            )
-            outs.append(out[0].transpose(0, 1))
+            outs.append(attention(q, k, v, scale, mask, cap=bounds.cap)[0].transpose(0, 1))
         return torch.cat(outs)
 
 
 class Bucket:
     """Some blocks, each against its own gathered keys, padded to the most any of them has."""
 
-    def __init__(self, starts: np.ndarray, keys: list[np.ndarray], end: np.ndarray, device: torch.device):
+    def __init__(self, starts: np.ndarray, keys: list[np.ndarray], batch: MicroBatch, device: torch.device):
+        end, depth = batch.end, batch.depth
         gathered = np.zeros((len(keys), max(map(len, keys))), dtype=np.int64)
         real = np.zeros_like(gathered, dtype=bool)
         for row, own in enumerate(keys):
@@ -96,9 +109,10 @@ class Bucket:
         self.blocks = len(keys)
         self.query, self.keys = query.reshape(-1), gathered.reshape(-1)
         self.sees = torch.from_numpy(sees[:, None]).to(device)
-        self.mask: Tensor | None = None
+        self.apart = torch.from_numpy((depth[query] - depth[gathered][:, None])[:, None]).to(device)
+        self.masks: dict[int | None, Tensor] = {}
 
-    def attend(self, q_NHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, scale: float) -> Tensor:
+    def attend(self, q_NHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, scale: float, bounds: Bounds) -> Tensor:
         """The blocks' attended values, one after the other, from their gathered queries, keys and values."""
         heads, size = k_SKD.shape[1:]
         groups = q_NHD.shape[1] // heads
@@ -106,10 +120,11 @@ class Bucket:
         q = q_NHD.view(self.blocks, BLOCK, heads, groups, size)
         q = q.permute(0, 2, 3, 1, 4).reshape(self.blocks, heads, groups * BLOCK, size)
         k, v = (x.view(self.blocks, -1, heads, size).transpose(1, 2) for x in (k_SKD, v_SKD))
-        if self.mask is None:  # the same at every layer, and cheaper as numbers to add than as a choice to make
-            bias = torch.zeros_like(self.sees, dtype=q.dtype).masked_fill_(~self.sees, float("-inf"))
-            self.mask = bias.repeat(1, 1, groups, 1)
-        out = scaled_dot_product_attention(q, k, v, attn_mask=self.mask, scale=scale)
+        if bounds.window not in self.masks:  # the same at every layer; numbers to add are cheaper than a choice to make
+            sees = self.sees if bounds.window is None else self.sees & (self.apart < bounds.window)
+            bias = torch.zeros_like(sees, dtype=q.dtype).masked_fill_(~sees, float("-inf"))
+            self.masks[bounds.window] = bias.repeat(1, 1, groups, 1)
+        out = attention(q, k, v, scale, self.masks[bounds.window], cap=bounds.cap)
         out = out.view(self.blocks, heads, groups, BLOCK, size).permute(0, 3, 1, 2, 4)
         return out.reshape(self.blocks * BLOCK, heads * groups, size)
 
@@ -125,7 +140,7 @@ class BlockAttend:
         order = sorted(range(len(keys)), key=lambda block: len(keys[block]))
         chosen = [order[i : i + BUCKET] for i in range(0, len(order), BUCKET)]
         self.buckets = [
-            Bucket(np.array(blocks) * BLOCK, [keys[b] for b in blocks], batch.end, device) for blocks in chosen
+            Bucket(np.array(blocks) * BLOCK, [keys[b] for b in blocks], batch, device) for blocks in chosen
         ]
         self.queries_each, self.keys_each = ([len(getattr(b, x)) for b in self.buckets] for x in ("query", "keys"))
         places = np.concatenate([bucket.places.reshape(-1) for bucket in self.buckets])
@@ -138,8 +153,11 @@ class BlockAttend:
             )
         )
 
-    def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, scale: float) -> Tensor:
+    def __call__(
+        self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, scale: float, bounds: Bounds = FREE
+    ) -> Tensor:
         queries = q_NHD.index_select(0, self.query).split(self.queries_each)
         keys, values = (x.index_select(0, self.keys).split(self.keys_each) for x in (k_NKD, v_NKD))
         parts = zip(self.buckets, queries, keys, values, strict=True)
-        return torch.cat([bucket.attend(q, k, v, scale) for bucket, q, k, v in parts]).index_select(0, self.back)
+        outs = [bucket.attend(q, k, v, scale, bounds) for bucket, q, k, v in parts]
+        return torch.cat(outs).index_select(0, self.back)

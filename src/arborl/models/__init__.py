@@ -7,6 +7,7 @@ In reading order:
     find.py       From a name to a model's folder: `seedling`, `smollm2`, a folder, or a Hugging Face id
     load.py       From a folder to a model that engine and learner share
     attention.py  One hook into every Hugging Face causal language model: who attends to whom is decided by the caller
+    probe.py      Whether a model can be run over trees and caches at all
     lean.py       The forward pass of Llama and its relatives in few operations, over the model's own modules
     joined.py     Linear layers that read the same input, run as one product
     sampling.py   The distribution tokens are drawn from

@@ -1,9 +1,11 @@
-"""From a name to a model's folder: `seedling`, `smollm2`, a folder, or a Hugging Face id. Needs no torch."""
+"""From a name to a model's folder: `seedling`, `smollm2`, a folder, or a Hugging Face id; and what a folder's
+`config.json` alone says cannot be done. Needs no torch."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,13 @@ from arborl.errors import ConfigError, did_you_mean
 from arborl.models.seedling import WEIGHTS
 
 EMBEDDED = ("seedling", "smollm2")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+WRITES = ("ForCausalLM", "LMHeadModel")
+"""How architectures end that write text from left to right."""
+ATTENTION = {"full_attention", "sliding_attention"}
+"""Kinds of layer that a tree and a cache can be made of."""
+STRETCHED = ("dynamic", "longrope")
+"""Position embeddings that, past a length, depend on the longest sequence that is run."""
 
 
 def resolve(name: str, where: str = "model.name") -> Path:
@@ -33,20 +42,31 @@ def resolve(name: str, where: str = "model.name") -> Path:
                 f"{where}: the folder {str(path)!r} has no config.json; give a folder in Hugging Face form."
             )
         return path
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+    if not HUB_ID.fullmatch(name):
         raise ConfigError(
             f"{where}: no model is called {name!r} and no such folder exists.{did_you_mean(name, EMBEDDED)} "
             "Write seedling, smollm2, a folder, or a Hugging Face id such as Qwen/Qwen2.5-0.5B-Instruct."
         )
-    from huggingface_hub import snapshot_download
+    return _download(name, where)
+
+
+def _download(name: str, where: str) -> Path:
+    from huggingface_hub import errors, snapshot_download
 
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]))
+    except errors.GatedRepoError as error:
+        why, what = "on the Hugging Face hub it is gated", "Ask for access there and log in, or give a folder."
+        cause: Exception = error
+    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
+        why, what, cause = "the Hugging Face hub knows none either", "Check the id, or give a folder.", error
     except Exception as error:
-        raise ConfigError(
-            f"{where}: cannot fetch {name!r} from the Hugging Face hub ({type(error).__name__}). Check the id "
-            "and the network, or give a folder."
-        ) from error
+        why = f"the Hugging Face hub cannot be reached to look for it ({type(error).__name__})"
+        what, cause = "Check the network, or give a folder.", error
+    raise ConfigError(
+        f"{where}: no model here is called {name!r}, no such folder exists, and {why}."
+        f"{did_you_mean(name, EMBEDDED)} {what}"
+    ) from cause
 
 
 def holds_model(folder: Path) -> bool:
@@ -55,12 +75,17 @@ def holds_model(folder: Path) -> bool:
 
 
 def described(folder: Path) -> dict[str, Any]:
-    """The model's `config.json`; empty where there is none to read (adapters)."""
-    try:
-        about = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    """The model's `config.json`; empty where there is none (adapters)."""
+    file = folder / "config.json"
+    if not file.exists():
         return {}
-    return about if isinstance(about, dict) else {}
+    try:
+        about = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: not valid JSON: {error}") from error
+    if not isinstance(about, dict):
+        raise ConfigError(f"{file}: holds a {type(about).__name__} where an object is wanted.")
+    return about
 
 
 def vocabulary(folder: Path) -> Any:
@@ -80,21 +105,48 @@ def check_supported(about: Mapping[str, Any], name: str, max_context: int) -> No
         name: what the configuration calls it.
         max_context: the longest prompt and completion that will be asked of it.
     """
-    window, layers = about.get("sliding_window"), about.get("layer_types")
-    if window is not None and about.get("use_sliding_window", True) and (not layers or "sliding_attention" in layers):
-        same = ""
-        if max_context <= window:
-            same = (
-                ' Or, as no context here is longer than its window, write "sliding_window": null (and only '
-                '"full_attention" in "layer_types") in its config.json: the model is the same.'
+    for kind in about.get("architectures") or ():
+        if not str(kind).endswith(WRITES):
+            raise ConfigError(
+                f"model.name={name}: it is a {kind}, which does not write text from left to right. Choose a model "
+                "whose architecture ends in ForCausalLM or LMHeadModel."
             )
+    if quantized := about.get("quantization_config"):
+        method = quantized.get("quant_method", "how is not said") if isinstance(quantized, Mapping) else quantized
         raise ConfigError(
-            f"model.name={name}: its attention sees a sliding window of {window} tokens, which is not supported. "
-            f"Choose a model that attends to all of its context.{same}"
+            f"model.name={name}: its weights are quantised ({method}), and such weights cannot be trained. Choose the "
+            "model they were made from; model.quantize=4bit keeps its weights in 4 bits under adapters."
         )
-    longest = about.get("max_position_embeddings")
+    if odd := sorted({*(about.get("layer_types") or ())} - ATTENTION):
+        raise ConfigError(
+            f"model.name={name}: it has layers of {odd[0]}, which branches of a tree cannot share. Choose a model of "
+            "full or sliding-window attention."
+        )
+    check_positions(about, name, max_context)
+
+
+def check_positions(about: Mapping[str, Any], name: str, max_context: int) -> None:
+    """Refuse contexts that are longer than the model's positions."""
+    longest = about.get("max_position_embeddings") or about.get("n_positions")
     if longest is not None and max_context > longest:
         raise ConfigError(
             f"sampling.max_context={max_context}: {name} reads {longest} tokens at most. Write "
             f"sampling.max_context={longest} or less."
         )
+    for rope in _ropes(about):
+        kind = rope.get("rope_type") or rope.get("type")
+        most = rope.get("original_max_position_embeddings") or about.get("original_max_position_embeddings") or longest
+        if kind in STRETCHED and most is not None and max_context > most:
+            raise ConfigError(
+                f"sampling.max_context={max_context}: past {most} tokens the position embedding of {name} ({kind}) "
+                f"depends on what else is run beside a sequence. Write sampling.max_context={most} or less."
+            )
+
+
+def _ropes(about: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """What is said of rotary embeddings, for all layers or for each kind."""
+    for key in ("rope_parameters", "rope_scaling"):
+        said = about.get(key)
+        if isinstance(said, Mapping):
+            yield said
+            yield from (part for part in said.values() if isinstance(part, Mapping))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 from transformers import PreTrainedModel
 
-from arborl.models.attention import Attend, library_hidden_states
+from arborl.models.attention import Attend, Bounds, Causal, library_hidden_states
 from arborl.models.joined import NAME as JOINED
 from arborl.models.joined import joined
 
@@ -90,13 +90,19 @@ def one_layer(
         q, k = both.split([heads, keys], dim=1)
         both = torch.cat([norm(attention.q_norm, q), norm(attention.k_norm, k)], dim=1)
     q, k = turn(both, cos, sin).split([heads, keys], dim=1)
-    seen = attend(0, q, k, v, attention.scaling).flatten(1)
+    seen = attend(0, q, k, v, attention.scaling, bounds_of(attention)).flatten(1)
     if wanted is not None:
         x_NE, seen = x_NE.index_select(0, wanted), seen.index_select(0, wanted)
     x_NE = x_NE + attention.o_proj(seen)
     h_NE = norm(layer.post_attention_layernorm, x_NE)
     out: Tensor = x_NE + mlp.down_proj(mlp.act_fn(mlp.gate_proj(h_NE)) * mlp.up_proj(h_NE))
     return out
+
+
+def bounds_of(attention: Any) -> Bounds:
+    """What this attention is held within: some kinds say it of each layer, some of the whole model."""
+    own = attention if hasattr(attention, "sliding_window") else attention.config
+    return Bounds(getattr(own, "sliding_window", None))
 
 
 def norm(module: nn.Module, x: Tensor) -> Tensor:
@@ -121,25 +127,14 @@ def signed(sin: Tensor) -> Tensor:
     return torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
 
 
-class _Causal:
-    """Plain attention over one short sequence, for the check."""
-
-    def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, scale: float) -> Tensor:
-        q, k, v = (x.transpose(0, 1)[None] for x in (q_NHD, k_NKD, v_NKD))
-        out = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
-        return out[0].transpose(0, 1)
-
-
 @torch.no_grad()
 def agrees(model: PreTrainedModel, way: Callable[[PreTrainedModel, Tensor, Tensor, Attend], Tensor]) -> bool:
     """Whether another way of running this model gives the library's numbers."""
     tokens = torch.arange(1, 17, device=model.device) % model.config.vocab_size
     positions = torch.arange(5, 21, device=model.device)
-    theirs = library_hidden_states(model, tokens, positions, _Causal())
+    theirs = library_hidden_states(model, tokens, positions, Causal())
     try:
-        ours = way(model, tokens, positions, _Causal())
+        ours = way(model, tokens, positions, Causal())
     except (AttributeError, RuntimeError, TypeError) as error:
         log.warning("%s is run by the library's own code: %s", type(model).__name__, error)
         return False

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils.logging import disable_progress_bar
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging as verbosity
 
 from arborl.errors import ConfigError
 from arborl.models.attention import NAME
+from arborl.models.find import described
 from arborl.models.find import holds_model as holds_model
 from arborl.models.find import resolve as resolve
 
@@ -38,8 +44,54 @@ def tune_cpu() -> None:
 def load_model(folder: Path, dtype: str = "float32", device: str = "auto") -> PreTrainedModel:
     """The model, ready for learner and engine; dropout off."""
     place = device_of(device)
-    disable_progress_bar()
     tune_cpu()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="sdpa")
-    model.set_attn_implementation(NAME)
+    model = read_weights(folder, dtype=getattr(torch, dtype))
     return model.to(place).eval()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """The library's tables about weights and its bars are not shown: what matters in them is an error of ours."""
+    level = verbosity.get_verbosity()
+    verbosity.disable_progress_bar()
+    verbosity.set_verbosity_error()
+    try:
+        yield
+    finally:
+        verbosity.set_verbosity(level)
+
+
+def read_weights(folder: Path, **how: Any) -> PreTrainedModel:
+    """From a folder, by the library's own code and none that comes with the model; all weights must be there."""
+    about = described(folder)
+    kind = about.get("model_type")
+    if about and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        own = "auto_map" in about
+        why = "it needs code that comes with it, which is never run" if own else "it is no causal language model"
+        raise ConfigError(
+            f"model.name={folder}: transformers {transformers.__version__} has no model of the type {kind!r} that "
+            f"writes text: {why}. Choose another model."
+        )
+    try:
+        with quiet():
+            model, found = AutoModelForCausalLM.from_pretrained(
+                folder, attn_implementation="eager", trust_remote_code=False, ignore_mismatched_sizes=True,
+                output_loading_info=True, **how,
+            )  # fmt: skip
+            model.set_attn_implementation(NAME)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # files of others break in any way they like
+        why = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        raise ConfigError(
+            f"model.name={folder}: its weights cannot be read ({type(error).__name__}: {why}). Fetch the folder's "
+            "files again, or give another."
+        ) from error
+    for what in ("missing_keys", "mismatched_keys"):
+        if found[what]:
+            first = sorted(name if isinstance(name, str) else name[0] for name in found[what])[0]
+            raise ConfigError(
+                f"model.name={folder}: {len(found[what])} of its weights are {what.removesuffix('_keys')}, {first} "
+                "among them, and would be drawn at random. Give a folder with all weights of the model."
+            )
+    return model  # type: ignore[no-any-return]

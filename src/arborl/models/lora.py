@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from arborl.config.run import LoraConfig
 from arborl.errors import ConfigError
-from arborl.models.attention import NAME
-from arborl.models.load import device_of
+from arborl.models.load import device_of, read_weights
 
 ADAPTER = "default"
 HOW = "Install it: pip install 'arborl[peft]'"
@@ -46,8 +46,8 @@ def add_lora(model: PreTrainedModel, config: LoraConfig) -> None:
         try:
             model.add_adapter(asked, ADAPTER)
         except ValueError as error:
-            layers = [name for name, module in model.base_model.named_modules() if isinstance(module, nn.Linear)]
-            kinds = sorted({name.rpartition(".")[2] for name in layers})
+            named, linear = model.base_model.named_modules(), (nn.Linear, Conv1D)
+            kinds = sorted({name.rpartition(".")[2] for name, module in named if isinstance(module, linear)})
             raise ConfigError(
                 f"model.lora.target={list(config.target)}: no such layer in {type(model).__name__}. Write all-linear, "
                 f"or some of {', '.join(kinds)}."
@@ -167,9 +167,5 @@ def load_4bit(folder: Path, dtype: str, device: str) -> PreTrainedModel:
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=getattr(torch, dtype),
     )  # fmt: skip
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=getattr(torch, dtype), attn_implementation="sdpa", quantization_config=quantization,
-        device_map={"": place},
-    )  # fmt: skip
-    model.set_attn_implementation(NAME)
-    return model.eval()
+    how = {"dtype": getattr(torch, dtype), "quantization_config": quantization, "device_map": {"": place}}
+    return read_weights(folder, **how).eval()
