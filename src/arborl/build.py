@@ -184,6 +184,15 @@ def count_steps(config: RunConfig, objects: Mapping[str, Any] | None = None) -> 
     return Workshop(config, objects or {}).source(renderer, GivenEpisodes.of(config, renderer))[1]
 
 
+def check(config: RunConfig) -> None:
+    """That agents, environments, tools and rewards are there and take their arguments; without a model, in a second or
+    two. A tool that is made of a class (an index of a corpus, say) is not made: its arguments are looked at."""
+    workshop = Workshop(config, {})
+    workshop.cast()
+    workshop.rewards()
+    workshop.check_names()
+
+
 def _policy(config: RunConfig, folder: Path) -> PreTrainedModel:
     from arborl.models.heads import float32_head
     from arborl.models.load import load_model

@@ -114,6 +114,15 @@ def _told(error: Exception) -> str:
 
 def call_checked(part: Any, args: Mapping[str, Any], where: str) -> Any:
     """`part(**args)`, where an argument it does not take is an error that lists what it takes."""
+    check_arguments(part, args, where)
+    try:
+        return part(**args)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def check_arguments(part: Any, args: Mapping[str, Any], where: str) -> None:
+    """That `part` takes these arguments by name and has all that it needs; it is not called."""
     if not callable(part):
         what = type(part).__name__
         raise ConfigError(
@@ -127,13 +136,9 @@ def call_checked(part: Any, args: Mapping[str, Any], where: str) -> Any:
             if key not in known:
                 takes = ", ".join(known) or "no arguments"
                 raise ConfigError(f"{where}.{key}: unknown argument.{did_you_mean(key, known)} It takes: {takes}.")
-    needed = [name for name in known if parameters[name].default is inspect.Parameter.empty and name not in args]
-    if needed:
-        raise ConfigError(f"{where}: needs {needed[0]!r}. It takes: {', '.join(known)}.")
-    try:
-        return part(**args)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{where}: {error}") from error
+    for name in known:
+        if parameters[name].default is inspect.Parameter.empty and name not in args:
+            raise ConfigError(f"{where}.{name}: is missing. Write {where}.{name}=VALUE.")
 
 
 def short(name: str) -> str:

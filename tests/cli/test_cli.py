@@ -332,3 +332,33 @@ def test_the_latest_run_is_the_one_begun_last_whatever_it_is_called(api: FakeApi
     assert call("train", "--resume", "latest").exit_code == 0
     assert call("train", "--resume", "latest", "name=zoo").exit_code == 0
     assert [config.seed for config, _, _ in api.asked] == [1, 2]
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (
+            ["agent=tool", "agent.args.max_rounds=3"],
+            "agent.args.max_rounds: unknown argument. Did you mean 'max_tool_rounds'",
+        ),
+        (["agent=tool", "tools=[calculate]"], "no tool is called 'calculate'. Did you mean 'calculator'"),
+        (["agent=tool", "tools=[search]"], "agent.tool_args.search.corpus: is missing"),
+        (
+            ["agent=tool", "tools=[search]", "agent.tool_args.search={corpus: x, k: 1}"],
+            "agent.tool_args.search.k: unknown argument",
+        ),
+        (["rewards=[exactly]"], "no reward is called 'exactly'"),
+        (["rewards=[{name: equal, args: {tolerances: 1}}]"], "rewards.0.args.tolerances: unknown argument"),
+        (["env.args.sise=4"], "env.args.sise: unknown argument. Did you mean 'size'"),
+        (["agent=nobody.here:Agent"], "cannot import 'nobody.here'"),
+        (["rollout.group_filter=sometimes"], "sometimes"),
+    ],
+)
+def test_print_finds_parts_and_arguments_that_are_not_there(api: FakeApi, settings: list[str], says: str) -> None:
+    result = call("train", "--print", *settings)
+    assert result.exit_code == 2
+    assert says in result.output
+    assert result.stdout == ""
+
+
+def test_print_makes_no_index_of_a_corpus(api: FakeApi, here: Path) -> None:
+    result = call("train", "--print", "agent=tool", "tools=[search]", "agent.tool_args.search.corpus=not-there.jsonl")
+    assert result.exit_code == 0, result.output

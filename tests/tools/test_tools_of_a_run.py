@@ -26,7 +26,7 @@ def test_tools_are_made_with_their_arguments(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (["tools=[search]"], r"tools\.0\.args: needs 'corpus'\. It takes: corpus, top_k"),
+        (["tools=[search]"], r"tools\.0\.args\.corpus: is missing"),
         (["tools=[search]", "agent.tool_args.search.korpus=x"], r"agent.tool_args.search.korpus: unknown argument"),
         (["tools=[search]", "agent.tool_args.search.corpus=nowhere.jsonl"], "nowhere.jsonl: no corpus there"),
         (["tools=[calculator]", "agent.tool_args.calculator.x=1"], "takes no arguments"),

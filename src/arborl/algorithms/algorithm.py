@@ -170,6 +170,9 @@ class Recipe(Algorithm):
             advantage = whitened_by_token(advantage)
         elif config.whiten:
             advantage = whitened(advantage, terms.episode, centre=not config.compares)
+        if config.advantage_clip is not None:
+            self.found["algorithm/advantage_clipped"] = float((np.abs(advantage) > config.advantage_clip).mean())
+            advantage = np.clip(advantage, -config.advantage_clip, config.advantage_clip)
         self._adapt_kl(terms)
         return dataclasses.replace(
             terms,

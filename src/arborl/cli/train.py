@@ -34,7 +34,9 @@ def train(
     resume: Annotated[
         str | None, typer.Option(metavar="latest|STEP|PATH", help="Go on from a checkpoint.", show_default=False)
     ] = None,
-    print_only: Annotated[bool, typer.Option("--print", help="Print the resolved configuration and stop.")] = False,
+    print_only: Annotated[
+        bool, typer.Option("--print", help="Print the resolved configuration, checked, and stop.")
+    ] = False,
     trust: Annotated[bool, typer.Option("--trust", help=TRUST)] = False,
     stub: Annotated[bool, typer.Option("--stub", help="Run the whole loop on scripted replies, in seconds.")] = False,
     log_level: LogLevel = None,
@@ -59,6 +61,9 @@ def train(
     else:
         config, resume = resumed(file, settings, resume, trust, save)
     if print_only:
+        from arborl.build import check
+
+        check(config)
         typer.echo(dump_yaml(config), nl=False)
         return
     from arborl import api

@@ -187,6 +187,8 @@ class AlgorithmConfig(Config):
     clip_high: float = Field(0.2, ge=0)
     dual_clip: float | None = Field(None, gt=1)
     """Largest ratio that counts against a bad token."""
+    advantage_clip: float | None = Field(None, gt=0)
+    """No advantage counts for more than this, good or bad; they are held to it after all else is done to them."""
     sequence: Literal["episode", "call"] = "episode"
     """What a sequence is, for ratios over sequences."""
     tau_positive: float = Field(1.0, gt=0)

@@ -77,7 +77,7 @@ ADVANTAGE_READS: dict[str, frozenset[str]] = {
 COMPARES = frozenset(name for name, reads in ADVANTAGE_READS.items() if "skip_zero_variance" in reads)
 """Advantages that compare the episodes of a group."""
 
-_POLICY = frozenset({"advantage", "whiten", "aggregation", "entropy_coef", "staleness_decay", "kl"})
+_POLICY = frozenset({"advantage", "advantage_clip", "whiten", "aggregation", "entropy_coef", "staleness_decay", "kl"})
 _RATIO = _POLICY | {"guard", "anchor"}
 _PAIRS = frozenset({"beta", "pairs", "min_gap"})
 

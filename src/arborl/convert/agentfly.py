@@ -4,59 +4,207 @@ from __future__ import annotations
 
 from typing import Any
 
-from arborl.convert.draft import Draft, Rule, no, to
-from arborl.convert.verl import ENGINE, turns
+from arborl.convert.draft import Draft, Rule, idle, names, to
+from arborl.convert.parts import CORPUS, DOCUMENTS, SEARCH_TAGS
+from arborl.convert.verl import ENGINE
 
-AGENTS = {"hf": "tool", "react": "react", "code": "code", "think": "tool", "openai": "tool"}
+LEAVE = "none"
+AGENTS = {"hf": "tool", "think": "tool", "react": "react", "code": "code", "searchr1": "code", "action": "chat"}
 TOOLS = {
     "calculator": "calculator", "code_interpreter": "python", "answer": "answer", "answer_math": "answer",
     "answer_qa": "answer", "search": "search", "google_search": "search", "dense_retrieve": "retrieve",
-    "async_dense_retrieve": "retrieve", "summarize": "",
+    "async_dense_retrieve": "retrieve", "asyncdense_retrieve": "retrieve",
 }  # fmt: skip
-REWARDS: dict[str, Any] = {
-    "math_reward_string_equal": "equal", "math_string_equal_reward_tool": "equal", "math_equal_reward": "equal",
-    "math_equal_reward_tool": "equal", "math_reward": "equal", "qa_em_reward": "exact",
-    "qa_f1_reward": {"name": "short_answer", "args": {"match": "f1", "wrong": 0.0, "invalid": 0.0}},
-    "code_reward_test": "code_tests",
+ENVIRONMENTS = {"webshop_browser": "shop", "webshop_browser_action": "shop"}
+"""Tools that are an environment's moves."""
+ELSEWHERE = {
+    "alfworld": "ALFWorld is not here", "scienceworld": "ScienceWorld is not here", "chess": "chess is not here",
+    "pyautogui": "screens are not here, and models see text only", "capture": "screens are not here",
+    "summarize": "context is edited by agent=statelm (docs/context.md), not by a tool of its own",
 }  # fmt: skip
+JUDGE = {"model": "${oc.env:OPENAI_MODEL}", "base_url": "${oc.env:OPENAI_BASE_URL}"}
+NOTHING = {"wrong": 0.0, "invalid": 0.0, "exceeded": 0.0, "too_few_turns": 0.0}
+GOLDEN = {"field": "golden_answers"} | NOTHING
+TOOL = "a wrong answer is worth 0; there 0.1 with a tool call, and a right one without a call 0"
+REWARDS: dict[str, tuple[Any, str]] = {
+    "math_reward_string_equal": ("equal", TOOL),
+    "math_string_equal_reward_tool": ("equal", TOOL + "; numbers are compared whole, not by their last digits"),
+    "math_equal_reward": ("equal", ""),
+    "math_equal_reward_tool": ("equal", TOOL),
+    "math_equal_reward_think": ("equal", TOOL + "; thoughts are not asked for: add the reward format"),
+    "math_reward_thought_with_tool": ("equal", TOOL + "; thoughts are not asked for: add the reward format"),
+    "math_reward": ("equal", ""),
+    "qa_em_reward": ({"name": "short_answer", "args": {"match": "exact"} | GOLDEN}, ""),
+    "qa_em_format_reward": (
+        {"name": "short_answer", "args": {"match": "exact"} | GOLDEN},
+        "a wrong answer in the right form is worth 0; there 0.1: add the reward format",
+    ),
+    "qa_em_reward_tool_call": ({"name": "short_answer", "args": {"match": "exact"} | GOLDEN}, ""),
+    "qa_f1_reward": ({"name": "short_answer", "args": {"match": "f1"} | NOTHING}, ""),
+    "qa_f1_reward_tool": (
+        {"name": "short_answer", "args": {"match": "f1"} | NOTHING},
+        "an answer after fewer than two tool calls counts; there it is worth 0",
+    ),
+    "code_reward_test": ("code_tests", "1 where all tests of the row pass; there whenever the code could be run"),
+    "llm_as_judge_reward": (
+        {"name": "judge", "args": JUDGE | NOTHING},
+        "with our own question; OPENAI_BASE_URL says where",
+    ),
+    "llm_as_judge_math_reward": (
+        {"name": "judge", "args": JUDGE | NOTHING},
+        "with our own question; OPENAI_BASE_URL says where",
+    ),
+    "webshop_reward": ("env", ""),
+}
+"""Theirs, ours, and what differs."""
+
+
+def agent(draft: Draft, key: str, value: Any) -> None:
+    kind = str(value).lower()
+    ours = draft.uses.get(kind) or AGENTS.get(kind)
+    if ours is None:
+        own = f"Write one of your own (docs/agents.md) and say so: --use {kind}=package.module:Agent."
+        draft.refuse(key, value, f"no such agent here. Known: {', '.join(AGENTS)}. {own}")
+        return
+    draft.set(key, value, "agent.name", ours, "what it does is said to the environment" if kind == "action" else "")
+    if kind == "searchr1" and ours == "code":
+        for name, tag in SEARCH_TAGS.items():
+            draft.set(key, value, f"agent.args.{name}", tag)
 
 
 def tools(draft: Draft, key: str, value: Any) -> None:
-    names = value if isinstance(value, list) else [name.strip() for name in str(value).strip("[]").split(",")]
-    known = [TOOLS[name] for name in names if TOOLS.get(name)]
-    for name in names:
-        if not TOOLS.get(name):
-            draft.drop(key, name, "no such tool here; name your own as package.module:function")
-    if known:
-        draft.set(key, value, "tools", known)
+    found: list[str] = []
+    for name in names(value):
+        ours = draft.uses.get(name) or TOOLS.get(name)
+        if ours == LEAVE:
+            draft.drop(key, name, "left out, as --use says")
+        elif ours is None and name in ENVIRONMENTS:
+            why = "its moves are messages, and its products are made; env.args.data names WebShop's own"
+            draft.set(key, name, "env.name", ENVIRONMENTS[name], why)
+        elif ours is None:
+            told = next((text for start, text in ELSEWHERE.items() if name.startswith(start)), "no such tool here")
+            own = f"--use {name}=package.module:function, or --use {name}=none to leave it out"
+            draft.refuse(
+                key,
+                name,
+                f"{told}. Known: {', '.join(TOOLS)}. Write one of your own (docs/tools.md) and say so: {own}.",
+            )
+        elif ours not in found:
+            found.append(ours)
+            for argument, given in CORPUS.get(ours, {}).items():
+                draft.set(key, name, f"agent.tool_args.{ours}.{argument}", given, DOCUMENTS)
+    if found:
+        draft.set(key, value, "tools", found)
 
 
 def reward(draft: Draft, key: str, value: Any) -> None:
-    if value in REWARDS:
-        draft.set(key, value, "rewards", [REWARDS[value]])
+    name = str(value).lower()
+    if name in draft.uses:
+        draft.set(key, value, "rewards", [draft.uses[name]], "as --use says")
+    elif name in REWARDS:
+        ours, why = REWARDS[name]
+        draft.set(key, value, "rewards", [ours], why)
     else:
-        draft.drop(key, value, "no such reward here; name your own as rewards=[package.module:function]")
+        own = f"Write one of your own (docs/tools.md) and say so: --use {name}=package.module:function."
+        draft.refuse(key, value, f"no such reward here. Known: {', '.join(REWARDS)}. {own}")
 
 
-def model(draft: Draft, key: str, value: Any) -> None:
-    draft.set(key, value, "model.name", value)
+def turns(draft: Draft, key: str, value: Any) -> None:
+    """Calls of the model in one conversation."""
+    if isinstance(value, int) and value > 0:
+        why = (
+            "rounds of tools, and then the answer; there the last call's tools are run, and nothing is said after them"
+        )
+        draft.set(key, value, "agent.args.max_tool_rounds", value - 1, why)
+    else:
+        draft.drop(key, value, "an agent without a limit of its own has the context for one")
+
+
+def minibatch(draft: Draft, key: str, value: Any) -> None:
+    """Chains of an optimiser step: AgentFly makes the chains itself, so that verl counts each as a row."""
+    tasks, chains = draft.given.get("data.train_batch_size"), _said(draft, "num_chains", 1)
+    if not all(isinstance(one, int) and one > 0 for one in (tasks, chains, value)):
+        draft.drop(key, value, "chains of an optimiser step, of a batch whose size is not given")
+        return
+    rows = tasks * chains  # type: ignore[operator]
+    count = min(max(rows // value, 1), int(tasks or 1))
+    why = (
+        ""
+        if rows % value == 0 and count == rows // value
+        else f"{rows} chains by {value}: here each holds whole groups"
+    )
+    draft.set(key, value, "learner.minibatches", count, why)
+
+
+def _said(draft: Draft, key: str, otherwise: Any = None) -> Any:
+    layouts = (f"agent.{layout}{key}" for layout in ("run_config.", "init_config.", ""))
+    return next((draft.given[name] for name in layouts if name in draft.given), otherwise)
+
+
+def after(draft: Draft) -> None:
+    """What only makes sense together."""
+    settings = draft.settings
+    if settings.get("env.name"):
+        for path in ("data.path", "data.evaluation_path", "data.question"):
+            draft.undo(path, "the environment makes its tasks")
+        if not settings.get("tools") and settings.get("agent.name") == "tool":
+            draft.set("agent.agent_type", _said(draft, "agent_type"), "agent.name", "chat", "its moves are messages")
+        most = _said(draft, "max_turns")
+        if isinstance(most, int):
+            draft.move("agent.args.max_tool_rounds", "env.args.max_steps")
+            draft.settings["env.args.max_steps"] = most
+            draft.lines = [
+                type(line)("mapped", line.key, line.value, line.path, most)
+                if line.path == "env.args.max_steps"
+                else line
+                for line in draft.lines
+            ]
+    elif settings.get("agent.name") == "chat" and str(_said(draft, "agent_type")).lower() == "action":
+        draft.refuse(
+            "agent.agent_type",
+            "action",
+            "acts in an environment, and no tool names one. Known: webshop_browser_action.",
+        )
+    elif settings.get("rewards") == ["env"]:
+        draft.refuse(
+            "agent.init_config.reward_name", "webshop_reward", "is that of an environment, and no tool names one."
+        )
+    if "rewards" not in settings:
+        known = ", ".join(REWARDS)
+        draft.refuse(
+            "agent.init_config.reward_name", None, f"names no reward. Write one of {known}; or your own with --use."
+        )
+    for key, path in (
+        ("max_model_len", "sampling.max_context"),
+        ("generation_config.max_tokens", "sampling.max_tokens"),
+    ):
+        if (most := _said(draft, key)) is not None:  # before what verl's own lengths say
+            settings[path] = int(most)
+    if settings.get("agent.name") == "code" and "python" in settings.get("tools", ()):
+        draft.undo("tools", "what the code agent runs anyway")
 
 
 PLAIN: dict[str, Rule] = {
-    "agent_type": to("agent.name", AGENTS),
+    "agent_type": agent,
     "tools": tools,
     "reward_name": reward,
     "num_chains": to("rollout.group_size"),
     "max_turns": turns,
-    "model_name_or_path": model,
-    "template": no("a model brings its own chat template"),
+    "model_name_or_path": to("model.name"),
+    "template": idle("a model brings its own chat template; model.chat_template names another"),
     "tool_parser_name": to("agent.tool_format", {"hermes": "hermes", "llama3_json": "llama3", "pythonic": "pythonic"}),
-    "backend": no(ENGINE),
-    "use_agent": no("there is always an agent; agent=chat calls no tools"),
+    "backend": idle(ENGINE),
+    "use_agent": idle("there is always an agent; agent=chat calls no tools"),
     "system_prompt": to("agent.system"),
     "max_model_len": to("sampling.max_context"),
     "max_concurrent_chains": to("rollout.concurrency"),
+    "train_on_last_turn": to("learner.max_samples_per_trajectory", {False: None}),
+    "generation_config.max_tokens": to("sampling.max_tokens"),
+    "generation_config.temperature": to("sampling.temperature"),
+    "generation_config.top_p": to("sampling.top_p"),
+    "generation_config.top_k": to("sampling.top_k", lambda k: max(int(k), 0)),
+    "context_config.resource_backend": idle("tools and environments run on this machine"),
 }
 TABLE: dict[str, Rule] = {
     f"agent.{layout}{key}": rule for key, rule in PLAIN.items() for layout in ("", "init_config.", "run_config.")
-}
+} | {"actor_rollout_ref.actor.ppo_mini_batch_size": minibatch}

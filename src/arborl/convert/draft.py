@@ -1,20 +1,16 @@
-"""What a conversion keeps account of: the new configuration, and what became of every key of the old one."""
+"""What a conversion keeps account of: the new configuration, and what became of every key."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from arborl.convert.report import Line, short, table
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One key of theirs."""
-
-    key: str
-    value: Any
-    what: str
-    """`learner.lr=5e-07`; or why there is no counterpart."""
+SECRET = re.compile(r"(?:api|access|secret|private)_?(?:key|token)$|(?:^|[._])(?:token|password|passwd|secret)$", re.I)
 
 
 @dataclass(slots=True)
@@ -25,17 +21,83 @@ class Draft:
     """Ours, dotted."""
     given: dict[str, Any] = field(default_factory=dict)
     """Theirs, dotted, with everything a rule may want to look up."""
-    mapped: list[Line] = field(default_factory=list)
-    dropped: list[Line] = field(default_factory=list)
+    lines: list[Line] = field(default_factory=list)
+    """What became of every key, in the order in which they were looked at."""
+    problems: list[str] = field(default_factory=list)
+    """Environments, agents, tools and rewards that are not here, with what to do about each."""
+    uses: dict[str, str] = field(default_factory=dict)
+    """What a name of theirs stands for here, as the user says."""
 
-    def set(self, key: str, value: Any, path: str, ours: Any) -> None:
-        """Their `key` is our `path`."""
+    @property
+    def mapped(self) -> list[Line]:
+        """Keys with a counterpart, of the same or of another meaning."""
+        return [line for line in self.lines if line.kind in ("mapped", "changed")]
+
+    @property
+    def dropped(self) -> list[Line]:
+        """Keys without a counterpart, in this version or at all, and those that need none."""
+        return [line for line in self.lines if line.kind in ("later", "dropped", "idle")]
+
+    def set(self, key: str, value: Any, path: str, ours: Any, why: str = "") -> None:
+        """Their `key` is our `path`; `why` says what it means here, where that is not quite the same."""
         self.settings[path] = ours
-        self.mapped.append(Line(key, value, f"{path}={ours}"))
+        self.lines.append(Line("changed" if why else "mapped", key, shown(key, value), path, ours, why))
+
+    def default(self, key: str, value: Any, path: str, ours: Any, why: str = "") -> None:
+        """Their files leave `key` out; what they do then is written out here, unless something else said it."""
+        if path not in self.settings:
+            self.settings[path] = ours
+            self.lines.append(Line("changed" if why else "mapped", key, value, path, ours, why, given=False))
+
+    def put(self, key: str, otherwise: Any, path: str, change: Callable[[Any], Any] | None = None) -> Any:
+        """Their `key`, or what they do without it (`otherwise`), is our `path`. Gives their value."""
+        value = self.given.get(key, otherwise)
+        ours = change(value) if change else value
+        if key in self.given:
+            self.set(key, value, path, ours)
+        else:
+            self.default(key, value, path, ours)
+        return value
 
     def drop(self, key: str, value: Any, why: str) -> None:
         """Their `key` has no counterpart."""
-        self.dropped.append(Line(key, value, why))
+        self.lines.append(Line("dropped", key, shown(key, value), why=why))
+
+    def skip(self, key: str, value: Any, why: str) -> None:
+        """Their `key` needs no counterpart: it is off, a definition, or about where and how fast things run."""
+        self.lines.append(Line("idle", key, shown(key, value), why=why))
+
+    def refuse(self, key: str, value: Any, why: str) -> None:
+        """Without this there is no run: nothing is converted, and `why` says what to do."""
+        self.drop(key, value, why)
+        self.problems.append(f"{key}={short(shown(key, value))}: {why}")
+
+    def postpone(self, path: str, why: str) -> None:
+        """Take our `path` out again: this version does not have it."""
+        self.settings.pop(path, None)
+        self.lines = [
+            dataclasses.replace(line, kind="later", why=why) if line.path == path else line for line in self.lines
+        ]
+
+    def undo(self, path: str, why: str) -> None:
+        """Take our `path` out again: as things are, it has no effect."""
+        self.settings.pop(path, None)
+        kept = [line for line in self.lines if line.path != path or line.given]
+        self.lines = [Line("idle", line.key, line.value, why=why) if line.path == path else line for line in kept]
+
+    def move(self, path: str, to: str) -> None:
+        """Our `path` is to be called `to`."""
+        if path in self.settings:
+            self.settings[to] = self.settings.pop(path)
+        self.lines = [dataclasses.replace(line, path=to) if line.path == path else line for line in self.lines]
+
+    def accounted(self) -> frozenset[str]:
+        """Their keys that something has been said about."""
+        return frozenset(line.key for line in self.lines)
+
+    def below(self, prefix: str) -> dict[str, Any]:
+        """Their keys that begin with `prefix`, without it."""
+        return {key.removeprefix(prefix): value for key, value in self.given.items() if key.startswith(prefix)}
 
     def tree(self) -> dict[str, Any]:
         """The configuration, nested."""
@@ -48,21 +110,16 @@ class Draft:
             node[last] = value
         return out
 
-    def report(self) -> str:
-        """What was mapped, what was not, and why."""
-        lines = [f"{len(self.mapped)} settings mapped:"]
-        lines += [f"  {line.key}={_short(line.value)}  ->  {line.what}" for line in self.mapped]
-        if self.dropped:
-            lines.append(f"{len(self.dropped)} without a counterpart:")
-            lines += [f"  {line.key}={_short(line.value)}: {line.what}" for line in self.dropped]
-        return "\n".join(lines)
+    def report(self, width: int = 140) -> str:
+        """What was mapped, what means something else, what was not mapped, and why."""
+        return table(self.lines, width)
 
 
 Rule = Callable[[Draft, str, Any], None]
 """What to do with one key of theirs: (draft, key, value)."""
 
 
-def to(path: str, change: Callable[[Any], Any] | Mapping[Any, Any] | None = None) -> Rule:
+def to(path: str, change: Callable[[Any], Any] | Mapping[Any, Any] | None = None, why: str = "") -> Rule:
     """The key is ours at `path`, its value changed by a function or looked up in a table.
 
     Example:
@@ -74,9 +131,9 @@ def to(path: str, change: Callable[[Any], Any] | Mapping[Any, Any] | None = None
             if value not in change:
                 draft.drop(key, value, f"no counterpart of {value!r} for {path}. Known: {', '.join(map(str, change))}")
                 return
-            draft.set(key, value, path, change[value])
+            draft.set(key, value, path, change[value], why)
         else:
-            draft.set(key, value, path, change(value) if change else value)
+            draft.set(key, value, path, change(value) if change else value, why)
 
     return rule
 
@@ -90,6 +147,37 @@ def no(why: str) -> Rule:
     return rule
 
 
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+def idle(why: str) -> Rule:
+    """The key needs no counterpart."""
+
+    def rule(draft: Draft, key: str, value: Any) -> None:
+        draft.skip(key, value, why)
+
+    return rule
+
+
+def every(path: str) -> Rule:
+    """Steps between two of something; what is not above 0 is never."""
+
+    def rule(draft: Draft, key: str, value: Any) -> None:
+        if isinstance(value, int) and value > 0:
+            draft.set(key, value, path, value)
+        else:
+            draft.skip(key, value, "off, as it is here without the setting, or at the end only")
+
+    return rule
+
+
+def shown(key: str, value: Any) -> Any:
+    """The value, unless it is a secret."""
+    return "***" if SECRET.search(key) and value not in (None, "") else value
+
+
+def names(value: Any) -> list[str]:
+    """A list of names, also as a shell writes it: `[a, b]`, `['a','b']`.
+
+    Example:
+        names("[calculator,answer]")      # ['calculator', 'answer']
+    """
+    parts: Iterable[Any] = value if isinstance(value, list | tuple) else str(value or "").strip("[]() ").split(",")
+    return [name for part in parts if (name := str(part).strip(" '\""))]

@@ -1,4 +1,4 @@
-"""Keys and values out of shell scripts, override lists and YAML. A script is read, never run."""
+"""Keys and values out of shell scripts and override lists. A script is read, never run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from arborl.config.bounds import check_yaml
 from arborl.errors import ConfigError
 
 ASSIGNMENT = re.compile(r"^(?:export\s+|readonly\s+|local\s+)?([A-Za-z_]\w*)=(.*)$")
@@ -31,39 +30,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is not a text file.") from error
-    if path.suffix in (".yaml", ".yml"):
-        return read_yaml(text, str(path)), {}
     return read_script(text, str(path))
-
-
-def read_yaml(text: str, where: str) -> dict[str, Any]:
-    """A YAML file, flattened. References such as `${exp_name}` are filled in where they lead to plain values."""
-    check_yaml(text, where)
-    try:
-        tree = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{where}: not valid YAML: {error}") from error
-    if not isinstance(tree, Mapping):
-        raise ConfigError(f"{where}: must be keys with values (key: value).")
-    flat = dict(_flat(tree))
-    return {key: _filled(value, flat) for key, value in flat.items()}
-
-
-def _flat(tree: Mapping[Any, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}", value
-
-
-def _filled(value: Any, flat: Mapping[str, Any]) -> Any:
-    for _ in range(5):
-        found = re.fullmatch(r"\$\{([\w.]+)\}", value) if isinstance(value, str) else None
-        if found is None or found[1] not in flat:
-            return value
-        value = flat[found[1]]
-    return value
 
 
 def read_script(text: str, where: str) -> tuple[dict[str, Any], dict[str, Any]]:

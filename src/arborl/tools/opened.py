@@ -16,7 +16,7 @@ from arborl.tools.bounded import Bounded, Bounds
 from arborl.tools.client import ToolClient
 from arborl.tools.limit import RateLimit
 from arborl.tools.tool import AnyTool
-from arborl.tools.toolbox import as_tool
+from arborl.tools.toolbox import as_tool, stand_in
 
 if TYPE_CHECKING:
     from arborl.tools.mcp import McpServer
@@ -38,7 +38,7 @@ class OpenTools:
 
     Args:
         find: the tool, or the class that makes one, that a name stands for.
-        connect: False only looks at entries of servers: nothing is started or asked, and they give no tools.
+        connect: False only looks: no tool is made of a class, no server started or asked, and those give no tools.
     """
 
     def __init__(self, find: Callable[[str], Any], connect: bool = True):
@@ -82,7 +82,7 @@ class OpenTools:
                 found = self.find(entry.name)
             except UnknownName as error:
                 raise UnknownName(f"{where}: {error}") from error
-            made = as_tool(found, entry.args, args_where)
+            made = (as_tool if self.connect else stand_in)(found, entry.args, args_where)
             return [Bounded(made, self._bounds(entry, where)) if _bounded(entry) else made]
         key = self._variable(entry.api_key_env, f"{where}.api_key_env")
         if not self.connect:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from arborl.errors import ConfigError, did_you_mean
-from arborl.registry import call_checked
+from arborl.registry import call_checked, check_arguments
 from arborl.spans import span
 from arborl.tools.injection import Context
 from arborl.tools.tool import AnyTool, Tool
@@ -117,3 +117,21 @@ def as_tool(given: Any, args: Mapping[str, Any] | None = None, where: str = "arg
     if not callable(given):
         raise ConfigError(f"{given!r} is not a tool: give a function, or what @tool makes of one.")
     return Tool(given)
+
+
+def stand_in(given: Any, args: Mapping[str, Any] | None = None, where: str = "args") -> AnyTool:
+    """The same without making anything of a class: its arguments are checked, and a tool by its name that cannot be
+    called takes its place."""
+    if not inspect.isclass(given):
+        return as_tool(given, args, where)
+    check_arguments(given, args or {}, where)
+
+    def absent(query: str) -> str:
+        """Stands for a tool that is not made.
+
+        Args:
+            query: anything.
+        """
+        raise RuntimeError(f"{given.__name__} was looked at, and not made")
+
+    return Tool(absent, name=str(getattr(given, "name", given.__name__.lower())))

@@ -1,0 +1,121 @@
+"""ROLL's pipelines that learn from given data: SFT, DPO and distillation."""
+
+from __future__ import annotations
+
+from arborl.convert.draft import Draft, names
+from arborl.convert.roll import learner
+
+
+def sft(draft: Draft) -> None:
+    """Given answers, token by token."""
+    _learn(draft, "sft_train", "pretrain", "sft")
+    draft.put("prompt_key", "instruction", "data.question")
+    draft.put("response_key", "output", "data.fields.answer")
+    if draft.given.get("query_key"):
+        why = "a second column is not added to the first: join them in the rows"
+        draft.drop("query_key", draft.given["query_key"], why)
+    if draft.given.get("system_key"):
+        draft.drop("system_key", draft.given["system_key"], "agent.system is one text for all rows")
+
+
+def dpo(draft: Draft) -> None:
+    """Given pairs."""
+    name = "ipo" if draft.given.get("ipo") else "dpo"
+    _learn(draft, "actor_train", "pretrain", name)
+    if "ipo" in draft.given:
+        draft.set("ipo", draft.given["ipo"], "algorithm.name", name)
+    draft.put("beta", 0.1, "algorithm.beta", float)
+    for key in ("chosen_key", "rejected_key"):
+        column = key.removesuffix("_key")
+        if draft.given.get(key, column) != column:
+            draft.set(key, draft.given[key], f"data.fields.{column}", draft.given[key])
+        elif key in draft.given:
+            draft.skip(key, column, "the column has that name here too")
+    if (smooth := draft.given.get("label_smoothing")) is not None:
+        draft.drop("label_smoothing", smooth, "0, as here" if not smooth else "no smoothing of labels here")
+
+
+def distill(draft: Draft) -> None:
+    """A teacher's distribution over given answers."""
+    _learn(draft, "student", "student_pretrain", "distill")
+    teacher = draft.given.get("teacher_pretrain") or draft.given.get("teacher.model_args.model_name_or_path")
+    if not teacher:
+        draft.refuse("teacher_pretrain", None, "names no teacher. Write teacher_pretrain: MODEL.")
+        return
+    draft.set("teacher_pretrain", teacher, "algorithm.teacher", teacher)
+    draft.put("question_key", "question", "data.question")
+    draft.put("answer_key", "answer", "data.fields.answer")
+    objective = draft.given.get("kd_objective", "forward_kl")
+    why = f"{objective} over given answers; here the student's own answers are scored by the teacher"
+    (draft.set if "kd_objective" in draft.given else draft.default)(
+        "kd_objective", objective, "algorithm.loss", "distill", why
+    )
+    weight = float(draft.given.get("distill_loss_weight", 0.5))
+    if weight < 1:
+        why = f"the rest, {1 - weight:g}, is the loss of given answers there: see demonstrations"
+        draft.drop("distill_loss_weight", weight, why)
+    for key in (
+        "logits_topk",
+        "kd_temperature",
+        "teacher_temperature",
+        "adaptive_kl_alpha",
+        "skew_lambda",
+        "distill_on_prompt",
+    ):
+        if key in draft.given:
+            draft.drop(key, draft.given[key], "part of kd_objective")
+    for key in ("logits_transfer_backend",):
+        if key in draft.given:
+            draft.skip(key, draft.given[key], "nothing is sent between processes")
+
+
+def _learn(draft: Draft, role: str, model: str, name: str) -> None:
+    """What all three have: a model, rows, an optimiser, and a batch of rows for each of its steps."""
+    draft.settings["algorithm.name"] = name
+    learner.model(draft, role, model)
+    total = int(draft.given.get("sequence_length") or 8192)
+    draft.put("sequence_length", total, "sampling.max_context")
+    draft.default("sequence_length", total, "sampling.max_tokens", total // 2)
+    key = f"{role}.data_args.file_name"
+    found = draft.given.get(key)
+    files = [str(one) for one in found] if isinstance(found, list) else names(found) if found else []
+    if not files:
+        draft.refuse(key, None, "names no rows. Write file_name: FILE.")
+        return
+    if len(files) > 1:
+        draft.set(key, files, "data.path", files[0], "the first of several: put them into one folder and name that")
+    else:
+        draft.set(key, files, "data.path", files[0])
+    if held := draft.given.get("validation.data_args.file_name"):
+        one = held[0] if isinstance(held, list) else held
+        if one == files[0]:
+            draft.drop(
+                "validation.data_args.file_name",
+                held,
+                "the rows that are trained on: a tenth of them is held out instead",
+            )
+        else:
+            draft.set("validation.data_args.file_name", held, "data.evaluation_path", one)
+    learner.optimiser(draft, role)
+    rows, devices = learner.optimiser_batch(draft, role)
+    why = "" if devices else f"{role}.device_mapping does not say how many devices share a batch"
+    for part in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+        at = f"{role}.training_args.{part}"
+        say = draft.set if at in draft.given else draft.default
+        say(
+            at,
+            draft.given.get(at, 8 if part.startswith("per") else 1),
+            "rollout.tasks_per_step",
+            rows * (devices or 1),
+            why,
+        )
+    epochs = f"{role}.training_args.num_train_epochs"
+    if "max_steps" in draft.given and name != "sft":
+        draft.put("max_steps", 500, "trainer.steps")
+        if epochs in draft.given:
+            draft.skip(epochs, draft.given[epochs], "max_steps ends the run before it, or as it does here")
+    else:
+        draft.put(epochs, 1, "trainer.epochs", lambda passes: max(round(float(passes)), 1))
+        if "max_steps" in draft.given:
+            draft.drop("max_steps", draft.given["max_steps"], "passes over the rows decide there")
+    draft.put("save_steps", 50, "trainer.save_every", lambda steps: int(steps) if int(steps) > 0 else 10_000)
