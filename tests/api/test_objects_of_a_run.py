@@ -130,8 +130,8 @@ def test_arguments_of_a_tool_given_as_a_class_go_by_its_short_name(tmp_path, mon
     args = {"Search": {"corpus": str(tmp_path / "docs.jsonl")}}
     named, objects = name_objects({"agent": {"name": "tool", "tool_args": args}, "tools": [Search]})
     workshop = Workshop(from_kwargs(**named), objects)
-    (seat,) = workshop.seats().values()
-    assert [tool.name for tool in workshop.tools(seat, seat.tools)] == ["search"]
+    (made,) = workshop.tools(workshop.seats()).values()
+    assert [tool.name for tool in made] == ["search"]
 
 
 @pytest.mark.parametrize("data", [[], ["no row"], (row for row in ())], ids=["none", "text", "an empty generator"])

@@ -243,3 +243,42 @@ def test_tools_list_and_show_ask_the_servers_of_a_run(tmp_path):
     assert told.exit_code == 0
     assert yaml.safe_load(told.stdout)["tools"] == ["calculator", {"mcp": {"command": command}, "prefix": "my_"}]
     assert gone(command[-1])
+
+
+STAMP = """
+import os, time
+from arborl.tools import tool
+
+@tool
+def stamp(text: str) -> str:
+    '''Say when.'''
+    with open(os.environ["LEDGER"], "a") as file:
+        file.write(f"{time.monotonic()}" + chr(10))
+    return "done"
+"""
+
+
+@pytest.mark.slow
+def test_a_limit_holds_over_two_real_runs_that_share_a_real_server(tmp_path):
+    (tmp_path / "stamps.py").write_text(STAMP)
+    port, ledger = free_port(), tmp_path / "ledger"
+    command = [sys.executable, "-m", "arborl", "tools", "serve", "--tools", "stamps:stamp", "--port", str(port)]
+    env = {"PYTHONPATH": str(tmp_path), "LEDGER": str(ledger)}
+    server = Process([*command, "--journal", str(tmp_path / "journal")], port, env)
+    rate, burst = 8, 4
+    entry = {"server": f"http://127.0.0.1:{port}", "limit": {"per_minute": 60 * rate, "burst": burst}}
+    runs = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        file = config(
+            tmp_path / name, [entry], [call("stamp", text="x")], rollout={"tasks_per_step": 4, "group_size": 4}
+        )
+        runs.append(subprocess.Popen([sys.executable, "-m", "arborl", "train", str(file)], stdout=subprocess.DEVNULL))
+    assert [run.wait(300) for run in runs] == [0, 0]
+    server.kill()
+    times = sorted(map(float, ledger.read_text().split()))
+    assert len(times) == 2 * 2 * 16
+    for first in range(len(times)):
+        for last in range(first, len(times)):
+            assert last - first + 1 <= rate * (times[last] - times[first] + 0.5) + burst
+    assert len(times) <= rate * (times[-1] - times[0]) + burst + 2  # all together it is kept closely
