@@ -135,11 +135,8 @@ def test_a_run_uses_a_tool_server_and_mcp_servers_that_only_its_file_names(tmp_p
         assert not path.is_file() or KEY.encode() not in path.read_bytes(), path
     assert KEY not in said.output
 
-    said = train("--resume", tmp_path / "run", "trainer.steps=7")
-    assert said.exit_code == 0, said.output
-    assert len(results(tmp_path)["greet"]) == 14
     monkeypatch.delenv("FAR_KEY")
-    said = train("--resume", tmp_path / "run", "trainer.steps=8")
+    said = train("--resume", tmp_path / "run", "trainer.steps=7")
     assert said.exit_code == 2
     assert "tools.1.api_key_env: the environment has no FAR_KEY. Write: export FAR_KEY=…" in said.stderr
 
@@ -215,7 +212,7 @@ def test_a_mistake_elsewhere_ends_what_was_started_for_the_tools(tmp_path):
     assert gone(command[-1])
 
 
-def test_each_source_may_name_its_own_and_the_same_entry_is_one_process(tmp_path):
+def test_each_source_may_name_its_own_the_same_entry_is_one_process_and_resume_opens_it_again(tmp_path):
     command = stubborn(tmp_path, "gentle-mark-of-two-sources")
     file = config(tmp_path, [], [call("echo", text="x")])
     tree = yaml.safe_load(file.read_text())
@@ -227,6 +224,9 @@ def test_each_source_may_name_its_own_and_the_same_entry_is_one_process(tmp_path
     told = train(file)
     assert told.exit_code == 0, told.output
     assert len({text.split()[0] for text in results(tmp_path)["echo"]}) == 1
+    told = train("--resume", tmp_path / "run", "trainer.steps=3")
+    assert told.exit_code == 0, told.output
+    assert len({text.split()[0] for text in results(tmp_path)["echo"]}) == 2
 
 
 def test_tools_list_and_show_ask_the_servers_of_a_run(tmp_path):

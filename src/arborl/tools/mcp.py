@@ -95,7 +95,7 @@ class McpServer:
         self._holders: set[asyncio.Task[None]] = set()
         """Of connections that are open, or not yet quite closed."""
         self._breaker = Breaker(failures=2)
-        self._closed = False
+        self._closed, self._deaths = False, 0
 
     def __str__(self) -> str:
         return self.server if isinstance(self.server, str) else " ".join(self.server)
@@ -229,8 +229,11 @@ class McpServer:
             return
         self._connection = None
         await connection.close()
-        words = f" It said: {connection.said}" if connection.said else ""
-        log.warning("the MCP server %s has ended; it is started again when it is called.%s", self, words)
+        self._deaths += 1
+        if self._deaths in (1, 10, 100, 1000):
+            again = f", for the {self._deaths}th time" if self._deaths > 1 else ""
+            words = f" It said: {connection.said}" if connection.said else ""
+            log.warning("the MCP server %s has ended%s; it is started again when it is called.%s", self, again, words)
 
     async def _end(self) -> None:
         if self._connection is not None:

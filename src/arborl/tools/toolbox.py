@@ -37,8 +37,8 @@ class Toolbox:
             made = as_tool(given)
             if made.name in self.tools:
                 raise ConfigError(
-                    f"two tools are called {made.name!r}; give one another name: @tool(name=…), or prefix: NAME_ beside "
-                    "the server that it comes from."
+                    f"two tools are called {made.name!r}; give one another name: @tool(name=…), or prefix: NAME_ "
+                    "beside the server that it comes from."
                 )
             self.tools[made.name] = made
 
