@@ -291,3 +291,14 @@ def test_an_episode_cut_short_is_told_by_its_last_reply():
         talked.calls[-1], completion=dataclasses.replace(talked.calls[-1].completion, finish=Finish.LENGTH)
     )
     assert algorithm.keep([group(talked, episode(0.0), episode(0.5))])[0].episodes[0] is not talked
+
+
+def test_advantages_are_held_to_their_bound_on_both_sides_and_counted():
+    groups = [group(*(episode(reward) for reward in (1.0, 0.0, 0.0, 0.0)))]
+    free = make_algorithm(AlgorithmConfig(std="group")).credit(groups, terms_of(groups)).advantage
+    held = make_algorithm(AlgorithmConfig(std="group", advantage_clip=0.6))
+    assert free.max() == pytest.approx(1.5, abs=1e-5)
+    assert free.min() == pytest.approx(-0.5, abs=1e-5)
+    assert held.credit(groups, terms_of(groups)).advantage.tolist() == np.clip(free, -0.6, 0.6).tolist()
+    assert held.metrics()["algorithm/advantage_clipped"] == 0.25
+    assert "algorithm/advantage_clipped" not in make_algorithm(AlgorithmConfig()).metrics()

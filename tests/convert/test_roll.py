@@ -347,6 +347,8 @@ def test_steps_as_rows_are_our_step_agent(read):
             r"kimi15: no such loss",
         ),
         ({"pretrain": None}, r"pretrain=None: names no model"),
+        ({"train_env_manager__group_size": "many"}, r"train_env_manager.group_size='many': must be a number"),
+        ({"train_env_manager__tags": ["a.b"], "custom_envs__a.b": {"env_type": "frozen_lake"}}, r"a.b: is no name"),
         ({"defaults": ["../config/elsewhere@_here_"]}, r"there is no such file"),
     ],
 )

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from arborl.convert.draft import Draft, Rule, idle, names, to
-from arborl.convert.parts import CORPUS, DOCUMENTS, SEARCH_TAGS
-from arborl.convert.verl import ENGINE
+from arborl.convert.parts import CORPUS, DOCUMENTS, ENGINE, SEARCH_TAGS
 
 LEAVE = "none"
 AGENTS = {"hf": "tool", "think": "tool", "react": "react", "code": "code", "searchr1": "code", "action": "chat"}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,11 +72,13 @@ def convert(system: str, files: Sequence[Path], uses: Mapping[str, str] | None =
     chosen = SYSTEMS[system]
     found = collect(files, chosen.plain_keys, chosen.absent)
     draft = Draft(given=found.keys, uses=dict(uses or {}))
-    if chosen.whole is not None:
-        chosen.whole(draft)
+    with _kinds(str(files[-1])):
+        if chosen.whole is not None:
+            chosen.whole(draft)
     for key, value in draft.given.items():
         if key not in draft.accounted():
-            _rule(key, chosen, found)(draft, key, value)
+            with _kinds(f"{key}={value!r}"):
+                _rule(key, chosen, found)(draft, key, value)
     if system == "verl":
         _variables(draft, found.variables)
     for _, name in found.absent:
@@ -90,6 +94,15 @@ def convert(system: str, files: Sequence[Path], uses: Mapping[str, str] | None =
     _finish(draft, system, chosen.defaults)
     _explain_environment(draft, found)
     return draft
+
+
+@contextmanager
+def _kinds(where: str) -> Iterator[None]:
+    """What a value of the wrong kind does to a rule, as one line."""
+    try:
+        yield
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{where}: a value is not of the kind its key takes: {error}.") from error
 
 
 def _rule(key: str, system: System, found: Collected) -> Rule:
@@ -197,6 +210,7 @@ def _leave_for_later(draft: Draft) -> None:
                 for found in error.errors()
                 if found["type"] in ("extra_forbidden", "literal_error")
                 for path in _settings_at(draft, ".".join(map(str, found["loc"])))
+                if not ESSENTIAL.search(path)
             ]
         if not missing:
             return
@@ -204,6 +218,8 @@ def _leave_for_later(draft: Draft) -> None:
             draft.postpone(path, LATER.get(path.rpartition(".")[2], "the run goes on without it"))
 
 
+ESSENTIAL = re.compile(r"(?:^|\.)(?:(?:env|agent|algorithm)\.name|env_type|rewards|tools|hub|path)$")
+"""Without these it would be another run: that they do not fit is an error."""
 LATER = {
     "max_lag": "ROLLOUT AND TRAINING TAKE TURNS here: the converted run is synchronous",
     "decay": "the rate falls linearly until this version has that schedule",
@@ -217,6 +233,7 @@ LATER = {
     "top_k": "held-out tasks are drawn from all tokens",
     "max_tokens": "a call is as long as in training",
     "advantage_clip": "advantages are not clipped",
+    "whiten_over": "whitened over episodes, one vote each; there over tokens",
     "teacher": "there is no teacher but the reference",
 }
 """What happens without it."""

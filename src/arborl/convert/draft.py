@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from arborl.convert.report import Line, short, table
+from arborl.errors import ConfigError
 
 SECRET = re.compile(r"(?:api|access|secret|private)_?(?:key|token)$|(?:^|[._])(?:token|password|passwd|secret)$", re.I)
 
@@ -94,6 +95,18 @@ class Draft:
     def accounted(self) -> frozenset[str]:
         """Their keys that something has been said about."""
         return frozenset(line.key for line in self.lines)
+
+    def whole(self, key: str, otherwise: int) -> int:
+        """Their `key` as a whole number."""
+        return round(self.number(key, otherwise))
+
+    def number(self, key: str, otherwise: float) -> float:
+        """Their `key` as a number; where it is none, an error says so."""
+        value = self.given.get(key)
+        try:
+            return float(otherwise if value is None else value)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{key}={value!r}: must be a number.") from error
 
     def below(self, prefix: str) -> dict[str, Any]:
         """Their keys that begin with `prefix`, without it."""

@@ -14,7 +14,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from arborl.config.bounds import MAX_DEPTH, bounded, check_yaml
-from arborl.convert.reading import plain, read
+from arborl.convert.reading import read
 from arborl.errors import ConfigError
 
 YAML = (".yaml", ".yml")
@@ -94,8 +94,17 @@ def overrides(file: Path) -> dict[str, Any]:
             raise ConfigError(f"{file}: line {number}: cannot read {line[:60]!r}: {error}") from error
         for word in words:
             if match := OVERRIDE.fullmatch(word):
-                found[match[1]] = plain(match[2])
+                found[match[1]] = _scalar(match[2])
     return found
+
+
+def _scalar(text: str) -> Any:
+    from omegaconf._utils import get_yaml_loader
+
+    try:
+        return yaml.load(text, Loader=get_yaml_loader())
+    except yaml.YAMLError:
+        return text
 
 
 def _text(file: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+ENGINE = "sampling is done by Arbor's own engine, which shares the learner's weights"
 SEARCH_TAGS = {
     "code_start_tag": "<search>", "code_end_tag": "</search>",
     "result_start_tag": "<information>", "result_end_tag": "</information>",

@@ -15,7 +15,6 @@ WHITENED = (
     "advantages are whitened over all tokens of the batch there; here they stay as the group's deviation leaves them, "
     "which is near deviation 1"
 )
-VOTES = "the deviation is that of episodes, one vote each; there it is that of tokens"
 
 
 def estimator(draft: Draft, steps: bool, rows: bool) -> None:
@@ -112,10 +111,10 @@ def _by_episode(draft: Draft, chosen: str, mean: str, std: str, whiten: bool) ->
         why = "" if mean == "none" else "the batch's mean is taken off"
         _name(draft, chosen, "reinforce_plus_plus", why if same else f"{why}, and here it is divided by its deviation")
         if "whiten_advantages" in draft.given and whiten:
-            draft.set("whiten_advantages", True, "algorithm.advantage", "reinforce_plus_plus", VOTES)
+            draft.set("whiten_advantages", True, "algorithm.whiten_over", "token")
     elif mean == "group" and std == "none" and whiten:
         _name(draft, chosen, "reinforce_plus_plus_baseline")
-        draft.set("whiten_advantages", True, "algorithm.advantage", "reinforce_plus_plus_baseline", VOTES)
+        draft.set("whiten_advantages", True, "algorithm.whiten_over", "token")
     else:
         _name(draft, chosen, "grpo")
         _normal(draft, "algorithm.baseline", "mean" if mean == "group" else "none")
@@ -132,8 +131,8 @@ def _by_step(draft: Draft, chosen: str, mean: str, std: str) -> None:
         if mean == "batch":
             draft.drop("reward_normalization", "batch", "the batch's mean is not taken off a step's return here")
         return
-    whole = float(draft.given.get("episode_reward_weight", 1.0))
-    step = float(draft.given.get("step_reward_weight", 1.0))
+    whole = draft.number("episode_reward_weight", 1.0)
+    step = draft.number("step_reward_weight", 1.0)
     if not whole:
         draft.drop(
             "episode_reward_weight", whole, "0 leaves the comparison by step alone: write adv_estimator=step_reinforce"
@@ -150,7 +149,9 @@ def _by_step(draft: Draft, chosen: str, mean: str, std: str) -> None:
 
 def _whiten(draft: Draft, whiten: bool) -> None:
     if "whiten_advantages" in draft.given:
-        draft.set("whiten_advantages", whiten, "algorithm.whiten", whiten, VOTES if whiten else "")
+        draft.set("whiten_advantages", whiten, "algorithm.whiten", whiten)
+        if whiten:
+            draft.set("whiten_advantages", whiten, "algorithm.whiten_over", "token")
     else:
         draft.default("whiten_advantages", whiten, "algorithm.whiten", whiten)
 
@@ -178,7 +179,7 @@ def aggregation(draft: Draft, steps: bool) -> None:
     say = draft.set if key in draft.given else draft.default
     if mode == "seq-mean-token-sum-norm":
         say(key, mode, "algorithm.aggregation", "fixed", "the mean over episodes; there their sum")
-        draft.settings["algorithm.fixed_length"] = int(draft.given.get("sequence_length") or 1024)
+        draft.settings["algorithm.fixed_length"] = draft.whole("sequence_length", 1024)
     elif mode not in AGGREGATION:
         draft.refuse(key, mode, f"no such mode in ROLL. Write one of {', '.join(AGGREGATION)}.")
     elif mode == "seq-mean-token-sum":
@@ -289,9 +290,9 @@ def correction(draft: Draft) -> None:
 def penalties(draft: Draft) -> None:
     """KL in the loss (k3), or off the reward where `add_token_level_kl` says so; entropy."""
     given = draft.given
-    coef = float(given.get("kl_loss_coef") or 0.0)
+    coef = draft.number("kl_loss_coef", 0.0)
     in_loss = bool(given.get("use_kl_loss")) and coef > 0
-    in_reward = bool(given.get("add_token_level_kl")) and float(given.get("init_kl_coef", 0.2)) > 0
+    in_reward = bool(given.get("add_token_level_kl")) and draft.number("init_kl_coef", 0.2) > 0
     if in_loss:
         draft.set("kl_loss_coef", coef, "algorithm.kl.coef", coef)
         draft.set("use_kl_loss", True, "algorithm.kl.estimator", "k3")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 from arborl.convert.draft import Draft, names
 from arborl.convert.roll import places
 from arborl.convert.roll.places import Tag
 from arborl.errors import did_you_mean
 
+NAME = re.compile(r"[\w -]+")
 MANAGERS = {"TrajEnvManager": "chat", "StepEnvManager": "step", "StepConcatEnvManager": "step"}
 RUNNERS = {"GEMRunner": "chat"}
 PROMPTS = {
@@ -57,6 +60,9 @@ def _tags(draft: Draft, manager: str) -> list[str]:
 
 
 def _tag(draft: Draft, name: str, known: set[str]) -> Tag | None:
+    if not NAME.fullmatch(name):
+        draft.refuse("tags", name, "is no name for a source here. Use letters, digits, - and _.")
+        return None
     own = draft.below(f"custom_envs.{name}.")
     tag = Tag(draft, name, own)
     if not own:
@@ -122,9 +128,9 @@ def _limits(tag: Tag) -> None:
 
 def _groups(draft: Draft) -> tuple[int, int]:
     """Tasks of a step, and episodes of each: the batch counts episodes there."""
-    size = int(draft.given.get("train_env_manager.group_size") or 1)
-    slots = int(draft.given.get("train_env_manager.num_env_groups") or 128)
-    episodes = int(draft.given.get("rollout_batch_size") or slots * size)
+    size = draft.whole("train_env_manager.group_size", 1)
+    slots = draft.whole("train_env_manager.num_env_groups", 128)
+    episodes = draft.whole("rollout_batch_size", slots * size)
     if episodes % size:
         draft.refuse(
             "rollout_batch_size",
@@ -142,7 +148,7 @@ def _groups(draft: Draft) -> tuple[int, int]:
     if "train_env_manager.group_size" in draft.given:
         draft.set("train_env_manager.group_size", size, "rollout.envs.group_size", size)
     draft.settings |= {"rollout.envs.num_env_groups": tasks, "rollout.envs.group_size": size}
-    spare = int(draft.given.get("train_env_manager.group_size_redundancy") or 0)
+    spare = draft.whole("train_env_manager.group_size_redundancy", 0)
     if spare:
         draft.set("train_env_manager.group_size_redundancy", spare, "rollout.redundancy", spare)
     draft.default(
@@ -209,9 +215,9 @@ def _workers(draft: Draft) -> None:
 def _validation(draft: Draft, val: list[str]) -> None:
     """Held-out tasks by tag. A group of validation is a task, played as often as the batch asks for."""
     at = "val_env_manager."
-    size = int(draft.given.get(f"{at}group_size") or 1)
-    slots = int(draft.given.get(f"{at}num_env_groups") or 128)
-    batch = int(draft.given.get("val_batch_size") or slots * size)
+    size = draft.whole(f"{at}group_size", 1)
+    slots = draft.whole(f"{at}num_env_groups", 128)
+    batch = draft.whole("val_batch_size", slots * size)
     if not val:
         draft.default("val_env_manager.tags", None, "evaluation.tasks", 0)
         return
@@ -251,7 +257,7 @@ def _as_sources(draft: Draft, tags: list[Tag], train: list[str], groups: tuple[i
     if not alone:
         for name in train:
             draft.set("train_env_manager.tags", name, f"data.sources.{name}.ratio", shares[name])
-    played = int(draft.given.get("val_batch_size") or 0)
+    played = draft.whole("val_batch_size", 0)
     if played > 0:
         draft.set("val_batch_size", played, "evaluation.tasks", played, "held out, of all sources together")
     held = "held-out tasks are those of the same sources, evaluation.tasks of them"

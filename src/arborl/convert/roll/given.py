@@ -50,7 +50,7 @@ def distill(draft: Draft) -> None:
     (draft.set if "kd_objective" in draft.given else draft.default)(
         "kd_objective", objective, "algorithm.loss", "distill", why
     )
-    weight = float(draft.given.get("distill_loss_weight", 0.5))
+    weight = draft.number("distill_loss_weight", 0.5)
     if weight < 1:
         why = f"the rest, {1 - weight:g}, is the loss of given answers there: see demonstrations"
         draft.drop("distill_loss_weight", weight, why)
@@ -73,7 +73,7 @@ def _learn(draft: Draft, role: str, model: str, name: str) -> None:
     """What all three have: a model, rows, an optimiser, and a batch of rows for each of its steps."""
     draft.settings["algorithm.name"] = name
     learner.model(draft, role, model)
-    total = int(draft.given.get("sequence_length") or 8192)
+    total = draft.whole("sequence_length", 8192)
     draft.put("sequence_length", total, "sampling.max_context")
     draft.default("sequence_length", total, "sampling.max_tokens", total // 2)
     key = f"{role}.data_args.file_name"

@@ -56,7 +56,7 @@ def optimiser(draft: Draft, role: str) -> None:
     at = f"{role}.training_args."
     draft.put(f"{at}learning_rate", 5e-5, "learner.lr", float)
     draft.put(f"{at}weight_decay", 0.0, "learner.weight_decay", lambda given: float(given or 0))
-    first, second = float(draft.given.get(f"{at}adam_beta1", 0.9)), float(draft.given.get(f"{at}adam_beta2", 0.999))
+    first, second = draft.number(f"{at}adam_beta1", 0.9), draft.number(f"{at}adam_beta2", 0.999)
     for key, value in (("adam_beta1", first), ("adam_beta2", second)):
         if f"{at}{key}" in draft.given:
             draft.set(f"{at}{key}", value, "learner.betas", [first, second])
@@ -89,8 +89,8 @@ def copies(draft: Draft, role: str) -> int | None:
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     across = 1
     for key in sizes:
-        across *= int(draft.given.get(f"{at}{key}") or 1)
-    across *= int(draft.given.get(f"{role}.model_args.ulysses_size") or 1)
+        across *= draft.whole(f"{at}{key}", 1)
+    across *= draft.whole(f"{role}.model_args.ulysses_size", 1)
     if isinstance(mapping, list):
         devices = len(mapping)
     elif isinstance(mapping, str) and (found := RANGE.search(mapping)):
@@ -103,8 +103,8 @@ def copies(draft: Draft, role: str) -> int | None:
 def optimiser_batch(draft: Draft, role: str) -> tuple[int, int | None]:
     """Rows of one optimiser step on one copy of the model, and copies."""
     at = f"{role}.training_args."
-    rows = int(draft.given.get(f"{at}per_device_train_batch_size") or 8)
-    return rows * int(draft.given.get(f"{at}gradient_accumulation_steps") or 1), copies(draft, role)
+    rows = draft.whole(f"{at}per_device_train_batch_size", 8)
+    return rows * draft.whole(f"{at}gradient_accumulation_steps", 1), copies(draft, role)
 
 
 def minibatches(draft: Draft, role: str, episodes: int, tasks: int, steps: bool) -> None:

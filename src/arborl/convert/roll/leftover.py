@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from arborl.convert.draft import Draft, Rule, every, idle, no, to
+from arborl.convert.parts import ENGINE
 
 PLACEMENT = "where a worker runs, and how its work is cut up, changes nothing but speed: one process, one device"
-ENGINE = "sampling is done by Arbor's own engine, which shares the learner's weights"
 TEMPLATE = "a model brings its own chat template; model.chat_template names another"
 REFERENCE = "the reference policy is a frozen copy, made where algorithm.kl.coef asks for one"
 MICRO = "micro-batches are counted in tokens, and change nothing but memory: learner.micro_batch_tokens"

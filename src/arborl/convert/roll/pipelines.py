@@ -88,10 +88,9 @@ def rlvr(draft: Draft) -> None:
     draft.settings["sampling.max_tokens"] = draft.settings["sampling.max_context"] - int(
         draft.given.get("prompt_length") or 1024
     )
-    learner.sampling(draft, "validation.generating_args.", "evaluation") if draft.below(
-        "validation.generating_args."
-    ) else None
-    draft.settings.pop("evaluation.max_tokens", None)
+    if draft.below("validation.generating_args."):
+        learner.sampling(draft, "validation.generating_args.", "evaluation")
+        draft.undo("evaluation.max_tokens", "sequence_length less prompt_length, as in training")
     tasks = int(draft.put("rollout_batch_size", 128, "rollout.tasks_per_step"))
     size = int(draft.put("num_return_sequences_in_group", 1, "rollout.group_size"))
     distilled = teacher(draft)
@@ -118,9 +117,9 @@ def _roles(draft: Draft) -> tuple[str, str]:
 
 def length(draft: Draft) -> None:
     """`sequence_length` holds prompt and answer; without it, both of their lengths do."""
-    prompt, answer = draft.given.get("prompt_length"), draft.given.get("response_length")
+    answer = draft.given.get("response_length")
     whole = draft.given.get("sequence_length")
-    total = int(whole) if whole is not None else int(answer or 0) + int(prompt or 1024)
+    total = draft.whole("sequence_length", 0) or draft.whole("response_length", 0) + draft.whole("prompt_length", 1024)
     if whole is None and answer is None:
         draft.refuse("sequence_length", None, "is not there, and response_length is not either. Write one of them.")
         total = 8192
@@ -172,7 +171,7 @@ def teacher(draft: Draft) -> bool:
 
 def patience(draft: Draft) -> None:
     """Nothing ends an episode there for taking long."""
-    hung = int(draft.given.get("env_monitor.hung_timeout") or 3600)
+    hung = draft.whole("env_monitor.hung_timeout", 3600)
     for path in ("rollout.episode_seconds", "rollout.step_seconds"):
         draft.default("env_monitor.hung_timeout", hung, path, float(hung))
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from arborl.config.data import DataConfig
 from arborl.convert.draft import Draft, names
 
 MATH = "compared by rule, number by number, and not by math_verify's symbols"
+NAME = re.compile(r"[\w -]+")
 LEAVE = "none"
 """What `--use DOMAIN=none` says: leave it out."""
 SOFT = {"soft": (1.0, -0.5, -1.0), "loose": (1.0, -1.0, -1.0), "strict": (1.0, -1.0, -1.0)}
@@ -74,6 +77,11 @@ def domains(draft: Draft, train: str, distilled: bool) -> None:
     if not kept:
         draft.refuse("rewards", None, "no reward is left. Write rewards.DOMAIN.worker_cls, or --use DOMAIN=NAME.")
         return
+    for name in chosen:
+        if name not in kept:
+            why = "left out, as --use says: the others fill its place, and its rows must not be in the files"
+            draft.drop(f"rewards.{name}.worker_cls", draft.given.get(f"rewards.{name}.worker_cls"), why)
+            draft.drop(f"{train}.data_args.domain_interleave_probs.{name}", shares.get(name), why)
     _path(draft, train, files)
     _columns(draft, train)
     if len(kept) == 1:
@@ -102,6 +110,8 @@ def _path(draft: Draft, train: str, files: list[str]) -> None:
         draft.refuse(key, None, "names no rows. Write file_name: [FILE].")
     elif len(files) == 1:
         draft.set(key, files, "data.path", files[0])
+    elif "tuple" in str(DataConfig.model_fields["path"].annotation):
+        draft.set(key, files, "data.path", files)
     else:
         folder = f"{Path(files[0]).parent}/{draft.given.get('exp_name') or 'rows'}"
         draft.set(
@@ -133,6 +143,10 @@ def _sources(draft: Draft, train: str, kept: Mapping[str, tuple[Any, str]], shar
         tags = names(draft.given.get(f"rewards.{name}.tag_included")) or [name]
         share = float(shares.get(name, 1.0 / len(kept)))
         for tag in tags:
+            if not NAME.fullmatch(tag):
+                draft.refuse(
+                    f"rewards.{name}.tag_included", tag, "is no name for a source here. Use letters, digits, - and _."
+                )
             place = f"data.sources.{tag}"
             draft.set(
                 f"rewards.{name}.worker_cls",
@@ -200,8 +214,8 @@ def masks(draft: Draft, size: int) -> None:
         draft.set("max_len_mask", True, "algorithm.overlong.filter", True, "out of the group's baseline too")
     if given.get("difficulty_mask") and size > 1:
         low, high = (
-            float(given.get("difficulty_low_threshold", 0.0)),
-            float(given.get("difficulty_high_threshold", 1.0)),
+            draft.number("difficulty_low_threshold", 0.0),
+            draft.number("difficulty_high_threshold", 1.0),
         )
         exact = low < 1 / size and high > 1 - 1 / size
         why = "" if exact else "groups that all score alike; there those by difficulty thresholds"
