@@ -126,12 +126,19 @@ def changed(**more):
 
 @pytest.fixture
 def read(tmp_path):
-    def reading(uses=None, **more):
-        (tmp_path / "config").mkdir(exist_ok=True)
-        (tmp_path / "config" / "games.yaml").write_text(GAMES)
+    """Converts `BASE` with changes: in one file, or through a `defaults` list as ROLL's examples are."""
+
+    def reading(uses=None, composed=False, **more):
+        tree = changed(**more)
+        if composed or "defaults" in more:
+            (tmp_path / "config").mkdir(exist_ok=True)
+            (tmp_path / "config" / "games.yaml").write_text(GAMES)
+        else:
+            tree = yaml.safe_load(GAMES) | tree
+            del tree["defaults"]
         file = tmp_path / "run" / "play.yaml"
         file.parent.mkdir(exist_ok=True)
-        file.write_text(yaml.safe_dump(changed(**more), sort_keys=False))
+        file.write_text(yaml.safe_dump(tree, sort_keys=False))
         draft = convert("roll", [file], uses)
         assert set(draft.given) <= draft.accounted()
         return draft
@@ -150,7 +157,7 @@ def why(draft) -> dict[str, str]:
 @pytest.mark.parametrize(("tag", "env"), [("Ice", "frozen_lake"), ("Puzzle", "sokoban"), ("Market", "shop")])
 def test_the_environment_is_the_one_its_tag_leads_to(read, tag, env):
     """Through a defaults list and a reference: once, all of these became FrozenLake."""
-    config = config_of(read(train_env_manager__tags=[tag]))
+    config = config_of(read(composed=True, train_env_manager__tags=[tag]))
     source = config.data.sources[tag]
     assert source.env.name == env
     assert source.ratio == 1
@@ -443,12 +450,12 @@ def test_a_converted_file_trains(read, tmp_path):
     few = {"val_env_manager__num_env_groups": 2, "val_env_manager__num_groups_partition": [1, 1], "val_batch_size": 4}
     draft = read(**few, rollout_batch_size=8)
     (tmp_path / "ours.yaml").write_text(as_yaml(draft.tree()))
-    more = [
-        "model=seedling",
-        f"output_dir={tmp_path / 'out'}",
-        "trainer.steps=1",
+    more = ["model=seedling", f"output_dir={tmp_path / 'out'}", "trainer.steps=1", "learner.epochs=1", "track.gifs=0"]
+    more += [
         "rollout.workers=auto",
         "rollout.envs.max_env_num_per_worker=0",
+        "~track.render_save_dir",
+        "evaluation.greedy=false",
     ]
     assert train(load(tmp_path / "ours.yaml", more), stub=True).summary["steps"] == 1
 
