@@ -94,11 +94,7 @@ class Parts:
         for name in TOKENIZER_FILES:
             if (self.model_folder / name).exists():
                 shutil.copyfile(self.model_folder / name, folder / name)
-        shown, *with_tools = self.renderer.template.sources  # as the model is shown it, wherever the folder goes
-        (folder / "chat_template.jinja").write_text(shown, encoding="utf-8")
-        for source in with_tools:
-            (folder / "additional_chat_templates").mkdir(exist_ok=True)
-            (folder / "additional_chat_templates" / "tool_use.jinja").write_text(source, encoding="utf-8")
+        self.renderer.template.save(folder)
 
 
 def build(config: RunConfig, objects: Mapping[str, Any] | None = None) -> Parts:
@@ -118,9 +114,7 @@ def _build(config: RunConfig, workshop: Workshop) -> Parts:
     found = workshop.sandbox()
     folder, named = check_model(resolve(config.model.name)), config.learner.critic_from
     began = check_model(resolve(named, "learner.critic_from")) if named is not None else None
-    check_supported(
-        described(folder), config.model.name, config.sampling.max_context
-    )  # a refusal need not wait for the weights
+    check_supported(described(folder), config.model.name, config.sampling.max_context)  # before the weights are read
     renderer = renderer_of(config, folder)
     given = GivenEpisodes.of(config, renderer)
     source, steps = workshop.source(renderer, given)

@@ -57,7 +57,7 @@ def assert_grows(renderer: Renderer, tools=()) -> None:
     talk, conversations = [Message("system", "Be brief."), Message("user", "Hi")], Conversations(renderer)
     if renderer.shown is not None and not renderer.shown.system:
         talk = talk[1:]
-    calls = ["<tool_call>{\"name\": \"now\", \"arguments\": {}}</tool_call>", "It is late.  ", "Bye"]
+    calls = ['<tool_call>{"name": "now", "arguments": {}}</tool_call>', "It is late.  ", "Bye"]
     for text, answer in zip(calls, (Message("tool", "12:00"), Message("user", "Thanks"), None), strict=True):
         prompt = conversations.prompt(talk, tools)
         assert prompt.text == renderer.text(talk, tools)
@@ -136,11 +136,15 @@ def test_a_template_without_tools_tells_the_model_of_them_in_its_own_format(mode
     assert shown in text
     assert len(parser.parse(shown)) == 1
     assert not parser.parse(shown)[0].error
-    assert renderer.text([Message("user", "Hi")]) == Template(SMOLLM2, None, None).render([Message("user", "Hi")], (), True)
+    assert renderer.text([Message("user", "Hi")]) == Template(SMOLLM2, None, None).render(
+        [Message("user", "Hi")], (), True
+    )
     assert_grows(renderer, TOOLS)
 
 
-def test_a_template_without_system_role_and_tool_role_has_tools_in_the_first_message_and_results_in_the_next(model_folder):
+def test_a_template_without_system_role_and_tool_role_has_tools_in_the_first_message_and_results_in_the_next(
+    model_folder,
+):
     folder = model_folder(tokenizer_config={"eos_token": "<|im_end|>", "chat_template": STRICT})
     renderer = Renderer.from_folder(folder)
     talk = [

@@ -24,7 +24,6 @@ from arborl.cli.main import app
 from arborl.config.load import load
 from arborl.envs.env import Env, Observation, Step
 from arborl.envs.frozen_lake import FrozenLake
-from arborl.models.load import resolve
 from arborl.rollout.store import EpisodeStore
 from arborl.track.jsonl import read_metrics
 from arborl.types import Message
@@ -347,22 +346,6 @@ def test_bad_input_is_one_clear_line_exit_code_2_and_nothing_written(tmp_path, m
     assert complaint in done.output
     assert len(done.output.strip().splitlines()) == 1
     assert not list(tmp_path.iterdir())
-
-
-def test_a_model_with_a_sliding_window_is_refused_before_its_weights_are_looked_for(tmp_path):
-    from transformers import MistralConfig
-
-    folder = tmp_path / "mistral"
-    folder.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        if (found := resolve("seedling") / name).exists():
-            (folder / name).write_bytes(found.read_bytes())
-    MistralConfig(sliding_window=4096).save_pretrained(folder)
-    done = invoke("train", f"model={folder}", f"output_dir={tmp_path / 'run'}")
-    assert done.exit_code == 2, done.output
-    assert "sliding window of 4096 tokens" in done.output
-    assert '"sliding_window": null' in done.output
-    assert len(done.output.strip().splitlines()) == 1
 
 
 def test_a_folder_that_holds_a_run_is_not_written_over(stub):

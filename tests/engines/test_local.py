@@ -11,6 +11,8 @@ import torch
 from transformers import (
     GemmaConfig,
     GemmaForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -99,9 +101,9 @@ def test_greedy_tokens_equal_those_of_transformers_for_every_family(family):
 
 
 def test_a_model_whose_attention_we_do_not_follow_is_refused_by_name():
-    model = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=16)).eval()
-    with pytest.raises(EngineError, match="sliding_window"):
-        LocalEngine(model, max_context=128, max_requests=1, kv_tokens=128)
+    sizes = {**SIZES, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}
+    with pytest.raises(EngineError, match="s_aux"):
+        LocalEngine(GptOssForCausalLM(GptOssConfig(**sizes)).eval(), max_context=128, max_requests=1, kv_tokens=128)
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from model_families import FAMILIES, LEAN, VOCABULARY, family, plain_logits
 
 from arborl.config.run import LearnerConfig
 from arborl.engines.local import LocalEngine
@@ -20,7 +21,6 @@ from arborl.learner.score import score
 from arborl.models.lean import is_lean
 from arborl.rollout.tree import plant
 from arborl.types import Call, Episode, Group, Sampling, Task
-from model_families import FAMILIES, LEAN, VOCABULARY, family, plain_logits
 
 CONTEXT = 64
 

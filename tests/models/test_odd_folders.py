@@ -74,7 +74,8 @@ def of_another_size(folder: Path) -> None:
 
 
 def t5(folder: Path) -> None:
-    T5ForConditionalGeneration(T5Config(vocab_size=2048, d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8)).save_pretrained(folder)  # fmt: skip
+    config = T5Config(vocab_size=2048, d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8)
+    T5ForConditionalGeneration(config).save_pretrained(folder)
 
 
 def t5_that_says_nothing(folder: Path) -> None:
@@ -116,7 +117,9 @@ def scaled_logits(folder: Path) -> None:
 
 
 def short_positions(folder: Path) -> None:
-    GPT2LMHeadModel(GPT2Config(vocab_size=2048, n_embd=16, n_layer=1, n_head=2, n_positions=256)).save_pretrained(folder)
+    GPT2LMHeadModel(GPT2Config(vocab_size=2048, n_embd=16, n_layer=1, n_head=2, n_positions=256)).save_pretrained(
+        folder
+    )
 
 
 def stretched_positions(folder: Path) -> None:
@@ -132,7 +135,14 @@ def not_json(folder: Path) -> None:
 
 
 def sinks(folder: Path) -> None:
-    made("GptOss", vocab_size=2048, max_position_embeddings=131072, head_dim=8, num_local_experts=2, num_experts_per_tok=1)().save_pretrained(folder)
+    made(
+        "GptOss",
+        vocab_size=2048,
+        max_position_embeddings=131072,
+        head_dim=8,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+    )().save_pretrained(folder)
 
 
 def linear_layers(folder: Path) -> None:
@@ -185,6 +195,13 @@ def test_a_folder_without_tokenizer_is_one_sentence(tmp_path, monkeypatch):
     (tmp_path / "odd").mkdir()
     config_alone(tmp_path / "odd")
     assert_refused(["train", "model=odd"], "no tokenizer.json")
+
+
+def test_a_tokenizer_of_another_model_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = with_tokenizer(tmp_path / "odd")
+    LlamaForCausalLM(LlamaConfig(**{**LLAMA, "vocab_size": 100})).save_pretrained(folder)
+    assert_refused(["train", "model=odd", "model.device=cpu"], "and the model knows 100")
 
 
 @pytest.mark.parametrize("name", ["gpt2", "someone/something", "seedlng"])

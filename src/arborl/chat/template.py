@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
@@ -81,6 +82,14 @@ class Template:
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec], generation: bool) -> str:
         """The conversation's text; `generation` adds what comes before the assistant's next message."""
         return self.quoted(messages, tools, generation, PLAIN).text
+
+    def save(self, folder: Path) -> None:
+        """Write the sources where Hugging Face's layout has them: what the model is shown here, it is shown there."""
+        source, *with_tools = self.sources
+        (folder / "chat_template.jinja").write_text(source, encoding="utf-8")
+        for other in with_tools:
+            (folder / "additional_chat_templates").mkdir(exist_ok=True)
+            (folder / "additional_chat_templates" / "tool_use.jinja").write_text(other, encoding="utf-8")
 
     def quoted(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], generation: bool, quoting: Quoting

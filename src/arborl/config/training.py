@@ -49,8 +49,8 @@ class LearnerConfig(Config):
     recompute: bool = False
     """Gradient checkpointing: run each layer again for its gradient instead of keeping what it computed."""
     master: Literal["float32", "none"] = "float32"
-    """What the optimiser works on where the model is in bfloat16 or float16: float32 copies of its weights, or the
-    weights themselves, which lose small updates."""
+    """What the optimiser works on where the model is in bfloat16 or float16: float32 copies of its weights, or (for
+    bfloat16 only) the weights themselves, which lose small updates."""
     critic: Literal["auto", "none", "shared", "separate"] = "auto"
     """What estimates values: a head on the policy's own trunk, or a model of its own. `auto` is `shared` for an
     algorithm that needs one."""

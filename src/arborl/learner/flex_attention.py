@@ -34,7 +34,7 @@ class FlexAttend:
 
     def __init__(self, batch: MicroBatch, device: torch.device):
         self.batch, self.device = batch, device
-        self.masks = {None: block_mask(batch.end, device)}
+        self.masks: dict[int | None, BlockMask] = {None: block_mask(batch.end, device)}
 
     def prepare(self, windows: Sequence[int]) -> None:
         """Make the masks of these windows, before layers are run: compiled ones cannot."""
@@ -76,9 +76,7 @@ def compiled_flex() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, dynamic=True)
 
 
-def block_mask(
-    end: np.ndarray, device: torch.device, depth: np.ndarray | None = None, window: int = 0
-) -> BlockMask:
+def block_mask(end: np.ndarray, device: torch.device, depth: np.ndarray | None = None, window: int = 0) -> BlockMask:
     """Which blocks of keys each block of queries must look at, and which of them need no mask; with the tokens'
     `depth`, within a window of so many positions."""
     if len(end) % SIZE:

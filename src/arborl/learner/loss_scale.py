@@ -7,7 +7,6 @@ overflow, the pass is done again with a smaller factor: no step is lost, and non
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ class LossScale:
         self.value = self.kept = START if self.needed else 1.0
         self.good = 0
 
-    def settled(self, gradients: Sequence[Tensor]) -> bool:
+    def settled(self, gradients: list[Tensor]) -> bool:
         """Divide the gradients; False where they overflowed and are to be computed again with the factor as it is now.
 
         What is not finite at a factor of 1 is none of this one's fault: it is left as it is, and the factor as before.

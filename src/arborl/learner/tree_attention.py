@@ -70,7 +70,8 @@ class DenseAttend:
         start = 0
         for length in batch.lengths:
             here = slice(start, start + length)
-            self.trees.append([torch.from_numpy(x).to(device) for x in (batch.end[here] - start, batch.depth[here])])
+            end, depth = (torch.from_numpy(x).to(device) for x in (batch.end[here] - start, batch.depth[here]))
+            self.trees.append((end, depth))
             start += length
         self.masks: dict[int | None, list[Tensor]] = {}
 
@@ -84,7 +85,7 @@ class DenseAttend:
     ) -> Tensor:
         outs, window = [], bounds.window
         if window not in self.masks:
-            self.masks[window] = [self._mask(*tree, window) for tree in self.trees]
+            self.masks[window] = [self._mask(end, depth, window) for end, depth in self.trees]
         parts = zip(*(x.split(self.lengths) for x in (q_NHD, k_NKD, v_NKD)), self.masks[window], strict=True)
         for q, k, v, mask in parts:
             q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
@@ -139,9 +140,7 @@ class BlockAttend:
         keys = block_keys(batch.end)
         order = sorted(range(len(keys)), key=lambda block: len(keys[block]))
         chosen = [order[i : i + BUCKET] for i in range(0, len(order), BUCKET)]
-        self.buckets = [
-            Bucket(np.array(blocks) * BLOCK, [keys[b] for b in blocks], batch, device) for blocks in chosen
-        ]
+        self.buckets = [Bucket(np.array(blocks) * BLOCK, [keys[b] for b in blocks], batch, device) for blocks in chosen]
         self.queries_each, self.keys_each = ([len(getattr(b, x)) for b in self.buckets] for x in ("query", "keys"))
         places = np.concatenate([bucket.places.reshape(-1) for bucket in self.buckets])
         self.query, self.keys, self.back = (

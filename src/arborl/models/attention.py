@@ -45,7 +45,9 @@ def _hook(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **given: Any
 ) -> tuple[Tensor, None]:
     if given.get("s_aux") is not None:
-        raise ValueError("this model's attention uses s_aux, which is not supported")
+        raise ValueError("its attention has sinks (s_aux)")
+    if "attend" not in given:
+        raise ValueError("its layers do not pass on what attention is to be given")
     attend: Attend = given["attend"]
     window = given["sliding_window"] if "sliding_window" in given else getattr(module, "sliding_window", None)
     q_NHD, k_NKD, v_NKD = (x[0].transpose(0, 1) for x in (query, key, value))

@@ -41,6 +41,9 @@ def add_lora(model: PreTrainedModel, config: LoraConfig) -> None:
             lora_alpha=config.alpha,  # type: ignore[arg-type]
             lora_dropout=config.dropout,
             target_modules=target,
+            fan_in_fan_out=any(
+                isinstance(module, Conv1D) for module in model.modules()
+            ),  # GPT-2's, which are transposed
             task_type="CAUSAL_LM",
         )
         try:
@@ -141,10 +144,12 @@ def export_merged(model: PreTrainedModel, folder: Path) -> None:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     whole = copy.deepcopy(model)
-    for name, module in list(whole.named_modules()):
-        if isinstance(module, BaseTunerLayer):
-            module.merge()  # type: ignore[operator]
-            parent, _, child = name.rpartition(".")
+    layers = {name: module for name, module in whole.named_modules() if isinstance(module, BaseTunerLayer)}
+    for module in layers.values():
+        module.merge()  # type: ignore[operator]
+    for name, module in layers.items():
+        parent, _, child = name.rpartition(".")
+        if parent not in layers:  # experts have an adapter around an adapter, one for each of their weights
             setattr(whole.get_submodule(parent), child, module.get_base_layer())
     del whole.peft_config
     whole._hf_peft_config_loaded = False

@@ -1,0 +1,103 @@
+"""A folder shaped as GPT-2's own: byte-level tokens, one control token that only `config.json` names, no chat template.
+
+Its weights are random, or, after a short warm-up on transcripts of FrozenLake, those of a model that knows the format
+and plays badly, so that there is something to learn.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from arborl.chat import Renderer
+from arborl.envs.frozen_lake import FrozenLake, best_moves
+from arborl.seedling.game_transcripts import play
+from arborl.seedling.transcript import PIECE, Transcript, pick
+from arborl.seeds import generator
+from arborl.types import Message
+
+END, VOCABULARY = "<|endoftext|>", 600
+
+
+def lake(chance, size: int, skilled: float = 0.5) -> Transcript:
+    """A game in which every move is a good one that often, and else any."""
+    env = FrozenLake(size=size, max_steps=3)
+
+    def say() -> str:
+        good = best_moves(env.grid, env.player)
+        moves = good if good and chance.random() < skilled else ("Up", "Down", "Left", "Right")
+        return f"<answer>{pick(chance, moves)}</answer>"
+
+    return play(env, say, chance)
+
+
+def tokenizer_of(texts: list[str]) -> Tokenizer:
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECE), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    made.decoder = decoders.ByteLevel()
+    made.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=VOCABULARY, special_tokens=[END], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )  # fmt: skip
+    return made
+
+
+def make(folder: Path, steps: int = 0, size: int = 2, width: int = 64, layers: int = 2, seed: int = 0) -> Path:
+    """Write the folder; with `steps`, after so many of imitation of 32 games each."""
+    torch.manual_seed(seed)
+    chance = generator(seed, "games")
+    texts = [message.content for _ in range(40) for message in lake(chance, size).messages]
+    tokenizer_of([*texts, "System:\n\nUser:\n\nAssistant:\n"]).save(str(folder / "tokenizer.json"))
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_embd=width, n_layer=layers, n_head=4, n_positions=1024, bos_token_id=0, eos_token_id=0
+    )
+    model = GPT2LMHeadModel(config)
+    model.save_pretrained(folder)
+    if steps:
+        warm_up(model, Renderer.from_folder(folder), steps, size, chance)
+        model.save_pretrained(folder)
+    return folder
+
+
+def warm_up(model: GPT2LMHeadModel, renderer: Renderer, steps: int, size: int, chance) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(steps):
+        rows = [example(renderer, lake(chance, size)) for _ in range(32)]
+        longest = max(len(ids) for ids, _ in rows)
+        ids = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids, _ in rows])
+        own = torch.tensor([[*own, *[0.0] * (longest - len(own))] for _, own in rows])
+        logits = model(ids, use_cache=False).logits[:, :-1]
+        losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
+        loss = (losses * own[:, 1:]).sum() / own.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-3 * min(1.0, (step + 1) / 20) * (1 - step / steps)
+        optimizer.step()
+
+
+def example(renderer: Renderer, transcript: Transcript, longest: int = 512) -> tuple[list[int], list[float]]:
+    """Ids of a game, and the weight of each: what the player said, and its end of turn, counts."""
+    ids: list[int] = []
+    own: list[float] = []
+    shown: list[Message] = []
+    for message in transcript.messages:
+        if message.role == "assistant":
+            prompt = renderer.encode(renderer.render(shown))
+            said = [*renderer.encode(renderer.said(message.content)), renderer.stop[0]]
+            own += [0.05] * (len(prompt) - len(ids)) + [1.0] * len(said)
+            ids = [*prompt, *said]
+        shown.append(message)
+    return ids[:longest], own[:longest]
