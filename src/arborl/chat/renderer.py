@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -137,6 +137,8 @@ def _with_tools(
     named = (tokenizer.bos_token, tokenizer.eos_token)
     template = Template(sources["default"], *named, with_tools=sources.get("tool_use"), arguments=chat_args)
     shown = shown_by(template)
+    if "tool_use" in sources:  # its makers wrote it for tools
+        return template, replace(shown, tools=True)
     if not shown.tools:
         template = Template(with_tools(sources["default"], shown, parser), *named, arguments=chat_args)
     return template, shown
