@@ -6,45 +6,29 @@ model, before torch is even imported, so that a mistake is answered in a second 
 
 from __future__ import annotations
 
-import copy
-import inspect
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arborl import sandbox
-from arborl.agents import AGENTS, Agent
-from arborl.agents.agent import as_agent, is_async, refuse_plain_function
-from arborl.agents.context.policy import check_takes
 from arborl.chat import Renderer
 from arborl.checkpoint import check_model
-from arborl.config.run import Part, RunConfig
-from arborl.data import Mixture, TaskSource, open_source
+from arborl.config.run import RunConfig
+from arborl.data import TaskSource
 from arborl.data.demonstrations import with_demonstrations
-from arborl.data.mixing.streams import RowPool
-from arborl.engines import ENGINES, Engine
-from arborl.envs import ENVS, Env
-from arborl.envs.prompted import NO_PROMPT, opened, prompted
-from arborl.errors import ConfigError, EngineError
+from arborl.engines import Engine
+from arborl.errors import ConfigError
 from arborl.models.find import check_supported, described, resolve
-from arborl.registry import Registry, call_checked, short, unique
-from arborl.rewards import REWARDS, Rewards
-from arborl.rewards.by_source import RewardsBySource
-from arborl.rollout.by_source import Seat, differences, seats_of
+from arborl.rewards import Rewards
 from arborl.rollout.given import GivenEpisodes
-from arborl.rollout.groups import FILTERS, Manner
 from arborl.rollout.recorder import Limits
-from arborl.rollout.replay import Recording, Replay
 from arborl.rollout.runner import Cast, Rollout
-from arborl.rollout.workers import Workers
 from arborl.sandbox import Found
-from arborl.tools import TOOLS, AnyTool
-from arborl.tools.opened import OpenTools, warn_of_variables, with_args
-from arborl.tools.tool_warnings import warn_of_gaps
+from arborl.tools.opened import OpenTools
 from arborl.track.from_config import Makers, followers
-from arborl.types import Message, Sampling, Task
+from arborl.types import Message, Sampling
+from arborl.workshop import Workshop
 
 if TYPE_CHECKING:  # what needs torch
     from transformers import PreTrainedModel
@@ -133,6 +117,7 @@ def _build(config: RunConfig, workshop: Workshop) -> Parts:
         torch.set_num_threads(config.threads)
     torch.use_deterministic_algorithms(config.deterministic)
     torch.manual_seed(config.seed)
+    algorithm = workshop.algorithm()  # what is wrong with one's own need not wait for the weights
     model = _policy(config, folder)
     check_runs(model, config.model.name, config.sampling.max_context)
     _check_tokens(config, renderer, model)
@@ -150,7 +135,6 @@ def _build(config: RunConfig, workshop: Workshop) -> Parts:
     asked = config.rollout
     limits = Limits(asked.max_turns, drawn.max_context, asked.episode_seconds, asked.step_seconds)
     rollout = workshop.rollout(engine, cast, sampling, limits, rewards, given)
-    algorithm = workshop.algorithm()
     origin = load_origin(began, model, folder) if began is not None else None
     teacher = teacher_of(config, folder)
     learner = Learner(model, config.learner, sampling, algorithm.needs, steps, config.seed, origin, teacher)
@@ -210,232 +194,3 @@ def _check_tokens(config: RunConfig, renderer: Renderer, model: PreTrainedModel)
             f"model.name={config.model.name}: its tokenizer gives the token {largest}, and the model knows {known}. "
             "Give a folder whose tokenizer.json is the model's own."
         )
-
-
-class Workshop:
-    """Finds parts by name and makes them, each checked once at the start. Servers that tools come from are started and
-    asked where it says `connect`; else their entries are only looked at, and give no tools."""
-
-    def __init__(self, config: RunConfig, objects: Mapping[str, Any], connect: bool = False):
-        self.config, self.objects = config, objects
-        self.open_tools = OpenTools(lambda name: self.find(TOOLS, name), connect)
-        self.made: list[Any] = []
-        """Agents, tools and rewards."""
-
-    def find(self, registry: Registry, name: str) -> Any:
-        return self.objects[name] if name in self.objects else registry[name]
-
-    def make(self, registry: Registry, part: Part, where: str, **more: Any) -> Any:
-        """A fresh object where the name leads to a class or a function that makes one, else the object it leads to."""
-        found = self.find(registry, part.name)
-        makes = inspect.isclass(found) or (inspect.isfunction(found) and not is_async(found))
-        if not makes:
-            if part.args:
-                raise ConfigError(f"{where}.args: {part.name!r} is an object already and takes no arguments.")
-            return found
-        takes = inspect.signature(found).parameters
-        return call_checked(found, part.args | {k: v for k, v in more.items() if k in takes}, f"{where}.args")
-
-    def check_names(self) -> None:
-        """That there is what only comes up once there is a model. Engines of the library are not imported yet."""
-        if self.config.engine.name not in ENGINES.table:
-            self.find(ENGINES, self.config.engine.name)
-        if self.config.rollout.group_filter is not None:
-            self.find(FILTERS, self.config.rollout.group_filter)
-
-    def seats(self) -> dict[str, Seat]:
-        """The run's own under the empty name, and that of each source."""
-        return seats_of(self.config)
-
-    def cast(self) -> Cast:
-        """Who plays, by a task's source; a task may itself name another agent or environment.
-
-        An agent that a source's configuration names comes before one that its rows name.
-        """
-        config, seats = self.config, self.seats()
-        tools, sources = self.tools(seats), config.data.sources
-
-        def seat_of(task: Task) -> str:
-            return task.source if task.source in seats else ""
-
-        def env(task: Task) -> Env:
-            seat = seats[seat_of(task)]
-            own = task.env in (None, seat.env.name)
-            part = seat.env if own else Part(name=str(task.env))
-            found: Env = self.make(ENVS, part, f"{seat.where}env")
-            fresh = copy.deepcopy(found)  # an object that was handed in must not play two episodes at once
-            system = getattr(part_of(task), "system", None)
-            system = config.agent.system if system is None else system
-            return prompted(fresh, seat.env.prompt if own else NO_PROMPT, system, seat.sizes)
-
-        def part_of(task: Task) -> Part:
-            name = seat_of(task)
-            chosen = name in sources and sources[name].agent is not None
-            if not task.agent or chosen or task.agent == seats[name].agent.name:
-                return seats[name].agent
-            return config.data.agents.get(task.agent) or Part(name=task.agent)
-
-        def agent(task: Task) -> Agent:
-            name, part = seat_of(task), part_of(task)
-            where = f"{seats[name].where}agent"
-            said = f"{where}={part.name}"
-            found, policy = self.find(AGENTS, part.name), seats[name].context
-            refuse_plain_function(found, {*part.args, "tools"}, said)
-            check_takes(found, said, policy)
-            more: dict[str, Any] = {"tools": tools[name]} | ({"context": policy} if policy is not None else {})
-            return as_agent(self.make(AGENTS, part, where, **more), said)
-
-        made = Cast(agent, env, *differences(sources)) if sources else Cast(agent, env)
-        for name, seat in seats.items():
-            _check_has(made.env(Task("check", source=name)), ("reset", "step"), f"{seat.where}env={seat.env.name}")
-            self.made.append(made.agent(Task("check", source=name)))
-        for named in config.data.agents:
-            self.made.append(made.agent(Task("check", agent=named)))
-        self.made += [tool for several in tools.values() for tool in several]
-        return made
-
-    def tools(self, seats: Mapping[str, Seat]) -> dict[str, list[AnyTool]]:
-        """The tools of each seat, made with their arguments or got from their servers."""
-        everywhere = [entry for seat in seats.values() for entry in seat.tools]
-        warn_of_variables(everywhere)
-        made = {}
-        for name, seat in seats.items():
-            entries = with_args(seat.tools, seat.tool_args, seat.where, seat.tools if seat.where else everywhere)
-            made[name] = [tool for entry in entries for tool in self.open_tools.open(*entry)]
-        warn_of_gaps({tool.name: tool for some in made.values() for tool in some}.values())
-        return made
-
-    def rewards(self) -> Rewards:
-        """The run's rewards, and those of sources that have their own."""
-        seats = self.seats()
-        run = self._rewards(seats.pop(""))
-        own = {name: source for name, source in self.config.data.sources.items() if source.rewards is not None}
-        return RewardsBySource(run, {name: self._rewards(seats[name]) for name in own}) if own else run
-
-    def _rewards(self, seat: Seat) -> Rewards:
-        """Rewards with their weights. A function is a reward as it stands; a class is called with its `args`."""
-        chosen: list[tuple[str, Any, float]] = []
-        for i, part in enumerate(seat.rewards):
-            found = self.find(REWARDS, part.name)
-            if isinstance(found, type):
-                found = call_checked(found, part.args, f"{seat.where}rewards.{i}.args")
-            elif part.args:
-                raise ConfigError(
-                    f"{seat.where}rewards.{i}.args: the reward {part.name!r} is a function and takes no arguments here."
-                )
-            own = str(getattr(found, "name", short(part.name)))
-            name = unique(own, [other for other, _, _ in chosen])  # or one would take the place of another's number
-            self.made += [found, getattr(found, "base", None)]
-            chosen.append((name, found, part.weight * float(getattr(found, "weight", 1.0))))
-        return Rewards(chosen, self.config.rollout.step_seconds)
-
-    def sandbox(self) -> Found | None:
-        """What isolates code where a part of the run executes some; ConfigError where nothing does, unallowed."""
-        sandbox.allow_unsafe(self.config.sandbox.allow_unsafe)
-        if not any(getattr(part, "sandboxed", False) for part in self.made):
-            return None
-        try:
-            return sandbox.level_in_force()
-        except sandbox.SandboxError as error:
-            raise ConfigError(f"this run executes code, and {error}.") from error
-
-    def source(self, renderer: Renderer, given: GivenEpisodes) -> tuple[TaskSource, int]:
-        """Where tasks come from, and the steps of the run; that the agents they name exist, and that their rows will
-        last, is checked here."""
-        config = self.config
-
-        def length(messages: Sequence[Message]) -> int:
-            return len(renderer.encode(renderer.render(opened(messages, config.agent.system or ""))))
-
-        rows = given.rows(config.algorithm.loss) if config.data.given else None
-        source = open_source(config.data, config.env.name, config.seed, length, self.objects, rows)
-        count = config.rollout.tasks_per_step + config.rollout.spare_groups
-        shown = config.demonstrations.steps
-        steps = config.trainer.steps or source.steps(config.trainer.epochs or 1, count) + shown
-        if isinstance(source, Mixture):
-            source.check(steps - shown, count)
-            for name, pool in source.pools.items():
-                own = name in config.data.sources and config.data.sources[name].agent is not None
-                for agent in () if own or not isinstance(pool, RowPool) else sorted(pool.agents()):
-                    self._check_agent(agent, name)
-        return source, steps
-
-    def _check_agent(self, agent: str, source: str) -> None:
-        if agent in self.config.data.agents or agent == self.config.agent.name:
-            return
-        try:
-            found = self.find(AGENTS, agent)
-        except ConfigError as error:
-            raise ConfigError(f"rows of {source}, agent_name: {error} Or write data.agents.{agent}=NAME.") from error
-        seats = self.seats()
-        check_takes(found, f"agent_name={agent} of rows of {source}", seats.get(source, seats[""]).context)
-
-    def algorithm(self) -> Algorithm:
-        """The algorithm; it weighs sources where they say so."""
-        from arborl.algorithms import make_algorithm
-        from arborl.algorithms.demonstrated import Demonstrated
-        from arborl.algorithms.source_weights import SourceWeights
-
-        made = make_algorithm(self.config.algorithm, self.config.data.given)
-        weights = {name: source.weight for name, source in self.config.data.sources.items()}
-        made = SourceWeights(made, weights) if len(set(weights.values())) > 1 else made
-        shown = self.config.demonstrations
-        return Demonstrated(made, shown.weight) if shown.path is not None else made
-
-    def rollout(
-        self, engine: Engine, cast: Cast, sampling: Sampling, limits: Limits, rewards: Rewards, given: GivenEpisodes
-    ) -> Rollout:
-        """What plays: where environments run, how groups are made, and what is recorded or replayed."""
-        asked = self.config.rollout
-        workers = Workers(asked.workers, asked.envs.max_env_num_per_worker)
-        keep = self.find(FILTERS, asked.group_filter) if asked.group_filter is not None else None
-        training = Manner(asked.redundancy, asked.group_seconds, keep, rewards.score)
-        tape = Replay(asked.replay) if asked.replay else Recording(asked.record) if asked.record else None
-        return Rollout(
-            engine, given.renderer, cast, sampling, limits, asked.concurrency, workers, training, tape, given
-        )
-
-    def engine(self, model: PreTrainedModel, renderer: Renderer, cast: Cast) -> Engine:
-        config = self.config
-        found = self.find(ENGINES, config.engine.name)
-        if config.engine.name == "local":
-            made: Engine = self._local(found, model, renderer)
-        elif config.engine.name == "scripted":
-            texts = config.engine.replies or cast.env(Task("check")).actions() or ("Yes.",)
-            made = found(replies(renderer, texts), decode=renderer.tokenizer.decode)
-        else:
-            made = found(model)
-        return made
-
-    def _local(self, engine: Callable[..., Engine], model: PreTrainedModel, renderer: Renderer) -> Engine:
-        config, asked = self.config, self.config.engine
-        try:
-            return engine(
-                model,
-                config.sampling.max_context,
-                asked.max_requests,
-                asked.kv_tokens,
-                asked.page_size,
-                config.deterministic,
-                renderer.tokenizer.decode,
-            )
-        except (EngineError, ValueError) as error:
-            raise ConfigError(f"model.name={config.model.name} with engine=local: {error}.") from error
-        except (MemoryError, RuntimeError) as error:
-            if "memory" not in str(error):
-                raise
-            raise ConfigError(
-                f"engine.kv_tokens={asked.kv_tokens}: there is no memory for so many keys and values. Write a smaller "
-                "engine.kv_tokens, or 0 for a share of the memory."
-            ) from error
-
-
-def _check_has(part: Any, methods: Sequence[str], where: str) -> None:
-    for name in methods:
-        if not callable(getattr(part, name, None)):
-            raise ConfigError(f"{where}: gives a {type(part).__name__}, which has no method {name!r}.")
-
-
-def replies(renderer: Renderer, texts: Sequence[str]) -> list[list[int]]:
-    """Texts as what a model would have sampled: their ids and a stop token."""
-    return [[*renderer.encode(renderer.said(text)), renderer.stop[0]] for text in texts]

@@ -7,10 +7,10 @@ import inspect
 
 import pytest
 
-from arborl.build import Workshop
 from arborl.config.load import load
 from arborl.errors import ConfigError
 from arborl.types import Task
+from arborl.workshop import Workshop
 
 
 class Good:

@@ -16,7 +16,6 @@ import arborl
 from arborl.agents import AGENTS
 from arborl.agents.context.policy import ASK, Policy
 from arborl.agents.context.statelm import StateLM
-from arborl.build import Workshop, replies
 from arborl.chat import HermesParser, Renderer, Template
 from arborl.config.load import from_kwargs
 from arborl.engines.scripted import ScriptedEngine
@@ -30,6 +29,7 @@ from arborl.rollout.tree import plant
 from arborl.tools import tool
 from arborl.track.jsonl import read_metrics
 from arborl.types import Group, Message, Sampling, Stop, Task
+from arborl.workshop import Workshop, replies
 
 SYSTEM = "Be kind."
 SUMMARY = "They said much."

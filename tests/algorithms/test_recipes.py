@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from algorithm_batches import batch_of, counters, episode, group, pick, random_groups, said, terms_of
 
 from arborl.algorithms import ADVANTAGES, LOSSES, PRESETS, BySource, Needs, Recipe, make_algorithm
-from arborl.config.algorithm import AlgorithmConfig
+from arborl.config.algorithm import Advantage, AlgorithmConfig, Loss
 from arborl.config.presets import ADVANTAGE_READS, LOSS_READS
 from arborl.rollout.tree import plant
 from arborl.types import Finish, Group, Terms
@@ -69,8 +70,8 @@ def test_tables_and_configuration_name_the_same_things():
     assert set(LOSSES) == set(LOSS_READS)
     names = AlgorithmConfig.model_fields
     assert set(PRESETS) == set(names["name"].annotation.__args__)
-    assert set(ADVANTAGES) == set(names["advantage"].annotation.__args__)
-    assert set(LOSSES) == set(names["loss"].annotation.__args__)
+    assert set(ADVANTAGES) == set(get_args(Advantage))
+    assert set(LOSSES) == set(get_args(Loss))
     assert set().union(*ADVANTAGE_READS.values(), *LOSS_READS.values()) <= set(names)
 
 

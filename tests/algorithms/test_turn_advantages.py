@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from arborl.algorithms import Recipe
 from arborl.algorithms.reward_arrays import cut_rows, turn_rewards
 from arborl.algorithms.turn_advantages import discounted, gae, gigpo, reinforce_plus_plus
-from arborl.build import Workshop
 from arborl.config.algorithm import AlgorithmConfig
 from arborl.config.load import load
 from arborl.rewards import Rewards
 from arborl.rewards.rules import environment
 from arborl.types import Call, Completion, Episode, Finish, Group, Message, Stop, Task, Turn
+from arborl.workshop import Workshop
 
 NUMBERS = st.lists(st.floats(-10, 10), min_size=1, max_size=6)
 

@@ -121,9 +121,9 @@ def test_names_reach_wherever_a_part_may_stand():
 
 
 def test_arguments_of_a_tool_given_as_a_class_go_by_its_short_name(tmp_path, monkeypatch):
-    from arborl.build import Workshop
     from arborl.config.load import from_kwargs
     from arborl.tools.library.search import Search
+    from arborl.workshop import Workshop
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "docs.jsonl").write_text('{"text": "a frozen lake"}\n')

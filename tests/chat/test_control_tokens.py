@@ -11,13 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
-from arborl.build import replies
 from arborl.chat import Conversations, FileTokenizer, HermesParser, Rendered, Renderer, Template, TextTokenizer
 from arborl.chat.control import DIVIDER, PLAIN, Divide, any_of, undivided
 from arborl.chat.formats.mistral import MistralParser
 from arborl.models.seedling import WEIGHTS
 from arborl.tools.output import count, cut
 from arborl.types import Completion, Finish, Message, ToolCall, ToolSpec
+from arborl.workshop import replies
 
 TEMPLATES = Path(__file__).parent.parent / "fixtures" / "templates"
 ENDS = {"chatml_hermes": "<|im_end|>", "llama3": "<|eot_id|>", "mistral": "</s>", "thinking": "<|im_end|>"}

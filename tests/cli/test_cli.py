@@ -332,6 +332,8 @@ def test_the_latest_run_is_the_one_begun_last_whatever_it_is_called(api: FakeApi
     assert call("train", "--resume", "latest").exit_code == 0
     assert call("train", "--resume", "latest", "name=zoo").exit_code == 0
     assert [config.seed for config, _, _ in api.asked] == [1, 2]
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [

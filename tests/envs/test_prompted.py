@@ -11,7 +11,6 @@ import pytest
 import arborl
 from arborl.agents.chat import ChatAgent
 from arborl.agents.step import StepAgent
-from arborl.build import Workshop, replies
 from arborl.chat import Renderer
 from arborl.config.load import from_kwargs, load
 from arborl.config.prompt import PromptConfig
@@ -28,6 +27,7 @@ from arborl.rollout.recorder import Limits
 from arborl.rollout.runner import Cast, Rollout
 from arborl.rollout.workers import Workers
 from arborl.types import Message, Sampling, Task
+from arborl.workshop import Workshop, replies
 
 TASK = Task("t", seed=3, fields={"split": "train"})
 BRACKETS = r"\[(.*?)\]"

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from arborl.algorithms.algorithm import Needs
-from arborl.config.algorithm import TrustRegionConfig
+from arborl.config.algorithm_parts import TrustRegionConfig
 from arborl.rollout.tree import plant
 from arborl.types import Call, Completion, Episode, Finish, Forest, Group, Sampling, Task, Terms, TokenTree
 

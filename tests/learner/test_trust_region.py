@@ -10,7 +10,7 @@ from learner_fakes import SAMPLING, Fake, batch_of, random_groups
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from arborl.config.algorithm import TrustRegionConfig
+from arborl.config.algorithm_parts import TrustRegionConfig
 from arborl.config.run import LearnerConfig
 from arborl.errors import ConfigError
 from arborl.learner.learner import Learner

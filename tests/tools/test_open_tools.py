@@ -91,7 +91,7 @@ def test_a_key_written_in_place_of_its_variable_is_not_repeated():
 
 
 def test_variables_of_other_systems_are_said_to_do_nothing(monkeypatch, caplog):
-    from arborl.build import Workshop
+    from arborl.workshop import Workshop
 
     monkeypatch.setenv("RATE_LIMIT_PER_MINUTE", "60000")
     workshop = Workshop(load(None, ["agent=tool", "tools=[calculator]"]), {})

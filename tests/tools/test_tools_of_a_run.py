@@ -2,10 +2,10 @@
 
 import pytest
 
-from arborl.build import Workshop
 from arborl.config.load import load
 from arborl.errors import ConfigError
 from arborl.tools.library.search import Search
+from arborl.workshop import Workshop
 
 
 def tools(*settings):

@@ -12,6 +12,8 @@ Every function can be called on arrays alone, and says its formula, its source a
     losses.py               the table `LOSSES`: what the models say and the terms in, one loss a term out
     token_losses.py         formulas by token: PPO's clip, GSPO, CISPO, SAPO, TOPR, decoupled PPO, value loss
     preference_losses.py    formulas by episode or pair: DPO, IPO, KTO
+    own.py                  an advantage or a loss of one's own: a function whose parameters are filled by name
+    own_check.py            whether such a function does what it should, tried on a small batch
     kl.py                   estimators of the KL to the reference, and its adaptive coefficient
     off_policy.py           importance weights (TIS, MIS, IcePop), staleness, penalty for length
     aggregation.py          how much each term counts: the loss's normalisation
@@ -25,6 +27,7 @@ from arborl.algorithms.aggregation import WEIGHTS
 from arborl.algorithms.algorithm import Algorithm, Needs, Recipe
 from arborl.algorithms.by_source import BySource, make_algorithm
 from arborl.algorithms.losses import LOSSES, PREPARES
+from arborl.algorithms.own import finder
 from arborl.algorithms.token_losses import LossParts, Said, TermBatch
 from arborl.config.presets import PRESETS
 
@@ -41,5 +44,6 @@ __all__ = [
     "Recipe",
     "Said",
     "TermBatch",
+    "finder",
     "make_algorithm",
 ]

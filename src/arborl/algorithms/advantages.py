@@ -30,7 +30,7 @@ def arrays_of(groups: Sequence[Group], terms: Terms, config: AlgorithmConfig, me
     return RewardArrays(groups, terms, kl_costs(terms, config.kl, memory.get("kl_coef", config.kl.coef)))
 
 
-def _over_branches(arrays: RewardArrays, advantage_E: Floats, config: AlgorithmConfig) -> Floats:
+def over_branches(arrays: RewardArrays, advantage_E: Floats, config: AlgorithmConfig) -> Floats:
     """An episode's advantage at each of its terms, by its branches' shares."""
     share_C: list[float] = []  # of every call of the batch
     for episode in arrays.episodes:
@@ -53,7 +53,7 @@ def per_episode(rule: Callable[[RewardArrays, AlgorithmConfig, Memory], Sequence
     def credit(groups: Sequence[Group], terms: Terms, config: AlgorithmConfig, memory: Memory) -> Credit:
         arrays = arrays_of(groups, terms, config, memory)
         found = _flat(rule(arrays, config, memory))
-        return (_over_branches(arrays, found, config) if len(terms) else np.zeros(0)), None
+        return (over_branches(arrays, found, config) if len(terms) else np.zeros(0)), None
 
     return credit
 

@@ -18,12 +18,15 @@ from arborl.algorithms.aggregation import COUNTS, WEIGHTS, weighed
 from arborl.algorithms.kl import KL, adapted
 from arborl.algorithms.losses import LOSSES, PREPARES, known
 from arborl.algorithms.off_policy import guard, ratios, staleness
+from arborl.algorithms.own import Find, own_parts
+from arborl.algorithms.own_check import check_advantage, check_loss
 from arborl.algorithms.reward_arrays import kl_costs, penalised
 from arborl.algorithms.selection import reasons, select
 from arborl.algorithms.statistics import whitened, whitened_by_token
 from arborl.algorithms.token_losses import LossParts, Said, TermBatch, value_loss
-from arborl.config.algorithm import AlgorithmConfig, TrustRegionConfig
-from arborl.config.presets import LOSS_READS
+from arborl.config.algorithm import AlgorithmConfig, loss_reads
+from arborl.config.algorithm_parts import TrustRegionConfig
+from arborl.registry import load
 from arborl.types import Floats, Group, Metrics, Terms
 
 
@@ -108,20 +111,24 @@ class Algorithm(Protocol):
 
 
 class Recipe(Algorithm):
-    """One advantage and one loss from the tables, with what stands around them, as a configuration says.
+    """One advantage and one loss, from the tables or the user's own, with what stands around them, as a configuration
+    says.
+
+    Args:
+        config: says which.
+        find: from the name of one of the user's own to it.
+        given: whether it learns from given rows, which no policy sampled.
 
     Example:
         algorithm = Recipe(AlgorithmConfig(name="gspo", kl={"coef": 0.01}))
         kept = algorithm.keep(groups)
         terms = algorithm.credit(kept, plant(kept).terms)
-
-    Args:
-        config: which.
-        given: whether it learns from given rows, which no policy sampled.
     """
 
-    def __init__(self, config: AlgorithmConfig, given: bool = False):
+    def __init__(self, config: AlgorithmConfig, find: Find = load, given: bool = False):
         self.config, self.given = config, given
+        self.own = own_parts(config, find)
+        """The advantage and the loss, where they are the user's own."""
         self.memory: Memory = {}
         self.dropped: Metrics = {}
         self.found: Metrics = {}
@@ -129,7 +136,7 @@ class Recipe(Algorithm):
     @property
     def needs(self) -> Needs:
         config = self.config
-        reads = LOSS_READS[config.loss]
+        reads, (own, own_loss) = loss_reads(config.loss), self.own
         credited = "advantage" in reads
         anchored = config.loss == "decoupled_ppo" or ("anchor" in reads and config.against == "proximal")
         searched = config.loss == "trpo"  # its line search asks for the loss again when weights have moved
@@ -139,10 +146,12 @@ class Recipe(Algorithm):
             or (anchored and searched)
             or self._asks_strangers,
             anchor=anchored and not searched,
-            reference=config.kl.coef > 0 or config.loss in ("dpo", "ipo", "kto"),
+            reference=config.kl.coef > 0
+            or config.loss in ("dpo", "ipo", "kto")
+            or (own_loss is not None and "reference" in own_loss.takes),
             teacher=config.loss == "distill",
-            value=credited and config.advantage == "gae",
-            entropy=config.entropy_coef > 0,
+            value=credited and (config.advantage == "gae" or (own is not None and "value" in own.takes)),
+            entropy=config.entropy_coef > 0 or (own_loss is not None and "entropy" in own_loss.takes),
             greedy=credited and config.advantage == "remax",
             after=credited and config.advantage == "gae" and config.bootstrap,
         )
@@ -155,6 +164,14 @@ class Recipe(Algorithm):
     def trust_region(self) -> TrustRegionConfig | None:
         return self.config.trust_region if self.config.loss == "trpo" else None
 
+    def check(self) -> None:
+        """ConfigError where an advantage or a loss of the user's own does not do what it should."""
+        advantage, loss = self.own
+        if advantage is not None:
+            check_advantage(advantage, self.config)
+        if loss is not None:
+            check_loss(loss, self.config)
+
     def keep(self, groups: Sequence[Group]) -> list[Group]:
         kept, dropped = select(groups, self.config)
         self.dropped = counted(dropped, self.config)
@@ -163,9 +180,10 @@ class Recipe(Algorithm):
     def credit(self, groups: Sequence[Group], terms: Terms) -> Terms:
         config, self.found = self.config, {}
         groups = [penalised(group, config.overlong) for group in groups]
-        if "advantage" not in LOSS_READS[config.loss]:
+        if "advantage" not in loss_reads(config.loss):
             return self._preferred(groups, terms)
-        advantage, target = ADVANTAGES[config.advantage](groups, terms, config, self.memory)
+        rule = self.own[0] or ADVANTAGES[config.advantage]
+        advantage, target = rule(groups, terms, config, self.memory)
         if config.whiten == "token":
             advantage = whitened_by_token(advantage)
         elif config.whiten:
@@ -252,7 +270,7 @@ class Recipe(Algorithm):
 
     def loss(self, said: Said, terms: TermBatch) -> LossParts:
         config = self.config
-        loss_M, seen = LOSSES[config.loss](said, terms, config)
+        loss_M, seen = (self.own[1] or LOSSES[config.loss])(said, terms, config)
         if config.kl.coef > 0 and config.kl.where == "loss":
             kl_M = KL[config.kl.estimator](said.logprob_M, known(terms.reference_M, "reference"))
             loss_M, seen["policy/kl"] = loss_M + config.kl.coef * kl_M, kl_M.detach()

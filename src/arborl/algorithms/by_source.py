@@ -14,21 +14,32 @@ import torch
 from torch import Tensor
 
 from arborl.algorithms.algorithm import Algorithm, Needs, Recipe, counted
+from arborl.algorithms.own import Find
 from arborl.algorithms.selection import select
 from arborl.algorithms.token_losses import LossParts, Said, TermBatch
-from arborl.config.algorithm import AlgorithmConfig, TrustRegionConfig
+from arborl.config.algorithm import AlgorithmConfig
+from arborl.config.algorithm_parts import TrustRegionConfig
+from arborl.registry import load
 from arborl.types import Group, Ints, Metrics, Terms
 
 DEFAULT = ""
 """The algorithm of sources that none is named for."""
 
 
-def make_algorithm(config: AlgorithmConfig, given: bool = False) -> Algorithm:
-    """The algorithm of this configuration; `given` where it learns from given rows."""
-    if not config.by_source:
-        return Recipe(config, given)
+def make_algorithm(config: AlgorithmConfig, find: Find = load, check: bool = False, given: bool = False) -> Algorithm:
+    """The algorithm of this configuration.
+
+    Args:
+        config: says which.
+        find: from the name of an advantage or a loss of the user's own to it.
+        check: try those on a small batch.
+        given: whether it learns from given rows.
+    """
     own = {DEFAULT: config.model_copy(update={"by_source": {}})}
-    return BySource({name: Recipe(chosen) for name, chosen in (own | config.by_source).items()})
+    parts = {name: Recipe(chosen, find, given) for name, chosen in (own | config.by_source).items()}
+    for part in parts.values() if check else ():
+        part.check()
+    return BySource(parts) if config.by_source else parts[DEFAULT]
 
 
 class BySource(Algorithm):

@@ -18,7 +18,7 @@ import torch
 
 from arborl.algorithms.kl import KL
 from arborl.algorithms.off_policy import overlong_penalty
-from arborl.config.algorithm import KLConfig, OverlongConfig
+from arborl.config.algorithm_parts import KLConfig, OverlongConfig
 from arborl.types import Episode, Finish, Floats, Group, Ints, Stop, Terms
 
 CUT_SHORT = (Stop.CONTEXT_FULL, Stop.MAX_TURNS)

@@ -47,7 +47,7 @@ def reasons(config: AlgorithmConfig) -> list[str]:
         "outside_pairs": config.loss in ("dpo", "ipo"),
         "no_greedy": config.advantage == "remax",
         "negative_reward": config.advantage == "maxrl",
-        "zero_variance": config.skip_zero_variance and config.compares,
+        "zero_variance": config.drops_flat,
     }
     return ["failed", "reward_not_finite", "empty_group", "nothing_sampled", *(why for why, can in may.items() if can)]
 
@@ -86,7 +86,7 @@ def _teaches_nothing(group: Group, config: AlgorithmConfig) -> str:
         return "no_greedy"
     if config.advantage == "maxrl" and min(episode.reward for episode in alive) < 0:
         return "negative_reward"
-    if config.skip_zero_variance and config.compares and FLAT.get(config.advantage, _flat_rewards)(alive, config):
+    if config.drops_flat and FLAT.get(config.advantage, _flat_rewards)(alive, config):
         return "zero_variance"
     return ""
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from arborl.algorithms.algorithm import Algorithm, Needs
 from arborl.algorithms.token_losses import LossParts, Said, TermBatch
-from arborl.config.algorithm import TrustRegionConfig
+from arborl.config.algorithm_parts import TrustRegionConfig
 from arborl.types import Group, Metrics, Terms
 
 

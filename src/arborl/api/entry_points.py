@@ -91,7 +91,7 @@ def train(
             if (summary := finished(home, start, steps)) is not None:
                 Terminal().print(_nothing_to_do(home, start, config), highlight=False, markup=False, soft_wrap=True)
                 return Run(home, summary, objects or {})
-            refuse(start, config, steps)
+            refuse(start, config, steps, objects)
         parts = build(config, objects)
         from arborl.api.session import (
             RunSession,  # needs torch, which takes seconds; what is wrong has been said by now

@@ -15,9 +15,9 @@ from typing import Any
 from arborl.config.base import Config
 from arborl.registry import HANDED_IN, unique
 
-PARTS = ("agent", "env", "engine", "group_filter", "name")
+PARTS = ("agent", "env", "engine", "group_filter", "advantage", "loss", "name")
 """Keys, at whatever depth, that hold a part."""
-SECTIONS = ("rollout", "track")
+SECTIONS = ("rollout", "track", "algorithm")
 """Keys of sections that hold some of those."""
 PLAIN = (str, PathLike, int, float, type(None), Config)
 
@@ -45,7 +45,7 @@ class Names:
                 out[key] = self.part(value)
             elif kind in ("tools", "rewards", "also"):
                 out[key] = [self.part(one) for one in (value if isinstance(value, list | tuple) else [value])]
-            elif kind in ("sources", "agents") and isinstance(value, Mapping):
+            elif kind in ("sources", "agents", "by_source") and isinstance(value, Mapping):
                 of = self.data if kind == "sources" else self.part
                 out[key] = {name: of(one) for name, one in value.items()}
             elif kind == "data":

@@ -88,9 +88,16 @@ def find_start(home: Path, which: str, config: RunConfig) -> Start | None:
     return Start(folder, state, before, tuple(changes(before, config)))
 
 
-def refuse(start: Start, config: RunConfig, steps: int) -> None:
-    """Raise where a change cannot be applied. `steps` are those of the whole run."""
-    lines = list(_refusals(start, config, steps))
+def refuse(start: Start, config: RunConfig, steps: int, objects: Mapping[str, Any] | None = None) -> None:
+    """Raise where a change cannot be applied.
+
+    Args:
+        start: what is gone on from.
+        config: and with which settings.
+        steps: of the whole run.
+        objects: parts handed in by Python code, by name.
+    """
+    lines = list(_refusals(start, config, steps, objects or {}))
     if lines:
         advice = "Leave it out, or start a run of its own: without --resume, in another output_dir."
         raise ConfigError("\n".join(f"{line} {advice}" for line in lines))
@@ -147,7 +154,7 @@ def _made_with(state: Mapping[str, Any], home: Path) -> RunConfig:
         raise ConfigError(f"the checkpoint was made with settings that this Arbor cannot read: {error}") from error
 
 
-def _refusals(start: Start, config: RunConfig, steps: int) -> Iterator[str]:
+def _refusals(start: Start, config: RunConfig, steps: int, objects: Mapping[str, Any]) -> Iterator[str]:
     if start.step > steps:
         said = f"trainer.epochs={config.trainer.epochs}, {steps} steps" if config.trainer.epochs else ""
         yield f"{said or f'trainer.steps={steps}'}: {start.step} steps are done."
@@ -159,25 +166,27 @@ def _refusals(start: Start, config: RunConfig, steps: int) -> Iterator[str]:
             yield (f"{change.key}={shown(change.now)}: the checkpoint was made with {shown(change.before)}, and {why}.")
     keys = [change.key for change in start.changes]
     if any(key.startswith("algorithm.") or key == "learner.critic" for key in keys):
-        yield from _models(start.before, config)
+        yield from _models(start.before, config, objects)
         yield from _coefficients(start.before.algorithm, config.algorithm)
 
 
-def _models(before: RunConfig, now: RunConfig) -> Iterator[str]:
+def _models(before: RunConfig, now: RunConfig, objects: Mapping[str, Any]) -> Iterator[str]:
     """Models around the policy that an algorithm wants and a checkpoint has, or has not."""
-    from arborl.algorithms import make_algorithm
+    from arborl.algorithms import Needs, finder, make_algorithm
+
+    def needs(config: RunConfig) -> Needs:
+        return make_algorithm(config.algorithm, finder(objects)).needs
 
     def critic(config: RunConfig) -> str:
         kind = "separate" if config.learner.own_critic else "shared"
-        chosen = (config.algorithm, *config.algorithm.by_source.values())
-        return kind if any(algorithm.values for algorithm in chosen) else "none"
+        return kind if needs(config).value else "none"
 
     if critic(before) != critic(now):
         yield (
             f"algorithm={now.algorithm.name} with learner.critic={now.learner.critic}: wants a critic of the kind "
             f"{critic(now)}, and the checkpoint's is {critic(before)}."
         )
-    if make_algorithm(now.algorithm).needs.reference and not make_algorithm(before.algorithm).needs.reference:
+    if needs(now).reference and not needs(before).reference:
         yield f"algorithm={now.algorithm.name}: wants the policy of the first step as a reference, which was not kept."
 
 

@@ -66,9 +66,9 @@ def show(
 
 def of_run(arguments: Sequence[str]) -> list[tuple[str, AnyTool]]:
     """The tools of a run and of its sources, each with where it comes from; servers are started, asked and left."""
-    from arborl.build import Workshop
     from arborl.cli.arguments import one_path, split
     from arborl.config.load import load
+    from arborl.workshop import Workshop
 
     paths, settings = split(arguments, ("--help",))
     file = one_path(paths, "file")

@@ -10,6 +10,7 @@ In reading order:
     prompt.py     What the model is told around an environment's own words, and how an action is read out of a reply
     tools.py      The tools of a run: from the library, your own, behind a tool server, or of an MCP server
     algorithm.py  How reward becomes gradient: an advantage, a loss, and what both read
+    algorithm_parts.py  What stands around an advantage and a loss: penalties, guards, the critic's loss, a trust region
     presets.py    Presets of algorithms, and which settings each advantage and loss reads
     training.py   How gradients become weights, for how long, and how what they became is measured
     data.py       Where tasks come from

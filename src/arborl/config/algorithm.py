@@ -7,116 +7,23 @@ the chosen advantage and loss do not read is an error, so none is silently ignor
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from arborl.config.algorithm_parts import GuardConfig, KLConfig, OverlongConfig, TrustRegionConfig, ValueConfig
 from arborl.config.base import Config, spelt_out
-from arborl.config.presets import ADVANTAGE_READS, BY_ADVANTAGE, BY_LOSS, COMPARES, LOSS_READS, PRESETS
+from arborl.config.presets import (
+    ADVANTAGE_READS,
+    BY_ADVANTAGE,
+    BY_LOSS,
+    COMPARES,
+    LOSS_READS,
+    OWN_ADVANTAGE,
+    OWN_LOSS,
+    PRESETS,
+)
 from arborl.errors import did_you_mean
-
-
-class KLConfig(Config):
-    """Penalty for leaving the reference policy (the policy at the start of the run, adapters included)."""
-
-    coef: float = Field(0.0, ge=0)
-    """0 keeps no reference model."""
-    estimator: Literal["k1", "k2", "k3", "mse", "abs"] = "k3"
-    where: Literal["loss", "reward"] = "loss"
-    """Added to each token's loss, or taken off the reward before advantages are computed."""
-    target: float | None = Field(None, gt=0)
-    """With `where=reward`: `coef` is moved step by step until an episode's KL is this; without it, `coef` stays."""
-    horizon: int = Field(10_000, ge=1)
-    """With a `target`: episodes over which `coef` may change by a fifth."""
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> KLConfig:
-        if self.target is not None and (self.where != "reward" or self.coef == 0):
-            raise ValueError("target moves a penalty in the reward. Write where=reward and a coef above 0 to start at.")
-        if self.horizon != 10_000 and self.target is None:
-            raise ValueError("horizon is read with a target only. Write target too, or leave horizon out.")
-        return self
-
-
-class ValueConfig(Config):
-    """The critic's loss: half the squared distance from its target."""
-
-    coef: float = Field(0.5, gt=0)
-    clip: float | None = Field(None, gt=0)
-    """An estimate earns nothing for moving further than this from what it was before the update."""
-
-
-class GuardConfig(Config):
-    """Against the gap between the policy that sampled and the one that learns, by the ratio of the two. A bare string
-    is the kind.
-
-    `tis` cuts the ratio at `high`; `mis` drops what is outside `low` to `high`; `icepop` does the same, token by token,
-    with closer bounds.
-    """
-
-    shorthand: ClassVar[str] = "kind"
-
-    kind: Literal["none", "tis", "mis", "icepop"] = "none"
-    level: Literal["token", "sequence"] = "token"
-    """`sequence`: one ratio for all tokens of an episode (or call, see `sequence`), the geometric mean of theirs."""
-    low: float | None = Field(None, ge=0)
-    """Without one: 0 for `mis`, 0.5 for `icepop`."""
-    high: float | None = Field(None, gt=0)
-    """Without one: 2 for `tis` and `mis`, 5 for `icepop`."""
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        """The bounds in force."""
-        low, high = {"icepop": (0.5, 5.0)}.get(self.kind, (0.0, 2.0))
-        return low if self.low is None else self.low, high if self.high is None else self.high
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> GuardConfig:
-        given = [name for name in ("low", "high") if getattr(self, name) is not None]
-        if self.kind == "none" and (given or self.level != "token"):
-            raise ValueError(f"{(given or ['level'])[0]} is given without a kind. Write kind=tis, mis or icepop.")
-        if self.kind == "tis" and self.low is not None:
-            raise ValueError("tis cuts at high only. Leave low out, or write kind=mis.")
-        if self.kind == "icepop" and self.level == "sequence":
-            raise ValueError("icepop looks at tokens one by one. Leave level out, or write kind=mis.")
-        low, high = self.bounds
-        if low >= high:
-            raise ValueError(f"low={low:g} is not below high={high:g}.")
-        return self
-
-
-class OverlongConfig(Config):
-    """What becomes of episodes that ran out of room."""
-
-    filter: bool = False
-    """Leave episodes that were cut short (context full, turns used up, reply too long) out of baseline and loss."""
-    penalty: float = Field(0.0, ge=0)
-    """Taken off the reward of an episode with `max_tokens` sampled tokens or more; grows over the last `buffer`."""
-    max_tokens: int = Field(0, ge=0)
-    buffer: int = Field(0, ge=0)
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> OverlongConfig:
-        if self.penalty and not 0 < self.buffer <= self.max_tokens:
-            raise ValueError("a penalty needs to know where it begins. Write max_tokens and a buffer of at most that.")
-        if not self.penalty and (self.max_tokens or self.buffer):
-            raise ValueError("max_tokens and buffer are read with a penalty only. Write penalty=1, or leave them out.")
-        return self
-
-
-class TrustRegionConfig(Config):
-    """TRPO's step: as far as the natural gradient leads inside a bound on the KL from the policy before the update."""
-
-    max_kl: float = Field(0.01, gt=0)
-    """Mean KL over terms, by their weight, that a step may cause."""
-    damping: float = Field(0.1, ge=0)
-    """Added to the Fisher matrix's diagonal."""
-    cg_iterations: int = Field(10, ge=1)
-    """Conjugate-gradient iterations."""
-    backtracks: int = Field(10, ge=0)
-    """Times the step may be shortened until surrogate and KL are right; after that the weights stay."""
-    backtrack_ratio: float = Field(0.5, gt=0, lt=1)
-    """By how much it is shortened each time."""
 
 
 def _whitening(given: Any) -> Any:
@@ -142,6 +49,23 @@ Preset = Literal[
 ]  # fmt: skip
 
 
+def is_own(name: str) -> bool:
+    """Whether a name leads to a function of the user's own: `package.module:function`, or one that was handed in."""
+    return ":" in name
+
+
+def _named(table: tuple[str, ...]) -> BeforeValidator:
+    def check(given: Any) -> str:
+        if isinstance(given, str) and (given in table or is_own(given)):
+            return given
+        near = did_you_mean(str(given), table)
+        raise ValueError(
+            f"must be one of {', '.join(table)}, or your own as package.module:function; given {given!r}.{near}"
+        )
+
+    return BeforeValidator(check)
+
+
 class AlgorithmConfig(Config):
     """How reward becomes gradient."""
 
@@ -149,10 +73,14 @@ class AlgorithmConfig(Config):
 
     name: Preset = "grpo"
     """A preset: an advantage, a loss and settings that go together. What is written beside it wins."""
-    advantage: Advantage = "grpo"
-    """How much better than it might have been: see `arborl.algorithms.ADVANTAGES`."""
-    loss: Loss = "ppo"
-    """See `arborl.algorithms.LOSSES`. `dpo`, `ipo`, `kto`, `sft` and `distill` read no advantage."""
+    advantage: Annotated[str, _named(get_args(Advantage))] = "grpo"
+    """How much better than it might have been: see `arborl.algorithms.ADVANTAGES`; or a function of your own,
+    `package.module:function` (docs/algorithms.md)."""
+    loss: Annotated[str, _named(get_args(Loss))] = "ppo"
+    """See `arborl.algorithms.LOSSES`; or a function of your own. `dpo`, `ipo`, `kto`, `sft` and `distill` read no
+    advantage."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Settings of an advantage or a loss of your own; checked against their signatures."""
 
     baseline: Literal["mean", "none"] = "mean"
     """What is taken off an episode's reward: the mean of its group, or nothing."""
@@ -253,6 +181,8 @@ class AlgorithmConfig(Config):
         above: dict[str, Any] = {}
         for key, table in (("loss", BY_LOSS), ("advantage", BY_ADVANTAGE)):
             (below if chosen[key] == preset[key] else above).update(table.get(str(chosen[key]), {}))
+        if is_own(str(chosen["advantage"])):  # nobody knows whether it compares, so no group is dropped unasked
+            above["skip_zero_variance"] = False
         reads = reads_of(chosen)
         return {key: value for key, value in (below | preset | above).items() if key in reads} | dict(given)
 
@@ -267,7 +197,7 @@ class AlgorithmConfig(Config):
 
     def _in_vain(self, name: str, value: Any) -> str:
         shown = "" if isinstance(value, Config | dict) else f"={value}"
-        credited = "advantage" in LOSS_READS[self.loss]
+        credited = "advantage" in loss_reads(self.loss)
         mine = f"advantage={self.advantage} and loss={self.loss}" if credited else f"loss={self.loss}"
         by_loss = [key for key, read in LOSS_READS.items() if name in read]
         by_advantage = [key for key, read in ADVANTAGE_READS.items() if name in read]
@@ -311,7 +241,12 @@ class AlgorithmConfig(Config):
         """Whether an episode alone in its group would learn nothing."""
         if self.loss in ("dpo", "ipo"):
             return True
-        return self.baseline == "mean" and self.advantage in COMPARES and "advantage" in LOSS_READS[self.loss]
+        return self.baseline == "mean" and self.advantage in COMPARES and "advantage" in loss_reads(self.loss)
+
+    @property
+    def drops_flat(self) -> bool:
+        """Whether groups whose episodes all scored alike are left out."""
+        return self.skip_zero_variance and (self.compares or is_own(self.advantage))
 
     @property
     def kl_in_reward(self) -> bool:
@@ -321,15 +256,15 @@ class AlgorithmConfig(Config):
     @property
     def leeway(self) -> float:
         """How far from 1 the loss lets a ratio go before it holds it, or its gate closes; infinite if it does not."""
-        reads = LOSS_READS[self.loss]
+        reads = loss_reads(self.loss)
         clips = [getattr(self, name) for name in ("clip_low", "clip_high") if name in reads]
         gates = [1.0 / getattr(self, name) for name in ("tau_positive", "tau_negative") if name in reads]
         return min([*clips, *gates], default=float("inf"))
 
     @property
     def values(self) -> bool:
-        """Whether advantages are taken from a critic's estimates."""
-        return self.advantage == "gae" and "advantage" in LOSS_READS[self.loss]
+        """Whether advantages are taken from a critic's estimates; one of a user's own says so itself."""
+        return self.advantage == "gae" and "advantage" in loss_reads(self.loss)
 
     @property
     def against(self) -> Literal["rollout", "proximal"]:
@@ -352,6 +287,7 @@ SWITCHED = {
     "split_ratio": "split=geometric",
     "fixed_length": "aggregation=fixed",
     "sequence": "loss=gspo or a guard with level=sequence",
+    "args": "an advantage or a loss of your own, package.module:function",
 }
 """Settings that another setting switches on."""
 
@@ -361,11 +297,16 @@ def any_of(names: Sequence[str]) -> str:
     return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
+def loss_reads(loss: str) -> frozenset[str]:
+    """The settings that a loss reads."""
+    return OWN_LOSS if is_own(loss) else LOSS_READS.get(loss, frozenset())
+
+
 def reads_of(settings: Mapping[str, Any]) -> set[str]:
     """The settings that count, given `advantage`, `loss` and those that switch others on."""
-    reads = set(ALWAYS | LOSS_READS.get(str(settings["loss"]), frozenset()))
+    advantage, reads = str(settings["advantage"]), set(ALWAYS | loss_reads(str(settings["loss"])))
     if "advantage" in reads:
-        reads |= ADVANTAGE_READS.get(str(settings["advantage"]), frozenset())
+        reads |= OWN_ADVANTAGE if is_own(advantage) else ADVANTAGE_READS.get(advantage, frozenset())
     guard = settings.get("guard")
     level = guard.get("level") if isinstance(guard, Mapping) else getattr(guard, "level", None)
     if "guard" in reads and level == "sequence":

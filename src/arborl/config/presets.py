@@ -101,3 +101,7 @@ LOSS_READS: dict[str, frozenset[str]] = {
     "distill": frozenset({"aggregation", "teacher"}),
 }
 """What each loss reads; one without `advantage` reads none of an advantage's settings either."""
+
+OWN_ADVANTAGE = _SPLIT | _GROUP | {"value", "args"}
+OWN_LOSS = _RATIO | {"args"}
+"""What those read that are functions of a user's own, `package.module:function`."""

@@ -10,7 +10,8 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from arborl.config.algorithm import AlgorithmConfig as AlgorithmConfig
-from arborl.config.algorithm import KLConfig as KLConfig
+from arborl.config.algorithm import is_own
+from arborl.config.algorithm_parts import KLConfig as KLConfig
 from arborl.config.base import Config, StopTexts, spelt_out
 from arborl.config.data import DataConfig as DataConfig
 from arborl.config.data import DemonstrationsConfig as DemonstrationsConfig
@@ -120,8 +121,6 @@ class SamplingConfig(Config):
     """Sampled tokens a model call."""
     max_context: int = Field(1024, ge=8)
     """Prompt and completion together; an episode whose next prompt would not fit ends."""
-
-
 
 
 class RunConfig(Config):
@@ -257,7 +256,10 @@ class RunConfig(Config):
 
     def _check_critic(self) -> None:
         name, critic = self.algorithm.name, self.learner.critic
-        values = any(chosen.values for chosen in (self.algorithm, *self.algorithm.by_source.values()))
+        chosen = (self.algorithm, *self.algorithm.by_source.values())
+        values = any(one.values for one in chosen)
+        if not values and any(is_own(one.advantage) for one in chosen):
+            return  # whether it wants a critic is known when it is imported
         if values and critic == "none":
             raise ValueError(
                 f"learner.critic=none: algorithm={name} needs values. Write learner.critic=shared or separate."

@@ -29,6 +29,7 @@ class TaskSource(Protocol):
     def beside(self, step: int) -> list[Task]:
         """Given tasks that the step learns from besides those it plays."""
         return []
+
     def steps(self, passes: int, count: int) -> int:
         """Steps of `count` tasks that so many passes over all rows take; ConfigError where tasks never end."""
         raise ConfigError(

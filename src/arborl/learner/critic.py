@@ -8,10 +8,20 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from arborl.config.training import LearnerConfig
+from arborl.errors import ConfigError
 from arborl.learner.executor import Way, hidden
 from arborl.learner.packing import MicroBatch
 from arborl.models.heads import ValueHead
 from arborl.models.scalar import Origin
+
+
+def check_critic(config: LearnerConfig, wanted: bool) -> None:
+    """ConfigError where the configuration has another mind than the algorithm about a critic."""
+    if wanted and config.critic == "none":
+        raise ConfigError("learner.critic=none: the advantage takes values. Write learner.critic=shared or separate.")
+    if not wanted and (config.critic in ("shared", "separate") or config.critic_from is not None):
+        raise ConfigError("learner.critic: the advantage takes no values. Write learner.critic=auto.")
 
 
 class Critic(nn.Module):

@@ -38,3 +38,8 @@ def gather(mine: T) -> list[T]:
     found: list[T | None] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return found  # type: ignore[return-value]
+
+
+def total(mine: float) -> float:
+    """The sum over all processes."""
+    return float(sum(gather(mine)))

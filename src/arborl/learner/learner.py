@@ -21,12 +21,13 @@ from arborl.algorithms.token_losses import Said, TermBatch
 from arborl.config.run import LearnerConfig
 from arborl.errors import ConfigError
 from arborl.learner import distributed, schedule
+from arborl.learner.apart import ask_apart
 from arborl.learner.attention_choice import Ways
-from arborl.learner.critic import Critic
+from arborl.learner.critic import Critic, check_critic
 from arborl.learner.loss_scale import LossScale
 from arborl.learner.micro_batches import Fitting
 from arborl.learner.optimizer import Optimizer
-from arborl.learner.packing import MicroBatch, is_cut, places_of, pruned
+from arborl.learner.packing import MicroBatch, is_cut, places_of
 from arborl.learner.score import score
 from arborl.learner.teacher import RemoteTeacher, Teacher, warn_of_equals
 from arborl.learner.trust_region import PolicyKL, natural_step
@@ -82,13 +83,14 @@ class Learner:
         self.model, self.config, self.sampling = model, config, sampling
         self.total_steps, self.seed = total_steps, seed
         adapted = has_lora(model)
-        self.lr = config.lr or usual_rate(model.num_parameters()) * (10 if adapted else 1)
+        self.lr = config.lr or schedule.usual_rate(model.num_parameters()) * (10 if adapted else 1)
         if config.min_lr > self.lr:
             raise ConfigError(f"learner.min_lr={config.min_lr:g} is above the rate of such a model, {self.lr:g}.")
         copied = needs.reference and not adapted
         self.reference = copy.deepcopy(model).requires_grad_(False) if copied else None
         self.start = adapter_of(model) if needs.reference and adapted else None
         """The adapters that make the model its own reference."""
+        check_critic(config, needs.value)
         separate = config.own_critic
         self.critic = Critic(model, separate, config.critic_detach, origin) if needs.value else None
         self.optimizer = Optimizer(
@@ -169,34 +171,21 @@ class Learner:
     def _say(
         self, model: PreTrainedModel, trees: Sequence[TokenTree], terms: Terms, critic: Critic | None = None
     ) -> tuple[Floats, Floats]:
-        """Log-probabilities, and values where there is a critic.
+        """Log-probabilities, and values where there is a critic."""
 
-        What is not finite spreads to everything that is attended to beside it, so each tree is then asked alone, and in
-        it each episode on a tree of its own.
-        """
+        def ask(trees: Sequence[TokenTree], terms: Terms) -> tuple[Floats, Floats]:
+            def work(batches: list[MicroBatch]) -> tuple[Floats, Floats]:
+                logprob, value = np.zeros(len(terms)), np.zeros(len(terms))
+                for batch in batches:
+                    said = score(model, batch, self.sampling, self.ways(model, batch), critic)
+                    logprob[batch.rows] = said.logprob_M.double().cpu().numpy()
+                    if said.value_M is not None:
+                        value[batch.rows] = said.value_M.double().cpu().numpy()
+                return logprob, value
 
-        def work(batches: list[MicroBatch]) -> tuple[Floats, Floats]:
-            logprob, value = np.zeros(len(terms)), np.zeros(len(terms))
-            for batch in batches:
-                said = score(model, batch, self.sampling, self.ways(model, batch), critic)
-                logprob[batch.rows] = said.logprob_M.double().cpu().numpy()
-                if said.value_M is not None:
-                    value[batch.rows] = said.value_M.double().cpu().numpy()
-            return logprob, value
+            return self.fitting.run(trees, terms, work, self.optimizer.zero)
 
-        logprob, value = self.fitting.run(trees, terms, work, self.optimizer.zero)
-        bad = np.unique(terms.tree[~np.isfinite(logprob + value)])
-        if len(np.unique(terms.tree)) > 1:
-            for number in bad:
-                rows = np.flatnonzero(terms.tree == number)
-                logprob[rows], value[rows] = self._say(model, trees, terms.pick(rows), critic)
-        elif len(bad) and len(np.unique(terms.episode)) > 1:
-            for number in np.unique(terms.episode):
-                rows = np.flatnonzero(terms.episode == number)
-                tree, position = pruned(trees[int(bad[0])], terms.position[rows])
-                own = dataclasses.replace(terms.pick(rows), tree=np.zeros_like(rows), position=position)
-                logprob[rows], value[rows] = self._say(model, [tree], own, critic)
-        return logprob, value
+        return ask_apart(ask, trees, terms)
 
     def _critic(self) -> Critic:
         if self.critic is None:
@@ -216,10 +205,10 @@ class Learner:
         Args:
             names: of the episodes, by their number.
         """
-        began, whole = self.done, _total(algorithm.count(terms))
+        began, whole = self.done, distributed.total(algorithm.count(terms))
         self.done = began + self.steps
         sound, metrics = self._without(terms, not_finite(terms), names)
-        if not _total(len(sound)):
+        if not distributed.total(len(sound)):
             why = "not_finite" if metrics else "no_terms"
             return metrics | {"learner/steps": 0.0, "learner/skipped": 1.0, f"learner/skipped/{why}": 1.0}
         seen: dict[str, list[float]] = {name: [value] for name, value in metrics.items()}
@@ -227,7 +216,7 @@ class Learner:
         for number in range(self.steps):
             at = number % len(minibatches)
             part = minibatches[at]
-            if not _total(len(part)):
+            if not distributed.total(len(part)):
                 continue
             self.done = began + number
             if number == 0 and algorithm.needs.anchor:  # no weight has moved: the anchor is what the step itself finds
@@ -236,7 +225,7 @@ class Learner:
             if "learner/skipped/gradient" in metrics:
                 bad = np.isin(part.tree, self._poisonous(trees, part, algorithm))
                 minibatches[at], dropped = self._without(minibatches[at], bad, names)
-                if dropped and _total(len(minibatches[at])):
+                if dropped and distributed.total(len(minibatches[at])):
                     metrics = self._step(trees, part.pick(~bad), algorithm, whole)
                 metrics |= dropped
             for name, value in metrics.items():
@@ -255,7 +244,7 @@ class Learner:
             called = [names[n] if n < len(names) else f"number {n}" for n in np.unique(terms.episode[bad])]
             more = f" and {len(called) - NAMED} more" if len(called) > NAMED else ""
             log.warning("not finite, and left out with their groups: episodes %s%s", ", ".join(called[:NAMED]), more)
-        dropped = _total(len(np.unique(terms.episode[lost])))
+        dropped = distributed.total(len(np.unique(terms.episode[lost])))
         return terms.pick(~lost), {"dropped/not_finite": dropped} if dropped else {}
 
     def _step(self, trees: Sequence[TokenTree], terms: Terms, algorithm: Algorithm, whole: float) -> Metrics:
@@ -264,7 +253,7 @@ class Learner:
         Args:
             whole: what the weights of the update's terms are a mean over (`Algorithm.count`), in all processes.
         """
-        share = whole / max(_total(algorithm.count(terms)), 1.0)
+        share = whole / max(distributed.total(algorithm.count(terms)), 1.0)
         metrics = self._gradients(trees, terms, algorithm, share).metrics()
         if distributed.together():
             distributed.add_up(self.optimizer.gradients())
@@ -352,7 +341,7 @@ class Learner:
             for _, said, terms_M in self._heard(batches, terms, algorithm):
                 loss_M = algorithm.loss(said, terms_M)[0]
                 total += float((loss_M * terms_M.weight_M).sum()) * share
-            return _total(total)
+            return distributed.total(total)
 
         return natural_step(policy, kl, surrogate, before, settings)
 
@@ -401,18 +390,8 @@ class Learner:
             self.model.save_pretrained(folder)
 
 
-def _total(mine: float) -> float:
-    """The sum over all processes."""
-    return float(sum(distributed.gather(mine)))
-
-
 def _read(model: PreTrainedModel, folder: Path) -> None:
     saved = type(model).from_pretrained(folder, dtype=model.dtype).state_dict()
     with torch.no_grad():
         for name, own in model.state_dict().items():
             own.copy_(saved[name])
-
-
-def usual_rate(parameters: int) -> float:
-    """A learning rate that is a fair start for a policy of this size."""
-    return 6e-4 if parameters < 10_000_000 else 1e-5 if parameters < 500_000_000 else 1e-6

@@ -39,3 +39,8 @@ def scale(config: LearnerConfig, step: int, total: int, floor: float = 0.0) -> f
     done = min(1.0, (step - rising) / max(1, total - rising))
     left = 1.0 - done if config.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
     return floor + (1.0 - floor) * left
+
+
+def usual_rate(parameters: int) -> float:
+    """A learning rate that is a fair start for a policy of this size."""
+    return 6e-4 if parameters < 10_000_000 else 1e-5 if parameters < 500_000_000 else 1e-6
