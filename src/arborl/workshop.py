@@ -22,6 +22,7 @@ from arborl.errors import ConfigError, EngineError
 from arborl.registry import Registry, call_checked, short, unique
 from arborl.rewards import REWARDS, Rewards
 from arborl.rewards.by_source import RewardsBySource
+from arborl.rewards.reward import opened as parts_of
 from arborl.rollout.by_source import Seat, differences, seats_of
 from arborl.rollout.given import GivenEpisodes
 from arborl.rollout.groups import FILTERS, Manner
@@ -154,7 +155,7 @@ class Workshop:
                 )
             own = str(getattr(found, "name", short(part.name)))
             name = unique(own, [other for other, _, _ in chosen])  # or one would take the place of another's number
-            self.made += [found, getattr(found, "base", None)]
+            self.made += [each for one in parts_of(found) for each in (one, getattr(one, "base", None))]
             chosen.append((name, found, part.weight * float(getattr(found, "weight", 1.0))))
         return Rewards(chosen, self.config.rollout.step_seconds)
 

@@ -8,3 +8,33 @@ In reading order:
     trajectory.py  What was said, as plain turns
     reward.py      Rewards that read turns; each is a reward of `arborl.rewards` too
 """
+
+from arborl.conversational.reward import RewardFunction, RewardResult, reward_function
+from arborl.conversational.trajectory import ConversationTurn, MultiTurnTrajectory, TrajectoryGroup
+from arborl.rewards.text.composite import CompositeReward, MultiObjectiveReward
+from arborl.rewards.text.domains import CustomerServiceReward, SalesAssistantReward, TechnicalSupportReward
+from arborl.rewards.text.general import ConcisenessReward, EngagementReward, HelpfulnessReward
+from arborl.rewards.text.safety import SafetyReward
+from arborl.rewards.text.similarity import SimilarityAwareReward
+from arborl.rewards.text.task import CorrectnessReward, TaskCompletionReward
+
+__all__ = [
+    "CompositeReward",
+    "ConcisenessReward",
+    "ConversationTurn",
+    "CorrectnessReward",
+    "CustomerServiceReward",
+    "EngagementReward",
+    "HelpfulnessReward",
+    "MultiObjectiveReward",
+    "MultiTurnTrajectory",
+    "RewardFunction",
+    "RewardResult",
+    "SafetyReward",
+    "SalesAssistantReward",
+    "SimilarityAwareReward",
+    "TaskCompletionReward",
+    "TechnicalSupportReward",
+    "TrajectoryGroup",
+    "reward_function",
+]

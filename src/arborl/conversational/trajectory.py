@@ -7,28 +7,10 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from arborl.types import Episode, Group, Message
+from arborl.rewards.text.turns import ROLES, ConversationTurn, as_turn, turns_of
+from arborl.types import Episode, Group
 
-ROLES = ("system", "user", "assistant", "tool")
-
-
-@dataclass(frozen=True, slots=True)
-class ConversationTurn:
-    """One message of a conversation.
-
-    Example:
-        ConversationTurn(role="assistant", content="Your parcel is on its way.", reward=0.8)
-    """
-
-    role: str
-    content: str
-    reward: float | None = None
-    """What this turn alone was worth, where somebody said so."""
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.role not in ROLES:
-            raise ValueError(f"role={self.role!r}: give one of {', '.join(ROLES)}")
+__all__ = ["ROLES", "ConversationTurn", "MultiTurnTrajectory", "TrajectoryGroup", "as_turn", "turns_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +58,3 @@ class TrajectoryGroup:
         """
         mean = fmean(self.rewards) if self.trajectories else 0.0
         return [reward - mean for reward in self.rewards]
-
-
-def turns_of(episode: Episode) -> list[ConversationTurn]:
-    """All that was said in an episode, in order."""
-    said = [as_turn(message) for message in episode.opening]
-    for turn in episode.turns:
-        said.append(as_turn(turn.message, turn.reward))
-        said += [as_turn(message) for message in turn.observation]
-    return said
-
-
-def as_turn(message: Message, reward: float | None = None) -> ConversationTurn:
-    calls = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
-    return ConversationTurn(message.role, message.content, reward, {"tool_calls": calls} if calls else {})

@@ -15,7 +15,10 @@ In reading order:
     asserts.py      Tests written as asserts
     efficiency.py   Fewer tool calls for the same answer
     reward_model.py An episode scored by a reward model of one's own
-    judge.py        An answer judged by a language model behind any endpoint that speaks OpenAI's chat completions
+    endpoint.py     A judging model behind any endpoint that speaks OpenAI's chat completions
+    judge.py        An answer judged by a language model
+    by_name.py      Rewards that other rewards are made of, by name
+    text/           Rewards that read conversations: helpful, safe, right, brief, engaged; and rewards made of rewards
 """
 
 from arborl.registry import Registry
@@ -26,14 +29,26 @@ REWARDS = Registry(
     {
         "choice": "arborl.rewards.choice:Choice",
         "code_tests": "arborl.rewards.code:CodeTests",
+        "composite": "arborl.rewards.text.composite:CompositeReward",
+        "conciseness": "arborl.rewards.text.general:ConcisenessReward",
+        "correctness": "arborl.rewards.text.task:CorrectnessReward",
+        "customer_service": "arborl.rewards.text.domains:CustomerServiceReward",
         "efficient": "arborl.rewards.efficiency:Efficient",
+        "engagement": "arborl.rewards.text.general:EngagementReward",
         "env": "arborl.rewards.rules:environment",
         "equal": "arborl.rewards.numbers:Equal",
         "exact": "arborl.rewards.rules:exact",
         "format": "arborl.rewards.format:Format",
+        "helpfulness": "arborl.rewards.text.general:HelpfulnessReward",
         "judge": "arborl.rewards.judge:Judge",
+        "multi_objective": "arborl.rewards.text.composite:MultiObjectiveReward",
         "reward_model": "arborl.rewards.reward_model:RewardModel",
+        "safety": "arborl.rewards.text.safety:SafetyReward",
+        "sales_assistant": "arborl.rewards.text.domains:SalesAssistantReward",
         "short_answer": "arborl.rewards.choice:ShortAnswer",
+        "similarity_aware": "arborl.rewards.text.similarity:SimilarityAwareReward",
+        "task_completion": "arborl.rewards.text.task:TaskCompletionReward",
+        "technical_support": "arborl.rewards.text.domains:TechnicalSupportReward",
     },
 )
 

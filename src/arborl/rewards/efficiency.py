@@ -9,8 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from arborl.errors import ConfigError
-from arborl.registry import call_checked
+from arborl.rewards.by_name import find_reward
 from arborl.rewards.reward import Reward, as_reward, numbers
 from arborl.types import Episode
 
@@ -49,7 +48,7 @@ class Efficient:
     ):
         if smooth <= 0:
             raise ValueError(f"smooth={smooth}: give more than 0")
-        self.base = _find(base, base_args or {}) if isinstance(base, str) else as_reward(base)
+        self.base = find_reward(base, base_args or {}, "base_args") if isinstance(base, str) else as_reward(base)
         self.alpha, self.smooth, self.group = alpha, smooth, group
 
     async def __call__(self, episode: Episode) -> float:
@@ -81,14 +80,3 @@ def efficiency(calls: int, fewest: int, smooth: float = 1.0) -> float:
         return 1.0 if calls == 0 else max(0.0, math.cos(calls * math.pi / (2 * calls + smooth)))
     effective = 2 * calls * fewest / (calls + fewest)
     return max(0.0, math.sin(effective * math.pi / (2 * fewest)))
-
-
-def _find(name: str, args: Mapping[str, Any]) -> Reward:
-    from arborl.rewards import REWARDS  # the table names this module
-
-    found = REWARDS[name]
-    if isinstance(found, type):
-        found = call_checked(found, args, "base_args")
-    elif args:
-        raise ConfigError(f"base_args: the reward {name!r} is a function and takes no arguments here.")
-    return as_reward(found)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 import re
 from typing import Literal
 
 import httpx
 
 from arborl.rewards.choice import Penalised, exactly, sentences
+from arborl.rewards.endpoint import Endpoint
 from arborl.rewards.fields import field_of
 from arborl.rewards.numbers import final_part
 from arborl.types import Episode
@@ -27,8 +26,6 @@ Answer to judge:
 
 End your reply with \\boxed{{True}} if the answer is correct, else with \\boxed{{False}}."""
 BOXED = re.compile(r"\\boxed\{\s*(True|False)\s*\}", re.IGNORECASE)
-LATER = (408, 409, 429, 500, 502, 503, 504)
-"""What a server says when the same request may work later."""
 
 
 class Judge(Penalised):
@@ -38,13 +35,7 @@ class Judge(Penalised):
     number by itself. `fallback="exact"` compares the texts instead.
 
     Args:
-        model: name of the judging model; the environment variable `OPENAI_MODEL` by default.
-        base_url: of the endpoint, up to `/v1`; `OPENAI_BASE_URL` by default.
-        key: name of the environment variable that holds the key.
-        retries: further tries when the server is busy or away.
-        wait: seconds before the second try; doubled each time.
-        seconds: for one try.
-        concurrency: requests in flight.
+        model, base_url, key, retries, wait, seconds, concurrency: see `Endpoint`.
         right, wrong: what both verdicts are worth.
         fallback: `fail`, or `exact`.
         field: that holds the correct answer.
@@ -71,16 +62,11 @@ class Judge(Penalised):
         too_few_turns: float = -1.0,
     ):
         super().__init__(exceeded, too_few_turns, invalid)
-        self.model = model or os.environ.get("OPENAI_MODEL", "")
-        self.base_url = (base_url or os.environ.get("OPENAI_BASE_URL", "")).rstrip("/")
-        if not self.model or not self.base_url:
-            raise ValueError("the judge needs model and base_url; give both, or set OPENAI_MODEL and OPENAI_BASE_URL")
+        self.complete = Endpoint(model, base_url, key, retries, wait, seconds, concurrency)
         if fallback not in ("fail", "exact"):
             raise ValueError(f"fallback={fallback!r}: give fail or exact")
-        self.key, self.retries, self.wait, self.seconds = key, retries, wait, seconds
         self.right, self.wrong, self.fallback = right, wrong, fallback
         self.field, self.max_sentences = field, max_sentences
-        self.slots = asyncio.Semaphore(concurrency)
 
     async def judge(self, episode: Episode) -> float:
         said = final_part(episode.answer)
@@ -97,34 +83,8 @@ class Judge(Penalised):
         return self.right if verdict else self.wrong
 
     async def _verdict(self, prompt: str) -> bool:
-        text = await self._complete(prompt)
+        text = await self.complete(prompt)
         found = BOXED.findall(text)
         if not found:
             raise ValueError(f"the judge gave no verdict: {text[-200:]!r}")
         return bool(found[-1].lower() == "true")
-
-    async def _complete(self, prompt: str) -> str:
-        """What the judge says, tried again while the server is busy or away."""
-        body = {"model": self.model, "temperature": 0, "messages": [{"role": "user", "content": prompt}]}
-        key = os.environ.get(self.key, "")
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        async with self.slots, httpx.AsyncClient(timeout=self.seconds, headers=headers) as client:
-            for attempt in range(self.retries + 1):
-                try:
-                    reply = await client.post(f"{self.base_url}/chat/completions", json=body)
-                    if reply.status_code not in LATER or attempt == self.retries:
-                        reply.raise_for_status()
-                        return content_of(reply)
-                except httpx.TransportError:
-                    if attempt == self.retries:
-                        raise
-                await asyncio.sleep(self.wait * 2**attempt)
-        raise AssertionError("the last try returns or raises")
-
-
-def content_of(reply: httpx.Response) -> str:
-    """The text of a chat completion; ValueError where it is none."""
-    try:
-        return str(reply.json()["choices"][0]["message"]["content"] or "")
-    except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"the judge's reply is no chat completion: {reply.text[:200]!r}") from error

@@ -44,6 +44,18 @@ class GroupReward(Protocol):
         ...
 
 
+@runtime_checkable
+class CombinedReward(Protocol):
+    """A reward made of others. `Rewards` asks the parts; it is told their numbers, and says what they make."""
+
+    parts: Sequence[Any]
+    """Each with `name` and `reward`."""
+
+    def combine(self, scores: Mapping[str, float]) -> float:
+        """The number that is learned from, of the parts' numbers by name, before weights."""
+        ...
+
+
 class RewardFunction(Reward):
     """A function as a reward. Made by `@reward`.
 
@@ -125,6 +137,10 @@ class Rewards:
 
     def __init__(self, rewards: Sequence[tuple[str, Reward, float]], seconds: float):
         self.rewards = [(name, as_reward(one), weight) for name, one, weight in rewards]
+        self.asked = [asked for name, one, weight in self.rewards for asked in _opened(name, one, weight)]
+        """All that are asked; of a reward made of others, its parts."""
+        self.combined = [found for name, one, weight in self.rewards for found in _combined(name, one, weight)]
+        """Those made of others, inner ones first."""
         self.seconds = seconds
         self.firsts = Firsts(log)
 
@@ -139,9 +155,11 @@ class Rewards:
 
     async def _score_group(self, group: Group) -> None:
         await asyncio.gather(*(self._score(episode) for episode in group.survivors))
-        for name, one, weight in self.rewards:
+        for name, one, weight in self.asked:
             if isinstance(one, GroupReward):
                 await self._compare(name, one, weight, group.survivors)
+        for name, whole, weight in self.combined:
+            await asyncio.gather(*(self._combine(name, whole, weight, episode) for episode in group.survivors))
         judges = any(name != "env" for name, _, _ in self.rewards)
         for episode in group.survivors:
             if judges or episode.metrics.get("judged", 1.0):
@@ -161,8 +179,19 @@ class Rewards:
                 episode.fail(error)
                 self.firsts.tell(episode)
 
+    async def _combine(self, name: str, whole: CombinedReward, weight: float, episode: Episode) -> None:
+        """Put one number in the place of its parts', which become metrics."""
+        try:
+            async with boundary(f"reward {name!r}", self.seconds):
+                scores = {part.name: _taken(f"{name}/{part.name}", episode.rewards) for part in whole.parts}
+                episode.metrics |= {f"reward/{name}/{part}": score for part, score in scores.items()}
+                episode.rewards[name] = weight * numbers(name, whole.combine(scores))[name]
+        except EpisodeError as error:
+            episode.fail(error)
+            self.firsts.tell(episode)
+
     async def _score(self, episode: Episode) -> None:
-        asked = (self._ask(name, one, weight, episode) for name, one, weight in self.rewards)
+        asked = (self._ask(name, one, weight, episode) for name, one, weight in self.asked)
         answers = await asyncio.gather(*asked)
         for answer in answers:
             if isinstance(answer, EpisodeError):  # the first by the order of the rewards, not of time
@@ -180,6 +209,31 @@ class Rewards:
                 return {key: weight * value for key, value in numbers(name, await one(episode)).items()}
         except EpisodeError as error:
             return error
+
+
+def opened(one: Any) -> list[Any]:
+    """A reward; of one made of others, all of those."""
+    return [part for _, part, _ in _opened("", one, 1.0)]
+
+
+def _opened(name: str, one: Any, weight: float) -> list[tuple[str, Reward, float]]:
+    """A reward as it is; of one made of others, all parts, by `name/part` and without weights."""
+    if not isinstance(one, CombinedReward):
+        return [(name, one, weight)]
+    return [found for part in one.parts for found in _opened(f"{name}/{part.name}", part.reward, 1.0)]
+
+
+def _combined(name: str, one: Any, weight: float) -> list[tuple[str, CombinedReward, float]]:
+    if not isinstance(one, CombinedReward):
+        return []
+    inner = [found for part in one.parts for found in _combined(f"{name}/{part.name}", part.reward, 1.0)]
+    return [*inner, (name, one, weight)]
+
+
+def _taken(name: str, rewards: dict[str, float]) -> float:
+    """A part's number, taken out; where it gave several by name, their sum."""
+    keys = [key for key in rewards if key == name or key.startswith(f"{name}/")]
+    return sum(rewards.pop(key) for key in keys)
 
 
 def as_reward(given: Any) -> Reward:

@@ -44,7 +44,8 @@ def summarize(groups: Sequence[Group]) -> Metrics:
         rewards = np.array([episode.reward for episode in alive])
         metrics |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
         metrics |= {f"reward/{name}": value for name, value in _means(alive, "rewards").items()}
-    return metrics | {f"episode/{name}": value for name, value in _means(alive, "metrics").items()}
+    numbers = _means(alive, "metrics").items()
+    return metrics | {name if name.startswith("reward/") else f"episode/{name}": value for name, value in numbers}
 
 
 def _means(episodes: Sequence[Episode], field: str) -> Metrics:
