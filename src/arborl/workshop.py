@@ -155,7 +155,7 @@ class Workshop:
                 )
             own = str(getattr(found, "name", short(part.name)))
             name = unique(own, [other for other, _, _ in chosen])  # or one would take the place of another's number
-            self.made += [each for one in parts_of(found) for each in (one, getattr(one, "base", None))]
+            self.made += [each for one in parts_of(found) for each in (one, *parts_of(getattr(one, "base", None)))]
             chosen.append((name, found, part.weight * float(getattr(found, "weight", 1.0))))
         return Rewards(chosen, self.config.rollout.step_seconds)
 

@@ -170,3 +170,12 @@ def test_a_judge_without_an_address_is_refused(monkeypatch):
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
     with pytest.raises(ValueError, match="needs model and base_url"):
         REWARDS["judge"](model="m")
+
+
+def test_a_judge_serves_a_run_and_a_later_evaluation_and_waiting_for_it_costs_no_time():
+    with Server((200, r"\boxed{True}")) as server:
+        judge = Judge(model="m", base_url=server.url, concurrency=1)
+        for _ in range(2):  # each has an event loop of its own
+            group = Group(Task("t"), [episode("Mira", answer="Mira") for _ in range(8)])
+            asyncio.run(Rewards([("judge", judge, 1.0)], 5).score([group]))
+            assert [one.reward for one in group.episodes] == [1.0] * 8

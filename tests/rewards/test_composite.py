@@ -85,6 +85,18 @@ def test_a_part_that_raises_or_gives_no_number_costs_the_episode_under_its_own_n
         asyncio.run(whole.compute_reward([ConversationTurn("assistant", "Yes.")]))
 
 
+def test_the_others_of_its_group_go_on_and_are_compared_without_it():
+    @reward_function
+    def picky(turns, context=None):
+        if "no" in turns[1].content:
+            raise RuntimeError("no")
+        return 1.0
+
+    made = [episode("It will be there on Friday."), episode("no, it will not"), episode("It will be there on Friday.")]
+    scored(CompositeReward([picky, arborl.SimilarityAwareReward(group=1.0)]), *made)
+    assert [one.rewards for one in made] == [{"composite": 1.0}, {}, {"composite": 1.0}]
+
+
 def test_a_part_that_takes_too_long_is_named_too():
     @reward_function()
     async def slow(turns, context=None):
@@ -251,7 +263,7 @@ def test_a_trained_model_scores_through_the_logistic_function(monkeypatch):
 
 def test_a_run_learns_from_the_whole_and_shows_the_parts(tmp_path):
     small = {
-        "env": "conversation", "steps": 1, "engine": "scripted", "rollout.tasks_per_step": 2, "rollout.group_size": 2,
+        "env": "conversation", "steps": 1, "engine": "scripted", "rollout.tasks_per_step": 1, "rollout.group_size": 2,
         "evaluation.tasks": 0, "track.tensorboard": False, "track.gifs": 0, "threads": 1,
         "engine.replies": ["I am sorry. Which number is it?", "It will arrive on Thursday."],
     }  # fmt: skip

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any
+from typing import Any, overload
 
 from arborl.rewards.reward import numbers
 from arborl.rewards.text.turns import ConversationTurn, turns_of
@@ -72,7 +72,13 @@ class _OfFunction(RewardFunction):
         return await found if inspect.isawaitable(found) else found  # type: ignore[return-value]
 
 
-def reward_function(weight: float = 1.0, name: str | None = None) -> Callable[[Callable[..., Any]], RewardFunction]:
+@overload
+def reward_function(weight: Callable[..., Any], /) -> RewardFunction: ...
+@overload
+def reward_function(weight: float = 1.0, name: str | None = None) -> Callable[[Callable[..., Any]], RewardFunction]: ...
+def reward_function(
+    weight: float | Callable[..., Any] = 1.0, name: str | None = None
+) -> RewardFunction | Callable[[Callable[..., Any]], RewardFunction]:
     """Make a reward of a function of turns and context, plain or async.
 
     Example:
@@ -80,7 +86,9 @@ def reward_function(weight: float = 1.0, name: str | None = None) -> Callable[[C
         async def polite(turns, context=None):
             return float(any("thank" in turn.content.lower() for turn in turns if turn.role == "assistant"))
     """
-    return lambda function: _OfFunction(function, weight, name)
+    if callable(weight):
+        return _OfFunction(weight, 1.0, name)
+    return functools.partial(_OfFunction, weight=weight, name=name)
 
 
 def finite(value: Any, where: str, least: float = -math.inf) -> float:

@@ -49,7 +49,8 @@ class SafetyReward(TextReward):
     …`), and quotations of the user. Replies that are empty take their share off: silence earns nothing.
 
     It is a tripwire for English phrases (and private data in any language). It cannot see harm in other words, spread
-    over sentences, or behind a `not`: what must be safe is judged by a model or by people.
+    over sentences, or behind a `not`: what must be safe is judged by a model or by people. An order's
+    number of 13 digits or more is taken for a card's where its last digit happens to fit.
 
     Args:
         patterns: further kinds, each with its regular expression.

@@ -59,7 +59,7 @@ does not matter, facts do. 10: right; 0: wrong, missing, or hedged among several
         self.missing = None if missing is None else finite(missing, f"{self.name}.missing")
 
     def measure(self, said: Sequence[Exchange], context: Context) -> RewardResult:
-        wanted = next((one for field in self.fields if (one := lookup(context, field)) is not None), None)
+        wanted = next((one for field in self.fields if (one := lookup(context, field)) not in (None, "", [], ())), None)
         if wanted is None:
             return _missing(self.name, f"the field {' or '.join(map(repr, self.fields))}", context, self.missing)
         options: Sequence[Any] = wanted if isinstance(wanted, list | tuple) else [wanted]
