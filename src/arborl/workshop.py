@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from arborl import sandbox
-from arborl.agents import AGENTS, Agent
+from arborl.agents import AGENTS, Agent, called_here
 from arborl.agents.agent import as_agent, is_async, refuse_plain_function
 from arborl.agents.context.policy import check_takes
 from arborl.chat import Renderer
@@ -101,9 +101,9 @@ class Workshop:
         def part_of(task: Task) -> Part:
             name = seat_of(task)
             chosen = name in sources and sources[name].agent is not None
-            if not task.agent or chosen or task.agent == seats[name].agent.name:
+            if not task.agent or chosen or called_here(task.agent, config.data.agents) == seats[name].agent.name:
                 return seats[name].agent
-            return config.data.agents.get(task.agent) or Part(name=task.agent)
+            return config.data.agents.get(task.agent) or Part(name=called_here(task.agent))
 
         def agent(task: Task) -> Agent:
             name, part = seat_of(task), part_of(task)
@@ -191,10 +191,10 @@ class Workshop:
         return source, steps
 
     def _check_agent(self, agent: str, source: str) -> None:
-        if agent in self.config.data.agents or agent == self.config.agent.name:
+        if agent in self.config.data.agents or called_here(agent) == self.config.agent.name:
             return
         try:
-            found = self.find(AGENTS, agent)
+            found = self.find(AGENTS, called_here(agent))
         except ConfigError as error:
             raise ConfigError(f"rows of {source}, agent_name: {error} Or write data.agents.{agent}=NAME.") from error
         seats = self.seats()

@@ -66,7 +66,6 @@ def test_a_resolved_configuration_reads_back_the_same(name):
         ({"guard": {"kind": "mis", "low": 3.0}}, "low=3 is not below high=2."),
         ({"guard": {"kind": "icepop", "level": "sequence"}}, "icepop looks at tokens one by one."),
         ({"loss": "a2c"}, "loss=a2c has a critic, advantage=grpo none. Write advantage=gae or loss=pg."),
-        ({"dual_clip": 1.1}, "dual_clip=1.1 must be above 1 + clip_high = 1.2."),
         ({"kl": {"coef": 0.1, "target": 0.5}}, "algorithm.kl: target moves a penalty in the reward. Write"),
         ({"overlong": {"penalty": 1.0}}, "Write max_tokens and a buffer of at most that."),
         ({"overlong": {"max_tokens": 5}}, "Write penalty=1, or leave them out."),

@@ -51,7 +51,8 @@ def test_the_shop_is_an_environment_and_its_moves_are_messages(read):
 
 def test_queries_between_tags_are_our_code_agent_with_a_search(read):
     config = read(agent_type="searchr1", tools="[search]", reward_name="qa_em_reward")
-    assert (config.agent.name, config.agent.args["code_start_tag"], config.tools) == ("code", "<search>", ("search",))
+    assert (config.agent.name, config.agent.args["code_start_tag"]) == ("code", "<search>")
+    assert [tool.name for tool in config.tools] == ["search"]
     assert config.agent.tool_args["search"] == {"corpus": "corpus.jsonl"}
     assert config.rewards[0].args["field"] == "golden_answers"
 
@@ -79,4 +80,4 @@ def test_what_is_not_here_is_refused_and_nothing_stands_in_for_it(read, agent, s
 def test_a_name_of_theirs_can_be_given_one_of_ours_or_be_left_out(read):
     uses = {"shell": "python", "summarize": "none", "fake_reward": "exact", "gui": "tool"}
     config = read(uses, agent_type="gui", tools="[shell,summarize]", reward_name="fake_reward")
-    assert (config.tools, config.agent.name, config.rewards[0].name) == (("python",), "tool", "exact")
+    assert [part.name for part in (*config.tools, config.agent, *config.rewards)] == ["python", "tool", "exact"]

@@ -15,9 +15,9 @@ from arborl.cli.main import app
 from arborl.config.base import validate
 from arborl.config.load import load
 from arborl.config.run import RunConfig
-from arborl.convert import Draft, convert
+from arborl.convert import convert
 from arborl.convert.report import as_yaml
-from arborl.convert.roll.pipelines import convert_all, pipeline
+from arborl.convert.roll.pipelines import pipeline
 from arborl.errors import ConfigError
 
 GAMES = """
@@ -248,7 +248,7 @@ def test_what_they_do_without_a_word_is_written_out(read):
         ),
         (
             {"reward_normalization": {"grouping": "traj_group_id", "method": "mean"}},
-            {"name": "reinforce_plus_plus_baseline"},
+            {"name": "reinforce_plus_plus_baseline", "whiten": "token"},
         ),
         (
             {"adv_estimator": "reinforce", "reward_normalization": {"grouping": "batch", "method": "mean_std"}},
@@ -310,7 +310,7 @@ def test_gae_brings_a_critic_of_its_own_and_values_by_token(read):
     config = config_of(draft)
     assert (config.algorithm.name, config.algorithm.gae_level, config.algorithm.gae_lambda) == ("ppo", "token", 0.9)
     assert (config.learner.critic, config.learner.critic_lr, config.algorithm.value.clip) == ("separate", 1e-5, 0.5)
-    assert (config.algorithm.whiten, config.algorithm.aggregation) == (True, "episode")
+    assert (config.algorithm.whiten, config.algorithm.aggregation) == ("token", "episode")
     assert {line.key: line.path for line in draft.lines}["reward_pretrain"] == "learner.critic_from"
 
 
@@ -322,8 +322,11 @@ def test_steps_as_rows_are_our_step_agent(read):
         "max_tokens_per_step": 64,
         "env_manager_cls": manager,
         "history_length": 5,
+        "agent_template": "The last {history_length}: {history}. Now: {current_observation}",
     }
-    config = config_of(read(adv_estimator="gigpo", custom_envs__Ice=ice))
+    draft = read(adv_estimator="gigpo", custom_envs__Ice=ice)
+    assert "they are messages here" in why(draft)["custom_envs.Ice.agent_template"]
+    config = config_of(draft)
     assert (config.agent.name, config.agent.args) == ("step", {"history_length": 4})
     assert (config.algorithm.aggregation, config.learner.minibatches) == ("call", 1)
 
@@ -431,7 +434,7 @@ def test_the_report_is_a_table_and_the_same_as_json(read, tmp_path):
     text = draft.report(150)
     assert "Mapped (" in text
     assert "Changed in meaning (" in text
-    assert "advantages are whitened over all tokens" in " ".join(text.split())
+    assert "algorithm.whiten=token" in text
     file, out = tmp_path / "run" / "play.yaml", tmp_path / "ours.yaml"
     done = CliRunner().invoke(app, ["convert", "roll", str(file), "--json", "--out", str(out)])
     assert done.exit_code == 0, done.output
@@ -442,7 +445,7 @@ def test_the_report_is_a_table_and_the_same_as_json(read, tmp_path):
         "rollout.envs.num_env_groups",
         4,
     )
-    assert lines["whiten_advantages"]["kind"] == "dropped"
+    assert lines["whiten_advantages"]["our_value"] == "token"
     assert load(out) == validate(RunConfig, report["config"])
 
 
@@ -505,11 +508,8 @@ def rlvr(tmp_path, uses=None, **more):
 
 def test_rewards_by_domain_are_sources_by_tag(tmp_path):
     config = config_of(rlvr(tmp_path))
-    assert (config.data.by, str(config.data.path), config.data.fields) == (
-        "tag",
-        "data/verified",
-        {"answer": "ground_truth"},
-    )
+    assert (config.data.by, config.data.fields) == ("tag", {"answer": "ground_truth"})
+    assert [str(file) for file in config.data.files] == ["data/a.jsonl", "data/b.jsonl"]
     assert {name: source.ratio for name, source in config.data.sources.items()} == {
         "deep": 0.3,
         "aime": 0.3,
@@ -558,7 +558,7 @@ def test_grpo_by_domain_divides_by_the_groups_deviation(tmp_path):
                 "algorithm.name": "sft",
                 "data.path": "d.json",
                 "data.question": "ask",
-                "data.fields.answer": "say",
+                "data.fields.completion": "say",
                 "trainer.epochs": 2,
             },
         ),
@@ -598,16 +598,29 @@ def test_grpo_by_domain_divides_by_the_groups_deviation(tmp_path):
     ],
     ids=["sft", "dpo", "distill"],
 )
-def test_learning_from_given_data_has_the_algorithms_name_and_its_rows(tree, kind, ours):
-    flat: dict[str, object] = {}
-
-    def flatten(node, above=""):
-        for key, value in node.items():
-            flatten(value, f"{above}{key}.") if isinstance(value, dict) else flat.__setitem__(above + key, value)
-
-    flatten(tree)
-    assert pipeline(flat) == kind
-    draft = Draft(given=flat)
-    convert_all(draft)
-    assert draft.problems == []
+def test_learning_from_given_data_has_the_algorithms_name_and_its_rows(tree, kind, ours, tmp_path):
+    (tmp_path / "given.yaml").write_text(yaml.safe_dump(tree))
+    draft = convert("roll", [tmp_path / "given.yaml"])
+    assert pipeline(draft.given) == kind
     assert {key: draft.settings.get(key) for key in ours} == ours
+    config = config_of(draft)
+    assert config.data.given == (kind != "distill")
+    assert config.evaluation.tasks == RunConfig().evaluation.tasks
+
+
+def test_given_answers_in_their_columns_are_learned_from(tmp_path):
+    """Of two files: an instruction with its input beside it would be two columns, and that is said."""
+    for name in "ab":
+        rows = [{"question": f"{n}{name}?", "output": str(n), "input": ""} for n in range(8)]
+        (tmp_path / f"{name}.json").write_text(json.dumps(rows))
+    tree = {
+        "sft_train": {"data_args": {"file_name": [str(tmp_path / "a.json"), str(tmp_path / "b.json")]},
+                      "training_args": {"per_device_train_batch_size": 4}, "device_mapping": "[0]"},
+        "pretrain": "seedling", "prompt_key": "question", "query_key": "input", "sequence_length": 128,
+    }  # fmt: skip
+    (tmp_path / "sft.yaml").write_text(yaml.safe_dump(tree))
+    draft = convert("roll", [tmp_path / "sft.yaml"])
+    assert "join them" in why(draft)["query_key"]
+    (tmp_path / "ours.yaml").write_text(as_yaml(draft.tree()))
+    more = [f"output_dir={tmp_path / 'out'}", "trainer.steps=1", "~trainer.epochs", "model.dtype=float32"]
+    assert train(load(tmp_path / "ours.yaml", more)).summary["steps"] == 1

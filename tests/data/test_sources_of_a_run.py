@@ -148,20 +148,53 @@ def test_a_mixed_run_goes_on_from_its_checkpoint_as_if_it_had_never_stopped(file
 
 
 def test_rows_may_name_their_agents_and_the_configuration_says_what_the_names_stand_for(tmp_path):
-    rows = [{"question": f"q{n}", "answer": "1", "agent_name": "code_execution_agent"} for n in range(20)]
+    rows = [{"question": f"q{n}", "answer": "1", "agent_name": "my_agent"} for n in range(20)]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     given = {"data": {"path": str(tmp_path / "rows.json")}, "rewards": ["exact"], "engine": {"name": "scripted"}}
-    with pytest.raises(
-        ConfigError, match=r"rows of rows, agent_name: .*'code_execution_agent'.*Or write data\.agents\."
-    ):
+    with pytest.raises(ConfigError, match=r"rows of rows, agent_name: .*'my_agent'.*Or write data\.agents\."):
         build(from_kwargs(**given))
-    given["data"]["agents"] = {"code_execution_agent": {"name": "code", "args": {"max_tool_rounds": 2}}}
+    given["data"]["agents"] = {"my_agent": {"name": "code", "args": {"max_tool_rounds": 2}}}
     parts = build(from_kwargs(**given))
     agent = parts.cast.agent(parts.source.take(0, 1)[0])
     assert (type(agent).__name__, agent.max_tool_rounds) == ("CodeAgent", 2)
     given["data"] = {"sources": {"a": {"path": str(tmp_path / "rows.json"), "agent": "chat"}}}
     parts = build(from_kwargs(**given))
     assert type(parts.cast.agent(parts.source.take(0, 1)[0])).__name__ == "ChatAgent"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [("tool_agent", "ToolAgent"), ("single_turn_agent", "ChatAgent"), ("code_agent", "CodeAgent"),
+     ("code_execution_agent", "CodeAgent"), ("statelm_tool_agent", "StateLM")],
+)  # fmt: skip
+def test_names_that_other_systems_give_agents_are_understood(theirs, ours, tmp_path):
+    rows = [{"question": f"q{n}", "answer": "1", "agent_name": theirs} for n in range(20)]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    given = {"data": {"path": str(tmp_path / "rows.json")}, "rewards": ["exact"], "engine": {"name": "scripted"}}
+    parts = build(from_kwargs(**given, agent={"name": "tool", "args": {"max_tool_rounds": 3}}, tools=["calculator"]))
+    agent = parts.cast.agent(parts.source.take(0, 1)[0])
+    assert type(agent).__name__ == ours
+    assert theirs != "tool_agent" or agent.max_tool_rounds == 3  # the run's own, with its arguments
+    given["data"]["agents"] = {theirs: "react"}
+    parts = build(from_kwargs(**given, tools=["calculator"], agent="tool"))
+    assert type(parts.cast.agent(parts.source.take(0, 1)[0])).__name__ == "ReactAgent"
+
+
+def test_several_files_are_read_as_one(tmp_path):
+    for name in ("a", "b"):
+        rows = [{"question": f"{name}{n}", "answer": "1"} for n in range(5)]
+        (tmp_path / f"{name}.json").write_text(json.dumps(rows))
+    files = [str(tmp_path / "a.json"), str(tmp_path / "b.json")]
+    given = {"data": {"path": files, "evaluation_path": [files[0]]}, "rewards": ["exact"]}
+    config = from_kwargs(**given, engine={"name": "scripted"})
+    source = build(config).source
+    assert sorted(task.messages[0].content for task in source.take(0, 10)) == [
+        f"{x}{n}" for x in "ab" for n in range(5)
+    ]
+    assert len(source.evaluation(50)) == 5
+    assert source.take(0, 1)[0].source == "a-b"
+    with pytest.raises(ConfigError, match=r"data.path: an empty list"):
+        from_kwargs(data={"path": []}, rewards=["exact"])
 
 
 def test_an_agent_may_be_written_as_hydra_does(files):

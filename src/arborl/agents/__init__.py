@@ -12,6 +12,8 @@ In reading order:
     context/    Agents that edit their own context
 """
 
+from collections.abc import Container
+
 from arborl.agents.agent import Agent, FunctionAgent, Model
 from arborl.registry import Registry
 
@@ -27,4 +29,20 @@ AGENTS = Registry(
     },
 )
 
-__all__ = ["AGENTS", "Agent", "FunctionAgent", "Model"]
+FOREIGN = {
+    "single_turn_agent": "chat", "tool_agent": "tool", "code_agent": "code", "code_execution_agent": "code",
+    "react_agent": "react", "statelm_tool_agent": "statelm",
+}  # fmt: skip
+"""What the names that rows of verl and its forks give their agents stand for."""
+
+
+def called_here(name: str, defined: Container[str] = ()) -> str:
+    """The agent that rows mean by a name; one that a run defines itself keeps it.
+
+    Example:
+        called_here("tool_agent"), called_here("tool_agent", {"tool_agent"})      # 'tool', 'tool_agent'
+    """
+    return name if name in defined else FOREIGN.get(name, name)
+
+
+__all__ = ["AGENTS", "FOREIGN", "Agent", "FunctionAgent", "Model", "called_here"]

@@ -79,7 +79,7 @@ def ppo_clip(
     """PPO's clipped surrogate: no gain for moving a token's ratio beyond [1 - clip_low, 1 + clip_high].
 
     -min(r A, clip(r) A), r = new / old (arXiv 1707.06347). A larger `clip_high` is DAPO's clip-higher (2503.14476).
-    `dual_clip` bounds what a bad token can cost, r <= dual_clip (1912.09729).
+    `dual_clip` bounds what a bad token can cost, at most dual_clip |A| (1912.09729).
 
     >>> ratio, good = torch.tensor([1.5, 0.5]).double(), torch.ones(2).double()
     >>> [round(x, 6) for x in ppo_clip(ratio.log(), good.log(), good)[0].tolist()]
@@ -108,9 +108,11 @@ def gspo(
 
 def _clipped(ratio_M: Tensor, advantage_M: Tensor, low: float, high: float, dual: float | None) -> LossParts:
     held_M = ratio_M.clamp(1 - low, 1 + high)
-    free_M = (ratio_M if dual is None else ratio_M.clamp(max=dual)) * advantage_M
-    bound_M = held_M * advantage_M
-    return -torch.minimum(free_M, bound_M), {
+    free_M, bound_M = ratio_M * advantage_M, held_M * advantage_M
+    gain_M = torch.minimum(free_M, bound_M)
+    if dual is not None:
+        gain_M = torch.where(advantage_M < 0, torch.maximum(gain_M, dual * advantage_M), gain_M)
+    return -gain_M, {
         "policy/ratio": ratio_M.detach(),
         "policy/clipped": (bound_M < free_M).detach().float(),
     }

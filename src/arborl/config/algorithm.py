@@ -222,8 +222,6 @@ class AlgorithmConfig(Config):
             raise ValueError(
                 "advantage=maxrl divides by the mean reward, which a penalty could turn. Write where=loss."
             )
-        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
-            raise ValueError(f"dual_clip={self.dual_clip:g} must be above 1 + clip_high = {1 + self.clip_high:g}.")
         for source, other in self.by_source.items():
             if other.by_source:
                 raise ValueError(f"by_source.{source} has a by_source of its own. Write its sources beside it.")

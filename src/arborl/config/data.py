@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from arborl.config.base import Config, StopTexts, spelt_out
 from arborl.config.parts import AgentConfig, ContextConfig, EnvConfig, Part, RewardConfig
@@ -19,8 +19,8 @@ class RowsConfig(Config):
 
     shorthand: ClassVar[str] = "path"
 
-    path: Path | None = None
-    """JSON list, JSONL, CSV or Parquet, or a folder of such files; a row is a task."""
+    path: Path | tuple[Path, ...] | None = None
+    """JSON list, JSONL, CSV or Parquet, or a folder of such files; several as a list. A row is a task."""
     hub: str | None = None
     """Instead of a path, a Hugging Face dataset (needs `datasets`): `openai/gsm8k:main:train`, that is
     `name:config:split`, or a folder that `save_to_disk` wrote."""
@@ -28,8 +28,8 @@ class RowsConfig(Config):
     """Instead of a path, your own function that gives rows: `package.module:function`."""
     endless: bool = False
     """The function of `rows` never ends. Its rows are then taken as they come, none is kept, and none comes twice."""
-    evaluation_path: Path | None = None
-    """Held-out rows in a file of their own; nothing is then held out of the others."""
+    evaluation_path: Path | tuple[Path, ...] | None = None
+    """Held-out rows in files of their own; nothing is then held out of the others."""
     evaluation_share: float = Field(0.1, gt=0, lt=1)
     """Share of the rows that is held out, chosen by a hash."""
     split: Literal["auto", "content", "number"] = "auto"
@@ -61,6 +61,21 @@ class RowsConfig(Config):
         if "question" in self.fields:
             raise ValueError(f"fields.question: write question={self.fields['question']} instead.")
         return self
+
+    @field_validator("path", "evaluation_path", mode="after")
+    @classmethod
+    def _home_is_home(cls, given: Path | tuple[Path, ...] | None) -> Path | tuple[Path, ...] | None:
+        """`~` is the user's folder; a list of one is that one."""
+        if given == ():
+            raise ValueError("an empty list. Name at least one file.")
+        if isinstance(given, tuple):
+            return tuple(path.expanduser() for path in given) if len(given) > 1 else given[0].expanduser()
+        return given.expanduser() if given is not None else None
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files or folders of `path`."""
+        return self.path if isinstance(self.path, tuple) else () if self.path is None else (self.path,)
 
     @property
     def has_rows(self) -> bool:

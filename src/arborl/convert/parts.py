@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 ENGINE = "sampling is done by Arbor's own engine, which shares the learner's weights"
+MICRO = "micro-batches are counted in tokens, and change nothing but memory: learner.micro_batch_tokens"
+REFERENCE = "the reference policy is a frozen copy, made where algorithm.kl.coef asks for one"
 SEARCH_TAGS = {
     "code_start_tag": "<search>", "code_end_tag": "</search>",
     "result_start_tag": "<information>", "result_end_tag": "</information>",

@@ -17,7 +17,7 @@ import numpy as np
 from arborl.config.data import DataConfig, RowsConfig, SourceConfig
 from arborl.data.mixing.mixture import Band, Mixture
 from arborl.data.mixing.streams import EnvPool, Pool, RowPool, StreamPool, call_rows
-from arborl.data.reading.files import MEMORY_BYTES, MEMORY_ROWS, objects_only, open_table
+from arborl.data.reading.files import MEMORY_BYTES, MEMORY_ROWS, objects_only, open_table, open_tables
 from arborl.data.reading.given import GivenReader, Kind
 from arborl.data.reading.rows import Reader
 from arborl.data.reading.splits import Filters, Length, Picked, split_table
@@ -73,8 +73,8 @@ def open_source(
 
 def _name(config: RowsConfig) -> str:
     """What a source without a name is called."""
-    if config.path is not None:
-        return config.path.stem
+    if config.files:
+        return "-".join(dict.fromkeys(file.stem for file in config.files))
     if config.hub is not None:
         return config.hub.partition(":")[0].rpartition("/")[2]
     assert config.rows is not None
@@ -111,7 +111,7 @@ def _each(
 
 def _absent(source: SourceConfig) -> bool:
     """Whether the file is not there or holds nothing, rather than wrong."""
-    return source.path is not None and (not source.path.exists() or source.path.stat().st_size < 16)
+    return bool(source.files) and any(not file.exists() or file.stat().st_size < 16 for file in source.files)
 
 
 def _open(
@@ -135,7 +135,8 @@ def _open(
         table = _table(config)
     apart = None
     if config.evaluation_path is not None:
-        held_out = open_table(config.evaluation_path)
+        apart_from = config.evaluation_path
+        held_out = open_tables(apart_from if isinstance(apart_from, tuple) else (apart_from,))
         apart = held_out, split_table(held_out, reader, 0.0, config.split, filters)
     share = 0.0 if apart else config.evaluation_share
     return RowPool(table, reader, split_table(table, reader, share, config.split, filters), seed, filters, apart)
@@ -179,8 +180,8 @@ def _filters(config: RowsConfig, length: Length | None) -> Filters:
 
 
 def _table(config: RowsConfig) -> Table:
-    if config.path is not None:
-        return open_table(config.path)
+    if config.files:
+        return open_tables(config.files)
     assert config.hub is not None
     return open_hub(config.hub)
 

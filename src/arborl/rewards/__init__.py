@@ -13,6 +13,7 @@ In reading order:
     code.py         Code judged by what it does
     code_values.py  Values that code under test computed: how they leave the sandbox, and how they are compared
     asserts.py      Tests written as asserts
+    score_function.py  Rewards for rows in verl's form: a function of one's own, or what the row's source asks for
     efficiency.py   Fewer tool calls for the same answer
     reward_model.py An episode scored by a reward model of one's own
     endpoint.py     A judging model behind any endpoint that speaks OpenAI's chat completions
@@ -33,6 +34,7 @@ REWARDS = Registry(
         "conciseness": "arborl.rewards.text.general:ConcisenessReward",
         "correctness": "arborl.rewards.text.task:CorrectnessReward",
         "customer_service": "arborl.rewards.text.domains:CustomerServiceReward",
+        "data_source": "arborl.rewards.score_function:DataSource",
         "efficient": "arborl.rewards.efficiency:Efficient",
         "engagement": "arborl.rewards.text.general:EngagementReward",
         "env": "arborl.rewards.rules:environment",
@@ -45,6 +47,7 @@ REWARDS = Registry(
         "reward_model": "arborl.rewards.reward_model:RewardModel",
         "safety": "arborl.rewards.text.safety:SafetyReward",
         "sales_assistant": "arborl.rewards.text.domains:SalesAssistantReward",
+        "score_function": "arborl.rewards.score_function:ScoreFunction",
         "short_answer": "arborl.rewards.choice:ShortAnswer",
         "similarity_aware": "arborl.rewards.text.similarity:SimilarityAwareReward",
         "task_completion": "arborl.rewards.text.task:TaskCompletionReward",

@@ -39,6 +39,7 @@ TOOLS = Registry(
     {
         "answer": "arborl.tools.library.finish:answer",
         "calculator": "arborl.tools.library.calculator:calculator",
+        "check": "arborl.tools.library.check:Check",
         "fetch": "arborl.tools.library.fetch:Fetch",
         "finish": "arborl.tools.library.finish:finish",
         "python": "arborl.tools.library.python:Python",

@@ -11,10 +11,6 @@ GROUPINGS = {"traj_group_id": "group", "batch": "batch"}
 AGGREGATION = {"token-mean": "token", "seq-mean-token-mean": "episode", "seq-mean-token-sum": "fixed"}
 PENALTIES = {"kl": "k1", "abs": "abs", "mse": "mse"}
 VARIANTS = {"ppo": "ppo", "vanilla": "pg", "topr": "topr", "cispo": "cispo"}
-WHITENED = (
-    "advantages are whitened over all tokens of the batch there; here they stay as the group's deviation leaves them, "
-    "which is near deviation 1"
-)
 
 
 def estimator(draft: Draft, steps: bool, rows: bool) -> None:
@@ -30,20 +26,18 @@ def estimator(draft: Draft, steps: bool, rows: bool) -> None:
         draft.put("lambd", 0.95, "algorithm.gae_lambda")
         draft.put("gamma", 1.0, "algorithm.gamma")
         draft.default("adv_estimator", chosen, "algorithm.gae_level", "token")
-        _whiten(draft, whiten)
         _critic(draft)
     elif chosen in ("gigpo", "step_reinforce"):
         _name(draft, chosen, str(chosen))
         draft.put("step_reward_gamma", 0.95, "algorithm.gamma")
-        _not_whitened(draft, whiten)
         _by_step(draft, str(chosen), mean, std)
     elif chosen == "agentic_reinforce":
         _name(draft, chosen, "turn_discounted")
         draft.put("gamma", 1.0, "algorithm.gamma")
         _normal(draft, "algorithm.std", std)
-        _not_whitened(draft, whiten)
     else:
         _by_episode(draft, str(chosen), mean, std, whiten)
+    _whiten(draft, str(chosen), whiten)
     for key in ("step_reward_gamma", "step_reward_weight", "episode_reward_weight", "gamma", "lambd"):
         if key in draft.given and key not in draft.accounted():
             draft.skip(key, draft.given[key], f"adv_estimator={chosen} does not read it")
@@ -110,18 +104,12 @@ def _by_episode(draft: Draft, chosen: str, mean: str, std: str, whiten: bool) ->
         same = std == "batch" or whiten
         why = "" if mean == "none" else "the batch's mean is taken off"
         _name(draft, chosen, "reinforce_plus_plus", why if same else f"{why}, and here it is divided by its deviation")
-        if "whiten_advantages" in draft.given and whiten:
-            draft.set("whiten_advantages", True, "algorithm.whiten_over", "token")
     elif mean == "group" and std == "none" and whiten:
         _name(draft, chosen, "reinforce_plus_plus_baseline")
-        draft.set("whiten_advantages", True, "algorithm.whiten_over", "token")
     else:
         _name(draft, chosen, "grpo")
         _normal(draft, "algorithm.baseline", "mean" if mean == "group" else "none")
         _normal(draft, "algorithm.std", std)
-        _not_whitened(draft, whiten)
-    if "whiten_advantages" in draft.given and "whiten_advantages" not in draft.accounted():
-        draft.skip("whiten_advantages", whiten, "off")
 
 
 def _by_step(draft: Draft, chosen: str, mean: str, std: str) -> None:
@@ -147,18 +135,14 @@ def _by_step(draft: Draft, chosen: str, mean: str, std: str) -> None:
         draft.drop("reward_normalization.method", "identity", "gigpo compares here: the group's mean is taken off")
 
 
-def _whiten(draft: Draft, whiten: bool) -> None:
-    if "whiten_advantages" in draft.given:
-        draft.set("whiten_advantages", whiten, "algorithm.whiten", whiten)
-        if whiten:
-            draft.set("whiten_advantages", whiten, "algorithm.whiten_over", "token")
-    else:
-        draft.default("whiten_advantages", whiten, "algorithm.whiten", whiten)
-
-
-def _not_whitened(draft: Draft, whiten: bool) -> None:
-    if "whiten_advantages" in draft.given:
-        (draft.drop if whiten else draft.skip)("whiten_advantages", whiten, WHITENED if whiten else "off")
+def _whiten(draft: Draft, chosen: str, whiten: bool) -> None:
+    """Over all tokens of the batch, whatever the estimator; our `ppo` whitens unless told not to."""
+    if whiten:
+        draft.set("whiten_advantages", True, "algorithm.whiten", "token")
+    elif "whiten_advantages" in draft.given:
+        draft.skip("whiten_advantages", False, "off")
+    if not whiten and chosen == "gae":
+        draft.default("whiten_advantages", False, "algorithm.whiten", False)
 
 
 def _critic(draft: Draft) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from arborl.config.prompt import HISTORY
 from arborl.convert.draft import Draft, names
 from arborl.convert.roll import places
 from arborl.convert.roll.places import Tag
@@ -79,7 +80,9 @@ def _tag(draft: Draft, name: str, known: set[str]) -> Tag | None:
     _agent(tag)
     _limits(tag)
     for key, what in PROMPTS.items():
-        if own.get(key) is not None:
+        if own.get(key) is not None and what == "template" and _shows_history(own[key]):
+            tag.drop(key, "puts the last turns into one text, {history}: they are messages here, and shown anyway")
+        elif own.get(key) is not None:
             tag.set(key, what, own[key])
     for key in own:
         if tag.at + key not in draft.accounted():
@@ -87,6 +90,10 @@ def _tag(draft: Draft, name: str, known: set[str]) -> Tag | None:
             say = tag.skip if last in places.UNREAD else tag.drop
             say(key, places.UNREAD.get(last, "no counterpart in this environment"))
     return tag
+
+
+def _shows_history(template: object) -> bool:
+    return any(f"{{{name}}}" in str(template) for name in HISTORY)
 
 
 def _agent(tag: Tag) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
+
 from arborl.convert.draft import Draft, names
 from arborl.convert.roll import learner
+
+SEES = re.compile(r"[-_](?:VL|Omni)\b", re.IGNORECASE)
+"""Names of models that are trained on images."""
 
 
 def sft(draft: Draft) -> None:
     """Given answers, token by token."""
     _learn(draft, "sft_train", "pretrain", "sft")
-    draft.put("prompt_key", "instruction", "data.question")
-    draft.put("response_key", "output", "data.fields.answer")
+    _asked(draft, "prompt_key")
+    draft.put("response_key", "output", "data.fields.completion")
     if draft.given.get("query_key"):
         why = "a second column is not added to the first: join them in the rows"
         draft.drop("query_key", draft.given["query_key"], why)
@@ -25,6 +30,7 @@ def dpo(draft: Draft) -> None:
     if "ipo" in draft.given:
         draft.set("ipo", draft.given["ipo"], "algorithm.name", name)
     draft.put("beta", 0.1, "algorithm.beta", float)
+    _asked(draft, "prompt_key")
     for key in ("chosen_key", "rejected_key"):
         column = key.removesuffix("_key")
         if draft.given.get(key, column) != column:
@@ -38,13 +44,18 @@ def dpo(draft: Draft) -> None:
 def distill(draft: Draft) -> None:
     """A teacher's distribution over given answers."""
     _learn(draft, "student", "student_pretrain", "distill")
+    if SEES.search(str(draft.given.get("student_pretrain"))):
+        draft.refuse("student_pretrain", draft.given["student_pretrain"], "models see text only here: no images.")
+        return
     teacher = draft.given.get("teacher_pretrain") or draft.given.get("teacher.model_args.model_name_or_path")
     if not teacher:
         draft.refuse("teacher_pretrain", None, "names no teacher. Write teacher_pretrain: MODEL.")
         return
     draft.set("teacher_pretrain", teacher, "algorithm.teacher", teacher)
     draft.put("question_key", "question", "data.question")
-    draft.put("answer_key", "answer", "data.fields.answer")
+    if "answer_key" in draft.given:
+        draft.drop("answer_key", draft.given["answer_key"], "given answers are not read: see kd_objective")
+    draft.default("sequence_length", None, "sampling.max_tokens", draft.settings["sampling.max_context"] // 2)
     objective = draft.given.get("kd_objective", "forward_kl")
     why = f"{objective} over given answers; here the student's own answers are scored by the teacher"
     (draft.set if "kd_objective" in draft.given else draft.default)(
@@ -64,9 +75,16 @@ def distill(draft: Draft) -> None:
     ):
         if key in draft.given:
             draft.drop(key, draft.given[key], "part of kd_objective")
-    for key in ("logits_transfer_backend",):
-        if key in draft.given:
-            draft.skip(key, draft.given[key], "nothing is sent between processes")
+    if "logits_transfer_backend" in draft.given:
+        draft.skip("logits_transfer_backend", draft.given["logits_transfer_backend"], "one process, nothing is sent")
+
+
+def _asked(draft: Draft, key: str) -> None:
+    """The column of what is asked; one that is called `question` has to be said twice, `prompt` being looked for."""
+    column = draft.given.get(key, "instruction")
+    (draft.set if key in draft.given else draft.default)(
+        key, column, "data.fields.prompt" if column == "question" else "data.question", column
+    )
 
 
 def _learn(draft: Draft, role: str, model: str, name: str) -> None:
@@ -75,27 +93,21 @@ def _learn(draft: Draft, role: str, model: str, name: str) -> None:
     learner.model(draft, role, model)
     total = draft.whole("sequence_length", 8192)
     draft.put("sequence_length", total, "sampling.max_context")
-    draft.default("sequence_length", total, "sampling.max_tokens", total // 2)
     key = f"{role}.data_args.file_name"
     found = draft.given.get(key)
     files = [str(one) for one in found] if isinstance(found, list) else names(found) if found else []
     if not files:
         draft.refuse(key, None, "names no rows. Write file_name: FILE.")
         return
-    if len(files) > 1:
-        draft.set(key, files, "data.path", files[0], "the first of several: put them into one folder and name that")
-    else:
-        draft.set(key, files, "data.path", files[0])
+    draft.set(key, files, "data.path", files[0] if len(files) == 1 else files)
     if held := draft.given.get("validation.data_args.file_name"):
-        one = held[0] if isinstance(held, list) else held
-        if one == files[0]:
-            draft.drop(
-                "validation.data_args.file_name",
-                held,
-                "the rows that are trained on: a tenth of them is held out instead",
-            )
+        apart = [str(one) for one in held] if isinstance(held, list) else names(held)
+        if set(apart) & set(files):
+            why = "rows that are trained on: a tenth of them is held out instead"
+            draft.drop("validation.data_args.file_name", held, why)
         else:
-            draft.set("validation.data_args.file_name", held, "data.evaluation_path", one)
+            ours = apart[0] if len(apart) == 1 else apart
+            draft.set("validation.data_args.file_name", held, "data.evaluation_path", ours)
     learner.optimiser(draft, role)
     rows, devices = learner.optimiser_batch(draft, role)
     why = "" if devices else f"{role}.device_mapping does not say how many devices share a batch"

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from arborl.convert.draft import Draft, Rule, every, idle, no, to
-from arborl.convert.parts import ENGINE
+from arborl.convert.parts import ENGINE, MICRO, REFERENCE
 
 PLACEMENT = "where a worker runs, and how its work is cut up, changes nothing but speed: one process, one device"
 TEMPLATE = "a model brings its own chat template; model.chat_template names another"
-REFERENCE = "the reference policy is a frozen copy, made where algorithm.kl.coef asks for one"
-MICRO = "micro-batches are counted in tokens, and change nothing but memory: learner.micro_batch_tokens"
 NEVER = "nothing there reads it"
 POLICY = "the policy plays; `arborl env play --random` is for others"
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from arborl.config.data import DataConfig
 from arborl.convert.draft import Draft, names
 
 MATH = "compared by rule, number by number, and not by math_verify's symbols"
@@ -108,19 +106,8 @@ def _path(draft: Draft, train: str, files: list[str]) -> None:
     key = f"{train}.data_args.file_name"
     if not files:
         draft.refuse(key, None, "names no rows. Write file_name: [FILE].")
-    elif len(files) == 1:
-        draft.set(key, files, "data.path", files[0])
-    elif "tuple" in str(DataConfig.model_fields["path"].annotation):
-        draft.set(key, files, "data.path", files)
     else:
-        folder = f"{Path(files[0]).parent}/{draft.given.get('exp_name') or 'rows'}"
-        draft.set(
-            key,
-            files,
-            "data.path",
-            folder,
-            "a folder with these files and no others: put them, or links to them, there",
-        )
+        draft.set(key, files, "data.path", files[0] if len(files) == 1 else files)
 
 
 def _columns(draft: Draft, train: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,11 @@ def open_table(path: Path) -> Table:
         if footer.num_rows > MEMORY_ROWS or size > MEMORY_BYTES:
             return large
     return ListTable(read_rows(path), str(path))
+
+
+def open_tables(paths: Sequence[Path]) -> Table:
+    """The rows of several files or folders, one after another."""
+    return files_as_one(list(paths), ", ".join(map(str, paths)))
 
 
 def files_as_one(files: list[Path], where: str) -> Table:

@@ -1,12 +1,14 @@
-"""Keys and values out of Hydra's YAML: `defaults` composed, `${…}` filled in, later files and overrides over earlier
-ones. Nothing is imported or run, and no variable of the environment is read."""
+"""What files say, all of them together: later ones over earlier ones, `defaults` composed, `${…}` filled in.
+
+Nothing is imported or run, and no variable of the environment is read.
+"""
 
 from __future__ import annotations
 
 import re
-import shlex
+import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,14 +16,17 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from arborl.config.bounds import MAX_DEPTH, bounded, check_yaml
-from arborl.convert.reading import read
+from arborl.convert.reading.overrides import overrides
+from arborl.convert.reading.scripts import Said, near, read, text_of
 from arborl.errors import ConfigError
 
 YAML = (".yaml", ".yml")
 ENVIRONMENT = re.compile(r"\$\{\s*(?:oc\.)?env:\s*'?(\w+)'?\s*(?:,\s*([^{}]*?)\s*)?\}")
 STAND_IN = re.compile("⟦environment (\\w+)⟧")
-OVERRIDE = re.compile(r"[+]{0,2}([A-Za-z_][\w.-]*)=(.*)", re.DOTALL)
 REFERENCE = re.compile(r"\$\{\s*([A-Za-z_]\w*)")
+FILES = re.compile(r".*(?:config_path|custom_reward_function\.path)")
+"""Keys that name a file which belongs to the others."""
+MOST_ABSENT = 20
 
 
 @dataclass(slots=True)
@@ -52,68 +57,75 @@ def collect(files: Sequence[Path], plain_keys: bool = False, absent: bool = Fals
     Example:
         collect([Path("agent_val_frozen_lake.yaml")]).keys["train_env_manager.group_size"]      # 8
     """
+    out = Collected()
+    told = list(_told(files, plain_keys))
+    for _, said in told:
+        out.variables |= said.variables if said else {}
+    if all(said for _, said in told):
+        for _, said in told:
+            assert said is not None
+            out.keys = _without(out.keys, said.removed) | said.settings
+    else:
+        _merge(told, absent, out)
+    if not plain_keys:
+        _locate(out.keys, files)
+    return out
+
+
+def _told(files: Sequence[Path], plain_keys: bool) -> Iterator[tuple[Path, Said | None]]:
+    """Files in order, each script behind the configuration it names; YAML says nothing of its own yet."""
+    for file in files:
+        if file.suffix in YAML:
+            yield file, None
+            continue
+        said = Said(overrides(text_of(file), str(file))) if plain_keys else read(file)
+        if said.config is not None:
+            yield said.config, None
+        yield file, said
+
+
+def _merge(told: Sequence[tuple[Path, Said | None]], absent: bool, out: Collected) -> None:
+    """YAML and overrides as one tree, so that a reference sees what was said last."""
     from omegaconf import OmegaConf
 
-    out = Collected()
-    if not any(file.suffix in YAML for file in files):
-        for file in files:
-            keys, variables = ({}, {}) if plain_keys else read(file)
-            out.keys |= overrides(file) if plain_keys else keys
-            out.variables |= variables
-        return out
     beside: dict[str, Any] = {}
     tree: Any = OmegaConf.create({})
     with bounded():
-        for file in files:
-            if file.suffix in YAML:
+        for file, said in told:
+            if said is None:
                 tree = OmegaConf.merge(tree, OmegaConf.create(_without_environment(_composed(file, absent, out))))
                 continue
-            keys, variables = (overrides(file), {}) if plain_keys else read(file)
-            out.variables |= variables
-            for key, value in keys.items():
+            for key in said.removed:
+                _remove(tree, key)
+            beside = _without(beside, said.removed)
+            for key, value in said.settings.items():
                 if not _update(tree, key, _without_environment(value)):
                     beside[key] = value
         raw = OmegaConf.to_container(tree, resolve=False)
         out.referred = {name for text in _texts(raw) for name in REFERENCE.findall(text)}
         _flatten(tree, "", out, 0)
     out.keys |= beside
-    return out
 
 
-def overrides(file: Path) -> dict[str, Any]:
-    """A list of overrides, one or more a line; keys may have no dot.
-
-    Example:
-        max_steps=10 actor_train.training_args.learning_rate=1e-5
-    """
-    found = {}
-    for number, line in enumerate(_text(file).splitlines(), 1):
-        try:
-            words = shlex.split(line, comments=True)
-        except ValueError as error:
-            raise ConfigError(f"{file}: line {number}: cannot read {line[:60]!r}: {error}") from error
-        for word in words:
-            if match := OVERRIDE.fullmatch(word):
-                found[match[1]] = _scalar(match[2])
-    return found
+def _without(keys: dict[str, Any], removed: Sequence[str]) -> dict[str, Any]:
+    gone = tuple(f"{key}." for key in removed)
+    return {key: value for key, value in keys.items() if key not in removed and not key.startswith(gone)}
 
 
-def _scalar(text: str) -> Any:
-    from omegaconf._utils import get_yaml_loader
+def _remove(tree: Any, key: str) -> None:
+    above, _, last = key.rpartition(".")
+    from omegaconf import DictConfig, OmegaConf
 
-    try:
-        return yaml.load(text, Loader=get_yaml_loader())
-    except yaml.YAMLError:
-        return text
+    node = OmegaConf.select(tree, above, throw_on_resolution_failure=False) if above else tree
+    if isinstance(node, DictConfig) and last in node:
+        del node[last]
 
 
-def _text(file: Path) -> str:
-    if not file.is_file():
-        raise ConfigError(f"{file}: no such file.")
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{file}: is not a text file.") from error
+def _locate(keys: dict[str, Any], files: Sequence[Path]) -> None:
+    """Put the paths where they are in place of names of files that belong to these."""
+    for key, value in keys.items():
+        if isinstance(value, str) and FILES.fullmatch(key):
+            keys[key] = next((str(found) for file in reversed(files) if (found := near(file, value))), value)
 
 
 def _composed(file: Path, absent: bool, out: Collected) -> dict[str, Any]:
@@ -131,17 +143,22 @@ def _composed(file: Path, absent: bool, out: Collected) -> dict[str, Any]:
     hydra = GlobalHydra.instance()
     before, hydra.hydra = hydra.hydra, None
     try:
-        with warnings.catch_warnings(), initialize_config_dir(str(file.resolve().parent), version_base=None):
+        with (
+            tempfile.TemporaryDirectory() as stand_ins,
+            warnings.catch_warnings(),
+            initialize_config_dir(str(file.resolve().parent), version_base=None),
+        ):
             warnings.simplefilter("ignore")  # without `_self_` the file itself comes last and wins, as they rely on
-            tree = OmegaConf.to_container(compose(file.name), resolve=False)
-    except MissingConfigException as error:
-        if not absent:
-            raise ConfigError(
-                f"{file}: its defaults name {error.missing_cfg_file!r}, and there is no such file. Give the file where "
-                "it lies in their repository, with the folders beside it; or write what it takes from there into it."
-            ) from error
-        out.absent.append((str(file), str(error.missing_cfg_file)))
-        return {key: value for key, value in own.items() if key != "defaults"}
+            for _ in range(MOST_ABSENT):
+                try:
+                    composed = compose(file.name, overrides=[f"hydra.searchpath=[file://{stand_ins}]"])
+                    break
+                except MissingConfigException as error:
+                    _stand_in(Path(stand_ins), file, str(error.missing_cfg_file), absent)
+                    out.absent.append((str(file), str(error.missing_cfg_file)))
+            else:
+                raise ConfigError(f"{file}: more than {MOST_ABSENT} files that its defaults name are not there.")
+            tree = OmegaConf.to_container(composed, resolve=False)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError) as error:
         raise ConfigError(f"{file}: {_first_line(error)}") from error
     finally:
@@ -150,8 +167,20 @@ def _composed(file: Path, absent: bool, out: Collected) -> dict[str, Any]:
     return {str(key): value for key, value in tree.items()}
 
 
+def _stand_in(folder: Path, file: Path, name: str, absent: bool) -> None:
+    """An empty file in the place of one that is not there, where that may be."""
+    empty = (folder / name).with_suffix(".yaml")
+    if not absent or ".." in Path(name).parts or empty.exists():
+        raise ConfigError(
+            f"{file}: its defaults name {name!r}, and there is no such file. Give the file where it lies in their "
+            "repository, with the folders beside it; or write what it takes from there into it."
+        )
+    empty.parent.mkdir(parents=True, exist_ok=True)
+    empty.touch()
+
+
 def _own(file: Path) -> dict[str, Any]:
-    text = _text(file)
+    text = text_of(file)
     check_yaml(text, str(file))
     try:
         from omegaconf._utils import get_yaml_loader

@@ -1,0 +1,151 @@
+"""The training that a shell script starts: its overrides, its variables, and the configuration it names.
+
+A script is read, never run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from arborl.convert.reading.overrides import OVERRIDE, REMOVAL, plain
+from arborl.convert.reading.shell import Command, read_shell
+from arborl.errors import ConfigError
+
+STARTS = re.compile(r"(?:.*/)?(?:python[\d.]*|torchrun|accelerate|deepspeed)")
+"""Programs that start a training."""
+FLAGS = {"--config-name": "--config-name", "-cn": "--config-name", "--config-path": "--config-path",
+         "-cp": "--config-path", "--config-dir": "--config-path", "-cd": "--config-path"}  # fmt: skip
+MODULE = "--module"
+"""A key that no system has: what a script starts (`verl.trainer.main_ppo`)."""
+
+
+@dataclass(slots=True)
+class Said:
+    """What a script or a list of overrides says."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Dotted keys with their values; under `--config-name` a configuration that is not found near the script."""
+    removed: list[str] = field(default_factory=list)
+    """Keys that it takes away from what is below it."""
+    variables: dict[str, Any] = field(default_factory=dict)
+    """The script's own."""
+    config: Path | None = None
+    """The YAML that it starts from, where it lies near the script."""
+
+
+def read(path: Path) -> Said:
+    """What a script says.
+
+    Example:
+        read(Path("train.sh")).settings     # {"data.train_batch_size": 32, …}
+    """
+    said = read_script(text_of(path), str(path))
+    named, folder = said.settings.get("--config-name"), said.settings.get("--config-path")
+    file = near(path, f"{folder}/{named}" if folder else str(named)) if named is not None else None
+    if file is not None and file.suffix in (".yaml", ".yml"):
+        said.config = file
+        said.settings = {key: value for key, value in said.settings.items() if not key.startswith("--config")}
+    return said
+
+
+def text_of(path: Path) -> str:
+    """The text of a file."""
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file.")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not a text file.") from error
+
+
+def near(script: Path, name: str) -> Path | None:
+    """The file that a script means by `name`, seen from where the script lies or from a folder above it.
+
+    What a script only learns by running, such as `$(git rev-parse --show-toplevel)`, stands for some folder above.
+    """
+    tail = re.sub(r"^.*(?:\$\([^()]*\)|\$\{?\w+\}?)/?", "", name)
+    folder = script.resolve().parent
+    names = [tail, f"{tail}.yaml"]
+    places = [Path(tail).expanduser().parent] if Path(tail).expanduser().is_absolute() else []
+    places += [Path(), folder, *folder.parents]
+    for place in places:
+        for one in names:
+            found = place / (Path(one).name if place.is_absolute() and Path(one).expanduser().is_absolute() else one)
+            if tail and found.is_file():
+                return found
+    return None
+
+
+def read_script(text: str, where: str) -> Said:
+    """Overrides and variables of a shell script, or of a plain list of overrides, one or more a line.
+
+    A script that starts several trainings with different settings is refused: it is not one run.
+    """
+    script = read_shell(text, where)
+    loose = Said()
+    runs: list[tuple[Command, Said]] = []
+    for command in _inner(script.commands, where):
+        started = next((at for at, word in enumerate(command.words) if STARTS.fullmatch(word)), None)
+        if started is not None:
+            found = _settings(command.words[started + 1 :])
+            if found.removed or any(not key.startswith("--") for key in found.settings):
+                runs.append((command, found))
+        elif command.words[0].strip("+~").partition("=")[0].count("."):
+            _settings(command.words, loose)
+    if any(found != runs[0][1] for _, found in runs):
+        lines = ", ".join(str(command.line) for command, _ in runs[:5])
+        raise ConfigError(f"{where}: starts several trainings (lines {lines}). Leave one of them in the file.")
+    variables = {
+        name: [plain(one) for one in value] if isinstance(value, list) else plain(value)
+        for name, value in script.variables.items()
+    }
+    run = runs[0][1] if runs else Said()
+    return Said(loose.settings | run.settings, loose.removed + run.removed, variables)
+
+
+def _inner(commands: Sequence[Command], where: str) -> Iterator[Command]:
+    """Commands, and those that stand in quotes behind `bash -c`."""
+    for command in commands:
+        words = command.words
+        inside = [words[at + 1] for at, word in enumerate(words[:-1]) if word in ("-c", "-lc")]
+        if inside and any(word in ("bash", "sh") for word in words):
+            for text in inside:
+                yield from (Command(one.words, command.line) for one in read_shell(text, where).commands)
+        else:
+            yield command
+
+
+def _settings(words: Sequence[str], said: Said | None = None) -> Said:
+    """What the words behind a program say, added to `said`: its module, where its configuration is, and overrides."""
+    said = Said() if said is None else said
+    for at, word in enumerate(words):
+        flag, equals, value = word.partition("=")
+        if flag in FLAGS and (equals or at + 1 < len(words)):
+            said.settings[FLAGS[flag]] = value if equals else words[at + 1]
+        elif word == "-m" and at + 1 < len(words):
+            said.settings[MODULE] = words[at + 1]
+        elif (override := OVERRIDE.fullmatch(word)) and override[1] != "~":
+            if "." in override[2] or said.settings:
+                said.settings |= _opened(override[2], plain(override[3]))
+        elif removal := override or REMOVAL.fullmatch(word):
+            key = removal[2] if override else removal[1]
+            said.removed.append(key)
+            said.settings.pop(key, None)
+    return said
+
+
+def _opened(key: str, value: Any) -> dict[str, Any]:
+    """A table given at once as its keys, one by one."""
+    return dict(_flat(value, f"{key}.")) if isinstance(value, dict) and value else {key: value}
+
+
+def _flat(tree: Mapping[Any, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
