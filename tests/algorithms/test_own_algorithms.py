@@ -141,6 +141,7 @@ WRONG_ADVANTAGES = {
     "alone": (lambda rewards: [r - (r.sum() - r) / (len(r) - 1) for r in rewards], "a single episode"),
     "nothing": (lambda terms: None, "NoneType"),
     "no target": (lambda value: value, "not two arrays (advantage, target)"),
+    "changes what it is given": (lambda terms: np.copyto(terms.logprob, 0.0), "read-only"),
     "raises": (lambda rewards: rewards["x"], "failed on a small batch: TypeError"),
     "unknown name": (lambda reward: reward, "wants 'reward', which is not given. Did you mean 'rewards'?"),
     "positional": (eval("lambda rewards, /: rewards"), "cannot be filled by name"),

@@ -162,6 +162,13 @@ def test_a_template_without_system_role_and_tool_role_has_tools_in_the_first_mes
     assert f"<|im_start|>user\n{results}<|im_end|>\n<|im_start|>assistant\nNoon.<|im_end|>" in text
 
 
+def test_a_template_that_passes_over_system_messages_has_tools_in_the_first_of_a_user(model_folder):
+    source = "{% for m in messages if m.role != 'system' %}{{ m.role }}: {{ m.content }}</s>\n{% endfor %}"
+    folder = model_folder(tokenizer_config={"eos_token": "</s>", "chat_template": source})
+    text = Renderer.from_folder(folder).text([Message("system", "Be brief."), Message("user", "Hi")], TOOLS)
+    assert text.startswith("user: You may call these tools:")
+
+
 def test_the_amended_template_renders_the_same_by_transformers(model_folder, tokenizer):
     """So what is saved with the model shows it its tools wherever it is served (law 10)."""
     from transformers import PreTrainedTokenizerFast

@@ -196,3 +196,25 @@ def test_a_question_names_one_document_and_its_answer_stands_in_it():
         assert row["answer"] in by_title[title]
     with pytest.raises(ValueError, match="count=999999"):
         make_facts(999_999)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kinds"),
+    [(["kind=calculator"], {"tools", "messages"}), (["kind=countdown", "skill=0.5", "args={count: 2}"], {"messages"})],
+)
+def test_transcripts_that_are_made_are_rows_to_imitate(settings, kinds, tmp_path):
+    done = CliRunner().invoke(app, ["data", "make", "transcripts", *settings, "--count", "6", "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    rows = [json.loads(line) for line in (tmp_path / "transcripts.jsonl").read_text().splitlines()]
+    assert len(rows) == 6
+    assert {key for row in rows for key in row} == kinds
+    shown = CliRunner().invoke(app, ["rollout", "algorithm=sft", f"data.path={tmp_path / 'transcripts.jsonl'}"])
+    assert shown.exit_code == 0, shown.output
+    assert "given" in shown.output
+    assert "<|im_end|>" in shown.output
+
+
+def test_an_unknown_kind_of_transcripts_is_refused(tmp_path):
+    done = CliRunner().invoke(app, ["data", "make", "transcripts", "kind=countdwn", "--out", str(tmp_path)])
+    assert done.exit_code == 2
+    assert "Did you mean 'countdown'?" in done.output

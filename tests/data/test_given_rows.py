@@ -156,6 +156,24 @@ def test_every_row_comes_once_a_pass_and_held_out_rows_never(tmp_path):
     assert len(held_out) + size == 30
 
 
+def test_a_table_too_large_to_be_read_at_the_start_gives_a_neighbour_for_a_row_that_is_too_long(tmp_path, monkeypatch):
+    path = written(tmp_path, ["short"] * 30 + ["much too long"] * 10)
+    monkeypatch.setattr("arborl.data.from_config.open_table", unread)
+    source = opened(path)
+    pool = source.pools["rows"]
+    assert not pool.counts  # nobody has looked yet
+    assert all(lengths(task) == 5 for task in source.take(0, 36))
+    assert pool.counts["overlong"] > 0
+
+
+def unread(path: Path):
+    from arborl.data.reading.files import open_table
+
+    table = open_table(path)
+    table.whole = False
+    return table
+
+
 def test_an_empty_file_is_refused(tmp_path):
     (tmp_path / "rows.jsonl").write_text("\n")
     with pytest.raises(ConfigError, match="no rows in it"):

@@ -200,8 +200,9 @@ def test_the_policys_gradient_is_that_of_the_reverse_kl_at_its_own_samples(big, 
                 total = total + said[i, ids[0, i + 1]] * float(gap[at]) / len(gap)
                 at += 1
     total.backward()
+    largest = max(float(parameter.grad.abs().max()) for parameter in other.parameters())
     for ours, theirs in zip(student.parameters(), other.parameters(), strict=True):
-        assert torch.allclose(ours.grad, theirs.grad, atol=1e-5)
+        assert float((ours.grad - theirs.grad).abs().max()) < 1e-4 * largest
 
 
 def _cut(groups, old):

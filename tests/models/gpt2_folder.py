@@ -19,7 +19,7 @@ from arborl.seedling.transcript import PIECE, Transcript, pick
 from arborl.seeds import generator
 from arborl.types import Message
 
-END, VOCABULARY = "<|endoftext|>", 600
+END, VOCABULARY, RATE = "<|endoftext|>", 600, 1e-3
 
 
 def lake(chance, size: int, skilled: float = 0.5) -> Transcript:
@@ -60,8 +60,10 @@ def make(folder: Path, steps: int = 0, size: int = 2, width: int = 64, layers: i
     texts = [message.content for _ in range(40) for message in lake(chance, size).messages]
     tokenizer_of([*texts, "System:\n\nUser:\n\nAssistant:\n"]).save(str(folder / "tokenizer.json"))
     config = GPT2Config(
-        vocab_size=VOCABULARY, n_embd=width, n_layer=layers, n_head=4, n_positions=1024, bos_token_id=0, eos_token_id=0
-    )
+        vocab_size=VOCABULARY, n_embd=width, n_layer=layers, n_head=4, n_positions=1024, bos_token_id=0, eos_token_id=0,
+        initializer_range=0.1,  # so small a model attends to nothing in particular from GPT-2's own 0.02
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
     model = GPT2LMHeadModel(config)
     model.save_pretrained(folder)
     if steps:
@@ -71,7 +73,7 @@ def make(folder: Path, steps: int = 0, size: int = 2, width: int = 64, layers: i
 
 
 def warm_up(model: GPT2LMHeadModel, renderer: Renderer, steps: int, size: int, chance) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     for step in range(steps):
         rows = [example(renderer, lake(chance, size)) for _ in range(32)]
         longest = max(len(ids) for ids, _ in rows)
@@ -84,7 +86,7 @@ def warm_up(model: GPT2LMHeadModel, renderer: Renderer, steps: int, size: int, c
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
-            group["lr"] = 3e-3 * min(1.0, (step + 1) / 20) * (1 - step / steps)
+            group["lr"] = RATE * min(1.0, (step + 1) / 20)
         optimizer.step()
 
 
@@ -97,7 +99,7 @@ def example(renderer: Renderer, transcript: Transcript, longest: int = 512) -> t
         if message.role == "assistant":
             prompt = renderer.encode(renderer.render(shown))
             said = [*renderer.encode(renderer.said(message.content)), renderer.stop[0]]
-            own += [0.05] * (len(prompt) - len(ids)) + [1.0] * len(said)
+            own += [0.0] * (len(prompt) - len(ids)) + [1.0] * len(said)
             ids = [*prompt, *said]
         shown.append(message)
     return ids[:longest], own[:longest]

@@ -119,7 +119,7 @@ class OwnAdvantage(Own):
             {
                 "rewards": lambda: arrays.by_group(arrays.reward_E.copy()),
                 "groups": lambda: groups,
-                "terms": lambda: terms,
+                "terms": lambda: read_only(terms),
                 "value": terms.value.copy,
                 "memory": lambda: mine,
             }
@@ -173,6 +173,16 @@ class OwnLoss(Own):
             if not isinstance(vector, Tensor) or vector.shape != size:
                 raise self.wrong(f"returns {_shape(vector)} as {name!r} where a tensor of {size[0]} numbers is due")
         return loss_M, {name if "/" in name else f"policy/{name}": vector for name, vector in parts.items()}
+
+
+def read_only(terms: Terms) -> Terms:
+    """The same numbers, which nobody can change by accident: they are learned from afterwards."""
+    columns = [getattr(terms, name) for name in Terms.__slots__]
+    views = [column if column is None else column.view() for column in columns]
+    for view in views:
+        if view is not None:
+            view.flags.writeable = False
+    return Terms(*views)
 
 
 def own_parts(config: AlgorithmConfig, find: Find = load) -> tuple[OwnAdvantage | None, OwnLoss | None]:

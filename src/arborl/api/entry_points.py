@@ -161,6 +161,7 @@ def stubbed(config: RunConfig) -> RunConfig:
     tree = config.model_dump()
     tree["engine"] |= {} if config.data.given else {"name": "scripted"}
     tree["trainer"] |= {"steps": min(config.trainer.steps or 3, 3), "epochs": None}
+    tree["demonstrations"] |= {"steps": min(config.demonstrations.steps, 1)}
     if not config.rollout.envs.tags:  # a partition stays what it is
         few = min(config.rollout.tasks_per_step, 4)
         tree["rollout"] |= {"tasks_per_step": few, "envs": tree["rollout"]["envs"] | {"num_env_groups": None}}

@@ -16,6 +16,7 @@ from arborl.api.artifacts import keepsakes
 from arborl.api.render import Render
 from arborl.api.resume import Start, told
 from arborl.build import Parts
+from arborl.config.algorithm import is_own
 from arborl.config.base import plain
 from arborl.config.secrets import masked
 from arborl.errors import RunStopped
@@ -149,8 +150,10 @@ class RunSession:
 
     def _title(self) -> list[str]:
         config = self.config
+        own = [short(part) for part in (config.algorithm.advantage, config.algorithm.loss) if is_own(part)]
+        algorithm = config.algorithm.name + (f" ({', '.join(own)})" if own else "")
         task = "from given rows" if config.data.given else short(config.env.name)
-        what = f"{config.model.name} learns {task} with {config.algorithm.name}, seed {config.seed}"
+        what = f"{config.model.name} learns {task} with {algorithm}, seed {config.seed}"
         fenced = [f"code runs under {self.parts.sandbox}"] if self.parts.sandbox is not None else []
         return [f"{config.name}: {what}", f"into {self.home}", *fenced]
 

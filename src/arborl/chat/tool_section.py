@@ -35,8 +35,16 @@ IN_SYSTEM = """{%- if messages and messages[0].role == 'system' %}
 {%- else %}
 {%- set messages = [{'role': 'system', 'content': section.text}] + messages %}
 {%- endif %}"""
-IN_FIRST = """{%- set first = dict(messages[0], content=section.text + '\\n\\n' + messages[0].content) %}
-{%- set messages = [first] + messages[1:] %}"""
+IN_FIRST = """{%- set place = namespace(messages=[], found=false) %}
+{%- for message in messages %}
+{%- if message.role == 'user' and not place.found %}
+{%- set place.found = true %}
+{%- set place.messages = place.messages + [dict(message, content=section.text + '\\n\\n' + message.content)] %}
+{%- else %}
+{%- set place.messages = place.messages + [message] %}
+{%- endif %}
+{%- endfor %}
+{%- set messages = place.messages %}"""
 RESULTS = """{%- set talk = namespace(messages=[], results='') %}
 {%- for message in messages %}
 {%- if message.role == 'tool' %}

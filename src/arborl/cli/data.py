@@ -199,7 +199,13 @@ def opened(config: RunConfig) -> Mixture:
         def length(messages: Any) -> int:
             return len(renderer.encode(renderer.render(with_system(messages, config.agent.system or ""))))
 
-    source = open_source(config.data, config.env.name, config.seed, length)
+    given = None
+    if config.data.given:
+        from arborl.data.from_config import GivenRows
+        from arborl.rollout.given import KINDS
+
+        given = GivenRows(KINDS[config.algorithm.loss], lambda task: 0, config.sampling.max_context)
+    source = open_source(config.data, config.env.name, config.seed, length, given=given)
     if not isinstance(source, Mixture):
         raise ConfigError("there are no rows to mix: the environment makes the tasks. Write data.path or data.sources.")
     return source

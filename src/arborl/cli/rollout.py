@@ -88,10 +88,15 @@ def configured(arguments: Sequence[str], given: Mapping[str, Any]) -> Any:
 
 
 async def played(parts: Any, task: Any, done: int, place: int, member: int) -> Episode:
-    """The episode that the step after so many would play, with the seed it would have there; and scored."""
+    """The episode that the step after so many would play, with the seed it would have there; and scored. Of a given
+    task, what was said at it."""
+    from arborl.data.reading.given import GivenTask
     from arborl.seeds import derive
     from arborl.types import Group
 
+    if isinstance(task, GivenTask):
+        sides: list[Episode] = parts.rollout.shown([task])[0].episodes
+        return sides[min(member, len(sides) - 1)]
     seed = derive(parts.config.seed, "step", done)
     own = derive(seed, "task", place, "episode", member)
     try:
@@ -129,21 +134,25 @@ class Printer:
         """One model call: the new part of its prompt, and what was sampled."""
         from rich.text import Text
 
+        from arborl.types import GIVEN
+
         known = max((len(whole) for whole in seen if call.prompt[: len(whole)] == whole), default=0)
         size, said = len(call.prompt), call.completion
         head = f"\nturn {call.turn + 1}  call {number + 1}  prompt {size} tokens"
         head += f" ({size - known} new)" if known else " (a new branch)" if seen else ""
-        head += f"  sampled {len(said.tokens)}  {said.finish}  weights of step {said.version}"
+        whose = "given" if said.version == GIVEN else f"weights of step {said.version}"
+        head += f"  sampled {len(said.tokens)}  {said.finish}  {whose}"
         self.console.print(Text(head, style="bold cyan"))
         self.console.print(self._tokens(call.prompt[known:], None))
         self.console.print(self._tokens(said.tokens, said.logprobs))
         sure = sum(said.logprobs) / max(len(said.logprobs), 1)
         before = f"{known} seen before, " if known else ""
-        mask = f"mask  {before}0 x {size - known} given, 1 x {len(said.tokens)} sampled"
-        self.console.print(Text(f"{mask}   mean log-probability {sure:.3f}", style="dim"))
+        mask = f"mask  {before}0 x {size - known} given, {int(call.trained)} x {len(said.tokens)} sampled"
+        sure_of = "" if said.version == GIVEN else f"   mean log-probability {sure:.3f}"
+        self.console.print(Text(f"{mask}{sure_of}", style="dim"))
 
     def _tokens(self, tokens: Sequence[int], logprobs: Sequence[float] | None) -> Text:
-        from math import exp
+        from math import exp, isnan
 
         from rich.text import Text
 
@@ -151,7 +160,8 @@ class Printer:
 
         shown = Text()
         for place, (token, word) in enumerate(zip(tokens, pieces(tokens, self.renderer.tokenizer.decode), strict=True)):
-            doubt = 1 - exp(min(logprobs[place], 0.0)) if logprobs is not None else 0.0
+            known = logprobs is not None and not isnan(logprobs[place])
+            doubt = 1 - exp(min(logprobs[place], 0.0)) if logprobs is not None and known else 0.0
             color = f"rgb({int(60 + 195 * doubt)},{int(200 - 140 * doubt)},80)"
             style = "dim" if logprobs is None else f"bold {color}"
             shown.append(word, style if place % 2 else f"{style} underline")

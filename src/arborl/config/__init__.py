@@ -14,6 +14,7 @@ In reading order:
     presets.py    Presets of algorithms, and which settings each advantage and loss reads
     training.py   How gradients become weights, for how long, and how what they became is measured
     data.py       Where tasks come from
+    given.py      Runs that learn from given rows: when a run is one, and which settings then count
     rollout.py    How episodes are played: how many, by whom, where, and for how long
     sandbox.py    Where code that the model wrote runs
     track.py      What is written while training, and who else follows the run

@@ -226,7 +226,7 @@ class RunConfig(Config):
                     f"deterministic=true with rollout.{name}={getattr(self.rollout, name)}: who finishes first depends "
                     f"on the clock. Leave rollout.{name} out, or write deterministic=false."
                 )
-        if self.sampling.max_tokens >= self.sampling.max_context:
+        if self.sampling.max_tokens >= self.sampling.max_context and not self.data.given:
             raise ValueError(
                 f"sampling.max_tokens={self.sampling.max_tokens} with sampling.max_context="
                 f"{self.sampling.max_context}: no room for a prompt. Write a larger sampling.max_context."

@@ -25,6 +25,7 @@ from arborl.models.joined import joined
 log = logging.getLogger(__name__)
 
 KINDS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+BOUNDS = "_bounds"
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
@@ -61,6 +62,7 @@ def lean(
     layers = list(base.layers)
     for layer in layers:
         joined(layer.self_attn, *QKV)
+        layer.self_attn.__dict__[BOUNDS] = bounds_of(layer.self_attn)
     if run is not None or wanted is None:
         x_NE = (run or in_turn)(layers, x_NE, cos, sin, attend)
         return norm(base.norm, x_NE if wanted is None else x_NE.index_select(0, wanted))
@@ -90,7 +92,7 @@ def one_layer(
         q, k = both.split([heads, keys], dim=1)
         both = torch.cat([norm(attention.q_norm, q), norm(attention.k_norm, k)], dim=1)
     q, k = turn(both, cos, sin).split([heads, keys], dim=1)
-    seen = attend(0, q, k, v, attention.scaling, bounds_of(attention)).flatten(1)
+    seen = attend(0, q, k, v, attention.scaling, getattr(attention, BOUNDS)).flatten(1)
     if wanted is not None:
         x_NE, seen = x_NE.index_select(0, wanted), seen.index_select(0, wanted)
     x_NE = x_NE + attention.o_proj(seen)

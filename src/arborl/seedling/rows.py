@@ -39,11 +39,12 @@ def transcripts(
 
 
 def _write(chance: Chance, kind: str, skill: float | None, args: Mapping[str, Any] | None) -> list[Transcript]:
-    if kind == "all" or (kind in WRITERS and skill is None and args is None):
-        written = write(chance) if kind == "all" else WRITERS[kind][1](chance)
+    writers = {name: writer for name, (_, writer) in WRITERS.items()} | {"all": write}
+    if kind in writers and skill is None and args is None:
+        written = writers[kind](chance)
         return written if isinstance(written, list) else [written]
     if kind not in ENVS.table:
-        known = [*WRITERS, *ENVS.table]
+        known = [*writers, *ENVS.table]
         raise ConfigError(f"kind={kind}: nobody plays that.{did_you_mean(kind, known)} Known: {', '.join(known)}.")
     env = call_checked(ENVS[kind], dict(args or {}), "args")
 

@@ -126,23 +126,31 @@ class RowPool:
         """The row as a task; None where it is none, which only rows that were not looked at before can be."""
         try:
             task = self.reader.task(row, "", name, seed)
-            return self.filters.cut(task) if self.filters.max_tokens else task
-        except ConfigError:
+            return None if self._too_long(task) else self.filters.cut(task) if self.filters.max_tokens else task
+        except (ConfigError, ValueError):
             return None
+
+    def _too_long(self, task: Task) -> bool:
+        """Whether a given row is too long, where nobody has looked before."""
+        late = self.filters.whole is not None and not self.table.whole and self.filters.overlong == "drop"
+        return late and self.filters.too_long(task) > 0
 
     def _instead(self, place: int, seed: int, number: int, row: Row) -> Task:
         """A task that comes soon after, for a row that is none: one bad row of millions must not end a run."""
-        self.counts["bad"] += 1
+        where = f"{self.table.where}, {self.table.place(number)}"
         try:
-            self.reader.task(row, f"{self.table.where}, {self.table.place(number)}")
-        except ConfigError as error:
-            log.warning("%s A row that comes soon after is taken instead.", error)
-            near = self.order.numbers(place + 1, NEIGHBOURS)
-            for other, row in zip(near.tolist(), self.table.rows(near), strict=True):
-                if task := self._task(row, self.split.name(other), seed):
-                    return task
-            raise
-        raise AssertionError("a row was read in two ways")
+            self._too_long(self.reader.task(row, where))
+            self.counts["overlong"] += 1
+            why = ConfigError(f"{where}, and {NEIGHBOURS} after it: too long. Write a larger sampling.max_context.")
+        except (ConfigError, ValueError) as error:
+            self.counts["bad"] += 1
+            why = error if isinstance(error, ConfigError) else ConfigError(f"{where}: {error}")
+            log.warning("%s A row that comes soon after is taken instead.", why)
+        near = self.order.numbers(place + 1, NEIGHBOURS)
+        for other, row in zip(near.tolist(), self.table.rows(near), strict=True):
+            if task := self._task(row, self.split.name(other), seed):
+                return task
+        raise why
 
 
 class EnvPool:

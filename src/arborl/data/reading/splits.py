@@ -47,7 +47,8 @@ class Filters:
     @property
     def leaves_out(self) -> bool:
         """Whether rows may be left out, so that all must be looked at to know how many there are."""
-        return self.deduplicate or (self.max_tokens > 0 and self.overlong != "cut")
+        late = self.whole is not None and self.overlong == "drop"  # a given row of a large table: when it is taken
+        return self.deduplicate or (self.max_tokens > 0 and self.overlong != "cut" and not late)
 
     def too_long(self, task: Task) -> int:
         """The prompt's length where that is too long, else 0."""
