@@ -35,7 +35,7 @@ demo: setup
 
 test: lint types layers
 	@echo "== tests"
-	@$(ONCE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	@$(ONCE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: setup
 	@echo "== slow tests"
