@@ -68,4 +68,6 @@ def flex_on_cpu():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_validate_device", lambda *given: None)
         patch.setattr(module, "_warn_once", lambda *given, **more: None, raising=False)
+        patch.setattr("torch._dynamo.config.automatic_dynamic_shapes", False)  # each size is a program of its own
+        patch.setattr("torch._dynamo.config.recompile_limit", 1000)
         yield

@@ -169,7 +169,7 @@ class Workshop:
         except sandbox.SandboxError as error:
             raise ConfigError(f"this run executes code, and {error}.") from error
 
-    def source(self, renderer: Renderer, given: GivenEpisodes) -> tuple[TaskSource, int]:
+    def source(self, renderer: Renderer, given: GivenEpisodes | None = None) -> tuple[TaskSource, int]:
         """Where tasks come from, and the steps of the run; that the agents they name exist, and that their rows will
         last, is checked here."""
         config = self.config
@@ -177,7 +177,7 @@ class Workshop:
         def length(messages: Sequence[Message]) -> int:
             return len(renderer.encode(renderer.render(opened(messages, config.agent.system or ""))))
 
-        rows = given.rows(config.algorithm.loss) if config.data.given else None
+        rows = given.rows(config.algorithm.loss) if given is not None and config.data.given else None
         source = open_source(config.data, config.env.name, config.seed, length, self.objects, rows)
         count = config.rollout.tasks_per_step + config.rollout.spare_groups
         shown = config.demonstrations.steps

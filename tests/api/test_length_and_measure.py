@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import logging
 import shutil
@@ -126,7 +127,7 @@ def test_evaluation_draws_as_it_is_told_and_else_as_training_does(rows):
         evaluator.rollout.collect = collect
 
         asyncio.run(evaluator.play(evaluator.config.temperature))
-        drawn = seen[0]
+        drawn = dataclasses.replace(evaluator.rollout.sampling, **seen[0])
         assert (drawn.temperature, drawn.top_k, drawn.top_p, drawn.min_p, drawn.max_tokens) == expected
     with pytest.raises(ConfigError, match=r"evaluation\.max_tokens=2000"):
         load(None, ["evaluation.max_tokens=2000"])

@@ -342,7 +342,7 @@ def test_the_latest_run_is_the_one_begun_last_whatever_it_is_called(api: FakeApi
             "agent.args.max_rounds: unknown argument. Did you mean 'max_tool_rounds'",
         ),
         (["agent=tool", "tools=[calculate]"], "no tool is called 'calculate'. Did you mean 'calculator'"),
-        (["agent=tool", "tools=[search]"], "agent.tool_args.search.corpus: is missing"),
+        (["agent=tool", "tools=[search]"], "tools.0.args.corpus: is missing"),
         (
             ["agent=tool", "tools=[search]", "agent.tool_args.search={corpus: x, k: 1}"],
             "agent.tool_args.search.k: unknown argument",

@@ -158,7 +158,7 @@ def test_every_row_comes_once_a_pass_and_held_out_rows_never(tmp_path):
 
 def test_a_table_too_large_to_be_read_at_the_start_gives_a_neighbour_for_a_row_that_is_too_long(tmp_path, monkeypatch):
     path = written(tmp_path, ["short"] * 30 + ["much too long"] * 10)
-    monkeypatch.setattr("arborl.data.from_config.open_table", unread)
+    monkeypatch.setattr("arborl.data.from_config.open_tables", unread)
     source = opened(path)
     pool = source.pools["rows"]
     assert not pool.counts  # nobody has looked yet
@@ -166,10 +166,10 @@ def test_a_table_too_large_to_be_read_at_the_start_gives_a_neighbour_for_a_row_t
     assert pool.counts["overlong"] > 0
 
 
-def unread(path: Path):
-    from arborl.data.reading.files import open_table
+def unread(paths):
+    from arborl.data.reading.files import open_tables
 
-    table = open_table(path)
+    table = open_tables(paths)
     table.whole = False
     return table
 

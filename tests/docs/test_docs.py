@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,21 @@ def test_commands_of_the_readme_are_understood(line, tmp_path, monkeypatch):
     assert "seed:" in done.output
 
 
+@pytest.fixture
+def my_package(tmp_path, monkeypatch):
+    """The package that examples import tools from, and the key that one of them is opened with."""
+    monkeypatch.setenv("TOOL_KEY", "secret")
+    (tmp_path / "packages" / "my_package").mkdir(parents=True)
+    tools = "from arborl import tool\n\n@tool\ndef weather(town: str) -> str:\n    'The weather.'\n    return town"
+    (tmp_path / "packages" / "my_package" / "tools.py").write_text(tools)
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "my_package"]:
+        del sys.modules[name]
+
+
 @pytest.mark.parametrize("name", [name for name in PAGES if blocks(name, "yaml")])
+@pytest.mark.usefixtures("my_package")
 def test_yaml_examples_are_configurations(name, tmp_path):
     for number, text in enumerate(blocks(name, "yaml")):
         (tmp_path / f"{number}.yaml").write_text(text)
@@ -61,6 +76,7 @@ def test_yaml_examples_are_configurations(name, tmp_path):
 
 
 @pytest.mark.parametrize("line", [line for block in blocks("docs/tools.md", "sh") for line in block.splitlines()])
+@pytest.mark.usefixtures("my_package")
 def test_commands_of_the_tools_page_are_understood(line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text(blocks("docs/tools.md", "yaml")[0])

@@ -9,7 +9,7 @@ from arborl.workshop import Workshop
 
 
 def tools(*settings):
-    workshop = Workshop(load(None, ["agent=tool", *settings]), {})
+    workshop = Workshop(load(None, ["agent=tool", *settings]), {}, connect=True)
     (made,) = workshop.tools(workshop.seats()).values()
     return made
 

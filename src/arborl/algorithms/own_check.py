@@ -120,7 +120,7 @@ def small_terms(groups: list[Group]) -> Terms:
     tree, position, token, of, call_of, turn = (np.array(column) for column in zip(*rows, strict=True))
     old, size = np.array(logprobs), len(rows)
     advantage, weight, none = np.linspace(1, -1, size), np.full(size, 1 / size), np.full(size, np.nan)
-    known = (old - 0.01, old - 0.2, np.linspace(0, 1, size), np.zeros(size), none, none)
+    known = (old - 0.01, old - 0.2, np.linspace(0, 1, size), np.zeros(size), none, old - 0.3)
     return Terms(tree, position, token, old, advantage, weight, of, call_of, turn, np.zeros_like(turn), *known)
 
 

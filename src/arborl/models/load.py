@@ -41,11 +41,13 @@ def tune_cpu() -> None:
         torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
 
 
-def load_model(folder: Path, dtype: str = "float32", device: str = "auto") -> PreTrainedModel:
-    """The model, ready for learner and engine; dropout off."""
+def load_model(
+    folder: Path, dtype: str = "float32", device: str = "auto", headless: bool = False
+) -> PreTrainedModel:
+    """The model, ready for learner and engine; dropout off. `headless`: the layer that says tokens may be missing."""
     place = device_of(device)
     tune_cpu()
-    model = read_weights(folder, dtype=getattr(torch, dtype))
+    model = read_weights(folder, headless, dtype=getattr(torch, dtype))
     return model.to(place).eval()
 
 
@@ -61,8 +63,9 @@ def quiet() -> Iterator[None]:
         verbosity.set_verbosity(level)
 
 
-def read_weights(folder: Path, **how: Any) -> PreTrainedModel:
-    """From a folder, by the library's own code and none that comes with the model; all weights must be there."""
+def read_weights(folder: Path, headless: bool = False, **how: Any) -> PreTrainedModel:
+    """From a folder, by the library's own code and none that comes with the model; all weights must be there, but for
+    those of the layer that says tokens where a model is wanted `headless`."""
     about = described(folder)
     kind = about.get("model_type")
     if about and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
@@ -88,10 +91,12 @@ def read_weights(folder: Path, **how: Any) -> PreTrainedModel:
             "files again, or give another."
         ) from error
     for what in ("missing_keys", "mismatched_keys"):
-        if found[what]:
-            first = sorted(name if isinstance(name, str) else name[0] for name in found[what])[0]
+        names = sorted(name if isinstance(name, str) else name[0] for name in found[what])
+        names = [name for name in names if not (headless and name.startswith("lm_head."))]
+        if names:
+            first = names[0]
             raise ConfigError(
-                f"model.name={folder}: {len(found[what])} of its weights are {what.removesuffix('_keys')}, {first} "
+                f"model.name={folder}: {len(names)} of its weights are {what.removesuffix('_keys')}, {first} "
                 "among them, and would be drawn at random. Give a folder with all weights of the model."
             )
     return model  # type: ignore[no-any-return]

@@ -73,7 +73,7 @@ def load_origin(folder: Path, policy: PreTrainedModel, policy_folder: Path) -> O
             "with the policy's tokenizer."
         )
     with _quiet():
-        trunk = load_model(folder, str(policy.dtype).removeprefix("torch."), str(policy.device))
+        trunk = load_model(folder, str(policy.dtype).removeprefix("torch."), str(policy.device), headless=True)
     if trunk.config.vocab_size < policy.config.vocab_size:
         raise ConfigError(
             f"learner.critic_from={folder}: knows {trunk.config.vocab_size} tokens, and the policy "
