@@ -63,11 +63,11 @@ def seedling():
 @pytest.fixture(scope="module")
 def flex_on_cpu():
     """FlexAttention can compute gradients on a CPU, not compiled; torch refuses because it is slow."""
+    import torch._dynamo.config
     from torch.nn.attention import flex_attention as module
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_validate_device", lambda *given: None)
         patch.setattr(module, "_warn_once", lambda *given, **more: None, raising=False)
-        patch.setattr("torch._dynamo.config.automatic_dynamic_shapes", False)  # each size is a program of its own
-        patch.setattr("torch._dynamo.config.recompile_limit", 1000)
-        yield
+        with torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=1000):  # one for each size
+            yield

@@ -241,7 +241,7 @@ def cast_of(tmp_path, rows, **settings):
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     config = from_kwargs(data=str(tmp_path / "rows.json"), rewards=["exact"], engine="scripted", **settings)
     workshop = Workshop(config, {})
-    return workshop.cast(), workshop.source(Renderer.from_folder(WEIGHTS))
+    return workshop.cast(), workshop.source(Renderer.from_folder(WEIGHTS))[0]
 
 
 def test_rows_are_asked_with_the_run_agents_system_prompt_whatever_agent_they_name(tmp_path):

@@ -22,7 +22,7 @@ from arborl.types import Message
 END, VOCABULARY, RATE = "<|endoftext|>", 600, 1e-3
 
 
-def lake(chance, size: int, skilled: float = 0.5) -> Transcript:
+def lake(chance, size: int, skilled: float = 0.4) -> Transcript:
     """A game in which every move is a good one that often, and else any."""
     env = FrozenLake(size=size, max_steps=3)
 

@@ -178,7 +178,7 @@ class OwnLoss(Own):
 def read_only(terms: Terms) -> Terms:
     """The same numbers, which nobody can change by accident: they are learned from afterwards."""
     columns = [getattr(terms, name) for name in Terms.__slots__]
-    views = [column if column is None else column.view() for column in columns]
+    views: list[Any] = [column if column is None else column.view() for column in columns]
     for view in views:
         if view is not None:
             view.flags.writeable = False

@@ -41,9 +41,7 @@ def tune_cpu() -> None:
         torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
 
 
-def load_model(
-    folder: Path, dtype: str = "float32", device: str = "auto", headless: bool = False
-) -> PreTrainedModel:
+def load_model(folder: Path, dtype: str = "float32", device: str = "auto", headless: bool = False) -> PreTrainedModel:
     """The model, ready for learner and engine; dropout off. `headless`: the layer that says tokens may be missing."""
     place = device_of(device)
     tune_cpu()
