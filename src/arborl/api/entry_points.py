@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,7 +28,9 @@ from arborl.track.tracing import traced
 from arborl.trainer.failing import FailureWatch
 
 if TYPE_CHECKING:
+    from arborl.api.session import RunSession
     from arborl.trainer.evaluate import Measured
+    from arborl.trainer.trainer import Hook
 
 T = TypeVar("T")
 
@@ -82,23 +85,51 @@ def train(
         stub: a few small steps on scripted replies, to see the whole loop work.
         objects: parts handed in by Python code, by the name the configuration uses for them.
     """
-    config = stubbed(config) if stub else config
+    config, objects = stubbed(config) if stub else config, objects or {}
+    with Stops(config.trainer.stop_seconds) as stops, _prepared(config, resume, objects, (), stops.saving) as found:
+        return found if isinstance(found, Run) else Run(found.home, wait_for(found.run(), stops), objects)
+
+
+async def train_here(
+    config: RunConfig, *, resume: str | None = None, objects: Mapping[str, Any], hooks: Sequence[Hook] = ()
+) -> Run:
+    """`train` in the caller's own event loop: cancelling it stops the run at its next checkpoint, and signals are the
+    caller's.
+
+    Args:
+        config, resume, objects: as of `train`.
+        hooks: further things to do after a step.
+    """
+    with _prepared(config, resume, objects, hooks) as found:
+        return found if isinstance(found, Run) else Run(found.home, await found.run(), objects)
+
+
+@contextmanager
+def _prepared(
+    config: RunConfig,
+    resume: str | None,
+    objects: Mapping[str, Any],
+    hooks: Sequence[Hook],
+    saving: Callable[[], None] = lambda: None,
+) -> Iterator[RunSession | Run]:
+    """The run, ready to begin or to go on, in a folder that is held for it; or what it came to, where it is finished
+    already."""
     plain(config)  # an object among the arguments, which no file can hold, is found before anything starts
-    with Stops(config.trainer.stop_seconds) as stops, folders.claimed(config, resuming=resume is not None) as home:
+    with folders.claimed(config, resuming=resume is not None) as home:
         start = find_start(home, resume, config) if resume is not None else None
         if start is not None:
             steps = count_steps(config, objects)
             if (summary := finished(home, start, steps)) is not None:
                 Terminal().print(_nothing_to_do(home, start, config), highlight=False, markup=False, soft_wrap=True)
-                return Run(home, summary, objects or {})
+                yield Run(home, summary, objects)
+                return
             refuse(start, config, steps, objects)
         parts = build(config, objects)
         from arborl.api.session import (
             RunSession,  # needs torch, which takes seconds; what is wrong has been said by now
         )
 
-        session = RunSession(parts, home, start, stops.saving)
-        return Run(home, wait_for(session.run(), stops), objects or {})
+        yield RunSession(parts, home, start, saving, hooks)
 
 
 def _nothing_to_do(home: Path, start: Start, config: RunConfig) -> str:

@@ -50,7 +50,7 @@ class Names:
                 out[key] = {name: of(one) for name, one in value.items()}
             elif kind == "data":
                 out[key] = self.data(value)
-            elif kind == "rows":
+            elif kind in ("rows", "evaluation_rows"):
                 out[key] = self.rows(value)
         return out
 

@@ -42,11 +42,19 @@ class RunSession:
         home: its folder.
         start: the checkpoint to go on from, if any.
         saving: called when the run was told to stop and comes to its last checkpoint.
+        hooks: what else to do after a step, once all else is done.
     """
 
-    def __init__(self, parts: Parts, home: Path, start: Start | None, saving: Callable[[], None] = lambda: None):
+    def __init__(
+        self,
+        parts: Parts,
+        home: Path,
+        start: Start | None,
+        saving: Callable[[], None] = lambda: None,
+        hooks: Sequence[Hook] = (),
+    ):
         self.parts, self.config, self.home, self.start = parts, parts.config, home, start
-        self.saving = saving
+        self.saving, self.further = saving, list(hooks)
         self.memory: dict[str, Any] = {"before": {}, "config": masked(plain(self.config))}
         self.log = RunLog(home / "run.log", plain(self.config))
         self.trackers = Trackers([])
@@ -121,6 +129,7 @@ class RunSession:
             hooks.append(RenewReference(config.demonstrations.steps))
         if (config.evaluation.every or config.demonstrations.steps) and config.evaluation.tasks:
             hooks.append(self.held_out)
+        hooks += self.further
         trainer = Trainer(
             config, parts.source, parts.rollout, parts.rewards, parts.algorithm, parts.learner, parts.engine,
             Trackers([]), hooks, save, parts.steps,

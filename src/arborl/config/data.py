@@ -30,6 +30,8 @@ class RowsConfig(Config):
     """The function of `rows` never ends. Its rows are then taken as they come, none is kept, and none comes twice."""
     evaluation_path: Path | tuple[Path, ...] | None = None
     """Held-out rows in files of their own; nothing is then held out of the others."""
+    evaluation_rows: Part | None = None
+    """The same, as a function of your own that gives them."""
     evaluation_share: float = Field(0.1, gt=0, lt=1)
     """Share of the rows that is held out, chosen by a hash."""
     split: Literal["auto", "content", "number"] = "auto"
@@ -48,6 +50,8 @@ class RowsConfig(Config):
     rows count whole, against `sampling.max_context`, and lose what goes beyond."""
     deduplicate: bool = False
     """Keep only the first of rows with the same prompt."""
+    shuffle: bool = True
+    """Rows come in a new order every pass. Without it in their own, every pass."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> RowsConfig:
@@ -58,6 +62,10 @@ class RowsConfig(Config):
             raise ValueError("endless is about the function of rows. Write rows=package.module:function too.")
         if self.endless and (self.deduplicate or self.split != "auto"):
             raise ValueError("endless rows are never read to the end. Leave deduplicate and split out.")
+        if self.evaluation_path is not None and self.evaluation_rows is not None:
+            raise ValueError("evaluation_path and evaluation_rows both give held-out rows. Leave one out.")
+        if self.endless and not self.shuffle:
+            raise ValueError("endless rows are taken as they come. Leave shuffle out.")
         if "question" in self.fields:
             raise ValueError(f"fields.question: write question={self.fields['question']} instead.")
         return self
@@ -182,7 +190,7 @@ class BandConfig(Config):
 
 
 INHERITED = (
-    "evaluation_share", "split", "question", "fields", "max_prompt_tokens", "overlong", "deduplicate",
+    "evaluation_share", "split", "question", "fields", "max_prompt_tokens", "overlong", "deduplicate", "shuffle",
 )  # fmt: skip
 """Settings that a source takes from `data` where it has none of its own."""
 
@@ -256,7 +264,7 @@ class DataConfig(RowsConfig):
         if "/" in name or not name.strip():
             raise ValueError(f"sources: {name!r} is no name for a source. Use letters, digits, - and _.")
         if self.by is not None:
-            if source.has_rows or source.evaluation_path:
+            if source.has_rows or source.evaluation_path or source.evaluation_rows:
                 raise ValueError(f"sources.{name}.path: with by={self.by} the rows are those of path. Leave it out.")
         elif not source.has_rows and source.env is None:
             raise ValueError(f"sources.{name}: says nothing of where tasks come from. Write path=FILE or env=NAME.")

@@ -15,6 +15,8 @@ class LearnerConfig(Config):
     lr: float | None = Field(None, gt=0)
     """Without one, by the model's size: 6e-4 below 10M parameters (seedling), 1e-5 below 500M, else 1e-6; adapters ten
     times that."""
+    lr_scale: float = Field(1.0, gt=0)
+    """Times that, where `lr` is not given: 0.2 for a careful run, 2 for a bold one, whatever the model's size."""
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
@@ -75,6 +77,8 @@ class LearnerConfig(Config):
                 f"warmup_steps={self.warmup_steps} and warmup_ratio={self.warmup_ratio:g} both say how long the "
                 "warm-up is. Leave one out."
             )
+        if self.lr is not None and self.lr_scale != 1.0:
+            raise ValueError(f"lr_scale={self.lr_scale:g} is about the usual rate, and lr={self.lr:g}. Leave one out.")
         if self.min_lr and self.decay not in ("linear", "cosine"):
             raise ValueError(
                 f"min_lr={self.min_lr:g} is what a decay comes down to, and decay={self.decay} has none. Write "

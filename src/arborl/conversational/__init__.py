@@ -5,12 +5,35 @@ and `train` builds a run and calls the trainer. It never samples, scores or lear
 
 In reading order:
 
-    trajectory.py  What was said, as plain turns
-    reward.py      Rewards that read turns; each is a reward of `arborl.rewards` too
+    trajectory.py   What was said, as plain turns
+    reward.py       Rewards that read turns; each is a reward of `arborl.rewards` too
+    environment.py  Environments with `reset` and `step`, and the one for conversations
+    agent.py        The agent and its settings
+    voice.py        Who answers when it asks: the model in training, its own, or fixed replies
+    memory.py       What it remembers of earlier conversations
+    config.py       Settings of training, profiles, and the run they stand for
+    training.py     `train`
+    callbacks.py    Told of what happens, and able to end it
+    trainers.py     The same run as an object; GSPO
+    value.py        How values are estimated
+    settings.py     The base of all settings here
 """
 
+from arborl.conversational.agent import AgentConfig, MultiTurnAgent
+from arborl.conversational.callbacks import CheckpointCallback, EarlyStoppingCallback
+from arborl.conversational.config import TrainingConfig, get_config_for_task
+from arborl.conversational.environment import (
+    CONVERSATION_CONFIGS,
+    ConversationEnvironment,
+    Environment,
+    EnvironmentState,
+)
+from arborl.conversational.memory import ConversationMemory
 from arborl.conversational.reward import RewardFunction, RewardResult, reward_function
+from arborl.conversational.trainers import DistributedTrainer, GSPOConfig, MultiTurnGRPOTrainer, train_with_gspo
+from arborl.conversational.training import train
 from arborl.conversational.trajectory import ConversationTurn, MultiTurnTrajectory, TrajectoryGroup
+from arborl.conversational.value import ValueFunction
 from arborl.rewards.text.composite import CompositeReward, MultiObjectiveReward
 from arborl.rewards.text.domains import CustomerServiceReward, SalesAssistantReward, TechnicalSupportReward
 from arborl.rewards.text.general import ConcisenessReward, EngagementReward, HelpfulnessReward
@@ -19,14 +42,26 @@ from arborl.rewards.text.similarity import SimilarityAwareReward
 from arborl.rewards.text.task import CorrectnessReward, TaskCompletionReward
 
 __all__ = [
+    "CONVERSATION_CONFIGS",
+    "AgentConfig",
+    "CheckpointCallback",
     "CompositeReward",
     "ConcisenessReward",
+    "ConversationEnvironment",
+    "ConversationMemory",
     "ConversationTurn",
     "CorrectnessReward",
     "CustomerServiceReward",
+    "DistributedTrainer",
+    "EarlyStoppingCallback",
     "EngagementReward",
+    "Environment",
+    "EnvironmentState",
+    "GSPOConfig",
     "HelpfulnessReward",
     "MultiObjectiveReward",
+    "MultiTurnAgent",
+    "MultiTurnGRPOTrainer",
     "MultiTurnTrajectory",
     "RewardFunction",
     "RewardResult",
@@ -35,6 +70,11 @@ __all__ = [
     "SimilarityAwareReward",
     "TaskCompletionReward",
     "TechnicalSupportReward",
+    "TrainingConfig",
     "TrajectoryGroup",
+    "ValueFunction",
+    "get_config_for_task",
     "reward_function",
+    "train",
+    "train_with_gspo",
 ]

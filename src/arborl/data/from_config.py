@@ -15,12 +15,13 @@ from typing import Any, Literal
 import numpy as np
 
 from arborl.config.data import DataConfig, RowsConfig, SourceConfig
+from arborl.config.parts import Part as RowsPart
 from arborl.data.mixing.mixture import Band, Mixture
 from arborl.data.mixing.streams import EnvPool, Pool, RowPool, StreamPool, call_rows
 from arborl.data.reading.files import MEMORY_BYTES, MEMORY_ROWS, objects_only, open_table, open_tables
 from arborl.data.reading.given import GivenReader, Kind
 from arborl.data.reading.rows import Reader
-from arborl.data.reading.splits import Filters, Length, Picked, split_table
+from arborl.data.reading.splits import EVALUATION_SEED, Filters, Length, Picked, split_table
 from arborl.data.reading.tables import HubTable, Labels, ListTable, Row, Table
 from arborl.data.source import EnvTasks, TaskSource
 from arborl.errors import ConfigError, did_you_mean
@@ -126,20 +127,31 @@ def _open(
     if isinstance(config, SourceConfig) and not config.has_rows:
         assert config.env is not None
         return EnvPool(name, config.env.name, seed)
-    if config.rows is not None:
-        make = partial(objects.get(config.rows.name) or load(config.rows.name, "function"), **config.rows.args)
-        if config.endless:
-            return StreamPool(make, reader, seed, config.evaluation_share, filters)
-        table: Table = ListTable(_all_rows(make, config.rows.name, seed), config.rows.name)
-    else:
-        table = _table(config)
+    if config.rows is not None and config.endless:
+        return StreamPool(_maker(config.rows, objects), reader, seed, config.evaluation_share, filters)
+    table = _table(config) if config.rows is None else _given_table(config.rows, objects, seed)
     apart = None
-    if config.evaluation_path is not None:
-        apart_from = config.evaluation_path
-        held_out = open_tables(apart_from if isinstance(apart_from, tuple) else (apart_from,))
+    if (held_out := _held_out(config, objects)) is not None:
         apart = held_out, split_table(held_out, reader, 0.0, config.split, filters)
     share = 0.0 if apart else config.evaluation_share
-    return RowPool(table, reader, split_table(table, reader, share, config.split, filters), seed, filters, apart)
+    split = split_table(table, reader, share, config.split, filters)
+    return RowPool(table, reader, split, seed, filters, apart, config.shuffle)
+
+
+def _held_out(config: RowsConfig, objects: Mapping[str, Any]) -> Table | None:
+    """Held-out rows that are kept apart from the others, if there are any."""
+    if config.evaluation_rows is not None:
+        return _given_table(config.evaluation_rows, objects, EVALUATION_SEED)
+    files = config.evaluation_path
+    return None if files is None else open_tables(files if isinstance(files, tuple) else (files,))
+
+
+def _maker(rows: RowsPart, objects: Mapping[str, Any]) -> Callable[..., Iterable[Row]]:
+    return partial(objects.get(rows.name) or load(rows.name, "function"), **rows.args)
+
+
+def _given_table(rows: RowsPart, objects: Mapping[str, Any], seed: int) -> Table:
+    return ListTable(_all_rows(_maker(rows, objects), rows.name, seed), rows.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +256,7 @@ def _split_by(config: DataConfig, seed: int, length: Length | None, given: Given
         reader, filters = _reading(name, source, length, given)
         part = Part(table, labels.rows_of(name))
         split = split_table(part, reader, source.evaluation_share, source.split, filters)
-        pools.append(RowPool(part, reader, split, seed, filters))
+        pools.append(RowPool(part, reader, split, seed, filters, shuffle=source.shuffle))
     return pools
 
 

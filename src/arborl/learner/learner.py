@@ -83,7 +83,8 @@ class Learner:
         self.model, self.config, self.sampling = model, config, sampling
         self.total_steps, self.seed = total_steps, seed
         adapted = has_lora(model)
-        self.lr = config.lr or schedule.usual_rate(model.num_parameters()) * (10 if adapted else 1)
+        usual = schedule.usual_rate(model.num_parameters()) * (10 if adapted else 1)
+        self.lr = config.lr or usual * config.lr_scale
         if config.min_lr > self.lr:
             raise ConfigError(f"learner.min_lr={config.min_lr:g} is above the rate of such a model, {self.lr:g}.")
         copied = needs.reference and not adapted

@@ -131,7 +131,8 @@ class Rewards:
     """Several rewards, by name, each with its weight.
 
     Args:
-        rewards: name, reward, weight. A plain function is taken as `@reward` would take it.
+        rewards: name, reward, weight. A plain function is taken as `@reward` would take it. One of weight 0 is measured
+            and shown only: its number is the episode's metric `reward/<name>`.
         seconds: what one reward may take for one episode.
     """
 
@@ -141,6 +142,8 @@ class Rewards:
         """All that are asked; of a reward made of others, its parts."""
         self.combined = [found for name, one, weight in self.rewards for found in _combined(name, one, weight)]
         """Those made of others, inner ones first."""
+        self.shown = [name for name, _, weight in self.rewards if weight == 0]
+        """Those of weight 0."""
         self.seconds = seconds
         self.firsts = Firsts(log)
 
@@ -160,8 +163,10 @@ class Rewards:
                 await self._compare(name, one, weight, group.survivors)
         for name, whole, weight in self.combined:
             await asyncio.gather(*(self._combine(name, whole, weight, episode) for episode in group.survivors))
-        judges = any(name != "env" for name, _, _ in self.rewards)
+        judges = any(name != "env" for name, _, _ in self.rewards if name not in self.shown)
         for episode in group.survivors:
+            for name in self.shown:
+                episode.metrics[f"reward/{name}"] = _taken(name, episode.rewards)
             if judges or episode.metrics.get("judged", 1.0):
                 episode.metrics.setdefault("success", float(episode.reward >= 1))
         scored(group.episodes)
@@ -171,7 +176,7 @@ class Rewards:
         try:
             async with boundary(f"reward {name!r}", self.seconds):
                 values = one.across(episodes, [episode.rewards[name] for episode in episodes])
-                scaled = [weight * numbers(name, value)[name] for value in values]
+                scaled = [(weight or 1.0) * numbers(name, value)[name] for value in values]
                 for episode, value in zip(episodes, scaled, strict=True):
                     episode.rewards[name] = value
         except EpisodeError as error:
@@ -185,7 +190,7 @@ class Rewards:
             async with boundary(f"reward {name!r}", self.seconds):
                 scores = {part.name: _taken(f"{name}/{part.name}", episode.rewards) for part in whole.parts}
                 episode.metrics |= {f"reward/{name}/{part}": score for part, score in scores.items()}
-                episode.rewards[name] = weight * numbers(name, whole.combine(scores))[name]
+                episode.rewards[name] = (weight or 1.0) * numbers(name, whole.combine(scores))[name]
         except EpisodeError as error:
             episode.fail(error)
             self.firsts.tell(episode)
@@ -203,7 +208,7 @@ class Rewards:
         episode.turn_weight = sum(by_turn.values())
 
     async def _ask(self, name: str, one: Reward, weight: float, episode: Episode) -> dict[str, float] | EpisodeError:
-        weight = 1.0 if isinstance(one, GroupReward) else weight  # its weight is applied when it has seen the group
+        weight = 1.0 if isinstance(one, GroupReward) else weight or 1.0  # such a one's is applied when it saw the group
         try:
             async with boundary(f"reward {name!r}", self.seconds):
                 return {key: weight * value for key, value in numbers(name, await one(episode)).items()}

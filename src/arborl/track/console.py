@@ -26,6 +26,8 @@ GIVEN = ("loss", "perplexity", "accuracy", "margin")
 """Measures of given rows."""
 SHOWN = ("tasks", "success", "reward", "greedy_success", *GIVEN, "failed", "greedy_failed")
 """Measures of held-out tasks, in this order, where there are any."""
+ENDS = ("_low", "_high")
+"""Of intervals."""
 HELD_OUT = "evaluation/"
 UNMEASURED = "–"
 RECENT = 10
@@ -255,6 +257,7 @@ def table_before_after(before: Mapping[str, float], after: Mapping[str, float]) 
     played = (before or after) and not {*GIVEN} & {*before, *after}
     names = [name for name in ("success", "reward") if played]  # these are missed where they are missing
     names = [name for name in SHOWN if name in names or name in shown(before, after)]
+    names += [name for name in {**before, **after} if name.startswith("reward/") and not name.endswith(ENDS)]
     table = Table(box=box.SIMPLE_HEAD, title="held-out tasks, with 95 % intervals", title_justify="left")
     table.add_column("")
     for name in names:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from typing import Protocol
 
@@ -131,7 +132,8 @@ def warn_of_failures(groups: list[Group]) -> None:
 
 
 def scores(groups: list[Group]) -> Metrics:
-    """Success and reward with their 95 % intervals, the number of tasks, and that of failed episodes.
+    """Success and reward with their 95 % intervals, the number of tasks, and that of failed episodes; rewards of weight
+    0 beside them.
 
     A failed episode is no success: it counts as 0 of both. Where all failed, or nobody judged success, nothing was
     measured, and nothing is said.
@@ -143,7 +145,20 @@ def scores(groups: list[Group]) -> Metrics:
         return found
     if any("success" in episode.metrics for episode in alive):
         found |= _with_interval("success", groups, lambda episode: episode.metrics.get("success", 0.0))
-    return found | _with_interval("reward", groups, lambda episode: episode.reward)
+    found |= _with_interval("reward", groups, lambda episode: episode.reward)
+    beside = dict.fromkeys(name for episode in alive for name in episode.metrics if _is_beside(name))
+    for name in beside:
+        found |= _with_interval(name, groups, partial(_metric, name))
+    return found
+
+
+def _is_beside(name: str) -> bool:
+    """Whether it is the number of a reward that is only shown (`reward/<name>`), and not a part of another's."""
+    return name.startswith("reward/") and name.count("/") == 1
+
+
+def _metric(name: str, episode: Episode) -> float:
+    return episode.metrics.get(name, 0.0)
 
 
 def _with_interval(name: str, groups: list[Group], value: Callable[[Episode], float]) -> Metrics:

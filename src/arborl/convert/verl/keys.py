@@ -115,7 +115,7 @@ TABLE: dict[str, Rule] = {
     "data.reward_fn_key": unless("data_source", "rewards go by the column data_source"),
     "data.document_key": unless("document_content", "documents are read from the column document_content"),
     "data.seed": num("seed"),
-    "data.shuffle": unless(True, "rows come in a new order every pass, always"),
+    "data.shuffle": rules.choice("data.shuffle", {"True": True, "False": False}, "Write true or false."),
     "data.image_key": picture,
     "data.video_key": picture,
     "data.custom_cls.path": own_rows,

@@ -1,4 +1,4 @@
-"""In which order rows come: a new one every pass, and every row once before any comes again.
+"""In which order rows come: a new one every pass, or their own; and every row once before any comes again.
 
 Rows that are read in blocks (a Parquet file's row groups) cannot be drawn from anywhere at will: each draw would decode
 a block. So the order of the blocks is shuffled, and rows are shuffled within windows of neighbouring blocks of that
@@ -51,8 +51,8 @@ class Order:
         Order(view, seed=7).numbers(start=1_000, count=16)      # rows 1,000 to 1,015 of the stream
     """
 
-    def __init__(self, view: View, seed: int, window: int = WINDOW):
-        self.view, self.seed, self.window = view, seed, window
+    def __init__(self, view: View, seed: int, window: int = WINDOW, shuffle: bool = True):
+        self.view, self.seed, self.window, self.shuffle = view, seed, window, shuffle
         self.size = int(view.sizes.sum())
         self._pass: tuple[int, list[Ints], Ints] | None = None
         self._rows: tuple[int, int, Ints] | None = None
@@ -83,6 +83,8 @@ class Order:
 
     def _blocks(self, number: int) -> Ints:
         """The blocks with rows, their runs shuffled."""
+        if not self.shuffle:
+            return np.flatnonzero(self.view.sizes > 0)
         runs = self.view.runs
         first = np.cumsum(runs) - runs
         shuffled = permutation(len(runs), self.seed, number) if len(runs) > 1 else np.zeros(1, np.int64)
@@ -93,5 +95,5 @@ class Order:
         if self._rows is None or self._rows[:2] != (number, index):
             rows = np.concatenate([self.view.of(int(block)) for block in blocks])
             seed = self.seed if len(rows) == self.size else generator(self.seed, "window", index).integers(2**62)
-            self._rows = number, index, rows[permutation(len(rows), int(seed), number)]
+            self._rows = number, index, rows[permutation(len(rows), int(seed), number)] if self.shuffle else rows
         return self._rows[2]

@@ -55,6 +55,7 @@ class RowPool:
         seed: the run's.
         filters: cuts prompts that are too long.
         held_out: held-out rows of another table, in place of the split's.
+        shuffle: come in a new order every pass.
     """
 
     def __init__(
@@ -65,10 +66,11 @@ class RowPool:
         seed: int,
         filters: Filters | None = None,
         held_out: tuple[Table, Split] | None = None,
+        shuffle: bool = True,
     ):
         self.name, self.table, self.reader, self.split = reader.source, table, reader, split
         self.filters, self.seed = filters or Filters(), seed
-        self.order = Order(split.training, derive(seed, "order", self.name), table.window)
+        self.order = Order(split.training, derive(seed, "order", self.name), table.window, shuffle)
         self.size: int | None = self.order.size
         self.counts = split.counts.copy()
         self._held_out = held_out
