@@ -135,3 +135,29 @@ def test_batches_of_changing_size_leave_nothing_out_and_go_on_from_their_state(p
         other = FileTasks(path, seed=3)
         other.load_state(json.loads(json.dumps(state)))
         assert [other.take(step + n, c) for n, c in enumerate(counts[step:])] == taken[step:]
+
+
+def test_rows_may_come_in_their_own_order_and_held_out_ones_from_a_function():
+    from arborl.config.data import DataConfig
+    from arborl.data.from_config import open_source
+
+    def rows():
+        return [{"question": str(number)} for number in range(5)]
+
+    def others():
+        return [{"question": "held out"}]
+
+    config = DataConfig(rows="object:rows", evaluation_rows="object:others", shuffle=False)
+    source = open_source(config, "question", 7, objects={"object:rows": rows, "object:others": others})
+    said = [task.messages[0].content for step in range(3) for task in source.take(step, 4)]
+    assert said == [*"01234", *"01234", "0", "1"]
+    assert [task.messages[0].content for task in source.evaluation(9)] == ["held out"]
+
+
+def test_what_says_two_things_about_rows_is_refused():
+    from arborl.config.data import DataConfig
+
+    with pytest.raises(ValueError, match="both give held-out rows"):
+        DataConfig(path="a.json", evaluation_path="b.json", evaluation_rows="m:f")
+    with pytest.raises(ValueError, match="Leave shuffle out"):
+        DataConfig(rows="m:f", endless=True, shuffle=False)

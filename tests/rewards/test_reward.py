@@ -171,3 +171,21 @@ def test_numbers_of_numpy_and_tensors_without_dimensions_are_numbers():
     for wrong in (np.array([1.0]), np.float32("nan"), np.array("text"), np.array(1j)):
         with pytest.raises((TypeError, ValueError), match="return a"):
             numbers("r", wrong)
+
+
+def test_a_reward_of_weight_zero_is_measured_and_shown_and_nothing_else():
+    from arborl.rewards.text.composite import CompositeReward
+    from arborl.rewards.text.general import ConcisenessReward
+
+    @reward
+    def length(episode):
+        return {"words": 2.0, "letters": 3.0}
+
+    made = group("42", "7", answer="42")
+    several = CompositeReward([ConcisenessReward()])
+    rewards = Rewards([("right", right, 1.0), ("length", length, 0.0), ("several", several, 0.0)], 5.0)
+    asyncio.run(rewards.score([made]))
+    assert [one.rewards for one in made.episodes] == [{"right": 1.0}, {"right": 0.0}]
+    assert [one.metrics["reward/length"] for one in made.episodes] == [5.0, 5.0]
+    assert [one.metrics["reward/several"] for one in made.episodes] == [1.0, 1.0]
+    assert [one.metrics["success"] for one in made.episodes] == [1.0, 0.0]

@@ -62,3 +62,11 @@ def test_the_intervals_agree_with_the_textbooks():
     table = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 10: 2.228, 30: 2.042, 120: 1.980}
     for freedom, point in table.items():
         assert intervals.quantile(freedom) == pytest.approx(point, rel=2e-3)
+
+
+def test_a_reward_that_is_only_shown_is_measured_beside_the_one_that_is_learned():
+    shown = episode(1.0)
+    shown.metrics |= {"reward/polite": 0.25, "reward/composite/part": 0.5}
+    found = headline([Group(Task("t"), [shown])] * 3)
+    assert (found["reward"], found["reward/polite"]) == (1.0, 0.25)
+    assert "reward/composite/part" not in found

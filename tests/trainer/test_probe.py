@@ -65,3 +65,8 @@ def test_an_update_one_of_whose_minibatches_was_skipped_has_moved_weights(engine
 
 def test_a_script_is_not_asked():
     assert watch(ScriptedEngine([[1]]), {}, MOVED).settled
+
+
+def test_a_trust_region_moves_weights_whatever_the_rate_is(engine):
+    step = {"learner/grad_norm": 0.3, "learner/lr": 0.0, "learner/step_share": 1.0, "learner/steps": 1.0}
+    assert watch(engine, changed(engine.model), step).settled

@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 from arborl.config.algorithm import reads_of
 from arborl.config.presets import BY_LOSS, PRESETS
 from arborl.conversational.agent import AgentConfig
+from arborl.conversational.environment import EVAL_SHARE
 from arborl.conversational.settings import Settings
 from arborl.errors import ConfigError, did_you_mean
 
@@ -36,6 +37,13 @@ class TrainingConfig(Settings):
     """Times that number."""
     algorithm: str = "grpo"
     """`grpo`, `gspo`, `ppo`, `dpo`, `a2c`, `trpo`, `gigpo`, `rloo`, …: any of `algorithm.name`."""
+
+    demonstrations: Path | None = None
+    """Transcripts that are imitated in the first `demonstration_steps` updates, for a model that has never held such a
+    conversation: a file of rows `{"messages": [...]}` (docs/offline.md). `ConversationEnvironment.transcripts` writes
+    some."""
+    demonstration_steps: int = Field(0, ge=0)
+    """Updates before those that `num_episodes` stands for."""
 
     learning_rate: float | None = Field(None, gt=0)
     """Without one, what suits the model's size, times `learning_rate_scale`."""
@@ -88,7 +96,7 @@ class TrainingConfig(Settings):
     """Updates between measurements on held-out scenarios; 0 measures before and after only."""
     eval_num_generations: int = Field(4, ge=1)
     """Conversations of each held-out scenario."""
-    eval_share: float = Field(0.1, ge=0, lt=1)
+    eval_share: float = Field(EVAL_SHARE, ge=0, lt=1)
     """Of the scenarios, held out where the environment has none apart; at least one of several. 0 measures nothing."""
     save_steps: int = Field(100, ge=1)
     """Updates between checkpoints; the last is always kept."""
@@ -130,6 +138,8 @@ class TrainingConfig(Settings):
         lora = {"lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"} & self.said
         if lora and not self.use_lora:
             raise ValueError(f"{sorted(lora)[0]} is about adapters. Write use_lora=True too.")
+        if (self.demonstrations is None) != (self.demonstration_steps == 0):
+            raise ValueError("demonstrations and demonstration_steps belong together. Give both, or none.")
         if self.wandb_project is not None and "wandb" not in self.followers:
             raise ValueError(f"wandb_project={self.wandb_project} is given. Write report_to='wandb' too.")
         return self
@@ -147,7 +157,7 @@ class TrainingConfig(Settings):
     @property
     def steps(self) -> int:
         """Updates of the run."""
-        return math.ceil(self.num_episodes * self.num_epochs / self.groups)
+        return math.ceil(self.num_episodes * self.num_epochs / self.groups) + self.demonstration_steps
 
     @classmethod
     def from_profile(cls, profile: str, **fields: Any) -> Any:
@@ -189,6 +199,7 @@ class TrainingConfig(Settings):
             "trainer": {"steps": self.steps, "save_every": self.save_steps, "keep": self.save_total_limit},
             "evaluation": {"every": self.eval_steps, "temperature": temperature, "greedy": False},
             "track": self._track(),
+            "demonstrations": self._demonstrations(),
             "seed": self.seed,
             "deterministic": self.deterministic,
         }  # fmt: skip
@@ -240,6 +251,11 @@ class TrainingConfig(Settings):
             "micro_batch_tokens": self.per_device_train_batch_size * self.num_generations * window,
             "attention": ATTENTION.get(agent.attn_implementation, "auto"),
         }
+
+    def _demonstrations(self) -> dict[str, Any]:
+        if self.demonstrations is None:
+            return {}
+        return {"path": str(self.demonstrations), "steps": self.demonstration_steps}
 
     def _track(self) -> dict[str, Any]:
         told: dict[str, Any] = {"tensorboard": "tensorboard" in self.followers}

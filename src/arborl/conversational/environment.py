@@ -9,17 +9,18 @@ import copy
 import hashlib
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Generator, Mapping, Sequence
+from collections.abc import Coroutine, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from arborl.conversational.trajectory import ConversationTurn, as_turn
 from arborl.envs.conversation import CONVERSATION_CONFIGS, Conversation, Persona, Scenario
+from arborl.envs.conversation.game import read_scenarios
 from arborl.envs.env import Env, Observation, Step
 from arborl.errors import ConfigError
 from arborl.rewards.text.turns import ROLES
-from arborl.seeds import derive
+from arborl.seeds import derive, generator
 from arborl.types import Message, Metrics, Task
 
 __all__ = ["CONVERSATION_CONFIGS", "ConversationEnvironment", "Environment", "EnvironmentState"]
@@ -35,6 +36,12 @@ class EnvironmentState:
     """What was said: turns, or messages of OpenAI's shape."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The environment's own."""
+
+
+Answer = tuple[EnvironmentState, Said, float, bool]
+"""The next state, what the user says, the reward, whether it is over."""
+EVAL_SHARE = 0.1
+"""Of scenarios, held out where nothing else is said."""
 
 
 class Environment(ABC):
@@ -64,9 +71,7 @@ class Environment(ABC):
         """Begin. Turns in `conversation_history` are what the agent is shown first; without any it speaks first."""
 
     @abstractmethod
-    async def step(
-        self, state: EnvironmentState, action: ConversationTurn
-    ) -> tuple[EnvironmentState, Said, float, bool]:
+    async def step(self, state: EnvironmentState, action: ConversationTurn) -> Answer:
         """Answer what the agent said: the next state, what the user says (a turn, a message, a text, or None), the
         reward of this step, and whether the conversation is over."""
 
@@ -245,42 +250,62 @@ class ConversationEnvironment(Environment):
         told["system"] = ("" if preset is None else None) if system is None else system
         try:
             self.game = Listed(scenarios=scenarios, **told)
-            self._apart = None if eval_scenarios is None else Listed(scenarios=eval_scenarios, **told)
+            self.scenarios, self.max_turns = list(self.game.scenarios), max_turns
+            if eval_scenarios is not None:
+                self.game.scenarios += Listed(scenarios=eval_scenarios, **told).scenarios
         except (TypeError, ValueError) as error:
             raise ConfigError(f"ConversationEnvironment, {error}.") from error
-        self.scenarios, self.max_turns = list(self.game.scenarios), max_turns
         self.system, self.randomize_scenarios = self.game.system, randomize_scenarios
 
     def as_env(self) -> Env:
-        both = copy.deepcopy(self.game)
-        both.scenarios = (*self.game.scenarios, *(self._apart.scenarios if self._apart else ()))
-        return both
+        return copy.deepcopy(self.game)
 
     def rows(self) -> list[dict[str, Any]]:
-        return self.game.rows()
+        return self.game.rows(range(len(self.scenarios)))
 
     @property
     def held_out(self) -> list[dict[str, Any]] | None:
-        return None if self._apart is None else self._apart.rows()
+        apart = range(len(self.scenarios), len(self.game.scenarios))
+        return self.game.rows(apart) if apart else None
+
+    async def transcripts(self, count: int, skill: float = 0.5, seed: int = 0) -> list[dict[str, Any]]:
+        """Conversations of a scripted agent, to imitate: it knows a good reply to each line, and gives it in a share of
+        `skill`; else it says what fits somewhere else. Held-out scenarios are not among them.
+
+        Args:
+            count: how many.
+            skill: between 0 and 1.
+            seed: of all chance.
+        """
+        rows = self.rows() if self.held_out is not None else split(self.rows(), EVAL_SHARE)[0]
+        chance = generator(seed, "transcripts")
+        made = []
+        for number in range(count):
+            row, game = rows[number % len(rows)], copy.deepcopy(self.game)
+            said = list((await game.reset(Task(row["id"], fields=row), seed)).messages)
+            over = False
+            while not over:
+                good = chance.random() < skill
+                said.append(Message("assistant", (game.oracle() if good else game.random(chance)) or "I understand."))
+                answer = await game.step(said[-1])
+                said, over = [*said, *answer.observation.messages], answer.over
+            made.append({"messages": [{"role": message.role, "content": message.content} for message in said]})
+        return made
 
     async def reset(self, scenario: Any = None) -> EnvironmentState:
         """Begin with this scenario, one of its id, or any."""
-        rows = self.rows()
-        if isinstance(scenario, Mapping | Scenario):
-            rows = Listed(scenarios=[scenario], max_turns=self.max_turns, system=self.system).rows()
-        elif scenario is not None:
-            rows = [row for row in rows if scenario in (row["id"], row["scenario"].id)]
-            if not rows:
-                known = ", ".join(one.id for one in self.scenarios)
-                raise ValueError(f"scenario={scenario!r}: there is no such one. Known: {known}")
-        row = random.choice(rows)
         game = copy.deepcopy(self.game)
+        if isinstance(scenario, Mapping | Scenario):
+            game.scenarios, scenario = read_scenarios([scenario]), None
+        rows = [row for row in game.rows() if scenario in (None, row["id"], row["scenario_id"])]
+        if not rows:
+            known = ", ".join(one.id for one in game.scenarios)
+            raise ValueError(f"scenario={scenario!r}: there is no such one. Known: {known}")
+        row = random.choice(rows)
         opening = await game.reset(Task(row["id"], fields=row), random.getrandbits(32))
         return EnvironmentState(tuple(map(as_turn, opening.messages)), {"scenario": row["id"], "game": game})
 
-    async def step(
-        self, state: EnvironmentState, action: ConversationTurn
-    ) -> tuple[EnvironmentState, Said, float, bool]:
+    async def step(self, state: EnvironmentState, action: ConversationTurn) -> Answer:
         game: Conversation = copy.deepcopy(state.metadata["game"])
         said = _message(action, "assistant")
         answer = await game.step(said)
@@ -293,19 +318,23 @@ class ConversationEnvironment(Environment):
 class Listed(Conversation):
     """Conversations whose tasks say which scenario they are about, and with whom."""
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Every scenario with everybody who may come with it."""
+    def rows(self, numbers: Iterable[int] | None = None) -> list[dict[str, Any]]:
+        """Every scenario with everybody who may come with it; of these scenarios alone, where some are named."""
+        chosen = range(len(self.scenarios)) if numbers is None else numbers
         return [
             {
                 "id": scenario.id if len(self.personas) == 1 else f"{scenario.id}/{persona.name}",
+                "scenario": number,
+                "scenario_id": scenario.id,
                 "topic": scenario.topic,
                 "goal": scenario.goal,
+                "user_responses": [line.text for line in scenario.lines],
                 "metadata": dict(scenario.metadata),
-                "scenario": scenario,
                 "persona": persona.name,
                 "messages": [{"role": "user", "content": scenario.lines[0].text}],
             }
-            for scenario in self.scenarios
+            for number in chosen
+            for scenario in [self.scenarios[number]]
             for persona in self.personas
             if scenario.persona in ("", persona.name)
         ]
@@ -314,7 +343,7 @@ class Listed(Conversation):
         if "scenario" not in task.fields:
             return super()._draw(task)
         persona = next(one for one in self.personas if one.name == task.fields["persona"])
-        return task.fields["scenario"], persona
+        return self.scenarios[task.fields["scenario"]], persona
 
 
 def split(rows: Sequence[dict[str, Any]], share: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

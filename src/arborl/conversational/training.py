@@ -151,18 +151,17 @@ def _tasks(environment: Environment | Any, config: TrainingConfig, settings: dic
         return {"env": environment}
     turns = int(getattr(environment, "max_turns", 0) or 0)
     settings["rollout"] |= {"max_turns": turns} if turns else {}
-    rows, held_out = environment.rows(), environment.held_out
+    rows, apart = environment.rows(), environment.held_out
     if not rows:
         evaluation["tasks"] = 32 if config.eval_share else 0
         return {"env": environment.as_env()}
-    if held_out is None:
-        rows, held_out = split(rows, config.eval_share)
-        if not held_out and config.eval_share:
+    if apart is None:
+        rows, apart = split(rows, config.eval_share)
+        if not apart and config.eval_share:
             log.warning("there is one scenario only: what is measured is measured on what was trained on")
-            held_out = rows
-    evaluation["tasks"] = len(held_out)
-    data = {"rows": rows, "shuffle": environment.randomize_scenarios}
-    return {"env": environment.as_env(), "data": data | ({"evaluation_rows": held_out} if held_out else {})}
+    evaluation["tasks"] = len(apart) or (len(rows) if config.eval_share else 0)
+    data = {"rows": rows, "evaluation_rows": apart or rows, "shuffle": environment.randomize_scenarios}
+    return {"env": environment.as_env(), "data": data}
 
 
 async def trial(

@@ -259,7 +259,7 @@ def table_before_after(before: Mapping[str, float], after: Mapping[str, float]) 
     names = [name for name in SHOWN if name in names or name in shown(before, after)]
     names += [name for name in {**before, **after} if name.startswith("reward/") and not name.endswith(ENDS)]
     table = Table(box=box.SIMPLE_HEAD, title="held-out tasks, with 95 % intervals", title_justify="left")
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for name in names:
         table.add_column(name.replace("_", " "), justify="right", no_wrap=True)
     table.add_row("before", *(measure(name, before) for name in names))

@@ -37,7 +37,8 @@ class SyncProbe:
         """After the engine was given updated weights; `metrics` are the learner's of that update."""
         if self.settled or self.before is None:
             return
-        stepped = metrics.get("learner/steps", 0.0) > 0 and metrics.get("learner/lr", 0.0) > 0
+        length = metrics.get("learner/step_share", metrics.get("learner/lr", 0.0))  # a trust region reads no rate
+        stepped = metrics.get("learner/steps", 0.0) > 0 and length > 0
         moved = stepped and metrics.get("learner/grad_norm", 0.0) > 0
         after = await self._sample()
         same = (after.tokens, after.logprobs) == (self.before.tokens, self.before.logprobs)
