@@ -165,9 +165,12 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib.metadata import version
+        from importlib.metadata import PackageNotFoundError, version
 
-        found: Any = version("arborl")
+        try:
+            found: Any = version("arborl")
+        except PackageNotFoundError:  # used from its sources, without having been installed
+            found = "0"
     elif name in _HOMES:
         found = getattr(importlib.import_module(_HOMES[name]), name)
     else:
