@@ -173,10 +173,8 @@ class MultiTurnAgent:
         self._speaker = await asyncio.to_thread(speaker_of, config)
 
     async def close(self) -> None:
-        """Give the model's memory back. It is read again when it is needed."""
-        speaker, self._speaker = self._speaker, None
-        if speaker is not None:
-            await speaker.close()
+        """Give the model's memory back, once replies on their way are there. It is read again when it is needed."""
+        self._speaker = None
 
     async def generate_response(self, conversation_history: Sequence[Mapping[str, Any] | Message]) -> str:
         """The reply to a conversation: messages of OpenAI's shape, the user's last.

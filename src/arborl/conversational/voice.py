@@ -130,6 +130,3 @@ class Speaker:
         number = next(self._numbers)
         name, seed = f"conversation-{number}", derive(self.seed, "conversation", number)
         return Recorder(self.engine, self.renderer, self.sampling, self.limits, Episode(name, Task(name), seed=seed))
-
-    async def close(self) -> None:
-        await self.engine.close()
