@@ -160,6 +160,37 @@ def test_graphs_use_weights_that_change_in_place():
     assert engine.executor.graphs == recorded
 
 
+def with_adapters(model, target):
+    peft = pytest.importorskip("peft")
+    model.add_adapter(peft.LoraConfig(r=4, lora_alpha=8, target_modules=target), "default")
+    stir(model)
+    return model.eval()
+
+
+def stir(model) -> None:
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.add_(torch.randn_like(p) * 0.2)
+
+
+@pytest.mark.parametrize("target", ["all-linear", ["q_proj", "v_proj", "down_proj"]], ids=str)
+def test_graphs_sample_through_adapters_and_see_their_updates(target):
+    model = with_adapters(make("qwen2"), target)
+    engine = LocalEngine(model, max_context=96, max_requests=8, kv_tokens=2000)
+    prompts = random_prompts([20, 7, 33])
+    first = generate(engine, prompts, [Sampling(12, 0.0)] * 3)
+    assert [list(c.tokens) for c in first] == by_transformers(model, prompts, 12)
+    recorded = dict(engine.executor.graphs)
+    stir(model)
+    asyncio.run(engine.load(dict(model.state_dict()), version=1))
+    again = generate(engine, prompts, [Sampling(12, 0.0)] * 3)
+    assert [list(c.tokens) for c in again] == by_transformers(model, prompts, 12)
+    assert [c.tokens for c in again] != [c.tokens for c in first]
+    assert engine.executor.graphs == recorded
+    assert not engine.executor.broken
+
+
 def test_weights_moved_to_other_memory_are_found_again():
     model = make("qwen2")
     engine = LocalEngine(model, max_context=96, kv_tokens=2000)

@@ -159,3 +159,29 @@ def test_norms_and_gates(dtype):
     wide = randn(9, 2 * 4864, dtype=dtype)
     a, b = wide.chunk(2, dim=-1)
     torch.testing.assert_close(kernels.gate(wide), torch.nn.functional.silu(a) * b, **close)
+
+
+def test_rows_that_are_parts_of_wider_ones_give_the_same():
+    """As the products of layers under adapters leave them."""
+    from arborl.engines import kernels
+
+    def wider(x: torch.Tensor) -> torch.Tensor:
+        whole = torch.full((len(x), x.shape[1] + 16), float("nan"), device="cuda", dtype=x.dtype)
+        whole[:, : x.shape[1]] = x
+        return whole[:, : x.shape[1]]
+
+    torch.manual_seed(0)
+    x, y, w = (randn(*shape, dtype=torch.bfloat16) for shape in ((33, 896), (33, 896), (896,)))
+    for a, b in zip(
+        kernels.add_norm(x.clone(), y, w, 1e-6), kernels.add_norm(x.clone(), wider(y), w, 1e-6), strict=True
+    ):
+        assert torch.equal(a, b)
+    both = randn(9, 2 * 4864, dtype=torch.bfloat16)
+    assert torch.equal(kernels.gate(both), kernels.gate(wider(both)))
+    qkv, cos, sin = (randn(*shape, dtype=torch.bfloat16) for shape in ((5, 18 * 64), (99, 64), (99, 64)))
+    place = torch.arange(5, device="cuda", dtype=torch.int32)
+    found = []
+    for rows in (qkv, wider(qkv)):
+        keys, values = torch.zeros(2, 1, 2, 16, 64, device="cuda", dtype=torch.bfloat16)
+        found.append((kernels.rotate_store(rows, cos, sin, place, place, keys, values, 14, None), keys, values))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
