@@ -125,6 +125,11 @@ class LocalEngine:
         self.executor.weights_changed()
         self.version = version
 
+    def warm(self, sampling: Sampling) -> None:
+        """Compile and record all that sampling this way can need, so that no step has to."""
+        self._guard(self._land)
+        self.executor.warm(sampling.truncates)
+
     async def close(self) -> None:
         """Whoever still waits is told; the worker finds nothing to do and ends."""
         self.closed = True
