@@ -216,14 +216,12 @@ class GraphExecutor:
         reading, counts = step.reading, step.reading.counts
         sent = self._station(bucket)
         self._pad(sent, count, len(counts))
-        sent.fed[:count], sent.position[:count] = step.tokens, reading.positions
-        sent.slot[:count], sent.sequence[:count] = (
-            reading.slots(self.cache.size),
-            np.repeat(np.arange(len(counts)), counts),
-        )
+        size, positions, sequence = self.cache.size, reading.positions, np.repeat(np.arange(len(counts)), counts)
+        sent.fed[:count], sent.position[:count], sent.sequence[:count] = step.tokens, positions, sequence
+        sent.slot[:count] = reading.tables[sequence, positions // size] * size + positions % size
         sent.table[: len(counts)] = reading.tables
         sent.last[: len(step.sampled)] = (np.cumsum(counts) - 1)[step.sampled]
-        found = self.bundling.of_step(reading.tables, reading.starts, counts, self.cache.size)
+        found = self.bundling.of_step(reading.tables, reading.starts, counts, size)
         sent.own[:count] = found.own_R
         sent.shared[: len(found.pages_M)], sent.member[: len(found.pages_M)] = found.pages_M, found.rows_MB
         self._send(step.draws, bucket)

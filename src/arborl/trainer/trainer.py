@@ -95,8 +95,6 @@ class Trainer:
         gc.freeze()  # what the libraries have made so far is here to stay; looking through it stalls the engine
         try:
             await self.engine.load(self.learner.weights(), version=self.step)
-            if (warm := getattr(self.engine, "warm", None)) is not None:
-                warm(self.rollout.sampling)
             await self.probe.ask()
             while self.step < self.last:
                 with span("arborl.step", inside_arborl__step=self.step + 1):
