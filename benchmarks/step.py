@@ -119,7 +119,7 @@ def main() -> int:
             case = dataclasses.replace(case, tried=tuple(args.tried))
         if body.name == "tiny":
             prompt = case.prompt if case.turns > 1 else 16  # a lake's is what it is
-            case = dataclasses.replace(case, prompts=2, prompt=prompt, sampled=8, tried=(16, 8))
+            case = dataclasses.replace(case, prompts=2, prompt=prompt, sampled=8, tried=tuple(args.tried or (16, 8)))
         repeats, tokens = args.repeats or (2 if cuda else 3), args.micro_batch_tokens or (16384 if cuda else 4096)
         if args.side:
             timing, more = measure(args.side, case, body, repeats, tokens)
