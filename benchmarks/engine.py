@@ -1,6 +1,7 @@
 """The local engine beside transformers' `generate`, on the same work, in one run.
 
     python benchmarks/engine.py --device cpu --case multi-turn --json
+    python benchmarks/engine.py --device cuda --case single --model 7b --lora 16 --without-baseline --json
 
 Cases: `single` (one prompt, one completion each; several batch sizes), `multi-turn` (every turn adds an observation to
 a growing conversation), `ragged` (the same, but each reply and each observation has a length of its own, uniform
@@ -8,14 +9,17 @@ between a quarter and seven quarters of the mean: nobody is in step), `group` (e
 prompts). Both sides sample the same number of tokens at temperature 1 from the same weights; where lengths differ,
 `generate` pads on the left and runs until the longest reply is done. Tokens a second count sampled tokens that were
 asked for; the best of `--repeats` runs counts.
+
+`--lora RANK` measures the same model with adapters at all linear layers beside itself: `lora_ratio` is its share of the
+speed without. `floor_share` is the share of what this device's bandwidth, measured in the same run, allows this model.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import copy
 import dataclasses
-import gc
 import json
 import platform
 import sys
@@ -29,17 +33,13 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from bodies import SHAPES, endless, give_adapters, random_body, settle
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from arborl.engines.cache import token_bytes
 from arborl.engines.local import LocalEngine
 from arborl.models.load import resolve, tune_cpu
 from arborl.types import Sampling
-
-QWEN = {
-    "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
-    "num_attention_heads": 14, "num_key_value_heads": 2, "max_position_embeddings": 4096, "tie_word_embeddings": True,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -177,8 +177,9 @@ def bandwidth(device: str) -> float:
 
 def floor_seconds(model: PreTrainedModel, case: Case) -> float:
     """Time to read the weights once a sampled token, and every conversation's keys and values: what decoding cannot
-    beat on this device. Prompts are taken to cost nothing."""
-    weights = sum(p.nbytes for p in model.parameters())
+    beat on this device. Prompts are taken to cost nothing, and so is looking up embeddings."""
+    embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    weights = sum(p.nbytes for p in model.parameters()) - (0 if embeddings is head else embeddings.nbytes)
     steps = case.turns * case.sampled
     middle = case.prompt + (case.turns * case.sampled + (case.turns - 1) * case.observed) / 2
     return steps * (weights + case.conversations * middle * token_bytes(model)) / bandwidth(model.device.type)
@@ -198,65 +199,88 @@ def best(run: Callable[[int], Any], case: Case, repeats: int, cuda: bool) -> flo
 
 
 def load(name: str, device: str) -> PreTrainedModel:
-    if name == "qwen":
-        torch.manual_seed(0)
-        model = Qwen2ForCausalLM(Qwen2Config(**QWEN)).to(device, torch.bfloat16 if device == "cuda" else torch.float32)
+    if name in SHAPES:
+        model = random_body(name, device)
     else:
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
         model = AutoModelForCausalLM.from_pretrained(resolve(name), dtype=dtype).to(device)
-    model.generation_config.eos_token_id = None
-    gc.collect()
-    gc.freeze()  # as a run does: the library's objects are not looked through again and again, on either side
+        endless(model)
+    settle()
     return model.eval()
 
 
+def speed_of(model: PreTrainedModel, case: Case, repeats: int) -> tuple[float, list[float]]:
+    """Tokens a second of our engine, and the seconds of each turn in one more run."""
+    tune_cpu()
+    engine = LocalEngine(model, case.length + 1, case.conversations, case.conversations * (case.length + 64))
+    mine = best(lambda seed: ours(engine, case, seed), case, repeats, model.device.type == "cuda")
+    return mine, ours(engine, case, 99) if case.turns > 1 else []
+
+
+def generate_speed(model: PreTrainedModel, case: Case, repeats: int) -> float:
+    """Tokens a second of the library's `generate`."""
+    with torch.inference_mode():
+        model.set_attn_implementation("sdpa")
+        torch.backends.mkldnn.enabled = True  # as torch comes; ours turns it off on Arm
+        return best(lambda seed: theirs(model, case, seed), case, repeats, model.device.type == "cuda")
+
+
+def measure(model: PreTrainedModel, adapted: PreTrainedModel | None, case: Case, args: argparse.Namespace) -> dict:
+    """One line of results."""
+    baseline = None if args.without_baseline else generate_speed(model, case, args.repeats)
+    mine, turns = speed_of(model, case, args.repeats)
+    seconds = case.conversations * case.turns * case.sampled / mine
+    cuda = args.device == "cuda"
+    row = {
+        "case": case.name, "model": args.model, "conversations": case.conversations, "turns": case.turns,
+        "prompt": case.prompt, "sampled": case.sampled, "observed": case.observed, "ours_tok_s": round(mine, 1),
+        "baseline_tok_s": baseline and round(baseline, 1), "ratio": baseline and round(mine / baseline, 2),
+        "floor_share": round(floor_seconds(model, case) / seconds, 3),
+        "device": torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU",
+        "threads": torch.get_num_threads(), "torch": torch.__version__, "transformers": transformers.__version__,
+    }  # fmt: skip
+    if turns:
+        row["turn_seconds"] = [round(turn, 4) for turn in turns]
+    if adapted is not None:
+        slower, _ = speed_of(adapted, case, args.repeats)
+        row |= {"lora": args.lora, "lora_tok_s": round(slower, 1), "lora_ratio": round(slower / mine, 3)}
+    if args.continuous and not case.spread and case.tokens(0) < 40_000:
+        row["continuous_tok_s"] = round(best(lambda seed: continuous(model, case, seed), case, 1, cuda))
+    return row
+
+
 def describe(row: dict[str, Any]) -> str:
-    work = "{case}: {conversations} x {turns} of {prompt} + {sampled} tokens".format_map(row)
-    speed = "ours {ours_tok_s:,.0f} tok/s, generate {baseline_tok_s:,.0f}, {ratio:.2f}x".format_map(row)
-    return f"{work}\n  {speed}; {row['floor_share']:.0%} of what the memory's bandwidth allows"
+    work = "{case}: {conversations} x {turns} of {prompt} + {sampled} tokens, {model}".format_map(row)
+    beside = "" if row["ratio"] is None else ", generate {baseline_tok_s:,.0f}, {ratio:.2f}x".format_map(row)
+    lora = ", with adapters {lora_tok_s:,.0f}, {lora_ratio:.2f} of it".format_map(row) if "lora" in row else ""
+    share = f"{row['floor_share']:.0%} of what the memory's bandwidth allows"
+    return f"{work}\n  ours {row['ours_tok_s']:,.0f} tok/s{beside}{lora}; {share}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--case", choices=["single", "multi-turn", "ragged", "group", "all"], default="all")
-    parser.add_argument("--model", help="seedling, smollm2, qwen (random Qwen2.5-0.5B) or a folder")
+    parser.add_argument("--model", help=f"{', '.join(SHAPES)} (random weights of these shapes), seedling or a folder")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="also with adapters of this rank")
     parser.add_argument("--conversations", type=int, help="instead of the case's own number, for slow models")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--continuous", action="store_true", help="also run transformers' continuous batching")
+    parser.add_argument("--without-baseline", action="store_true", help="do not run generate")
     parser.add_argument("--json", action="store_true", help="one JSON line a case, nothing else")
     args = parser.parse_args()
-    name = args.model or ("seedling" if args.device == "cpu" else "qwen")
+    args.model = args.model or ("seedling" if args.device == "cpu" else "0.5b")
     transformers.logging.set_verbosity_error()
-    model = load(name, args.device)
-    hardware = torch.cuda.get_device_name() if args.device == "cuda" else f"{platform.machine()} CPU"
-    cuda = args.device == "cuda"
-    for case in CUDA if cuda else CPU:
+    model = load(args.model, args.device)
+    adapted = give_adapters(copy.deepcopy(model), args.lora) if args.lora else None
+    for case in CUDA if args.device == "cuda" else CPU:
         if args.case not in (case.name, "all"):
             continue
-        case = dataclasses.replace(case, conversations=args.conversations or case.conversations)
-        with torch.inference_mode():
-            model.set_attn_implementation("sdpa")
-            torch.backends.mkldnn.enabled = True  # as torch comes; ours turns it off on Arm
-            baseline = best(lambda seed, c=case: theirs(model, c, seed), case, args.repeats, cuda)
-        tune_cpu()
-        engine = LocalEngine(model, case.length + 1, case.conversations, case.conversations * (case.length + 64))
-        mine = best(lambda seed, c=case, e=engine: ours(e, c, seed), case, args.repeats, cuda)
-        seconds = case.conversations * case.turns * case.sampled / mine
-        row = {
-            "case": case.name, "model": name, "conversations": case.conversations, "turns": case.turns,
-            "prompt": case.prompt, "sampled": case.sampled, "observed": case.observed, "ours_tok_s": round(mine, 1),
-            "baseline_tok_s": round(baseline, 1), "ratio": round(mine / baseline, 2),
-            "floor_share": round(floor_seconds(model, case) / seconds, 3), "device": hardware,
-            "threads": torch.get_num_threads(), "torch": torch.__version__, "transformers": transformers.__version__,
-        }  # fmt: skip
-        if case.turns > 1:
-            row["turn_seconds"] = [round(turn, 4) for turn in ours(engine, case, 99)]
-        if args.continuous and not case.spread and case.tokens(0) < 40_000:
-            row["continuous_tok_s"] = round(best(lambda seed, c=case: continuous(model, c, seed), case, 1, cuda))
+        conversations = args.conversations or case.conversations
+        case = dataclasses.replace(case, conversations=conversations, siblings=min(case.siblings, conversations))
+        row = measure(model, adapted, case, args)
         print(json.dumps(row) if args.json else describe(row))
         sys.stdout.flush()
-        del engine
     return 0
 
 

@@ -142,12 +142,12 @@ def gap(mine: list[torch.Tensor], other: list[torch.Tensor]) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--model", help="seedling, smollm2, qwen (random Qwen2.5-0.5B) or a folder")
+    parser.add_argument("--model", help="0.5b, 1.5b, 4b, 7b (random weights of these shapes), seedling or a folder")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", action="store_true", help="one JSON line, nothing else")
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
-    name = args.model or ("seedling" if args.device == "cpu" else "qwen")
+    name = args.model or ("seedling" if args.device == "cpu" else "0.5b")
     model, case = load(name, args.device), CASES[args.device]
     calls = play(case, min(model.config.vocab_size, 100_000))
     forest = forest_of(calls)

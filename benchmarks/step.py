@@ -4,16 +4,19 @@
 
 A step is rollout, scoring and update. Cases on a CPU, with a Llama of 5 million parameters: `single` (4 prompts x 8, 64
 tokens each) and `multi-turn` (4 frozen lakes x 8, four turns of 15 tokens). On a GPU, with a random Qwen2.5-0.5B in
-bfloat16: `W1` (32 prompts of 512 tokens x 8, 128 sampled) and `W2` (8 of 2,048 x 8, 256 sampled).
+bfloat16 or another `--model`: `W1` (32 prompts of 512 tokens x 8, 128 sampled), `W2` (8 of 2,048 x 8, 256 sampled) and
+`multi-turn` (16 lakes x 8, four turns of 64). `--lora RANK` trains adapters at all linear layers, on both sides.
 
-Equal by construction: no token ends a reply, so both sides sample the same number of tokens; both play the same
-environment for the same number of turns; rewards are a function of the ids; neither has a reference model. TRL runs
+Equal by construction: no token ends a reply, and in `multi-turn` none is sampled that controls anything, so both sides
+sample the same number of tokens, which is checked; both play the same environment for the same number of turns;
+rewards are a function of the ids; neither has a reference model. TRL runs
 without vLLM and without gradient checkpointing, generates once an optimiser step, and is given several sizes of
 micro-batch: its best counts. In `multi-turn` it uses its own loop over tool calls, with the environment as the tool;
 every reply is a call. In bfloat16 TRL's optimiser works on the weights themselves, ours on float32 copies of them.
 
 Each side runs in a process of its own, as it comes: what Arbor sets for its own sake is not set for TRL. Both have one
-step to warm up; the best of `--repeats` counts. Needs `trl` and `datasets`.
+step to warm up; the best of `--repeats` counts. `first_step_s` is that first step, with what our engine compiles and
+records before it; `peak_gib` the most memory a side held, of the GPU where there is one. Needs `trl` and `datasets`.
 """
 
 from __future__ import annotations
@@ -36,18 +39,19 @@ import datasets
 import torch
 import transformers as hf
 import trl
+from bodies import SHAPES
 from step_ours import measure_ours
 from step_trl import measure_trl
-from step_work import CASES, Case, Timing
+from step_work import CASES, Body, Case, Timing
 
 AS_IT_COMES = {"MIMALLOC_PURGE_DELAY": "10"}
 """The allocator's own setting, for the side that is not Arbor's."""
 
 
-def measure(side: str, case: Case, tiny: bool, repeats: int, micro_batch_tokens: int) -> tuple[Timing, dict[str, Any]]:
+def measure(side: str, case: Case, body: Body, repeats: int, micro_batch: int) -> tuple[Timing, dict[str, Any]]:
     if side == "trl":
-        return measure_trl(case, tiny, repeats)
-    return measure_ours(case, tiny, repeats, micro_batch_tokens)
+        return measure_trl(case, body, repeats)
+    return measure_ours(case, body, repeats, micro_batch)
 
 
 def in_a_process(side: str, case: Case) -> tuple[Timing, dict[str, Any]]:
@@ -59,23 +63,23 @@ def in_a_process(side: str, case: Case) -> tuple[Timing, dict[str, Any]]:
     return Timing(**timing), more
 
 
-def compare(case: Case, tiny: bool, micro_batch_tokens: int) -> dict[str, Any]:
+def compare(case: Case, body: Body, micro_batch_tokens: int) -> dict[str, Any]:
     baseline, tried = in_a_process("trl", case)
     print(f"{case.name}: TRL {baseline.seconds:.3f} s a step, {tried}; now ours", file=sys.stderr, flush=True)
     mine, share = in_a_process("ours", case)
     bf16 = case.device == "cuda"
-    model = "random Qwen2.5-0.5B" if bf16 else "seedling grown to 5M" if case.turns > 1 else "random 5M Llama"
+    grown = "seedling grown to 5M" if case.turns > 1 else "random 5M Llama"
     return {
-        "case": case.name, "model": "tiny" if tiny else model, "prompts": case.prompts, "group": case.group,
-        "turns": case.turns, "prompt": case.prompt, "sampled_a_turn": case.sampled,
+        "case": case.name, "model": body.name if bf16 else grown, "lora": body.lora, "prompts": case.prompts,
+        "group": case.group, "turns": case.turns, "prompt": case.prompt, "sampled_a_turn": case.sampled,
         "ours_s": round(mine.seconds, 4), "baseline_s": round(baseline.seconds, 4),
         "ratio": round(baseline.seconds / mine.seconds, 2),
         "ours_rollout_s": round(mine.rollout, 4), "baseline_rollout_s": round(baseline.rollout, 4),
         "ours_sampled": mine.sampled, "baseline_sampled": baseline.sampled,
         "ours_read": mine.read, "baseline_read": baseline.read, **share, **tried,
-        "ours_weights": "bfloat16, float32 masters" if bf16 else "float32",
+        "ours_weights": f"bfloat16, float32 {'adapters' if body.lora else 'masters'}" if bf16 else "float32",
         "baseline_weights": "bfloat16" if bf16 else "float32", "micro_batch_tokens": micro_batch_tokens,
-        "device": torch.cuda.get_device_name() if bf16 and not tiny else f"{platform.machine()} CPU",
+        "device": torch.cuda.get_device_name() if bf16 and body.name != "tiny" else f"{platform.machine()} CPU",
         "threads": torch.get_num_threads(), "torch": torch.__version__, "transformers": hf.__version__,
         "trl": trl.__version__, "python": platform.python_version(),
     }  # fmt: skip
@@ -92,12 +96,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--case", choices=[case.name for case in CASES], help="without one, all of the device")
+    parser.add_argument("--model", choices=[*SHAPES, "5m"], help="on a GPU 0.5b, on a CPU 5m; tiny tries a GPU's out")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters of this rank")
     parser.add_argument("--repeats", type=int, help="3 on a CPU, 2 on a GPU")
     parser.add_argument("--micro-batch-tokens", type=int, help="ours: 4,096 on a CPU, 16,384 on a GPU")
     parser.add_argument("--tried", type=int, nargs="*", help="TRL: sequences a micro-batch; without any, several")
     parser.add_argument("--json", action="store_true", help="one JSON line a case, nothing else")
     parser.add_argument("--side", choices=["ours", "trl"], help=argparse.SUPPRESS)  # one alone
-    parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)  # a GPU's case, small, on a CPU
     args = parser.parse_args()
     cases = [case for case in CASES if case.device == args.device and args.case in (None, case.name)]
     if not cases:
@@ -106,18 +111,21 @@ def main() -> int:
     hf.logging.disable_progress_bar()
     datasets.disable_progress_bars()
     cuda = args.device == "cuda"
+    body = Body(args.model or ("0.5b" if cuda else "5m"), args.lora)
+    if (body.name == "5m") == cuda:
+        parser.error(f"--model {body.name} is not for --device {args.device}")
     for case in cases:
         if args.tried:
             case = dataclasses.replace(case, tried=tuple(args.tried))
-        if args.tiny:
+        if body.name == "tiny":
             prompt = case.prompt if case.turns > 1 else 16  # a lake's is what it is
-            case = dataclasses.replace(case, prompts=2, prompt=prompt, sampled=8, tried=(16, 8))
+            case = dataclasses.replace(case, prompts=2, prompt=prompt, sampled=8, tried=tuple(args.tried or (16, 8)))
         repeats, tokens = args.repeats or (2 if cuda else 3), args.micro_batch_tokens or (16384 if cuda else 4096)
         if args.side:
-            timing, more = measure(args.side, case, args.tiny, repeats, tokens)
+            timing, more = measure(args.side, case, body, repeats, tokens)
             print(json.dumps([dataclasses.asdict(timing), more]))
             continue
-        row = compare(case, args.tiny, tokens)
+        row = compare(case, body, tokens)
         print(json.dumps(row) if args.json else describe(row))
         sys.stdout.flush()
     return 0

@@ -11,12 +11,13 @@ import transformers as hf
 from step_work import (
     MOVE,
     RATE,
+    Body,
     Case,
     Lake,
     Timing,
     fastest,
     lake_seeds,
-    make_model,
+    peak_gib,
     prompts_of,
     reward_of,
     synchronize,
@@ -59,6 +60,7 @@ class Ours:
         self.algorithm = make_algorithm(AlgorithmConfig(name="grpo", std="group"))
         self.sampling = Sampling(case.sampled, stop=(model.config.vocab_size,))
         config = LearnerConfig(lr=RATE, decay="none", micro_batch_tokens=micro_batch_tokens)
+        self.engine.warm(self.sampling)
         self.learner = Learner(model, config, self.sampling, self.algorithm.needs)
         self.share = 1.0
         """Tokens that were learned from, over those that rows of their own would have had."""
@@ -79,6 +81,9 @@ class Ours:
         await self.engine.load(self.learner.weights(), number + 1)
         synchronize(self.model)
         seconds = time.perf_counter() - began
+        replies = [len(call.completion.tokens) for group in groups for e in group.episodes for call in e.calls]
+        if set(replies) != {self.case.sampled}:
+            raise RuntimeError(f"replies of {sorted(set(replies))} tokens; {self.case.sampled} were asked for")
         if len(kept) != len(groups) or any(group.survivors != group.episodes for group in groups):
             raise RuntimeError("some episodes were not learned from; the work is not the same")
         self.share = sum(map(len, forest.trees)) / forest.raw_tokens
@@ -107,9 +112,16 @@ class Ours:
         return await rollout.collect([Task("lake", seed=seed) for seed in lake_seeds(case, step)], step, case.group)
 
 
-def measure_ours(case: Case, tiny: bool, repeats: int, micro_batch_tokens: int) -> tuple[Timing, dict[str, Any]]:
+def measure_ours(case: Case, body: Body, repeats: int, micro_batch_tokens: int) -> tuple[Timing, dict[str, Any]]:
     tune_cpu()
-    ours = Ours(case, make_model(case, tiny), micro_batch_tokens)
+    model = body.adapted(case)
+    began = time.perf_counter()
+    ours = Ours(case, model, micro_batch_tokens)
+    ready = time.perf_counter() - began
     with asyncio.Runner() as runner:
         timings = [runner.run(ours.step(number)) for number in range(repeats + 1)]
-    return fastest(timings), {"learned_share": round(ours.share, 3)}
+    return fastest(timings), {
+        "learned_share": round(ours.share, 3),
+        "first_step_s": round(ready + timings[0].seconds, 2),
+        "peak_gib": peak_gib(model.device.type),
+    }

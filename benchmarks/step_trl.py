@@ -13,13 +13,14 @@ import torch
 import transformers as hf
 from step_work import (
     RATE,
+    Body,
     Case,
     Lake,
     Timing,
     fastest,
     lake_seeds,
-    make_model,
     now,
+    peak_gib,
     prompts_of,
     reward_of,
     synchronize,
@@ -56,6 +57,9 @@ class Counted(GRPOTrainer):
         began = time.perf_counter()
         completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
         self.generating += time.perf_counter() - began
+        wrong = {len(ids) for ids in completion_ids} - {self.args.generation_kwargs["max_new_tokens"]}
+        if wrong:
+            raise RuntimeError(f"replies of {sorted(wrong)} tokens, which were not asked for")
         sampled = sum(map(len, completion_ids))
         self.sampled += sampled
         self.read += sum(map(len, prompt_ids)) + sampled - len(completion_ids)  # the last one is not read
@@ -134,9 +138,18 @@ def rows_of(case: Case, steps: int, vocabulary: int) -> list[dict[str, Any]]:
     return rows
 
 
-def trl_steps(case: Case, tiny: bool, repeats: int, size: int, folder: str) -> list[Timing]:
+def adapters(body: Body) -> Any:
+    """As ours has them, in TRL's own way."""
+    if not body.lora:
+        return None
+    import peft
+
+    return peft.LoraConfig(r=body.lora, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def trl_steps(case: Case, body: Body, repeats: int, size: int, folder: str) -> list[Timing]:
     """Timings of TRL's steps with micro-batches of `size` sequences, the warm-up first."""
-    model = make_model(case, tiny)
+    model = body.make(case)
     cpu = model.device.type == "cpu"
     parts = case.episodes // size
     settings = GRPOConfig(
@@ -152,7 +165,7 @@ def trl_steps(case: Case, tiny: bool, repeats: int, size: int, folder: str) -> l
     tokenizer = words(model.config.vocab_size) if case.turns == 1 else lake_tokenizer()
     trainer = watch.trainer = Counted(
         model, scores, settings, datasets.Dataset.from_list(rows_of(case, repeats + 1, model.config.vocab_size)),
-        processing_class=tokenizer, callbacks=[watch],
+        processing_class=tokenizer, callbacks=[watch], peft_config=adapters(body),
         environment_factory=(lambda: LakeTool(case.turns)) if case.turns > 1 else None,
     )  # fmt: skip
     trainer.remove_callback(hf.PrinterCallback)
@@ -161,16 +174,19 @@ def trl_steps(case: Case, tiny: bool, repeats: int, size: int, folder: str) -> l
     return watch.timings
 
 
-def measure_trl(case: Case, tiny: bool, repeats: int) -> tuple[Timing, dict[str, Any]]:
+def measure_trl(case: Case, body: Body, repeats: int) -> tuple[Timing, dict[str, Any]]:
     """The best micro-batch's best step."""
     tried: dict[int, float | str] = {}
-    found: list[Timing] = []
+    found: list[tuple[Timing, float, float]] = []
     for size in case.tried:
         with tempfile.TemporaryDirectory() as folder:
             try:
-                timing = fastest(trl_steps(case, tiny, repeats, size, folder))
+                if torch.cuda.is_available():
+                    torch.cuda.reset_peak_memory_stats()
+                timings = trl_steps(case, body, repeats, size, folder)
+                timing = fastest(timings)
                 tried[size] = round(timing.seconds, 4)
-                found.append(timing)
+                found.append((timing, round(timings[0].seconds, 2), peak_gib(case.device)))
             except torch.OutOfMemoryError:
                 tried[size] = "out of memory"
         gc.unfreeze()
@@ -179,4 +195,5 @@ def measure_trl(case: Case, tiny: bool, repeats: int) -> tuple[Timing, dict[str,
             torch.cuda.empty_cache()
     if not found:
         raise RuntimeError(f"{case.name}: no micro-batch of {case.tried} fits into the GPU's memory")
-    return min(found, key=lambda timing: timing.seconds), {"baseline_tried": tried}
+    timing, first, peak = min(found, key=lambda one: one[0].seconds)
+    return timing, {"baseline_tried": tried, "baseline_first_step_s": first, "baseline_peak_gib": peak}

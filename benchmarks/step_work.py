@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import math
+import resource
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers as hf
-from engine import QWEN
+from bodies import endless, forbid, give_adapters, random_body, settle
 
 from arborl.envs.env import Observation, Step
 from arborl.envs.frozen_lake import FrozenLake
@@ -22,7 +22,6 @@ FIVE_MILLION = {
     "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 40, "max_position_embeddings": 4096, "tie_word_embeddings": True,
 }  # fmt: skip
-TINY = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 RATE = 1e-6
 """So small that the policy, and with it the work, stays as it is."""
 MOVE = ToolSpec(
@@ -58,6 +57,7 @@ class Case:
 CASES = [
     Case("single", "cpu", 4, 8, 64, 64, tried=(32, 8)),
     Case("multi-turn", "cpu", 4, 8, 221, 15, tried=(32, 8), turns=4, context=512),
+    Case("multi-turn", "cuda", 16, 8, 221, 64, tried=(128, 64, 32), turns=4, context=1024),
     Case("W1", "cuda", 32, 8, 512, 128, tried=(256, 128, 64, 32)),
     Case("W2", "cuda", 8, 8, 2048, 256, tried=(64, 32, 16, 8)),
 ]
@@ -73,22 +73,50 @@ class Timing:
     read: int
 
 
-def make_model(case: Case, tiny: bool) -> hf.PreTrainedModel:
-    """The same weights at every call; no token ends a reply."""
-    torch.manual_seed(0)
-    if case.device == "cuda":
-        model: hf.PreTrainedModel = hf.Qwen2ForCausalLM(hf.Qwen2Config(**(QWEN | TINY if tiny else QWEN)))
-        model = model.to("cpu" if tiny else "cuda", torch.bfloat16)
-    else:
-        words = {"vocab_size": 2048} if case.turns > 1 else {}
-        model = hf.LlamaForCausalLM(hf.LlamaConfig(**(FIVE_MILLION | words), rms_norm_eps=1e-6))
+@dataclass(frozen=True)
+class Body:
+    """Whose step is measured."""
+
+    name: str
+    """`5m`, for a CPU, or one of `bodies.py`."""
+    lora: int = 0
+    """Rank of adapters at all linear layers; 0 trains all weights."""
+
+    def make(self, case: Case) -> hf.PreTrainedModel:
+        """The same weights at every call. No token ends a reply, and where replies become messages, all that is sampled
+        is text: replies have the lengths that are asked for."""
+        if self.name == "5m":
+            torch.manual_seed(0)
+            words = {"vocab_size": 2048} if case.turns > 1 else {}
+            model: hf.PreTrainedModel = hf.LlamaForCausalLM(hf.LlamaConfig(**(FIVE_MILLION | words), rms_norm_eps=1e-6))
+            endless(model)
+            if case.turns > 1:
+                sow(model)
+        else:
+            tiny = self.name == "tiny"
+            model = random_body(self.name, "cpu" if tiny else case.device, torch.bfloat16 if tiny else None)
         if case.turns > 1:
-            sow(model)
-    for config in (model.config, model.generation_config):
-        config.bos_token_id = config.eos_token_id = None
-    gc.collect()
-    gc.freeze()  # as a run does: the library's objects are not looked through again and again, on either side
-    return model
+            forbid(model, not_text(model.config.vocab_size))
+        settle()
+        return model
+
+    def adapted(self, case: Case) -> hf.PreTrainedModel:
+        """With its adapters, as ours has them."""
+        model = self.make(case)
+        return give_adapters(model, self.lora) if self.lora else model
+
+
+def not_text(vocabulary: int) -> list[int]:
+    """Tokens of the lake's tokenizer that control something, and those it does not have."""
+    tokenizer = hf.AutoTokenizer.from_pretrained(resolve("seedling"))
+    return [*tokenizer.added_tokens_decoder, *range(len(tokenizer), vocabulary)]
+
+
+def peak_gib(device: str) -> float:
+    """The most memory this process has held: of the GPU, or of the host where there is none."""
+    if device == "cuda" and torch.cuda.is_available():
+        return round(torch.cuda.max_memory_allocated() / 2**30, 2)
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)
 
 
 @torch.no_grad()

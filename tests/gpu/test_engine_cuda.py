@@ -81,7 +81,7 @@ def test_greedy_tokens_equal_those_of_transformers_also_when_requests_are_put_ba
     assert engine.metrics()["engine/paused"] > 0
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3", "gemma"])
 def test_conversations_out_of_step_get_the_tokens_of_transformers(family):
     """Replies and observations of unequal length, prompts that come late, and one that is longer than any graph."""
     model = make(family)
@@ -158,6 +158,81 @@ def test_graphs_use_weights_that_change_in_place():
     done = generate(engine, prompts, [Sampling(10, 0.0)] * 2)
     assert [list(c.tokens) for c in done] == by_transformers(model, prompts, 10)
     assert engine.executor.graphs == recorded
+
+
+def with_adapters(model, target):
+    peft = pytest.importorskip("peft")
+    model.add_adapter(peft.LoraConfig(r=4, lora_alpha=8, target_modules=target), "default")
+    stir(model)
+    return model.eval()
+
+
+def stir(model) -> None:
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.add_(torch.randn_like(p) * 0.2)
+
+
+@pytest.mark.parametrize("target", ["all-linear", ["q_proj", "v_proj", "down_proj"]], ids=str)
+def test_graphs_sample_through_adapters_and_see_their_updates(target):
+    model = with_adapters(make("qwen2"), target)
+    engine = LocalEngine(model, max_context=96, max_requests=8, kv_tokens=2000)
+    prompts = random_prompts([20, 7, 33])
+    first = generate(engine, prompts, [Sampling(12, 0.0)] * 3)
+    assert [list(c.tokens) for c in first] == by_transformers(model, prompts, 12)
+    recorded = dict(engine.executor.graphs)
+    stir(model)
+    asyncio.run(engine.load(dict(model.state_dict()), version=1))
+    again = generate(engine, prompts, [Sampling(12, 0.0)] * 3)
+    assert [list(c.tokens) for c in again] == by_transformers(model, prompts, 12)
+    assert [c.tokens for c in again] != [c.tokens for c in first]
+    assert engine.executor.graphs == recorded
+    assert not engine.executor.broken
+
+
+def test_once_warm_nothing_is_compiled_or_recorded_any_more():
+    """Steps of any number of rows, of one token or many, more than the largest graph has, greedy or not."""
+    import triton
+
+    engine = LocalEngine(make("qwen2"), max_context=250, max_requests=13, kv_tokens=8000, page_size=16)
+    engine.executor.buckets = [1, 2, 4, 8, 13, 16, 32, 64, 96]
+    engine.warm(Sampling())
+    assert sorted(bucket for bucket, _ in engine.executor.graphs) == engine.executor.buckets
+    recorded, compiled = dict(engine.executor.graphs), []
+    triton.knobs.runtime.jit_post_compile_hook = lambda *given, **more: compiled.append(more.get("repr"))
+
+    async def converse(number: int) -> None:
+        own = np.random.default_rng(number)
+        context = own.integers(0, 99, int(own.integers(1, 120))).tolist()
+        for turn in range(3):
+            sampling = Sampling(int(own.integers(1, 25)), float(number % 2), seed=turn)
+            done = await engine.generate(context, sampling, session=str(number))
+            context += [*done.tokens, *own.integers(0, 99, int(own.integers(0, 20))).tolist()]
+
+    async def everyone() -> None:
+        await engine.generate([5] * 201, Sampling(3), session="long")
+        await asyncio.gather(*(converse(number) for number in range(17)))
+        await asyncio.gather(*(engine.generate([i] * 120, Sampling(5, seed=i), session="at once") for i in range(13)))
+
+    try:
+        asyncio.run(everyone())
+    finally:
+        triton.knobs.runtime.jit_post_compile_hook = None
+    assert engine.executor.graphs == recorded
+    assert compiled == []
+
+
+def test_truncated_draws_replay_graphs_of_their_own_and_share_one_place_for_logits():
+    model = make("llama")
+    prompts, samplings = random_prompts([3, 40, 25]), [Sampling(12, 0.8, seed=i, top_p=0.7) for i in range(3)]
+    engine = LocalEngine(model, max_context=96, max_requests=4, kv_tokens=2000)
+    engine.executor.buckets = [1, 2, 4, 8, 64, 96]
+    engine.warm(samplings[0])
+    here = generate(engine, prompts, samplings)
+    there = generate(LocalEngine(copy.deepcopy(model).cpu(), max_context=96, kv_tokens=2000), prompts, samplings)
+    assert [c.tokens for c in here] == [c.tokens for c in there]
+    assert {truncates for _, truncates in engine.executor.graphs} == {True}
 
 
 def test_weights_moved_to_other_memory_are_found_again():

@@ -42,18 +42,25 @@ def sequence(cached: torch.Tensor, table: torch.Tensor, row: int, length: int) -
     return cached[table[row].long()].transpose(0, 1).flatten(1, 2)[:, :length]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "key_heads", "size"), [(14, 2, 64), (4, 2, 40), (8, 8, 128), (16, 1, 256)])
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("rows", [1, 7, 200])
+SHAPES = [
+    (14, 2, 64, torch.bfloat16), (8, 8, 128, torch.bfloat16), (16, 1, 256, torch.bfloat16), (14, 2, 64, torch.float32),
+    (4, 2, 40, torch.float32),
+]  # fmt: skip
+"""Query heads, key heads, head size and precision: each is compiled by itself, which is what takes time here."""
+
+
+@pytest.mark.parametrize(("heads", "key_heads", "size", "dtype"), SHAPES)
+@pytest.mark.parametrize(("rows", "shared"), [(1, False), (7, True), (200, False), (200, True)])
 def test_decode_attention(rows, shared, heads, key_heads, size, dtype):
     from arborl.engines import kernels
 
     torch.manual_seed(0)
     keys, values, table = pool(rows, 300, key_heads, 16, size, dtype)
     if shared:  # rows in groups of eleven begin alike, some of them further than others
+        host = table.cpu()
         for row in range(rows):
-            table[row, : 5 + row % 3] = table[row - row % 11, : 5 + row % 3]
+            host[row, : 5 + row % 3] = host[row - row % 11, : 5 + row % 3]
+        table = host.cuda()
     length = torch.randint(1, 300, (rows,), device="cuda", dtype=torch.int32)
     q = randn(rows, heads, size, dtype=dtype)
     among = sharing(table, length, kernels.members_for(heads, key_heads), 16)
@@ -68,8 +75,7 @@ def test_decode_attention(rows, shared, heads, key_heads, size, dtype):
         torch.testing.assert_close(out[row].float(), expected, atol=DTYPES[dtype], rtol=DTYPES[dtype])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "key_heads", "size"), [(14, 2, 64), (8, 8, 128)])
+@pytest.mark.parametrize(("heads", "key_heads", "size", "dtype"), [SHAPES[1], SHAPES[3]])
 def test_attention_of_a_step_in_which_some_sequences_bring_one_token_and_others_many(heads, key_heads, size, dtype):
     from arborl.engines import kernels
     from arborl.engines.shared_prefix import Bundling, room_for
@@ -94,8 +100,7 @@ def test_attention_of_a_step_in_which_some_sequences_bring_one_token_and_others_
         torch.testing.assert_close(out[row].float(), expected, atol=DTYPES[dtype], rtol=DTYPES[dtype])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "key_heads", "size"), [(14, 2, 64), (4, 2, 40), (8, 8, 128)])
+@pytest.mark.parametrize(("heads", "key_heads", "size", "dtype"), [SHAPES[1], SHAPES[3], SHAPES[4]])
 def test_reading_attention_over_rows_of_any_length_with_and_without_a_past(heads, key_heads, size, dtype):
     from arborl.engines import kernels
 
@@ -121,8 +126,7 @@ def test_reading_attention_over_rows_of_any_length_with_and_without_a_past(heads
         torch.testing.assert_close(out[own].float(), expected, atol=DTYPES[dtype], rtol=DTYPES[dtype])
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
-@pytest.mark.parametrize("vocabulary", [50, 1024, 151936])
+@pytest.mark.parametrize(("vocabulary", "temperature"), [(50, 1.0), (1024, 0.0), (1024, 0.7), (151936, 1.0)])
 def test_the_sampler_draws_the_same_tokens_as_on_a_cpu(vocabulary, temperature):
     from arborl.engines import token_kernels
     from arborl.engines.draw_tokens import Draws, draw
@@ -159,3 +163,29 @@ def test_norms_and_gates(dtype):
     wide = randn(9, 2 * 4864, dtype=dtype)
     a, b = wide.chunk(2, dim=-1)
     torch.testing.assert_close(kernels.gate(wide), torch.nn.functional.silu(a) * b, **close)
+
+
+def test_rows_that_are_parts_of_wider_ones_give_the_same():
+    """As the products of layers under adapters leave them."""
+    from arborl.engines import kernels
+
+    def wider(x: torch.Tensor) -> torch.Tensor:
+        whole = torch.full((len(x), x.shape[1] + 16), float("nan"), device="cuda", dtype=x.dtype)
+        whole[:, : x.shape[1]] = x
+        return whole[:, : x.shape[1]]
+
+    torch.manual_seed(0)
+    x, y, w = (randn(*shape, dtype=torch.bfloat16) for shape in ((33, 896), (33, 896), (896,)))
+    for a, b in zip(
+        kernels.add_norm(x.clone(), y, w, 1e-6), kernels.add_norm(x.clone(), wider(y), w, 1e-6), strict=True
+    ):
+        assert torch.equal(a, b)
+    both = randn(9, 2 * 4864, dtype=torch.bfloat16)
+    assert torch.equal(kernels.gate(both), kernels.gate(wider(both)))
+    qkv, cos, sin = (randn(*shape, dtype=torch.bfloat16) for shape in ((5, 18 * 64), (99, 64), (99, 64)))
+    place = torch.arange(5, device="cuda", dtype=torch.int32)
+    found = []
+    for rows in (qkv, wider(qkv)):
+        keys, values = torch.zeros(2, 1, 2, 16, 64, device="cuda", dtype=torch.bfloat16)
+        found.append((kernels.rotate_store(rows, cos, sin, place, place, keys, values, 14, None), keys, values))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

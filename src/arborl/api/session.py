@@ -91,6 +91,8 @@ class RunSession:
             self.trackers.begin(Begun(self.home.name, self.home, self.memory["config"], trainer.step))
             for line in told(self.start) if self.start is not None else ():
                 console.note(line)
+            if (warm := getattr(self.parts.engine, "warm", None)) is not None:
+                warm(self.parts.rollout.sampling)
             try:
                 first = trainer.step == 0 and self.config.evaluation.before
                 if first and not self.memory["before"]:  # also where it was stopped while measuring

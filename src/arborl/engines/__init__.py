@@ -13,6 +13,7 @@ In reading order:
     cache.py          Keys and values of what has been read
     forward.py        The forward pass for sampling
     cuda_graphs.py    Running steps on a GPU
+    sent.py           What a step on a GPU is sent and gives back
     kernels.py        What happens between the matrix products of a sampling step on a GPU
     token_kernels.py  Tokens into a sampling step and out of it on a GPU
     shared_prefix.py  Rows that share the beginning of their context

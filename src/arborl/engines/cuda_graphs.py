@@ -2,10 +2,10 @@
 
 In a step each new token is a row: one for a conversation that is being sampled, many for one that has just got its
 observation. Its key and value are stored before anybody looks, so a token sees those before it in the same step. A
-graph is recorded for a number of rows (a bucket) at its first use and holds the whole step: tokens in, model, sampler,
-tokens out. It binds addresses, not values: weights that change in place are used at once. All that a step needs from
-the host travels in two small arrays, and its outcome in two more, so the next step is launched before this one is
-looked at. Steps that bring more tokens than any bucket has are launched piece by piece.
+graph is recorded for a number of rows (a bucket), by `warm` or at its first use, and holds the whole step: tokens in,
+model, sampler, tokens out. It binds addresses, not values: weights that change in place are used at once. All that a
+step needs from the host travels in two small arrays, and its outcome in two more, so the next step is launched before
+this one is looked at. Steps that bring more tokens than any bucket has are launched piece by piece.
 
 N tokens, R rows, S sequences, B rows of the bucket.
 """
@@ -13,12 +13,12 @@ N tokens, R rows, S sequences, B rows of the bucket.
 from __future__ import annotations
 
 import logging
-import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,59 +28,17 @@ from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 
 from arborl.engines import kernels, token_kernels
-from arborl.engines.cache import Cache
+from arborl.engines.cache import Cache, Reading
 from arborl.engines.draw_tokens import Draws, draw
 from arborl.engines.executor import Ready, Sampled, Step
 from arborl.engines.forward import Block, Forward, Rope
-from arborl.engines.shared_prefix import Bundling, room_for
+from arborl.engines.sent import BUCKETS, Buffers, Sent, reachable, sent_at_once
+from arborl.engines.shared_prefix import Bundling
 from arborl.models.attention import FREE, Bounds, layout, library_hidden_states, logit_cap, raw_read_out
 from arborl.models.lean import epsilon
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-BUCKETS = (
-    *(1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256),
-    *range(320, 1025, 64),
-)
-"""Rows a graph may have; a step takes the next larger one."""
-
-
-class Sent(NamedTuple):
-    """What the host sends for a step of R rows, parts of one flat array; M bundles of at most B rows."""
-
-    fed: Any
-    position: Any
-    slot: Any
-    sequence: Any
-    """`[R]`, as the ones before it: which line of `table` is the row's."""
-    own: Any
-    """`[R]`: pages at a row's beginning that its bundle looks at."""
-    greedy: Any
-    """`[S]`, for the sequences that get a token."""
-    last: Any
-    """`[S]`: the row that each of those is sampled from."""
-    shared: Any
-    """`[M]`: pages that the rows of a bundle share; 0 where there is no bundle."""
-    member: Any
-    """`[M, B]`: its rows."""
-    table: Any
-    """`[S, pages]`."""
-
-    @staticmethod
-    def shapes(rows: int, sequences: int, members: int, pages: int) -> list[tuple[int, ...]]:
-        bundles = room_for(rows)
-        return [*[(rows,)] * 5, *[(sequences,)] * 2, (bundles,), (bundles, members), (sequences, pages)]
-
-    @classmethod
-    def size(cls, rows: int, sequences: int, members: int, pages: int) -> int:
-        return sum(map(math.prod, cls.shapes(rows, sequences, members, pages)))
-
-    @classmethod
-    def of(cls, flat: Any, rows: int, sequences: int, members: int, pages: int) -> Sent:
-        shapes = cls.shapes(rows, sequences, members, pages)
-        ends = np.cumsum([0, *map(math.prod, shapes)]).tolist()
-        return cls(*(flat[a:b].reshape(shape) for a, b, shape in zip(ends, ends[1:], shapes, strict=False)))
 
 
 class TritonOps(ABC):
@@ -152,39 +110,12 @@ class ReadOps(TritonOps):
             reading.positions, reading.slots(cache.size), row_T, first_T, np.cumsum(reading.counts) - reading.counts,
             reading.starts, reading.ends, reading.tables.reshape(-1),
         )  # fmt: skip
-        sent = torch.from_numpy(np.concatenate(columns).astype(np.int32)).to(device)
-        position, slot, row, first, begin, start, end, table = sent.split([len(column) for column in columns])
+        position, slot, row, first, begin, start, end, table = sent_at_once(columns, device)
         super().__init__(cache, heads, position, slot, table.view(reading.tables.shape))
         self.tiles, self.rows = (row, first), (begin, start, end)
 
     def attend(self, q_NHD: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         return kernels.read(q_NHD, keys, values, self.table, self.tiles, *self.rows, scale)
-
-
-@dataclass(slots=True)
-class Buffers:
-    """Fixed memory that the host's numbers for a step arrive in, and its outcome leaves from; each with two stations on
-    the host's side, used in turn, so that one can be filled while the other travels."""
-
-    whole: Tensor
-    """int32, on the device; see `Sent`."""
-    real: Tensor
-    """float64: temperatures, then chances."""
-    token: Tensor
-    logprob: Tensor
-    sent: list[tuple[Tensor, Tensor]]
-    taken: list[tuple[Tensor, Tensor]]
-
-    @classmethod
-    def make(cls, size: int, sequences: int, device: torch.device) -> Buffers:
-        def pair(first: Tensor, second: Tensor) -> list[tuple[Tensor, Tensor]]:
-            return [tuple(torch.empty_like(x, device="cpu").pin_memory() for x in (first, second)) for _ in range(2)]  # type: ignore[misc]
-
-        whole = torch.zeros(size, dtype=torch.int32, device=device)
-        real = torch.ones(2 * sequences, dtype=torch.float64, device=device)
-        token = torch.zeros(sequences, dtype=torch.int64, device=device)
-        logprob = torch.zeros(sequences, dtype=torch.float32, device=device)
-        return cls(whole, real, token, logprob, pair(whole, real), pair(token, logprob))
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +149,12 @@ class GraphExecutor:
         self.buckets = sorted({*BUCKETS, requests})
         self.buffers = Buffers.make(self._layout(self.buckets[-1], Sent.size), requests, model.device)
         self.bundling = Bundling(self.members)
-        self.graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.stations: dict[tuple[int, int], Sent] = {}
+        """By turn and bucket: where the host writes what it sends."""
+        self.graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        """By bucket, and by whether they leave the drawing of tokens to what follows."""
+        self.logits: Tensor | None = None
+        """Where graphs of that kind leave what is drawn from."""
         self.pool = torch.cuda.graph_pool_handle()
         self.turn = 0
         self.broken = False
@@ -229,14 +165,13 @@ class GraphExecutor:
         self.turn ^= 1
         count = len(step.sampled)
         truncates = step.draws.truncates
-        if len(step.tokens) <= self.buckets[-1] and not self.broken:
-            logits_BV = self._replay(step, truncates)
-        else:
-            logits_BV = self._read(step, truncates)
+        in_graph = len(step.tokens) <= self.buckets[-1] and not self.broken
+        logits_BV = self._replay(step, truncates) if in_graph else self._read(step, truncates)
         if not count:
             return Ready(np.zeros(0, np.int64), np.zeros(0))
         buffers = self.buffers
         if truncates:
+            assert logits_BV is not None
             token_B, logprob_B = draw(logits_BV[:count].float(), step.draws)
             buffers.token[:count], buffers.logprob[:count] = token_B, logprob_B
         token, logprob = buffers.taken[self.turn]
@@ -255,9 +190,23 @@ class GraphExecutor:
         if self.forward.refresh():
             self.graphs.clear()
 
+    @torch.inference_mode()
+    def warm(self, truncates: bool) -> None:
+        """Compile all kernels and record the graphs of all steps there can be, the largest first: the others then find
+        room in its memory."""
+        began = time.perf_counter()
+        wanted = reachable(self.buckets, self.requests * self.table_pages * self.cache.size)
+        self._read(self._padding_step(), truncates)
+        for bucket in reversed(wanted):
+            if (bucket, truncates) not in self.graphs and not self.broken:
+                self._record(bucket, truncates)
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - began
+        log.info("sampling is warm after %.1f s: %d graphs of up to %d tokens", seconds, len(self.graphs), wanted[-1])
+
     # ------------------------------------------------------------------------------------------ in a graph
 
-    def _replay(self, step: Step, truncates: bool) -> Tensor:
+    def _replay(self, step: Step, truncates: bool) -> Tensor | None:
         count = len(step.tokens)
         bucket = next(b for b in self.buckets if b >= count)
         if (bucket, truncates) not in self.graphs:
@@ -265,28 +214,32 @@ class GraphExecutor:
             if self.broken:
                 return self._read(step, truncates)
         reading, counts = step.reading, step.reading.counts
-        sent = self._sent(self.buffers.sent[self.turn][0].numpy(), bucket)
+        sent = self._station(bucket)
         self._pad(sent, count, len(counts))
-        sent.fed[:count], sent.position[:count] = step.tokens, reading.positions
-        sent.slot[:count], sent.sequence[:count] = (
-            reading.slots(self.cache.size),
-            np.repeat(np.arange(len(counts)), counts),
-        )
+        size, positions, sequence = self.cache.size, reading.positions, np.repeat(np.arange(len(counts)), counts)
+        sent.fed[:count], sent.position[:count], sent.sequence[:count] = step.tokens, positions, sequence
+        sent.slot[:count] = reading.tables[sequence, positions // size] * size + positions % size
         sent.table[: len(counts)] = reading.tables
         sent.last[: len(step.sampled)] = (np.cumsum(counts) - 1)[step.sampled]
-        found = self.bundling.of_step(reading.tables, reading.starts, counts, self.cache.size)
+        found = self.bundling.of_step(reading.tables, reading.starts, counts, size)
         sent.own[:count] = found.own_R
         sent.shared[: len(found.pages_M)], sent.member[: len(found.pages_M)] = found.pages_M, found.rows_MB
         self._send(step.draws, bucket)
-        graph, logits_BV = self.graphs[bucket, truncates]
-        graph.replay()
-        return logits_BV
+        self.graphs[bucket, truncates].replay()
+        return self.logits
 
     def _layout(self, rows: int, of: Callable[..., T]) -> T:
         return of(rows, min(rows, self.requests), self.members, self.table_pages)
 
     def _sent(self, flat: Any, rows: int) -> Sent:
         return self._layout(rows, partial(Sent.of, flat))
+
+    def _station(self, rows: int) -> Sent:
+        """Where the host writes what it sends this time."""
+        key = (self.turn, rows)
+        if key not in self.stations:
+            self.stations[key] = self._sent(self.buffers.sent[self.turn][0].numpy(), rows)
+        return self.stations[key]
 
     def _pad(self, sent: Sent, rows: int, sequences: int) -> None:
         """From there on, rows that write to the spare page and look at one token, nobody cares whose; no bundles."""
@@ -298,15 +251,15 @@ class GraphExecutor:
     def _send(self, draws: Draws, rows: int) -> None:
         """The host's numbers for a step of `rows` rows; those that are padding draw something or other."""
         whole, real = self.buffers.sent[self.turn]
-        count, sent, chances = len(draws.temperature_B), self._sent(whole.numpy(), rows), real.numpy()
-        most = len(sent.greedy)
-        sent.greedy[:] = chances[: 2 * most] = 1
-        sent.greedy[:count] = draws.temperature_B == 0
-        chances[:count] = np.where(draws.temperature_B == 0, 1.0, draws.temperature_B)
-        chances[most : most + count] = draws.uniform_B
+        count, sent, heat_chance = len(draws.temperature_B), self._station(rows), real.numpy()
+        greedy = draws.temperature_B == 0
+        sent.greedy[count:] = heat_chance[:, count:] = 1
+        sent.greedy[:count] = greedy
+        heat_chance[0, :count] = np.where(greedy, 1.0, draws.temperature_B)
+        heat_chance[1, :count] = draws.uniform_B
         size = self._layout(rows, Sent.size)
         self.buffers.whole[:size].copy_(whole[:size], non_blocking=True)
-        self.buffers.real[: 2 * most].copy_(real[: 2 * most], non_blocking=True)
+        self.buffers.real.copy_(real, non_blocking=True)
 
     def _record(self, bucket: int, truncates: bool) -> None:
         """Run once to compile what is needed, then record. Its rows are padding: they write to the spare page only."""
@@ -317,11 +270,10 @@ class GraphExecutor:
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                for _ in range(2):
-                    self._body(bucket, truncates)
+                self._body(bucket, truncates)
             torch.cuda.current_stream().wait_stream(side)
             with torch.cuda.graph(graph, pool=self.pool):
-                logits_BV = self._body(bucket, truncates)
+                self._body(bucket, truncates)
         except RuntimeError as error:
             log.warning("%s is run without CUDA graphs: %s", type(self.model).__name__, error)
             self.broken = True
@@ -329,20 +281,24 @@ class GraphExecutor:
         finally:
             self.buffers.token.copy_(token)
             self.buffers.logprob.copy_(logprob)
-        self.graphs[bucket, truncates] = (graph, logits_BV)
+        self.graphs[bucket, truncates] = graph
 
-    def _body(self, bucket: int, truncates: bool) -> Tensor:
+    def _body(self, bucket: int, truncates: bool) -> None:
+        """Nothing it makes is kept but what it leaves in buffers: all graphs then share one memory."""
         sent = self._sent(self.buffers.whole, bucket)
         ops = DecodeOps(self.cache, self.heads, sent)
         hidden_NE = self._hidden(token_kernels.feed(sent.fed, self.buffers.token), sent.position, ops)
         logits_BV = self._logits(hidden_NE.index_select(0, sent.last))
-        if not truncates:
+        if truncates:
+            if self.logits is None:  # in the run before the first recording
+                self.logits = logits_BV.new_zeros(self.requests, logits_BV.shape[1])
+            self.logits[: len(logits_BV)].copy_(logits_BV)
+        else:
             self._sample(logits_BV, sent.greedy)
-        return logits_BV
 
     def _sample(self, logits_BV: Tensor, greedy: Tensor) -> None:
-        rows, buffers = len(logits_BV), self.buffers
-        heat, uniform = buffers.real[: 2 * rows].split(rows)
+        buffers = self.buffers
+        heat, uniform = buffers.real[:, : len(logits_BV)]
         token_kernels.sample(logits_BV, heat, greedy, uniform, buffers.token, buffers.logprob)
 
     def _logits(self, hidden_BE: Tensor) -> Tensor:
@@ -360,8 +316,7 @@ class GraphExecutor:
         device = self.model.device
         ops = ReadOps(self.cache, self.heads, step, device)
         last = np.cumsum(step.reading.counts)[step.sampled] - 1
-        sent = np.concatenate([step.tokens, last.astype(np.int32)])
-        fed, last_B = torch.from_numpy(sent).to(device).split([len(step.tokens), len(last)])
+        fed, last_B = sent_at_once([step.tokens, last], device)
         hidden_NE = self._hidden(token_kernels.feed(fed, self.buffers.token), ops.position_N, ops)
         count = len(last)
         logits_BV = self._logits(hidden_NE[last_B.long()])
@@ -369,3 +324,10 @@ class GraphExecutor:
             self._send(step.draws, count)
             self._sample(logits_BV, self._sent(self.buffers.whole, count).greedy)
         return logits_BV
+
+    def _padding_step(self) -> Step:
+        """One sequence in the spare page that nobody cares for."""
+        count, none = min(self.cache.size, 2 * kernels.QUERIES), np.zeros(1, dtype=np.int64)
+        tables = np.full((1, self.table_pages), self.spare // self.cache.size, dtype=np.int32)
+        draws = Draws(np.ones(1), none, np.ones(1), np.zeros(1), np.zeros(1))
+        return Step(np.zeros(count, np.int32), Reading(none, none + count, tables), none, draws)

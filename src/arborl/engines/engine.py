@@ -18,7 +18,8 @@ class Engine(Protocol):
     """Sees only tokens.
 
     One that also has a property `crowded` says with it that requests wait which it has no room for: no further
-    episodes are begun while that is so.
+    episodes are begun while that is so. One that has a method `warm` is told with it, before a run's first step, how
+    tokens will be drawn (a `Sampling`), and makes what it needs for that.
     """
 
     follows_weights: bool

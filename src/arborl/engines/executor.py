@@ -56,6 +56,10 @@ class Executor(Protocol):
         """Called after the model's weights were replaced or updated."""
         ...
 
+    def warm(self, truncates: bool) -> None:
+        """Make now what steps would else make when they first need it; `truncates` as `Sampling` has it."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Ready:
@@ -103,3 +107,6 @@ class TorchExecutor:
 
     def weights_changed(self) -> None:
         self.forward.refresh()
+
+    def warm(self, truncates: bool) -> None:
+        """There is nothing to make."""

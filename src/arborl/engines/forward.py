@@ -1,8 +1,8 @@
 """The forward pass for sampling: Llama and its relatives in few operations, over the model's own weights.
 
-Layers that read the same input run as one product (`models/joined.py`). What is left between the products is done by
-`Ops`: with torch on a CPU, with fused kernels on a GPU. A model of another kind, or one whose numbers come out
-differently, is run by the library's own code.
+Layers that read the same input run as one product (`models/joined.py`), under adapters as two (`models/adapted.py`).
+What is left between the products is done by `Ops`: with torch on a CPU, with fused kernels on a GPU. A model of another
+kind, or one whose numbers come out differently, is run by the library's own code.
 
 N tokens, H query heads, K key heads, D head size, E model size.
 """
@@ -17,11 +17,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from arborl.models.adapted import Adapted, product
 from arborl.models.attention import Attend, Bounds, layout
-from arborl.models.joined import Joined, joined
+from arborl.models.joined import Joined
 from arborl.models.lean import GATE_UP, KINDS, QKV, agrees, bounds_of, norm, signed, turn
 
 log = logging.getLogger(__name__)
+
+Product = Joined | Adapted | nn.Module
 
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 """Position embeddings whose angles depend on the position alone."""
@@ -33,15 +36,20 @@ class Block:
 
     number: int
     before: nn.Module
-    qkv: Joined
+    qkv: Product
     q_norm: nn.Module | None
     k_norm: nn.Module | None
-    out: nn.Module
+    out: Product
     between: nn.Module
-    gate_up: Joined
-    down: nn.Module
+    gate_up: Product
+    down: Product
     scale: float
     bounds: Bounds
+
+    @property
+    def products(self) -> list[Joined | Adapted]:
+        """Those that are bound to memory of their own."""
+        return [p for p in (self.qkv, self.out, self.gate_up, self.down) if isinstance(p, Joined | Adapted)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +95,7 @@ class Forward:
         if self._known():
             self._join()
             if not agrees(model, self._check):
-                self.rope = None
+                self.blocks, self.rope = [], None
 
     @property
     def fused(self) -> bool:
@@ -110,11 +118,16 @@ class Forward:
         return h_NE
 
     def refresh(self) -> bool:
-        """After weights were given other memory: join them again. True where that was so."""
-        if not any(part.moved for block in self.blocks for part in (block.qkv, block.gate_up)):
-            return False
-        self._join()
-        return True
+        """After weights have changed: take the adapters anew. True where weights were given other memory, and were
+        joined again: what was recorded before is void."""
+        parts = [part for block in self.blocks for part in block.products]
+        if any(part.moved for part in parts):
+            self._join()
+            return True
+        for part in parts:
+            if isinstance(part, Adapted):
+                part.refresh()
+        return False
 
     def _known(self) -> bool:
         model = self.model
@@ -129,9 +142,9 @@ class Forward:
             a, mlp = layer.self_attn, layer.mlp
             self.blocks.append(
                 Block(
-                    number, layer.input_layernorm, joined(a, *QKV),
-                    getattr(a, "q_norm", None), getattr(a, "k_norm", None), a.o_proj, layer.post_attention_layernorm,
-                    joined(mlp, *GATE_UP), mlp.down_proj, float(a.scaling), bounds_of(a),
+                    number, layer.input_layernorm, product(a, *QKV), getattr(a, "q_norm", None),
+                    getattr(a, "k_norm", None), product(a, "o_proj"), layer.post_attention_layernorm,
+                    product(mlp, *GATE_UP), product(mlp, "down_proj"), float(a.scaling), bounds_of(a),
                 )
             )  # fmt: skip
         self.rope = Rope.of(self.model, self.length)

@@ -27,13 +27,14 @@ def power(n: int) -> int:
 
 
 @triton.jit
-def _norm(x, y, weight, total, out, E, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * E
+def _norm(x, y, weight, total, out, E, y_stride, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    n = tl.program_id(0).to(tl.int64)
+    row = n * E
     place = tl.arange(0, BLOCK)
     mask = place < E
     v = tl.load(x + row + place, mask=mask, other=0.0)
     if ADD:
-        v = (v.to(tl.float32) + tl.load(y + row + place, mask=mask, other=0.0).to(tl.float32)).to(v.dtype)
+        v = (v.to(tl.float32) + tl.load(y + n * y_stride + place, mask=mask, other=0.0).to(tl.float32)).to(v.dtype)
         tl.store(total + row + place, v, mask=mask)
     f = v.to(tl.float32)
     scale = tl.rsqrt(tl.sum(f * f, axis=0) / E + eps)
@@ -44,34 +45,34 @@ def _norm(x, y, weight, total, out, E, eps, ADD: tl.constexpr, BLOCK: tl.constex
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm of each row."""
     out = torch.empty_like(x)
-    _norm[(len(x),)](x, x, weight, x, out, x.shape[1], eps, ADD=False, BLOCK=power(x.shape[1]))
+    _norm[(len(x),)](x, x, weight, x, out, x.shape[1], x.shape[1], eps, ADD=False, BLOCK=power(x.shape[1]))
     return out
 
 
 def add_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + y, in place of x, and its norm."""
+    """x + y, in place of x, and its norm. The rows of y may be parts of wider ones."""
     out = torch.empty_like(x)
-    _norm[(len(x),)](x, y, weight, x, out, x.shape[1], eps, ADD=True, BLOCK=power(x.shape[1]))
+    _norm[(len(x),)](x, y, weight, x, out, x.shape[1], y.stride(0), eps, ADD=True, BLOCK=power(x.shape[1]))
     return x, out
 
 
 @triton.jit
-def _gate(both, out, F, BLOCK: tl.constexpr):
+def _gate(both, out, F, stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = place < F
-    g = tl.load(both + row * 2 * F + place, mask=mask, other=0.0)
-    up = tl.load(both + row * 2 * F + F + place, mask=mask, other=0.0)
+    g = tl.load(both + row * stride + place, mask=mask, other=0.0)
+    up = tl.load(both + row * stride + F + place, mask=mask, other=0.0)
     f = g.to(tl.float32)
     silu = (f / (1.0 + tl.exp(-f))).to(g.dtype)
     tl.store(out + row * F + place, silu * up, mask=mask)
 
 
 def gate(both: Tensor) -> Tensor:
-    """SiLU of the first half of each row, times the second half."""
+    """SiLU of the first half of each row, times the second half. The rows may be parts of wider ones."""
     width = both.shape[1] // 2
     out = both.new_empty(len(both), width)
-    _gate[(len(both), triton.cdiv(width, 1024))](both, out, width, BLOCK=1024)
+    _gate[(len(both), triton.cdiv(width, 1024))](both, out, width, both.stride(0), BLOCK=1024)
     return out
 
 
@@ -80,7 +81,7 @@ def gate(both: Tensor) -> Tensor:
 
 @triton.jit
 def _rotate_store(
-    qkv, cos, sin, position, slot, q_weight, k_weight, q_out, keys, values, page_stride, eps,
+    qkv, cos, sin, position, slot, q_weight, k_weight, q_out, keys, values, row_stride, page_stride, eps,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, P: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -89,7 +90,7 @@ def _rotate_store(
     inside = (j < H + 2 * K) & (d < D)
     turns = inside & (j < H + K)
     other = (d + D // 2) % D
-    row = qkv + n * (H + 2 * K) * D + j * D
+    row = qkv + n * row_stride + j * D
     x = tl.load(row + d, mask=inside, other=0.0)
     partner = tl.load(row + other, mask=turns, other=0.0)
     if NORM:
@@ -118,12 +119,13 @@ def rotate_store(
     heads: int, norms: tuple[Tensor, Tensor, float] | None,
 ) -> Tensor:  # fmt: skip
     """Turn queries and keys by their position (after their norms, if any), put keys and values into the cache
-    `[pages, K, P, D]`; the queries come back, `[N, H, D]`."""
+    `[pages, K, P, D]`; the queries come back, `[N, H, D]`. The rows of `qkv` may be parts of wider ones."""
     _, key_heads, page, size = keys.shape
     out = qkv.new_empty(len(qkv), heads, size)
     q_weight, k_weight, eps = norms or (cos, cos, 0.0)
     _rotate_store[(len(qkv),)](
-        qkv, cos, signed_sin, position_N, slot_N, q_weight, k_weight, out, keys, values, keys.stride(0), eps,
+        qkv, cos, signed_sin, position_N, slot_N, q_weight, k_weight, out, keys, values, qkv.stride(0),
+        keys.stride(0), eps,
         H=heads, K=key_heads, D=size, P=page, NORM=norms is not None, HEADS=power(heads + 2 * key_heads),
         SIZE=power(size),
     )  # fmt: skip

@@ -69,6 +69,7 @@ class LocalEngine:
         if max_requests < 1:
             raise ValueError(f"max_requests={max_requests}: give at least 1")
         self.model, self.max_context, self.deterministic, self.decode = model, max_context, deterministic, decode
+        self.vocabulary = int(model.config.vocab_size)  # the library looks long for what a configuration holds
         kind = model.device.type
         size = min(page_size or (64 if kind == "cuda" else max_context), max_context)
         kv_tokens = kv_tokens or default_kv_tokens(model, max_context)
@@ -94,7 +95,7 @@ class LocalEngine:
     async def generate(self, prompt: Sequence[int], sampling: Sampling, *, session: str) -> Completion:
         """Sample a continuation of `prompt`; the session's earlier turns are found by their tokens."""
         self._serve(asyncio.get_running_loop())
-        tokens = read_prompt(prompt, self.model.config.vocab_size, self.max_context)
+        tokens = read_prompt(prompt, self.vocabulary, self.max_context)
         check_sampling(sampling)
         if sampling.stop_texts and self.decode is None:
             raise EngineError("stop_texts need an engine that can read tokens; give it `decode`")
@@ -124,6 +125,11 @@ class LocalEngine:
         self.scheduler.read_again()  # what has been read was read with other weights
         self.executor.weights_changed()
         self.version = version
+
+    def warm(self, sampling: Sampling) -> None:
+        """Compile and record all that sampling this way can need, so that no step has to."""
+        self._guard(self._land)
+        self.executor.warm(sampling.truncates)
 
     async def close(self) -> None:
         """Whoever still waits is told; the worker finds nothing to do and ends."""

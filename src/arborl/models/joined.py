@@ -32,7 +32,7 @@ class Joined:
     @property
     def moved(self) -> bool:
         """Whether a parameter has been given other memory since."""
-        return not (_lies_in(self.weight, self.weights) and _lies_in(self.bias, self.biases))
+        return not (lies_in(self.weight, self.weights) and lies_in(self.bias, self.biases))
 
     def __call__(self, x: Tensor) -> Tensor:
         """Their outputs side by side."""
@@ -66,7 +66,8 @@ def _join(parameters: Sequence[Tensor]) -> Tensor | None:
     return whole
 
 
-def _lies_in(whole: Tensor | None, parameters: Sequence[Tensor]) -> bool:
+def lies_in(whole: Tensor | None, parameters: Sequence[Tensor]) -> bool:
+    """Whether the parameters are still the parts of the whole, one after the other."""
     place = 0 if whole is None else whole.data_ptr()
     for p in parameters:
         if p.data_ptr() != place:

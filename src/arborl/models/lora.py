@@ -11,7 +11,7 @@ import importlib.util
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +82,32 @@ def _layers(model: PreTrainedModel) -> list[Any]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+
+
+class Factors(NamedTuple):
+    """What an adapter adds to its layer's output: `x @ first.T @ second.T * scale`."""
+
+    first: Tensor
+    second: Tensor
+    scale: float
+
+
+def factors_of(module: nn.Module) -> Factors | None:
+    """An adapter's factors, where it is of the plain form on a plain layer: on, not merged, without a bias, a magnitude
+    (DoRA) or another variant. None for anything else, and for a layer that has no adapter."""
+    if not hasattr(module, "lora_A"):
+        return None
+    from peft.tuners.lora.layer import Linear
+
+    if type(module) is not Linear or type(module.base_layer) is not nn.Linear:
+        return None
+    active = [name for name in module.active_adapters if name in module.lora_A]
+    if module.disable_adapters or module.merged or len(active) != 1 or active[0] in module.lora_variant:
+        return None
+    first, second = module.lora_A[active[0]], module.lora_B[active[0]]
+    if second.bias is not None:
+        return None
+    return Factors(first.weight, second.weight, float(module.scaling[active[0]]))
 
 
 def adapter_of(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -1,0 +1,243 @@
+"""How fast sampling is within a real run, beside the engine alone on the same work, in one process.
+
+    python benchmarks/train_speed.py --device cuda --model 4b --steps 4 --json
+
+GRPO on FrozenLake, built as `arborl train` builds it, with a random body whose every reply has `--sampled` tokens of
+text. `ratio` is the tokens a second of the rollouts after the first step, over those of the same engine when nothing
+but a loop asks for the same conversations: as many, as many turns, as long. It is what agents, environment, recording
+and templates cost. `compiled_after_first` and `recorded_after_first` count Triton kernels compiled and CUDA graphs
+recorded for sampling after the first step: both should be 0; `learner_compiled_after_first` counts what torch compiled.
+`first_step_s` counts from the built parts on, warming included. With `--checkpoint`, one is written after the second
+step: `checkpoint_delay_s` is how much later the next step begins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import logging
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import arborl  # before torch, as everyone does who starts a run
+
+# isort: split
+import torch
+import transformers
+from bodies import SHAPES, forbid, random_body, settle
+from engine import Case, best, ours
+from step_work import not_text, peak_gib
+
+from arborl.api.objects import name_objects
+from arborl.build import TOKENIZER_FILES, Parts, build
+from arborl.config.load import from_kwargs
+from arborl.models.load import resolve, tune_cpu
+from arborl.track import Trackers
+from arborl.trainer.hooks import Save
+from arborl.trainer.trainer import Trainer
+from arborl.types import Completion, Episode, Metrics, Sampling
+
+
+@arborl.reward
+def ids(episode: Episode) -> float:
+    """Something that differs within a group."""
+    return float(sum(token for call in episode.calls for token in call.completion.tokens) % 7)
+
+
+class Counts:
+    """What is compiled and recorded for sampling, and what is asked of the engine."""
+
+    def __init__(self, parts: Parts):
+        self.compiled = self.recorded = 0
+        self.asked: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        """By session: tokens of each prompt, and of its reply."""
+        self._count_requests(parts.engine)
+        if parts.model.device.type == "cuda":
+            self._count_kernels()
+
+    def _count_requests(self, engine: Any) -> None:
+        generate = engine.generate
+
+        async def counted(prompt: Sequence[int], sampling: Sampling, *, session: str) -> Completion:
+            done: Completion = await generate(prompt, sampling, session=session)
+            self.asked[session].append((len(prompt), len(done.tokens)))
+            return done
+
+        engine.generate = counted
+
+    def _count_kernels(self) -> None:
+        import triton
+
+        from arborl.engines.cuda_graphs import GraphExecutor
+
+        record = GraphExecutor._record
+
+        def recorded(executor: GraphExecutor, *given: Any) -> None:
+            self.recorded += 1
+            record(executor, *given)
+
+        def compiled(*given: Any, fn: Any = None, **more: Any) -> None:
+            self.compiled += "arborl" in str(getattr(fn, "module", ""))  # the learner's are torch's
+
+        GraphExecutor._record = recorded  # type: ignore[method-assign]
+        triton.knobs.runtime.jit_post_compile_hook = compiled
+
+    @property
+    def now(self) -> tuple[int, int, int]:
+        return self.compiled, self.recorded, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    def work(self) -> Case:
+        """The mean conversation of what was asked since the last call."""
+        talks = [talk for session, talk in self.asked.items() if session != "probe"]
+        self.asked = defaultdict(list)
+        observed = [later[0] - sum(before) for talk in talks for before, later in pairwise(talk)]
+        return Case(
+            "run",
+            len(talks),
+            prompt=round(fmean(talk[0][0] for talk in talks)),
+            sampled=round(fmean(reply for talk in talks for _, reply in talk)),
+            turns=round(fmean(map(len, talks))),
+            observed=max(0, round(fmean(observed))) if observed else 0,
+        )
+
+
+class Log:
+    """Keeps the metrics of each step, and when it was done."""
+
+    def __init__(self) -> None:
+        self.rows: list[Metrics] = []
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        self.rows.append(dict(metrics))
+
+
+class TimedSave(Save):
+    """One checkpoint, after the second step; how long the run waited for it."""
+
+    seconds: float | None = None
+
+    def __call__(self, trainer: Trainer) -> None:
+        if trainer.step == 2:
+            began = time.perf_counter()
+            self.now(trainer)
+            self.seconds = time.perf_counter() - began
+
+
+def body_folder(name: str, device: str, folder: Path) -> Path:
+    """A random body with the embedded model's tokenizer, as a folder that a run can be given."""
+    random_body(name, device).save_pretrained(folder)
+    for file in resolve("seedling").iterdir():
+        if file.name in TOKENIZER_FILES or file.suffix == ".jinja":
+            shutil.copy(file, folder)
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    return folder
+
+
+def parts_of(args: argparse.Namespace, folder: Path) -> Parts:
+    episodes = args.tasks * args.group
+    named, objects = name_objects({
+        "model.name": str(folder), "model.device": args.device, "model.lora.rank": args.lora, "rewards": [ids],
+        "model.dtype": "bfloat16" if args.device == "cuda" else "float32", "sampling.max_tokens": args.sampled,
+        "rollout.tasks_per_step": args.tasks, "rollout.group_size": args.group, "rollout.max_turns": args.turns,
+        "rollout.concurrency": episodes, "engine.max_requests": episodes, "engine.kv_tokens": episodes * args.context,
+        "sampling.max_context": args.context, "learner.lr": 1e-6, "trainer.steps": args.steps,
+    })  # fmt: skip
+    parts = build(from_kwargs(**named), objects)
+    forbid(parts.model, not_text(parts.model.config.vocab_size))
+    return parts
+
+
+async def train(parts: Parts, counts: Counts, save: TimedSave | None) -> tuple[list[Metrics], float, tuple[int, ...]]:
+    """The metrics of each step, the seconds of the first, and what had been compiled and recorded after it."""
+    log = Log()
+    trainer = Trainer(
+        parts.config, parts.source, parts.rollout, parts.rewards, parts.algorithm, parts.learner, parts.engine,
+        Trackers([]), (), save, parts.steps,
+    )  # fmt: skip
+    trainer.tracker = log  # type: ignore[assignment]
+    began = time.perf_counter()
+    parts.engine.warm(parts.rollout.sampling)  # type: ignore[attr-defined]
+    last, trainer.last = trainer.last, 1
+    await trainer.fit()
+    first, before = time.perf_counter() - began, counts.now
+    counts.work()
+    trainer.last = last
+    await trainer.fit()
+    return log.rows, first, tuple(now - then for now, then in zip(counts.now, before, strict=True))
+
+
+def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    tune_cpu()
+    parts = parts_of(args, body_folder(args.model, args.device, folder / "body"))
+    counts = Counts(parts)
+    save = TimedSave(folder / "checkpoints", 1, 1, {}, parts.copy_tokenizer) if args.checkpoint else None
+    rows, first, (compiled, recorded, learned) = asyncio.run(train(parts, counts, save))
+    later = rows[1:]
+    in_run = sum(row["engine/sampled"] for row in later) / sum(row["time/rollout"] for row in later)
+    work = counts.work()
+    work = Case(work.name, args.tasks * args.group, work.prompt, work.sampled, work.turns, work.observed)
+    cuda = args.device == "cuda"
+    peak = peak_gib(args.device)
+    settle()  # as the run had it
+    alone = best(lambda seed: ours(parts.engine, work, seed), work, 2, cuda)  # type: ignore[arg-type]
+    live = sum(row["engine/sampled"] for row in later) / sum(row["engine/steps"] for row in later)
+    return {
+        "model": args.model, "lora": args.lora, "steps": args.steps, "episodes": work.conversations,
+        "turns": work.turns, "prompt": work.prompt, "sampled": work.sampled, "observed": work.observed,
+        "run_tok_s": round(in_run, 1), "engine_tok_s": round(alone, 1), "ratio": round(in_run / alone, 3),
+        "run_ms_a_sampling_step": round(1e3 * fmean(r["time/rollout"] / r["engine/steps"] for r in later), 2),
+        "live": round(live, 1), "first_step_s": round(first, 2),
+        "step_s": round(fmean(row["time/step"] for row in later), 3),
+        "rollout_s": round(fmean(row["time/rollout"] for row in later), 3),
+        "learn_s": round(fmean(row["time/learn"] for row in later), 3),
+        "compiled_after_first": compiled if cuda else None, "recorded_after_first": recorded if cuda else None,
+        "learner_compiled_after_first": learned, "peak_gib": peak,
+        "checkpoint_delay_s": save and save.seconds and round(save.seconds, 3),
+        "device": torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU",
+        "torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version(),
+    }  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--model", choices=list(SHAPES), help="on a GPU 4b, on a CPU tiny")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters of this rank")
+    parser.add_argument("--steps", type=int, default=4, help="at least 3")
+    parser.add_argument("--tasks", type=int, default=16)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--sampled", type=int, default=48, help="tokens of a reply")
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--checkpoint", action="store_true", help="write one; of a 4B body without adapters, 56 GB")
+    parser.add_argument("--json", action="store_true", help="one JSON line, nothing else")
+    args = parser.parse_args()
+    if args.steps < 3:
+        parser.error("--steps: the first warms up, and a checkpoint is written after the second; give at least 3")
+    args.model = args.model or ("4b" if args.device == "cuda" else "tiny")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    logging.basicConfig(level=logging.WARNING)
+    logging.getLogger("arborl.engines").setLevel(logging.INFO)
+    with tempfile.TemporaryDirectory() as folder:
+        row = measure(args, Path(folder))
+    print(json.dumps(row) if args.json else "\n".join(f"{key:30} {value}" for key, value in row.items()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""Benchmarks run from end to end with a tiny model, and say what they are asked to say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+def measured(script: str, *arguments: str) -> list[dict]:
+    """The JSON lines of a benchmark in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, FOLDER / script, *arguments, "--json"],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def test_the_engine_is_measured_with_adapters_beside_itself_without():
+    pytest.importorskip("peft")
+    row, _ = measured("engine.py", "--model", "tiny", "--lora", "4", "--case", "single", "--conversations", "2",
+                      "--repeats", "1", "--without-baseline")  # fmt: skip
+    assert row["model"] == "tiny"
+    assert row["lora_ratio"] == pytest.approx(row["lora_tok_s"] / row["ours_tok_s"], abs=1e-3)
+    assert 0 < row["floor_share"] < 1
+    assert row["ratio"] is None  # not measured is not 0
+
+
+@pytest.mark.parametrize("lora", [pytest.param("0", marks=pytest.mark.slow), "4"])
+def test_a_run_is_measured_beside_its_engine_alone(lora):
+    if lora != "0":
+        pytest.importorskip("peft")
+    (row,) = measured("train_speed.py", "--tasks", "2", "--group", "3", "--turns", "3", "--sampled", "6", "--steps",
+                      "3", "--checkpoint", "--lora", lora)  # fmt: skip
+    assert row["ratio"] == pytest.approx(row["run_tok_s"] / row["engine_tok_s"], abs=2e-3)
+    assert (row["episodes"], row["turns"], row["sampled"]) == (6, 3, 6)
+    assert row["first_step_s"] > 0
+    assert row["checkpoint_delay_s"] > 0
+    assert row["compiled_after_first"] is None  # there is no GPU here
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "lora"), [("W1", "0"), ("multi-turn", "4")])
+def test_a_step_is_measured_beside_trls_on_replies_of_equal_length(case, lora):
+    if importlib.util.find_spec("trl") is None:
+        pytest.skip("needs trl")
+    (row,) = measured("step.py", "--device", "cuda", "--model", "tiny", "--case", case, "--lora", lora, "--tried", "8",
+                      "--repeats", "1")  # fmt: skip
+    assert row["ours_sampled"] == row["baseline_sampled"] == 16 * row["turns"] * 8
+    assert row["first_step_s"] > 0
+    assert row["peak_gib"] > 0
+    assert row["baseline_peak_gib"] > 0
+
+
+def test_every_body_has_the_shape_it_is_named_after(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import bodies
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    billions = {"0.5b": 0.494, "1.5b": 1.544, "4b": 4.022, "7b": 7.616}
+    for name, expected in billions.items():
+        three = "head_dim" in bodies.SHAPES[name]
+        config, kind = (Qwen3Config, Qwen3ForCausalLM) if three else (Qwen2Config, Qwen2ForCausalLM)
+        with torch.device("meta"):
+            model = kind(config(**bodies.SHAPES[name]))
+        assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(expected, abs=1e-3), name
