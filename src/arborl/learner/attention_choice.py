@@ -56,18 +56,21 @@ class Ways:
         return replace(DENSE, recompute=self.recompute)
 
     def _candidates(self, model: PreTrainedModel, batch: MicroBatch) -> Iterator[Way]:
-        chosen = cheapest(batch, model.device) if self.attention == "auto" else self.attention
-        if chosen == "causal" and not batch.is_chains:
-            chosen = "dense"
+        chosen: tuple[str, ...] = (self.attention,)
+        if self.attention == "auto":
+            chosen = tuple(name for name in cheapest(batch, model.device) if EXECUTORS[name].fits(model))
+        elif self.attention == "causal" and not batch.is_chains:
+            chosen = ("dense",)
         wanted = self.compiled == "on" or (self.compiled == "auto" and model.device.type == "cuda")
-        if wanted and EXECUTORS[chosen].compiles and is_lean(model):
-            yield Way(chosen, compiled=True)
-        yield Way(chosen)
+        for name in chosen:
+            if wanted and EXECUTORS[name].compiles and is_lean(model):
+                yield Way(name, compiled=True)
+            yield Way(name)
 
 
 def agrees(model: PreTrainedModel, way: Way) -> bool:
     """Whether this way gives the dense way's numbers for this model."""
-    batch = sample(model, chain=way.attend == "causal", size=40 if EXECUTORS[way.attend].multiple == 1 else 200)
+    batch = sample(model, chain=way.attend == "causal", size=200 if EXECUTORS[way.attend].compiles else 40)
     try:
         ours = _numbers(model, batch, way)
     except torch.OutOfMemoryError:

@@ -19,12 +19,15 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from arborl.learner.flex_attention import SIZE, FlexAttend
+from arborl.learner.kernel_attention import KernelAttend, kernel_fits
 from arborl.learner.packing import MicroBatch, padded
 from arborl.learner.tree_attention import BLOCK, BlockAttend, CausalAttend, DenseAttend
 from arborl.learner.upload import upload
 from arborl.models.attention import Attend, layout, library_hidden_states
 from arborl.models.lean import Run, in_turn, is_lean, lean
 
+TREES_ON_GPU = ("kernel", "flex")
+"""What to try on a GPU, the best first."""
 WORTH_GATHERING = 0.7
 """Blocks are used when they multiply less than this share of what the dense way does."""
 TOGETHER = 8
@@ -42,6 +45,8 @@ class Executor:
     """Batches are padded to a whole multiple of this many tokens."""
     compiles: bool = False
     """Whether layers around it can be compiled once for all sizes."""
+    fits: Callable[[PreTrainedModel], bool] = lambda model: True
+    """Whether it is worth trying with a model, where nobody has asked for it by name."""
 
 
 EXECUTORS: dict[str, Executor] = {
@@ -49,6 +54,7 @@ EXECUTORS: dict[str, Executor] = {
     "dense": Executor(DenseAttend),
     "blocks": Executor(BlockAttend),
     "flex": Executor(FlexAttend, SIZE, compiles=True),
+    "kernel": Executor(KernelAttend, compiles=True, fits=kernel_fits),
 }
 
 
@@ -77,6 +83,8 @@ def hidden(model: PreTrainedModel, batch: MicroBatch, way: Way) -> Tensor:
     attend = executor.make(batch, model.device)
     if isinstance(attend, FlexAttend):
         attend.prepare(layout(model).windows)
+    elif isinstance(attend, KernelAttend):
+        attend.prepare(layout(model).windows, layout(model).size, model.dtype)
     tokens, depth, rows, term = upload(model.device, batch.tokens, batch.depth, *predicting)
     recompute = way.recompute and torch.is_grad_enabled()
     if is_lean(model):
@@ -139,13 +147,13 @@ def _recomputing(model: PreTrainedModel, wanted: bool) -> Iterator[None]:
             model.gradient_checkpointing_disable()
 
 
-def cheapest(batch: MicroBatch, device: torch.device) -> str:
-    """The executor that should be quickest for this batch."""
+def cheapest(batch: MicroBatch, device: torch.device) -> tuple[str, ...]:
+    """The executors that should be quickest for this batch, in the order to try them."""
     if device.type == "cuda":
-        return "causal" if len(batch.lengths) == 1 and batch.is_chains else "flex"
+        return ("causal",) if len(batch.lengths) == 1 and batch.is_chains else TREES_ON_GPU
     if batch.is_chains:
-        return "causal"
+        return ("causal",)
     firsts = batch.depth[::BLOCK]  # a token has as many ancestors as its depth
     blocks = BLOCK * int((firsts + BLOCK).sum())
     dense = sum(length**2 for length in np.asarray(batch.lengths))
-    return "blocks" if blocks < WORTH_GATHERING * dense else "dense"
+    return ("blocks",) if blocks < WORTH_GATHERING * dense else ("dense",)
