@@ -7,7 +7,6 @@ on small trees.
 from __future__ import annotations
 
 import copy
-import os
 
 import numpy as np
 import pytest
@@ -30,17 +29,6 @@ pytest.importorskip("triton")
 CLOSE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 """Norm of the difference over the norm."""
 SMALL = Tiles(Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(16, 16, 4, 1))
-
-
-@pytest.fixture(params=["interpreted", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    if request.param == "cuda":
-        if not torch.cuda.is_available():
-            pytest.skip("needs a CUDA device")
-        return torch.device("cuda")
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("interpreted only where there is no GPU")
-    return torch.device("cpu")
 
 
 def bush(seed: int, trees: int, branches: int, stem: int, twig: int) -> MicroBatch:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from arborl.learner.flex_attention import SIZE, FlexAttend
+from arborl.learner.fused_layers import FUSED
 from arborl.learner.kernel_attention import KernelAttend, kernel_fits
 from arborl.learner.packing import MicroBatch, padded
 from arborl.learner.tree_attention import BLOCK, BlockAttend, CausalAttend, DenseAttend
@@ -27,7 +28,9 @@ from arborl.models.attention import Attend, layout, library_hidden_states
 from arborl.models.lean import Run, in_turn, is_lean, lean
 
 TREES_ON_GPU = ("kernel", "flex")
-"""What to try on a GPU, the best first."""
+"""How to attend on a GPU, the best first."""
+LAYERS_ON_GPU = ("fused", "compiled")
+"""How to run layers on a GPU, the best first."""
 WORTH_GATHERING = 0.7
 """Blocks are used when they multiply less than this share of what the dense way does."""
 TOGETHER = 8
@@ -65,11 +68,14 @@ class Way:
     attend: str
     """A name in `EXECUTORS`."""
     compiled: bool = False
+    """By torch's compiler."""
+    fused: bool = False
+    """What lies between products by kernels of our own."""
     recompute: bool = False
     """Keep only what goes into each layer, and run the layer again when its gradient is due."""
 
     def __str__(self) -> str:
-        return f"{self.attend} attention" + (", compiled" if self.compiled else "")
+        return f"{self.attend} attention" + ", compiled" * self.compiled + ", fused" * self.fused
 
 
 DENSE = Way("dense")
@@ -88,17 +94,17 @@ def hidden(model: PreTrainedModel, batch: MicroBatch, way: Way) -> Tensor:
     tokens, depth, rows, term = upload(model.device, batch.tokens, batch.depth, *predicting)
     recompute = way.recompute and torch.is_grad_enabled()
     if is_lean(model):
-        found = lean(model, tokens, depth, attend, _run(way.compiled, recompute), rows)
+        found = lean(model, tokens, depth, attend, _run(way, recompute), rows, FUSED if way.fused else None)
     else:
         with _recomputing(model, recompute):
             found = library_hidden_states(model, tokens, depth, attend)[rows]
     return found.index_select(0, term)
 
 
-def _run(compiled: bool, recompute: bool) -> Run | None:
+def _run(way: Way, recompute: bool) -> Run | None:
     if not recompute:
-        return compiled_layers() if compiled else None
-    run = compiled_layers() if compiled else in_turn
+        return compiled_layers() if way.compiled else None
+    run = compiled_layers() if way.compiled else partial(in_turn, ops=FUSED if way.fused else None)
 
     def again(layers: Sequence[Any], x_NE: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         for layer in layers:

@@ -8,8 +8,8 @@ Where query heads share a key head, one program for a block of keys adds up some
 several programs found is added up after: no sum depends on who came first, so the same input gives the same bits.
 
 N tokens, H query heads, K key heads, G = H / K, D head size. Sizes that a block must have as a power of two are padded
-and masked. Sums are in float32 whatever the model's precision; scores are in units of log 2, as the device takes them to
-the exponential. Nothing that changes from one batch to the next is compiled in.
+and masked. Sums are in float32 whatever the model's precision; scores are in units of log 2, whose exponential a GPU
+computes. Nothing that changes from one batch to the next is compiled in.
 """
 
 from __future__ import annotations
