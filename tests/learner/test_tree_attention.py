@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
 from arborl.learner import flex_attention, tree_attention
-from arborl.learner.executor import cheapest
+from arborl.learner.executor import TREES_ON_GPU, cheapest
 from arborl.learner.flex_attention import SIZE, FlexAttend, block_mask
 from arborl.learner.packing import MicroBatch, pack, padded
 from arborl.learner.tree_attention import BlockAttend, CausalAttend, DenseAttend
@@ -140,4 +140,5 @@ def test_a_gpu_attends_a_single_chain_plainly_and_has_two_ways_for_everything_el
     chain, _ = grow([[1, 2, 3]])
     gpu = torch.device("cuda")
     assert cheapest(batch_of([chain]), gpu) == ("causal",)
-    assert cheapest(batch_of([chain, chain]), gpu) == cheapest(batch_of([tree]), gpu) == ("kernel", "flex")
+    assert cheapest(batch_of([chain, chain]), gpu) == cheapest(batch_of([tree]), gpu) == TREES_ON_GPU
+    assert set(TREES_ON_GPU) == {"kernel", "flex"}
