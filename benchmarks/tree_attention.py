@@ -5,7 +5,8 @@
 
 One JSON line for each shape of heads and kind of trees: milliseconds forward and backward of one layer, the share of
 all pairs of tokens that are seen, and by how much the gradients of queries differ from those of FlexAttention. With
-`--sweep`, milliseconds of each kernel cut in other ways, the best first, for the tables of `learner/tree_plan.py`. The host's part (plans, masks) is not in these times; `plan_ms` says what ours is.
+`--sweep`, milliseconds of each kernel cut in other ways, the best first, for the tables of `learner/tree_plan.py`.
+The host's part (plans, masks) is not in these times; `plan_ms` says what ours is.
 """
 
 from __future__ import annotations

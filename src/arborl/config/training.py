@@ -45,8 +45,8 @@ class LearnerConfig(Config):
     """How trees are attended; `auto` takes the cheapest. All give the same result; one that does not is left, with a
     warning."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """Compile the model's layers by torch (where attention is `kernel` or `flex`); `auto` does on a GPU. With `off`, a GPU
-    runs them by fused kernels of our own, which compile in seconds."""
+    """Compile the model's layers by torch (where attention is `kernel` or `flex`); `auto` does on a GPU. With `off`, a
+    GPU runs them by fused kernels of our own, which compile in seconds."""
     recompute: bool = False
     """Gradient checkpointing: run each layer again for its gradient instead of keeping what it computed."""
     master: Literal["float32", "none"] = "float32"
