@@ -6,6 +6,14 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from importlib.util import find_spec
+
+if find_spec("triton") is not None:  # without a GPU its kernels are interpreted, which must be known before its import
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
 import pytest
 from hypothesis import HealthCheck, settings
 

@@ -15,6 +15,7 @@ from arborl.learner.attention_choice import Ways, agrees, sample
 from arborl.learner.executor import DENSE, EXECUTORS, Executor, Way, hidden
 from arborl.learner.packing import branches, split
 from arborl.learner.tree_attention import DenseAttend
+from arborl.models.lean import is_lean
 from arborl.models.lora import add_lora
 from arborl.types import TokenTree
 
@@ -74,6 +75,31 @@ def test_one_that_agrees_is_used_and_not_checked_again(monkeypatch, model, batch
 def test_a_compiled_way_that_fails_leaves_the_same_way_not_compiled(monkeypatch, model, batch):
     monkeypatch.setattr(attention_choice, "agrees", lambda model, way: not way.compiled)
     assert Ways(attention="flex", compiled="on")(model, batch) == Way("flex")
+
+
+def test_one_that_fails_leaves_the_next_best(monkeypatch, model, batch):
+    monkeypatch.setattr(attention_choice, "cheapest", lambda batch, device: ("kernel", "flex", "blocks"))
+    monkeypatch.setattr(attention_choice, "agrees", lambda model, way: way.attend == "blocks")
+    assert Ways()(model, batch) == Way("blocks")
+
+
+@pytest.mark.parametrize(
+    ("compiled", "expected"),
+    [
+        ("auto", [Way("flex", fused=True), Way("flex", compiled=True), Way("flex")]),
+        ("on", [Way("flex", compiled=True), Way("flex")]),
+        ("off", [Way("flex", fused=True), Way("flex")]),
+    ],
+)
+def test_layers_are_fused_or_compiled_as_asked_and_plain_at_last(monkeypatch, model, batch, compiled, expected):
+    assert is_lean(model)
+    monkeypatch.setattr(attention_choice, "fusing_fits", lambda model: True)
+    monkeypatch.setattr(attention_choice, "LAYERS_ON_GPU", ("fused", "compiled"))
+    monkeypatch.setattr(attention_choice, "agrees", lambda model, way: tried.append(way))
+    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+    tried = []
+    assert Ways("flex", compiled)(model, batch) == DENSE
+    assert tried == expected
 
 
 def test_checking_leaves_gradients_and_the_random_state_alone(model):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
 from arborl.learner import flex_attention, tree_attention
-from arborl.learner.executor import cheapest
+from arborl.learner.executor import TREES_ON_GPU, cheapest
 from arborl.learner.flex_attention import SIZE, FlexAttend, block_mask
 from arborl.learner.packing import MicroBatch, pack, padded
 from arborl.learner.tree_attention import BlockAttend, CausalAttend, DenseAttend
@@ -132,13 +132,13 @@ def test_a_chain_needs_no_mask_a_fork_is_attended_densely_and_a_bush_in_blocks(b
     stem = chance.integers(0, 99, 50).tolist()
     twig = 10 if branches == 2 else 60
     tree, _ = grow([stem + chance.integers(0, 99, twig).tolist() for _ in range(branches)])
-    assert cheapest(batch_of([tree]), CPU) == expected
+    assert cheapest(batch_of([tree]), CPU) == (expected,)
 
 
-def test_a_gpu_attends_a_single_chain_plainly_and_everything_else_by_flex_attention():
+def test_a_gpu_attends_a_single_chain_plainly_and_has_two_ways_for_everything_else():
     tree, _ = grow([[1, 2, 3], [1, 2, 4]])
     chain, _ = grow([[1, 2, 3]])
     gpu = torch.device("cuda")
-    assert cheapest(batch_of([chain]), gpu) == "causal"
-    assert cheapest(batch_of([chain, chain]), gpu) == "flex"
-    assert cheapest(batch_of([tree]), gpu) == "flex"
+    assert cheapest(batch_of([chain]), gpu) == ("causal",)
+    assert cheapest(batch_of([chain, chain]), gpu) == cheapest(batch_of([tree]), gpu) == TREES_ON_GPU
+    assert set(TREES_ON_GPU) == {"kernel", "flex"}

@@ -43,11 +43,12 @@ class LearnerConfig(Config):
     downsample_mode: Literal["last", "random"] = "random"
     """With `max_samples_per_trajectory`, which. `random`: the last and a draw of the others (of all, where it is 1),
     with the expected gradient of all. `last`: the latest, with the weight of all."""
-    attention: Literal["auto", "causal", "dense", "blocks", "flex"] = "auto"
+    attention: Literal["auto", "causal", "dense", "blocks", "flex", "kernel"] = "auto"
     """How trees are attended; `auto` takes the cheapest. All give the same result; one that does not is left, with a
     warning."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """Compile the model's layers (where attention is `flex`); `auto` does on a GPU."""
+    """Compile the model's layers by torch (where attention is `kernel` or `flex`); `auto` does on a GPU. With `off`, a
+    GPU runs them by fused kernels of our own, which compile in seconds."""
     recompute: bool = False
     """Gradient checkpointing: run each layer again for its gradient instead of keeping what it computed."""
     master: Literal["float32", "none"] = "float32"

@@ -11,6 +11,11 @@ In reading order:
     executor.py          Ways to run a model over a micro-batch
     tree_attention.py    Attention over trees: token q sees token k exactly when k <= q < end[k]
     flex_attention.py    Attention over trees by FlexAttention
+    kernel_attention.py  Attention over trees by kernels of our own
+    tree_plan.py         Which blocks of keys each block of queries must look at
+    tree_kernels.py      Attention over trees as three Triton kernels
+    fused_layers.py      Layers as they are, without torch's compiler
+    layer_kernels.py     What happens between the matrix products of an update, as a few fused Triton kernels
     upload.py            Arrays of the host on their way to the device that computes with them
     teacher.py           Whom a policy is distilled from
     critic.py            The critic: what the state a token was sampled in is worth

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from arborl.learner.executor import DENSE, EXECUTORS, Way, cheapest
+from arborl.learner.executor import DENSE, EXECUTORS, LAYERS_ON_GPU, Way, cheapest
+from arborl.learner.fused_layers import fusing_fits
 from arborl.learner.packing import MicroBatch
 from arborl.learner.score import score
 from arborl.models.lean import is_lean
@@ -29,7 +30,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torc
 PROBED = 8
 """Parameters whose gradients are compared."""
 
-_right: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, bool, bool], bool]] = WeakKeyDictionary()
+_right: WeakKeyDictionary[PreTrainedModel, dict[tuple[Way, bool], bool]] = WeakKeyDictionary()
 
 
 class Ways:
@@ -37,7 +38,7 @@ class Ways:
 
     Args:
         attention: a name in `EXECUTORS`, or `auto`: the cheapest for each batch.
-        compiled: `on`, `off`, or `auto`: on a GPU.
+        compiled: whether torch compiles layers: `on`, `off`, or `auto`: on a GPU, where nothing better is to be had.
         recompute: run layers again for their gradients instead of keeping what they computed.
     """
 
@@ -48,7 +49,7 @@ class Ways:
         is_lean(model)  # so that whoever has asked once has had everything checked
         known = _right.setdefault(model, {})
         for way in self._candidates(model, batch):
-            key = (way.attend, way.compiled, torch.is_grad_enabled())
+            key = (way, torch.is_grad_enabled())
             if key not in known:
                 known[key] = way == DENSE or agrees(model, way)
             if known[key]:
@@ -56,18 +57,30 @@ class Ways:
         return replace(DENSE, recompute=self.recompute)
 
     def _candidates(self, model: PreTrainedModel, batch: MicroBatch) -> Iterator[Way]:
-        chosen = cheapest(batch, model.device) if self.attention == "auto" else self.attention
-        if chosen == "causal" and not batch.is_chains:
-            chosen = "dense"
-        wanted = self.compiled == "on" or (self.compiled == "auto" and model.device.type == "cuda")
-        if wanted and EXECUTORS[chosen].compiles and is_lean(model):
-            yield Way(chosen, compiled=True)
-        yield Way(chosen)
+        chosen: tuple[str, ...] = (self.attention,)
+        if self.attention == "auto":
+            chosen = tuple(name for name in cheapest(batch, model.device) if EXECUTORS[name].fits(model))
+        elif self.attention == "causal" and not batch.is_chains:
+            chosen = ("dense",)
+        for name in chosen:
+            for layers in self._layers(model):
+                if layers == "compiled" and EXECUTORS[name].compiles:
+                    yield Way(name, compiled=True)
+                elif layers == "fused" and name != DENSE.attend:
+                    yield Way(name, fused=True)
+            yield Way(name)
+
+    def _layers(self, model: PreTrainedModel) -> Iterator[str]:
+        """Ways to run layers other than plainly, in the order to try them."""
+        if is_lean(model):
+            fits = {"compiled": self.compiled == "on" or model.device.type == "cuda", "fused": fusing_fits(model)}
+            tried = {"on": ("compiled",), "off": ("fused",), "auto": LAYERS_ON_GPU}[self.compiled]
+            yield from (layers for layers in tried if fits[layers])
 
 
 def agrees(model: PreTrainedModel, way: Way) -> bool:
     """Whether this way gives the dense way's numbers for this model."""
-    batch = sample(model, chain=way.attend == "causal", size=40 if EXECUTORS[way.attend].multiple == 1 else 200)
+    batch = sample(model, chain=way.attend == "causal", size=200 if EXECUTORS[way.attend].compiles else 40)
     try:
         ours = _numbers(model, batch, way)
     except torch.OutOfMemoryError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -19,12 +19,18 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from arborl.learner.flex_attention import SIZE, FlexAttend
+from arborl.learner.fused_layers import FUSED
+from arborl.learner.kernel_attention import KernelAttend, kernel_fits
 from arborl.learner.packing import MicroBatch, padded
 from arborl.learner.tree_attention import BLOCK, BlockAttend, CausalAttend, DenseAttend
 from arborl.learner.upload import upload
 from arborl.models.attention import Attend, layout, library_hidden_states
 from arborl.models.lean import Run, in_turn, is_lean, lean
 
+TREES_ON_GPU = ("flex", "kernel")
+"""How to attend on a GPU, the best first."""
+LAYERS_ON_GPU = ("compiled", "fused")
+"""How to run layers on a GPU, the best first."""
 WORTH_GATHERING = 0.7
 """Blocks are used when they multiply less than this share of what the dense way does."""
 TOGETHER = 8
@@ -42,6 +48,8 @@ class Executor:
     """Batches are padded to a whole multiple of this many tokens."""
     compiles: bool = False
     """Whether layers around it can be compiled once for all sizes."""
+    fits: Callable[[PreTrainedModel], bool] = lambda model: True
+    """Whether it is worth trying with a model, where nobody has asked for it by name."""
 
 
 EXECUTORS: dict[str, Executor] = {
@@ -49,6 +57,7 @@ EXECUTORS: dict[str, Executor] = {
     "dense": Executor(DenseAttend),
     "blocks": Executor(BlockAttend),
     "flex": Executor(FlexAttend, SIZE, compiles=True),
+    "kernel": Executor(KernelAttend, compiles=True, fits=kernel_fits),
 }
 
 
@@ -59,11 +68,14 @@ class Way:
     attend: str
     """A name in `EXECUTORS`."""
     compiled: bool = False
+    """By torch's compiler."""
+    fused: bool = False
+    """What lies between products by kernels of our own."""
     recompute: bool = False
     """Keep only what goes into each layer, and run the layer again when its gradient is due."""
 
     def __str__(self) -> str:
-        return f"{self.attend} attention" + (", compiled" if self.compiled else "")
+        return f"{self.attend} attention" + ", compiled" * self.compiled + ", fused" * self.fused
 
 
 DENSE = Way("dense")
@@ -77,20 +89,22 @@ def hidden(model: PreTrainedModel, batch: MicroBatch, way: Way) -> Tensor:
     attend = executor.make(batch, model.device)
     if isinstance(attend, FlexAttend):
         attend.prepare(layout(model).windows)
+    elif isinstance(attend, KernelAttend):
+        attend.prepare(layout(model).windows, layout(model).size, model.dtype)
     tokens, depth, rows, term = upload(model.device, batch.tokens, batch.depth, *predicting)
     recompute = way.recompute and torch.is_grad_enabled()
     if is_lean(model):
-        found = lean(model, tokens, depth, attend, _run(way.compiled, recompute), rows)
+        found = lean(model, tokens, depth, attend, _run(way, recompute), rows, FUSED if way.fused else None)
     else:
         with _recomputing(model, recompute):
             found = library_hidden_states(model, tokens, depth, attend)[rows]
     return found.index_select(0, term)
 
 
-def _run(compiled: bool, recompute: bool) -> Run | None:
+def _run(way: Way, recompute: bool) -> Run | None:
     if not recompute:
-        return compiled_layers() if compiled else None
-    run = compiled_layers() if compiled else in_turn
+        return compiled_layers() if way.compiled else None
+    run = compiled_layers() if way.compiled else partial(in_turn, ops=FUSED if way.fused else None)
 
     def again(layers: Sequence[Any], x_NE: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         for layer in layers:
@@ -139,13 +153,13 @@ def _recomputing(model: PreTrainedModel, wanted: bool) -> Iterator[None]:
             model.gradient_checkpointing_disable()
 
 
-def cheapest(batch: MicroBatch, device: torch.device) -> str:
-    """The executor that should be quickest for this batch."""
+def cheapest(batch: MicroBatch, device: torch.device) -> tuple[str, ...]:
+    """The executors that should be quickest for this batch, in the order to try them."""
     if device.type == "cuda":
-        return "causal" if len(batch.lengths) == 1 and batch.is_chains else "flex"
+        return ("causal",) if len(batch.lengths) == 1 and batch.is_chains else TREES_ON_GPU
     if batch.is_chains:
-        return "causal"
+        return ("causal",)
     firsts = batch.depth[::BLOCK]  # a token has as many ancestors as its depth
     blocks = BLOCK * int((firsts + BLOCK).sum())
     dense = sum(length**2 for length in np.asarray(batch.lengths))
-    return "blocks" if blocks < WORTH_GATHERING * dense else "dense"
+    return ("blocks",) if blocks < WORTH_GATHERING * dense else ("dense",)

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from arborl.algorithms.token_losses import Said
 from arborl.learner.critic import Critic
 from arborl.learner.executor import Way, allow_variants, hidden
+from arborl.learner.fused_layers import fused_head
 from arborl.learner.packing import MicroBatch
 from arborl.learner.upload import upload
 from arborl.models.attention import logit_cap, read_out
@@ -49,7 +50,7 @@ def score(
         entropy: whether the entropy carries a gradient.
     """
     hidden_ME = hidden(model, batch, way)
-    run = compiled_head() if way.compiled else _head
+    run = compiled_head() if way.compiled else _fused_head if way.fused else _head
     logprobs, entropies = [], []
     for some_ME, token_M, shape in _chunks(model, hidden_ME, batch, sampling):
         given = (model.get_output_embeddings(), logit_cap(model), some_ME, token_M, shape, entropy)
@@ -108,6 +109,14 @@ def _head(
         logit_MV, total_M = logit_MV.detach(), total_M.detach()
     finite_MV = logit_MV.clamp(min=-1e30) if shape.truncates else logit_MV  # what cannot be drawn adds nothing
     return logprob_M, total_M - ((logit_MV - total_M[:, None]).exp() * finite_MV).sum(-1)
+
+
+def _fused_head(
+    head: Any, cap: float | None, hidden_ME: Tensor, token_M: Tensor, shape: Shape, entropy: bool
+) -> tuple[Tensor, Tensor]:
+    if cap is not None or shape.truncates:
+        return _head(head, cap, hidden_ME, token_M, shape, entropy)
+    return fused_head(head, hidden_ME, token_M, shape, entropy)
 
 
 @cache

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -49,10 +50,12 @@ def lean(
     attend: Attend,
     run: Run | None = None,
     wanted: Tensor | None = None,
+    ops: Ops | None = None,
 ) -> Tensor:
     """The last layer's output for each token, `[N, E]`; N tokens, E model size.
 
     `run` runs the layers in place of `in_turn`: the same computation compiled, or recomputed when a gradient is due.
+    `ops` are other forms of the operations between products, where there is no `run`.
     `wanted` are the rows to give, where not all are: after its attention, the last layer need not run at the others.
     """
     base = model.base_model
@@ -63,22 +66,38 @@ def lean(
     for layer in layers:
         joined(layer.self_attn, *QKV)
         layer.self_attn.__dict__[BOUNDS] = bounds_of(layer.self_attn)
+    each = partial(in_turn, ops=ops)
     if run is not None or wanted is None:
-        x_NE = (run or in_turn)(layers, x_NE, cos, sin, attend)
+        x_NE = (run or each)(layers, x_NE, cos, sin, attend)
         return norm(base.norm, x_NE if wanted is None else x_NE.index_select(0, wanted))
-    x_NE = in_turn(layers[:-1], x_NE, cos, sin, attend)
-    return norm(base.norm, one_layer(layers[-1], x_NE, cos, sin, attend, wanted))
+    x_NE = each(layers[:-1], x_NE, cos, sin, attend)
+    return norm(base.norm, one_layer(layers[-1], x_NE, cos, sin, attend, wanted, ops))
 
 
-def in_turn(layers: Sequence[Any], x_NE: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+class Ops(NamedTuple):
+    """What a layer computes between its products, in forms of one's own."""
+
+    turn: Callable[[Tensor, Tensor, Tensor], Tensor]
+    gated: Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+def in_turn(
+    layers: Sequence[Any], x_NE: Tensor, cos: Tensor, sin: Tensor, attend: Attend, ops: Ops | None = None
+) -> Tensor:
     """One layer after the other."""
     for layer in layers:
-        x_NE = one_layer(layer, x_NE, cos, sin, attend)
+        x_NE = one_layer(layer, x_NE, cos, sin, attend, ops=ops)
     return x_NE
 
 
 def one_layer(
-    layer: Any, x_NE: Tensor, cos: Tensor, sin: Tensor, attend: Attend, wanted: Tensor | None = None
+    layer: Any,
+    x_NE: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    attend: Attend,
+    wanted: Tensor | None = None,
+    ops: Ops | None = None,
 ) -> Tensor:
     """H query heads, K key heads, D head size. Attention is not told the layer's number: it would be compiled in, and
     every layer compiled anew. What follows attention is computed at the `wanted` tokens only. Gate and up stay apart:
@@ -91,13 +110,14 @@ def one_layer(
     if hasattr(attention, "q_norm"):
         q, k = both.split([heads, keys], dim=1)
         both = torch.cat([norm(attention.q_norm, q), norm(attention.k_norm, k)], dim=1)
-    q, k = turn(both, cos, sin).split([heads, keys], dim=1)
+    q, k = (turn if ops is None else ops.turn)(both, cos, sin).split([heads, keys], dim=1)
     seen = attend(0, q, k, v, attention.scaling, getattr(attention, BOUNDS)).flatten(1)
     if wanted is not None:
         x_NE, seen = x_NE.index_select(0, wanted), seen.index_select(0, wanted)
     x_NE = x_NE + attention.o_proj(seen)
     h_NE = norm(layer.post_attention_layernorm, x_NE)
-    out: Tensor = x_NE + mlp.down_proj(mlp.act_fn(mlp.gate_proj(h_NE)) * mlp.up_proj(h_NE))
+    inner = (gated if ops is None else ops.gated)(mlp.act_fn, mlp.gate_proj(h_NE), mlp.up_proj(h_NE))
+    out: Tensor = x_NE + mlp.down_proj(inner)
     return out
 
 
@@ -121,6 +141,12 @@ def epsilon(module: nn.Module) -> float:
 def turn(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
     """Rotary position embedding: halves, not pairs."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), signed_sin)
+
+
+def gated(act: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
+    """What goes on to the last product of a layer."""
+    out: Tensor = act(gate) * up
+    return out
 
 
 def signed(sin: Tensor) -> Tensor:

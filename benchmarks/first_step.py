@@ -1,0 +1,170 @@
+"""How long until the first update is done: from the start of a process to the end of its first update, and after.
+
+    python benchmarks/first_step.py --model 0.5b
+    python benchmarks/first_step.py --model 7b --lora 16 --ways kernel-fused kernel-compiled-1
+
+Each way is a process of its own that begins with empty caches of compiled code, and then another that finds what the
+first has left. Models are random, in bfloat16. An update is four groups of eight answers of 256 tokens to a prompt of
+2,048; the second is as large, the third smaller, the fourth as the third: by then nothing should be new. One JSON line
+a process. `way` is what the learner really did: one that failed its comparison is not the one that was asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+WAYS = {
+    "flex-compiled": ("flex", "on", 8),
+    "flex-compiled-1": ("flex", "on", 1),
+    "kernel-compiled": ("kernel", "on", 8),
+    "kernel-compiled-1": ("kernel", "on", 1),
+    "kernel-fused": ("kernel", "off", 8),
+    "kernel-plain": ("kernel", "off", 8),
+    "dense-plain": ("dense", "off", 8),
+}
+"""Attention, whether torch compiles layers, and how many as one piece. Plain layers are neither compiled nor fused."""
+SMALL = {"vocab_size": 151936, "tie_word_embeddings": True, "max_position_embeddings": 32768}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "0.5b": ("Qwen2", SMALL | {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+                               "num_attention_heads": 14, "num_key_value_heads": 2}),
+    "4b": ("Qwen3", SMALL | {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+                             "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}),
+    "7b": ("Qwen2", {"vocab_size": 152064, "tie_word_embeddings": False, "max_position_embeddings": 32768,
+                     "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+                     "num_attention_heads": 28, "num_key_value_heads": 4}),
+    "tiny": ("Qwen2", {"vocab_size": 500, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+                       "num_attention_heads": 2, "num_key_value_heads": 1}),
+}  # fmt: skip
+SIZES = [(4, 2048, 256), (4, 2048, 256), (3, 1500, 200), (3, 1500, 200)]
+"""Groups, tokens of a prompt, tokens of each of eight answers."""
+
+
+def work(args: argparse.Namespace) -> dict[str, Any]:
+    """What one process does; `args.began` is when it was started."""
+    import arborl  # noqa: F401  # before torch, as everyone does who starts a run
+
+    # isort: split
+    import numpy as np
+    import torch
+    import transformers
+    from learner import Likelier
+
+    from arborl.config.run import LearnerConfig, LoraConfig
+    from arborl.learner import attention_choice, executor
+    from arborl.learner.learner import Learner
+    from arborl.models.lora import add_lora
+    from arborl.rollout.tree import plant
+    from arborl.types import Call, Completion, Episode, Finish, Forest, Group, Sampling, Task
+
+    imported = time.time() - args.began
+    attention, compiled, executor.TOGETHER = WAYS[args.way]
+    if args.way.endswith("plain"):
+        attention_choice.fusing_fits = lambda model: False
+    chance = np.random.default_rng(0)
+
+    class Learned(Likelier):
+        def count(self, terms: Any) -> float:
+            return float(len(terms))
+
+    def forest_of(groups: int, prompt: int, answer: int) -> Forest:
+        some = lambda count: tuple(chance.integers(0, 500, count).tolist())  # noqa: E731
+        made = []
+        for _ in range(groups):
+            opening = some(prompt)
+            calls = [Call(opening, Completion(some(answer), (-6.0,) * answer, Finish.STOP), 0) for _ in range(8)]
+            made.append(Group(Task("t"), [Episode(str(i), Task("t"), calls=[call]) for i, call in enumerate(calls)]))
+        forest = plant(made)
+        forest.terms.advantage[:] = np.cos(forest.terms.call)
+        forest.terms.weight[:] = 1.0 / len(forest.terms)
+        return forest
+
+    kind, numbers = MODELS[args.model]
+    cuda = args.device == "cuda"
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16 if cuda else torch.float32)
+    with torch.device(args.device):
+        made = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**numbers))
+    torch.set_default_dtype(torch.float32)
+    model = made.eval()
+    if args.lora:
+        add_lora(model, LoraConfig(rank=args.lora))
+    learner = Learner(model, LearnerConfig(attention=attention, compile=compiled, master=args.master), Sampling())
+    row: dict[str, Any] = {"imported_s": imported, "ready_s": time.time() - args.began}
+    seconds = []
+    for groups, prompt, answer in SIZES:
+        share = 1 if cuda else 16
+        forest = forest_of(groups, prompt // share, answer // share)
+        if cuda:
+            torch.cuda.synchronize()
+        start = time.time()
+        learner.update(forest.trees, forest.terms, Learned())
+        if cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.time() - start)
+        row.setdefault("first_done_s", time.time() - args.began)
+    row |= {"updates_s": seconds, "way": str(learner.ways(model, learner.fitting.split(forest.trees, forest.terms)[0]))}
+    row |= {"micro_batch_tokens": learner.fitting.budget, "torch": torch.__version__, "device": args.device}
+    if cuda:
+        row |= {"peak_gib": torch.cuda.max_memory_allocated() / 2**30, "device": torch.cuda.get_device_name()}
+    return row
+
+
+def started(way: str, cache: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """One process; what it said, or how it failed."""
+    environment = os.environ | {
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "TRITON_CACHE_DIR": str(cache / "triton"),
+    }  # fmt: skip
+    command = [sys.executable, __file__, "--way", way, "--model", args.model, "--lora", str(args.lora)]
+    command += ["--device", args.device, "--master", args.master, "--began", str(time.time())]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=args.timeout)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"not done after {args.timeout} s"}
+    if done.returncode:
+        return {"failed": done.stderr.strip().splitlines()[-1][:300] if done.stderr.strip() else "no word"}
+    said: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    warned = [line[:200] for line in done.stderr.splitlines() if "not used" in line]
+    return said | ({"warned": warned} if warned else {})
+
+
+def rounded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [rounded(v) for v in value]
+    return round(value, 3) if isinstance(value, float) else value
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="0.5b")
+    parser.add_argument("--lora", type=int, default=0, help="rank of adapters; 0 trains the whole model")
+    parser.add_argument(
+        "--ways", nargs="*", choices=WAYS, default=["kernel-fused", "kernel-compiled-1", "flex-compiled"]
+    )
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--master", choices=["float32", "none"], default="float32", help="none where memory is short")
+    parser.add_argument("--timeout", type=int, default=240, help="seconds a process may take")
+    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
+    parser.add_argument("--began", type=float, default=0.0, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.way:
+        print(json.dumps(work(args)))
+        return 0
+    for way in args.ways:
+        with tempfile.TemporaryDirectory() as cache:
+            for start in ("cold", "warm"):
+                row = {"asked": way, "model": args.model, "lora": args.lora, "start": start}
+                row |= {key: rounded(value) for key, value in started(way, Path(cache), args).items()}
+                print(json.dumps(row), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

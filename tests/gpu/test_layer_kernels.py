@@ -1,0 +1,115 @@
+"""The fused kernels between a layer's products, and behind the last, give what torch gives, in value and gradient."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.nn.functional import silu
+
+from arborl.learner.attention_choice import agrees
+from arborl.learner.executor import DENSE, Way
+from arborl.learner.fused_layers import FUSED, fused_head
+from arborl.learner.score import _head, score
+from arborl.models.lean import signed, turn
+from arborl.models.sampling import Shape
+from arborl.types import Sampling
+
+pytest.importorskip("triton")
+
+WIDE = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)  # the interpreter has no arithmetic for it
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype) -> None:
+    """Against float64."""
+    bound = 1e-5 if dtype == torch.float32 else 1e-2
+    assert float((ours.double() - theirs).norm()) <= bound * float(theirs.norm())
+
+
+def both(fused, plain, given: list[torch.Tensor], dtype: torch.dtype) -> None:
+    """Value and gradients of a function of these; the plain one in float64."""
+    results = []
+    for function, kind in ((fused, dtype), (plain, torch.float64)):
+        inputs = [x.detach().to(kind).requires_grad_() for x in given]
+        outs = function(*inputs)
+        outs = outs if isinstance(outs, tuple) else (outs,)
+        slopes = [torch.linspace(-1, 1, out.numel(), device=out.device, dtype=torch.float64) for out in outs]
+        total = sum((out.flatten() * slope.to(out.dtype)).sum() for out, slope in zip(outs, slopes, strict=True))
+        results.append([*(out.detach() for out in outs), *torch.autograd.grad(total, inputs)])
+    for ours, theirs in zip(*results, strict=True):
+        close(ours, theirs, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, WIDE])
+@pytest.mark.parametrize("size", [8, 40, 64])
+def test_positions(device, dtype, size):
+    torch.manual_seed(0)
+    qkv = torch.randn(7, 5, size, device=device).to(dtype)
+    angle = torch.randn(7, 1, size // 2, device=device)
+    cos, sin = torch.cat([angle.cos()] * 2, -1).to(dtype), signed(torch.cat([angle.sin()] * 2, -1)).to(dtype)
+    both(
+        lambda x: FUSED.turn(x[:, :3], cos, sin),
+        lambda x: turn(x[:, :3], cos.double(), sin.double()),
+        [qkv],
+        dtype,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, WIDE])
+@pytest.mark.parametrize("width", [12, 1500])
+def test_gates(device, dtype, width):
+    torch.manual_seed(0)
+    gate, up = (4 * torch.randn(5, width, device=device).to(dtype) for _ in range(2))
+    both(lambda g, u: FUSED.gated(torch.nn.SiLU(), g, u), lambda g, u: silu(g) * u, [gate, up], dtype)
+
+
+def test_another_activation_than_the_kernels_own_is_left_to_torch(device):
+    gate, up = torch.randn(2, 5, 12, device=device)
+    torch.testing.assert_close(FUSED.gated(torch.nn.Tanh(), gate, up), gate.tanh() * up)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, WIDE])
+@pytest.mark.parametrize("vocabulary", [50, 9000])
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("heats", [(0.7,), (0.5, 1.0, 2.0, 1.0, 0.3)], ids=str)
+def test_what_is_said_about_terms_at_any_temperature(device, dtype, vocabulary, entropy, heats):
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(5, 8, device=device).to(dtype), torch.randn(vocabulary, 8, device=device).to(dtype)
+    token = torch.randint(0, vocabulary, (5,), device=device)
+    shape = Shape.of([Sampling(temperature=heat) for heat in heats], device)
+
+    def fused(x, w):
+        said, spread = fused_head(lambda h: h @ w.T, x, token, shape, entropy)
+        return (said, spread) if entropy else said
+
+    def plain(x, w):
+        said, spread = _head(lambda h: h @ w.T, None, x, token, shape, entropy)
+        return (said, spread) if entropy else said
+
+    both(fused, plain, [hidden, weight], dtype)
+
+
+def test_logits_far_apart_and_tokens_that_are_impossible(device):
+    logit = torch.tensor([[1e4, -1e4, 0.0], [float("-inf"), 0.0, 0.0]], device=device)
+    token, shape = torch.tensor([1, 2], device=device), Shape.of([Sampling()], device)
+    said, spread = fused_head(lambda x: x, logit, token, shape, True)
+    torch.testing.assert_close(said.cpu(), torch.tensor([-2e4, -0.6931472]))
+    torch.testing.assert_close(spread.cpu(), torch.tensor([0.0, 0.6931472]))
+
+
+def test_a_model_runs_through_them_as_without(device, tiny_llama, caplog):
+    model = copy.deepcopy(tiny_llama).float().to(device)
+    assert agrees(model, Way("causal", fused=True)), caplog.text
+    assert agrees(model, Way("blocks", fused=True)), caplog.text
+
+
+@pytest.mark.parametrize("how", [Sampling(temperature=0.8), Sampling(top_k=5)], ids=["whole", "truncated"])
+def test_whatever_was_sampled_from(device, tiny_llama, how):
+    from arborl.learner.attention_choice import sample
+
+    model = copy.deepcopy(tiny_llama).float().to(device)
+    batch = sample(model, False, 12)
+    ours, theirs = (score(model, batch, how, way) for way in (Way("blocks", fused=True, recompute=True), DENSE))
+    torch.testing.assert_close(ours.logprob_M, theirs.logprob_M, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours.entropy_M, theirs.entropy_M, rtol=1e-4, atol=1e-4)

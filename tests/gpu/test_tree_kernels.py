@@ -1,0 +1,183 @@
+"""The kernels for trees give what masked squares give, in value and gradient.
+
+The same tests twice: on a GPU, marked so, compiled; and wherever Triton is installed but no GPU is there, interpreted,
+on small trees.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from arborl.learner import attention_choice, tree_plan
+from arborl.learner.attention_choice import Ways, agrees
+from arborl.learner.executor import DENSE, Way
+from arborl.learner.kernel_attention import KernelAttend
+from arborl.learner.packing import MicroBatch, pack
+from arborl.learner.score import score
+from arborl.learner.tree_attention import DenseAttend
+from arborl.learner.tree_plan import Tile, Tiles
+from arborl.models.attention import FREE, Bounds
+from arborl.rollout.tree import grow, plant
+from arborl.types import Sampling
+
+pytest.importorskip("triton")
+
+CLOSE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+"""Norm of the difference over the norm."""
+SMALL = Tiles(Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(16, 16, 4, 1))
+
+
+def bush(seed: int, trees: int, branches: int, stem: int, twig: int) -> MicroBatch:
+    """Trees whose branches leave their stem anywhere, of lengths that differ."""
+    chance = np.random.default_rng(seed)
+    grown = []
+    for _ in range(trees):
+        trunk = chance.integers(0, 9, stem).tolist()
+        rows = [
+            trunk[: chance.integers(1, stem + 1)] + chance.integers(9, 99, chance.integers(1, twig + 1)).tolist()
+            for _ in range(branches)
+        ]
+        grown.append(grow([trunk, *rows])[0])
+    return pack(grown, list(range(trees)), plant([]).terms)
+
+
+def chains(*lengths: int) -> MicroBatch:
+    return pack([grow([list(range(n))])[0] for n in lengths], list(range(len(lengths))), plant([]).terms)
+
+
+def heads(batch: MicroBatch, device: torch.device, shape: tuple[int, int, int], dtype: torch.dtype, apart: bool):
+    """Queries, keys and values; parts of one tensor as a model's are, or each its own with heads before tokens."""
+    query_heads, key_heads, size = shape
+    chance = torch.Generator().manual_seed(0)
+    if apart:
+        made = [torch.randn(n, len(batch), size, generator=chance) for n in (query_heads, key_heads, key_heads)]
+        return [x.to(device, dtype).transpose(0, 1) for x in made]
+    whole = torch.randn(len(batch), query_heads + 2 * key_heads, size, generator=chance).to(device, dtype)
+    return whole.split([query_heads, key_heads, key_heads], dim=1)
+
+
+def numbers(attend, q, k, v, bounds: Bounds, scale: float = 0.3) -> list[torch.Tensor]:
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    out = attend(0, q, k, v, scale, bounds)
+    slope = torch.linspace(-1.0, 1.0, out.numel(), dtype=torch.float64).view(out.shape).to(out)
+    return [out.detach(), *torch.autograd.grad((out * slope).sum(), (q, k, v))]
+
+
+def check(batch, device, shape, dtype=torch.float32, bounds=FREE, tiles=None, apart=False):
+    q, k, v = heads(batch, device, shape, dtype, apart)
+    attend = KernelAttend(batch, device)
+    attend.prepare([bounds.window] if bounds.window else [], shape[2], dtype, tiles)
+    dense = numbers(DenseAttend(batch, device), *(x.double() for x in (q, k, v)), bounds)
+    for name, ours, theirs in zip(("out", "dq", "dk", "dv"), numbers(attend, q, k, v, bounds), dense, strict=True):
+        assert ours.dtype == dtype
+        assert float((ours.double() - theirs).norm()) < CLOSE[dtype] * (float(theirs.norm()) + 1.0), name
+
+
+@pytest.mark.parametrize("bounds", [FREE, Bounds(1), Bounds(7), Bounds(30), Bounds(None, 2.0), Bounds(9, 0.7)], ids=str)
+def test_trees_within_windows_and_caps(device, bounds):
+    check(bush(0, trees=2, branches=2, stem=33, twig=9), device, (2, 1, 16), bounds=bounds, tiles=SMALL)
+
+
+@pytest.mark.parametrize("shape", [(4, 2, 8), (2, 2, 20), (3, 1, 40), (1, 1, 96)], ids=str)
+@pytest.mark.parametrize("apart", [False, True])
+def test_any_number_of_heads_of_any_size_lying_in_any_order(device, shape, apart):
+    check(bush(1, trees=1, branches=2, stem=20, twig=9), device, shape, tiles=SMALL, apart=apart)
+
+
+@pytest.mark.parametrize("lengths", [(1,), (1, 1, 1), (15,), (16,), (17,), (32, 31), (3, 50)], ids=str)
+def test_chains_of_any_length(device, lengths):
+    check(chains(*lengths), device, (2, 1, 16), tiles=SMALL)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bounds", [FREE, Bounds(9, 5.0)], ids=str)
+def test_sixteen_bits(device, dtype, bounds):
+    if device.type == "cpu" and dtype == torch.bfloat16:
+        pytest.skip("the interpreter multiplies bfloat16 as if it were integers")
+    check(bush(2, trees=1, branches=3, stem=33, twig=9), device, (2, 1, 16), dtype, bounds, SMALL)
+
+
+@pytest.mark.parametrize("programs", [1, 10_000])
+def test_it_does_not_matter_how_a_groups_heads_are_shared_out(device, monkeypatch, programs):
+    monkeypatch.setattr(tree_plan, "PROGRAMS", programs)
+    check(bush(3, trees=1, branches=2, stem=20, twig=9), device, (5, 1, 16), tiles=SMALL)
+
+
+def test_scores_so_large_that_their_exponentials_overflow(device):
+    batch = bush(0, trees=1, branches=3, stem=20, twig=9)
+    q, k, v = heads(batch, device, (2, 1, 16), torch.float32, False)
+    attend = KernelAttend(batch, device)
+    attend.prepare([], 16, torch.float32, SMALL)
+    ours, dense = (numbers(a, q * 100, k, v, FREE, 1.0) for a in (attend, DenseAttend(batch, device)))
+    for mine, theirs in zip(ours, dense, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
+
+
+def test_torch_may_trust_what_it_is_told_about_the_operations(device):
+    batch = bush(4, trees=1, branches=2, stem=9, twig=9)
+    q, k, v = (x.detach().requires_grad_() for x in heads(batch, device, (2, 1, 16), torch.float32, False))
+    attend = KernelAttend(batch, device)
+    attend.prepare([5], 16, torch.float32, SMALL)
+    given = (q, k, v, attend.plans[5], 0.3, 5, 2.0, attend.tiles)
+    kinds = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(torch.ops.arborl.tree_attend.default, given, test_utils=kinds)
+
+
+def test_a_model_is_trained_through_them_as_through_squares(device, tiny_llama, monkeypatch, caplog):
+    model = copy.deepcopy(tiny_llama).float().to(device)
+    whole = attention_choice.sample
+    monkeypatch.setattr(attention_choice, "sample", lambda model, chain, size: whole(model, chain, 20))
+    assert agrees(model, Way("kernel")), caplog.text
+    batch = whole(model, False, 23)
+    assert Ways(attention="kernel", compiled="off")(model, batch) == Way("kernel")
+    found = []
+    for way in (Way("kernel"), Way("kernel", recompute=True), DENSE):
+        said = score(model, batch, Sampling(), way).logprob_M
+        found.append([said.detach(), *torch.autograd.grad(said.sum(), list(model.parameters()))])
+    for ours, again, dense in zip(*found, strict=True):
+        torch.testing.assert_close(ours, dense, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(again, dense, rtol=1e-4, atol=1e-4)
+
+
+# ------------------------------------------------------------------------------------------------ at full size
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", CLOSE)
+@pytest.mark.parametrize("shape", [(14, 2, 64), (32, 8, 128), (4, 2, 40), (8, 8, 80), (16, 4, 96), (4, 1, 256)])
+@pytest.mark.parametrize("bounds", [FREE, Bounds(300, 20.0)], ids=str)
+def test_every_size_that_there_are_tiles_for(dtype, shape, bounds):
+    batch = bush(5, trees=2, branches=8, stem=700, twig=200)
+    check(batch, torch.device("cuda"), shape, dtype, bounds)
+
+
+@pytest.mark.gpu
+def test_the_same_bits_twice():
+    batch, device = bush(6, trees=3, branches=8, stem=900, twig=200), torch.device("cuda")
+    q, k, v = heads(batch, device, (14, 2, 64), torch.bfloat16, False)
+    attend = KernelAttend(batch, device)
+    attend.prepare([], 64, torch.bfloat16)
+    first, second = (numbers(attend, q, k, v, FREE) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.gpu
+def test_no_size_of_batch_compiles_a_kernel_anew():
+    from arborl.learner import tree_kernels
+
+    device = torch.device("cuda")
+    kernels = (tree_kernels._forward, tree_kernels._backward_queries, tree_kernels._backward_keys)
+
+    def compiled() -> int:
+        return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
+
+    counts = []
+    for seed, lengths in enumerate([(640,), (1,), (16, 33), (77,), (4096,), (1000, 24)]):
+        check(chains(*lengths), device, (14, 2, 64), torch.bfloat16)
+        check(bush(seed, 1, 3, 100 + 31 * seed, 20), device, (14, 2, 64), torch.bfloat16)
+        counts.append(compiled())
+    assert counts[0] == counts[-1]
