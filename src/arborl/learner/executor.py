@@ -27,9 +27,9 @@ from arborl.learner.upload import upload
 from arborl.models.attention import Attend, layout, library_hidden_states
 from arborl.models.lean import Run, in_turn, is_lean, lean
 
-TREES_ON_GPU = ("flex", "kernel")
+TREES_ON_GPU = ("kernel", "flex")
 """How to attend on a GPU, the best first."""
-LAYERS_ON_GPU = ("compiled", "fused")
+LAYERS_ON_GPU = ("fused", "compiled")
 """How to run layers on a GPU, the best first."""
 WORTH_GATHERING = 0.7
 """Blocks are used when they multiply less than this share of what the dense way does."""
