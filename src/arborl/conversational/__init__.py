@@ -5,12 +5,16 @@ and `train` builds a run and calls the trainer. It never samples, scores or lear
 
 In reading order:
 
-    trajectory.py  What was said, as plain turns
-    reward.py      Rewards that read turns; each is a reward of `arborl.rewards` too
+    trajectory.py   What was said, as plain turns
+    reward.py       Rewards that read turns; each is a reward of `arborl.rewards` too
+    preferences.py  Pairs of a better and a worse conversation, from Python and from files
+    neural.py       A reward learned from such pairs
 """
 
+from arborl.conversational.neural import NeuralRewardTrainer
 from arborl.conversational.reward import RewardFunction, RewardResult, reward_function
 from arborl.conversational.trajectory import ConversationTurn, MultiTurnTrajectory, TrajectoryGroup
+from arborl.rewards.neural import NeuralReward
 from arborl.rewards.text.composite import CompositeReward, MultiObjectiveReward
 from arborl.rewards.text.domains import CustomerServiceReward, SalesAssistantReward, TechnicalSupportReward
 from arborl.rewards.text.general import ConcisenessReward, EngagementReward, HelpfulnessReward
@@ -28,6 +32,8 @@ __all__ = [
     "HelpfulnessReward",
     "MultiObjectiveReward",
     "MultiTurnTrajectory",
+    "NeuralReward",
+    "NeuralRewardTrainer",
     "RewardFunction",
     "RewardResult",
     "SafetyReward",
