@@ -78,6 +78,7 @@ def test_files_are_read_with_columns_of_other_names_and_weights(tmp_path, kind):
         ("only one", "row 2: str. Write (better, worse)"),
         (("a", "b", "c"), "row 2: tuple of 3. Write (better, worse)"),
         (("a", "a"), "row 2: better and worse are equal"),
+        (("a\ud800", "b"), "row 2: half of a surrogate pair"),
         (("a", "  "), "row 2, worse: empty"),
         ((["a"], "b"), "row 2, better[0]: str, not an object"),
         ((7, "b"), "row 2, better: not a list of messages"),

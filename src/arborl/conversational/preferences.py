@@ -8,6 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from arborl.config.bounds import is_text
 from arborl.conversational.trajectory import ConversationTurn, MultiTurnTrajectory
 from arborl.data.reading.files import open_table
 from arborl.data.reading.given import GivenReader
@@ -69,7 +70,7 @@ def _preference(row: Any, where: str, reader: GivenReader) -> Preference:
     if isinstance(row, Mapping):
         task = reader.task({key: _plain(value) for key, value in row.items()}, where)
         better, worse = (up_to_reply([*task.messages, *side.messages]) for side in task.sides)
-        return Preference(better, worse, where, task.weight)
+        return Preference(_text(better, where), _text(worse, where), where, task.weight)
     if isinstance(row, str | bytes) or not isinstance(row, Sequence) or len(row) != 2:
         size = f" of {len(row)}" if isinstance(row, Sequence) and not isinstance(row, str | bytes) else ""
         raise ConfigError(f"{where}: {type(row).__name__}{size}. Write {FORMS}.")
@@ -78,7 +79,13 @@ def _preference(row: Any, where: str, reader: GivenReader) -> Preference:
         raise ConfigError(
             f"{where}: better and worse are equal, so there is nothing to prefer. Change one, or drop the row."
         )
-    return Preference(better, worse, where)
+    return Preference(_text(better, where), _text(worse, where), where)
+
+
+def _text(messages: Sequence[Message], where: str) -> Sequence[Message]:
+    if not all(is_text(message.content) for message in messages):
+        raise ConfigError(f"{where}: half of a surrogate pair, which is no text. Mend the row, or drop it.")
+    return messages
 
 
 def _conversation(given: Any, where: str) -> list[Message]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -42,7 +43,10 @@ class Record:
         if not file.exists():
             return cls()
         try:
-            return cls(**json.loads(file.read_text(encoding="utf-8")))
+            record = cls(**json.loads(file.read_text(encoding="utf-8")))
+            if not math.isfinite(record.scale + record.shift) or record.max_tokens < 1:
+                raise ValueError(f"scale={record.scale}, shift={record.shift}, max_tokens={record.max_tokens}")
+            return record
         except (OSError, ValueError, TypeError) as error:
             raise ValueError(f"{file}: no record of a reward model: {error}. Mend it, or remove it.") from error
 
