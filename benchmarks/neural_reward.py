@@ -3,13 +3,13 @@
     python benchmarks/neural_reward.py --out runs/neural-reward-benchmark
 
 The three phases of learning from preferences, with seedling throughout: it imitates replies of all qualities; a reward
-model learns from pairs of such replies; the imitator learns from the reward model's numbers alone. Prints one JSON line:
-accuracy on held-out pairs, and what the rule gives the replies to held-out questions before and after.
+model learns from pairs of such replies; the imitator learns from the reward model's numbers alone. Prints one JSON
+line: accuracy on held-out pairs, and what the rule gives the replies to held-out questions before and after.
 
 A reply to a customer has three sentences. The rule counts what it does, each once: says sorry, names the customer's own
 thing, a day of arrival, a next step, and offers more help. Other sentences use the same words to no purpose, name other
-things, say a thing twice or make no sense, and all have the same length. Sentences, questions and pairs that are held out are made of
-beginnings and ends that never stood together in training.
+things, say a thing twice or make no sense, and of half the pairs the shorter is the better. Sentences and questions
+that are held out are made of beginnings and ends that never stand together in training.
 """
 
 from __future__ import annotations
@@ -107,12 +107,12 @@ class Writer:
         return " ".join(said)
 
     def pair(self) -> dict[str, str]:
-        """Two replies to a question, of which the rule prefers one."""
+        """Two replies to a question, of which the rule prefers one, be it the longer or the shorter."""
         question, item = self.question()
+        longer = self.chance.random() < 0.5
         while True:
-            one, other = self.reply(item), self.reply(item)
-            if rule(item, one) != rule(item, other):
-                better, worse = sorted((one, other), key=lambda reply: rule(item, reply), reverse=True)
+            better, worse = sorted((self.reply(item), self.reply(item)), key=lambda one: rule(item, one), reverse=True)
+            if rule(item, better) > rule(item, worse) and (len(better) > len(worse)) == longer:
                 return {"prompt": question, "chosen": better, "rejected": worse}
 
     def _sentence(self, parts: Parts, item: str) -> str:
@@ -147,9 +147,8 @@ def rule_of_run(folder: Path, step: int) -> dict[str, float]:
     """What the rule and the reward model give the evaluation's episodes at a step."""
     from arborl.rollout.store import EpisodeStore
 
-    episodes = list(EpisodeStore(folder / "episodes" / "evaluation").read(
-        folder / "episodes" / "evaluation" / f"step-{step:06}.jsonl"
-    ))  # fmt: skip
+    store = EpisodeStore(folder / "episodes" / "evaluation")
+    episodes = list(store.read(folder / "episodes" / "evaluation" / f"step-{step:06}.jsonl"))
     given = [rule(one.task.fields["item"], one.turns[-1].message.content) for one in episodes]
     lengths = [len(sentences(one.turns[-1].message.content)) for one in episodes]
     numbers = {"rule": given, "neural": [one.reward for one in episodes], "sentences": lengths}
@@ -159,9 +158,9 @@ def rule_of_run(folder: Path, step: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/neural-reward-benchmark"))
-    parser.add_argument("--pairs", type=int, default=1000)
+    parser.add_argument("--pairs", type=int, default=2000)
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--imitation", type=int, default=150, help="steps")
+    parser.add_argument("--imitation", type=int, default=250, help="steps")
     parser.add_argument("--steps", type=int, default=30, help="of reinforcement learning; 0 trains the reward alone")
     parser.add_argument("--kl", type=float, default=0.04, help="what it costs to leave the imitator")
     parser.add_argument("--seed", type=int, default=0)
@@ -223,11 +222,13 @@ def learn(args: argparse.Namespace, reward: Any, writer: Writer, unseen: Writer,
         rows = [dict(zip(("question", "item"), source.question(), strict=True)) for _ in range(200)]
         path.write_text("\n".join(json.dumps(one) for one in rows))
     began = time.perf_counter()
+    imitator = args.out / "imitation" / "checkpoints" / f"step-{args.imitation:06}" / "model"
     done = arborl.run(
-        model=str(args.out / "imitation" / "checkpoints" / f"step-{args.imitation:06}" / "model"), rewards=[reward],
-        algorithm="grpo", steps=args.steps, output_dir=args.out / "learned", **quiet,
-        **{"algorithm.kl.coef": args.kl, "learner.lr": 3e-4, "data.path": str(files["train"]), "data.evaluation_path": str(files["unseen"]), "sampling.max_tokens": 64,
-           "rollout.tasks_per_step": 8, "rollout.group_size": 8, "evaluation.tasks": 200, "evaluation.greedy": False},
+        model=str(imitator), rewards=[reward], algorithm="grpo", steps=args.steps, output_dir=args.out / "learned",
+        **quiet,
+        **{"data.path": str(files["train"]), "data.evaluation_path": str(files["unseen"]), "learner.lr": 3e-4,
+           "algorithm.kl.coef": args.kl, "sampling.max_tokens": 64, "rollout.tasks_per_step": 8,
+           "rollout.group_size": 8, "evaluation.tasks": 200, "evaluation.greedy": False},
     )  # fmt: skip
     seconds["learning"] = round(time.perf_counter() - began, 1)
     return {"before": rule_of_run(done.folder, 0), "after": rule_of_run(done.folder, args.steps)}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -184,7 +186,7 @@ def test_long_conversations_lose_their_beginning_and_those_that_then_end_alike_a
         used = trainer(tmp_path / "a", [*courteous(8), *same], max_tokens=60, epochs=1)
         reward = asyncio.run(used.train())
     assert "1 of 9 pairs are longer than max_tokens=60" in caplog.text
-    assert "1 that then end alike" in caplog.text
+    assert "1 of 9 pairs are left out: the model is shown the same of both" in caplog.text
     assert reward.model.max_tokens == 60
     with pytest.raises(ConfigError, match=r"0 of 3 pairs can be told apart by their last 60 tokens"):
         asyncio.run(trainer(tmp_path / "b", same * 3, max_tokens=60).train())
@@ -232,3 +234,15 @@ def test_a_row_that_the_chat_template_refuses_is_named(tmp_path):
     rows = [("Yes.", "No."), ("Yes, sir.", "No, sir.")]
     with pytest.raises(ConfigError, match=r"preference_data, row 1: .*begin with the user.*Give the conversation from"):
         asyncio.run(NeuralRewardTrainer(str(tmp_path / "strict"), rows, output_dir=tmp_path / "r").train())
+
+
+@pytest.mark.slow
+def test_it_learns_a_rule_that_holds_for_other_words_and_is_not_length(tmp_path):
+    """The benchmark's first half: sentences of the held-out pairs are made of halves that never stood together."""
+    script = Path(__file__).parents[2] / "benchmarks" / "neural_reward.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--steps", "0", "--out", str(tmp_path / "out")], capture_output=True, text=True
+    )
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    assert found["accuracy"] >= 0.9
+    assert abs(found["accuracy_of_length"] - 0.5) < 0.06

@@ -155,8 +155,8 @@ class NeuralRewardTrainer:
         return self.max_tokens or min(MOST_TOKENS, int(reads))
 
     def _pairs(self, renderer: Renderer, most: int) -> tuple[list[Pair], list[Pair]]:
-        """Pairs to train on and to hold out, as the model is shown them. Those of which both sides end alike, once
-        their beginning is cut off, say nothing and are left out."""
+        """Pairs to train on and to hold out, as the model is shown them. Those of which it is shown the same (cut at
+        the beginning, they end alike) say nothing and are left out."""
         from arborl.learner.pairs import Pair
 
         made: dict[int, Pair] = {}
@@ -167,17 +167,17 @@ class NeuralRewardTrainer:
             better, worse = (side[-most:] for side in sides)
             if better != worse:
                 made[number] = Pair(better, worse, one.weight)
+        count = len(self.preferences)
         if cut:
-            log.warning(
-                "%d of %d pairs are longer than max_tokens=%d: their beginning is left out; %d that then end alike are "
-                "left out altogether", cut, len(self.preferences), most, len(self.preferences) - len(made),
-            )  # fmt: skip
+            log.warning("%d of %d pairs are longer than max_tokens=%d: their beginning is left out", cut, count, most)
+        if len(made) < count:
+            log.warning("%d of %d pairs are left out: the model is shown the same of both", count - len(made), count)
         kept = [self.preferences[number] for number in made]
         pairs = list(made.values())
         training, held = held_out(kept, self.validation, self.seed)
         if not training or (self.validation and not held):
             raise ConfigError(
-                f"preference_data: {len(pairs)} of {len(self.preferences)} pairs can be told apart by their last "
+                f"preference_data: {len(pairs)} of {count} pairs can be told apart by their last "
                 f"{most} tokens, which are too few. Give more, or a larger max_tokens."
             )
         return [pairs[i] for i in training], [pairs[i] for i in held]
