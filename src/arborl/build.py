@@ -75,10 +75,15 @@ class Parts:
 
     def copy_tokenizer(self, folder: Path) -> None:
         """Put the tokenizer and template beside saved weights, so that the folder is a whole model."""
-        for name in TOKENIZER_FILES:
-            if (self.model_folder / name).exists():
-                shutil.copyfile(self.model_folder / name, folder / name)
-        self.renderer.template.save(folder)
+        copy_tokenizer(self.model_folder, self.renderer, folder)
+
+
+def copy_tokenizer(source: Path, renderer: Renderer, folder: Path) -> None:
+    """The tokenizer's files as they are, and the chat template as it is used."""
+    for name in TOKENIZER_FILES:
+        if (source / name).exists():
+            shutil.copyfile(source / name, folder / name)
+    renderer.template.save(folder)
 
 
 def build(config: RunConfig, objects: Mapping[str, Any] | None = None) -> Parts:

@@ -85,8 +85,9 @@ class Renderer:
             _check_end(made, asked)
         return made
 
-    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> Rendered:
-        """The conversation as the model is shown it, up to where its answer begins.
+    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), generation: bool = True) -> Rendered:
+        """The conversation as the model is shown it, up to where its answer begins; without `generation`, up to the end
+        of the last message.
 
         The text, and where in it a control token is none because somebody wrote it into a message.
         """
@@ -96,7 +97,7 @@ class Renderer:
                 _tell()
             if not shown.calls:
                 messages = [spelt_out(message, self.parser) for message in messages]
-        return self.template.quoted(messages, tools, True, self.quoting)
+        return self.template.quoted(messages, tools, generation, self.quoting)
 
     def text(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> str:
         """The text of that alone, for people."""

@@ -17,6 +17,8 @@ In reading order:
     trainers.py     The same run as an object; GSPO
     value.py        How values are estimated
     settings.py     The base of all settings here
+    preferences.py  Pairs of a better and a worse conversation, from Python and from files
+    neural.py       A reward learned from such pairs
 """
 
 from arborl.conversational.agent import AgentConfig, MultiTurnAgent
@@ -29,11 +31,13 @@ from arborl.conversational.environment import (
     EnvironmentState,
 )
 from arborl.conversational.memory import ConversationMemory
+from arborl.conversational.neural import NeuralRewardTrainer
 from arborl.conversational.reward import RewardFunction, RewardResult, reward_function
 from arborl.conversational.trainers import DistributedTrainer, GSPOConfig, MultiTurnGRPOTrainer, train_with_gspo
 from arborl.conversational.training import train
 from arborl.conversational.trajectory import ConversationTurn, MultiTurnTrajectory, TrajectoryGroup
 from arborl.conversational.value import ValueFunction
+from arborl.rewards.neural import NeuralReward
 from arborl.rewards.text.composite import CompositeReward, MultiObjectiveReward
 from arborl.rewards.text.domains import CustomerServiceReward, SalesAssistantReward, TechnicalSupportReward
 from arborl.rewards.text.general import ConcisenessReward, EngagementReward, HelpfulnessReward
@@ -63,6 +67,8 @@ __all__ = [
     "MultiTurnAgent",
     "MultiTurnGRPOTrainer",
     "MultiTurnTrajectory",
+    "NeuralReward",
+    "NeuralRewardTrainer",
     "RewardFunction",
     "RewardResult",
     "SafetyReward",

@@ -24,5 +24,6 @@ In reading order:
     loss_scale.py        What the loss of a float16 model is multiplied by
     trust_region.py      TRPO's step
     distributed.py       Several processes, each with its own trees: sums over all of them
+    pairs.py             A reward model learns from pairs, by Bradley and Terry's model
     update_metrics.py    Between the columns of `Terms` and numbers worth logging
 """

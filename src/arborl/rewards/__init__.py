@@ -16,6 +16,7 @@ In reading order:
     score_function.py  Rewards for rows in verl's form: a function of one's own, or what the row's source asks for
     efficiency.py   Fewer tool calls for the same answer
     reward_model.py An episode scored by a reward model of one's own
+    neural.py       A reward that was learned from preferences
     endpoint.py     A judging model behind any endpoint that speaks OpenAI's chat completions
     judge.py        An answer judged by a language model
     by_name.py      Rewards that other rewards are made of, by name

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +18,40 @@ from arborl.types import Episode, Message
 
 if TYPE_CHECKING:
     from arborl.models.scalar import Scorer
+
+RECORD = "reward_record.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a reward model's folder says of itself."""
+
+    scale: float = 1.0
+    shift: float = 0.0
+    """What the model says becomes `scale * number + shift`."""
+    max_tokens: int = 4096
+    """Of a longer conversation the beginning is left out."""
+    accuracy: float | None = None
+    """Share of held-out pairs whose better side it prefers; None where none was held out."""
+    history: Sequence[Mapping[str, float]] = ()
+    """One row an epoch."""
+
+    @classmethod
+    def read(cls, folder: Path) -> Record:
+        """The folder's; as it is by default where there is none."""
+        file = folder / RECORD
+        if not file.exists():
+            return cls()
+        try:
+            record = cls(**json.loads(file.read_text(encoding="utf-8")))
+            if not math.isfinite(record.scale + record.shift) or record.max_tokens < 1:
+                raise ValueError(f"scale={record.scale}, shift={record.shift}, max_tokens={record.max_tokens}")
+            return record
+        except (OSError, ValueError, TypeError) as error:
+            raise ValueError(f"{file}: no record of a reward model: {error}. Mend it, or remove it.") from error
+
+    def write(self, folder: Path) -> None:
+        (folder / RECORD).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +67,8 @@ class RewardModel(Reward):
     """What the model says of the conversation, rendered with its own chat template: what the environment said at the
     start, and every message of the agent with the answer to it. Calls of tools within a turn are not shown to it.
 
-    The number is the model's own, on no scale in particular: `scale` and `shift` make it `scale * number + shift`.
+    The number is the model's own, on no scale in particular: `scale` and `shift` make it `scale * number + shift`. What
+    is not given is as the folder's record says (`NeuralRewardTrainer` writes one); without one it is 1, 0 and 4096.
 
     Args:
         path: folder of the model, in Hugging Face form, with its tokenizer and chat template.
@@ -50,9 +88,9 @@ class RewardModel(Reward):
         device: str = "auto",
         dtype: str = "float32",
         batch: int = 8,
-        max_tokens: int = 4096,
-        scale: float = 1.0,
-        shift: float = 0.0,
+        max_tokens: int | None = None,
+        scale: float | None = None,
+        shift: float | None = None,
     ):
         self.folder = Path(path).expanduser()
         if not holds_model(self.folder):
@@ -63,10 +101,12 @@ class RewardModel(Reward):
             raise ValueError(f"path={path}: is a {kinds[0] or 'model'} and no sequence classifier of one label.")
         if dtype not in ("float32", "bfloat16", "float16", "float64"):
             raise ValueError(f"dtype={dtype}: give float32, bfloat16, float16 or float64.")
-        if batch < 1 or max_tokens < 1:
+        if batch < 1 or (max_tokens is not None and max_tokens < 1):
             raise ValueError(f"batch={batch}, max_tokens={max_tokens}: give 1 or more.")
-        self.device, self.dtype, self.batch, self.max_tokens = device, dtype, batch, max_tokens
-        self.scale, self.shift = scale, shift
+        self.device, self.dtype, self.batch, self.record = device, dtype, batch, Record.read(self.folder)
+        self.max_tokens = self.record.max_tokens if max_tokens is None else max_tokens
+        self.scale = self.record.scale if scale is None else scale
+        self.shift = self.record.shift if shift is None else shift
         self.renderer = Renderer.from_folder(self.folder)
         self.waiting: list[Ticket] = []
         self._worker: asyncio.Task[None] | None = None
@@ -88,8 +128,7 @@ class RewardModel(Reward):
 
     def tokens(self, episode: Episode) -> list[int]:
         """The conversation's ids."""
-        rendered = self.renderer.template.quoted(conversation(episode), (), False, self.renderer.quoting)
-        return self.renderer.encode(rendered)[-self.max_tokens :]
+        return shown(self.renderer, conversation(episode), self.max_tokens)
 
     async def _work(self) -> None:
         """consumes: `waiting`     produces: each ticket's score     waits for: nothing; ends when idle."""
@@ -130,6 +169,17 @@ def conversation(episode: Episode) -> list[Message]:
     said = list(episode.opening or episode.task.messages)
     for turn in episode.turns:
         said += [turn.message, *turn.observation]
-    while said and said[-1].role != "assistant" and episode.turns:
-        said.pop()
-    return said
+    return up_to_reply(said) if episode.turns else said
+
+
+def up_to_reply(messages: Sequence[Message]) -> list[Message]:
+    """The conversation as far as a reward model is shown it: what follows the assistant's last message is left out."""
+    last = max((i for i, message in enumerate(messages) if message.role == "assistant"), default=len(messages))
+    return list(messages[: last + 1])
+
+
+def shown(renderer: Renderer, messages: Sequence[Message], max_tokens: int | None = None) -> list[int]:
+    """The ids that a reward model is shown, in training and in use: the conversation in its chat template; of a longer
+    one the last `max_tokens`."""
+    tokens = renderer.encode(renderer.render(messages, generation=False))
+    return tokens if max_tokens is None else tokens[-max_tokens:]
