@@ -22,7 +22,7 @@ from arborl import (
 from arborl.build import build
 from arborl.conversational import trl as wrapper_module
 from arborl.conversational.training import run_config
-from arborl.conversational.trl_terms import batch_of, played, row_of
+from arborl.conversational.trl_terms import batch_of, fail_branched, played, row_of
 from arborl.conversational.trl_terms import settings as trl_settings
 from arborl.errors import ConfigError, EpisodeError, RunStopped
 from arborl.models.load import read_weights, resolve
@@ -245,9 +245,12 @@ def test_a_failed_episode_has_no_reward_and_no_tokens():
     assert batch_of([broken], pad=9)["completion_ids"] == [[9]]
 
 
-def test_a_history_that_is_rewritten_is_refused():
-    with pytest.raises(RunStopped, match=r"in twice .* arborl\.train"):
-        row_of(episode(call([1, 2], [3]), call([1, 2, 4], [5]), name="twice"))
+def test_a_conversation_that_is_no_single_row_fails_and_says_why():
+    branched, grown = episode(call([1, 2], [3]), call([1, 2, 4], [5])), episode(call([1], [2]), call([1, 2, 3], [4]))
+    assert fail_branched(branched)
+    assert "arborl.train" in branched.failure.message
+    assert not fail_branched(grown)
+    assert grown.failure is None
 
 
 # ------------------------------------------------------------------------------------------------ what goes wrong
@@ -263,7 +266,7 @@ class Fickle(MultiTurnAgent):
 
 def test_an_agent_with_several_branches_is_told_what_to_do_instead(tmp_path):
     fickle = Fickle(AgentConfig(max_new_tokens=4))
-    with pytest.raises(RunStopped, match="let its history only"):
+    with pytest.raises(RunStopped, match=r"8 of 8 .*\n.*let its history only grow"):
         asyncio.run(TRLGRPOTrainerWrapper(fickle, Talk(), short, settings(tmp_path / "run")).train())
 
 
@@ -333,6 +336,7 @@ def test_a_run_that_is_cancelled_ends_and_lets_the_next_begin(tmp_path):
 
 @pytest.mark.slow
 def test_seedling_learns_to_be_brief(tmp_path):
-    chosen = settings(tmp_path / "run", num_episodes=80, num_generations=8, gradient_accumulation_steps=4)
+    more = {"num_episodes": 80, "num_generations": 8, "gradient_accumulation_steps": 4, "eval_share": 0.34}
+    chosen = settings(tmp_path / "run", **more)
     trained = asyncio.run(TRLGRPOTrainerWrapper(agent(), Talk(), short, chosen).train())
-    assert trained.summary["after"]["reward"] > trained.summary["before"]["reward"] + 0.15
+    assert trained.summary["after"]["reward"] > trained.summary["before"]["reward"] + 0.1

@@ -4,8 +4,9 @@ Arbor plays, TRL learns. Each time TRL wants completions (its `rollout_func`) ou
 then, plays the step's conversations, and hands over what was recorded: the ids that the model read and sampled, with a
 mask (`env_mask`) that leaves all but the sampled ones out of TRL's loss. Nothing is tokenised again.
 
-A completion of TRL's is one row of tokens, so a conversation must be one branch: an agent that changes what was said
-before (compression, thinking that the template strips, a second opinion) is refused; `arborl.train` takes it.
+A completion of TRL's is one row of tokens, so a conversation must be one branch. One that is not fails, and costs
+itself; an agent that always changes what was said before (compression, thinking that the template strips, a second
+opinion) ends the run at its first step, which says so. `arborl.train` takes both.
 """
 
 from __future__ import annotations
@@ -30,13 +31,23 @@ from arborl.conversational.agent import MultiTurnAgent
 from arborl.conversational.config import TrainingConfig
 from arborl.conversational.environment import Environment
 from arborl.conversational.training import check_given, run_config, settled
-from arborl.conversational.trl_terms import ME, adapters, batch_of, earned, played, refuse, settings, weights_of
+from arborl.conversational.trl_terms import (
+    ME,
+    adapters,
+    batch_of,
+    earned,
+    fail_branched,
+    played,
+    refuse,
+    settings,
+    weights_of,
+)
 from arborl.errors import ConfigError
 from arborl.rollout.store import EpisodeStore
 from arborl.seeds import derive
 from arborl.track.jsonl import JsonlTracker
 from arborl.trainer.failing import FailureWatch
-from arborl.types import Group, Metrics
+from arborl.types import Episode, Metrics
 
 if TYPE_CHECKING:  # what needs torch
     from trl import GRPOTrainer
@@ -192,13 +203,12 @@ class Work:
     def play(self, prompts: list[str], trainer: GRPOTrainer) -> dict[str, list[Any]]:
         """TRL's `rollout_func`. Which scenarios are played, and by what chance, is Arbor's to say."""
         self.listen(trainer)
-        groups = self.wait(self.groups(trainer.state.global_step, weights_of(trainer)))
-        return batch_of(
-            [episode for group in groups for episode in group.episodes], trainer.processing_class.pad_token_id
-        )
+        episodes = self.wait(self.episodes(trainer.state.global_step, weights_of(trainer)))
+        tokenizer: Any = trainer.processing_class
+        return batch_of(episodes, tokenizer.pad_token_id)
 
-    async def groups(self, step: int, weights: dict[str, Any]) -> list[Group]:
-        """The groups that the update after `step` learns from, played with these weights and scored."""
+    async def episodes(self, step: int, weights: dict[str, Any]) -> list[Episode]:
+        """What the update after `step` learns from, group by group, played with these weights and scored."""
         from arborl.trainer.summary import summarize
 
         parts, rollout, seed = self.parts, self.asked.rollout, derive(self.asked.seed, "step", step)
@@ -207,11 +217,14 @@ class Work:
             await self.measure(step)
         tasks = parts.source.take(step, rollout.tasks_per_step)
         groups = await parts.rollout.collect(tasks, seed, rollout.group_size)
+        episodes = [episode for group in groups for episode in group.episodes]
+        for episode in filter(fail_branched, episodes):
+            parts.rollout.firsts.tell(episode)
         await parts.rewards.score(groups)
         EpisodeStore(self.home / "episodes").write(step + 1, groups)
         self.metrics.log(summarize(groups), step + 1)
-        self.watch.look("step", step + 1, [episode for group in groups for episode in group.episodes])
-        return groups
+        self.watch.look("step", step + 1, episodes)
+        return episodes
 
     async def measure(self, step: int) -> Metrics:
         """On held-out scenarios, with the weights that the engine has."""

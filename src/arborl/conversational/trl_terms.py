@@ -12,7 +12,7 @@ from arborl.build import Parts
 from arborl.config.algorithm_parts import KLConfig
 from arborl.config.run import RunConfig
 from arborl.conversational.config import TrainingConfig
-from arborl.errors import ConfigError, RunStopped
+from arborl.errors import ConfigError, EpisodeError
 from arborl.models.find import described, resolve
 from arborl.types import Episode
 
@@ -114,19 +114,25 @@ def adapters(run: RunConfig) -> Any:
 # ------------------------------------------------------------------------------------------------ conversations
 
 
+def fail_branched(episode: Episode) -> bool:
+    """Mark an episode as failed that is no single row of tokens, because the model was shown a history that is not the
+    last one continued; whether it was so. An agent that edits its history always does that; any other once in a while,
+    when the model writes a control token, which the next prompt shows as text."""
+    if episode.failure is not None or len(set(episode.branches)) < 2:
+        return False
+    why = "the model was shown a history that is not the last one continued, and TRL trains one row of tokens a "
+    how = "conversation. Train this agent with arborl.train, or let its history only grow"
+    episode.fail(EpisodeError(ME, ValueError(why + how)))
+    return True
+
+
 def row_of(episode: Episode) -> tuple[list[int], list[int], list[float]]:
     """All that was read and sampled, in its order; 1 where a token was sampled, to be trained; and log-probabilities.
     Empty of an episode that failed, or in which the model was never asked."""
     ids, mask, logprobs = list[int](), list[int](), list[float]()
     for call in episode.calls if episode.failure is None else ():
-        if list(call.prompt[: len(ids)]) != ids:
-            raise RunStopped(
-                f"{ME}: in {episode.id} the model was shown a history that is not the last one continued, and TRL "
-                "trains one row of tokens a conversation. Train this agent with arborl.train, or let its history only "
-                "grow."
-            )
-        read, said = list(call.prompt[len(ids) :]), list(call.completion.tokens)
-        ids += read + said
+        read, said = call.prompt[len(ids) :], call.completion.tokens
+        ids += [*read, *said]
         mask += [0] * len(read) + [int(call.trained)] * len(said)
         logprobs += [0.0] * len(read) + list(call.completion.logprobs)
     return ids, mask, logprobs
