@@ -1,6 +1,6 @@
 """A customer-service bot: the preset customers, a reward made of rewards, held-out numbers before and after, a talk.
 
-The customers are those of the preset `customer_service`: fifteen scenarios, each with customers of several tempers.
+The customers are those of the preset `customer_service`: six scenarios, each with customers of four tempers.
 What is trained on is a weighted sum; `ConcisenessReward` is only measured beside it, to see what the gain costs.
 
 `seedling`, the default, speaks no English beyond small talk: with it this shows that the parts fit, and replies stay
