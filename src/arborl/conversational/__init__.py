@@ -16,6 +16,8 @@ In reading order:
     callbacks.py    Told of what happens, and able to end it
     trainers.py     The same run as an object; GSPO
     value.py        How values are estimated
+    trl.py          The same trained by Hugging Face TRL
+    trl_terms.py    What crosses the line to TRL: settings, tokens, weights
     settings.py     The base of all settings here
     preferences.py  Pairs of a better and a worse conversation, from Python and from files
     neural.py       A reward learned from such pairs
@@ -36,6 +38,7 @@ from arborl.conversational.reward import RewardFunction, RewardResult, reward_fu
 from arborl.conversational.trainers import DistributedTrainer, GSPOConfig, MultiTurnGRPOTrainer, train_with_gspo
 from arborl.conversational.training import train
 from arborl.conversational.trajectory import ConversationTurn, MultiTurnTrajectory, TrajectoryGroup
+from arborl.conversational.trl import TRLGRPOTrainerWrapper
 from arborl.conversational.value import ValueFunction
 from arborl.rewards.neural import NeuralReward
 from arborl.rewards.text.composite import CompositeReward, MultiObjectiveReward
@@ -74,6 +77,7 @@ __all__ = [
     "SafetyReward",
     "SalesAssistantReward",
     "SimilarityAwareReward",
+    "TRLGRPOTrainerWrapper",
     "TaskCompletionReward",
     "TechnicalSupportReward",
     "TrainingConfig",

@@ -95,7 +95,7 @@ class Environment(ABC):
     randomize_scenarios: bool = True
     """Whether scenarios come in a new order every time round."""
     system: str = ""
-    """What an agent is told that has no system prompt of its own."""
+    """What an agent is told that has no system prompt of its own; a system message of `reset`'s comes before it."""
 
 
 def _row(scenario: Any, number: int) -> dict[str, Any]:
@@ -126,7 +126,9 @@ class Played(Env):
         self.state = await Drawing(task.seed, self.environment.reset(task.fields.get("scenario")))
         if not isinstance(self.state, EnvironmentState):
             raise TypeError(f"reset gave a {type(self.state).__name__}; give an EnvironmentState")
-        return Observation(tuple(_message(said, "assistant") for said in self.state.conversation_history))
+        shown = tuple(_message(said, "assistant") for said in self.state.conversation_history)
+        told = bool(self.environment.system) and all(message.role != "system" for message in shown)
+        return Observation((Message("system", self.environment.system), *shown) if told else shown)
 
     async def step(self, action: Message) -> Step:
         self.turns += 1

@@ -11,7 +11,7 @@ from arborl.conversational.agent import MultiTurnAgent
 from arborl.conversational.callbacks import Callback
 from arborl.conversational.config import TrainingConfig
 from arborl.conversational.environment import Environment
-from arborl.conversational.training import changed, train
+from arborl.conversational.training import train
 from arborl.conversational.value import ValueFunction
 from arborl.errors import ConfigError
 
@@ -108,6 +108,11 @@ class GSPOConfig(TrainingConfig):
     num_outer_iterations: int = Field(100, ge=1)
     """Updates."""
 
+    def _algorithm(self) -> dict[str, Any]:
+        if self.beta and self.kl_penalty:
+            raise ConfigError("GSPOConfig: beta and kl_penalty are one setting by two names. Leave one out.")
+        return super()._algorithm() | ({"kl": {"coef": self.beta}} if self.beta else {})
+
     @property
     def steps(self) -> int:
         return self.num_outer_iterations if "num_episodes" not in self.said else super().steps
@@ -124,9 +129,4 @@ async def train_with_gspo(
     """Train with GSPO; `reward_model` is what `train` calls `reward_fn`."""
     if not isinstance(config, GSPOConfig):
         raise ConfigError(f"train_with_gspo, config={config!r}: must be a GSPOConfig. Write GSPOConfig(…).")
-    if config.beta and config.kl_penalty:
-        raise ConfigError("GSPOConfig: beta and kl_penalty are one setting by two names. Leave one out.")
-    settings = changed(config, {"kl_penalty": config.beta}) if config.beta else config
-    return await train(
-        agent, environment, reward_model, config=settings, callbacks=callbacks, eval_rewards=eval_rewards
-    )
+    return await train(agent, environment, reward_model, config=config, callbacks=callbacks, eval_rewards=eval_rewards)

@@ -67,7 +67,7 @@ async def train(
         "resume_from_checkpoint": resume_from_checkpoint,
     }  # fmt: skip
     chosen = settled(config, profile, told)
-    _check(agent, environment)
+    check_given(agent, environment)
     for one in callbacks:
         if isinstance(one, CheckpointCallback) and one.save_steps is not None:
             chosen = changed(chosen, {"save_steps": one.save_steps})
@@ -98,7 +98,7 @@ def changed(config: TrainingConfig, fields: Mapping[str, Any]) -> TrainingConfig
     return type(config)(**{name: getattr(config, name) for name in config.said} | dict(fields))
 
 
-def _check(agent: Any, environment: Any) -> None:
+def check_given(agent: Any, environment: Any) -> None:
     if not isinstance(agent, MultiTurnAgent):
         raise ConfigError(
             f"train, agent={agent!r}: must be a MultiTurnAgent. Any async program that calls a model can be trained "

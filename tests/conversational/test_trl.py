@@ -1,0 +1,342 @@
+"""TRL's trainer on our agents: what it is given, what it makes of it, and what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+
+import pytest
+import torch
+
+from arborl import (
+    AgentConfig,
+    Environment,
+    EnvironmentState,
+    MultiTurnAgent,
+    TrainingConfig,
+    TRLGRPOTrainerWrapper,
+    reward_function,
+    train,
+)
+from arborl.build import build
+from arborl.conversational import trl as wrapper_module
+from arborl.conversational.training import run_config
+from arborl.conversational.trl_terms import batch_of, fail_branched, played, row_of
+from arborl.conversational.trl_terms import settings as trl_settings
+from arborl.errors import ConfigError, EpisodeError, RunStopped
+from arborl.models.load import read_weights, resolve
+from arborl.rollout.store import EpisodeStore
+from arborl.types import Call, Completion, Episode, Finish, Task
+
+pytest.importorskip("trl")
+from trl import GRPOConfig
+
+ASKED = ("Hello!", "Who are you?", "How are you?", "What can you do?", "Thank you.", "Goodbye.")
+
+
+class Talk(Environment):
+    """Two questions, of different lengths from scenario to scenario."""
+
+    scenarios = [{"id": f"{a}-{b}", "first": a, "second": b} for a in ASKED[:3] for b in ASKED[3:]]
+
+    async def reset(self, scenario=None):
+        said = [{"role": "user", "content": scenario["first"]}]
+        return EnvironmentState(said, {"turn": 0, "second": scenario["second"]})
+
+    async def step(self, state, action):
+        turn = state.metadata["turn"]
+        return EnvironmentState((), {**state.metadata, "turn": turn + 1}), state.metadata["second"], 0.0, turn == 1
+
+
+@reward_function
+def short(turns, context=None):
+    """The fewer characters the better."""
+    return 1.0 - min(sum(len(turn.content) for turn in turns if turn.role == "assistant") / 60, 1.0)
+
+
+def settings(folder, **more):
+    usual = {"num_episodes": 2, "num_generations": 4, "gradient_accumulation_steps": 2, "warmup_ratio": 0.0}
+    return TrainingConfig(**usual | {"output_dir": folder, "eval_num_generations": 2, "logging_steps": 1} | more)
+
+
+def agent(**more):
+    return MultiTurnAgent(AgentConfig(max_new_tokens=12, **more))
+
+
+def rows(trained, step=1):
+    """Episodes of a step as they are on disk."""
+    return list(EpisodeStore.read(trained.run_folder / "episodes" / f"step-{step:06}.jsonl"))
+
+
+def said(episodes):
+    return [[list(call.completion.tokens) for call in episode.calls] for episode in episodes]
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """A run of two updates, every batch that TRL made of what it was given, and by how much its model and our engine
+    disagree about the likelihood of what was sampled."""
+    from trl import GRPOTrainer
+
+    folder, seen, gaps = tmp_path_factory.mktemp("trl") / "run", [], []
+    honest = GRPOTrainer._generate_and_score_completions
+
+    def watched(trainer, inputs):
+        batch = honest(trainer, inputs)
+        seen.append({name: value.clone() for name, value in batch.items()})
+        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+        there = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+        with torch.no_grad():
+            theirs = trainer._get_per_token_logps_and_entropies(trainer.model, ids, there, len(batch["tool_mask"][0]))[
+                0
+            ]
+        gaps.append(
+            ((theirs - batch["sampling_per_token_logps"]) * batch["completion_mask"] * batch["tool_mask"]).abs()
+        )
+        return batch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GRPOTrainer, "_generate_and_score_completions", watched)
+        work = TRLGRPOTrainerWrapper(agent(), Talk(), short, settings(folder, num_episodes=4, lr_scheduler="none"))
+        trained = asyncio.run(work.train())
+    return trained, seen, max(gap.max().item() for gap in gaps)
+
+
+def test_the_ids_in_trls_batch_are_those_that_were_recorded(done):
+    trained, seen, _ = done
+    assert len(seen) == 2
+    for step, batch in enumerate(seen, 1):
+        episodes = rows(trained, step)
+        assert len(episodes) == len(batch["prompt_ids"]) == 8
+        assert batch["prompt_mask"].all()  # nothing is padded on the left
+        for number, episode in enumerate(episodes):
+            real = batch["completion_mask"][number].bool()
+            ids = [*batch["prompt_ids"][number].tolist(), *batch["completion_ids"][number][real].tolist()]
+            last = episode.calls[-1]
+            assert ids == [*last.prompt, *last.completion.tokens]
+            trained_on = batch["completion_ids"][number][real & batch["tool_mask"][number].bool()].tolist()
+            assert trained_on == [token for call in episode.calls for token in call.completion.tokens]
+
+
+def test_loss_and_gradient_are_those_of_the_formula(done):
+    """GRPO as published: advantages of the group, the mean over a conversation's sampled tokens, then over all."""
+    trained, *_ = done
+    episodes = rows(trained)
+    rewards = torch.tensor([episode.reward for episode in episodes]).view(-1, 4)
+    advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
+    model = read_weights(resolve("seedling"), dtype=torch.float32)
+    model.set_attn_implementation("sdpa")
+    loss = torch.zeros(())
+    for episode, advantage in zip(episodes, advantages.flatten(), strict=True):
+        last = episode.calls[-1]
+        ids = torch.tensor([[*last.prompt, *last.completion.tokens]])
+        logprobs = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        places = [len(c.prompt) + at - 1 for c in episode.calls for at in range(len(c.completion.tokens))]
+        sampled = logprobs[places]
+        loss = loss - advantage * (sampled - sampled.detach()).exp().mean() / len(episodes)
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    first = json.loads((trained.run_folder / "metrics.jsonl").read_text().splitlines()[1])
+    assert first["trl/loss"] == pytest.approx(loss.item(), abs=1e-5)
+    assert first["trl/grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
+    assert norm > 0.05
+
+
+def test_the_first_conversations_are_those_of_our_own_trainer(done, tmp_path):
+    trained, *_ = done
+    ours = asyncio.run(train(agent(), Talk(), short, config=settings(tmp_path / "ours")))
+    assert said(rows(trained)) == said(rows(ours))
+    assert trained.summary["before"] == ours.summary["before"]  # measured the same way
+
+
+def test_the_second_step_is_sampled_from_the_updated_weights(done):
+    """What the engine said is the likelihood of a token, the model after the first update says too."""
+    trained, *_ = done
+    assert {call.completion.version for episode in rows(trained, 2) for call in episode.calls} == {1}
+    first, second = (seen["sampling_per_token_logps"] for seen in done[1])
+    assert first.shape != second.shape or not torch.allclose(first, second)
+    assert done[2] == pytest.approx(0.0, abs=1e-4)
+
+
+def test_the_trained_agent_talks_with_the_new_weights_and_the_given_one_with_the_old(done):
+    trained, *_ = done
+    assert isinstance(trained, MultiTurnAgent)
+    assert set(trained.summary) >= {"before", "after", "steps"}
+    assert trained.summary["steps"] == 2
+    old = read_weights(resolve("seedling"), dtype=torch.float32).state_dict()
+    new = read_weights(resolve(trained.config.model_name), dtype=torch.float32).state_dict()
+    assert any(not torch.equal(old[name], new[name]) for name in old)
+    reply = asyncio.run(trained.generate_response([{"role": "user", "content": "Hello!"}]))
+    assert isinstance(reply, str)
+
+
+def test_adapters_are_trained_and_the_model_that_is_saved_is_a_whole_one(tmp_path):
+    chosen = settings(tmp_path / "run", use_lora=True, lora_r=4, kl_penalty=0.1, learning_rate=1e-2, bf16=True)
+    trained = asyncio.run(TRLGRPOTrainerWrapper(agent(), Talk(), short, chosen).train())
+    told = json.loads((tmp_path / "run" / "trl.json").read_text())
+    assert told["beta"] == 0.1
+    assert told["bf16"]
+    folder = resolve(trained.config.model_name)
+    assert not (folder / "adapter_config.json").exists()
+    old = read_weights(resolve("seedling"), dtype=torch.float32).state_dict()
+    new = read_weights(folder, dtype=torch.float32).state_dict()
+    moved = {name.rpartition(".weight")[0].rpartition(".")[2] for name in old if not torch.equal(old[name], new[name])}
+    assert moved == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def test_every_setting_reaches_trl(tmp_path):
+    chosen = settings(
+        tmp_path / "run", num_episodes=6, num_epochs=2, per_device_train_batch_size=2, gradient_accumulation_steps=3,
+        algorithm="dapo", clip_range_left=0.1, clip_range_right=0.3, learning_rate=2e-4, adam_beta1=0.8,
+        adam_beta2=0.9, weight_decay=0.01, max_grad_norm=0.5, warmup_ratio=0.5, lr_scheduler="linear",
+        entropy_coef=0.01, temperature=0.7, save_steps=7, save_total_limit=3, logging_steps=5, seed=11,
+    )  # fmt: skip
+    run, objects = run_config(agent(), Talk(), [short], chosen)
+    told = GRPOConfig(**trl_settings(run, chosen, build(played(run), objects), tmp_path)).to_dict()
+    assert {name: told[name] for name in EXPECTED} == EXPECTED
+
+
+EXPECTED = {
+    "max_steps": 2, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 3, "num_generations": 4,
+    "loss_type": "dapo", "epsilon": 0.1, "epsilon_high": 0.3, "learning_rate": 2e-4, "adam_beta1": 0.8,
+    "adam_beta2": 0.9, "weight_decay": 0.01, "max_grad_norm": 0.5, "warmup_steps": 1, "lr_scheduler_type": "linear",
+    "entropy_coef": 0.01, "temperature": 0.7, "save_steps": 7, "save_total_limit": 3, "logging_steps": 5, "seed": 11,
+    "beta": 0.0, "bf16": False,
+}  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ what is handed over
+
+
+def call(prompt, tokens, trained=True):
+    return Call(tuple(prompt), Completion(tuple(tokens), (-1.0,) * len(tokens), Finish.STOP), 0, trained=trained)
+
+
+def episode(*calls, name="one"):
+    return Episode(name, Task(name), calls=list(calls))
+
+
+def test_what_is_only_read_is_masked():
+    ids, mask, logprobs = row_of(episode(call([1, 2], [3, 4]), call([1, 2, 3, 4, 5], [6]), call([*range(1, 8)], [8])))
+    assert ids == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert mask == [0, 0, 1, 1, 0, 1, 0, 1]
+    assert logprobs == [0.0, 0.0, -1.0, -1.0, 0.0, -1.0, 0.0, -1.0]
+
+
+def test_what_an_agent_leaves_out_is_masked_too():
+    assert row_of(episode(call([1], [2], trained=False), call([1, 2, 3], [4])))[1] == [0, 0, 0, 1]
+
+
+def test_prompts_are_cut_where_the_shortest_ends():
+    batch = batch_of([episode(call([1, 2], [3])), episode(call([1, 5, 6, 7], [8, 9]))], pad=0)
+    assert batch["prompt_ids"] == [[1, 2], [1, 5]]
+    assert batch["completion_ids"] == [[3], [6, 7, 8, 9]]
+    assert batch["env_mask"] == [[1], [0, 0, 1, 1]]
+
+
+def test_a_failed_episode_has_no_reward_and_no_tokens():
+    broken = episode(call([1], [2]), name="broken")
+    broken.fail(EpisodeError("environment", ValueError("no")))
+    batch = batch_of([episode(call([1, 2, 3], [4])), broken], pad=9)
+    assert batch["earned"] == [0.0, None]
+    assert batch["prompt_ids"][1] == [9, 9, 9]
+    assert batch["env_mask"][1] == [0]
+    assert batch_of([broken], pad=9)["completion_ids"] == [[9]]
+
+
+def test_a_conversation_that_is_no_single_row_fails_and_says_why():
+    branched, grown = episode(call([1, 2], [3]), call([1, 2, 4], [5])), episode(call([1], [2]), call([1, 2, 3], [4]))
+    assert fail_branched(branched)
+    assert "arborl.train" in branched.failure.message
+    assert not fail_branched(grown)
+    assert grown.failure is None
+
+
+# ------------------------------------------------------------------------------------------------ what goes wrong
+
+
+class Fickle(MultiTurnAgent):
+    """Asks twice, and keeps one answer."""
+
+    async def generate_response(self, conversation_history):
+        await super().generate_response(conversation_history)
+        return await super().generate_response(conversation_history)
+
+
+def test_an_agent_with_several_branches_is_told_what_to_do_instead(tmp_path):
+    fickle = Fickle(AgentConfig(max_new_tokens=4))
+    with pytest.raises(RunStopped, match=r"8 of 8 .*\n.*let its history only grow"):
+        asyncio.run(TRLGRPOTrainerWrapper(fickle, Talk(), short, settings(tmp_path / "run")).train())
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({"num_generations": 1}, "num_generations=1"),
+        ({"algorithm": "ppo"}, "algorithm=ppo"),
+        ({"algorithm": "dpo"}, "algorithm=dpo"),
+        ({"gamma": 0.9}, "gamma"),
+        ({"resume_from_checkpoint": "latest"}, "resume_from_checkpoint"),
+        ({"report_to": "wandb", "wandb_project": "mine"}, "WANDB_PROJECT"),
+        ({"overrides": {"learner.minibatches": 2}}, r"learner\.minibatches"),
+        ({"overrides": {"rollout.redundancy": 2}}, r"rollout\.redundancy"),
+    ],
+)
+def test_what_trl_cannot_do_is_refused_by_name(more, named, tmp_path):
+    with pytest.raises(ConfigError, match=named):
+        asyncio.run(TRLGRPOTrainerWrapper(agent(), Talk(), short, settings(tmp_path / "run", **more)).train())
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_trl_it_is_said_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "trl", None)
+    monkeypatch.setattr(wrapper_module, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install arborl\[trl\]"):
+        asyncio.run(TRLGRPOTrainerWrapper(agent(), Talk(), short).train())
+
+
+def test_other_tasks_go_on_meanwhile_and_a_second_run_must_wait(tmp_path):
+    async def both():
+        ticks = 0
+        first = asyncio.create_task(
+            TRLGRPOTrainerWrapper(agent(), Talk(), short, settings(tmp_path / "one", eval_share=0)).train()
+        )
+        await asyncio.sleep(0.05)
+        with pytest.raises(ConfigError, match="already"):
+            await TRLGRPOTrainerWrapper(agent(), Talk(), short, settings(tmp_path / "two")).train()
+        while not first.done():
+            await asyncio.sleep(0.01)
+            ticks += 1
+        return ticks, await first
+
+    ticks, trained = asyncio.run(both())
+    assert ticks > 20
+    assert trained.summary["before"] == trained.summary["after"] == {}
+
+
+def test_a_run_that_is_cancelled_ends_and_lets_the_next_begin(tmp_path):
+    class Slow(Talk):
+        async def step(self, state, action):
+            started.set()
+            await asyncio.sleep(60)
+
+    async def cancelled():
+        work = asyncio.create_task(TRLGRPOTrainerWrapper(agent(), Slow(), short, settings(tmp_path / "run")).train())
+        while not started.is_set():
+            await asyncio.sleep(0.01)
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(work, 30)
+
+    started = asyncio.Event()
+    asyncio.run(cancelled())
+    assert not wrapper_module.BUSY.locked()
+
+
+@pytest.mark.slow
+def test_seedling_learns_to_be_brief(tmp_path):
+    more = {"num_episodes": 80, "num_generations": 8, "gradient_accumulation_steps": 4, "eval_share": 0.34}
+    chosen = settings(tmp_path / "run", **more)
+    trained = asyncio.run(TRLGRPOTrainerWrapper(agent(), Talk(), short, chosen).train())
+    assert trained.summary["after"]["reward"] > trained.summary["before"]["reward"] + 0.1
