@@ -94,6 +94,7 @@ class RunSession:
                 console.progress("measuring on held-out tasks, after training")
                 after = await self._measure(trainer)
                 trainer.watch.failures.add(after.episodes, "the last evaluation")
+                save.finish()
             except asyncio.CancelledError:
                 self._save(trainer, save, console)
                 raise
@@ -105,6 +106,7 @@ class RunSession:
                 console.note(f"What happened is in {written.get('report', self.home)}")
                 raise
             finally:
+                save.close()
                 await self.parts.close()
         return await self._finish(trainer, after)
 

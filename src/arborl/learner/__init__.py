@@ -18,6 +18,8 @@ In reading order:
     schedule.py          What the learning rates are multiplied by, step by step
     loss_scale.py        What the loss of a float16 model is multiplied by
     trust_region.py      TRPO's step
+    files.py             A learner on disk: the policy as a model anyone can load, and beside it what is needed to go on
+    host_copy.py         A copy of tensors in the host's memory, made at one moment
     distributed.py       Several processes, each with its own trees: sums over all of them
     update_metrics.py    Between the columns of `Terms` and numbers worth logging
 """

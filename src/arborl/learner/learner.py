@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +24,8 @@ from arborl.learner import distributed, schedule
 from arborl.learner.apart import ask_apart
 from arborl.learner.attention_choice import Ways
 from arborl.learner.critic import Critic, check_critic
+from arborl.learner.files import Snapshot, load, parts_of
+from arborl.learner.host_copy import HostCopies
 from arborl.learner.loss_scale import LossScale
 from arborl.learner.micro_batches import Fitting
 from arborl.learner.optimizer import Optimizer
@@ -37,8 +39,6 @@ from arborl.models.lora import (
     dropout_on,
     export_merged,
     has_lora,
-    load_adapter,
-    save_adapter,
     with_adapter,
 )
 from arborl.models.scalar import Origin
@@ -102,6 +102,9 @@ class Learner:
         self.ways = Ways(config.attention, config.compile, config.recompute)
         self.fitting = Fitting(model, config)
         self.loss_scale = LossScale(model.dtype)
+        self.copies = HostCopies(model.device)
+        self.leaving: Snapshot | None = None
+        """The snapshot that may still be under way from the device."""
         self.done = 0
         """Optimiser steps that the run has come past, those of skipped updates too: rates follow the run."""
 
@@ -158,6 +161,7 @@ class Learner:
 
     def renew_reference(self) -> None:
         """The reference policy is from now on the policy as it is."""
+        self._settle()
         if self.start is not None:
             self.start = adapter_of(self.model)
         elif self.reference is not None:
@@ -205,6 +209,7 @@ class Learner:
         Args:
             names: of the episodes, by their number.
         """
+        self._settle()
         began, whole = self.done, distributed.total(algorithm.count(terms))
         self.done = began + self.steps
         sound, metrics = self._without(terms, not_finite(terms), names)
@@ -351,36 +356,29 @@ class Learner:
         """The parameters themselves, not copies."""
         return dict(self.model.state_dict())
 
+    def reserve(self) -> Callable[[], object]:
+        """What takes the memory for a snapshot; it may be called in another thread."""
+        return partial(self.copies.reserve, parts_of(self))
+
+    def snapshot(self) -> Snapshot:
+        """Everything that must be kept, as it is now, to be written while training goes on. One is good at a time: the
+        next is made in the same memory."""
+        self.leaving = Snapshot.of(self, self.copies)
+        return self.leaving
+
     def save(self, folder: Path) -> None:
         """Model in Hugging Face form (adapters alone where there are some), and beside it what is needed to go on."""
-        if has_lora(self.model):
-            save_adapter(self.model, folder / "model")
-        else:
-            self.model.save_pretrained(folder / "model")
-        if self.reference is not None:
-            self.reference.save_pretrained(folder / "reference")
-        critic = {name: p.detach() for name, p in self.critic.trained().items()} if self.critic else {}
-        state: dict[str, Any] = {"optimizer": self.optimizer.state_dict(), "critic": critic, "reference": self.start}
-        state |= {"done": self.done, "budget": self.fitting.budget, "loss_scale": self.loss_scale.state_dict()}
-        torch.save(state, folder / "optimizer.pt")
+        self.snapshot().write(folder)
 
     def load(self, folder: Path) -> None:
         """Continue exactly where `save` left off."""
-        if has_lora(self.model):
-            load_adapter(self.model, folder / "model")
-        else:
-            _read(self.model, folder / "model")
-        if self.reference is not None:
-            _read(self.reference, folder / "reference")
-        state = torch.load(folder / "optimizer.pt", weights_only=True, map_location=self.model.device)
-        if self.critic is not None:
-            self.critic.load(state["critic"])
-        if self.start is not None and state.get("reference") is not None:
-            self.start = state["reference"]
-        self.optimizer.load_state_dict(state["optimizer"])
-        if "loss_scale" in state:
-            self.loss_scale.load_state_dict(state["loss_scale"])
-        self.done, self.fitting.budget = int(state["done"]), min(self.fitting.budget, int(state["budget"]))
+        load(self, folder)
+
+    def _settle(self) -> None:
+        """Before weights change: what a snapshot still copies must have been copied."""
+        if self.leaving is not None:
+            self.leaving.hold()
+            self.leaving = None
 
     def export(self, folder: Path) -> None:
         """The policy as an ordinary Hugging Face model; adapters are added to the weights they correct."""
@@ -388,10 +386,3 @@ class Learner:
             export_merged(self.model, folder)
         else:
             self.model.save_pretrained(folder)
-
-
-def _read(model: PreTrainedModel, folder: Path) -> None:
-    saved = type(model).from_pretrained(folder, dtype=model.dtype).state_dict()
-    with torch.no_grad():
-        for name, own in model.state_dict().items():
-            own.copy_(saved[name])
