@@ -112,7 +112,7 @@ def test_tensors_of_every_kind_are_copied_exactly(monkeypatch, slab):
 
 def test_memory_is_taken_once_and_again_only_for_other_sizes():
     copies, tree = HostCopies(CPU), {"a": torch.ones(1000), "b": torch.ones(10)}
-    copies.reserve(tree)
+    copies.reserve(copies.sizes_of(tree))
     places = [copies.take(tree).tree["a"].data_ptr() for _ in range(3)]
     assert len(set(places)) == 1
     slab = copies.slabs[0].data_ptr()

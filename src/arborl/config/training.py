@@ -51,6 +51,9 @@ class LearnerConfig(Config):
     master: Literal["float32", "none"] = "float32"
     """What the optimiser works on where the model is in bfloat16 or float16: float32 copies of its weights, or (for
     bfloat16 only) the weights themselves, which lose small updates."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """What a GPU does not hold between steps. `optimizer` keeps float32 masters and AdamW's moments in the host's
+    memory and brings them a part at a time; `all` gradients and the reference policy too. The result stays the same."""
     critic: Literal["auto", "none", "shared", "separate"] = "auto"
     """What estimates values: a head on the policy's own trunk, or a model of its own. `auto` is `shared` for an
     algorithm that needs one."""

@@ -15,6 +15,7 @@ In reading order:
     teacher.py           Whom a policy is distilled from
     critic.py            The critic: what the state a token was sampled in is worth
     optimizer.py         Gradients become weights
+    offload.py           What a GPU need not hold all the time, in the host's memory
     schedule.py          What the learning rates are multiplied by, step by step
     loss_scale.py        What the loss of a float16 model is multiplied by
     trust_region.py      TRPO's step

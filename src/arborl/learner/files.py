@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,12 +29,19 @@ class Snapshot:
     copied: Copied
     writers: dict[str, Write]
     """Folders of models, by name, and what writes them."""
+    visit: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Inside, what was not copied can be read."""
 
     @classmethod
     def of(cls, learner: Learner, copies: HostCopies) -> Snapshot:
         """Copy what the learner is now."""
         models = {"model": learner.model} | ({"reference": learner.reference} if learner.reference is not None else {})
-        return cls(copies.take(parts_of(learner)), {name: _writer(model) for name, model in models.items()})
+        with learner.with_reference():
+            copied = copies.take(parts_of(learner))
+            if learner.guest is not None:  # its weights leave the device again
+                copied.wait()
+        visit = learner.with_reference if copied.live else nullcontext
+        return cls(copied, {name: _writer(model) for name, model in models.items()}, visit)
 
     @property
     def live(self) -> bool:
@@ -47,8 +55,9 @@ class Snapshot:
     def write(self, folder: Path) -> None:
         """All files of it."""
         self.copied.wait()
-        for name, write in self.writers.items():
-            write(folder / name, self.copied.tree[name])
+        with self.visit():
+            for name, write in self.writers.items():
+                write(folder / name, self.copied.tree[name])
         torch.save(self.copied.tree["state"], folder / "optimizer.pt")
 
 
@@ -77,12 +86,13 @@ def load(learner: Learner, folder: Path) -> None:
     else:
         _read(learner.model, folder / "model")
     if learner.reference is not None:
-        _read(learner.reference, folder / "reference")
-    state = torch.load(folder / "optimizer.pt", weights_only=True, map_location=learner.model.device)
+        with learner.with_reference():
+            _read(learner.reference, folder / "reference")
+    state = torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu")
     if learner.critic is not None:
         learner.critic.load(state["critic"])
     if learner.start is not None and state.get("reference") is not None:
-        learner.start = state["reference"]
+        learner.start = {name: value.to(learner.model.device) for name, value in state["reference"].items()}
     learner.optimizer.load_state_dict(state["optimizer"])
     if "loss_scale" in state:
         learner.loss_scale.load_state_dict(state["loss_scale"])

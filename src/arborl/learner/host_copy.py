@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 SLAB = 2**30
 """Bytes taken at once; a larger tensor has a slab of its own."""
 ALIGNED = 512
+SMALL = 2**20
+"""Below, memory is pinned by torch, which shares pages between tensors."""
 SPARE = 0.9
 """Part of the host's free memory that copies may take."""
 
@@ -63,9 +65,13 @@ class HostCopies:
         self.lock = threading.Lock()
         self.stream: Any = None
 
-    def reserve(self, tree: Any) -> bool:
-        """Take the memory that a copy of `tree` needs; False where the host has not enough."""
-        sizes = tuple(tensor.nbytes for tensor in _unique(tree).values())
+    @staticmethod
+    def sizes_of(tree: Any) -> tuple[int, ...]:
+        """Bytes of each tensor."""
+        return tuple(tensor.nbytes for tensor in _unique(tree).values())
+
+    def reserve(self, sizes: tuple[int, ...]) -> bool:
+        """Take the memory that copies of these sizes need; False where the host has not enough."""
         with self.lock:
             if sizes == self.sizes:
                 return True
@@ -80,7 +86,7 @@ class HostCopies:
     def take(self, tree: Any) -> Copied:
         """Copy all tensors of `tree`; whatever else is in it is copied by value. Tensors that are one stay one."""
         found = _unique(tree)
-        if not self.reserve(tree):
+        if not self.reserve(tuple(tensor.nbytes for tensor in found.values())):
             log.warning("the host has no memory for a copy of what a checkpoint holds: the run waits for its writing")
             return Copied(_changed(tree, lambda tensor: tensor.detach()), live=True)
         _, places = _layout(self.sizes)
@@ -170,13 +176,22 @@ def _part(slab: Tensor, start: int, like: Tensor) -> Tensor:
     return own.view(like.dtype).view(like.shape)
 
 
+def host_tensor(like: Tensor, pinned: bool) -> Tensor:
+    """Memory of the host for a tensor of this shape and type."""
+    if not pinned or like.nbytes < SMALL:
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=pinned)
+    return _pinned(like.nbytes).view(like.dtype).view(like.shape)
+
+
 def _bytes(size: int) -> Tensor:
     return torch.from_numpy(np.empty(size, dtype=np.uint8))
 
 
 def _pinned(size: int) -> Tensor:
-    """Touched before it is pinned: the system then finds the pages in many threads and without the driver's lock."""
-    made = _bytes(size).zero_()
+    """Touched before it is pinned: the system then finds the pages in many threads and without the driver's lock. And
+    of exactly this size, where torch would take the next power of two."""
+    array = np.empty(size, dtype=np.uint8)
+    made = torch.from_numpy(array).zero_()
     runtime: Any = torch.cuda.cudart()
     refused = int(runtime.cudaHostRegister(made.data_ptr(), size, 0)) if size else 0
     if refused:
@@ -184,5 +199,5 @@ def _pinned(size: int) -> Tensor:
             torch.zeros(1, device="cuda")
         log.warning("the host's memory cannot be pinned (CUDA error %d): copies from the GPU are slower", refused)
     elif size:
-        weakref.finalize(made, runtime.cudaHostUnregister, made.data_ptr()).atexit = False
+        weakref.finalize(array, runtime.cudaHostUnregister, made.data_ptr()).atexit = False
     return made

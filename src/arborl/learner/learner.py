@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from arborl.learner.files import Snapshot, load, parts_of
 from arborl.learner.host_copy import HostCopies
 from arborl.learner.loss_scale import LossScale
 from arborl.learner.micro_batches import Fitting
+from arborl.learner.offload import Guest
 from arborl.learner.optimizer import Optimizer
 from arborl.learner.packing import MicroBatch, is_cut, places_of
 from arborl.learner.score import score
@@ -88,6 +89,8 @@ class Learner:
             raise ConfigError(f"learner.min_lr={config.min_lr:g} is above the rate of such a model, {self.lr:g}.")
         copied = needs.reference and not adapted
         self.reference = copy.deepcopy(model).requires_grad_(False) if copied else None
+        self.guest = Guest(self.reference) if self.reference is not None and config.offload == "all" else None
+        """Brings the reference to the device."""
         self.start = adapter_of(model) if needs.reference and adapted else None
         """The adapters that make the model its own reference."""
         check_critic(config, needs.value)
@@ -144,7 +147,7 @@ class Learner:
             after = found["after"] = terms.after.copy()
             after[cut] = self._say(self.model, trees, behind, self._critic())[1]
         if needs.reference:
-            with with_adapter(self.model, self.start) if self.start else nullcontext():
+            with with_adapter(self.model, self.start) if self.start else self.with_reference():
                 found["reference"] = self._say(self.reference or self.model, trees, terms)[0]
         if needs.teacher:
             found["teacher"] = self._taught(trees, terms)
@@ -165,7 +168,12 @@ class Learner:
         if self.start is not None:
             self.start = adapter_of(self.model)
         elif self.reference is not None:
-            self.reference.load_state_dict(self.model.state_dict())
+            with self.with_reference():
+                self.reference.load_state_dict(self.model.state_dict())
+
+    def with_reference(self) -> AbstractContextManager[None]:
+        """Inside, a reference model's weights are on the device."""
+        return self.guest.here() if self.guest is not None else nullcontext()
 
     def logprobs(self, trees: Sequence[TokenTree], terms: Terms) -> Tensor:
         """Log-probability of every term under the present weights."""
@@ -358,7 +366,8 @@ class Learner:
 
     def reserve(self) -> Callable[[], object]:
         """What takes the memory for a snapshot; it may be called in another thread."""
-        return partial(self.copies.reserve, parts_of(self))
+        with self.with_reference():
+            return partial(self.copies.reserve, self.copies.sizes_of(parts_of(self)))
 
     def snapshot(self) -> Snapshot:
         """Everything that must be kept, as it is now, to be written while training goes on. One is good at a time: the
