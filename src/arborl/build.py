@@ -107,6 +107,7 @@ def _build(config: RunConfig, workshop: Workshop) -> Parts:
     import torch
 
     from arborl.learner.learner import Learner
+    from arborl.learner.memory import planned
     from arborl.learner.teacher import teacher_of
     from arborl.models.probe import check_runs
     from arborl.models.scalar import load_origin
@@ -121,7 +122,10 @@ def _build(config: RunConfig, workshop: Workshop) -> Parts:
     model = _policy(config, folder)
     check_runs(model, config.model.name, config.sampling.max_context)
     _check_tokens(config, renderer, model)
-    engine = workshop.engine(model, renderer, cast)
+    origin = load_origin(began, model, folder) if began is not None else None
+    teacher = teacher_of(config, folder)
+    plan = planned(model, config, algorithm.needs)  # now that all models of others have their memory
+    engine = workshop.engine(model, renderer, cast, plan.kv_tokens)
     drawn = config.sampling
     sampling = Sampling(
         drawn.max_tokens,
@@ -135,9 +139,8 @@ def _build(config: RunConfig, workshop: Workshop) -> Parts:
     asked = config.rollout
     limits = Limits(asked.max_turns, drawn.max_context, asked.episode_seconds, asked.step_seconds)
     rollout = workshop.rollout(engine, cast, sampling, limits, rewards, given)
-    origin = load_origin(began, model, folder) if began is not None else None
-    teacher = teacher_of(config, folder)
-    learner = Learner(model, config.learner, sampling, algorithm.needs, steps, config.seed, origin, teacher)
+    settings = plan.settings(config.learner)
+    learner = Learner(model, settings, sampling, algorithm.needs, steps, config.seed, origin, teacher)
     evaluator: Measures = (
         GivenEvaluator(source, rollout, algorithm, config, learner)
         if config.data.given

@@ -102,7 +102,7 @@ class Learner:
             config,
             (self.lr, config.critic_lr or self.lr * (1 if separate else 10)),
         )
-        self.ways = Ways(config.attention, config.compile, config.recompute)
+        self.ways = Ways(config.attention, config.compile, config.recompute is True)
         self.fitting = Fitting(model, config)
         self.loss_scale = LossScale(model.dtype)
         self.copies = HostCopies(model.device)
@@ -279,7 +279,10 @@ class Learner:
                 metrics |= self.optimizer.step(scale, only="critic")
         self.optimizer.zero()
         metrics["learner/steps"] = 1.0 - metrics["learner/skipped"]
-        return metrics | {"learner/lr": self.lr * scale, "learner/micro_batch_tokens": float(self.fitting.budget)}
+        metrics |= {"learner/lr": self.lr * scale, "learner/micro_batch_tokens": float(self.fitting.budget)}
+        if self.model.device.type == "cuda":
+            metrics["learner/memory_gib"] = torch.cuda.max_memory_allocated(self.model.device) / 2**30
+        return metrics
 
     def backward(self, trees: Sequence[TokenTree], terms: Terms, algorithm: Algorithm) -> Metrics:
         """Leave this batch's gradients; return its loss and the mean over terms of everything worth logging."""
