@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # what needs torch
 
     from arborl.algorithms import Algorithm
     from arborl.learner.learner import Learner
+    from arborl.learner.memory import Plan
     from arborl.trainer.evaluate import Measures
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
@@ -62,6 +63,8 @@ class Parts:
     """What isolates the code that the model writes, where the run has some."""
     tools: OpenTools
     """What the tools came from."""
+    plan: Plan
+    """Of the device's memory."""
     followers: Makers = field(default_factory=dict)
     """Trackers beyond the run's own files, by name."""
 
@@ -148,7 +151,7 @@ def _build(config: RunConfig, workshop: Workshop) -> Parts:
     )
     return Parts(
         config, folder, model, renderer, engine, trained, cast, rollout, rewards, algorithm, learner, evaluator, steps,
-        found, workshop.open_tools, behind,
+        found, workshop.open_tools, plan, behind,
     )  # fmt: skip
 
 

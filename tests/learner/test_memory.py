@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import logging
 from itertools import pairwise
 
 import pytest
@@ -18,7 +17,7 @@ from arborl.config.run import LearnerConfig, LoraConfig
 from arborl.learner.attention_choice import sample
 from arborl.learner.executor import Way, hidden
 from arborl.learner.learner import Learner
-from arborl.learner.memory import GIB, LADDER, Planner, Sizes, planned, told
+from arborl.learner.memory import GIB, LADDER, Planner, Sizes, planned, told, warned
 from arborl.models.attention import NAME
 from arborl.models.load import load_model, resolve
 from arborl.models.lora import add_lora
@@ -157,6 +156,12 @@ def test_what_does_not_fit_says_so_and_takes_the_least():
     plan = planner(40).plan()
     assert not plan.fits
     assert (plan.tokens, plan.recompute, plan.kv_tokens) == (2_048, True, 1_024)
+    for words, better in (
+        ([], "offload=optimizer"),
+        (["learner.offload=all"], "lora"),
+        (["model.lora.rank=8"], "4bit"),
+    ):
+        assert better in warned(plan, load(None, words))
 
 
 def test_the_longest_branch_counts_though_micro_batches_are_shorter():
@@ -184,17 +189,17 @@ def test_adapters_need_no_copy_of_the_model_as_reference():
     assert made.plan().fits
 
 
-def test_one_line_tells_the_forecast_and_the_plan(caplog):
+def test_one_line_tells_the_forecast_and_the_plan():
     line = told(planner(100).plan(), FOUR, 139 * GIB)
     assert line.startswith(
         "4.02B parameters, all trained: weights 7.5, masters and AdamW 45.0, gradients 15.0, activat"
     )
     assert "tokens with recompute" in line
     assert line.endswith("of 139.0 GiB")
-    with caplog.at_level(logging.INFO):
-        config = load(None, ["model.device=cpu", "sampling.max_context=256"])
-        plan = planned(load_model(resolve("seedling"), device="cpu"), config, Needs())
-    assert "memory: 0.00B parameters, all trained: weights 0.0" in caplog.text
+    config = load(None, ["model.device=cpu", "sampling.max_context=256"])
+    plan = planned(load_model(resolve("seedling"), device="cpu"), config, Needs())
+    assert plan.told.startswith("2.1M parameters, all trained: weights 0.01")
+    assert plan.warning == ""
     assert (plan.tokens, plan.recompute) == (4_096, False)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ from arborl.trainer.evaluate import Measured
 from arborl.trainer.hooks import Evaluate, KeepEpisodes, RenewReference, Save, ShowEpisodes, named
 from arborl.trainer.trainer import Hook, Trainer
 from arborl.types import Group, Metrics
+
+log = logging.getLogger(__name__)
 
 
 class RunSession:
@@ -83,6 +86,9 @@ class RunSession:
             self.trackers.begin(Begun(self.home.name, self.home, self.memory["config"], trainer.step))
             for line in told(self.start) if self.start is not None else ():
                 console.note(line)
+            log.info("memory: %s", self.parts.plan.told)
+            if self.parts.plan.warning:
+                log.warning("%s", self.parts.plan.warning)
             try:
                 first = trainer.step == 0 and self.config.evaluation.before
                 if first and not self.memory["before"]:  # also where it was stopped while measuring

@@ -7,7 +7,6 @@ sizes of all query and all key heads, F size inside the layers' feed-forward par
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -22,8 +21,6 @@ from arborl.learner.optimizer import COARSE
 from arborl.learner.score import rows_at_once
 from arborl.models.lean import KINDS
 from arborl.models.lora import has_lora
-
-log = logging.getLogger(__name__)
 
 GIB = 2**30
 LADDER = (16_384, 8_192, 4_096, 2_048)
@@ -158,6 +155,10 @@ class Plan:
     forecast: Forecast
     limit: int
     """Bytes that the run may take."""
+    told: str = ""
+    """Forecast and plan in one line."""
+    warning: str = ""
+    """Where it does not fit, what to do."""
 
     @property
     def fits(self) -> bool:
@@ -256,7 +257,7 @@ class Planner:
 
 
 def planned(model: PreTrainedModel, config: RunConfig, needs: Needs) -> Plan:
-    """A run's plan, told in one line. On a CPU what is asked for is done: its memory is not the run's alone."""
+    """A run's plan. On a CPU what is asked for is done: its memory is not the run's alone."""
     sizes, cuda = Sizes.of(model), model.device.type == "cuda"
     context, engine, learner = config.sampling.max_context, config.engine, config.learner
     kv_token, drawn = _kv_token(model) if engine.name == "local" else 0, config.sampling
@@ -283,13 +284,8 @@ def planned(model: PreTrainedModel, config: RunConfig, needs: Needs) -> Plan:
     else:
         tokens, recompute = learner.micro_batch_tokens or 4_096, learner.recompute is True
         plan = Plan(tokens, recompute, wanted, planner.forecast(tokens, recompute, wanted), planner.limit)
-    log.info("memory: %s", told(plan, sizes, total))
-    if cuda and not plan.fits:
-        log.warning(
-            "memory: the forecast is %.1f GiB and %.1f may be taken. Write %s, or a smaller sampling.max_context.",
-            plan.forecast.total / GIB, plan.limit / GIB, advice(config),
-        )  # fmt: skip
-    return plan
+    warning = warned(plan, config) if cuda and not plan.fits else ""
+    return dataclasses.replace(plan, told=told(plan, sizes, total), warning=warning)
 
 
 def _kv_token(model: PreTrainedModel) -> int:
@@ -308,13 +304,20 @@ def told(plan: Plan, sizes: Sizes, total: int) -> str:
         "other models": parts.others, f"activations {how}": parts.activations, "logits": parts.logits,
         f"keys and values of {plan.kv_tokens:,} tokens": parts.kv, "beside": parts.beside,
     }  # fmt: skip
-    listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in named.items() if size)
+    listed = ", ".join(f"{name} {size / GIB:.{1 if size >= GIB else 2}f}" for name, size in named.items() if size)
+    count = sizes.parameters
+    many = f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
     kind = f"adapters of {sizes.trained / 1e6:.1f}M" if sizes.rank else "all trained"
     sums = f"{parts.total / GIB:.1f} of {total / GIB:.1f} GiB"
-    return f"{sizes.parameters / 1e9:.2f}B parameters, {kind}: {listed} -> {sums}"
+    return f"{many} parameters, {kind}: {listed} -> {sums}"
 
 
-def advice(config: RunConfig) -> str:
-    """What takes less."""
+def warned(plan: Plan, config: RunConfig) -> str:
+    """That it will hardly fit, and what takes less."""
     further = {"none": "learner.offload=optimizer", "optimizer": "learner.offload=all", "all": "model.lora.rank=16"}
-    return further[config.learner.offload] if not config.model.lora.rank else "model.quantize=4bit"
+    better = further[config.learner.offload] if not config.model.lora.rank else "model.quantize=4bit"
+    wanted, limit = plan.forecast.total / GIB, plan.limit / GIB
+    return (
+        f"the run will take about {wanted:.1f} GiB of the GPU, and {limit:.1f} may be planned with. Write {better}, or "
+        "a smaller sampling.max_context."
+    )
