@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # what needs torch
 
     from arborl.algorithms import Algorithm
     from arborl.learner.learner import Learner
+    from arborl.learner.memory import Plan
     from arborl.trainer.evaluate import Measures
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
@@ -62,6 +63,8 @@ class Parts:
     """What isolates the code that the model writes, where the run has some."""
     tools: OpenTools
     """What the tools came from."""
+    plan: Plan
+    """Of the device's memory."""
     followers: Makers = field(default_factory=dict)
     """Trackers beyond the run's own files, by name."""
 
@@ -112,6 +115,7 @@ def _build(config: RunConfig, workshop: Workshop) -> Parts:
     import torch
 
     from arborl.learner.learner import Learner
+    from arborl.learner.memory import planned
     from arborl.learner.teacher import teacher_of
     from arborl.models.probe import check_runs
     from arborl.models.scalar import load_origin
@@ -126,7 +130,10 @@ def _build(config: RunConfig, workshop: Workshop) -> Parts:
     model = _policy(config, folder)
     check_runs(model, config.model.name, config.sampling.max_context)
     _check_tokens(config, renderer, model)
-    engine = workshop.engine(model, renderer, cast)
+    origin = load_origin(began, model, folder) if began is not None else None
+    teacher = teacher_of(config, folder)
+    plan = planned(model, config, algorithm.needs)  # now that all models of others have their memory
+    engine = workshop.engine(model, renderer, cast, plan.kv_tokens)
     drawn = config.sampling
     sampling = Sampling(
         drawn.max_tokens,
@@ -140,9 +147,8 @@ def _build(config: RunConfig, workshop: Workshop) -> Parts:
     asked = config.rollout
     limits = Limits(asked.max_turns, drawn.max_context, asked.episode_seconds, asked.step_seconds)
     rollout = workshop.rollout(engine, cast, sampling, limits, rewards, given)
-    origin = load_origin(began, model, folder) if began is not None else None
-    teacher = teacher_of(config, folder)
-    learner = Learner(model, config.learner, sampling, algorithm.needs, steps, config.seed, origin, teacher)
+    settings = plan.settings(config.learner)
+    learner = Learner(model, settings, sampling, algorithm.needs, steps, config.seed, origin, teacher)
     evaluator: Measures = (
         GivenEvaluator(source, rollout, algorithm, config, learner)
         if config.data.given
@@ -150,7 +156,7 @@ def _build(config: RunConfig, workshop: Workshop) -> Parts:
     )
     return Parts(
         config, folder, model, renderer, engine, trained, cast, rollout, rewards, algorithm, learner, evaluator, steps,
-        found, workshop.open_tools, behind,
+        found, workshop.open_tools, plan, behind,
     )  # fmt: skip
 
 

@@ -225,11 +225,11 @@ class Workshop:
             engine, given.renderer, cast, sampling, limits, asked.concurrency, workers, training, tape, given
         )
 
-    def engine(self, model: PreTrainedModel, renderer: Renderer, cast: Cast) -> Engine:
+    def engine(self, model: PreTrainedModel, renderer: Renderer, cast: Cast, kv_tokens: int = 0) -> Engine:
         config = self.config
         found = self.find(ENGINES, config.engine.name)
         if config.engine.name == "local":
-            made: Engine = self._local(found, model, renderer)
+            made: Engine = self._local(found, model, renderer, kv_tokens)
         elif config.engine.name == "scripted":
             texts = config.engine.replies or cast.env(Task("check")).actions() or ("Yes.",)
             made = found(replies(renderer, texts), decode=renderer.tokenizer.decode)
@@ -237,14 +237,16 @@ class Workshop:
             made = found(model)
         return made
 
-    def _local(self, engine: Callable[..., Engine], model: PreTrainedModel, renderer: Renderer) -> Engine:
+    def _local(
+        self, engine: Callable[..., Engine], model: PreTrainedModel, renderer: Renderer, kv_tokens: int
+    ) -> Engine:
         config, asked = self.config, self.config.engine
         try:
             return engine(
                 model,
                 config.sampling.max_context,
                 asked.max_requests,
-                asked.kv_tokens,
+                kv_tokens,
                 asked.page_size,
                 config.deterministic,
                 renderer.tokenizer.decode,

@@ -1,5 +1,6 @@
 """A kill at any moment leaves a good checkpoint to resume from."""
 
+import hashlib
 import json
 import logging
 import os
@@ -10,7 +11,7 @@ import textwrap
 
 import pytest
 
-from arborl.checkpoint import Damaged, check_model, checkpoint, complete, find, load_state, rewind, save
+from arborl.checkpoint import Damaged, check_model, checkpoint, complete, find, load_state, manifest, rewind, save
 from arborl.errors import CannotWrite, ConfigError
 
 
@@ -196,6 +197,36 @@ def test_changed_bytes_of_the_same_size_are_found_by_hash(tmp_path):
         find(tmp_path, "3")
 
 
+def as_version_1(folder):
+    """The manifest as Arbor wrote it once: each file hashed in one go."""
+    path = folder / "MANIFEST"
+    manifest = json.loads(path.read_text()) | {"version": 1}
+    for name, entry in manifest["files"].items():
+        entry[1] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+    path.write_text(json.dumps(manifest))
+
+
+def test_a_checkpoint_of_the_first_version_is_read_and_compared_as_then(tmp_path):
+    folder = save(tmp_path, 3, writer(), {"a": 1}, keep=3)
+    as_version_1(folder)
+    assert find(tmp_path, "latest") == folder
+    (folder / "model" / "model.safetensors").write_text("weighty")
+    with pytest.raises(Damaged, match=r"model\.safetensors has the right size but not the bytes"):
+        find(tmp_path, "3")
+
+
+@pytest.mark.parametrize("place", [0, 99, 100, 199, 250])
+def test_a_byte_changed_in_any_piece_of_a_file_is_found(tmp_path, monkeypatch, place):
+    monkeypatch.setattr(manifest, "PIECE", 100)
+    folder = save(tmp_path, 3, lambda to: (to / "big").write_bytes(bytes(251)), {}, keep=3)
+    assert find(tmp_path, "3") == folder
+    data = bytearray(251)
+    data[place] = 1
+    (folder / "big").write_bytes(data)
+    with pytest.raises(Damaged, match="big has the right size but not the bytes"):
+        find(tmp_path, "3")
+
+
 @pytest.mark.parametrize("name", ["MANIFEST", "state.json", "model/model.safetensors"])
 def test_a_missing_file_is_named(tmp_path, name):
     folder = save(tmp_path, 3, writer(), {}, keep=3)
@@ -208,7 +239,7 @@ def test_a_missing_file_is_named(tmp_path, name):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"version": 2}', "version 2"),
+        ('{"version": 3}', "version 3"),
         ("[]", "cannot be read"),
         ("{", "cannot be read"),
         ("[" * 100_000, "cannot be read"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ from arborl.trainer.evaluate import Measured
 from arborl.trainer.hooks import Evaluate, KeepEpisodes, RenewReference, Save, ShowEpisodes, named
 from arborl.trainer.trainer import Hook, Trainer
 from arborl.types import Group, Metrics
+
+log = logging.getLogger(__name__)
 
 
 class RunSession:
@@ -91,6 +94,9 @@ class RunSession:
             self.trackers.begin(Begun(self.home.name, self.home, self.memory["config"], trainer.step))
             for line in told(self.start) if self.start is not None else ():
                 console.note(line)
+            log.info("memory: %s", self.parts.plan.told)
+            if self.parts.plan.warning:
+                log.warning("%s", self.parts.plan.warning)
             if (warm := getattr(self.parts.engine, "warm", None)) is not None:
                 warm(self.parts.rollout.sampling)
             try:
@@ -104,6 +110,7 @@ class RunSession:
                 console.progress("measuring on held-out tasks, after training")
                 after = await self._measure(trainer)
                 trainer.watch.failures.add(after.episodes, "the last evaluation")
+                save.finish()
             except asyncio.CancelledError:
                 self._save(trainer, save, console)
                 raise
@@ -115,6 +122,7 @@ class RunSession:
                 console.note(f"What happened is in {written.get('report', self.home)}")
                 raise
             finally:
+                save.close()
                 await self.parts.close()
         return await self._finish(trainer, after)
 

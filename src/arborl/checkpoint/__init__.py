@@ -3,10 +3,12 @@
 In reading order:
 
     checkpoint.py  Saving and finding checkpoints, so that a kill at any moment leaves a good one to resume from
+    background.py  Writing while the run goes on: one thread, one job at a time, and no failure is lost
     manifest.py    The file that makes a checkpoint complete: every file with its size and hash, written last
 """
 
+from arborl.checkpoint.background import Background
 from arborl.checkpoint.checkpoint import any_of, check_model, complete, find, load_state, rewind, save
 from arborl.checkpoint.manifest import Damaged
 
-__all__ = ["Damaged", "any_of", "check_model", "complete", "find", "load_state", "rewind", "save"]
+__all__ = ["Background", "Damaged", "any_of", "check_model", "complete", "find", "load_state", "rewind", "save"]

@@ -97,8 +97,9 @@ class EngineConfig(Named):
     max_requests: int = Field(256, ge=1)
     """Requests `local` samples at once; others wait their turn."""
     kv_tokens: int = Field(0, ge=0)
-    """Tokens whose keys and values `local` keeps. 0 takes a share of the memory: 30 % of what a GPU has free, 10 % of a
-    machine's. When it runs out the youngest request is put back and goes on later, with the same tokens."""
+    """Tokens whose keys and values `local` keeps. 0 takes a share of the memory: 30 % of what a GPU has free, or less
+    where the learner needs it; 10 % of a machine's. When it runs out the youngest request is put back and goes on
+    later, with the same tokens."""
     page_size: int = Field(0, ge=0)
     """Tokens a page of that memory. 0 chooses: 64 on a GPU; on a CPU a whole sequence, so that nothing is gathered."""
     replies: tuple[str, ...] = ()

@@ -36,7 +36,8 @@ class LearnerConfig(Config):
     """Optimiser steps a pass, each the mean over whole groups of its own; with fewer groups than this, fewer steps."""
     micro_batch_tokens: int = Field(0, ge=0)
     """Tree tokens that go through the model at once; changes memory and speed, never the result. 0 takes 4,096 on a CPU
-    and 16,384 on a GPU; where a GPU's memory does not suffice, it is halved until it does."""
+    and on a GPU as many, up to 16,384, as the forecast of its memory has room for; where that does not suffice, it is
+    halved until it does."""
     max_samples_per_trajectory: int | None = Field(None, ge=1)
     """Branches of an episode that are trained, where it has more; they count for those that are not. Without it, all.
     Advantages are always those of the whole episode."""
@@ -47,13 +48,20 @@ class LearnerConfig(Config):
     """How trees are attended; `auto` takes the cheapest. All give the same result; one that does not is left, with a
     warning."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """Compile the model's layers by torch (where attention is `kernel` or `flex`); `auto` does on a GPU. With `off`, a
-    GPU runs them by fused kernels of our own, which compile in seconds."""
-    recompute: bool = False
-    """Gradient checkpointing: run each layer again for its gradient instead of keeping what it computed."""
+    """`on`: torch compiles the model's layers (where attention is `kernel` or `flex`), which takes minutes. Else a GPU
+    runs them by fused kernels of our own, which are as quick and ready in seconds; `auto` compiles where those fail."""
+    recompute: bool | Literal["auto"] = "auto"
+    """Gradient checkpointing: run each layer again for its gradient instead of keeping what it computed. `auto` does on
+    a GPU whose memory is forecast not to suffice otherwise."""
+    memory_share: float = Field(0.9, gt=0, le=1)
+    """Part of what a GPU has free, once the model is there, that the run may plan to take: with `micro_batch_tokens=0`,
+    `recompute=auto` and `engine.kv_tokens=0` these are chosen so that learner and engine together fit."""
     master: Literal["float32", "none"] = "float32"
     """What the optimiser works on where the model is in bfloat16 or float16: float32 copies of its weights, or (for
     bfloat16 only) the weights themselves, which lose small updates."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """What a GPU does not hold between steps. `optimizer` keeps float32 masters and AdamW's moments in the host's
+    memory and brings them a part at a time; `all` gradients and the reference policy too. The result stays the same."""
     critic: Literal["auto", "none", "shared", "separate"] = "auto"
     """What estimates values: a head on the policy's own trunk, or a model of its own. `auto` is `shared` for an
     algorithm that needs one."""

@@ -53,13 +53,18 @@ def token_bytes(model: PreTrainedModel) -> int:
     return 2 * found.layers * found.key_heads * found.size * model.dtype.itemsize
 
 
+def host_memory() -> int:
+    """Bytes that this machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def default_kv_tokens(model: PreTrainedModel, context: int) -> int:
     """A share of the device's memory, and no more than some hundreds of sequences can use."""
     kind = model.device.type
     if kind == "cuda":
         memory = torch.cuda.mem_get_info(model.device)[0]
     else:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        memory = host_memory()
     share = int(memory * SHARE.get(kind, 0.1)) // token_bytes(model)
     return max(context, min(share, SEQUENCES.get(kind, 128) * context))
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,8 +24,11 @@ from arborl.learner import distributed, schedule
 from arborl.learner.apart import ask_apart
 from arborl.learner.attention_choice import Ways
 from arborl.learner.critic import Critic, check_critic
+from arborl.learner.files import Snapshot, load, parts_of
+from arborl.learner.host_copy import HostCopies
 from arborl.learner.loss_scale import LossScale
 from arborl.learner.micro_batches import Fitting
+from arborl.learner.offload import Guest
 from arborl.learner.optimizer import Optimizer
 from arborl.learner.packing import MicroBatch, is_cut, places_of
 from arborl.learner.score import score
@@ -37,8 +40,6 @@ from arborl.models.lora import (
     dropout_on,
     export_merged,
     has_lora,
-    load_adapter,
-    save_adapter,
     with_adapter,
 )
 from arborl.models.scalar import Origin
@@ -89,6 +90,8 @@ class Learner:
             raise ConfigError(f"learner.min_lr={config.min_lr:g} is above the rate of such a model, {self.lr:g}.")
         copied = needs.reference and not adapted
         self.reference = copy.deepcopy(model).requires_grad_(False) if copied else None
+        self.guest = Guest(self.reference) if self.reference is not None and config.offload == "all" else None
+        """Brings the reference to the device."""
         self.start = adapter_of(model) if needs.reference and adapted else None
         """The adapters that make the model its own reference."""
         check_critic(config, needs.value)
@@ -100,9 +103,12 @@ class Learner:
             config,
             (self.lr, config.critic_lr or self.lr * (1 if separate else 10)),
         )
-        self.ways = Ways(config.attention, config.compile, config.recompute)
+        self.ways = Ways(config.attention, config.compile, config.recompute is True)
         self.fitting = Fitting(model, config)
         self.loss_scale = LossScale(model.dtype)
+        self.copies = HostCopies(model.device)
+        self.leaving: Snapshot | None = None
+        """The snapshot that may still be under way from the device."""
         self.done = 0
         """Optimiser steps that the run has come past, those of skipped updates too: rates follow the run."""
 
@@ -142,7 +148,7 @@ class Learner:
             after = found["after"] = terms.after.copy()
             after[cut] = self._say(self.model, trees, behind, self._critic())[1]
         if needs.reference:
-            with with_adapter(self.model, self.start) if self.start else nullcontext():
+            with with_adapter(self.model, self.start) if self.start else self.with_reference():
                 found["reference"] = self._say(self.reference or self.model, trees, terms)[0]
         if needs.teacher:
             found["teacher"] = self._taught(trees, terms)
@@ -159,10 +165,16 @@ class Learner:
 
     def renew_reference(self) -> None:
         """The reference policy is from now on the policy as it is."""
+        self._settle()
         if self.start is not None:
             self.start = adapter_of(self.model)
         elif self.reference is not None:
-            self.reference.load_state_dict(self.model.state_dict())
+            with self.with_reference():
+                self.reference.load_state_dict(self.model.state_dict())
+
+    def with_reference(self) -> AbstractContextManager[None]:
+        """Inside, a reference model's weights are on the device."""
+        return self.guest.here() if self.guest is not None else nullcontext()
 
     def logprobs(self, trees: Sequence[TokenTree], terms: Terms) -> Tensor:
         """Log-probability of every term under the present weights."""
@@ -206,6 +218,7 @@ class Learner:
         Args:
             names: of the episodes, by their number.
         """
+        self._settle()
         began, whole = self.done, distributed.total(algorithm.count(terms))
         self.done = began + self.steps
         sound, metrics = self._without(terms, not_finite(terms), names)
@@ -267,7 +280,10 @@ class Learner:
                 metrics |= self.optimizer.step(scale, only="critic")
         self.optimizer.zero()
         metrics["learner/steps"] = 1.0 - metrics["learner/skipped"]
-        return metrics | {"learner/lr": self.lr * scale, "learner/micro_batch_tokens": float(self.fitting.budget)}
+        metrics |= {"learner/lr": self.lr * scale, "learner/micro_batch_tokens": float(self.fitting.budget)}
+        if self.model.device.type == "cuda":
+            metrics["learner/memory_gib"] = torch.cuda.max_memory_allocated(self.model.device) / 2**30
+        return metrics
 
     def backward(self, trees: Sequence[TokenTree], terms: Terms, algorithm: Algorithm) -> Metrics:
         """Leave this batch's gradients; return its loss and the mean over terms of everything worth logging."""
@@ -352,36 +368,30 @@ class Learner:
         """The parameters themselves, not copies."""
         return dict(self.model.state_dict())
 
+    def reserve(self) -> Callable[[], object]:
+        """What takes the memory for a snapshot; it may be called in another thread."""
+        with self.with_reference():
+            return partial(self.copies.reserve, self.copies.sizes_of(parts_of(self)))
+
+    def snapshot(self) -> Snapshot:
+        """Everything that must be kept, as it is now, to be written while training goes on. One is good at a time: the
+        next is made in the same memory."""
+        self.leaving = Snapshot.of(self, self.copies)
+        return self.leaving
+
     def save(self, folder: Path) -> None:
         """Model in Hugging Face form (adapters alone where there are some), and beside it what is needed to go on."""
-        if has_lora(self.model):
-            save_adapter(self.model, folder / "model")
-        else:
-            self.model.save_pretrained(folder / "model")
-        if self.reference is not None:
-            self.reference.save_pretrained(folder / "reference")
-        critic = {name: p.detach() for name, p in self.critic.trained().items()} if self.critic else {}
-        state: dict[str, Any] = {"optimizer": self.optimizer.state_dict(), "critic": critic, "reference": self.start}
-        state |= {"done": self.done, "budget": self.fitting.budget, "loss_scale": self.loss_scale.state_dict()}
-        torch.save(state, folder / "optimizer.pt")
+        self.snapshot().write(folder)
 
     def load(self, folder: Path) -> None:
         """Continue exactly where `save` left off."""
-        if has_lora(self.model):
-            load_adapter(self.model, folder / "model")
-        else:
-            _read(self.model, folder / "model")
-        if self.reference is not None:
-            _read(self.reference, folder / "reference")
-        state = torch.load(folder / "optimizer.pt", weights_only=True, map_location=self.model.device)
-        if self.critic is not None:
-            self.critic.load(state["critic"])
-        if self.start is not None and state.get("reference") is not None:
-            self.start = state["reference"]
-        self.optimizer.load_state_dict(state["optimizer"])
-        if "loss_scale" in state:
-            self.loss_scale.load_state_dict(state["loss_scale"])
-        self.done, self.fitting.budget = int(state["done"]), min(self.fitting.budget, int(state["budget"]))
+        load(self, folder)
+
+    def _settle(self) -> None:
+        """Before weights change: what a snapshot still copies must have been copied."""
+        if self.leaving is not None:
+            self.leaving.hold()
+            self.leaving = None
 
     def export(self, folder: Path) -> None:
         """The policy as an ordinary Hugging Face model; adapters are added to the weights they correct."""
@@ -389,10 +399,3 @@ class Learner:
             export_merged(self.model, folder)
         else:
             self.model.save_pretrained(folder)
-
-
-def _read(model: PreTrainedModel, folder: Path) -> None:
-    saved = type(model).from_pretrained(folder, dtype=model.dtype).state_dict()
-    with torch.no_grad():
-        for name, own in model.state_dict().items():
-            own.copy_(saved[name])

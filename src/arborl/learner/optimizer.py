@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from arborl.config.run import LearnerConfig
+from arborl.learner.offload import Away
 from arborl.types import Metrics
 
 COARSE = (torch.bfloat16, torch.float16)
@@ -25,20 +26,20 @@ class Masters:
     A coarse parameter's gradient moves to its master as soon as a backward pass has it, so both never exist at once.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], wanted: bool):
-        self.own = list(parameters)
+    def __init__(self, parameters: Iterable[nn.Parameter], wanted: bool, away: Away | None = None):
+        self.own, self.away = list(parameters), away
         self.all: list[nn.Parameter] = []
         for parameter in self.own:
             if not (wanted and parameter.dtype in COARSE):
                 self.all.append(parameter)
                 continue
-            master = nn.Parameter(parameter.detach().float())
+            master = away.master_of(parameter) if away is not None else nn.Parameter(parameter.detach().float())
             self.all.append(master)
             parameter.register_post_accumulate_grad_hook(_move_to(master))
 
     def publish(self) -> None:
         """The model's weights become the masters', rounded."""
-        coarse = [(p, m) for p, m in zip(self.own, self.all, strict=True) if m is not p]
+        coarse = [(p, m) for p, m in self.pairs if m is not p]
         if coarse:
             with torch.no_grad():
                 torch._foreach_copy_([p for p, _ in coarse], [m for _, m in coarse])
@@ -49,21 +50,29 @@ class Masters:
 
     def copies(self) -> list[Tensor]:
         """The masters that are copies, in order, for a checkpoint."""
-        return [m.detach() for p, m in zip(self.own, self.all, strict=True) if m is not p]
+        return [self._value(m) for p, m in self.pairs if m is not p]
+
+    @property
+    def pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """Each parameter with its master."""
+        return list(zip(self.own, self.all, strict=True))
+
+    def _value(self, master: nn.Parameter) -> Tensor:
+        return master.detach() if self.away is None else self.away.value(master)
 
     def restore(self, saved: Sequence[Tensor]) -> None:
         """The copies as `copies` gave them; without any, from the weights as they are now."""
-        held = [(p, m) for p, m in zip(self.own, self.all, strict=True) if m is not p]
+        held = [(p, m) for p, m in self.pairs if m is not p]
         with torch.no_grad():
             for (_, master), value in zip(held, saved or [p for p, _ in held], strict=True):
-                master.copy_(value)
+                self._value(master).copy_(value)
 
 
 def _move_to(master: nn.Parameter) -> Any:
     def move(parameter: Tensor) -> None:
         assert parameter.grad is not None
-        master.grad = parameter.grad.float() if master.grad is None else master.grad.add_(parameter.grad)
-        parameter.grad = None
+        gradient, parameter.grad = parameter.grad.to(master.device), None
+        master.grad = gradient.float() if master.grad is None else master.grad.add_(gradient)
 
     return move
 
@@ -79,8 +88,9 @@ class Optimizer:
         rates: tuple[float, float],
     ):
         self.config = config
-        wanted = config.master == "float32"
-        self.parts = {"policy": Masters(policy, wanted), "critic": Masters(critic, wanted)}
+        wanted, policy = config.master == "float32", list(policy)
+        self.away = Away(policy[0].device, config.offload == "all") if config.offload != "none" else None
+        self.parts = {"policy": Masters(policy, wanted, self.away), "critic": Masters(critic, wanted, self.away)}
         groups: list[dict[str, Any]] = []
         for part, rate in zip(self.parts.values(), rates, strict=True):
             for decays in (True, False):
@@ -88,7 +98,7 @@ class Optimizer:
                 decay = config.weight_decay if decays else 0.0
                 if chosen:
                     groups.append({"params": chosen, "weight_decay": decay, "lr": rate, "base": rate})
-        cuda = all(p.is_cuda for part in self.parts.values() for p in part.all)
+        cuda = all(p.is_cuda for part in self.parts.values() for p in part.own)
         self.adam = torch.optim.AdamW(groups, betas=config.betas, fused=cuda)
 
     def zero(self) -> None:
@@ -127,9 +137,7 @@ class Optimizer:
                 for name, part in self.parts.items():
                     if name != only:
                         part.zero()  # AdamW passes over what has no gradient
-            self.adam.step()
-            for part in self.parts.values():
-                part.publish()
+            self._step()
         metrics = {"learner/skipped": 0.0} if finite else {"learner/skipped": 1.0, "learner/skipped/gradient": 1.0}
         if "policy" in norms:
             metrics["learner/grad_norm"] = float(norms["policy"])
@@ -137,12 +145,23 @@ class Optimizer:
             metrics["learner/critic_grad_norm"] = float(norms["critic"])
         return metrics
 
+    def _step(self) -> None:
+        if self.away is not None:
+            self.away.step(self.adam, [pair for part in self.parts.values() for pair in part.pairs])
+            return
+        self.adam.step()
+        for part in self.parts.values():
+            part.publish()
+
     def state_dict(self) -> dict[str, Any]:
         return {"adam": self.adam.state_dict(), "masters": {name: part.copies() for name, part in self.parts.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """After the weights themselves have been loaded. Rates, decay and betas stay those of this configuration."""
-        groups = self.adam.state_dict()["param_groups"]
-        self.adam.load_state_dict({"state": state["adam"]["state"], "param_groups": groups})
+        if self.away is not None:
+            self.away.restore(self.adam, state["adam"]["state"])
+        else:
+            groups = self.adam.state_dict()["param_groups"]
+            self.adam.load_state_dict({"state": state["adam"]["state"], "param_groups": groups})
         for name, part in self.parts.items():
             part.restore(state["masters"][name])

@@ -79,17 +79,21 @@ def _shape(sampling: Sampling, device: torch.device) -> Shape:
     return Shape.of([sampling], device)
 
 
+def rows_at_once(device: torch.device, vocabulary: int) -> int:
+    """Terms whose logits are there at a time."""
+    if device.type == "cuda":
+        rows = torch.cuda.get_device_properties(device).total_memory // MEMORY_SHARE // vocabulary
+    else:
+        rows = min(ROWS_AT_ONCE, LOGITS_AT_ONCE // vocabulary)
+    return max(1, rows)
+
+
 def _chunks(
     model: PreTrainedModel, hidden_ME: Tensor, batch: MicroBatch, sampling: Sampling
 ) -> Iterator[tuple[Tensor, Tensor, Shape]]:
     """The terms in parts: what the model says, the token, and what it was drawn from: one shape where it is the run's
     for all, one row a term else."""
-    vocabulary = model.config.vocab_size
-    if hidden_ME.is_cuda:
-        rows = torch.cuda.get_device_properties(hidden_ME.device).total_memory // MEMORY_SHARE // vocabulary
-    else:
-        rows = min(ROWS_AT_ONCE, LOGITS_AT_ONCE // vocabulary)
-    rows = max(1, rows)
+    rows = rows_at_once(hidden_ME.device, model.config.vocab_size)
     (token,) = upload(hidden_ME.device, batch.terms.token)
     if batch.terms.drawn is None:
         shapes: Iterator[Shape] = repeat(_shape(sampling, model.device))

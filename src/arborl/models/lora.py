@@ -23,6 +23,7 @@ from arborl.errors import ConfigError
 from arborl.models.load import device_of, read_weights
 
 ADAPTER = "default"
+PREFIX = "base_model.model."
 HOW = "Install it: pip install 'arborl[peft]'"
 
 
@@ -148,9 +149,21 @@ def dropout_on(model: PreTrainedModel, seed: int) -> Iterator[None]:
                 module.eval()
 
 
-def save_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """The adapters alone. Transformers, where peft is, loads such a folder and finds the base by the path it names."""
-    model.save_pretrained(folder)
+def adapter_file(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The adapters under the names that peft's files have for them; not copies."""
+    return {f"{PREFIX}{name}": value for name, value in model.get_adapter_state_dict(ADAPTER).items()}
+
+
+def save_adapter(model: PreTrainedModel, folder: Path, tensors: dict[str, Tensor]) -> None:
+    """The adapters alone, as `adapter_file` names them. Transformers, where peft is, loads such a folder and finds the
+    base by the path it names."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    model.peft_config[ADAPTER].save_pretrained(folder)
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def load_adapter(model: PreTrainedModel, folder: Path) -> None:
@@ -159,7 +172,7 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
     from safetensors.torch import load_file
 
     saved: dict[str, Tensor] = load_file(folder / "adapter_model.safetensors")
-    plain = {name.removeprefix("base_model.model."): value for name, value in saved.items()}
+    plain = {name.removeprefix(PREFIX): value for name, value in saved.items()}
     found: Any = set_peft_model_state_dict(model, plain, adapter_name=ADAPTER)
     if found.unexpected_keys:
         raise ConfigError(f"{folder} holds adapters of another shape: {found.unexpected_keys[0]} has no place here.")

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from arborl import checkpoint
+from arborl.learner.files import Snapshot
 from arborl.rollout.store import EpisodeStore
 from arborl.trainer.evaluate import Measured, Measures
 from arborl.trainer.trainer import Trainer
@@ -74,7 +79,8 @@ class RenewReference:
 
 
 class Save:
-    """Write a checkpoint every so many steps, and at the last.
+    """Write a checkpoint every so many steps, and at the last, while the run goes on: it waits until everything has
+    been copied, and for the checkpoint before where that is still being written. A failure ends the run a step later.
 
     Args:
         root: the run's `checkpoints` folder.
@@ -87,21 +93,80 @@ class Save:
     def __init__(self, root: Path, every: int, keep: int, extra: dict[str, Any], beside: Callable[[Path], None]):
         self.root, self.every, self.keep = root, every, keep
         self.extra, self.beside = extra, beside
+        self.background = checkpoint.Background()
+        self.spent = {"time/checkpoint": 0.0, "time/checkpoint_written": 0.0}
+        self.told = dict(self.spent)
+        self.first = True
+        self.written: tuple[Path, dict[str, Any]] | None = None
+        """The last one, and what it remembers."""
 
     def __call__(self, trainer: Trainer) -> None:
+        self.background.look()
         if trainer.step % self.every == 0 or trainer.step == trainer.last:
-            self.now(trainer)
+            self._begin(trainer)
+        elif self.first:  # its memory is taken while the first steps run, which takes as long as many copies
+            self.background.start(trainer.learner.reserve())
+        self.first = False
+
+    def seconds(self) -> Metrics:
+        """Since the last call: what the run waited for checkpoints, and what writing them took beside it."""
+        before, self.told = self.told, dict(self.spent)
+        return {name: seconds - before[name] for name, seconds in self.told.items()}
 
     def now(self, trainer: Trainer) -> Path:
-        """Write one, whatever the step."""
+        """Write one, whatever the step, and wait for it. One of this very state need not be written again."""
+        try:
+            self.background.wait()
+        except Exception as error:  # the run ends; what is saved now is newer
+            log.warning("a checkpoint is not written: %s", error)
+        if self.written is None or self.written[1] != self._state(trainer) or not self.written[0].is_dir():
+            self._begin(trainer)
+            self.finish()
+        assert self.written is not None
+        return self.written[0]
+
+    def finish(self) -> None:
+        """Wait for what is being written."""
+        with self._waiting():
+            self.background.wait()
+
+    def close(self) -> None:
+        """The run is over, for whatever reason: nothing is being written when its folder is let go."""
+        self.background.close()
+
+    def _state(self, trainer: Trainer) -> dict[str, Any]:
+        """By value: what it is made of changes while it is written."""
+        state: dict[str, Any] = json.loads(json.dumps(trainer.state() | self.extra))
+        return state
+
+    def _begin(self, trainer: Trainer) -> None:
+        with self._waiting():
+            self.background.wait()
+            state, snapshot = self._state(trainer), trainer.learner.snapshot()
+            self.background.start(partial(self._write, trainer.step, state, snapshot))
+            if snapshot.live:
+                self.background.wait()
+
+    def _write(self, step: int, state: dict[str, Any], snapshot: Snapshot) -> None:
+        began = time.perf_counter()
 
         def write(folder: Path) -> None:
-            trainer.learner.save(folder)
+            snapshot.write(folder)
             self.beside(folder / "model")
 
-        path = checkpoint.save(self.root, trainer.step, write, trainer.state() | self.extra, self.keep)
-        log.info("saved %s", path)
-        return path
+        path = checkpoint.save(self.root, step, write, state, self.keep)
+        took = time.perf_counter() - began
+        self.spent["time/checkpoint_written"] += took
+        self.written = path, state
+        log.info("saved %s in %.1f s", path, took)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.spent["time/checkpoint"] += time.perf_counter() - began
 
 
 class ShowEpisodes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -36,6 +36,18 @@ class Hook(Protocol):
 
     async def after(self, trainer: Trainer, groups: Sequence[Group], metrics: Metrics) -> None:
         """Called when `trainer.step` steps are done; may add to `metrics`, which are logged afterwards."""
+        ...
+
+
+class Saver(Protocol):
+    """Keeps where the run stands."""
+
+    def __call__(self, trainer: Trainer) -> None:
+        """Called after every step, once its metrics are written."""
+        ...
+
+    def seconds(self) -> Metrics:
+        """What saving took since the last call; part of the next step's metrics."""
         ...
 
 
@@ -79,7 +91,7 @@ class Trainer:
         engine: Engine,
         tracker: Tracker,
         hooks: Sequence[Hook] = (),
-        save: Callable[[Trainer], None] | None = None,
+        save: Saver | None = None,
         steps: int | None = None,
     ):
         self.config, self.source, self.rollout, self.rewards = config, source, rollout, rewards
@@ -134,7 +146,8 @@ class Trainer:
             for hook in self.hooks:
                 await hook.after(self, groups, metrics)
         finally:
-            self.tracker.log(metrics | clock.stop(), step=self.step)
+            saved = self.save.seconds() if self.save is not None else {}
+            self.tracker.log(metrics | clock.stop() | saved, step=self.step)
         self._look(groups, metrics)
         if self.save is not None:  # after its metrics are written, so that a checkpoint never knows more than they do
             self.save(self)

@@ -1,0 +1,159 @@
+"""Whole runs whose disk is slow or full: what is being written when they end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+import arborl
+from arborl.checkpoint import complete, find
+from arborl.errors import CannotWrite
+
+SMALL = [
+    "rollout.tasks_per_step=2", "rollout.group_size=3", "trainer.steps=6", "trainer.save_every=1", "evaluation.tasks=0",
+    "env.args.size=3", "env.args.max_steps=4", "track.gifs=0", "track.tensorboard=false", "deterministic=true",
+    "threads=1", "model.device=cpu", "algorithm.skip_zero_variance=false",
+]  # fmt: skip
+
+SLOW = """
+import sys, time
+import torch
+from arborl.cli.main import main
+
+save = torch.save
+def slowly(*args):
+    time.sleep(0.7)
+    save(*args)
+    time.sleep(0.7)
+torch.save = slowly
+sys.argv = ["arborl", *sys.argv[1:]]
+main()
+"""
+
+
+def start(folder: Path, *words: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", SLOW, "train", *SMALL, *words, f"output_dir={folder}"]
+    return subprocess.Popen(
+        command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+
+
+def wait_until(true, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while not true():
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+
+
+def half_written(folder: Path, after: int):
+    """Whether a checkpoint is being written, and so many are there."""
+    root = folder / "checkpoints"
+    return lambda: len(complete(root)) >= after and any(root.glob(".tmp-*"))
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "checkpoints" / "step-000006" / "model" / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    command = [sys.executable, "-m", "arborl", "train", *SMALL, f"output_dir={folder}"]
+    subprocess.run(command, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    return folder
+
+
+@pytest.mark.parametrize("later", [0.0, *(pytest.param(wait, marks=pytest.mark.slow) for wait in (0.4, 0.9))])
+def test_a_run_killed_while_a_checkpoint_is_written_goes_on_from_the_one_before_and_ends_as_if_it_were_not(
+    whole, tmp_path, later
+):
+    victim = start(tmp_path / "cut")
+    wait_until(half_written(tmp_path / "cut", after=1), victim)
+    time.sleep(later)
+    victim.send_signal(signal.SIGKILL)
+    victim.communicate()
+    there = complete(tmp_path / "cut" / "checkpoints")
+    assert there
+    again = [sys.executable, "-m", "arborl", "train", "--resume", "latest", f"output_dir={tmp_path / 'cut'}"]
+    done = subprocess.run(again, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    ours, theirs = weights(tmp_path / "cut"), weights(whole)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert not list((tmp_path / "cut" / "checkpoints").glob(".*"))
+
+
+def test_ctrl_c_while_a_checkpoint_is_written_waits_and_leaves_nothing_half(tmp_path):
+    victim = start(tmp_path / "run", "trainer.steps=500")
+    wait_until(half_written(tmp_path / "run", after=1), victim)
+    victim.send_signal(signal.SIGINT)
+    said, _ = victim.communicate(timeout=60)
+    assert victim.returncode == 130, said
+    assert "Stopped at step" in said
+    assert "Traceback" not in said
+    root = tmp_path / "run" / "checkpoints"
+    assert not list(root.glob(".*"))
+    steps = (tmp_path / "run" / "metrics.jsonl").read_text().count("\n")
+    assert find(root, "latest").name == f"step-{steps:06}"
+
+
+def settings(folder: Path) -> dict[str, object]:
+    words = {key: yaml.safe_load(value) for key, value in (word.split("=") for word in SMALL)}
+    return {"output_dir": folder, "engine": "scripted"} | words
+
+
+def test_a_disk_that_fills_up_in_the_background_ends_the_run_with_one_sentence(tmp_path, monkeypatch):
+    save = torch.save
+
+    def full(state, path):
+        if state["done"] >= 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(state, path)
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(CannotWrite, match=r"step-000002: cannot be written: No space left on device\."):
+        arborl.run(**settings(tmp_path / "run"))
+    root = tmp_path / "run" / "checkpoints"
+    assert [path.name for path in root.iterdir()] == ["step-000001"]
+    assert "No space left" in (tmp_path / "run" / "run.log").read_text()
+    monkeypatch.setattr(torch, "save", save)
+    assert arborl.run(**settings(tmp_path / "run"), resume="latest").summary["steps"] == 6
+
+
+def test_a_disk_that_is_full_at_the_last_checkpoint_is_told_and_the_run_is_not_finished(tmp_path, monkeypatch):
+    def full(state, path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(CannotWrite, match="step-000006: cannot be written"):
+        arborl.run(**settings(tmp_path / "run") | {"trainer.save_every": 6})
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_an_error_elsewhere_does_not_hide_behind_a_checkpoint_nor_the_checkpoint_behind_it(tmp_path, monkeypatch):
+    """The run breaks while a checkpoint is written: its own error comes out, and the checkpoint is there."""
+    from arborl.trainer.trainer import Trainer
+
+    step = Trainer.train_step
+
+    async def breaks(self):
+        if self.step == 2:
+            raise RuntimeError("broken")
+        await step(self)
+
+    save = torch.save
+    monkeypatch.setattr(torch, "save", lambda *args: (time.sleep(0.5), save(*args)))
+    monkeypatch.setattr(Trainer, "train_step", breaks)
+    with pytest.raises(RuntimeError, match="broken"):
+        arborl.run(**settings(tmp_path / "run"))
+    assert find(tmp_path / "run" / "checkpoints", "latest").name == "step-000002"

@@ -1,0 +1,58 @@
+"""The forecast of a GPU's memory beside what an update takes of it."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from test_learner_cuda import Simple, forest_of
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from arborl.algorithms.algorithm import Needs
+from arborl.config.run import LearnerConfig, LoraConfig
+from arborl.learner.learner import Learner
+from arborl.learner.memory import GIB, Planner, Sizes
+from arborl.learner.score import rows_at_once
+from arborl.models.attention import NAME
+from arborl.models.lora import add_lora
+from arborl.types import Sampling
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize(
+    ("recompute", "rank", "offload"),
+    [(False, 0, "none"), (True, 0, "none"), (False, 16, "none"), (True, 16, "none"), (True, 0, "optimizer"),
+     (True, 0, "all")],
+)  # fmt: skip
+def test_an_update_takes_about_what_is_forecast_and_not_more(recompute, rank, offload):
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=32_000, hidden_size=1024, intermediate_size=3072, num_hidden_layers=16, num_attention_heads=16,
+        num_key_value_heads=4, head_dim=64, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config).to("cuda", torch.bfloat16).eval()
+    model.set_attn_implementation(NAME)
+    if rank:
+        add_lora(model, LoraConfig(rank=rank))
+    learner_config = LearnerConfig(micro_batch_tokens=8_192, recompute=recompute, offload=offload)
+    learner = Learner(model, learner_config, Sampling(), Needs(reference=True))
+    forest = forest_of(0, groups=10, prompt=2_000, answer=400)
+    assert sum(map(len, forest.trees)) > 16_384  # the largest micro-batch is nearly full
+    algorithm = Simple(Needs(reference=True))
+    for _ in range(2):
+        terms = learner.look(forest.trees, forest.terms, algorithm.needs)
+        torch.cuda.reset_peak_memory_stats()
+        learner.update(forest.trees, terms, algorithm)
+    peak = torch.cuda.max_memory_allocated() - before
+    sizes = Sizes.of(model)
+    rows = rows_at_once(model.device, sizes.vocabulary)
+    planner = Planner(sizes, learner_config, algorithm.needs, 2_500, 2**60, 0, 0, 0, 0, rows)
+    forecast = planner.forecast(8_192, recompute, 0)
+    expected = forecast.total - forecast.beside
+    print(f"peak {peak / GIB:.2f} GiB, forecast {expected / GIB:.2f}: {forecast}")  # noqa: T201
+    assert 0.5 * expected < peak < 1.15 * expected + 0.25 * GIB

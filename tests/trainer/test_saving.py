@@ -1,0 +1,191 @@
+"""The run does not wait for a checkpoint that is being written; the next one does, and a failure ends the run."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from arborl.checkpoint import complete, find, load_state
+from arborl.errors import CannotWrite
+from arborl.trainer.hooks import Save
+
+
+class Learner:
+    """Its snapshot is the number of its weights; writing it may be held up, or fail."""
+
+    def __init__(self):
+        self.weights, self.live = 0, False
+        self.gate = threading.Event()
+        self.gate.set()
+        self.error: Exception | None = None
+        self.reserved = 0
+        self.at_once = self.most = 0
+
+    def reserve(self):
+        self.reserved += 1
+        return lambda: None
+
+    def snapshot(self):
+        weights = self.weights
+
+        def write(folder):
+            self.at_once += 1
+            self.most = max(self.most, self.at_once)
+            try:
+                assert self.gate.wait(30)
+                (folder / "model").mkdir()
+                (folder / "model" / "weights").write_text(str(weights))
+                if self.error is not None:
+                    raise self.error
+            finally:
+                self.at_once -= 1
+
+        return SimpleNamespace(write=write, live=self.live)
+
+
+class Trainer:
+    def __init__(self, last=100):
+        self.step, self.last, self.learner, self.changing = 0, last, Learner(), [0]
+
+    def state(self):
+        return {"step": self.step, "seen": self.changing}
+
+    def train(self, save):
+        self.step += 1
+        self.learner.weights += 1
+        self.changing[0] += 1
+        save(self)
+
+
+@pytest.fixture
+def make(tmp_path):
+    made = []
+
+    def save(every=2, keep=2) -> Save:
+        made.append(Save(tmp_path, every, keep, {"before": {"reward": 1.0}}, lambda folder: None))
+        return made[-1]
+
+    yield save
+    for one in made:
+        one.close()
+
+
+def weights(folder) -> int:
+    return int((folder / "model" / "weights").read_text())
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_it_holds_the_step_it_was_begun_at(make, tmp_path):
+    save, trainer = make(every=2), Trainer()
+    trainer.learner.gate.clear()
+    for _ in range(3):
+        trainer.train(save)
+    assert complete(tmp_path) == []
+    trainer.learner.gate.set()
+    save.finish()
+    found = find(tmp_path, "latest")
+    assert (found.name, weights(found)) == ("step-000002", 2)
+    assert load_state(found) == {"step": 2, "seen": [2], "before": {"reward": 1.0}}
+
+
+def test_with_a_slow_disk_and_a_checkpoint_each_step_none_is_left_out_and_never_two_are_written_at_once(make, tmp_path):
+    save, trainer = make(every=1, keep=10), Trainer()
+    for _ in range(5):
+        trainer.learner.gate.clear()
+        threading.Timer(0.05, trainer.learner.gate.set).start()
+        trainer.train(save)
+    save.finish()
+    assert [weights(folder) for folder in complete(tmp_path)] == [1, 2, 3, 4, 5]
+    assert trainer.learner.most == 1
+
+
+def test_seconds_are_what_the_run_waited_and_what_writing_took(make):
+    save, trainer = make(every=1), Trainer()
+    assert save.seconds() == {"time/checkpoint": 0.0, "time/checkpoint_written": 0.0}
+    trainer.learner.gate.clear()
+    trainer.train(save)
+    first = save.seconds()
+    assert 0 < first["time/checkpoint"] < 0.2
+    assert first["time/checkpoint_written"] == 0.0
+    threading.Timer(0.3, trainer.learner.gate.set).start()
+    trainer.train(save)
+    second = save.seconds()
+    assert second["time/checkpoint"] > 0.2
+    assert second["time/checkpoint_written"] > 0.2
+    save.finish()
+    save.seconds()
+    assert save.seconds() == {"time/checkpoint": 0.0, "time/checkpoint_written": 0.0}
+
+
+def test_where_nothing_could_be_copied_the_run_waits(make, tmp_path):
+    save, trainer = make(every=1), Trainer()
+    trainer.learner.live = True
+    trainer.learner.gate.clear()
+    threading.Timer(0.1, trainer.learner.gate.set).start()
+    trainer.train(save)
+    assert weights(find(tmp_path, "latest")) == 1
+
+
+def failed(save: Save, trainer: Trainer) -> None:
+    """A checkpoint has been written, and the next has failed on a full disk."""
+    for _ in range(2):
+        trainer.train(save)
+    save.finish()
+    trainer.learner.error = OSError(errno.ENOSPC, "No space left on device")
+    for _ in range(2):
+        trainer.train(save)
+    deadline = time.monotonic() + 30
+    while save.background.busy and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def test_a_write_that_fails_ends_the_run_at_the_next_step_and_the_former_checkpoint_is_intact(make, tmp_path):
+    save, trainer = make(every=2, keep=1), Trainer()
+    failed(save, trainer)
+    with pytest.raises(CannotWrite, match=r"step-000004: cannot be written: No space left on device\. .*as it was"):
+        trainer.train(save)
+    assert weights(find(tmp_path, "latest")) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
+
+
+def test_a_write_that_fails_is_told_at_the_end_of_the_run_where_it_was_the_last(make):
+    save, trainer = make(every=2), Trainer()
+    failed(save, trainer)
+    with pytest.raises(CannotWrite, match="step-000004"):
+        save.finish()
+
+
+def test_a_run_that_is_stopped_saves_where_it_stands_though_the_write_before_has_failed(make, tmp_path, caplog):
+    save, trainer = make(every=2), Trainer()
+    failed(save, trainer)
+    trainer.learner.error = None
+    trainer.step += 1
+    assert save.now(trainer).name == "step-000005"
+    assert "step-000004: cannot be written" in caplog.text
+    assert load_state(find(tmp_path, "latest"))["step"] == 5
+
+
+def test_a_run_that_is_stopped_waits_for_the_checkpoint_being_written_and_writes_none_twice(make, tmp_path):
+    save, trainer = make(every=2), Trainer()
+    trainer.learner.gate.clear()
+    trainer.train(save)
+    trainer.train(save)
+    threading.Timer(0.1, trainer.learner.gate.set).start()
+    place = save.now(trainer)
+    made = place.stat().st_ino
+    assert save.now(trainer).stat().st_ino == made
+    trainer.changing[0] += 1  # what else is remembered has changed: then again
+    assert save.now(trainer).stat().st_ino != made
+    assert load_state(place)["seen"] == [3]
+
+
+def test_the_last_step_is_saved_and_memory_is_taken_ahead_once(make, tmp_path):
+    save, trainer = make(every=10), Trainer(last=3)
+    for _ in range(3):
+        trainer.train(save)
+    save.finish()
+    assert [folder.name for folder in complete(tmp_path)] == ["step-000003"]
+    assert trainer.learner.reserved == 1
