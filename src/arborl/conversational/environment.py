@@ -270,7 +270,9 @@ class ConversationEnvironment(Environment):
         apart = range(len(self.scenarios), len(self.game.scenarios))
         return self.game.rows(apart) if apart else None
 
-    async def transcripts(self, count: int, skill: float = 0.5, seed: int = 0) -> list[dict[str, Any]]:
+    async def transcripts(
+        self, count: int, skill: float = 0.5, seed: int = 0, eval_share: float = EVAL_SHARE
+    ) -> list[dict[str, Any]]:
         """Conversations of a scripted agent, to imitate: it knows a good reply to each line, and gives it in a share of
         `skill`; else it says what fits somewhere else. Held-out scenarios are not among them.
 
@@ -278,8 +280,13 @@ class ConversationEnvironment(Environment):
             count: how many.
             skill: between 0 and 1.
             seed: of all chance.
+            eval_share: as in the `TrainingConfig` that they are for.
         """
-        rows = self.rows() if self.held_out is not None else split(self.rows(), EVAL_SHARE)[0]
+        rows = self.rows() if self.held_out is not None else split(self.rows(), eval_share)[0]
+        if not 0 <= skill <= 1 or count < 1:
+            raise ConfigError(
+                f"transcripts, count={count}, skill={skill}: give 1 or more, and a share between 0 and 1."
+            )
         chance = generator(seed, "transcripts")
         made = []
         for number in range(count):
