@@ -14,7 +14,8 @@ NAME = "MANIFEST"
 VERSION = 2
 """Since 2 a file's hash is that of its pieces' hashes, so that many cores can work on one file."""
 PIECE = 2**26
-THREADS = min(8, os.cpu_count() or 1)
+THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
+"""The run goes on meanwhile, and needs cores too."""
 
 
 class Damaged(ConfigError):

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 log = logging.getLogger(__name__)
@@ -79,7 +80,10 @@ class HostCopies:
             wanted, _ = _layout(sizes)
             if sum(wanted) > SPARE * free_memory():
                 return False
-            self.slabs = [_pinned(size) if self.device.type == "cuda" else _bytes(size) for size in wanted]
+            self.slabs = [
+                _pinned(size) if self.device.type == "cuda" else _touched(np.empty(size, dtype=np.uint8))
+                for size in wanted
+            ]
             self.sizes = sizes
             return True
 
@@ -183,15 +187,16 @@ def host_tensor(like: Tensor, pinned: bool) -> Tensor:
     return _pinned(like.nbytes).view(like.dtype).view(like.shape)
 
 
-def _bytes(size: int) -> Tensor:
-    return torch.from_numpy(np.empty(size, dtype=np.uint8))
+def _touched(array: NDArray[np.uint8]) -> Tensor:
+    """Its pages are looked for by the system now, in many threads, and not at the first copy."""
+    return torch.from_numpy(array).zero_()
 
 
 def _pinned(size: int) -> Tensor:
-    """Touched before it is pinned: the system then finds the pages in many threads and without the driver's lock. And
-    of exactly this size, where torch would take the next power of two."""
+    """Touched before it is pinned, or the driver would look for the pages under its lock; and of exactly this size,
+    where torch would take the next power of two."""
     array = np.empty(size, dtype=np.uint8)
-    made = torch.from_numpy(array).zero_()
+    made = _touched(array)
     runtime: Any = torch.cuda.cudart()
     refused = int(runtime.cudaHostRegister(made.data_ptr(), size, 0)) if size else 0
     if refused:
