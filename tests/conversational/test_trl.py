@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -32,7 +34,7 @@ from arborl.types import Call, Completion, Episode, Finish, Task
 pytest.importorskip("trl")
 from trl import GRPOConfig
 
-ASKED = ("Hello!", "Who are you?", "How are you?", "What can you do?", "Thank you.", "Goodbye.")
+ASKED = ("Hello!", "Who are you?", "Good morning. How is it going?", "What can you do?", "Thank you.", "Goodbye.")
 
 
 class Talk(Environment):
@@ -73,34 +75,38 @@ def said(episodes):
     return [[list(call.completion.tokens) for call in episode.calls] for episode in episodes]
 
 
-@pytest.fixture(scope="module")
-def done(tmp_path_factory):
-    """A run of two updates, every batch that TRL made of what it was given, and by how much its model and our engine
-    disagree about the likelihood of what was sampled."""
+@contextmanager
+def watching():
+    """Every batch that TRL makes of what it is given, and by how much its model, at that time, and our engine disagree
+    about the likelihood of what was sampled."""
     from trl import GRPOTrainer
 
-    folder, seen, gaps = tmp_path_factory.mktemp("trl") / "run", [], []
-    honest = GRPOTrainer._generate_and_score_completions
+    honest, seen, gaps = GRPOTrainer._generate_and_score_completions, [], []
 
     def watched(trainer, inputs):
         batch = honest(trainer, inputs)
-        seen.append({name: value.clone() for name, value in batch.items()})
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
         there = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
         with torch.no_grad():
-            theirs = trainer._get_per_token_logps_and_entropies(trainer.model, ids, there, len(batch["tool_mask"][0]))[
-                0
-            ]
-        gaps.append(
-            ((theirs - batch["sampling_per_token_logps"]) * batch["completion_mask"] * batch["tool_mask"]).abs()
-        )
+            size = batch["completion_ids"].shape[1]
+            theirs = trainer._get_per_token_logps_and_entropies(trainer.model, ids, there, size)[0]
+        trained_on = batch["completion_mask"] * batch["tool_mask"]
+        seen.append({name: value.clone() for name, value in batch.items()})
+        gaps.append(((theirs - batch["sampling_per_token_logps"]) * trained_on).abs().max().item())
         return batch
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GRPOTrainer, "_generate_and_score_completions", watched)
-        work = TRLGRPOTrainerWrapper(agent(), Talk(), short, settings(folder, num_episodes=4, lr_scheduler="none"))
-        trained = asyncio.run(work.train())
-    return trained, seen, max(gap.max().item() for gap in gaps)
+        yield seen, gaps
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """A run of two updates, and what TRL made of it."""
+    chosen = settings(tmp_path_factory.mktemp("trl") / "run", num_episodes=4, lr_scheduler="none")
+    with watching() as (seen, gaps):
+        trained = asyncio.run(TRLGRPOTrainerWrapper(agent(), Talk(), short, chosen).train())
+    return trained, seen, gaps
 
 
 def test_the_ids_in_trls_batch_are_those_that_were_recorded(done):
@@ -151,12 +157,26 @@ def test_the_first_conversations_are_those_of_our_own_trainer(done, tmp_path):
 
 
 def test_the_second_step_is_sampled_from_the_updated_weights(done):
-    """What the engine said is the likelihood of a token, the model after the first update says too."""
-    trained, *_ = done
+    trained, _, gaps = done
     assert {call.completion.version for episode in rows(trained, 2) for call in episode.calls} == {1}
-    first, second = (seen["sampling_per_token_logps"] for seen in done[1])
-    assert first.shape != second.shape or not torch.allclose(first, second)
-    assert done[2] == pytest.approx(0.0, abs=1e-4)
+    assert max(gaps) < 1e-4
+    assert len(gaps) == 2
+
+
+def test_a_model_with_learned_positions_and_dropout_reads_what_it_sampled_from(tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    shape = {"vocab_size": 2048, "n_positions": 256, "n_embd": 32, "n_layer": 1, "n_head": 2}
+    GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=None, eos_token_id=2)).save_pretrained(tmp_path / "gpt2")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copyfile(resolve("seedling") / name, tmp_path / "gpt2" / name)
+    speaker = MultiTurnAgent(AgentConfig(model_name=str(tmp_path / "gpt2"), max_new_tokens=6))
+    chosen = settings(tmp_path / "run", num_episodes=4, learning_rate=1e-2, eval_share=0)
+    with watching() as (seen, gaps):
+        asyncio.run(TRLGRPOTrainerWrapper(speaker, Talk(), short, chosen).train())
+    assert any(not batch["tool_mask"][:, 0].all() for batch in seen)  # prompts of different lengths were in a batch
+    assert max(gaps) < 1e-4
 
 
 def test_the_trained_agent_talks_with_the_new_weights_and_the_given_one_with_the_old(done):
