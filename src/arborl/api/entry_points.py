@@ -28,6 +28,7 @@ from arborl.trainer.failing import FailureWatch
 
 if TYPE_CHECKING:
     from arborl.trainer.evaluate import Measured
+    from arborl.trainer.trainer import Hook
 
 T = TypeVar("T")
 
@@ -72,7 +73,12 @@ def run(**settings: Any) -> Run:
 
 
 def train(
-    config: RunConfig, *, resume: str | None = None, stub: bool = False, objects: Mapping[str, Any] | None = None
+    config: RunConfig,
+    *,
+    resume: str | None = None,
+    stub: bool = False,
+    objects: Mapping[str, Any] | None = None,
+    hooks: Sequence[Hook] = (),
 ) -> Run:
     """Train as the configuration says; everything that can be wrong with it is found before anything is written.
 
@@ -81,6 +87,7 @@ def train(
         resume: `latest`, a step, or a checkpoint's path.
         stub: a few small steps on scripted replies, to see the whole loop work.
         objects: parts handed in by Python code, by the name the configuration uses for them.
+        hooks: what else is done after every step; one that raises `RunStopped` ends the run, with a checkpoint.
     """
     config = stubbed(config) if stub else config
     plain(config)  # an object among the arguments, which no file can hold, is found before anything starts
@@ -97,7 +104,7 @@ def train(
             RunSession,  # needs torch, which takes seconds; what is wrong has been said by now
         )
 
-        session = RunSession(parts, home, start, stops.saving)
+        session = RunSession(parts, home, start, stops.saving, hooks)
         return Run(home, wait_for(session.run(), stops), objects or {})
 
 

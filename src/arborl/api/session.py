@@ -42,11 +42,19 @@ class RunSession:
         home: its folder.
         start: the checkpoint to go on from, if any.
         saving: called when the run was told to stop and comes to its last checkpoint.
+        hooks: what else is done after every step, when the run's own are done.
     """
 
-    def __init__(self, parts: Parts, home: Path, start: Start | None, saving: Callable[[], None] = lambda: None):
+    def __init__(
+        self,
+        parts: Parts,
+        home: Path,
+        start: Start | None,
+        saving: Callable[[], None] = lambda: None,
+        hooks: Sequence[Hook] = (),
+    ):
         self.parts, self.config, self.home, self.start = parts, parts.config, home, start
-        self.saving = saving
+        self.saving, self.hooks = saving, hooks
         self.memory: dict[str, Any] = {"before": {}, "config": masked(plain(self.config))}
         self.log = RunLog(home / "run.log", plain(self.config))
         self.trackers = Trackers([])
@@ -123,7 +131,7 @@ class RunSession:
             hooks.append(self.held_out)
         trainer = Trainer(
             config, parts.source, parts.rollout, parts.rewards, parts.algorithm, parts.learner, parts.engine,
-            Trackers([]), hooks, save, parts.steps,
+            Trackers([]), [*hooks, *self.hooks], save, parts.steps,
         )  # fmt: skip
         return trainer, save
 
