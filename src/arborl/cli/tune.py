@@ -16,7 +16,8 @@ from arborl.errors import ConfigError, did_you_mean
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from arborl.tune import HPOSummary, RunObjective, Trial
+    from arborl.tune import HPOSummary, Trial
+    from arborl.tune.run_objective import RunObjective
     from arborl.tune.space import Domain
 
 OPTIONS = (

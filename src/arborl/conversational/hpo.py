@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -100,14 +100,24 @@ async def quick_hpo(
     if hpo_config is not None and (n_trials is not None or search_space is not None):
         raise ConfigError("hpo_config says n_trials and search_space. Leave them out beside it.")
     asked = hpo_config or HPOConfig(search_space or "grpo", 50 if n_trials is None else n_trials)
-    if run_trial is None:
-        from arborl.conversational.training import trial as run_trial
+    once = run_trial or _training()
     where = Path(folder) if folder is not None else Path("studies") / as_name(type(agent).__name__)
     plan = asked.plan(where, {name: getattr(base_config, name, None) for name in asked.space})
 
     async def objective(params: Params, report: Report) -> float:
-        return await run_trial(
-            agent, environment, reward_function, base_config, params, folder=report.folder, report=report
-        )
+        return await once(agent, environment, reward_function, base_config, params, folder=report.folder, report=report)
 
-    return await search(plan, objective, backend, {"base_config": repr(base_config)})
+    return await search(plan, objective, backend, {"base_config": _described(base_config)})
+
+
+def _training() -> RunTrial:
+    from arborl.conversational.training import trial  # needs torch, which what is wrong above need not wait for
+
+    found: RunTrial = trial
+    return found
+
+
+def _described(config: Any) -> dict[str, str]:
+    """What a configuration says, to be compared with that of a study which goes on."""
+    names = [one.name for one in fields(config)] if is_dataclass(config) else list(getattr(config, "__dict__", ()))
+    return {name: str(getattr(config, name)) for name in names}

@@ -18,10 +18,9 @@ In reading order:
 """
 
 from arborl.tune.named import get_search_space
-from arborl.tune.run_objective import RunObjective
 from arborl.tune.space import read_space
 from arborl.tune.study import search
 from arborl.tune.summary import HPOSummary
 from arborl.tune.trial import Plan, Report, Trial
 
-__all__ = ["HPOSummary", "Plan", "Report", "RunObjective", "Trial", "get_search_space", "read_space", "search"]
+__all__ = ["HPOSummary", "Plan", "Report", "Trial", "get_search_space", "read_space", "search"]

@@ -31,7 +31,9 @@ log = logging.getLogger(__name__)
 NAME = "study"
 WAIT = 0.5
 """Seconds between two looks at trials of other processes, which may die and leave some."""
-PLAYED = "the process ended in the middle of it, twice"
+ENOUGH = 4
+"""Trials that must have come to their end before one is stopped for doing worse than they did."""
+TWICE = "the process ended in the middle of it, twice"
 
 
 class OptunaBackend:
@@ -108,7 +110,6 @@ class Board:
             (plan.folder / "workers").mkdir(parents=True, exist_ok=True)
         self.guard = FileLock(plan.folder / ".lock")
         self.alive = self._lock_of(self.me)
-        startup = max(1, min(5, plan.trials // 3))
         with self.guard:
             self._hold(self.alive)
             self.storage = optuna.storages.RDBStorage(
@@ -119,7 +120,7 @@ class Board:
                 study_name=NAME,
                 direction=plan.direction,
                 load_if_exists=True,
-                pruner=optuna.pruners.MedianPruner(startup) if plan.pruning else optuna.pruners.NopPruner(),
+                pruner=optuna.pruners.MedianPruner(ENOUGH) if plan.pruning else optuna.pruners.NopPruner(),
             )
             if not self.study.get_trials(deepcopy=False):
                 self.study.enqueue_trial(plan.known, user_attrs={"default": True})
@@ -156,7 +157,7 @@ class Board:
         """One for each trial, so that a study that goes on does not draw again what it drew at its beginning."""
         import optuna
 
-        startup = max(1, min(10, self.plan.trials // 3))  # drawn at random, before there is much to estimate from
+        startup = 3 + len(self.plan.space)  # drawn at random, before there is much to estimate from
         seed = derive(self.plan.seed, "tune", number) % 2**32
         return optuna.samplers.TPESampler(n_startup_trials=startup, seed=seed, multivariate=False)
 
@@ -205,7 +206,7 @@ class Board:
         )
         again = bool(trial.user_attrs.get("again"))
         kept = {"default": True} if trial.user_attrs.get("default") else {}
-        self.storage.set_trial_user_attr(number, "reason", PLAYED if again else "the process ended in the middle of it")
+        self.storage.set_trial_user_attr(number, "reason", TWICE if again else "the process ended in the middle of it")
         if not again:
             self.storage.set_trial_user_attr(number, "lost", True)
             self.study.enqueue_trial(dict(trial.params), user_attrs=kept | {"again": True})

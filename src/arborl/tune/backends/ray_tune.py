@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ class RayTuneBackend:
     """Hands the trials to `ray.tune`, `plan.jobs` at a time."""
 
     def __init__(self) -> None:
+        os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # the study has its own lines
+        os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")  # files are named from where the study was begun
         try:
             from ray import tune  # noqa: F401
         except ImportError as error:
@@ -37,13 +41,30 @@ class RayTuneBackend:
                 "--backend optuna."
             )
         (plan.folder / FOLDER).mkdir(parents=True)
-        os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")
-        os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
-        first = await asyncio.to_thread(_fit, plan, objective, True)
-        others = await asyncio.to_thread(_fit, plan, objective, False) if plan.trials > 1 else []
-        for trial in (*first, *others):
+        plan = replace(plan, folder=plan.folder.resolve())
+        with _connected(plan.jobs):
+            first = _fit(plan, objective, True)
+            tell(first[0])
+            others = _fit(plan, objective, False) if plan.trials > 1 else []
+        for trial in others:
             tell(trial)
         return [*first, *others]
+
+
+@contextmanager
+def _connected(jobs: int) -> Iterator[None]:
+    """To the cluster that this process is in, or `RAY_ADDRESS` names; else to one of its own, as long as it is used."""
+    import ray
+
+    mine = not ray.is_initialized()
+    if mine:
+        alone = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": jobs, "include_dashboard": False}
+        ray.init(log_to_driver=False, logging_level="error", **alone)
+    try:
+        yield
+    finally:
+        if mine:
+            ray.shutdown()
 
 
 @dataclass(slots=True)
@@ -75,9 +96,9 @@ def _fit(plan: Plan, objective: Objective, default: bool) -> list[Trial]:
     scheduler = MedianStoppingRule("step", "value", mode, grace_period=0) if plan.pruning and not default else None
 
     def trainable(config: dict[str, Any]) -> None:
-        number = config.pop("_number")
-        report = RayReport(number, plan.folder_of(number))
-        outcome: Outcome = asyncio.run(attempt(objective, config, report, lambda: False))
+        report = RayReport(config["_number"], plan.folder_of(config["_number"]))
+        params = {name: config[name] for name in space}
+        outcome: Outcome = asyncio.run(attempt(objective, params, report, lambda: False))
         value = outcome.value if outcome.value is not None else float("nan")
         step = int(report.last.get("step", 0)) + 1
         said = {"state": outcome.state, "reason": outcome.reason, "seconds": outcome.seconds}
@@ -93,7 +114,7 @@ def _fit(plan: Plan, objective: Objective, default: bool) -> list[Trial]:
             scheduler=scheduler,
         ),
         run_config=tune.RunConfig(
-            name="default" if default else "trials", storage_path=str((plan.folder / FOLDER).resolve()), verbose=0
+            name="default" if default else "trials", storage_path=str(plan.folder / FOLDER), verbose=0
         ),
     )
     return [_trial(plan, result, default) for result in tuner.fit()]

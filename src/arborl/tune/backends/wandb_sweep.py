@@ -33,15 +33,19 @@ class WandbBackend:
             except ImportError as error:
                 raise missing("wandb", "wandb", "wandb", error) from error
         self.wandb = service
-        if not service.api.api_key:
-            raise ConfigError(
-                "backend=wandb: sweeps are chosen by the server of Weights & Biases, and nobody is logged in. Write "
-                "`wandb login`, or set WANDB_API_KEY; or write --backend optuna, which needs no account."
-            )
         if os.environ.get("WANDB_MODE", "online") in ("offline", "disabled"):
             raise ConfigError(
                 "backend=wandb: there are no sweeps without the server, and WANDB_MODE="
                 f"{os.environ['WANDB_MODE']}. Unset it, or write --backend optuna."
+            )
+        try:
+            known, why = service.login(prompt=False), "nobody is logged in"
+        except service.Error as error:
+            known, why = False, f"it does not know this key ({error})"
+        if not known:
+            raise ConfigError(
+                f"backend=wandb: sweeps are chosen by the server of Weights & Biases, and {why}. Write `wandb login`, "
+                "or set WANDB_API_KEY; or write --backend optuna, which needs no account."
             )
 
     async def run(self, plan: Plan, objective: Objective, tell: Tell) -> list[Trial]:
