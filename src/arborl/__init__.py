@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         TrajectoryGroup,
         reward_function,
     )
+    from arborl.conversational.hpo import HPOConfig, HPOSummary, get_search_space, quick_hpo
     from arborl.envs import Env, Observation, Step
     from arborl.rewards import reward
     from arborl.tools import tool
@@ -54,6 +55,8 @@ _HOMES = {
     "EngagementReward": "arborl.conversational",
     "Env": "arborl.envs",
     "Episode": "arborl.types",
+    "HPOConfig": "arborl.conversational.hpo",
+    "HPOSummary": "arborl.conversational.hpo",
     "HelpfulnessReward": "arborl.conversational",
     "Message": "arborl.types",
     "MultiObjectiveReward": "arborl.conversational",
@@ -71,6 +74,8 @@ _HOMES = {
     "TaskCompletionReward": "arborl.conversational",
     "TechnicalSupportReward": "arborl.conversational",
     "TrajectoryGroup": "arborl.conversational",
+    "get_search_space": "arborl.conversational.hpo",
+    "quick_hpo": "arborl.conversational.hpo",
     "reward": "arborl.rewards",
     "reward_function": "arborl.conversational",
     "run": "arborl.api",
@@ -87,6 +92,8 @@ __all__ = [
     "EngagementReward",
     "Env",
     "Episode",
+    "HPOConfig",
+    "HPOSummary",
     "HelpfulnessReward",
     "Message",
     "MultiObjectiveReward",
@@ -105,6 +112,8 @@ __all__ = [
     "TechnicalSupportReward",
     "TrajectoryGroup",
     "__version__",
+    "get_search_space",
+    "quick_hpo",
     "reward",
     "reward_function",
     "run",

@@ -16,7 +16,7 @@ from arborl.errors import ConfigError, did_you_mean
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from arborl.tune import HPOSummary, Trial
+    from arborl.tune import HPOSummary, Plan, Trial
     from arborl.tune.run_objective import RunObjective
     from arborl.tune.space import Domain
 
@@ -68,10 +68,7 @@ def tune(
     _one_of("--budget", budget, ("episodes", "free"))
     _one_of("--keep", keep, ("best", "all"))
 
-    from arborl.tune.backends import find_backend
-    from arborl.tune.keep import KeepBest
     from arborl.tune.run_objective import RunObjective, usual_direction
-    from arborl.tune.study import search
     from arborl.tune.trial import Plan
 
     searched = read(space, param or ())
@@ -82,8 +79,17 @@ def tune(
         searched, trials, folder, direction or usual_direction(objective.metric),  # type: ignore[arg-type]
         pruning, objective.base.seed, jobs, objective.defaults(searched),
     )  # fmt: skip
+    run(plan, objective, backend, keep)
+
+
+def run(plan: Plan, objective: RunObjective, backend: str, keep: str) -> None:
+    """Search, with a line for each trial, and show what was found."""
+    from arborl.tune.backends import find_backend
+    from arborl.tune.keep import KeepBest
+    from arborl.tune.study import search
+
     chosen = find_backend(backend)
-    objective.check(searched)
+    objective.check(plan.space)
     tidy = KeepBest(plan)
 
     def tell(trial: Trial) -> None:
@@ -91,7 +97,7 @@ def tune(
         if keep == "best":
             tidy(trial)
 
-    typer.echo(f"{objective.base.name}: {trials} trials into {folder}, {jobs} at a time")
+    typer.echo(f"{objective.base.name}: {plan.trials} trials into {plan.folder}, {plan.jobs} at a time")
     try:
         found = asyncio.run(search(plan, objective, chosen, objective.about, tell, objective.metric))
     except KeyboardInterrupt:

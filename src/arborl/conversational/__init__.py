@@ -7,6 +7,7 @@ In reading order:
 
     trajectory.py  What was said, as plain turns
     reward.py      Rewards that read turns; each is a reward of `arborl.rewards` too
+    hpo.py         Hyper-parameter search for conversational agents
 """
 
 from arborl.conversational.reward import RewardFunction, RewardResult, reward_function

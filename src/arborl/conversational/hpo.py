@@ -13,7 +13,7 @@ from arborl.tune.named import get_search_space
 from arborl.tune.space import Domain, Params, read_space
 from arborl.tune.study import search
 from arborl.tune.summary import HPOSummary
-from arborl.tune.trial import Plan, Report
+from arborl.tune.trial import Plan, Report, require_some
 
 __all__ = ["HPOConfig", "HPOSummary", "get_search_space", "quick_hpo"]
 
@@ -54,6 +54,7 @@ class HPOConfig:
     """Of the search; trials have their own configuration's."""
 
     def __post_init__(self) -> None:
+        require_some("n_trials", self.n_trials)
         self.plan(Path())
 
     @property

@@ -43,6 +43,11 @@ class EndsStudy(ConfigError):
     """Wrong in a way that every trial would be."""
 
 
+def require_some(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name}={value!r} must be a whole number >= 1. Write {name}=1 or more.")
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A study: what is searched, how often, and where it is kept."""
@@ -61,10 +66,8 @@ class Plan:
     """What the settings as they are say of the parameters, as far as that is known."""
 
     def __post_init__(self) -> None:
-        for name in ("trials", "jobs"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name}={value!r} must be a whole number >= 1. Write {name}=1 or more.")
+        require_some("trials", self.trials)
+        require_some("jobs", self.jobs)
         if self.direction not in ("maximize", "minimize"):
             near = did_you_mean(str(self.direction), ("maximize", "minimize"))
             raise ConfigError(f"direction={self.direction!r} must be maximize or minimize.{near}")
