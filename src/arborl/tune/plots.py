@@ -84,7 +84,7 @@ def _slice(axes: Axes, summary: HPOSummary, name: str, domain: Domain) -> None:
     known = [trial for trial in shown if domain.contains(trial.params.get(name))]
     places: list[Any] = [trial.params[name] for trial in known]
     if isinstance(domain, Choice):
-        places = [domain.choices.index(value) for value in places]
+        places = [domain.index(value) for value in places]
         axes.set_xticks(range(len(domain.choices)), [str(value) for value in domain.choices])
         axes.set_xlim(-0.5, len(domain.choices) - 0.5)
     elif domain.log:

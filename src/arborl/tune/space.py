@@ -56,6 +56,9 @@ class Choice:
     def contains(self, value: Any) -> bool:
         return any(_same(value, choice) for choice in self.choices)
 
+    def index(self, value: Any) -> int:
+        return next(number for number, choice in enumerate(self.choices) if _same(value, choice))
+
     @property
     def ends(self) -> tuple[Value, ...]:
         return self.choices
