@@ -102,8 +102,15 @@ def test_a_backend_whose_package_is_missing_says_what_to_install(
 
 def test_ray_tries_the_plan(tmp_path: Path) -> None:
     pytest.importorskip("ray.tune")
+
+    async def alone(params: dict[str, Any], report: Any) -> float:  # workers cannot import this file
+        if params.get("c") == "b":
+            raise ValueError("no b")
+        report(1, 0.5)
+        return -float((params.get("x", 9.0) - 2) ** 2)
+
     plan = Plan(SPACE, 5, tmp_path / "study", default={"x": 9.0})
-    found = asyncio.run(search(plan, objective, "ray_tune"))
+    found = asyncio.run(search(plan, alone, "ray_tune"))
     assert [trial.number for trial in found.trials] == [0, 1, 2, 3, 4]
     assert found.default_reward == -49.0
     for trial in found.trials[1:]:

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 import os
 import subprocess
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from arborl.api import Run
+from arborl.config.base import plain
 from arborl.config.load import load
-from arborl.errors import ConfigError
+from arborl.errors import ConfigError, RunStopped
+from arborl.tune import run_trial
 from arborl.tune.budget import episodes
 from arborl.tune.keep import KeepBest
 from arborl.tune.run_objective import RunObjective, usual_direction
 from arborl.tune.space import read_space
 from arborl.tune.summary import summarise
-from arborl.tune.trial import Plan, Trial
+from arborl.tune.trial import EndsStudy, Plan, Trial
 
 pytest.importorskip("optuna")
 TINY = ["engine=scripted", "trainer.steps=4", "rollout.tasks_per_step=2", "rollout.group_size=4", "evaluation.tasks=4"]
@@ -240,3 +246,56 @@ def test_a_killed_study_of_runs_leaves_no_process_behind_and_goes_on(tmp_path: P
     trials = json.loads((tmp_path / "study" / "summary.json").read_text())["trials"]
     assert [trial["state"] for trial in trials] == ["done", "lost", "done"]
     assert trials[1]["params"] == trials[2]["params"]
+
+
+@dataclass
+class Stops:
+    """Says stop at once."""
+
+    folder: Path
+    trial: int = 0
+    heard: list[tuple[int, float]] = field(default_factory=list)
+
+    def __call__(self, step: int, value: float) -> bool:
+        self.heard.append((step, value))
+        return True
+
+
+def test_a_trial_that_is_told_to_stop_ends_there(tmp_path: Path) -> None:
+    report = Stops(tmp_path / "trials" / "000")
+    value = asyncio.run(objective(*TINY)({"learner.lr": 1e-3}, report))
+    assert math.isnan(value)
+    assert [step for step, _ in report.heard] == [8]  # episodes: one step of two groups of four
+    summary = json.loads((report.folder / "summary.json").read_text())
+    assert (summary["steps"], summary["stopped"]) == (1, True)
+
+
+def test_a_trial_whose_process_dies_says_where_to_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(RunStopped, match=r"its process ended with code 1; see .*000\.log"):
+        asyncio.run(objective(*TINY)({"learner.lr": 1e-3}, Stops(tmp_path / "trials" / "000")))
+
+
+@pytest.mark.parametrize(
+    ("after", "said"),
+    [
+        ({"reward": 0.5, "tasks": 4.0, "failed": 0.0}, {"has": ["failed", "reward", "tasks"]}),
+        ({"success": 0.25, "tasks": 4.0, "failed": 0.0}, {"value": 0.25}),
+        ({"tasks": 4.0, "failed": 4.0}, {"error": "all 4 held-out episodes failed"}),
+    ],
+)
+def test_a_run_says_its_number_or_why_there_is_none(
+    after: dict[str, float], said: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("arborl.api.train", lambda config, hooks: Run(Path(), {"after": after}))
+    order = {"config": plain(load(None, [])), "metric": "success"}
+    assert run_trial._train(order, None) == said  # type: ignore[arg-type]
+
+
+def test_a_file_that_is_changed_ends_the_study(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("seed: 1\n")
+    asked = RunObjective.of(file, [])
+    file.write_text("seed: 2\n")
+    with pytest.raises(EndsStudy, match="was changed while its study runs"):
+        asyncio.run(asked({}, Stops(tmp_path / "trials" / "000")))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from arborl.errors import ConfigError, did_you_mean
+from arborl.errors import ArborError, ConfigError, did_you_mean
 from arborl.tune.space import Params, Space
 
 Direction = Literal["maximize", "minimize"]
@@ -142,5 +142,5 @@ async def attempt(objective: Objective, params: Params, report: Report, stopped:
 def told(error: BaseException) -> str:
     """An error in one line."""
     words = " ".join(str(error).split())
-    said = words if isinstance(error, ConfigError) else f"{type(error).__name__}: {words}".rstrip(": ")
+    said = words if isinstance(error, ArborError) else f"{type(error).__name__}: {words}".rstrip(": ")
     return said if len(said) <= 500 else said[:497] + "..."

@@ -105,7 +105,7 @@ def _fit(plan: Plan, objective: Objective, default: bool) -> list[Trial]:
         tune.report({"value": value, "step": step, **said})
 
     tuner = tune.Tuner(
-        tune.with_resources(trainable, {"cpu": 1}),
+        tune.with_resources(trainable, _share(plan.jobs)),
         param_space={**space, **numbers},
         tune_config=tune.TuneConfig(
             metric=None if scheduler else "value",
@@ -117,13 +117,21 @@ def _fit(plan: Plan, objective: Objective, default: bool) -> list[Trial]:
             name="default" if default else "trials", storage_path=str(plan.folder / FOLDER), verbose=0
         ),
     )
-    return [_trial(plan, result, default) for result in tuner.fit()]
+    return [_trial(plan, number, result, default) for number, result in enumerate(tuner.fit(), begin)]
 
 
-def _trial(plan: Plan, result: Any, default: bool) -> Trial:
-    """What became of one, from the last that it said."""
+def _share(jobs: int) -> dict[str, float]:
+    """What each trial is given; one that is given no part of a GPU sees none."""
+    import ray
+
+    gpus = ray.cluster_resources().get("GPU", 0.0)
+    return {"cpu": 1.0} | ({"gpu": min(1.0, gpus / jobs)} if gpus else {})
+
+
+def _trial(plan: Plan, number: int, result: Any, default: bool) -> Trial:
+    """What became of one, from the last that it said; one whose process died may have said nothing."""
     said, config = dict(result.metrics or {}), dict(result.config or {})
-    number = config.pop("_number")
+    config.pop("_number", None)
     state = said.get("state", "failed")
     reason = said.get("reason", "")
     if result.error is not None:
