@@ -65,7 +65,7 @@ def study(seed: int, args: argparse.Namespace) -> dict[str, Any]:
     cores = len(os.sched_getaffinity(0))
     run(["tune", *options, *asked, *base, f"seed={seed}"], cores)
     found = json.loads((out / "study" / "summary.json").read_text())
-    best = found["trials"][found["best_trial"]]
+    best = next(trial for trial in found["trials"] if trial["number"] == found["best_trial"])
     chosen = [] if best["default"] else RunObjective.of(None, base, METRIC).overrides(found["best_params"])
     seeds = [FRESH + 10 * seed + number for number in range(args.confirm)]
     jobs = [(name, extra, fresh) for name, extra in (("default", []), ("best", chosen)) for fresh in seeds]

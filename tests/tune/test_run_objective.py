@@ -135,6 +135,9 @@ def test_trials_are_measured_at_the_same_numbers_of_episodes() -> None:
         ({"rollout.group_size": "uniform:4:8.5"}, "rollout.group_size: must be a whole number"),
         ({"algorithm": ["grpo", "gppo"]}, "gppo"),
         ({"rollout.group_size": "int:2:5"}, "cannot be divided by 5"),
+        ({"evaluation.tasks": [10, 20]}, "evaluation.tasks: is about how trials are measured or kept"),
+        ({"output_dir": ["a", "b"]}, "output_dir: is about how trials are measured or kept"),
+        ({"learning_rate": "log:1e-5:1", "learner.lr": [1, 2]}, "learner.lr and learning_rate both set learner.lr"),
     ],
 )
 def test_a_wrong_parameter_is_found_before_the_first_trial(space: dict[str, Any], said: str) -> None:

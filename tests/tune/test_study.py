@@ -15,7 +15,7 @@ import pytest
 
 from arborl.errors import ConfigError, RunStopped
 from arborl.tune import HPOSummary, Plan, Report, Trial, read_space, search
-from arborl.tune.backends.optuna_study import OptunaBackend
+from arborl.tune.backends.optuna_study import Board, OptunaBackend
 from arborl.tune.trial import EndsStudy
 
 pytest.importorskip("optuna")
@@ -302,13 +302,10 @@ def test_a_killed_study_goes_on_with_what_is_missing(tmp_path: Path) -> None:
 
 def test_a_trial_whose_process_ends_twice_has_failed(tmp_path: Path) -> None:
     """Else a setting that takes the memory of the machine would be tried for ever."""
-
-    async def ends(params: dict[str, Any], report: Report) -> float:
-        raise asyncio.CancelledError
-
     for _ in range(2):
-        with pytest.raises(asyncio.CancelledError):
-            study(plan(tmp_path, 3), ends)
+        board = Board(plan(tmp_path, 3))
+        board.claim()
+        board.close()  # as far as others can see, this is a process that has ended
     trials = trials_of(plan(tmp_path, 3))
     assert [trial.state for trial in trials] == ["lost", "failed", "done", "done"]
     assert [trial.default for trial in trials] == [True, True, False, False]
@@ -332,6 +329,26 @@ def test_two_processes_that_begin_at_once_try_no_more_than_asked(tmp_path: Path)
     trials = rows(tmp_path)
     assert [trial["state"] for trial in trials] == ["done"] * 5
     assert sum(trial["default"] for trial in trials) == 1
+
+
+def test_a_trial_that_was_interrupted_twice_has_not_failed(tmp_path: Path) -> None:
+    """Who interrupts a study means no trial of it."""
+
+    async def interrupted(params: dict[str, Any], report: Report) -> float:
+        raise asyncio.CancelledError
+
+    for _ in range(3):
+        with pytest.raises(asyncio.CancelledError):
+            study(plan(tmp_path, 2), interrupted)
+    assert [trial.state for trial in trials_of(plan(tmp_path, 2))] == ["lost", "lost", "lost", "done", "done"]
+
+
+@pytest.mark.parametrize("name", ["a b", "50% of {it}", "why?", "#1", "ünï", "it's"])
+def test_a_study_may_be_kept_in_any_folder(tmp_path: Path, name: str) -> None:
+    trials_of(plan(tmp_path / name, 1))
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert len(trials_of(plan(tmp_path / name, 2))) == 2
+    assert (tmp_path / name / "study" / "study.db").exists()
 
 
 def test_an_interrupted_trial_is_tried_again(tmp_path: Path) -> None:

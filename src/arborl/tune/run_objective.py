@@ -34,6 +34,8 @@ LOOKS = 4
 """With pruning, parts of a run; between them it is measured."""
 SHARED = ("output_dir", "rollout.record", "track.render_save_dir")
 """Places that all trials would write to at once."""
+SAME = ("evaluation", "track", "name")
+"""Sections that say how a run is measured and kept, and nothing of how it trains."""
 SMALLER = ("loss", "perplexity", "failed")
 """Measures of which less is better."""
 
@@ -82,11 +84,7 @@ class RunObjective:
         run's parts are there: before anything is written."""
         if self.base.evaluation.tasks == 0:
             raise ConfigError("evaluation.tasks=0: nothing would tell trials apart. Write evaluation.tasks=200.")
-        everywhere = set(paths(RunConfig))
-        for name in space:
-            word = name.rpartition(".")[2]
-            if name not in everywhere and name not in KEYS and word in KEYS:
-                raise ConfigError(f"{name}: unknown key. Did you mean {KEYS[word][0]!r}?")
+        _check_names(space)
         for name, domain in space.items():
             for value in domain.ends:
                 self.config({name: value})
@@ -170,6 +168,23 @@ class RunObjective:
             raise EndsStudy(_no_metric(self.metric, said["has"]))
         where = report.folder.with_suffix(".log")
         raise RunStopped(said.get("error") or f"its process ended with code {await process.wait()}; see {where}")
+
+
+def _check_names(space: Space) -> None:
+    """That parameters are about training, and that no two of them set the same key."""
+    everywhere, set_by = set(paths(RunConfig)), dict[str, str]()
+    for name in space:
+        word = name.rpartition(".")[2]
+        if name not in everywhere and name not in KEYS and word in KEYS:
+            raise ConfigError(f"{name}: unknown key. Did you mean {KEYS[word][0]!r}?")
+        if name in SHARED or name.partition(".")[0] in SAME:
+            raise ConfigError(
+                f"{name}: is about how trials are measured or kept, which must be the same for all. Leave it out."
+            )
+        for key in KEYS.get(name, (name,)):
+            if other := set_by.get(key):
+                raise ConfigError(f"{name} and {other} both set {key}. Leave one out.")
+            set_by[key] = name
 
 
 def known_metric(config: RunConfig, name: str) -> str:

@@ -33,7 +33,7 @@ WAIT = 0.5
 """Seconds between two looks at trials of other processes, which may die and leave some."""
 ENOUGH = 4
 """Trials that must have come to their end before one is stopped for doing worse than they did."""
-TWICE = "the process ended in the middle of it, twice"
+DIED = "the process ended in the middle of it"
 
 
 class OptunaBackend:
@@ -112,9 +112,7 @@ class Board:
         self.alive = self._lock_of(self.me)
         with self.guard:
             self._hold(self.alive)
-            self.storage = optuna.storages.RDBStorage(
-                f"sqlite:///{plan.folder / 'study.db'}", engine_kwargs={"connect_args": {"timeout": 60}}
-            )
+            self.storage = _database(plan.folder / "study.db")
             self.study = optuna.create_study(
                 storage=self.storage,
                 study_name=NAME,
@@ -176,9 +174,10 @@ class Board:
         return next(trial for trial in self.trials() if trial.number == claim.trial)
 
     def lose(self, claim: Claim) -> None:
-        """It was interrupted: it does not count, and is tried again."""
+        """It was interrupted, for no fault of its own: it does not count, and is tried again."""
         with self.guard:
-            self._lose(self.study.get_trials(deepcopy=False)[claim.trial])
+            trial = self.study.get_trials(deepcopy=False)[claim.trial]
+            self._lose(trial, "it was interrupted", bool(trial.user_attrs.get("again")))
 
     def _bury(self) -> None:
         """Trials whose process is gone are lost."""
@@ -196,20 +195,28 @@ class Board:
                     continue  # it lives
                 lock.release()
                 Path(lock.lock_file).unlink(missing_ok=True)
-            self._lose(trial)
+            if trial.user_attrs.get("again"):  # it may well be its doing: out of memory, say
+                self._fail(trial, f"{DIED}, twice")
+            else:
+                self._lose(trial, DIED, again=True)
 
-    def _lose(self, trial: optuna.trial.FrozenTrial) -> None:
+    def _lose(self, trial: optuna.trial.FrozenTrial, reason: str, again: bool) -> None:
+        """It does not count; the same is tried anew.
+
+        Args:
+            again: whether a process has died of it.
+        """
+        default = bool(trial.user_attrs.get("default"))
+        self.study.enqueue_trial(dict(trial.params), user_attrs={"default": default, "again": again})
+        self._fail(trial, reason, lost=True)
+
+    def _fail(self, trial: optuna.trial.FrozenTrial, reason: str, lost: bool = False) -> None:
         import optuna
 
-        number = self.storage.get_trial_id_from_study_id_trial_number(
-            self.storage.get_study_id_from_name(NAME), trial.number
-        )
-        again = bool(trial.user_attrs.get("again"))
-        kept = {"default": True} if trial.user_attrs.get("default") else {}
-        self.storage.set_trial_user_attr(number, "reason", TWICE if again else "the process ended in the middle of it")
-        if not again:
-            self.storage.set_trial_user_attr(number, "lost", True)
-            self.study.enqueue_trial(dict(trial.params), user_attrs=kept | {"again": True})
+        study = self.storage.get_study_id_from_name(NAME)
+        own = self.storage.get_trial_id_from_study_id_trial_number(study, trial.number)
+        self.storage.set_trial_user_attr(own, "reason", reason)
+        self.storage.set_trial_user_attr(own, "lost", lost)
         self.study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
 
     # -------------------------------------------------------------------------------------------- reading
@@ -245,6 +252,19 @@ class Board:
                 f"{self.plan.folder}: this file system has no locks, without which nobody knows whether a trial is "
                 "still being played. Write --study FOLDER on another."
             ) from error
+
+
+def _database(path: Path) -> optuna.storages.RDBStorage:
+    """The file is opened by its path: in an address, a `?`, a `%` or a brace of the path would mean something."""
+    import sqlite3
+
+    import optuna
+    from sqlalchemy.pool import NullPool
+
+    def opened() -> sqlite3.Connection:
+        return sqlite3.connect(path, timeout=60, check_same_thread=False)
+
+    return optuna.storages.RDBStorage("sqlite://", engine_kwargs={"creator": opened, "poolclass": NullPool})
 
 
 def _suggest(trial: optuna.Trial, name: str, domain: Domain) -> Any:
