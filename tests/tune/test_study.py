@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import subprocess
 import sys
 import time
@@ -245,6 +246,17 @@ def test_a_trial_that_does_worse_than_the_median_is_stopped(tmp_path: Path) -> N
     assert taken[4] == 0
     assert found.trials[4].value == 0.0
     assert found.best.number < 4
+
+
+def test_a_trial_may_stop_by_raising(tmp_path: Path) -> None:
+    objective, _ = steps(lambda number: number < 4)
+
+    async def raising(params: dict[str, Any], report: Report) -> float:
+        if math.isnan(value := await objective(params, report)):
+            raise RunStopped("there is no number")
+        return float(value)
+
+    assert study(plan(tmp_path, 5), raising).trials[4].state == "pruned"
 
 
 def test_without_pruning_every_trial_comes_to_its_end(tmp_path: Path) -> None:

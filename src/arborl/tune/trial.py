@@ -133,6 +133,8 @@ async def attempt(objective: Objective, params: Params, report: Report, stopped:
     except (EndsStudy, asyncio.CancelledError, KeyboardInterrupt):
         raise
     except (Exception, SystemExit) as error:
+        if stopped():  # one way to stop is to raise
+            return ended("pruned")
         return ended("failed", None, told(error))
     if stopped():
         return ended("pruned", value if math.isfinite(value) else None)
