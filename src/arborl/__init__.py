@@ -53,6 +53,7 @@ if TYPE_CHECKING:
         train,
         train_with_gspo,
     )
+    from arborl.conversational.hpo import HPOConfig, HPOSummary, get_search_space, quick_hpo
     from arborl.envs import Env, Observation, Step
     from arborl.rewards import reward
     from arborl.tools import tool
@@ -84,6 +85,8 @@ _HOMES = {
     "EnvironmentState": "arborl.conversational",
     "Episode": "arborl.types",
     "GSPOConfig": "arborl.conversational",
+    "HPOConfig": "arborl.conversational.hpo",
+    "HPOSummary": "arborl.conversational.hpo",
     "HelpfulnessReward": "arborl.conversational",
     "Message": "arborl.types",
     "MultiObjectiveReward": "arborl.conversational",
@@ -109,6 +112,8 @@ _HOMES = {
     "TrajectoryGroup": "arborl.conversational",
     "ValueFunction": "arborl.conversational",
     "get_config_for_task": "arborl.conversational",
+    "get_search_space": "arborl.conversational.hpo",
+    "quick_hpo": "arborl.conversational.hpo",
     "reward": "arborl.rewards",
     "reward_function": "arborl.conversational",
     "run": "arborl.api",
@@ -137,6 +142,8 @@ __all__ = [
     "EnvironmentState",
     "Episode",
     "GSPOConfig",
+    "HPOConfig",
+    "HPOSummary",
     "HelpfulnessReward",
     "Message",
     "MultiObjectiveReward",
@@ -163,6 +170,8 @@ __all__ = [
     "ValueFunction",
     "__version__",
     "get_config_for_task",
+    "get_search_space",
+    "quick_hpo",
     "reward",
     "reward_function",
     "run",

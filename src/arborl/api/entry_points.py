@@ -75,7 +75,12 @@ def run(**settings: Any) -> Run:
 
 
 def train(
-    config: RunConfig, *, resume: str | None = None, stub: bool = False, objects: Mapping[str, Any] | None = None
+    config: RunConfig,
+    *,
+    resume: str | None = None,
+    stub: bool = False,
+    objects: Mapping[str, Any] | None = None,
+    hooks: Sequence[Hook] = (),
 ) -> Run:
     """Train as the configuration says; everything that can be wrong with it is found before anything is written.
 
@@ -84,9 +89,10 @@ def train(
         resume: `latest`, a step, or a checkpoint's path.
         stub: a few small steps on scripted replies, to see the whole loop work.
         objects: parts handed in by Python code, by the name the configuration uses for them.
+        hooks: further things to do after a step.
     """
     config, objects = stubbed(config) if stub else config, objects or {}
-    with Stops(config.trainer.stop_seconds) as stops, _prepared(config, resume, objects, (), stops.saving) as found:
+    with Stops(config.trainer.stop_seconds) as stops, _prepared(config, resume, objects, hooks, stops.saving) as found:
         return found if isinstance(found, Run) else Run(found.home, wait_for(found.run(), stops), objects)
 
 

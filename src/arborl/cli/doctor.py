@@ -113,6 +113,7 @@ EXTRAS = {
     "serve": "arborl tools serve",
     "mcp": "tools over MCP",
     "smollm2": "model=smollm2",
+    "optuna": "arborl tune",
     "reasoning_gym": "env=reasoning_gym",
     "textarena": "env=textarena",
     "openenv": "env=openenv",

@@ -22,6 +22,7 @@ from arborl.cli.evaluate import evaluate
 from arborl.cli.rollout import rollout
 from arborl.cli.tools import tools
 from arborl.cli.train import train
+from arborl.cli.tune import tune
 from arborl.errors import ArborError, ConfigError, RunStopped
 
 # Before torch is loaded: threads that wait should sleep. Spinning ones gain 8 % on an idle machine and lose a factor of
@@ -81,6 +82,7 @@ SETTINGS = {"ignore_unknown_options": True}
 app.command(context_settings=SETTINGS)(train)
 app.command(context_settings=SETTINGS)(evaluate)
 app.command(context_settings=SETTINGS)(rollout)
+app.command(context_settings=SETTINGS)(tune)
 app.command()(doctor)
 app.command()(convert)
 app.add_typer(data)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -83,6 +84,33 @@ def named_key(name: str) -> str | None:
     everywhere = list(paths(RunConfig))
     below = [path for path in everywhere if path.rpartition(".")[2] == name]
     return name if name in everywhere else below[0] if len(below) == 1 else None
+
+
+def read_value(text: str) -> Any:
+    """A value as an override reads it.
+
+    Example:
+        read_value("1e-4"), read_value("[4, 8]"), read_value("true")     # 0.0001, [4, 8], True
+    """
+    return _parse(f"value={text}").value()
+
+
+def write_setting(key: str, value: str | float | bool | None) -> str:
+    """The override that sets `key` to exactly this.
+
+    Example:
+        write_setting("learner.lr", 1e-4), write_setting("name", "a b")     # learner.lr=0.0001, name="a b"
+    """
+    if value is None or isinstance(value, bool):
+        return f"{key}={'null' if value is None else str(value).lower()}"
+    if not isinstance(value, str):
+        return f"{key}={value!r}"
+    plain = re.fullmatch(r"[A-Za-z_/][\w./:@-]*", value, re.ASCII) and read_value(value) == value
+    if plain:
+        return f"{key}={value}"
+    escaped = re.sub(r'(\\*)"', r'\1\1\\"', value)
+    ended = re.sub(r"(\\+)$", r"\1\1", escaped)
+    return f'{key}="{ended}"'
 
 
 def _place(tree: dict[str, Any], model: type[Config] | None, key: str, value: Any, above: str = "") -> None:

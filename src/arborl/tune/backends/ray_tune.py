@@ -1,0 +1,161 @@
+"""Ray Tune: trials are tasks of a Ray cluster, wherever it has room.
+
+Settings are drawn at random, by Ray; a trial that does worse on its way than the median of the others is stopped.
+Ray keeps its own files below the study's folder. A study of Ray's that was killed is not gone on with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from arborl.errors import ConfigError
+from arborl.seeds import derive
+from arborl.tune.backends.backend import Tell, missing
+from arborl.tune.space import Choice, Domain
+from arborl.tune.trial import Objective, Outcome, Plan, Trial, attempt
+
+FOLDER = "ray"
+
+
+class RayTuneBackend:
+    """Hands the trials to `ray.tune`, `plan.jobs` at a time."""
+
+    def __init__(self) -> None:
+        os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # the study has its own lines
+        os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")  # files are named from where the study was begun
+        try:
+            from ray import tune  # noqa: F401
+        except ImportError as error:
+            raise missing("ray_tune", "ray[tune]", "ray_tune", error) from error
+
+    async def run(self, plan: Plan, objective: Objective, tell: Tell) -> list[Trial]:
+        if (plan.folder / FOLDER).exists():
+            raise ConfigError(
+                f"{plan.folder} holds a study of Ray's, which is not gone on with. Write another --study, or "
+                "--backend optuna."
+            )
+        (plan.folder / FOLDER).mkdir(parents=True)
+        plan = replace(plan, folder=plan.folder.resolve())
+        with _connected(plan.jobs):
+            first = _fit(plan, objective, True)
+            tell(first[0])
+            others = _fit(plan, objective, False) if plan.trials > 1 else []
+        for trial in others:
+            tell(trial)
+        return [*first, *others]
+
+
+@contextmanager
+def _connected(jobs: int) -> Iterator[None]:
+    """To the cluster that this process is in, or `RAY_ADDRESS` names; else to one of its own, as long as it is used."""
+    import ray
+
+    mine = not ray.is_initialized()
+    if mine:
+        alone = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": jobs, "include_dashboard": False}
+        ray.init(log_to_driver=False, logging_level="error", **alone)
+    try:
+        yield
+    finally:
+        if mine:
+            ray.shutdown()
+
+
+@dataclass(slots=True)
+class RayReport:
+    """Tells Ray, which ends the process of a trial that it wants stopped."""
+
+    trial: int
+    folder: Path
+    last: dict[str, float] = field(default_factory=dict)
+
+    def __call__(self, step: int, value: float) -> bool:
+        from ray import tune
+
+        self.last = {"value": value, "step": step}
+        tune.report({**self.last, "state": "running", "reason": "", "seconds": 0.0})
+        return False
+
+
+def _fit(plan: Plan, objective: Objective, default: bool) -> list[Trial]:
+    """The settings as they are alone; or all others."""
+    from ray import tune
+    from ray.tune.schedulers import MedianStoppingRule
+    from ray.tune.search import BasicVariantGenerator
+
+    begin = 0 if default else 1
+    space = {} if default else {name: _domain(domain) for name, domain in plan.space.items()}
+    numbers = {"_number": tune.grid_search(list(range(begin, 1 if default else plan.trials)))}
+    mode = "max" if plan.direction == "maximize" else "min"
+    scheduler = MedianStoppingRule("step", "value", mode, grace_period=0) if plan.pruning and not default else None
+
+    def trainable(config: dict[str, Any]) -> None:
+        report = RayReport(config["_number"], plan.folder_of(config["_number"]))
+        params = {name: config[name] for name in space}
+        outcome: Outcome = asyncio.run(attempt(objective, params, report, lambda: False))
+        value = outcome.value if outcome.value is not None else float("nan")
+        step = int(report.last.get("step", 0)) + 1
+        said = {"state": outcome.state, "reason": outcome.reason, "seconds": outcome.seconds}
+        tune.report({"value": value, "step": step, **said})
+
+    tuner = tune.Tuner(
+        tune.with_resources(trainable, _share(plan.jobs)),
+        param_space={**space, **numbers},
+        tune_config=tune.TuneConfig(
+            metric=None if scheduler else "value",
+            mode=None if scheduler else mode,
+            search_alg=BasicVariantGenerator(max_concurrent=plan.jobs, random_state=derive(plan.seed, "tune") % 2**32),
+            scheduler=scheduler,
+        ),
+        run_config=tune.RunConfig(
+            name="default" if default else "trials", storage_path=str(plan.folder / FOLDER), verbose=0
+        ),
+    )
+    return [_trial(plan, number, result, default) for number, result in enumerate(tuner.fit(), begin)]
+
+
+def _share(jobs: int) -> dict[str, float]:
+    """What each trial is given; one that is given no part of a GPU sees none."""
+    import ray
+
+    gpus = ray.cluster_resources().get("GPU", 0.0)
+    return {"cpu": 1.0} | ({"gpu": min(1.0, gpus / jobs)} if gpus else {})
+
+
+def _trial(plan: Plan, number: int, result: Any, default: bool) -> Trial:
+    """What became of one, from the last that it said; one whose process died may have said nothing."""
+    said, config = dict(result.metrics or {}), dict(result.config or {})
+    config.pop("_number", None)
+    state = said.get("state", "failed")
+    reason = said.get("reason", "")
+    if result.error is not None:
+        state, reason = "failed", " ".join(str(result.error).split())[:500]
+    elif state == "running":  # Ray stopped it
+        state = "pruned"
+    folder = plan.folder_of(number)
+    return Trial(
+        number,
+        dict(plan.default) if default else config,
+        state,
+        said.get("value") if state in ("done", "pruned") else None,
+        reason,
+        round(said.get("seconds") or said.get("time_total_s", 0.0), 3),
+        default,
+        str(folder.relative_to(plan.folder)) if folder.exists() else "",
+    )
+
+
+def _domain(domain: Domain) -> Any:
+    from ray import tune
+
+    if isinstance(domain, Choice):
+        return tune.choice(list(domain.choices))
+    if domain.whole:
+        return tune.randint(int(domain.low), int(domain.high) + 1)
+    return (tune.loguniform if domain.log else tune.uniform)(domain.low, domain.high)

@@ -1,0 +1,388 @@
+"""Studies: what is tried, what becomes of it, and that a study which is killed goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arborl.errors import ConfigError, RunStopped
+from arborl.tune import HPOSummary, Plan, Report, Trial, read_space, search
+from arborl.tune.backends.optuna_study import Board, OptunaBackend
+from arborl.tune.trial import EndsStudy
+
+pytest.importorskip("optuna")
+TOY = Path(__file__).with_name("toy_study.py")
+SPACE = read_space({"x": "uniform:-10:10"})
+
+
+def plan(folder: Path, trials: int = 6, **more: Any) -> Plan:
+    return Plan(**{"space": SPACE, "trials": trials, "folder": folder / "study", "default": {"x": 9.0}, **more})
+
+
+async def parabola(params: dict[str, Any], report: Report) -> float:
+    return -float((params.get("x", 9.0) - 2) ** 2)
+
+
+def study(asked: Plan, objective: Any = parabola, **more: Any) -> HPOSummary:
+    return asyncio.run(search(asked, objective, **more))
+
+
+def trials_of(asked: Plan) -> list[Trial]:
+    """The same without a summary and its pictures."""
+    return asyncio.run(OptunaBackend().run(asked, parabola, lambda trial: None))
+
+
+def process(folder: Path, *arguments: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, str(TOY), str(folder / "study"), *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def wait_for(running: subprocess.Popen[str], line: str) -> None:
+    assert running.stdout is not None
+    for said in running.stdout:
+        if said.strip() == line:
+            return
+    pytest.fail(f"never said {line!r}")
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return json.loads((folder / "study" / "summary.json").read_text())["trials"]
+
+
+# ------------------------------------------------------------------------------------------------ what is tried
+
+
+def test_the_settings_as_they_are_come_first_and_are_compared_with(tmp_path: Path) -> None:
+    asked: list[dict[str, Any]] = []
+
+    async def objective(params: dict[str, Any], report: Report) -> float:
+        asked.append(params)
+        return await parabola(params, report)
+
+    found = study(plan(tmp_path, 8), objective)
+    assert asked[0] == {}
+    assert len(asked) == 8
+    assert found.trials[0].default
+    assert found.trials[0].params == {"x": 9.0}
+    assert found.default_reward == -49.0
+    assert found.gain == pytest.approx(found.best_reward + 49.0)
+    assert found.best_params == found.best.params
+    assert found.best_reward == max(trial.value or -1e9 for trial in found.trials)
+
+
+def test_a_study_leaves_its_files(tmp_path: Path) -> None:
+    found = study(plan(tmp_path, 4))
+    there = {path.name for path in found.folder.iterdir()}
+    assert {"study.db", "summary.json", "search_space.json", "history.png", "parameters.png"} <= there
+    written = json.loads((found.folder / "summary.json").read_text())
+    assert written["best_params"] == found.best_params
+    assert written["default_reward"] == -49.0
+    assert [set(row) for row in written["trials"]] == [
+        {"number", "params", "value", "state", "seconds", "folder", "reason", "default"}
+    ] * 4
+
+
+def test_a_smaller_number_may_be_better(tmp_path: Path) -> None:
+    async def loss(params: dict[str, Any], report: Report) -> float:
+        return -await parabola(params, report)
+
+    found = study(plan(tmp_path, direction="minimize"), loss)
+    assert found.best_reward == min(trial.value or 0.0 for trial in found.trials)
+    assert found.gain == pytest.approx(49.0 - found.best_reward)
+
+
+def test_the_search_gets_nearer(tmp_path: Path) -> None:
+    """With an estimator of what is good, the last of thirty trials are nearer than the first."""
+    values = [trial.value or 0.0 for trial in trials_of(plan(tmp_path, 30))]
+    assert max(values) > -0.1
+    assert sum(values[-10:]) > sum(values[1:11])
+
+
+def test_the_seed_decides_what_is_tried(tmp_path: Path) -> None:
+    asked = [plan(tmp_path / name, 6, seed=seed) for name, seed in (("a", 1), ("b", 1), ("c", 2))]
+    one, again, other = ([trial.params for trial in trials_of(each)] for each in asked)
+    assert one == again
+    assert one[1:] != other[1:]
+
+
+def test_a_study_in_two_parts_is_the_study_in_one(tmp_path: Path) -> None:
+    """The later part draws on from where the former ended, and does not begin its chance anew."""
+    whole = trials_of(plan(tmp_path / "whole", 12))
+    trials_of(plan(tmp_path / "parts", 5))
+    parts = trials_of(plan(tmp_path / "parts", 12))
+    assert [trial.params for trial in parts] == [trial.params for trial in whole]
+
+
+def test_a_study_that_is_complete_tries_nothing_more(tmp_path: Path) -> None:
+    study(plan(tmp_path, 3))
+
+    async def never(params: dict[str, Any], report: Report) -> float:
+        raise AssertionError
+
+    assert len(study(plan(tmp_path, 3), never).trials) == 3
+
+
+# ------------------------------------------------------------------------------------------------ what goes wrong
+
+
+def test_a_failed_trial_is_told_with_its_reason_and_never_wins(tmp_path: Path) -> None:
+    async def objective(params: dict[str, Any], report: Report) -> float:
+        if report.trial == 1:
+            raise ValueError("it broke\nbadly")
+        if report.trial == 2:
+            return float("nan")
+        if report.trial == 3:
+            return float("inf")
+        if report.trial == 4:
+            raise SystemExit(3)
+        return await parabola(params, report)
+
+    found = study(plan(tmp_path, 7), objective)
+    assert [trial.state for trial in found.trials] == ["done", *["failed"] * 4, "done", "done"]
+    reasons = [trial.reason for trial in found.trials[1:5]]
+    assert reasons == ["ValueError: it broke badly", "its value is nan", "its value is inf", "SystemExit: 3"]
+    assert found.best.number in (0, 5, 6)
+
+
+def test_where_the_settings_as_they_are_fail_there_is_no_gain(tmp_path: Path) -> None:
+    async def objective(params: dict[str, Any], report: Report) -> float:
+        if not params:
+            raise ValueError("broken")
+        return 1.0
+
+    found = study(plan(tmp_path, 3), objective)
+    assert (found.default_reward, found.gain, found.best_reward) == (None, None, 1.0)
+
+
+def test_a_study_of_failures_alone_says_why(tmp_path: Path) -> None:
+    async def objective(params: dict[str, Any], report: Report) -> float:
+        raise ValueError("no such thing")
+
+    with pytest.raises(RunStopped, match=r"No trial of 3 came to its end(.|\n)*no such thing"):
+        study(plan(tmp_path, 3), objective)
+
+
+def test_what_is_wrong_with_all_trials_ends_the_study(tmp_path: Path) -> None:
+    async def objective(params: dict[str, Any], report: Report) -> float:
+        raise EndsStudy("metric=sucess: the run does not measure it.")
+
+    with pytest.raises(ConfigError, match="does not measure it"):
+        study(plan(tmp_path, 3, jobs=2), objective)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"trials": 0}, "trials=0 must be a whole number >= 1"),
+        ({"trials": 2.5}, "trials=2.5 must be a whole number"),
+        ({"jobs": 0}, "jobs=0 must be a whole number >= 1"),
+        ({"direction": "maximise"}, "Did you mean 'maximize'?"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(tmp_path: Path, more: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        plan(tmp_path, **more)
+    assert said in str(error.value)
+
+
+def test_a_folder_with_another_study_is_refused_with_what_differs(tmp_path: Path) -> None:
+    study(plan(tmp_path, 2), about={"config": {"seed": 0, "trainer.steps": 4}})
+    other = plan(tmp_path, 2, space=read_space({"x": "uniform:-10:11", "y": [1, 2]}))
+    with pytest.raises(ConfigError) as error:
+        study(other, about={"config": {"seed": 1, "trainer.steps": 4}})
+    said = str(error.value)
+    assert "holds another study" in said
+    assert '"high": 10.0} there' in said
+    assert '"high": 11.0} here' in said
+    assert "space.y: nothing there" in said
+    assert "config.seed: 0 there, 1 here" in said
+    assert "trainer.steps" not in said
+
+
+def test_a_folder_with_other_things_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study" / "thesis.tex").write_text("")
+    with pytest.raises(ConfigError, match=r"holds other things: thesis.tex"):
+        study(plan(tmp_path, 2))
+
+
+def test_an_unknown_backend_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no backend is called 'optua'\. Did you mean 'optuna'\?"):
+        study(plan(tmp_path, 2), backend="optua")
+    assert not (tmp_path / "study").exists()
+
+
+# ------------------------------------------------------------------------------------------------ pruning
+
+
+def steps(better: Callable[[int], bool]) -> Any:
+    """Trials of four steps; those that are not better are low all the way."""
+    taken: dict[int, int] = {}
+
+    async def objective(params: dict[str, Any], report: Report) -> float:
+        level = 1.0 if better(report.trial) else 0.0
+        for step in range(4):
+            taken[report.trial] = step
+            if report(step, level + step):
+                return float("nan")
+        return level + 4
+
+    return objective, taken
+
+
+def test_a_trial_that_does_worse_than_the_median_is_stopped(tmp_path: Path) -> None:
+    objective, taken = steps(lambda number: number < 4)
+    found = study(plan(tmp_path, 6), objective)
+    assert [trial.state for trial in found.trials] == ["done"] * 4 + ["pruned"] * 2
+    assert taken[4] == 0
+    assert found.trials[4].value == 0.0
+    assert found.best.number < 4
+
+
+def test_a_trial_may_stop_by_raising(tmp_path: Path) -> None:
+    objective, _ = steps(lambda number: number < 4)
+
+    async def raising(params: dict[str, Any], report: Report) -> float:
+        if math.isnan(value := await objective(params, report)):
+            raise RunStopped("there is no number")
+        return float(value)
+
+    assert study(plan(tmp_path, 5), raising).trials[4].state == "pruned"
+
+
+def test_without_pruning_every_trial_comes_to_its_end(tmp_path: Path) -> None:
+    objective, _ = steps(lambda number: number < 4)
+    assert {trial.state for trial in study(plan(tmp_path, 6, pruning=False), objective).trials} == {"done"}
+
+
+def test_the_settings_as_they_are_are_never_stopped(tmp_path: Path) -> None:
+    """Also where their first attempt was lost, and they come last."""
+    objective, _ = steps(lambda number: number not in (0, 6))
+
+    async def interrupted(params: dict[str, Any], report: Report) -> float:
+        if report.trial == 0:
+            raise asyncio.CancelledError
+        return await objective(params, report)
+
+    with pytest.raises(asyncio.CancelledError):
+        study(plan(tmp_path, 1), interrupted)
+    found = study(plan(tmp_path, 6), objective)
+    default = [trial for trial in found.trials if trial.default]
+    assert [trial.state for trial in default] == ["lost", "done"]
+
+
+# ------------------------------------------------------------------------------------------------ several at once
+
+
+def test_trials_run_at_once_as_many_as_asked_for(tmp_path: Path) -> None:
+    running, most = 0, 0
+
+    async def objective(params: dict[str, Any], report: Report) -> float:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.2)
+        running -= 1
+        return await parabola(params, report)
+
+    found = study(plan(tmp_path, 5, jobs=3), objective)
+    assert most == 3
+    assert len(found.trials) == 5
+
+
+def test_a_killed_study_goes_on_with_what_is_missing(tmp_path: Path) -> None:
+    killed = process(tmp_path, 4, 0.5)
+    wait_for(killed, "begins 2")
+    killed.kill()
+    killed.wait()
+    again = process(tmp_path, 4, 0)
+    assert again.wait(60) == 0
+    trials = rows(tmp_path)
+    assert [trial["state"] for trial in trials] == ["done", "done", "lost", "done", "done"]
+    assert trials[2]["params"] == trials[3]["params"]  # it is tried again
+    assert trials[2]["reason"] == "the process ended in the middle of it"
+
+
+def test_a_trial_whose_process_ends_twice_has_failed(tmp_path: Path) -> None:
+    """Else a setting that takes the memory of the machine would be tried for ever."""
+    for _ in range(2):
+        board = Board(plan(tmp_path, 3))
+        board.claim()
+        board.close()  # as far as others can see, this is a process that has ended
+    trials = trials_of(plan(tmp_path, 3))
+    assert [trial.state for trial in trials] == ["lost", "failed", "done", "done"]
+    assert [trial.default for trial in trials] == [True, True, False, False]
+    assert trials[1].reason.endswith("twice")
+
+
+def test_two_processes_share_a_study_and_one_takes_over_what_the_other_leaves(tmp_path: Path) -> None:
+    one = process(tmp_path, 5, 100)
+    wait_for(one, "begins 0")
+    two = process(tmp_path, 5, 0, 2)
+    wait_for(two, "ended 4 done")
+    one.kill()
+    one.wait()
+    assert two.wait(60) == 0
+    assert [trial["state"] for trial in rows(tmp_path)] == ["lost", "done", "done", "done", "done", "done"]
+
+
+def test_two_processes_that_begin_at_once_try_no_more_than_asked(tmp_path: Path) -> None:
+    both = [process(tmp_path, 5, 0.1) for _ in range(2)]
+    assert [one.wait(60) for one in both] == [0, 0]
+    trials = rows(tmp_path)
+    assert [trial["state"] for trial in trials] == ["done"] * 5
+    assert sum(trial["default"] for trial in trials) == 1
+
+
+def test_a_trial_that_was_interrupted_twice_has_not_failed(tmp_path: Path) -> None:
+    """Who interrupts a study means no trial of it."""
+
+    async def interrupted(params: dict[str, Any], report: Report) -> float:
+        raise asyncio.CancelledError
+
+    for _ in range(3):
+        with pytest.raises(asyncio.CancelledError):
+            study(plan(tmp_path, 2), interrupted)
+    assert [trial.state for trial in trials_of(plan(tmp_path, 2))] == ["lost", "lost", "lost", "done", "done"]
+
+
+@pytest.mark.parametrize("name", ["a b", "50% of {it}", "why?", "#1", "ünï", "it's"])
+def test_a_study_may_be_kept_in_any_folder(tmp_path: Path, name: str) -> None:
+    trials_of(plan(tmp_path / name, 1))
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert len(trials_of(plan(tmp_path / name, 2))) == 2
+    assert (tmp_path / name / "study" / "study.db").exists()
+
+
+def test_an_interrupted_trial_is_tried_again(tmp_path: Path) -> None:
+    async def slow(params: dict[str, Any], report: Report) -> float:
+        await asyncio.sleep(30 if report.trial == 1 else 0)
+        return 1.0
+
+    async def main() -> None:
+        async with asyncio.timeout(1.5):
+            await search(plan(tmp_path, 3), slow)
+
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        asyncio.run(main())
+    assert time.monotonic() - began < 20
+    found = study(plan(tmp_path, 3))
+    states = {trial.number: trial.state for trial in found.trials}
+    assert list(states.values()).count("done") == 3
+    assert list(states.values()).count("lost") == 1
+
+
+def test_trials_are_told_as_they_end(tmp_path: Path) -> None:
+    heard: list[Trial] = []
+    found = study(plan(tmp_path, 3), tell=heard.append)
+    assert heard == list(found.trials)
