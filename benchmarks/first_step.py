@@ -1,7 +1,7 @@
 """How long until the first update is done: from the start of a process to the end of its first update, and after.
 
     python benchmarks/first_step.py --model 0.5b
-    python benchmarks/first_step.py --model 7b --lora 16 --ways kernel-fused kernel-compiled-1
+    python benchmarks/first_step.py --model 7b --lora 16 --ways kernel-fused kernel-plain
 
 Each way is a process of its own that begins with empty caches of compiled code, and then another that finds what the
 first has left. Models are random, in bfloat16. An update is four groups of eight answers of 256 tokens to a prompt of
@@ -21,28 +21,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-WAYS = {
-    "flex-compiled": ("flex", "on", 8),
-    "flex-compiled-1": ("flex", "on", 1),
-    "kernel-compiled": ("kernel", "on", 8),
-    "kernel-compiled-1": ("kernel", "on", 1),
-    "kernel-fused": ("kernel", "off", 8),
-    "kernel-plain": ("kernel", "off", 8),
-    "dense-plain": ("dense", "off", 8),
-}
-"""Attention, whether torch compiles layers, and how many as one piece. Plain layers are neither compiled nor fused."""
-SMALL = {"vocab_size": 151936, "tie_word_embeddings": True, "max_position_embeddings": 32768}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "0.5b": ("Qwen2", SMALL | {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
-                               "num_attention_heads": 14, "num_key_value_heads": 2}),
-    "4b": ("Qwen3", SMALL | {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
-                             "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}),
-    "7b": ("Qwen2", {"vocab_size": 152064, "tie_word_embeddings": False, "max_position_embeddings": 32768,
-                     "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
-                     "num_attention_heads": 28, "num_key_value_heads": 4}),
-    "tiny": ("Qwen2", {"vocab_size": 500, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-                       "num_attention_heads": 2, "num_key_value_heads": 1}),
-}  # fmt: skip
+WAYS = {"kernel-fused": ("kernel", True), "kernel-plain": ("kernel", False), "dense-plain": ("dense", False)}
+"""How trees are attended, and whether layers are fused."""
 SIZES = [(4, 2048, 256), (4, 2048, 256), (3, 1500, 200), (3, 1500, 200)]
 """Groups, tokens of a prompt, tokens of each of eight answers."""
 
@@ -54,19 +34,19 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
     # isort: split
     import numpy as np
     import torch
-    import transformers
+    from bodies import random_body
     from learner import Likelier
 
     from arborl.config.run import LearnerConfig, LoraConfig
-    from arborl.learner import attention_choice, executor
+    from arborl.learner import attention_choice
     from arborl.learner.learner import Learner
     from arborl.models.lora import add_lora
     from arborl.rollout.tree import plant
     from arborl.types import Call, Completion, Episode, Finish, Forest, Group, Sampling, Task
 
     imported = time.time() - args.began
-    attention, compiled, executor.TOGETHER = WAYS[args.way]
-    if args.way.endswith("plain"):
+    attention, fused = WAYS[args.way]
+    if not fused:
         attention_choice.fusing_fits = lambda model: False
     chance = np.random.default_rng(0)
 
@@ -86,17 +66,11 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
         forest.terms.weight[:] = 1.0 / len(forest.terms)
         return forest
 
-    kind, numbers = MODELS[args.model]
     cuda = args.device == "cuda"
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16 if cuda else torch.float32)
-    with torch.device(args.device):
-        made = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**numbers))
-    torch.set_default_dtype(torch.float32)
-    model = made.eval()
+    model = random_body(args.model, args.device)
     if args.lora:
         add_lora(model, LoraConfig(rank=args.lora))
-    learner = Learner(model, LearnerConfig(attention=attention, compile=compiled, master=args.master), Sampling())
+    learner = Learner(model, LearnerConfig(attention=attention, master=args.master), Sampling())
     row: dict[str, Any] = {"imported_s": imported, "ready_s": time.time() - args.began}
     seconds = []
     for groups, prompt, answer in SIZES:
@@ -119,9 +93,7 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
 
 def started(way: str, cache: Path, args: argparse.Namespace) -> dict[str, Any]:
     """One process; what it said, or how it failed."""
-    environment = os.environ | {
-        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "TRITON_CACHE_DIR": str(cache / "triton"),
-    }  # fmt: skip
+    environment = os.environ | {"TRITON_CACHE_DIR": str(cache / "triton")}
     command = [sys.executable, __file__, "--way", way, "--model", args.model, "--lora", str(args.lora)]
     command += ["--device", args.device, "--master", args.master, "--began", str(time.time())]
     try:
@@ -143,11 +115,9 @@ def rounded(value: Any) -> Any:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=MODELS, default="0.5b")
+    parser.add_argument("--model", choices=("0.5b", "1.5b", "4b", "7b", "tiny"), default="0.5b")
     parser.add_argument("--lora", type=int, default=0, help="rank of adapters; 0 trains the whole model")
-    parser.add_argument(
-        "--ways", nargs="*", choices=WAYS, default=["kernel-fused", "kernel-compiled-1", "flex-compiled"]
-    )
+    parser.add_argument("--ways", nargs="*", choices=WAYS, default=["kernel-fused"])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--master", choices=["float32", "none"], default="float32", help="none where memory is short")
     parser.add_argument("--timeout", type=int, default=240, help="seconds a process may take")

@@ -1,10 +1,10 @@
-"""Attention over trees on a GPU: kernels of our own beside FlexAttention as it is used, and masked squares; bfloat16.
+"""Attention over trees on a GPU: kernels of our own beside masked squares; bfloat16.
 
     python benchmarks/tree_attention.py
     python benchmarks/tree_attention.py --sweep
 
 One JSON line for each shape of heads and kind of trees: milliseconds forward and backward of one layer, the share of
-all pairs of tokens that are seen, and by how much the gradients of queries differ from those of FlexAttention. With
+all pairs of tokens that are seen, and by how much the gradients of queries differ from those of the latter. With
 `--sweep`, milliseconds of each kernel cut in other ways, the best first, for the tables of `learner/tree_plan.py`.
 The host's part (plans, masks) is not in these times; `plan_ms` says what ours is.
 """
@@ -23,9 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from arborl.learner.flex_attention import SIZE, FlexAttend
 from arborl.learner.kernel_attention import KernelAttend
-from arborl.learner.packing import MicroBatch, pack, padded
+from arborl.learner.packing import MicroBatch, pack
 from arborl.learner.tree_attention import DenseAttend
 from arborl.learner.tree_plan import Tile, Tiles, tiles_for
 from arborl.rollout.tree import grow, plant
@@ -116,10 +115,6 @@ def compare(kind: str, shape: tuple[int, int, int], args: argparse.Namespace) ->
     device, dtype = torch.device(args.device), torch.bfloat16 if args.device == "cuda" else torch.float32
     batch = trees_of(kind, args.tokens)
     given = heads_of(len(batch), shape, device, dtype)
-    filled = padded(batch, SIZE)  # as FlexAttention needs them
-    more = [x.detach().requires_grad_() for x in heads_of(len(filled), shape, device, dtype)]
-    for own, other in zip(more, given, strict=True):
-        own.data[: len(batch)], own.data[len(batch) :] = other.data, 0
     place = np.arange(len(batch))
     row: dict[str, Any] = {"kind": kind, "heads": shape, "tokens": len(batch), "trees": len(batch.lengths)}
     row["seen"] = round(float((batch.end - place).sum()) / len(batch) ** 2, 4)
@@ -127,26 +122,22 @@ def compare(kind: str, shape: tuple[int, int, int], args: argparse.Namespace) ->
     kernel = KernelAttend(batch, device)
     kernel.prepare([], shape[2], dtype)
     row["plan_ms"] = round(1000 * (time.perf_counter() - began), 2)
-    makers = {
-        "kernel": (lambda: kernel, given),
-        "flex": (lambda: FlexAttend(filled, device), more),
-        "dense": (lambda: DenseAttend(batch, device), given),
-    }
+    makers = {"kernel": lambda: kernel, "dense": lambda: DenseAttend(batch, device)}
     gradients = {}
     for name in args.ways:
         try:
-            make, tensors = makers[name]
-            forward, backward, dq = measure(make(), tensors, device, args.repeats)
+            forward, backward, dq = measure(makers[name](), given, device, args.repeats)
         except Exception as error:  # one that breaks must not cost the others their numbers
             row[name] = f"{type(error).__name__}: {str(error)[:160]}"
             continue
-        gradients[name] = dq[: len(batch)].float()
+        gradients[name] = dq.float()
         row[name] = {"forward_ms": forward, "backward_ms": backward}
         flops = 4 * shape[0] * shape[2] * float((batch.end - place).sum())
         row[name]["tflops"] = [round(n * flops / 1e9 / ms, 1) for n, ms in ((1, forward), (2.5, backward))]
-    other = next((gradients[name] for name in ("flex", "dense") if name in gradients), None)
-    if "kernel" in gradients and other is not None:
-        row["gap"] = float(f"{float((gradients['kernel'] - other).norm() / other.norm()):.1e}")
+    if len(gradients) == 2:
+        row["gap"] = float(
+            f"{float((gradients['kernel'] - gradients['dense']).norm() / gradients['dense'].norm()):.1e}"
+        )
     return row
 
 
@@ -181,7 +172,7 @@ def main() -> int:
     )
     parser.add_argument("--tokens", type=int, default=16_384)
     parser.add_argument("--kinds", nargs="*", default=["groups", "turns", "chains"])
-    parser.add_argument("--ways", nargs="*", default=["kernel", "flex", "dense"])
+    parser.add_argument("--ways", nargs="*", default=["kernel", "dense"])
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--sweep", action="store_true")
     args = parser.parse_args()

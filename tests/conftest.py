@@ -66,16 +66,3 @@ def seedling():
 
     folder = resolve("seedling")
     return load_model(folder, device="cpu"), Renderer.from_folder(folder)
-
-
-@pytest.fixture(scope="module")
-def flex_on_cpu():
-    """FlexAttention can compute gradients on a CPU, not compiled; torch refuses because it is slow."""
-    import torch._dynamo.config
-    from torch.nn.attention import flex_attention as module
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_validate_device", lambda *given: None)
-        patch.setattr(module, "_warn_once", lambda *given, **more: None, raising=False)
-        with torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=1000):  # one for each size
-            yield

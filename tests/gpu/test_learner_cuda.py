@@ -1,4 +1,4 @@
-"""The learner on a GPU: kernels, fused or compiled layers give the dense way's numbers, and memory is found out."""
+"""The learner on a GPU: kernels and fused layers give the dense way's numbers, and memory is found out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from arborl.algorithms.algorithm import Needs
 from arborl.config.run import LearnerConfig, LoraConfig
 from arborl.learner.attention_choice import agrees
-from arborl.learner.executor import LAYERS_ON_GPU, TREES_ON_GPU, Way
+from arborl.learner.executor import Way
 from arborl.learner.learner import Learner
 from arborl.models.load import load_model, resolve
 from arborl.models.lora import add_lora
@@ -22,12 +22,9 @@ from arborl.types import Call, Completion, Episode, Finish, Forest, Group, Sampl
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 WAYS = [
-    *(Way(attend, compiled=True) for attend in ("kernel", "flex")),
-    *(Way(attend, fused=True) for attend in ("kernel", "causal", "flex")),
-    *(Way(attend) for attend in ("kernel", "flex", "blocks", "causal")),
+    *(Way(attend, fused=True) for attend in ("kernel", "causal")),
+    *(Way(attend) for attend in ("kernel", "blocks", "causal")),
 ]
-SETTINGS = [{}, {"compile": "on"}, {"attention": "flex", "compile": "on"}]
-"""As it comes, and what it could be."""
 
 
 class Simple:
@@ -117,36 +114,23 @@ def test_every_way_agrees_with_the_dense_one(model, caplog, way):
 def test_on_a_gpu_trees_and_layers_go_the_best_way_without_being_asked(half):
     learner = Learner(copy.deepcopy(half), LearnerConfig(), Sampling())
     forest = forest_of(0)
-    best = Way(TREES_ON_GPU[0], **{LAYERS_ON_GPU[0]: True})
-    assert learner.ways(learner.model, learner.fitting.split(forest.trees, forest.terms)[0]) == best
+    assert learner.ways(learner.model, learner.fitting.split(forest.trees, forest.terms)[0]) == Way(
+        "kernel", fused=True
+    )
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize(("dtype", "recompute"), [("float32", False), ("bfloat16", False), ("float32", True)])
-def test_gradients_of_many_sizes_equal_the_dense_ways(models, dtype, recompute, settings):
+def test_gradients_of_many_sizes_equal_the_dense_ways(models, dtype, recompute):
     model, bound = models[dtype], 1e-3 if dtype == "float32" else 0.05
     for seed, budget in ((0, 10_000), (1, 400), (3, 10_000)):
         forest = forest_of(seed, groups=2 + seed)
         ours = Learner(
             copy.deepcopy(model),
-            LearnerConfig(micro_batch_tokens=budget, recompute=recompute, **settings),
+            LearnerConfig(micro_batch_tokens=budget, recompute=recompute),
             Sampling(temperature=0.8),
         )
-        dense = Learner(
-            copy.deepcopy(model), LearnerConfig(attention="dense", compile="off"), Sampling(temperature=0.8)
-        )
+        dense = Learner(copy.deepcopy(model), LearnerConfig(attention="dense"), Sampling(temperature=0.8))
         assert gap(gradients(ours, forest, Simple()), gradients(dense, forest, Simple())) < bound
-
-
-@pytest.mark.parametrize("attention", ["kernel", "flex"])
-def test_no_more_is_compiled_once_two_sizes_have_been_seen(half, attention):
-    learner = Learner(copy.deepcopy(half), LearnerConfig(attention=attention, compile="on"), Sampling())
-    for seed in (0, 1):
-        gradients(learner, forest_of(seed, groups=2 + seed), Simple())
-    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    for seed in (4, 5, 6):
-        gradients(learner, forest_of(seed, groups=seed), Simple())
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
 
 
 @pytest.mark.parametrize("critic", ["shared", "separate"])
@@ -165,13 +149,12 @@ def test_reference_and_critic_run_the_same_ways(half, caplog, critic):
     assert "not used" not in caplog.text
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_adapters_are_trained_through_fused_and_compiled_layers(half, caplog, settings):
+def test_adapters_are_trained_through_fused_layers(half, caplog):
     pytest.importorskip("peft")
     policy = copy.deepcopy(half)
     add_lora(policy, LoraConfig(rank=4))
     algorithm = Simple(Needs(reference=True, proximal=True))
-    learner = Learner(policy, LearnerConfig(lr=1e-2, decay="none", **settings), Sampling(), algorithm.needs)
+    learner = Learner(policy, LearnerConfig(lr=1e-2, decay="none"), Sampling(), algorithm.needs)
     forest = forest_of(0)
     first = learner.look(forest.trees, forest.terms, algorithm.needs)
     for _ in range(3):

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import copy
-import functools
 
 import pytest
 import torch
-from learner_fakes import SAMPLING, forest_of, random_groups
+from learner_fakes import forest_of, random_groups
 
-from arborl.config.run import LoraConfig
-from arborl.learner import attention_choice, executor, score
+from arborl.learner import attention_choice, executor
 from arborl.learner.attention_choice import Ways, agrees, sample
 from arborl.learner.executor import DENSE, EXECUTORS, Executor, Way, hidden
 from arborl.learner.packing import branches, split
 from arborl.learner.tree_attention import DenseAttend
 from arborl.models.lean import is_lean
-from arborl.models.lora import add_lora
 from arborl.types import TokenTree
 
 
@@ -57,11 +54,15 @@ def test_an_executor_that_differs_in_value_or_gradient_is_left_with_a_warning(mo
     assert not caplog.text  # said once
 
 
-def test_one_that_breaks_is_left_and_the_warning_says_how(caplog, model, batch):
-    choose = Ways(attention="flex")  # which refuses gradients on a CPU
-    assert choose(model, batch) == DENSE
-    assert "flex attention is not used" in caplog.text
-    assert "NotImplementedError" in caplog.text
+class Broken(DenseAttend):
+    def __call__(self, *given):
+        raise NotImplementedError("no such device")
+
+
+def test_one_that_breaks_is_left_and_the_warning_says_how(monkeypatch, caplog, model, batch):
+    monkeypatch.setitem(EXECUTORS, "blocks", Executor(Broken))
+    assert Ways(attention="blocks")(model, batch) == DENSE
+    assert "blocks attention is not used for LlamaForCausalLM: NotImplementedError: no such device" in caplog.text
 
 
 def test_one_that_agrees_is_used_and_not_checked_again(monkeypatch, model, batch):
@@ -72,34 +73,20 @@ def test_one_that_agrees_is_used_and_not_checked_again(monkeypatch, model, batch
     assert checked == [Way("blocks")]
 
 
-def test_a_compiled_way_that_fails_leaves_the_same_way_not_compiled(monkeypatch, model, batch):
-    monkeypatch.setattr(attention_choice, "agrees", lambda model, way: not way.compiled)
-    assert Ways(attention="flex", compiled="on")(model, batch) == Way("flex")
-
-
-def test_one_that_fails_leaves_the_next_best(monkeypatch, model, batch):
-    monkeypatch.setattr(attention_choice, "cheapest", lambda batch, device: ("kernel", "flex", "blocks"))
+def test_kernels_that_fail_leave_blocks(monkeypatch, model, batch):
+    monkeypatch.setattr(attention_choice, "cheapest", lambda batch, device: "kernel")
+    monkeypatch.setitem(EXECUTORS, "kernel", Executor(DenseAttend))
     monkeypatch.setattr(attention_choice, "agrees", lambda model, way: way.attend == "blocks")
     assert Ways()(model, batch) == Way("blocks")
 
 
-@pytest.mark.parametrize(
-    ("compiled", "expected"),
-    [
-        ("auto", [Way("flex", fused=True), Way("flex", compiled=True), Way("flex")]),
-        ("on", [Way("flex", compiled=True), Way("flex")]),
-        ("off", [Way("flex", fused=True), Way("flex")]),
-    ],
-)
-def test_layers_are_fused_or_compiled_as_asked_and_plain_at_last(monkeypatch, model, batch, compiled, expected):
+def test_layers_are_fused_where_they_can_be_and_plain_at_last(monkeypatch, model, batch):
     assert is_lean(model)
     monkeypatch.setattr(attention_choice, "fusing_fits", lambda model: True)
-    monkeypatch.setattr(attention_choice, "LAYERS_ON_GPU", ("fused", "compiled"))
     monkeypatch.setattr(attention_choice, "agrees", lambda model, way: tried.append(way))
-    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
     tried = []
-    assert Ways("flex", compiled)(model, batch) == DENSE
-    assert tried == expected
+    assert Ways("blocks")(model, batch) == DENSE
+    assert tried == [Way("blocks", fused=True), Way("blocks")]
 
 
 def test_checking_leaves_gradients_and_the_random_state_alone(model):
@@ -139,77 +126,16 @@ def test_recomputation_gives_the_same_gradients_and_keeps_less(model, batch, kin
     assert [module.training for module in model.modules()] == training
 
 
-@pytest.fixture
-def compiled_anew():
-    """Nothing compiled before, and nothing left for others."""
-    made = (executor.compiled_layers, score.compiled_head)
-    torch._dynamo.reset()
-    for function in made:
-        function.cache_clear()
-    yield
-    for function in made:
-        function.cache_clear()
-    torch._dynamo.reset()
+def test_a_way_that_fails_with_gradients_may_still_be_gone_without(monkeypatch, model, batch):
+    def agreed(model, way):
+        return not (way.fused and torch.is_grad_enabled())
 
-
-def test_of_all_sizes_only_the_number_of_tokens_is_left_open_when_compiled(
-    monkeypatch, flex_on_cpu, compiled_anew, model
-):
-    """A weight of unknown size makes code that does not compile on a GPU, or is slow."""
-    seen = {}
-
-    def look(module, inputs):
-        for node in module.graph.nodes:
-            if node.op == "placeholder" and hasattr(node.meta.get("example_value"), "shape"):
-                seen[node.name] = [not str(size).isdigit() for size in node.meta["example_value"].shape]
-        return module.forward
-
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=look))
+    monkeypatch.setattr(attention_choice, "fusing_fits", lambda model: True)
+    monkeypatch.setattr(attention_choice, "agrees", agreed)
+    chosen = Ways(attention="blocks")
+    assert chosen(model, batch) == Way("blocks")
     with torch.no_grad():
-        assert agrees(model, Way("flex", compiled=True))
-    assert seen["l_x_ne_"] == [True, False]
-    assert any("joined" in name for name in seen)
-    assert not any(any(sizes) for name, sizes in seen.items() if "weight" in name or "bias" in name)
-
-
-def test_layers_and_head_are_compiled_once_for_all_layers_and_sizes(monkeypatch, flex_on_cpu, compiled_anew, model):
-    """Traced for real, run without code generation: what a GPU will compile has no breaks and few forms."""
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager", fullgraph=True))
-    assert agrees(model, Way("flex", compiled=True))
-    counters = torch._dynamo.utils.counters["stats"]
-    graphs = []
-    for groups in (4, 8, 12):
-        batch = split(*forest_of(random_groups(groups, groups=groups, longest=30)), 10_000)[0]
-        both = []
-        for way in (Way("flex", compiled=True), DENSE):
-            said = score.score(model, batch, SAMPLING, way)
-            both.append(torch.autograd.grad(said.logprob_M.sum(), list(model.parameters())))
-        for a, b in zip(*both, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
-        graphs.append(counters["unique_graphs"])
-    assert graphs[1] == graphs[2]  # by the third size nothing is new
-
-
-@pytest.mark.parametrize("gradient", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_layers_with_adapters_can_be_compiled(monkeypatch, flex_on_cpu, compiled_anew, model, gradient):
-    pytest.importorskip("peft")
-    add_lora(model, LoraConfig(rank=2, alpha=4))
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager", fullgraph=True))
-    with torch.set_grad_enabled(gradient):
-        assert agrees(model, Way("flex", compiled=True))
-
-
-def test_a_way_that_fails_without_gradients_is_not_gone_without_them(monkeypatch, model, batch):
-    """Code for the two is compiled apart, and one may fail where the other does not."""
-
-    def works(model, way):
-        return not way.compiled or torch.is_grad_enabled()
-
-    monkeypatch.setattr(attention_choice, "agrees", works)
-    chosen = Ways(attention="flex", compiled="on")
-    assert chosen(model, batch) == Way("flex", compiled=True)
-    with torch.no_grad():
-        assert chosen(model, batch) == Way("flex")
+        assert chosen(model, batch) == Way("blocks", fused=True)
 
 
 def test_a_way_is_checked_where_no_matrix_is_trained(model):

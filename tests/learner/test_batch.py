@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_fakes import forest_of, random_groups
 
-from arborl.learner.packing import Costs, MicroBatch, branches, cuts, is_cut, pack, padded, pruned, rows_pay, split
+from arborl.learner.packing import Costs, branches, cuts, is_cut, pruned, rows_pay, split
 from arborl.rollout.tree import grow
 from arborl.types import TokenTree
 
@@ -98,20 +98,6 @@ def test_rows_are_taken_only_where_little_is_shared_and_rows_are_cheaper():
     assert not rows_pay(bush(5), dear_tokens)  # five tokens more cost more than the masks
     assert not rows_pay(grow([stem, [*stem[:15], 1, 2, 3]])[0], cheap_tokens)
     assert not rows_pay(grow([stem])[0], cheap_tokens)
-
-
-@pytest.mark.parametrize("multiple", [1, 4, 128])
-def test_padding_adds_tokens_that_see_and_are_seen_by_nobody(multiple):
-    trees, terms = forest_of(random_groups(2))
-    batch = pack(trees, range(len(trees)), terms)
-    more = padded(batch, multiple)
-    assert len(more) % multiple == 0
-    assert len(more) - len(batch) < multiple
-    extra = range(len(batch), len(more))
-    assert [len(c) for c in contexts(more.tokens, more.end, more.depth, extra)] == [1] * len(extra)
-    assert isinstance(more, MicroBatch)
-    assert (more.end[: len(batch)] == batch.end).all()
-    assert sum(more.lengths) == len(more)
 
 
 @pytest.mark.parametrize("seed", range(4))

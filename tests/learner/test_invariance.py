@@ -8,7 +8,7 @@ import functools
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from learner_fakes import SAMPLING, Fake, assert_same, forest_of, gradients, random_groups
+from learner_fakes import SAMPLING, Fake, assert_same, gradients, random_groups
 
 from arborl.config.run import LearnerConfig
 from arborl.learner.learner import Learner
@@ -98,16 +98,6 @@ def test_tree_loss_and_gradients_equal_those_of_one_row_per_call(tiny_llama, see
     assert_same(ours, by_rows(tiny_llama, groups, kind, reference))
 
 
-@settings(max_examples=6)
-@given(seed=st.integers(0, 10_000), budget=st.sampled_from([30, 10_000]), kind=st.sampled_from(KINDS))
-def test_flex_attention_gives_the_same(tiny_llama, flex_on_cpu, seed, budget, kind):
-    groups, algorithm = random_groups(seed), Fake(kind)
-    learner = learner_of(tiny_llama, algorithm, budget, attention="flex")
-    ours = gradients(learner, groups, algorithm)
-    assert all(learner.ways(tiny_llama, b).attend == "flex" for b in learner.fitting.split(*forest_of(groups)))
-    assert_same(ours, gradients(learner_of(tiny_llama, algorithm, attention="dense"), groups, algorithm))
-
-
 @settings(max_examples=10)
 @given(
     seed=st.integers(0, 10_000),
@@ -133,10 +123,10 @@ def single_precision(model):
 @given(
     seed=st.integers(0, 10_000),
     budget=st.sampled_from([1, 25, 10_000]),
-    attention=st.sampled_from(["auto", "causal", "blocks", "flex"]),
+    attention=st.sampled_from(["auto", "causal", "blocks"]),
     recompute=st.booleans(),
 )
-def test_in_float32_they_agree_to_its_precision(tiny_llama, flex_on_cpu, seed, budget, attention, recompute):
+def test_in_float32_they_agree_to_its_precision(tiny_llama, seed, budget, attention, recompute):
     model, groups, algorithm = single_precision(tiny_llama), random_groups(seed), Fake()
     assert_same(
         gradients(learner_of(model, algorithm, attention="dense"), groups, algorithm),

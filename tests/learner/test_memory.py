@@ -70,7 +70,7 @@ def test_what_layers_keep_is_what_is_counted(kind, rank):
     model = model_of(kind, rank)
     tokens, counted = kept_bytes(model, Way("causal"))
     sizes = Sizes.of(model)
-    assert counted == pytest.approx(tokens * sizes.layers * sizes.layer(compiled=False, fused_norms=False), rel=0.08)
+    assert counted == pytest.approx(tokens * sizes.layers * sizes.layer(fused=False, fused_norms=False), rel=0.08)
 
 
 @pytest.mark.parametrize("kind", list(KINDS))

@@ -58,8 +58,8 @@ def drawn_by(group: Group, how: Sampling | None) -> Group:
     )
 
 
-@pytest.mark.parametrize("attention", ["dense", "blocks", "causal", "flex"])
-def test_each_source_is_scored_under_what_it_was_drawn_from(played, attention, flex_on_cpu):
+@pytest.mark.parametrize("attention", ["dense", "blocks", "causal"])
+def test_each_source_is_scored_under_what_it_was_drawn_from(played, attention):
     parts, groups = played
     forest = plant(groups)
     learner = Learner(parts.model, LearnerConfig(attention=attention, micro_batch_tokens=200), parts.rollout.sampling)

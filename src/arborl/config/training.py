@@ -44,12 +44,9 @@ class LearnerConfig(Config):
     downsample_mode: Literal["last", "random"] = "random"
     """With `max_samples_per_trajectory`, which. `random`: the last and a draw of the others (of all, where it is 1),
     with the expected gradient of all. `last`: the latest, with the weight of all."""
-    attention: Literal["auto", "causal", "dense", "blocks", "flex", "kernel"] = "auto"
+    attention: Literal["auto", "causal", "dense", "blocks", "kernel"] = "auto"
     """How trees are attended; `auto` takes the cheapest. All give the same result; one that does not is left, with a
     warning."""
-    compile: Literal["auto", "on", "off"] = "auto"
-    """`on`: torch compiles the model's layers (where attention is `kernel` or `flex`), which takes minutes. Else a GPU
-    runs them by fused kernels of our own, which are as quick and ready in seconds; `auto` compiles where those fail."""
     recompute: bool | Literal["auto"] = "auto"
     """Gradient checkpointing: run each layer again for its gradient instead of keeping what it computed. `auto` does on
     a GPU whose memory is forecast not to suffice otherwise."""

@@ -21,7 +21,7 @@ from arborl.conversational.settings import Settings
 from arborl.errors import ConfigError, did_you_mean
 
 Report = Literal["none", "tensorboard", "wandb", "mlflow"]
-ATTENTION = {"eager": "dense", "flex_attention": "flex"}
+ATTENTION = {"eager": "dense", "flex_attention": "kernel"}
 
 
 class TrainingConfig(Settings):

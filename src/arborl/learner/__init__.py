@@ -11,7 +11,6 @@ In reading order:
     attention_choice.py  Which way to run a model: the quickest that has been shown to be right
     executor.py          Ways to run a model over a micro-batch
     tree_attention.py    Attention over trees: token q sees token k exactly when k <= q < end[k]
-    flex_attention.py    Attention over trees by FlexAttention
     kernel_attention.py  Attention over trees by kernels of our own
     tree_plan.py         Which blocks of keys each block of queries must look at
     tree_kernels.py      Attention over trees as three Triton kernels

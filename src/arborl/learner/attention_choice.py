@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from arborl.learner.executor import DENSE, EXECUTORS, LAYERS_ON_GPU, Way, cheapest
+from arborl.learner.executor import DENSE, EXECUTORS, Way, cheapest
 from arborl.learner.fused_layers import fusing_fits
 from arborl.learner.packing import MicroBatch
 from arborl.learner.score import score
@@ -38,12 +38,11 @@ class Ways:
 
     Args:
         attention: a name in `EXECUTORS`, or `auto`: the cheapest for each batch.
-        compiled: whether torch compiles layers: `on`, `off`, or `auto`: on a GPU, where nothing better is to be had.
         recompute: run layers again for their gradients instead of keeping what they computed.
     """
 
-    def __init__(self, attention: str = "auto", compiled: str = "auto", recompute: bool = False):
-        self.attention, self.compiled, self.recompute = attention, compiled, recompute
+    def __init__(self, attention: str = "auto", recompute: bool = False):
+        self.attention, self.recompute = attention, recompute
 
     def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> Way:
         is_lean(model)  # so that whoever has asked once has had everything checked
@@ -57,35 +56,26 @@ class Ways:
         return replace(DENSE, recompute=self.recompute)
 
     def _candidates(self, model: PreTrainedModel, batch: MicroBatch) -> Iterator[Way]:
-        chosen: tuple[str, ...] = (self.attention,)
-        if self.attention == "auto":
-            chosen = tuple(name for name in cheapest(batch, model.device) if EXECUTORS[name].fits(model))
-        elif self.attention == "causal" and not batch.is_chains:
-            chosen = ("dense",)
-        for name in chosen:
-            for layers in self._layers(model):
-                if layers == "compiled" and EXECUTORS[name].compiles:
-                    yield Way(name, compiled=True)
-                elif layers == "fused" and name != DENSE.attend:
-                    yield Way(name, fused=True)
+        names = [cheapest(batch, model.device) if self.attention == "auto" else self.attention]
+        if self.attention == "auto" and names == ["kernel"]:
+            names = ["kernel", "blocks"] if EXECUTORS["kernel"].fits(model) else ["blocks"]
+        elif names == ["causal"] and not batch.is_chains:
+            names = [DENSE.attend]
+        fuses = is_lean(model) and fusing_fits(model)
+        for name in names:
+            if fuses and name != DENSE.attend:
+                yield Way(name, fused=True)
             yield Way(name)
-
-    def _layers(self, model: PreTrainedModel) -> Iterator[str]:
-        """Ways to run layers other than plainly, in the order to try them."""
-        if is_lean(model):
-            fits = {"compiled": self.compiled == "on" or model.device.type == "cuda", "fused": fusing_fits(model)}
-            tried = {"on": ("compiled",), "off": ("fused",), "auto": LAYERS_ON_GPU}[self.compiled]
-            yield from (layers for layers in tried if fits[layers])
 
 
 def agrees(model: PreTrainedModel, way: Way) -> bool:
     """Whether this way gives the dense way's numbers for this model."""
-    batch = sample(model, chain=way.attend == "causal", size=200 if EXECUTORS[way.attend].compiles else 40)
+    batch = sample(model, chain=way.attend == "causal", size=200 if way.attend == "kernel" else 40)
     try:
         ours = _numbers(model, batch, way)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # a compiler may fail in any way it likes
+    except Exception as error:  # a kernel's compiler may fail in any way it likes
         what = str(error).strip().splitlines()[0][:200] if str(error).strip() else ""
         log.warning("%s is not used for %s: %s: %s", way, type(model).__name__, type(error).__name__, what)
         return False

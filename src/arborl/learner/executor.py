@@ -1,4 +1,4 @@
-"""Ways to run a model over a micro-batch: how it attends, whether its layers are compiled, what is kept for gradients.
+"""Ways to run a model over a micro-batch: how it attends, whether its layers are fused, what is kept for gradients.
 
 All give the same numbers; `attention_choice.py` chooses one and makes sure of that.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,25 +18,16 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from arborl.learner.flex_attention import SIZE, FlexAttend
 from arborl.learner.fused_layers import FUSED
 from arborl.learner.kernel_attention import KernelAttend, kernel_fits
-from arborl.learner.packing import MicroBatch, padded
+from arborl.learner.packing import MicroBatch
 from arborl.learner.tree_attention import BLOCK, BlockAttend, CausalAttend, DenseAttend
 from arborl.learner.upload import upload
 from arborl.models.attention import Attend, layout, library_hidden_states
 from arborl.models.lean import Run, in_turn, is_lean, lean
 
-TREES_ON_GPU = ("kernel", "flex")
-"""How to attend on a GPU, the best first."""
-LAYERS_ON_GPU = ("fused", "compiled")
-"""How to run layers on a GPU, the best first."""
 WORTH_GATHERING = 0.7
 """Blocks are used when they multiply less than this share of what the dense way does."""
-TOGETHER = 8
-"""Layers compiled as one piece, at most; as many as divide the model's number."""
-VARIANTS = 32
-"""Compiled forms of one function to keep: with and without gradients, adapters, for each model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +35,6 @@ class Executor:
     """Attention for one micro-batch, and what it asks of the batch."""
 
     make: Callable[[MicroBatch, torch.device], Attend]
-    multiple: int = 1
-    """Batches are padded to a whole multiple of this many tokens."""
-    compiles: bool = False
-    """Whether layers around it can be compiled once for all sizes."""
     fits: Callable[[PreTrainedModel], bool] = lambda model: True
     """Whether it is worth trying with a model, where nobody has asked for it by name."""
 
@@ -56,8 +43,7 @@ EXECUTORS: dict[str, Executor] = {
     "causal": Executor(CausalAttend),
     "dense": Executor(DenseAttend),
     "blocks": Executor(BlockAttend),
-    "flex": Executor(FlexAttend, SIZE, compiles=True),
-    "kernel": Executor(KernelAttend, compiles=True, fits=kernel_fits),
+    "kernel": Executor(KernelAttend, fits=kernel_fits),
 }
 
 
@@ -67,15 +53,13 @@ class Way:
 
     attend: str
     """A name in `EXECUTORS`."""
-    compiled: bool = False
-    """By torch's compiler."""
     fused: bool = False
     """What lies between products by kernels of our own."""
     recompute: bool = False
     """Keep only what goes into each layer, and run the layer again when its gradient is due."""
 
     def __str__(self) -> str:
-        return f"{self.attend} attention" + ", compiled" * self.compiled + ", fused" * self.fused
+        return f"{self.attend} attention" + ", fused" * self.fused
 
 
 DENSE = Way("dense")
@@ -83,13 +67,9 @@ DENSE = Way("dense")
 
 def hidden(model: PreTrainedModel, batch: MicroBatch, way: Way) -> Tensor:
     """The last layer's output where each term is predicted, `[M, hidden]`."""
-    executor = EXECUTORS[way.attend]
     predicting = np.unique(batch.terms.position, return_inverse=True)
-    batch = padded(batch, executor.multiple)
-    attend = executor.make(batch, model.device)
-    if isinstance(attend, FlexAttend):
-        attend.prepare(layout(model).windows)
-    elif isinstance(attend, KernelAttend):
+    attend = EXECUTORS[way.attend].make(batch, model.device)
+    if isinstance(attend, KernelAttend):
         attend.prepare(layout(model).windows, layout(model).size, model.dtype)
     tokens, depth, rows, term = upload(model.device, batch.tokens, batch.depth, *predicting)
     recompute = way.recompute and torch.is_grad_enabled()
@@ -103,8 +83,8 @@ def hidden(model: PreTrainedModel, batch: MicroBatch, way: Way) -> Tensor:
 
 def _run(way: Way, recompute: bool) -> Run | None:
     if not recompute:
-        return compiled_layers() if way.compiled else None
-    run = compiled_layers() if way.compiled else partial(in_turn, ops=FUSED if way.fused else None)
+        return None
+    run = partial(in_turn, ops=FUSED if way.fused else None)
 
     def again(layers: Sequence[Any], x_NE: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         for layer in layers:
@@ -112,28 +92,6 @@ def _run(way: Way, recompute: bool) -> Run | None:
         return x_NE
 
     return again
-
-
-@cache
-def compiled_layers() -> Run:
-    """Layers compiled for any number of tokens, some at a time: all such pieces of a model share the code, and each
-    costs the host one call instead of one a layer."""
-    allow_variants()
-    inner = torch.compile(in_turn, dynamic=True)
-
-    def run(layers: Sequence[Any], x_NE: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        size = next(n for n in range(TOGETHER, 0, -1) if len(layers) % n == 0)
-        for first in range(0, len(layers), size):
-            x_NE = inner(layers[first : first + size], x_NE, cos, sin, attend)
-        return x_NE
-
-    return run
-
-
-def allow_variants() -> None:
-    """Past its limit the compiler goes back to slow code without an error."""
-    settings = torch._dynamo.config
-    settings.recompile_limit = max(settings.recompile_limit, VARIANTS)
 
 
 @contextmanager
@@ -153,13 +111,13 @@ def _recomputing(model: PreTrainedModel, wanted: bool) -> Iterator[None]:
             model.gradient_checkpointing_disable()
 
 
-def cheapest(batch: MicroBatch, device: torch.device) -> tuple[str, ...]:
-    """The executors that should be quickest for this batch, in the order to try them."""
-    if device.type == "cuda":
-        return ("causal",) if len(batch.lengths) == 1 and batch.is_chains else TREES_ON_GPU
+def cheapest(batch: MicroBatch, device: torch.device) -> str:
+    """The executor that should be quickest for this batch."""
+    if device.type == "cuda" and not (len(batch.lengths) == 1 and batch.is_chains):
+        return "kernel"
     if batch.is_chains:
-        return ("causal",)
+        return "causal"
     firsts = batch.depth[::BLOCK]  # a token has as many ancestors as its depth
     blocks = BLOCK * int((firsts + BLOCK).sum())
     dense = sum(length**2 for length in np.asarray(batch.lengths))
-    return ("blocks",) if blocks < WORTH_GATHERING * dense else ("dense",)
+    return "blocks" if blocks < WORTH_GATHERING * dense else "dense"

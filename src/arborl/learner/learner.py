@@ -103,7 +103,7 @@ class Learner:
             config,
             (self.lr, config.critic_lr or self.lr * (1 if separate else 10)),
         )
-        self.ways = Ways(config.attention, config.compile, config.recompute is True)
+        self.ways = Ways(config.attention, config.recompute is True)
         self.fitting = Fitting(model, config)
         self.loss_scale = LossScale(model.dtype)
         self.copies = HostCopies(model.device)

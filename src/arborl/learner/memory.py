@@ -56,7 +56,7 @@ class Sizes:
     rank: int = 0
     """Of adapters."""
     lean: bool = True
-    """Whether layers run by our own code, which is compiled."""
+    """Whether layers run by our own code, which is fused on a GPU."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Sizes:
@@ -97,17 +97,17 @@ class Sizes:
         """Bytes of gradients, in the masters' precision."""
         return (4 if master else 2) * self.coarse + 4 * (self.trained - self.coarse)
 
-    def layer(self, compiled: bool, fused_norms: bool = True) -> int:
-        """Bytes a token that one layer keeps for its gradient. What is cheap to compute again, compiled code does not
-        keep: it has each of its products' results, and what goes into the norms.
+    def layer(self, fused: bool, fused_norms: bool = True) -> int:
+        """Bytes a token that one layer keeps for its gradient. Fused layers keep what goes into products and norms, and
+        each thing once.
 
         Args:
             fused_norms: norms keep what goes in; else, as on a CPU, also what they scale, for the scale's gradient.
         """
         e, q, k, f, item = self.hidden, self.queries, self.keys, self.inner, self.item
         adapters = 7 * 4 * self.rank
-        if compiled:
-            return item * (2 * e + 2 * q + 2 * k + 2 * f) + adapters
+        if fused:
+            return item * (4 * e + 2 * q + 2 * k + 3 * f) + adapters
         scaled = not (fused_norms or self.rank)
         norms = 4 * e if scaled else 2 * e
         attention = 3 * (q + k) + (q + k if self.head_norms and scaled else 0)
@@ -116,9 +116,9 @@ class Sizes:
             return kept + 4 * (5 * e + q + f) + adapters
         return kept + item * (2 * e + f) + adapters
 
-    def activations(self, tokens: int, recompute: bool, compiled: bool, fused_norms: bool = True) -> int:
+    def activations(self, tokens: int, recompute: bool, fused: bool, fused_norms: bool = True) -> int:
         """Bytes that a forward pass keeps, and what its backward pass has under way in one layer."""
-        layer, edge = self.layer(compiled, fused_norms), self.item * self.hidden
+        layer, edge = self.layer(fused, fused_norms), self.item * self.hidden
         kept = self.layers * edge + layer if recompute else self.layers * layer
         under_way = self.item * (2 * self.inner + 2 * self.queries + 2 * self.keys + 4 * self.hidden)
         return tokens * (kept + 2 * edge + under_way)
@@ -194,9 +194,8 @@ class Planner:
     """Whether tokens are drawn from part of the vocabulary: then logits are sorted."""
 
     @property
-    def compiled(self) -> bool:
-        wanted = self.config.compile == "on" or (self.config.compile == "auto" and self.cuda)
-        return wanted and self.sizes.lean and self.config.attention in ("auto", "flex")
+    def fused(self) -> bool:
+        return self.cuda and self.sizes.lean and self.config.attention in ("auto", "kernel", "causal")
 
     def forecast(self, tokens: int, recompute: bool, kv_tokens: int) -> Forecast:
         """What these settings come to."""
@@ -204,7 +203,7 @@ class Planner:
         models = 2 if self.needs.value and self.config.own_critic else 1
         longest = max(tokens, self.context)
         optimizer = models * sizes.optimizer(master)
-        activations = models * sizes.activations(longest, recompute, self.compiled, self.cuda)
+        activations = models * sizes.activations(longest, recompute, self.fused, self.cuda)
         logits = min(longest, self.logit_rows) * sizes.vocabulary * self._logit()
         if offload != "none":  # what is brought for a step comes when activations have gone
             brought = min(optimizer, 12 * max(AT_ONCE, sizes.largest))
@@ -225,8 +224,8 @@ class Planner:
         return self.sizes.weights * (int(copied and self.config.offload != "all") + models - 1)
 
     def _logit(self) -> int:
-        """Bytes for each: compiled code has it and its gradient once; else there are float32 copies between."""
-        plain = 2 * self.sizes.item if self.compiled else self.sizes.item + 16
+        """Bytes for each: the fused head has it and its gradient once; else there are float32 copies between."""
+        plain = 2 * self.sizes.item if self.fused else self.sizes.item + 16
         return plain + (28 if self.truncates else 0)
 
     def plan(self) -> Plan:

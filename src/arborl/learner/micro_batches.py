@@ -31,7 +31,7 @@ class Fitting:
         plain: Callable[[TokenTree], bool] | None = None
         if self.attention == "causal":
             plain = _always
-        elif self.attention == "auto" and self.model.device.type != "cuda":  # flex costs a row as much as a tree
+        elif self.attention == "auto" and self.model.device.type != "cuda":  # there a row costs as much as a tree
             costs = costs_of(self.model)
             plain = lambda tree: rows_pay(tree, costs)  # noqa: E731
         return split(trees, terms, self.budget, plain)

@@ -215,19 +215,3 @@ def _assemble(pieces: Sequence[Piece], terms: Terms) -> MicroBatch:
         replace(terms.pick(rows), position=np.concatenate(position).astype(np.int64)),
         rows,
     )
-
-
-def padded(batch: MicroBatch, multiple: int) -> MicroBatch:
-    """The same batch with tokens added that see only themselves, up to a whole multiple."""
-    extra = -len(batch) % multiple
-    if not extra:
-        return batch
-    zeros = np.zeros(extra, dtype=np.int64)
-    own = np.arange(len(batch), len(batch) + extra)
-    return replace(
-        batch,
-        tokens=np.concatenate([batch.tokens, zeros]),
-        depth=np.concatenate([batch.depth, zeros]),
-        end=np.concatenate([batch.end, own + 1]),
-        lengths=(*batch.lengths, *([1] * extra)),
-    )

@@ -6,7 +6,7 @@ whose logits are not kept for the gradient where there are several, in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from itertools import repeat
 from typing import Any
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from arborl.algorithms.token_losses import Said
 from arborl.learner.critic import Critic
-from arborl.learner.executor import Way, allow_variants, hidden
+from arborl.learner.executor import Way, hidden
 from arborl.learner.fused_layers import fused_head
 from arborl.learner.packing import MicroBatch
 from arborl.learner.upload import upload
@@ -50,7 +50,7 @@ def score(
         entropy: whether the entropy carries a gradient.
     """
     hidden_ME = hidden(model, batch, way)
-    run = compiled_head() if way.compiled else _fused_head if way.fused else _head
+    run = _fused_head if way.fused else _head
     logprobs, entropies = [], []
     for some_ME, token_M, shape in _chunks(model, hidden_ME, batch, sampling):
         given = (model.get_output_embeddings(), logit_cap(model), some_ME, token_M, shape, entropy)
@@ -121,10 +121,3 @@ def _fused_head(
     if cap is not None or shape.truncates:
         return _head(head, cap, hidden_ME, token_M, shape, entropy)
     return fused_head(head, hidden_ME, token_M, shape, entropy)
-
-
-@cache
-def compiled_head() -> Callable[..., tuple[Tensor, Tensor]]:
-    """The head and all that follows in few passes over the logits."""
-    allow_variants()
-    return torch.compile(_head, dynamic=True)

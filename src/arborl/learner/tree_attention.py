@@ -5,8 +5,8 @@ A window counts positions along the branch, which are depths: what lies between 
 Ways to the same numbers, of which `executor.py` chooses. `CausalAttend` is for chains, which need no mask.
 `DenseAttend` masks the square of each tree and is what the others are checked against. `BlockAttend` cuts the tokens
 into blocks and gives each block only the keys it can see: in depth-first order those are the ancestors of its first
-token and the block itself, few when the tree has many branches. On a GPU, there are `KernelAttend`
-in `kernel_attention.py` and `FlexAttend` in `flex_attention.py`.
+token and the block itself, few when the tree has many branches. For a GPU there is `KernelAttend` in
+`kernel_attention.py`.
 
 N tokens, H query heads, K key heads, D head size, B blocks of T tokens, S keys a block.
 """
