@@ -159,7 +159,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/neural-reward-benchmark"))
     parser.add_argument("--pairs", type=int, default=2000)
-    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--imitation", type=int, default=250, help="steps")
     parser.add_argument("--steps", type=int, default=30, help="of reinforcement learning; 0 trains the reward alone")
     parser.add_argument("--kl", type=float, default=0.04, help="what it costs to leave the imitator")
