@@ -84,8 +84,7 @@ class Learner:
         self.model, self.config, self.sampling = model, config, sampling
         self.total_steps, self.seed = total_steps, seed
         adapted = has_lora(model)
-        usual = schedule.usual_rate(model.num_parameters()) * (10 if adapted else 1)
-        self.lr = config.lr or usual * config.lr_scale
+        self.lr = config.lr or config.lr_scale * schedule.usual_rate(model.num_parameters()) * (10 if adapted else 1)
         if config.min_lr > self.lr:
             raise ConfigError(f"learner.min_lr={config.min_lr:g} is above the rate of such a model, {self.lr:g}.")
         copied = needs.reference and not adapted
@@ -376,8 +375,8 @@ class Learner:
     def snapshot(self) -> Snapshot:
         """Everything that must be kept, as it is now, to be written while training goes on. One is good at a time: the
         next is made in the same memory."""
-        self.leaving = Snapshot.of(self, self.copies)
-        return self.leaving
+        self.leaving = made = Snapshot.of(self, self.copies)
+        return made
 
     def save(self, folder: Path) -> None:
         """Model in Hugging Face form (adapters alone where there are some), and beside it what is needed to go on."""
