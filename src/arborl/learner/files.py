@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from arborl.learner.host_copy import Copied, HostCopies
+from arborl.models.load import quiet
 from arborl.models.lora import adapter_file, has_lora, load_adapter, save_adapter
 
 if TYPE_CHECKING:
@@ -100,7 +101,8 @@ def load(learner: Learner, folder: Path) -> None:
 
 
 def _read(model: PreTrainedModel, folder: Path) -> None:
-    saved = type(model).from_pretrained(folder, dtype=model.dtype).state_dict()
+    with quiet():
+        saved = type(model).from_pretrained(folder, dtype=model.dtype).state_dict()
     with torch.no_grad():
         for name, own in model.state_dict().items():
             own.copy_(saved[name])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,9 @@ from arborl.models.attention import NAME
 from arborl.models.find import described
 from arborl.models.find import holds_model as holds_model
 from arborl.models.find import resolve as resolve
+
+
+_READING = threading.RLock()
 
 
 def device_of(name: str) -> torch.device:
@@ -51,14 +55,18 @@ def load_model(folder: Path, dtype: str = "float32", device: str = "auto", headl
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """The library's tables about weights and its bars are not shown: what matters in them is an error of ours."""
-    level = verbosity.get_verbosity()
-    verbosity.disable_progress_bar()
-    verbosity.set_verbosity_error()
-    try:
-        yield
-    finally:
-        verbosity.set_verbosity(level)
+    """One reader of weights at a time, in whatever threads: while it reads, the library takes functions out of its
+    classes and puts them back afterwards, and of two at once the second would put back what the first had put in.
+
+    Its tables about weights and its bars are not shown: what matters in them is an error of ours."""
+    with _READING:
+        level = verbosity.get_verbosity()
+        verbosity.disable_progress_bar()
+        verbosity.set_verbosity_error()
+        try:
+            yield
+        finally:
+            verbosity.set_verbosity(level)
 
 
 def read_weights(folder: Path, headless: bool = False, **how: Any) -> PreTrainedModel:
