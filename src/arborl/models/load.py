@@ -21,7 +21,6 @@ from arborl.models.find import described
 from arborl.models.find import holds_model as holds_model
 from arborl.models.find import resolve as resolve
 
-
 _READING = threading.RLock()
 
 
