@@ -29,6 +29,7 @@ from arborl import (
     EnvironmentState,
     GSPOConfig,
     HelpfulnessReward,
+    HPOConfig,
     MultiObjectiveReward,
     MultiTurnAgent,
     MultiTurnGRPOTrainer,
@@ -41,6 +42,8 @@ from arborl import (
     TrajectoryGroup,
     ValueFunction,
     get_config_for_task,
+    get_search_space,
+    quick_hpo,
     reward_function,
     train,
     train_with_gspo,
@@ -427,6 +430,31 @@ def test_gspo_has_settings_of_its_own(tmp_path):
     assert "rank: 4" in said
     assert trained.summary["steps"] == 2
     assert isinstance(asyncio.run(trained.generate_response([{"role": "user", "content": "Hi"}])), str)
+
+
+# ------------------------------------------------------------------------------------------------ searching
+
+
+def test_a_search_trains_the_agent_with_other_settings_and_says_which_were_best(tmp_path):
+    space = {
+        "learning_rate": {"type": "loguniform", "low": 1e-5, "high": 1e-3},
+        "num_generations": {"type": "categorical", "choices": [2, 3]},
+    }
+    config = small(tmp_path, output_dir=None, learning_rate_scale=2.0)
+    summary = asyncio.run(
+        quick_hpo(
+            agent=agent(), environment=bakery(), reward_function=letters, base_config=config,
+            hpo_config=HPOConfig(search_space=space, n_trials=2, pruning=True), folder=tmp_path / "study",
+        )
+    )  # fmt: skip
+    assert len(summary.trials) == 2
+    assert summary.best_reward == max(trial.value for trial in summary.trials)
+    assert set(summary.best_params) <= set(space)
+
+
+@pytest.mark.parametrize("name", ["grpo", "full", "customer_service", "conservative", "aggressive"])
+def test_every_name_of_a_search_space_is_a_setting_of_training_or_of_the_agent(name):
+    assert set(get_search_space(name)) <= {*TrainingConfig.model_fields, "top_p", "top_k", "max_new_tokens"}
 
 
 # ------------------------------------------------------------------------------------------------ advanced

@@ -193,6 +193,8 @@ async def trial(
         told = {name: getattr(agent.config, name) for name in agent.config.said}
         agent = agent.with_config(AgentConfig(**told | spoken))
     watch = Pruned(report)
+    if fields.get("learning_rate") is not None:
+        fields |= {"learning_rate_scale": 1.0}  # a profile's, which is about the usual rate
     chosen = changed(config, fields | {"output_dir": folder})
     done = await train(agent, environment, reward_fn, config=chosen, callbacks=[watch])
     after = done.summary.get("after", {})
