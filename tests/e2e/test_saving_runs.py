@@ -44,7 +44,12 @@ main()
 def start(folder: Path, *words: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", SLOW, "train", *SMALL, *words, f"output_dir={folder}"]
     return subprocess.Popen(
-        command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        command,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
     )
 
 
