@@ -56,6 +56,10 @@ BAKERY = [
 ]
 
 
+SLOWLY = [pytest.param(name, marks=pytest.mark.slow) for name in ("grpo", "gspo", "a2c")]
+"""Algorithms that other tests here train with, or near kin of those."""
+
+
 @reward_function(weight=1.0, name="letters")
 def letters(turns, context=None):
     """The share of letters in what was said: something a model can change within a few steps."""
@@ -363,7 +367,7 @@ def test_profiles_go_from_careful_to_bold_and_leave_alone_what_is_said():
     assert TrainingConfig.from_profile("experimental").algorithm == "dapo"
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "gspo", "ppo", "dpo", "a2c", "trpo"])
+@pytest.mark.parametrize("algorithm", ["ppo", "dpo", "trpo", *SLOWLY])
 def test_algorithms_are_chosen_by_name(tmp_path, algorithm):
     trained = asyncio.run(train(agent(), bakery(), letters, algorithm=algorithm, config=small(tmp_path)))
     assert trained.summary["steps"] == 2

@@ -247,6 +247,7 @@ def test_in_bfloat16_the_rollouts_logprobs_are_as_near_the_learners_as_those_of_
     assert gaps[False] < 1 + 2 * (gaps[True] - 1), gaps
 
 
+@pytest.mark.slow
 def test_a_run_with_adapters_that_is_resumed_ends_as_the_one_that_was_not(tmp_path):
     """Law 7, through the engine's own copies of the factors."""
     small = [

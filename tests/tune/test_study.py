@@ -324,6 +324,7 @@ def test_a_trial_whose_process_ends_twice_has_failed(tmp_path: Path) -> None:
     assert trials[1].reason.endswith("twice")
 
 
+@pytest.mark.slow
 def test_two_processes_share_a_study_and_one_takes_over_what_the_other_leaves(tmp_path: Path) -> None:
     one = process(tmp_path, 5, 100)
     wait_for(one, "begins 0")
@@ -335,6 +336,7 @@ def test_two_processes_share_a_study_and_one_takes_over_what_the_other_leaves(tm
     assert [trial["state"] for trial in rows(tmp_path)] == ["lost", "done", "done", "done", "done", "done"]
 
 
+@pytest.mark.slow
 def test_two_processes_that_begin_at_once_try_no_more_than_asked(tmp_path: Path) -> None:
     both = [process(tmp_path, 5, 0.1) for _ in range(2)]
     assert [one.wait(60) for one in both] == [0, 0]
