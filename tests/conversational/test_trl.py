@@ -163,6 +163,7 @@ def test_the_second_step_is_sampled_from_the_updated_weights(done):
     assert len(gaps) == 2
 
 
+@pytest.mark.slow
 def test_a_model_with_learned_positions_and_dropout_reads_what_it_sampled_from(tmp_path):
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -191,6 +192,7 @@ def test_the_trained_agent_talks_with_the_new_weights_and_the_given_one_with_the
     assert isinstance(reply, str)
 
 
+@pytest.mark.slow
 def test_adapters_are_trained_and_the_model_that_is_saved_is_a_whole_one(tmp_path):
     chosen = settings(tmp_path / "run", use_lora=True, lora_r=4, kl_penalty=0.1, learning_rate=1e-2, bf16=True)
     trained = asyncio.run(TRLGRPOTrainerWrapper(agent(), Talk(), short, chosen).train())
@@ -284,6 +286,7 @@ class Fickle(MultiTurnAgent):
         return await super().generate_response(conversation_history)
 
 
+@pytest.mark.slow
 def test_an_agent_with_several_branches_is_told_what_to_do_instead(tmp_path):
     fickle = Fickle(AgentConfig(max_new_tokens=4))
     with pytest.raises(RunStopped, match=r"8 of 8 .*\n.*let its history only grow"):
