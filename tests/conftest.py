@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import gc
 import os
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -17,6 +20,8 @@ if find_spec("triton") is not None:  # without a GPU its kernels are interpreted
 import pytest
 from hypothesis import HealthCheck, settings
 
+DOT = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGP4DwABAQEAG7buVgAAAABJRU5ErkJggg==")
+"""A picture of one point."""
 QUIET = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 settings.register_profile("arbor", max_examples=40, deadline=None, derandomize=True, suppress_health_check=QUIET)
 settings.register_profile("thorough", max_examples=400, deadline=None, suppress_health_check=QUIET)
@@ -28,6 +33,39 @@ def no_files_at_home(tmp_path_factory):
     """Runs with parts of their own are signed with a key of the user's; that of tests is a passing one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def memory_is_given_back():
+    """A finished run is a circle of objects that Python finds late: two hundred runs would be gigabytes."""
+    before = resident()
+    yield
+    if resident() > before + 300_000_000:
+        gc.collect()
+
+
+def resident() -> int:
+    """Bytes of memory this process holds; 0 where the system does not say so in this way."""
+    file = Path("/proc/self/statm")
+    return int(file.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if file.exists() else 0
+
+
+@pytest.fixture(autouse=True, scope="session")
+def pictures_are_not_painted():
+    """Every run ends with pictures, and painting them takes longer than most of these runs. They are drawn all the
+    same, and painted where a test is about pictures, and in other processes."""
+    from matplotlib.figure import Figure
+
+    paint = Figure.savefig
+
+    def savefig(self, out, **more):
+        if os.environ["PYTEST_CURRENT_TEST"].startswith(("tests/view/", "tests/tune/")):
+            return paint(self, out, **more)
+        return Path(out).write_bytes(DOT)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", savefig)
         yield
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import Result
+from forked import Forked, forked
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -32,10 +30,6 @@ SMALL = [
     "track.gifs=1", "track.tensorboard=false", "deterministic=true", "threads=1", "model.device=cpu",
     "algorithm.skip_zero_variance=false",
 ]  # fmt: skip
-
-
-def command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "arborl", *words]
 
 
 def invoke(*words: str) -> Result:
@@ -66,11 +60,9 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_a_run_killed_with_9_and_resumed_ends_bit_equal_to_one_that_was_not(tmp_path):
     # each in a process of its own: what other tests have left in this one may change how sums are rounded
-    alone = {"cwd": tmp_path, "env": os.environ | {"OMP_NUM_THREADS": "1"}}
-    subprocess.run(command("train", *SMALL, "output_dir=whole"), check=True, capture_output=True, **alone)
-    victim = subprocess.Popen(
-        command("train", *SMALL, "output_dir=cut"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **alone
-    )
+    code, said = forked("-m", "arborl", "train", *SMALL, "output_dir=whole", cwd=tmp_path)
+    assert code == 0, said
+    victim = Forked(["-m", "arborl", "train", *SMALL, "output_dir=cut"], cwd=tmp_path)
     metrics = tmp_path / "cut" / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not (
@@ -80,12 +72,11 @@ def test_a_run_killed_with_9_and_resumed_ends_bit_equal_to_one_that_was_not(tmp_
         assert victim.poll() is None
         time.sleep(0.01)
     victim.send_signal(signal.SIGKILL)
-    victim.wait()
+    victim.communicate()
     assert not (tmp_path / "cut" / "summary.json").exists()
 
-    again = command("train", "--resume", "latest", "output_dir=cut")
-    resumed = subprocess.run(again, capture_output=True, text=True, **alone)
-    assert resumed.returncode == 0, resumed.stderr
+    code, said = forked("-m", "arborl", "train", "--resume", "latest", "output_dir=cut", cwd=tmp_path)
+    assert code == 0, said
     assert settled(tmp_path / "cut") == settled(tmp_path / "whole")
     assert any(row["learner/grad_norm"] > 0 for row in settled(tmp_path / "whole")[3:])  # or equal weights show nothing
     ours, theirs = weights(tmp_path / "cut"), weights(tmp_path / "whole")
@@ -105,11 +96,8 @@ def test_a_run_killed_with_9_and_resumed_ends_bit_equal_to_one_that_was_not(tmp_
     ],
 )
 def test_a_signal_saves_and_says_how_to_go_on(tmp_path, number, code):
-    victim = subprocess.Popen(
-        command("train", *SMALL, "trainer.steps=500", "evaluation.tasks=0", "output_dir=stopped"), cwd=tmp_path,
-        text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"},
-        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # a shell's background jobs ignore some
-    )  # fmt: skip
+    words = ["-m", "arborl", "train", *SMALL, "trainer.steps=500", "evaluation.tasks=0", "output_dir=stopped"]
+    victim = Forked(words, cwd=tmp_path)
     metrics = tmp_path / "stopped" / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not (metrics.exists() and metrics.read_text().count("\n") >= 1):

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import errno
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from forked import Forked, forked
 from safetensors.torch import load_file
 
 import arborl
@@ -41,19 +39,13 @@ main()
 """
 
 
-def start(folder: Path, *words: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", SLOW, "train", *SMALL, *words, f"output_dir={folder}"]
-    return subprocess.Popen(
-        command,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
-    )
+def start(folder: Path, *words: str) -> Forked:
+    script = folder.parent / "slow_disk.py"
+    script.write_text(SLOW)
+    return Forked([str(script), "train", *SMALL, *words, f"output_dir={folder}"])
 
 
-def wait_until(true, process: subprocess.Popen[str]) -> None:
+def wait_until(true, process: Forked) -> None:
     deadline = time.monotonic() + 120
     while not true():
         assert time.monotonic() < deadline
@@ -74,8 +66,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("whole") / "run"
-    command = [sys.executable, "-m", "arborl", "train", *SMALL, f"output_dir={folder}"]
-    subprocess.run(command, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    code, said = forked("-m", "arborl", "train", *SMALL, f"output_dir={folder}")
+    assert code == 0, said
     return folder
 
 
@@ -90,9 +82,8 @@ def test_a_run_killed_while_a_checkpoint_is_written_goes_on_from_the_one_before_
     victim.communicate()
     there = complete(tmp_path / "cut" / "checkpoints")
     assert there
-    again = [sys.executable, "-m", "arborl", "train", "--resume", "latest", f"output_dir={tmp_path / 'cut'}"]
-    done = subprocess.run(again, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stdout + done.stderr
+    code, said = forked("-m", "arborl", "train", "--resume", "latest", f"output_dir={tmp_path / 'cut'}")
+    assert code == 0, said
     ours, theirs = weights(tmp_path / "cut"), weights(whole)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert not list((tmp_path / "cut" / "checkpoints").glob(".*"))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -410,3 +412,15 @@ def test_a_row_that_is_not_as_the_table_says_is_noticed(column, value):
     getattr(rows, column)[row] = value
     with pytest.raises(AssertionError):
         rows.check(np.array([row]), 8)
+
+
+def test_pages_take_no_memory_before_they_are_written(tiny_llama):
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident()
+    engine = LocalEngine(tiny_llama, max_context=256, kv_tokens=2_000_000)
+    assert engine.executor.cache.keys.nbytes + engine.executor.cache.values.nbytes > 1e9
+    assert resident() - before < 3e8
+    said = asyncio.run(engine.generate([1, 2, 3], Sampling(4), session="one"))
+    assert len(said.tokens) == 4

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked import forked
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
@@ -16,11 +14,11 @@ EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_runs_and_tells_before_and_after(name, tmp_path):
-    words = [sys.executable, str(ROOT / "examples" / name), "--episodes", "2", "--out", str(tmp_path / "run")]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "COLUMNS": "120"})
-    assert done.returncode == 0, done.stderr
+    words = [str(ROOT / "examples" / name), "--episodes", "2", "--out", str(tmp_path / "run")]
+    code, said = forked(*words, cwd=tmp_path, env={"COLUMNS": "120"})
+    assert code == 0, said
     for when in ("before", "after"):
-        assert re.search(rf"^{when}: .*reward \d\.\d+", done.stdout, re.M), done.stdout
+        assert re.search(rf"^{when}: .*reward \d\.\d+", said, re.M), said
     assert (tmp_path / "run" / "report.html").is_file()
     assert {path.name for path in tmp_path.iterdir()} <= {"run", "checkpoints"}
 

@@ -30,7 +30,7 @@ class Followed:
 @pytest.fixture(scope="module")
 def followed(tmp_path_factory):
     """Trained for two steps, stopped by its settings, and resumed for one more."""
-    import wandb  # noqa: F401  # before the clock runs
+    import wandb  # before the clock runs
     from opentelemetry import trace
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -67,6 +67,7 @@ def followed(tmp_path_factory):
         train(from_kwargs(**settings))
         again = load(home / "run" / "config.yaml", ["trainer.steps=3", f"agent.args.api_key={SECRET}"])
         train(again, resume="latest")
+    wandb.teardown()  # or its process stays until this one ends
     return Followed(home / "run", list(memory.get_finished_spans()), (home / "own.txt").read_text())
 
 

@@ -211,6 +211,7 @@ def arborl(*words: str, folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+@pytest.mark.slow  # one process of a trial is below, studies of many trials in test_study.py
 def test_a_study_of_runs_from_the_command_line(tmp_path: Path) -> None:
     """Two processes side by side on the embedded model; each leaves a run folder, and equal settings an equal value."""
     running = arborl("--trials", "2", "--jobs", "2", "--param", "learner.lr=6e-4,6.0001e-4", folder=tmp_path)

@@ -5,7 +5,9 @@ N new tokens of R rows, H query heads, K key heads, D head size, G = H / K, P to
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -33,8 +35,7 @@ class Cache:
         self.groups = found.heads // found.key_heads
         shape = (found.layers, pages, found.key_heads, size, found.size)
         # zeros, not empty: a masked position has weight 0, and 0 x NaN would be NaN
-        self.keys = torch.zeros(shape, dtype=model.dtype, device=model.device)
-        self.values = torch.zeros(shape, dtype=model.dtype, device=model.device)
+        self.keys, self.values = (untouched_zeros(shape, model.dtype, model.device) for _ in range(2))
 
     def copy(self, source: int, target: int, count: int) -> None:
         """Give page `target` the first `count` tokens of `source`."""
@@ -45,6 +46,15 @@ class Cache:
         """Zeros everywhere again: a page that is handed out holds nothing that spoils what is masked."""
         self.keys.zero_()
         self.values.zero_()
+
+
+def untouched_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros. On a CPU torch would write them all: seconds, and gigabytes that a short run never reads. What the system
+    hands out is zero already, and takes no memory before it is written."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    whole = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(whole).view(dtype).view(tuple(shape))
 
 
 def token_bytes(model: PreTrainedModel) -> int:

@@ -13,6 +13,8 @@ from arborl.errors import ArborError, ConfigError
 log = logging.getLogger(__name__)
 
 KEEP_SECONDS = 24 * 3600.0
+BROKEN = (sqlite3.Error, UnicodeDecodeError, MemoryError)
+"""What comes of a damaged file: messages may quote its bytes, and lengths it claims may be beyond all memory."""
 VERSION = 2
 """Of the tables. A file with others is begun anew."""
 
@@ -48,11 +50,11 @@ class Journal:
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._base = sqlite3.connect(path or ":memory:", isolation_level=None, check_same_thread=False)
-        except (sqlite3.Error, OSError) as error:
+        except (*BROKEN, OSError) as error:
             raise ConfigError(_no_journal(path, error)) from error
         try:
             self._begin_life()
-        except (sqlite3.Error, UnicodeDecodeError) as error:  # its messages may quote the bytes
+        except BROKEN as error:
             self.close()  # or it would lock out whoever mends the file
             raise ConfigError(_no_journal(path, error)) from error
 
@@ -97,9 +99,14 @@ class Journal:
     def _do(self, statement: str, *row: object) -> sqlite3.Cursor:
         try:
             return self._base.execute(statement, row)
-        except (sqlite3.Error, UnicodeDecodeError) as error:
-            raise Unusable(f"the journal of stateful calls cannot be used: {error}") from error
+        except BROKEN as error:
+            raise Unusable(f"the journal of stateful calls cannot be used: {_said(error)}") from error
 
 
 def _no_journal(path: Path | None, error: Exception) -> str:
-    return f"{path}: not a journal that can be written ({error}). Remove it, or give another."
+    return f"{path}: not a journal that can be written ({_said(error)}). Remove it, or give another."
+
+
+def _said(error: Exception) -> str:
+    """SQLite's own error for want of memory says nothing."""
+    return str(error) or "out of memory"

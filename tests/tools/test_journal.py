@@ -1,0 +1,31 @@
+"""The journal of stateful calls where it cannot be written."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+PROGRAM = """
+import sqlite3, sys
+from contextlib import suppress
+from pathlib import Path
+from arborl.errors import ConfigError
+from arborl.tools.journal import Journal, Unusable
+
+journal = Journal(Path(sys.argv[1]))
+with suppress(MemoryError):
+    sqlite3.connect(":memory:").execute("PRAGMA hard_heap_limit = 1")  # from here on SQLite finds no memory
+for use in (lambda: journal.begin("key", "digest" * 100_000), lambda: Journal(Path(sys.argv[1]))):
+    try:
+        use()
+    except (Unusable, ConfigError) as error:
+        print(error)
+"""
+
+
+def test_a_lack_of_memory_is_said_in_one_line_and_nothing_is_done(tmp_path):
+    """In a process of its own: the limit is of all that SQLite does there, and cannot be taken back."""
+    words = [sys.executable, "-c", PROGRAM, str(tmp_path / "journal")]
+    said = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert said[0] == "the journal of stateful calls cannot be used: out of memory"
+    assert "not a journal that can be written (out of memory)" in said[1]
