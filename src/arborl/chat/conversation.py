@@ -18,6 +18,7 @@ from functools import cache
 
 from arborl.chat.control import Rendered
 from arborl.chat.renderer import Renderer
+from arborl.tokens import Tokens
 from arborl.types import Completion, Message, ToolSpec
 
 log = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 class Prompt:
     """What the model is given."""
 
-    tokens: tuple[int, ...]
+    tokens: Tokens
     shown: Rendered
     reused: int
     """How many of the tokens, from the start, are an earlier call's; 0 begins a new branch."""
@@ -44,12 +45,12 @@ class Branch:
     shown: Rendered
     size: int
     """Of its text."""
-    tokens: tuple[int, ...]
+    tokens: Tokens
     said: Message | None = None
     """What it wrote, as the agent was given it."""
 
 
-START = Branch(Rendered(""), 0, ())
+START = Branch(Rendered(""), 0, Tokens())
 
 
 class Conversations:
@@ -73,7 +74,7 @@ class Conversations:
         shown = self.renderer.render(messages, tools)
         branch = self._begun(shown, messages)
         rest = self._encode(shown, branch)
-        return Prompt((*branch.tokens, *rest), shown, reused=len(branch.tokens))
+        return Prompt(branch.tokens + rest, shown, reused=len(branch.tokens))
 
     def _begun(self, shown: Rendered, messages: Sequence[Message]) -> Branch:
         """The longest branch that this text goes on from.
@@ -108,7 +109,7 @@ class Conversations:
         branch = START
         if renderer.unspoken.isdisjoint(within):
             shown = prompt.shown + renderer.said(content) + Rendered(end)
-            branch = Branch(shown, len(shown.text), (*prompt.tokens, *ids), said)
+            branch = Branch(shown, len(shown.text), prompt.tokens + ids, said)
         else:
             _tell(renderer.tokenizer.decode([next(token for token in within if token in renderer.unspoken)]))
         self._branches.insert(len(self._branches) if at is None else at, branch)
