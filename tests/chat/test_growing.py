@@ -34,7 +34,7 @@ ODD = {
     "knows the last": loop(SHORT + "{% if loop.last %}!{% endif %}"),
     "looks ahead": loop(SHORT + "{{ (loop.nextitem or m).role }}"),
     "looks two ahead": loop(SHORT + "{{ (messages[loop.index0 + 2] or m).content }}"),
-    "looks back": loop(SHORT + "{{ (loop.previtem or m).role }}{{ messages[loop.index0 - 1].role }}{{ messages[0].content }}"),
+    "looks back": loop(SHORT + "{{ (loop.previtem or m).role + messages[loop.index0 - 1].role + messages[0].role }}"),
     "looks from a beginning": loop(SHORT + "{{ (rest[loop.index0] or m).role }}", "{% set rest = messages[1:] %}"),
     "looks from an end": loop(SHORT + "{{ rest[0].role }}", "{% set rest = messages[::-1] %}"),
     "looks through a copy": loop(SHORT + "{{ rest[-1].role }}", "{% set rest = messages | list %}"),
@@ -45,7 +45,7 @@ ODD = {
     "asks for one": loop(SHORT + "{% if messages[0] in messages and m in messages %}in{% endif %}"),
     "counts in a namespace": loop("{% set ns.a = ns.a + 1 %}" + SHORT + "{{ ns.a }}", SAVED, "{{ ns.a }}{{ ns.c }}"),
     "notes some": loop(
-        "{% if m.role == 'user' %}{% set ns.b = m.content %}{% endif %}{% if ns.b %}{{ ns.b }}{% endif %}" + SHORT, SAVED
+        "{% if m.role == 'user' %}{% set ns.b = m.content %}{% endif %}{{ ns.b if ns.b }}" + SHORT, SAVED
     ),
     "notes from afar": loop(
         "{% if loop.last %}{% set ns.a = 5 %}{% endif %}" + SHORT + "{{ ns.a }}", SAVED, "{{ ns.a }}"
@@ -59,15 +59,15 @@ ODD = {
         "{% set size = messages | length %}{% macro shown(m) %}{{ m.content }}{{ messages[0].role }}{% endmacro %}"
         "{% macro ahead() %}{{ (messages[1] or messages[0]).content }}{{ size > 3 }}{% endmacro %}",
     ),
-    "loops within": loop("{% for c in m.content %}{{ loop.index }}{{ c }}{% else %}{{ loop.last }}{% endfor %}" + SHORT),
+    "loops within": loop("{% for c in m.content %}{{ loop.index }}{% else %}{{ loop.last }}{% endfor %}" + SHORT),
     "loops twice": loop(SHORT) + loop("{{ loop.index }}{{ m.content }}"),
-    "loops or not": "{% if messages[0].role == 'system' %}" + loop(SHORT) + "{% else %}" + loop("{{ m.content }}") + "{% endif %}",
+    "loops or not": "{% if messages[0].role == 'tool' %}" + loop(SHORT) + "{% else %}" + loop("!") + "{% endif %}",
     "picks": "{% for m in messages if m.role != 'tool' %}{{ loop.index }}{{ m.content }}{% endfor %}",
     "reverses": "{% for m in messages | reverse %}{{ m.content }}{{ loop.index }}{% endfor %}",
     "slices": "{% for m in messages[:-1] %}{{ m.content }}{{ loop.last }}{% endfor %}{{ messages[-1].content }}",
     "captures": "{% set x %}" + loop(SHORT) + "{% endset %}{{ x | upper }}",
     "hides": "{% filter upper %}" + loop(SHORT) + "{% endfilter %}",
-    "trims": "{% for m in messages -%} {{ m.content | trim }}\n{{ '' if loop.last else '\n' }}{%- endfor %}{{ messages | map(attribute='role') | join }}",
+    "trims": "{% for m in messages -%} {{ m.content | trim }}\n{{ '' if loop.last else '\n' }}{%- endfor %}",
     "refuses": loop("{% if m.content == 'stop' %}{{ raise_exception('no') }}{% endif %}" + SHORT),
     "writes no text": "{% for m in messages %}{% endfor %}hello",
     "is bare": loop("{{ m.content }}"),
@@ -92,7 +92,8 @@ def renderer_of(name: str, tokenizer) -> Renderer:
 
 
 NAMES = [*SOURCES, "chatml+", "two ahead+"]
-TEXT = st.sampled_from(["", "a", "stop", " b\n", "<|im_end|>", "<|im", "_end|>", DIVIDER, "<", "<tool_call>", "é", "<think>x</think>y"])  # fmt: skip
+WORDS = ["", "a", "stop", " b\n", "<|im_end|>", "<|im", "_end|>", DIVIDER, "<", "<tool_call>", "é", "<think>x</think>y"]
+TEXT = st.sampled_from(WORDS)
 CALLS = st.sampled_from([(), (), (), (ToolCall("1", "add", {"a": 1}),), (ToolCall("1", "add", {"a": True}),)])
 MESSAGE = st.builds(
     Message, st.sampled_from(["user", "assistant", "tool", "tool", "system"]), TEXT, CALLS, sampled=st.booleans()
@@ -184,7 +185,9 @@ def test_branches_start_and_go_on_where_they_do_when_all_is_rendered_and_compare
         earlier.append([*messages, reply])
 
 
-USED = ["chatml_hermes", "llama3", "seedling", "thinking", "chatml+", "looks ahead", "looks back", "counts in a namespace"]  # fmt: skip
+USED = [
+    "chatml_hermes", "llama3", "seedling", "thinking", "chatml+", "looks ahead", "looks back", "counts in a namespace",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", USED)

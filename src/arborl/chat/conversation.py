@@ -1,7 +1,7 @@
 """The token bookkeeping of one episode: the next prompt extends the tokens of an earlier call wherever its text does.
 
-Text decides, tokens follow. Each time the template says what the text of the whole conversation is (`growing.py`); where
-that begins with exactly what an earlier call was shown and wrote, the earlier call's ids are taken as they are and only
+Text decides, tokens follow. Each time the template says what the text of the conversation is (`growing.py`); where that
+begins with exactly what an earlier call was shown and wrote, the earlier call's ids are taken as they are and only
 the rest is tokenised. Where it does not (a message was deleted, old thinking was stripped, a sub-agent started), the
 prompt is tokenised whole and a new branch begins. So a sampled id is never changed, and nothing is ever patched.
 
