@@ -8,7 +8,7 @@ program and model is a `Call`; the calls of all attempts at one `Task` are a `Gr
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple
@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arborl.errors import EpisodeError
+from arborl.tokens import Tokens
 
 Metrics = dict[str, float]
 """Names are `room/what`; values are plain numbers."""
@@ -182,7 +183,8 @@ class Completion:
 class Call:
     """One model call, exactly as it happened: the ids the engine was given and what it sampled."""
 
-    prompt: tuple[int, ...]
+    prompt: Sequence[int]
+    """Of a recorded call `Tokens`: a line of ids, shared with the calls that go on from it, and a length."""
     completion: Completion
     turn: int
     """Index of the agent's turn this call served."""
@@ -194,6 +196,11 @@ class Call:
     """What was read out of the completion: its text, and the tool calls in it."""
     drawn: Drawn | None = None
     """The distribution its tokens are from, where that is not the run's."""
+
+    @property
+    def whole(self) -> Tokens:
+        """The prompt and what was sampled behind it."""
+        return Tokens(self.prompt) + self.completion.tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,14 +279,17 @@ class Episode:
         Example (the second call forgets the first, the third goes on from the second):
             [1 | 2], [1 | 3], [1 3 9 | 4]   ->   0 1 1
         """
-        tips: dict[tuple[int, ...], int] = {}
+        tips: list[tuple[Tokens, int]] = []
         found: list[int] = []
         for call in self.calls:
-            ends = ((tip, len(tip)) for tip in tips if call.prompt[len(tip) - 1 : len(tip)] == tip[-1:])  # cheap, first
-            lengths = [length for tip, length in ends if call.prompt[:length] == tip]
-            found.append(tips.pop(call.prompt[: max(lengths)]) if lengths else len(set(found)))
-            tips[(*call.prompt, *call.completion.tokens)] = found[-1]
-        latest = sorted(set(found), key=lambda branch: max(i for i, one in enumerate(found) if one == branch))
+            prompt, whole = Tokens(call.prompt), call.whole
+            begun = [(tip, branch) for tip, branch in tips if tip.begins(prompt)]
+            origin, branch = max(begun, key=lambda one: len(one[0]), default=(None, len(set(found))))
+            found.append(branch)
+            tips = [one for one in tips if one[0] is not origin and one[0] != whole]
+            tips.append((whole, branch))
+        last = {branch: number for number, branch in enumerate(found)}
+        latest = sorted(last, key=last.__getitem__)
         return [latest.index(branch) for branch in found]
 
     @property

@@ -343,7 +343,7 @@ def test_an_agent_that_takes_no_policy_is_refused_before_anything_starts():
 
 def test_an_episode_is_the_same_when_it_is_played_again_and_beside_others(renderer):
     def tokens(episode):
-        return json.dumps([(call.prompt, call.completion.tokens) for call in episode.calls])
+        return json.dumps([(*call.whole, len(call.prompt)) for call in episode.calls])
 
     engine = ScriptedEngine(replies(renderer, [*SAYS["tool"], SUMMARY]), decode=renderer.tokenizer.decode)
     cast = Cast(lambda task: agent_of("tool", POLICIES["summary"]), lambda task: Talker(4))

@@ -75,3 +75,14 @@ def test_every_body_has_the_shape_it_is_named_after(monkeypatch):
         with torch.device("meta"):
             model = kind(config(**bodies.SHAPES[name]))
         assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(expected, abs=1e-3), name
+
+
+@pytest.mark.slow
+def test_a_turn_is_measured_at_each_length_and_an_episode_as_a_whole():
+    *turns, episode = measured("turns.py", "--contexts", "256", "1024", "--turns", "2", "--step", "200")
+    assert [row["context"] for row in turns] == [256, 1024]
+    for row in turns:
+        assert row["turn_ms"] == pytest.approx(row["chat_ms"] + row["engine_ms"], abs=2e-3)
+        assert (row["branches"], row["tokens"] > row["context"]) == (1, True)
+    assert episode["calls"] == 5
+    assert 0 < episode["kept_mb"] <= episode["running_mb"]

@@ -1,6 +1,7 @@
 """Small real tokenizers in real model folders, and the four template families on top of them."""
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,7 @@ def metaspace(tmp_path_factory):
 def renderer_for():
     """`renderer_for("llama3", tokenizer)` talks Llama 3 with that tokenizer."""
 
+    @cache
     def make(family, tokenizer):
         bos, eos = FAMILIES[family]
         template = Template((TEMPLATES / f"{family}.jinja").read_text(), bos, eos)

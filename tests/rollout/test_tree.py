@@ -86,7 +86,7 @@ def test_a_tree_holds_each_prefix_once_and_does_not_depend_on_order(sequences: l
     prefixes = {tuple(s[: i + 1]) for s in sequences for i in range(len(s))}
     assert len(tree) == len(prefixes)
     assert {tuple(ancestors(tree, place)) for place in range(len(tree))} == prefixes
-    for sequence, path in paths.items():
+    for sequence, path in zip(sequences, paths, strict=True):
         assert tree.tokens[path].tolist() == list(sequence)
         assert tree.depth[path].tolist() == list(range(len(sequence)))
     shuffle.shuffle(sequences)

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 from arborl.types import Message, ToolCall, ToolSpec
@@ -52,7 +53,55 @@ class Rendered:
         return Rendered(before + self.text[size:], tuple(at + shift for at in self.quoted if at >= size))
 
     def __add__(self, other: Rendered) -> Rendered:
-        return Rendered(self.text + other.text, (*self.quoted, *(len(self.text) + at for at in other.quoted)))
+        return joined((self, other))
+
+
+class Joined:
+    """A text in parts, of which conversations that go on from each other share those at the beginning: they are then
+    compared, and what follows them found, at the cost of what is not shared."""
+
+    __slots__ = ("parts", "size")
+
+    def __init__(self, parts: Iterable[Rendered]):
+        self.parts = tuple(part for part in parts if part.text)
+        self.size = sum(len(part.text) for part in self.parts)
+
+    @property
+    def whole(self) -> Rendered:
+        return joined(self.parts)
+
+    def starts_with(self, beginning: Joined) -> bool:
+        """Whether this goes on from `beginning`: the same text, and the same of it quoted."""
+        if beginning.size > self.size:
+            return False
+        pairs = enumerate(zip(self.parts, beginning.parts, strict=False))
+        at = next((at for at, (one, other) in pairs if one is not other), len(beginning.parts))
+        own, others = self.parts[at:], beginning.parts[at:]
+        if own and others:
+            size = min(len(own[0].text), len(others[0].text))
+            if own[0].text[:size] != others[0].text[:size]:  # most that differ do here
+                return False
+        return joined(own).starts_with(joined(others))
+
+    def after(self, size: int, before: str = "") -> Rendered:
+        """What follows the first `size` characters, with `before` in front of it."""
+        at, count = self.size, len(self.parts)
+        while at > size:
+            count -= 1
+            at -= len(self.parts[count].text)
+        return joined(self.parts[count:]).after(size - at, before)
+
+    def __add__(self, more: Rendered) -> Joined:
+        return Joined((*self.parts, more))
+
+
+def joined(parts: Sequence[Rendered]) -> Rendered:
+    """One text of several."""
+    if not any(part.quoted for part in parts):
+        return Rendered("".join(part.text for part in parts))
+    ends = accumulate(len(part.text) for part in parts)
+    quoted = (end - len(part.text) + place for end, part in zip(ends, parts, strict=True) for place in part.quoted)
+    return Rendered("".join(part.text for part in parts), tuple(quoted))
 
 
 def undivided(text: str) -> Rendered:

@@ -1,9 +1,9 @@
 """The token bookkeeping of one episode: the next prompt extends the tokens of an earlier call wherever its text does.
 
-Text decides, tokens follow. The template renders the whole conversation each time; where that text begins with exactly
-what an earlier call was shown and wrote, the earlier call's ids are taken as they are and only the rest is tokenised.
-Where it does not (a message was deleted, old thinking was stripped, a sub-agent started), the prompt is tokenised whole
-and a new branch begins. So a sampled id is never changed, and nothing is ever patched.
+Text decides, tokens follow. Each time the template says what the text of the conversation is (`growing.py`); where that
+begins with exactly what an earlier call was shown and wrote, the earlier call's ids are taken as they are and only
+the rest is tokenised. Where it does not (a message was deleted, old thinking was stripped, a sub-agent started), the
+prompt is tokenised whole and a new branch begins. So a sampled id is never changed, and nothing is ever patched.
 
 Control text in a message is text, and counts as another text than the same of the template. A reply in which the model
 sampled a control token is therefore not gone on from: the next prompt shows it as text, on a new branch.
@@ -16,8 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from arborl.chat.control import Rendered
+from arborl.chat.control import Joined, Rendered
+from arborl.chat.growing import Growing
 from arborl.chat.renderer import Renderer
+from arborl.tokens import Tokens
 from arborl.types import Completion, Message, ToolSpec
 
 log = logging.getLogger(__name__)
@@ -27,10 +29,14 @@ log = logging.getLogger(__name__)
 class Prompt:
     """What the model is given."""
 
-    tokens: tuple[int, ...]
-    shown: Rendered
+    tokens: Tokens
+    parts: Joined
     reused: int
     """How many of the tokens, from the start, are an earlier call's; 0 begins a new branch."""
+
+    @property
+    def shown(self) -> Rendered:
+        return self.parts.whole
 
     @property
     def text(self) -> str:
@@ -41,15 +47,13 @@ class Prompt:
 class Branch:
     """What one call was shown and wrote."""
 
-    shown: Rendered
-    size: int
-    """Of its text."""
-    tokens: tuple[int, ...]
+    shown: Joined
+    tokens: Tokens
     said: Message | None = None
     """What it wrote, as the agent was given it."""
 
 
-START = Branch(Rendered(""), 0, ())
+START = Branch(Joined(()), Tokens())
 
 
 class Conversations:
@@ -66,16 +70,26 @@ class Conversations:
 
     def __init__(self, renderer: Renderer):
         self.renderer = renderer
+        self._growing = Growing(renderer)
         self._branches: list[Branch] = []
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> Prompt:
         """The ids to sample from, for these messages."""
-        shown = self.renderer.render(messages, tools)
-        branch = self._begun(shown, messages)
-        rest = self._encode(shown, branch)
-        return Prompt((*branch.tokens, *rest), shown, reused=len(branch.tokens))
+        shown, branch, rest = self._new(messages, tools)
+        return Prompt(branch.tokens + rest, shown, reused=len(branch.tokens))
 
-    def _begun(self, shown: Rendered, messages: Sequence[Message]) -> Branch:
+    def count(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> int:
+        """How many ids these messages would make."""
+        _, branch, rest = self._new(messages, tools)
+        return len(branch.tokens) + len(rest)
+
+    def _new(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> tuple[Joined, Branch, list[int]]:
+        """The text, the branch it goes on from, and the ids that are new."""
+        shown = self._growing.render(messages, tools)
+        branch = self._begun(shown, messages)
+        return shown, branch, self._encode(shown, branch)
+
+    def _begun(self, shown: Joined, messages: Sequence[Message]) -> Branch:
         """The longest branch that this text goes on from.
 
         Of equally long ones that whose very message is among these, for two that were asked side by side may have
@@ -84,7 +98,7 @@ class Conversations:
         """
         best = START
         for branch in reversed(self._branches):
-            longer = branch.size - best.size
+            longer = branch.shown.size - best.shown.size
             if longer < 0 or not shown.starts_with(branch.shown):
                 continue
             if longer or (among(branch, messages) and not among(best, messages)):
@@ -107,24 +121,23 @@ class Conversations:
         within = ids[:-1] if ids and ids[-1] in renderer.stop else ids
         branch = START
         if renderer.unspoken.isdisjoint(within):
-            shown = prompt.shown + renderer.said(content) + Rendered(end)
-            branch = Branch(shown, len(shown.text), (*prompt.tokens, *ids), said)
+            branch = Branch(prompt.parts + renderer.said(content) + Rendered(end), prompt.tokens + ids, said)
         else:
             _tell(renderer.tokenizer.decode([next(token for token in within if token in renderer.unspoken)]))
         self._branches.insert(len(self._branches) if at is None else at, branch)
 
-    def _encode(self, shown: Rendered, after: Branch) -> list[int]:
+    def _encode(self, shown: Joined, after: Branch) -> list[int]:
         """The only place where a prompt is tokenised.
 
         A stop token is a hard border, so the ids behind it do not depend on what is before it, but they may depend on
         its being there: some tokenizers mark the start of a text, and some control tokens take white space after them.
         """
-        renderer, last = self.renderer, after.tokens[-1:]
-        if last and last[0] in renderer.stop and after.size < len(shown.text):
-            ids = renderer.encode(shown.after(after.size, before=renderer.tokenizer.decode(last)))
+        renderer, last, size = self.renderer, after.tokens[-1:], after.shown.size
+        if last and last[0] in renderer.stop and size < shown.size:
+            ids = renderer.encode(shown.after(size, before=renderer.tokenizer.decode(last)))
             if ids[:1] == [*last]:
                 return ids[1:]
-        return renderer.encode(shown.after(after.size))
+        return renderer.encode(shown.after(size))
 
 
 def among(branch: Branch, messages: Sequence[Message]) -> bool:

@@ -91,13 +91,16 @@ class Renderer:
 
         The text, and where in it a control token is none because somebody wrote it into a message.
         """
+        return self.template.quoted(self.adapted(messages, tools), tools, generation, self.quoting)
+
+    def adapted(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Sequence[Message]:
+        """The messages, with calls in their text where the template would leave them out."""
         shown = self.shown
-        if shown is not None and not shown.tools:
-            if tools:
-                _tell()
-            if not shown.calls:
-                messages = [spelt_out(message, self.parser) for message in messages]
-        return self.template.quoted(messages, tools, generation, self.quoting)
+        if shown is None or shown.tools:
+            return messages
+        if tools:
+            _tell()
+        return messages if shown.calls else [spelt_out(message, self.parser) for message in messages]
 
     def text(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> str:
         """The text of that alone, for people."""

@@ -20,6 +20,7 @@ from jinja2.parser import Parser as JinjaParser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from arborl.chat.control import DIVIDER, PLAIN, Quoting, Rendered, undivided
+from arborl.chat.growing import with_rounds
 from arborl.errors import ConfigError, did_you_mean
 from arborl.types import Message, ToolSpec
 
@@ -55,7 +56,7 @@ class Template:
         arguments: Mapping[str, Any] | None = None,
     ):
         self.sources = (source,) if with_tools is None else (source, with_tools)
-        environment = _environment(now or datetime.now())
+        self._environment = environment = _environment(now or datetime.now())
         self._plain = _compile(environment, source)
         self._with_tools = self._plain if with_tools is None else _compile(environment, with_tools)
         # A token that does not exist must stay undefined: None would be rendered as the text "None".
@@ -63,6 +64,7 @@ class Template:
         self._always = {name: token for name, token in named.items() if token is not None} | {"documents": None}
         self._arguments = dict(arguments or {})
         self._check_arguments(environment)
+        self._rounds: dict[bool, jinja2.Template | None] = {}
 
     def _check_arguments(self, environment: ImmutableSandboxedEnvironment) -> None:
         if not self._arguments:
@@ -96,19 +98,31 @@ class Template:
     ) -> Rendered:
         """The same text, and where in it control text is not the template's own."""
         template = self._with_tools if tools else self._plain
-        known = {
-            **template.globals,
-            **self._always,
-            **quoting.arguments(self._arguments),
-            "messages": [quoting.message(message) for message in messages],
-            "tools": quoting.tools(tools) if tools else None,
-            "add_generation_prompt": generation,
-        }
+        known = self.known(tools, generation, quoting)
+        known["messages"] = [quoting.message(message) for message in messages]
         try:  # what `template.render(**known)` does, without looking each global up in a chain of tables
             return undivided("".join(template.root_render_func(template.new_context(known, shared=True))))
         except jinja2.TemplateError as error:
             roles = ", ".join(message.role for message in messages)
             raise ValueError(f"the chat template refused the messages ({roles}): {error}") from error
+
+    def known(self, tools: Sequence[ToolSpec], generation: bool, quoting: Quoting) -> dict[str, Any]:
+        """What the template is given, but for the messages."""
+        template = self._with_tools if tools else self._plain
+        return {
+            **template.globals,
+            **self._always,
+            **quoting.arguments(self._arguments),
+            "tools": quoting.tools(tools) if tools else None,
+            "add_generation_prompt": generation,
+        }
+
+    def with_rounds(self, tools: Sequence[ToolSpec]) -> jinja2.Template | None:
+        """The template as `growing.py` renders it, which is made when it is first asked for; None if it cannot be."""
+        which = bool(tools)
+        if which not in self._rounds:
+            self._rounds[which] = with_rounds(self._environment, self.sources[-1 if which else 0])
+        return self._rounds[which]
 
 
 class _Generation(Extension):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from arborl.chat import Renderer
+    from arborl.tokens import Tokens
     from arborl.types import Call, Episode
 
 OPTIONS = (
@@ -121,22 +122,23 @@ class Printer:
         from rich.text import Text
 
         self.console.print(Text(f"task {episode.task.id}   episode seed {episode.seed}", style="bold"))
-        seen: list[tuple[int, ...]] = []
+        seen: list[Tokens] = []
         for number, call in enumerate(episode.calls):
             self._call(number, call, seen)
-            seen.append(call.prompt + call.completion.tokens)
+            seen.append(call.whole)
             last = number + 1 == len(episode.calls) or episode.calls[number + 1].turn != call.turn
             if last and call.turn < len(episode.turns):
                 self._turn(episode, call.turn)
         self._end(episode)
 
-    def _call(self, number: int, call: Call, seen: Sequence[tuple[int, ...]]) -> None:
+    def _call(self, number: int, call: Call, seen: Sequence[Tokens]) -> None:
         """One model call: the new part of its prompt, and what was sampled."""
         from rich.text import Text
 
+        from arborl.tokens import Tokens
         from arborl.types import GIVEN
 
-        known = max((len(whole) for whole in seen if call.prompt[: len(whole)] == whole), default=0)
+        known = max((len(whole) for whole in seen if whole.begins(Tokens(call.prompt))), default=0)
         size, said = len(call.prompt), call.completion
         head = f"\nturn {call.turn + 1}  call {number + 1}  prompt {size} tokens"
         head += f" ({size - known} new)" if known else " (a new branch)" if seen else ""

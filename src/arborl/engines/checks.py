@@ -19,7 +19,10 @@ COLDEST = 1e-6
 
 
 def read_prompt(prompt: Sequence[int], vocabulary: int | None = None, context: int | None = None) -> NDArray[np.int32]:
-    """The prompt as an array, where it is token ids of this vocabulary and leaves room in this context."""
+    """The prompt as an array, where it is token ids of this vocabulary and leaves room in this context.
+
+    `Tokens` are such an array already, and are not copied.
+    """
     try:
         found = np.asarray(prompt)
     except (TypeError, ValueError) as error:
@@ -36,7 +39,7 @@ def read_prompt(prompt: Sequence[int], vocabulary: int | None = None, context: i
         raise EngineError(f"token id {low if low < 0 else high} is outside the vocabulary of {most + 1}")
     if context is not None and len(found) >= context:
         raise EngineError(f"the prompt has {len(found)} tokens and the context {context}: no room to sample")
-    return found.astype(np.int32)
+    return found.astype(np.int32, copy=False)
 
 
 def check_sampling(sampling: Sampling) -> None:

@@ -11,8 +11,9 @@ from collections import deque
 from collections.abc import Callable
 
 import numpy as np
+from numpy.typing import NDArray
 
-from arborl.engines.pages import Pages, Path
+from arborl.engines.pages import Pages, Path, Tokens
 from arborl.engines.rows import Request, Rows
 from arborl.errors import EngineError
 from arborl.types import Completion, Finish, Metrics
@@ -72,7 +73,7 @@ class Scheduler:
 
     def admit(self) -> None:
         """Let waiting requests in, in order, while there is room; one whose prompt a sibling is about to read waits."""
-        fresh: set[bytes] = set()
+        fresh: set[tuple[int, bytes]] = set()
         later: list[Request] = []
         self.no_pages = False
         try:
@@ -85,9 +86,9 @@ class Scheduler:
         finally:
             self.waiting.extendleft(reversed(later))
 
-    def _let_in(self, request: Request, fresh: set[bytes]) -> bool:
+    def _let_in(self, request: Request, fresh: set[tuple[int, bytes]]) -> bool:
         path = self.pages.open(request.tokens[:-1], self.reuse)
-        key = request.tokens[: path.found + WORTH_WAITING].tobytes()
+        key = self._begins_with(request, path)
         sibling_reads = key in fresh and len(request.tokens) > path.found + WORTH_WAITING
         if sibling_reads or not self._fits(request, path):
             self.pages.close(path)
@@ -96,6 +97,13 @@ class Scheduler:
         fresh.add(key)
         self._enter(request, path)
         return True
+
+    def _begins_with(self, request: Request, path: Path) -> tuple[int, bytes]:
+        """What was found and a little more; full pages are told by the last of them, so that it costs no more than that
+        little however long the request is."""
+        full = path.published
+        rest = request.tokens[full * self.pages.size : path.found + WORTH_WAITING]
+        return path.nodes[full - 1].page if full else -1, rest.tobytes()
 
     def _fits(self, request: Request, path: Path) -> bool:
         """Give the path pages for the request's tokens, if there is room for these and a few more."""
@@ -140,10 +148,10 @@ class Scheduler:
     def answer(self, request: Request, finish: Finish, version: int) -> None:
         """Tell the caller what has been sampled, unless it has gone, be it in this very turn of the loop."""
         if not request.done.done():
-            self._keep(request)
-            sampled = tuple(request.tokens[request.prompt :].tolist())
+            sampled, logprobs = self._sampled(request)
             seconds = time.perf_counter() - request.began
-            request.done.set_result(Completion(sampled, tuple(request.logprobs.tolist()), finish, version, seconds))
+            told = Completion(tuple(sampled.tolist()), tuple(logprobs.tolist()), finish, version, seconds)
+            request.done.set_result(told)
         self._leave(request)
 
     def refuse(self, request: Request, why: str, cause: Exception | None = None) -> None:
@@ -189,17 +197,18 @@ class Scheduler:
     def _put_back(self, request: Request) -> None:
         """The request waits again, in front, with what it has sampled. Chance depends on seed and position alone, so it
         goes on with the tokens it would have had."""
-        self._keep(request)
+        sampled, request.logprobs = self._sampled(request)
+        request.tokens = np.concatenate([request.tokens[: request.prompt], sampled])
         self._leave(request)
         self.waiting.appendleft(request)
         self.counts["paused"] += 1
 
-    def _keep(self, request: Request) -> None:
-        """Take what has been sampled out of the request's row, if it is in one."""
-        if (row := request.row) >= 0:
-            known = int(self.rows.known[row])
-            request.tokens = self.rows.tokens[row, :known].copy()
-            request.logprobs = self.rows.logprobs[row, request.prompt : known].copy()
+    def _sampled(self, request: Request) -> tuple[Tokens, NDArray[np.float64]]:
+        """What has been sampled, and its log-probabilities: as they are in its row, if it is in one."""
+        if (row := request.row) < 0:
+            return request.tokens[request.prompt :], request.logprobs
+        new = slice(request.prompt, int(self.rows.known[row]))
+        return self.rows.tokens[row, new].copy(), self.rows.logprobs[row, new].copy()
 
     def _leave(self, request: Request) -> None:
         """Give row and pages back, if it has any; what has been read stays findable."""

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from array import array
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from arborl.seeds import derive
 
@@ -56,7 +57,7 @@ class Asking:
             return derive(self.seed, "sampling", self.own - 1), Place(turn, self.own, 0, 0)
         rank = self.tasks.setdefault(task, len(self.tasks) + 1)
         self.counts[rank] += 1
-        content = hashlib.blake2b(array("q", prompt).tobytes(), digest_size=8).digest()
+        content = hashlib.blake2b(np.asarray(prompt, dtype=np.int64).tobytes(), digest_size=8).digest()
         self.asked[content] += 1
         seed = derive(self.seed, "sampling", content.hex(), self.asked[content])
         return seed, Place(turn, self.own, rank, self.counts[rank])

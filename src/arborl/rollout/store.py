@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from arborl.errors import ConfigError, writing
+from arborl.tokens import Tokens
 from arborl.types import (
     Call,
     Completion,
@@ -27,7 +28,6 @@ from arborl.types import (
     Failure,
     Finish,
     Group,
-    Ints,
     Message,
     Stop,
     Task,
@@ -148,19 +148,19 @@ def _calls_to(calls: Sequence[Call]) -> list[dict[str, Any]]:
     A conversation's prompts repeat each other; written out they would grow with the square of its length. Its messages
     are told in the same way, beside the ids.
     """
-    rows, seen, spoken = [], list[Ints](), list[tuple[Message, ...]]()
+    rows, seen, spoken = [], list[Tokens](), list[tuple[Message, ...]]()
     for call in calls:
-        prompt = np.array(call.prompt, dtype=np.int64)
-        shared = [_common(prompt, earlier) for earlier in seen]
-        best = int(np.argmax(shared)) if any(shared) else -1
-        repeated = shared[best] if best >= 0 else 0
+        prompt = Tokens(call.prompt)
+        shared = [prompt.common(earlier) for earlier in seen]
+        repeated = max(shared, default=0)
+        best = shared.index(repeated) if repeated else -1
         rows.append(
             ({} if call.trained else {"trained": False})
             | ({} if call.drawn is None else {"drawn": list(call.drawn)})
             | _spoken_to(call, spoken)
             | {
                 "turn": call.turn,
-                "prompt": [best, repeated, prompt[repeated:].tolist()],
+                "prompt": [best, repeated, list(prompt[repeated:])],
                 "tokens": [int(token) for token in call.completion.tokens],
                 "logprobs": [float(logprob) for logprob in call.completion.logprobs],
                 "finish": call.completion.finish.value,
@@ -168,15 +168,15 @@ def _calls_to(calls: Sequence[Call]) -> list[dict[str, Any]]:
                 "seconds": call.completion.seconds,
             }
         )
-        seen.append(np.concatenate([prompt, np.array(call.completion.tokens, dtype=np.int64)]))
+        seen.append(call.whole)
     return rows
 
 
 def _calls_from(rows: Sequence[Mapping[str, Any]]) -> list[Call]:
-    calls, seen, spoken = list[Call](), list[tuple[int, ...]](), list[tuple[Message, ...]]()
+    calls, spoken = list[Call](), list[tuple[Message, ...]]()
     for row in rows:
         earlier, repeated, rest = row["prompt"]
-        prompt = (*seen[earlier][:repeated], *rest) if earlier >= 0 else tuple(rest)
+        prompt = Tokens(calls[earlier].whole[:repeated]) + rest if earlier >= 0 else Tokens(rest)
         completion = Completion(
             tokens=tuple(row["tokens"]),
             logprobs=tuple(row["logprobs"]),
@@ -187,7 +187,6 @@ def _calls_from(rows: Sequence[Mapping[str, Any]]) -> list[Call]:
         messages, reply = _spoken_from(row, spoken)
         drawn = Drawn(*row["drawn"]) if "drawn" in row else None
         calls.append(Call(prompt, completion, row["turn"], row.get("trained", True), messages, reply, drawn))
-        seen.append(prompt + completion.tokens)
     return calls
 
 
@@ -221,13 +220,6 @@ def _alike(one: Sequence[Message], other: Sequence[Message]) -> int:
     """Length of the common beginning. The messages of one conversation are mostly the very same objects."""
     pairs = zip(one, other, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1] or pair[0] == pair[1], pairs))
-
-
-def _common(one: Ints, other: Ints) -> int:
-    """Length of the common beginning."""
-    size = min(len(one), len(other))
-    differs = one[:size] != other[:size]
-    return int(differs.argmax()) if differs.any() else size
 
 
 # ------------------------------------------------------------------------------------------------ the rest

@@ -15,35 +15,44 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from arborl.engines.pages import common_prefix
+from arborl.tokens import Tokens
 from arborl.types import Call, Drawn, Floats, Forest, Group, Ints, Terms, TokenTree
 
 NOT_NOTED = (np.nan,) * len(Drawn._fields)
 
 
-def grow(sequences: Iterable[Sequence[int]]) -> tuple[TokenTree, dict[tuple[int, ...], Ints]]:
-    """The tree of these sequences, and for each the places of its tokens in the tree."""
+def grow(sequences: Iterable[Sequence[int]]) -> tuple[TokenTree, list[Ints]]:
+    """The tree of these sequences, and for each, in their order, the places of its tokens in the tree."""
+    rows = [Tokens(sequence) for sequence in sequences]
     tokens: list[Ints] = []
     depth: list[Ints] = []
-    paths: dict[tuple[int, ...], Ints] = {}
+    paths: dict[object, Ints] = {}
     ends: list[tuple[Ints, int]] = []
     size = 0
-    last, path = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
-    for key in sorted(set(map(tuple, sequences))):
-        row = np.asarray(key, dtype=np.int64)
-        shared = common_prefix(last, row)
+    last, path = Tokens(), np.zeros(0, dtype=np.int64)
+    for row in _lines(rows):
+        shared = last.common(row)
         ends.append((path[shared:], size))  # whatever of the last path is left behind here ends here
         new = np.arange(size, size + len(row) - shared)
-        tokens.append(row[shared:])
+        tokens.append(row.array[shared:].astype(np.int64))
         depth.append(np.arange(shared, len(row)))
         size += len(new)
         last, path = row, np.concatenate([path[:shared], new])
-        paths[key] = path
+        paths[row.line] = path
     ends.append((path, size))
     end = np.zeros(size, dtype=np.int64)
     for places, where in ends:
         end[places] = where
-    return TokenTree(_join(tokens), _join(depth), end), paths
+    return TokenTree(_join(tokens), _join(depth), end), [paths[row.line][: len(row)] for row in rows]
+
+
+def _lines(rows: Iterable[Tokens]) -> list[Tokens]:
+    """Of those that share a line the longest, which holds the others; in the order of their tokens."""
+    longest: dict[object, Tokens] = {}
+    for row in rows:
+        if len(row) >= len(longest.setdefault(row.line, row)):
+            longest[row.line] = row
+    return sorted(longest.values())
 
 
 def _join(parts: Sequence[Ints]) -> Ints:
@@ -61,14 +70,14 @@ def plant(groups: Sequence[Group]) -> Forest:
     drawn: list[Drawn | None] = []
     raw = episodes = calls = 0
     for group in groups:
-        rows = [[(*c.prompt, *c.completion.tokens) for c in e.calls if c.trained] for e in group.survivors]
+        rows = [[call.whole for call in episode.calls if call.trained] for episode in group.survivors]
         tree, paths = grow(row for some in rows for row in some)
+        path = iter(paths)
         for episode, some in zip(group.survivors, rows, strict=True):
             raw += _raw(some)
-            own = iter(some)
             for call in episode.calls:
                 if call.trained:
-                    columns.append(_columns(call, paths[next(own)], len(trees), episodes, calls))
+                    columns.append(_columns(call, next(path), len(trees), episodes, calls))
                     logprobs.extend(call.completion.logprobs)
                     drawn.extend([call.drawn] * len(call.completion.tokens))
                 calls += 1
@@ -110,12 +119,12 @@ def _columns(call: Call, places: Ints, tree: int, episode: int, number: int) -> 
     )
 
 
-def _raw(rows: Sequence[tuple[int, ...]]) -> int:
+def _raw(rows: Sequence[Tokens]) -> int:
     """Tokens of the rows an episode would take without sharing: one row a branch, where each call that another
     call of the same episode extends is part of that other's row."""
-    ordered = sorted(set(rows))
+    ordered = _lines(rows)
     return sum(
         len(row)
-        for row, following in zip(ordered, [*ordered[1:], ()], strict=False)  # none, of an episode of no calls
-        if following[: len(row)] != row
+        for row, following in zip(ordered, [*ordered[1:], Tokens()], strict=False)  # none, of an episode of no calls
+        if not row.begins(following)
     )

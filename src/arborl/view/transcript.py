@@ -89,7 +89,7 @@ def _between(before: Call, call: Call, decode: Decode | None) -> list[str]:
 
 
 def _added(before: Call, call: Call, decode: Decode) -> str:
-    seen = before.prompt + before.completion.tokens
+    seen = before.whole
     if call.prompt[: len(seen)] == seen:
         return decode(call.prompt[len(seen) :]).strip()
     return f"(another context, {len(call.prompt)} tokens)"

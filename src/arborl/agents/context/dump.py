@@ -12,6 +12,7 @@ from typing import Any
 from arborl.agents.context.history import Delete
 from arborl.agents.context.session import ContextSession
 from arborl.seeds import derive
+from arborl.tokens import Tokens
 from arborl.types import Call, Episode, Message
 
 
@@ -65,11 +66,11 @@ def _message(message: Message) -> dict[str, Any]:
 def _row(index: int, calls: list[Call], session: ContextSession) -> dict[str, Any]:
     """One call. It is a snapshot where no later call goes on from it."""
     call = calls[index]
-    whole = (*call.prompt, *call.completion.tokens)
+    whole = call.whole
     decode = getattr(getattr(session.model, "tokenizer", None), "decode", str)
     return {
         "index": index,
-        "is_snapshot": index < len(calls) - 1 and all(c.prompt[: len(whole)] != whole for c in calls[index + 1 :]),
+        "is_snapshot": index < len(calls) - 1 and all(not whole.begins(Tokens(c.prompt)) for c in calls[index + 1 :]),
         "num_turns": index + 1,
         "prompt_length": len(call.prompt),
         "response_length": len(call.completion.tokens),

@@ -113,7 +113,7 @@ class Talk:
         if tokenizer is not None and cannot_fit(messages, tokenizer, self.bounds.tokens):
             return self.bounds.tokens + 1  # at least; how many more would take long to find out
         if conversations is not None:
-            return len(conversations.prompt(messages, self.specs).tokens)
+            return int(conversations.count(messages, self.specs))
         texts = [message.content for message in messages] + [str(spec) for spec in self.specs]
         return sum(count(text, tokenizer) + HEADER for text in texts)
 
