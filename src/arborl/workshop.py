@@ -250,6 +250,7 @@ class Workshop:
                 asked.page_size,
                 config.deterministic,
                 renderer.tokenizer.decode,
+                asked.update,
             )
         except (EngineError, ValueError) as error:
             raise ConfigError(f"model.name={config.model.name} with engine=local: {error}.") from error

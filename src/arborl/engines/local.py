@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from arborl.engines.cache import Array, Reading, default_kv_tokens
 from arborl.engines.checks import check_sampling, read_prompt
 from arborl.engines.draw_tokens import StopTexts
-from arborl.engines.engine import Weights
+from arborl.engines.engine import PROBE, Weights
 from arborl.engines.executor import Executor, Sampled, Step, TorchExecutor
 from arborl.engines.pages import Pages
 from arborl.engines.rows import Request, Rows
@@ -30,6 +30,8 @@ from arborl.engines.scheduler import Scheduler
 from arborl.errors import EngineError
 from arborl.models.attention import layout
 from arborl.types import Completion, Finish, Metrics, Sampling
+
+UPDATES = ("continue", "finish", "restart")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,8 @@ class LocalEngine:
         page_size: tokens a page; 0 chooses: a whole sequence on a CPU (attention then needs no gathering), 64 on a GPU.
         deterministic: run each request alone and from its start, so that not even rounding depends on its neighbours.
         decode: token ids to text, for stop texts.
+        update: what becomes of a completion that new weights find half-way: it goes on (`continue`), is first brought
+            to its end (`finish`), or begins again (`restart`).
     """
 
     follows_weights = True
@@ -65,7 +69,10 @@ class LocalEngine:
         page_size: int = 0,
         deterministic: bool = False,
         decode: Callable[[Sequence[int]], str] | None = None,
+        update: str = "continue",
     ):
+        if update not in UPDATES:
+            raise ValueError(f"update={update!r}: give {', '.join(UPDATES)}")
         if max_requests < 1:
             raise ValueError(f"max_requests={max_requests}: give at least 1")
         self.model, self.max_context, self.deterministic, self.decode = model, max_context, deterministic, decode
@@ -81,7 +88,8 @@ class LocalEngine:
         except ValueError as error:
             raise EngineError(str(error)) from error
         self.rows = Rows(1 if deterministic else max_requests, max_context, self.pages.needed(max_context))
-        self.counts = dict.fromkeys(("sampled", "read", "reused", "steps", "paused", "seconds"), 0.0)
+        self.update = update
+        self.counts = dict.fromkeys(("sampled", "read", "reused", "steps", "paused", "restarted", "seconds"), 0.0)
         copy = self.executor.cache.copy
         self.scheduler = Scheduler(self.pages, self.rows, max_context, not deterministic, copy, self.counts)
         self.version = 0
@@ -101,9 +109,8 @@ class LocalEngine:
             raise EngineError("stop_texts need an engine that can read tokens; give it `decode`")
         stops = StopTexts(self.decode, sampling.stop_texts) if self.decode and sampling.stop_texts else None
         done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self.scheduler.add(Request(tokens, len(tokens), sampling, done, time.perf_counter(), stops))
-        if self.worker is None or self.worker.done():
-            self.worker = asyncio.create_task(self._work())
+        self.scheduler.add(Request(tokens, len(tokens), sampling, done, time.perf_counter(), stops), session == PROBE)
+        self._wake()
         try:
             return await done
         finally:
@@ -116,15 +123,43 @@ class LocalEngine:
 
     async def load(self, weights: Weights, version: int) -> None:
         """Take these weights. Tensors that are the model's own are already in place."""
+        alone = not self.scheduler.holding
+        if alone:
+            await self.hold()
         own = self.model.state_dict()
         with torch.no_grad():
             for name, tensor in weights.items():
                 if own[name].data_ptr() != tensor.data_ptr():
                     own[name].copy_(tensor)
-        self._guard(self._land)
         self.scheduler.read_again()  # what has been read was read with other weights
+        if self.update == "restart" and version != self.version:
+            self.scheduler.begin_again()
         self.executor.weights_changed()
         self.version = version
+        if alone:
+            self.release()
+
+    async def hold(self) -> None:
+        """Sample nothing more, for the weights are about to change where they are, until `release`."""
+        self._guard(self._land)
+        self.scheduler.hold(finish=self.update == "finish")
+        while self.scheduler.busy and self.worker is not None and self.loop is asyncio.get_running_loop():
+            try:
+                self._wake()
+                await asyncio.wait([self.worker])
+            except asyncio.CancelledError:
+                self.release()
+                raise
+
+    def release(self) -> None:
+        """Sample again, those first who were held."""
+        self.scheduler.release()
+        self._wake()
+
+    def _wake(self) -> None:
+        """Somebody is at work where there is some."""
+        if self.scheduler.busy and (self.worker is None or self.worker.done()) and self.loop is not None:
+            self.worker = self.loop.create_task(self._work()) if self.loop.is_running() else None
 
     def warm(self, sampling: Sampling) -> None:
         """Compile and record all that sampling this way can need, so that no step has to."""
@@ -137,7 +172,8 @@ class LocalEngine:
         self._drop_all("the engine was closed")
 
     def metrics(self) -> Metrics:
-        """Since the last call: tokens sampled, read and reused, requests put back, steps and their seconds."""
+        """Since the last call: tokens sampled, read, reused, and sampled in vain for an update; requests put back; steps
+        and their seconds."""
         counts = dict(self.counts)
         self.counts.update(dict.fromkeys(counts, 0.0))
         known = counts["read"] + counts["reused"]
@@ -156,7 +192,7 @@ class LocalEngine:
             return
         if self.loop is not None and self.loop.is_running():
             raise EngineError("the engine is at work in another event loop; give each thread an engine of its own")
-        if self.scheduler.busy:
+        if self.scheduler.busy or self.scheduler.held:
             self._drop_all("the engine went on in another event loop")
         self.loop, self.worker = loop, None
 
@@ -252,6 +288,7 @@ class LocalEngine:
         known = rows.known[row]
         rows.tokens[row, known] = tokens
         rows.logprobs[row, known] = logprobs
+        rows.versions[row, known] = self.version
         rows.known[row] += 1
         self.counts["sampled"] += len(row)
         live, spoilt = self.scheduler.live, ~np.isfinite(logprobs)

@@ -46,6 +46,9 @@ class Scheduler:
         self.pages, self.rows, self.context, self.reuse, self.copy = pages, rows, context, reuse, copy
         self.counts = counts
         self.waiting: deque[Request] = deque()
+        self.held: deque[Request] = deque()
+        """Those that wait for the engine to be released."""
+        self.holding = False
         self.live: dict[int, Request] = {}
         """By row, in the order they came in."""
         self.ended = False
@@ -64,9 +67,36 @@ class Scheduler:
         """Whether requests wait that there is no room for."""
         return bool(self.waiting) and (self.no_pages or len(self.waiting) > len(self.rows.free))
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, passes: bool = False) -> None:
+        """Get in line; while all are held only one that `passes` comes in."""
         self.timed |= request.sampling.seconds is not None
-        self.waiting.append(request)
+        (self.held if self.holding and not passes else self.waiting).append(request)
+
+    # ------------------------------------------------------------------------------------------ holding
+
+    def hold(self, finish: bool) -> None:
+        """Until `release` nobody is sampled. Who is live or waits is set aside with what has been sampled; or, to
+        `finish`, only who has not begun is."""
+        self.holding = True
+        if not finish:
+            for request in reversed(list(self.live.values())):
+                self._put_back(request)
+        begun = [request for request in self.waiting if finish and len(request.tokens) > request.prompt]
+        self.held.extendleft(request for request in reversed(self.waiting) if request not in begun)
+        self.waiting = deque(begun)
+
+    def release(self) -> None:
+        """All who were held are in line again, in their order."""
+        self.holding = False
+        self.waiting.extend(self.held)
+        self.held.clear()
+
+    def begin_again(self) -> None:
+        """Those who are held sample from their prompt on; what they had is nobody's."""
+        for request in self.held:
+            self.counts["restarted"] += len(request.tokens) - request.prompt
+            request.tokens = request.tokens[: request.prompt]
+            request.logprobs, request.versions = request.logprobs[:0], request.versions[:0]
 
     # ------------------------------------------------------------------------------------------ coming
 
@@ -143,7 +173,10 @@ class Scheduler:
             self._keep(request)
             sampled = tuple(request.tokens[request.prompt :].tolist())
             seconds = time.perf_counter() - request.began
-            request.done.set_result(Completion(sampled, tuple(request.logprobs.tolist()), finish, version, seconds))
+            logprobs, versions = tuple(request.logprobs.tolist()), tuple(request.versions.tolist())
+            version = versions[-1] if versions else version
+            mixed = versions if len(set(versions)) > 1 else ()
+            request.done.set_result(Completion(sampled, logprobs, finish, version, seconds, mixed))
         self._leave(request)
 
     def refuse(self, request: Request, why: str, cause: Exception | None = None) -> None:
@@ -177,8 +210,9 @@ class Scheduler:
 
     def drop_all(self, why: str, cause: Exception | None = None) -> None:
         """Everybody is refused. What went before may have been left half-done, so nothing of it is kept."""
-        requests = (*self.waiting, *self.live.values())
+        requests = (*self.waiting, *self.held, *self.live.values())
         self.waiting.clear()
+        self.held.clear()
         self.live.clear()
         self.rows.vacate()
         self.pages.reset()
@@ -200,6 +234,7 @@ class Scheduler:
             known = int(self.rows.known[row])
             request.tokens = self.rows.tokens[row, :known].copy()
             request.logprobs = self.rows.logprobs[row, request.prompt : known].copy()
+            request.versions = self.rows.versions[row, request.prompt : known].copy()
 
     def _leave(self, request: Request) -> None:
         """Give row and pages back, if it has any; what has been read stays findable."""

@@ -167,6 +167,7 @@ def _calls_to(calls: Sequence[Call]) -> list[dict[str, Any]]:
                 "version": call.completion.version,
                 "seconds": call.completion.seconds,
             }
+            | ({"versions": list(call.completion.versions)} if call.completion.versions else {})
         )
         seen.append(np.concatenate([prompt, np.array(call.completion.tokens, dtype=np.int64)]))
     return rows
@@ -183,6 +184,7 @@ def _calls_from(rows: Sequence[Mapping[str, Any]]) -> list[Call]:
             finish=Finish(row["finish"]),
             version=row["version"],
             seconds=row["seconds"],
+            versions=tuple(row.get("versions", ())),
         )
         messages, reply = _spoken_from(row, spoken)
         drawn = Drawn(*row["drawn"]) if "drawn" in row else None
