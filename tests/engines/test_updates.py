@@ -32,10 +32,12 @@ async def straddling(engine, landed: int = 5, **sampling):
     await asyncio.sleep(0.01)
     sampled = engine.counts["sampled"]
     await asyncio.sleep(0.01)
-    assert engine.counts["sampled"] == sampled and not late.done()  # nobody is sampled while the learner is at work
+    assert engine.counts["sampled"] == sampled
+    assert not late.done()
     await engine.load(other_weights(engine.model), version=1)
     probe = await asyncio.wait_for(engine.generate(PROMPT, Sampling(1), session=PROBE), 10)
-    assert probe.version == 1 and not late.done()
+    assert probe.version == 1
+    assert not late.done()
     engine.release()
     return await request, await late
 
@@ -46,24 +48,32 @@ def run(tiny_llama, update: str, **sampling):
 
 
 def test_a_completion_goes_on_over_an_update_and_each_token_carries_its_version(tiny_llama):
-    engine, done, late = run(tiny_llama, "continue")
+    _engine, done, late = run(tiny_llama, "continue")
     assert len(done.tokens) == 20
-    assert done.versions == (0,) * 5 + (1,) * 15 and done.version == 1 and done.oldest == 0
+    assert done.versions == (0,) * 5 + (1,) * 15
+    assert done.version == 1
+    assert done.oldest == 0
     alone = LocalEngine(copy.deepcopy(tiny_llama), max_context=64, kv_tokens=512)
     before = asyncio.run(alone.generate(PROMPT, Sampling(20, seed=7), session="a"))
-    assert done.tokens[:5] == before.tokens[:5] and done.logprobs[:5] == before.logprobs[:5]
-    assert late.version == 1 and late.versions == ()  # of one version alone: nothing need be told by token
+    assert done.tokens[:5] == before.tokens[:5]
+    assert done.logprobs[:5] == before.logprobs[:5]
+    assert late.version == 1
+    assert late.versions == ()
 
 
 def test_a_completion_may_be_finished_under_the_weights_that_began_it(tiny_llama):
     _, done, late = run(tiny_llama, "finish")
-    assert len(done.tokens) == 20 and done.version == 0 and done.versions == ()
+    assert len(done.tokens) == 20
+    assert done.version == 0
+    assert done.versions == ()
     assert late.version == 1
 
 
 def test_a_completion_may_begin_again_under_the_new_weights(tiny_llama):
     engine, done, _ = run(tiny_llama, "restart")
-    assert len(done.tokens) == 20 and done.version == 1 and done.versions == ()
+    assert len(done.tokens) == 20
+    assert done.version == 1
+    assert done.versions == ()
     assert engine.metrics()["engine/restarted"] == 5
     alone = asyncio.run(engine.generate(PROMPT, Sampling(20, seed=7), session="c"))
     assert done.tokens == alone.tokens
@@ -88,9 +98,7 @@ def test_who_goes_while_held_leaves_nothing_behind_and_closing_tells_the_others(
 
     async def gone():
         await engine.hold()
-        first, second = (
-            asyncio.create_task(engine.generate(PROMPT, Sampling(3), session=name)) for name in ("a", "b")
-        )
+        first, second = (asyncio.create_task(engine.generate(PROMPT, Sampling(3), session=name)) for name in ("a", "b"))
         await asyncio.sleep(0)
         first.cancel()
         await asyncio.sleep(0)
