@@ -251,6 +251,8 @@ class Episode:
     metrics: Metrics = field(default_factory=dict)
     failure: Failure | None = None
     seconds: float = 0.0
+    judged: bool = field(default=False, compare=False)
+    """Whether every reward has been asked about it; rewards that compare a group's episodes have yet to."""
     weight: float = 1.0
     """Of its loss, beside others', where a given row says so; 0 is looked at and not learned from."""
     turn_weight: float = 0.0

@@ -219,7 +219,7 @@ class Workshop:
         asked = self.config.rollout
         workers = Workers(asked.workers, asked.envs.max_env_num_per_worker)
         keep = self.find(FILTERS, asked.group_filter) if asked.group_filter is not None else None
-        training = Manner(asked.redundancy, asked.group_seconds, keep, rewards.score)
+        training = Manner(asked.redundancy, asked.group_seconds, keep, rewards.judge, rewards.score)
         tape = Replay(asked.replay) if asked.replay else Recording(asked.record) if asked.record else None
         return Rollout(
             engine, given.renderer, cast, sampling, limits, asked.concurrency, workers, training, tape, given

@@ -143,6 +143,10 @@ class RolloutConfig(Config):
     spare_groups: int = Field(0, ge=0)
     """With `group_filter`: tasks taken beyond `tasks_per_step`, to replace groups that are dropped. When none is needed
     they are passed over; when they run out, the batch is smaller."""
+    max_lag: int = Field(0, ge=0)
+    """Versions that a token may be older than the weights that train on it. 0: each step plays, then learns. From 1 on
+    so many batches are played ahead: learning does not wait for the slowest episode, nor playing for learning. What
+    would grow too old is begun again (`dropped/stale`). See docs/async.md."""
     concurrency: int = Field(128, ge=1)
     """Episodes in flight."""
     workers: Literal["auto", "thread", "process", "none"] = "auto"
@@ -190,6 +194,12 @@ class RolloutConfig(Config):
         if self.envs.max_env_num_per_worker and self.workers != "process":
             raise ValueError(
                 f"envs.max_env_num_per_worker is about processes, and workers={self.workers}. Write workers=process."
+            )
+        taped = "record" if self.record is not None else "replay" if self.replay is not None else None
+        if self.max_lag and taped:
+            raise ValueError(
+                f"max_lag={self.max_lag} with {taped}: a tape holds whole batches, and groups of several are trained "
+                f"together. Write max_lag=0, or leave {taped} out."
             )
         if self.record is not None and self.replay is not None:
             raise ValueError("record and replay are both given: a replay plays nothing to record. Leave one out.")

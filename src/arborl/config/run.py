@@ -230,6 +230,14 @@ class RunConfig(Config):
                     f"deterministic=true with rollout.{name}={getattr(self.rollout, name)}: who finishes first depends "
                     f"on the clock. Leave rollout.{name} out, or write deterministic=false."
                 )
+        lag = self.rollout.max_lag
+        if self.deterministic and lag:
+            raise ValueError(
+                f"deterministic=true with rollout.max_lag={lag}: who is trained with whom depends on the clock. Write "
+                "rollout.max_lag=0, or deterministic=false."
+            )
+        if self.data.given and lag:
+            raise ValueError(f"rollout.max_lag={lag} with data.given, where nothing is played. Leave it out.")
         if self.sampling.max_tokens >= self.sampling.max_context and not self.data.given:
             raise ValueError(
                 f"sampling.max_tokens={self.sampling.max_tokens} with sampling.max_context="

@@ -172,8 +172,8 @@ class LocalEngine:
         self._drop_all("the engine was closed")
 
     def metrics(self) -> Metrics:
-        """Since the last call: tokens sampled, read, reused, and begun again for an update; requests put back; steps and
-        their seconds."""
+        """Since the last call: tokens sampled, read, reused, and begun again for an update; requests put back; steps
+        and their seconds."""
         counts = dict(self.counts)
         self.counts.update(dict.fromkeys(counts, 0.0))
         known = counts["read"] + counts["reused"]

@@ -7,8 +7,8 @@ import gc
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -120,7 +120,12 @@ class Rollout:
             manner: how groups are made.
             count: groups to end up with; without one, as many as tasks.
         """
+        with self.playing():
+            await self.meet(tasks)
+            return await self.manager(manner, sampling).collect(tasks, seed, group_size, count)
 
+    def manager(self, manner: Manner | None = None, sampling: Mapping[str, Any] | None = None) -> Manager:
+        """Makes groups in this manner, or in the training's."""
         line = self._in_line()
 
         async def play(task: Task, own: int, name: str, begin: Callable[[], None]) -> Episode:
@@ -129,11 +134,23 @@ class Rollout:
                 begin()
                 return await self.play(task, own, name, sampling)
 
+        return Manager(play, self.training if manner is None else manner, self.counts, self.lost)
+
+    async def meet(self, tasks: Sequence[Task]) -> None:
+        """Before the first environment of a name is made: find out where such ones may run."""
+        for task in {task.env: task for task in tasks}.values():
+            called = short(task.env) if task.env else None
+            await self.workers.meet(partial(self.cast.env, task), called, self.limits.step_seconds)
+
+    @contextmanager
+    def playing(self) -> Iterator[None]:
+        """Around waiting for episodes."""
         with fewer_collections, Watchdog():
-            for task in {task.env: task for task in tasks}.values():
-                called = short(task.env) if task.env else None
-                await self.workers.meet(partial(self.cast.env, task), called, self.limits.step_seconds)
-            return await Manager(play, manner, self.counts, self.lost).collect(tasks, seed, group_size, count)
+            yield
+
+    def whole(self, tasks: Sequence[Task]) -> bool:
+        """Whether a batch of these comes as a whole from `train`: it is given, or on tape."""
+        return self.tape is not None or any(isinstance(task, GivenTask) for task in tasks)
 
     async def train(
         self, tasks: Sequence[Task], seed: int, group_size: int, count: int, sampling: Mapping[str, Any] | None = None
@@ -143,7 +160,9 @@ class Rollout:
             return self.shown(tasks)
 
         async def play() -> list[Group]:
-            manner = self.training if sampling is None else PLAIN  # a baseline is measured, not selected
+            # A baseline is measured, not selected; and what is on tape is scored when it is trained on.
+            manner = replace(self.training, judge=None, score=self.training.score if self.training.keep else None)
+            manner = manner if sampling is None else PLAIN
             return await self.collect(tasks, seed, group_size, sampling, manner, count)
 
         return await play() if self.tape is None else await self.tape.batch(seed, tasks, play)
