@@ -7,8 +7,8 @@ text. `ratio` is the tokens a second of the rollouts after the first step, over 
 but a loop asks for the same conversations: as many, as many turns, as long. It is what agents, environment, recording
 and templates cost. `compiled_after_first` and `recorded_after_first` count Triton kernels compiled and CUDA graphs
 recorded for sampling after the first step: both should be 0; `learner_compiled_after_first` counts what torch compiled.
-`first_step_s` counts from the built parts on, warming included. With `--checkpoint`, one is written after the second
-step: `checkpoint_delay_s` is how much later the next step begins.
+`first_step_s` counts from the built parts on, warming included. With `--checkpoint FOLDER`, one is written there before
+the last step: `checkpoint_delay_s` is how much later that begins, `saving_step_s` how long it takes.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ import arborl  # before torch, as everyone does who starts a run
 # isort: split
 import torch
 import transformers
+import yaml
 from bodies import SHAPES, forbid, random_body, settle
 from engine import Case, best, ours
 from step_work import not_text, peak_gib
@@ -123,14 +124,18 @@ class Log:
 
 
 class TimedSave(Save):
-    """One checkpoint, after the second step; how long the run waited for it."""
+    """One checkpoint, before the last step; how long the run waited for it. It need not be done when the run is."""
 
     held: float | None = None
 
     def __call__(self, trainer: Trainer) -> None:
-        super().__call__(trainer)
-        if trainer.step == 2:
+        if trainer.step <= self.every:
+            super().__call__(trainer)
+        if trainer.step == self.every:
             self.held = self.spent["time/checkpoint"]
+
+    def finish(self) -> None:
+        """Whoever waits measures the disk."""
 
 
 def body_folder(name: str, device: str, folder: Path) -> Path:
@@ -154,8 +159,9 @@ def parts_of(args: argparse.Namespace, folder: Path) -> Parts:
         "rollout.tasks_per_step": args.tasks, "rollout.group_size": args.group, "rollout.max_turns": args.turns,
         "rollout.concurrency": episodes, "engine.max_requests": episodes, "engine.kv_tokens": episodes * args.context,
         "sampling.max_context": args.context, "learner.lr": 1e-6, "trainer.steps": args.steps,
-    })  # fmt: skip
+    } | {key: yaml.safe_load(value) for key, _, value in (one.partition("=") for one in args.set)})  # fmt: skip
     parts = build(from_kwargs(**named), objects)
+    logging.getLogger("arborl.engines").info("memory: %s", parts.plan.told)
     forbid(parts.model, not_text(parts.model.config.vocab_size))
     return parts
 
@@ -179,11 +185,11 @@ async def train(parts: Parts, counts: Counts, save: TimedSave | None) -> tuple[l
     return log.rows, first, tuple(now - then for now, then in zip(counts.now, before, strict=True))
 
 
-def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def measure(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], TimedSave | None]:
     tune_cpu()
     parts = parts_of(args, body_folder(args.model, args.device, folder / "body"))
     counts = Counts(parts)
-    save = TimedSave(folder / "checkpoints", 2, 1, {}, parts.copy_tokenizer) if args.checkpoint else None
+    save = TimedSave(args.checkpoint, args.steps - 1, 1, {}, parts.copy_tokenizer) if args.checkpoint else None
     rows, first, (compiled, recorded, learned) = asyncio.run(train(parts, counts, save))
     later = rows[1:]
     in_run = sum(row["engine/sampled"] for row in later) / sum(row["time/rollout"] for row in later)
@@ -194,7 +200,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     settle()  # as the run had it
     alone = best(lambda seed: ours(parts.engine, work, seed), work, 2, cuda)  # type: ignore[arg-type]
     live = sum(row["engine/sampled"] for row in later) / sum(row["engine/steps"] for row in later)
-    return {
+    row = {
         "model": args.model, "lora": args.lora, "steps": args.steps, "episodes": work.conversations,
         "turns": work.turns, "prompt": work.prompt, "sampled": work.sampled, "observed": work.observed,
         "run_tok_s": round(in_run, 1), "engine_tok_s": round(alone, 1), "ratio": round(in_run / alone, 3),
@@ -206,9 +212,11 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "compiled_after_first": compiled if cuda else None, "recorded_after_first": recorded if cuda else None,
         "learner_compiled_after_first": learned, "peak_gib": peak,
         "checkpoint_delay_s": save and save.held and round(save.held, 3),
+        "saving_step_s": save and round(rows[-1]["time/step"], 3),
         "device": torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU",
         "torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version(),
     }  # fmt: skip
+    return row, save
 
 
 def main() -> int:
@@ -222,7 +230,8 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--sampled", type=int, default=48, help="tokens of a reply")
     parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--checkpoint", action="store_true", help="write one; of a 4B body without adapters, 56 GB")
+    parser.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="write one there; 56 GB of a 4B body")
+    parser.add_argument("--set", nargs="*", default=[], metavar="a.b=c", help="further settings of the run")
     parser.add_argument("--json", action="store_true", help="one JSON line, nothing else")
     args = parser.parse_args()
     if args.steps < 3:
@@ -233,8 +242,12 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING)
     logging.getLogger("arborl.engines").setLevel(logging.INFO)
     with tempfile.TemporaryDirectory() as folder:
-        row = measure(args, Path(folder))
-    print(json.dumps(row) if args.json else "\n".join(f"{key:30} {value}" for key, value in row.items()))
+        row, save = measure(args, Path(folder))
+        print(
+            json.dumps(row) if args.json else "\n".join(f"{key:30} {value}" for key, value in row.items()), flush=True
+        )
+        if save:  # what is still being written is not torn
+            save.close()
     return 0
 
 

@@ -37,11 +37,11 @@ def test_the_engine_is_measured_with_adapters_beside_itself_without():
 
 
 @pytest.mark.parametrize("lora", [pytest.param("0", marks=pytest.mark.slow), "4"])
-def test_a_run_is_measured_beside_its_engine_alone(lora):
+def test_a_run_is_measured_beside_its_engine_alone(lora, tmp_path):
     if lora != "0":
         pytest.importorskip("peft")
     (row,) = measured("train_speed.py", "--tasks", "2", "--group", "3", "--turns", "3", "--sampled", "6", "--steps",
-                      "3", "--checkpoint", "--lora", lora)  # fmt: skip
+                      "3", "--checkpoint", str(tmp_path), "--lora", lora)  # fmt: skip
     assert row["ratio"] == pytest.approx(row["run_tok_s"] / row["engine_tok_s"], abs=2e-3)
     assert (row["episodes"], row["turns"], row["sampled"]) == (6, 3, 6)
     assert row["first_step_s"] > 0

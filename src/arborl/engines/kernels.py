@@ -13,8 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-KEYS = 64
-"""Keys that attention looks at in one go."""
+KEYS, WARPS, STAGES = 32, 2, 5
+"""Keys that attention looks at in one go for one query a row, and how. Small blocks, many under way: it waits for
+memory (`docs/results/engine.md`)."""
+READ_KEYS = 64
+"""The same for many queries a row."""
 QUERIES = 16
 """Queries of one row in a tile, when a row brings many."""
 
@@ -150,9 +153,14 @@ def _scan(
     for start in range(begin, end, BLOCK):
         position = start + tl.arange(0, BLOCK)
         valid = position < end
-        page = tl.load(pages + position // P, mask=valid, other=0).to(tl.int64)
-        row = page * page_stride + k * P * D + (position % P) * D
-        mask = valid[:, None] & (d < D)[None, :]
+        if P % BLOCK == 0:  # they lie in one page, side by side; what is there beyond the end is finite
+            page = tl.load(pages + start // P).to(tl.int64)
+            row = page * page_stride + (k * P + start % P) * D + tl.arange(0, BLOCK) * D
+            mask = (position >= 0)[:, None] & (d < D)[None, :]
+        else:
+            page = tl.load(pages + position // P, mask=valid, other=0).to(tl.int64)
+            row = page * page_stride + k * P * D + (position % P) * D
+            mask = valid[:, None] & (d < D)[None, :]
         key = tl.load(keys + row[:, None] + d[None, :], mask=mask, other=0.0)
         sees = (position[None, :] <= at[:, None]) & valid[None, :]
         score = tl.where(sees, tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale, -1e30)
@@ -278,8 +286,8 @@ def decode(
         q_RHD, keys, values, table, sequence_R, position_R, shared.own_R, shared.pages_M, shared.rows_MB, partial,
         state, rows, bundles, first, rest, scale, keys.stride(0), table.stride(0), shared.rows_MB.stride(0),
         H=heads, K=key_heads, D=size, P=page, MEMBERS=members, GROUP=group, TILE=max(16, group),
-        SIZE=max(16, power(size)), BLOCK=32 if wide else KEYS, PRECISION=precision(q_RHD.dtype),
-        num_warps=4, num_stages=1 if wide else 3,
+        SIZE=max(16, power(size)), BLOCK=KEYS, PRECISION=precision(q_RHD.dtype),
+        num_warps=WARPS, num_stages=1 if wide else STAGES,
     )  # fmt: skip
     out = torch.empty_like(q_RHD)
     _combine[(rows * heads,)](
@@ -327,7 +335,7 @@ def read(
     _read[(len(tiles[0]), key_heads)](
         q_NHD, keys, values, table, *tiles, first_R, start_R, end_R, out, scale, keys.stride(0), table.stride(0),
         H=heads, K=key_heads, D=size, P=page, TILE=QUERIES, GROUP=power(heads // key_heads), SIZE=max(16, power(size)),
-        BLOCK=32 if wide else KEYS, PRECISION=precision(q_NHD.dtype), num_warps=4, num_stages=1 if wide else 2,
+        BLOCK=32 if wide else READ_KEYS, PRECISION=precision(q_NHD.dtype), num_warps=4, num_stages=1 if wide else 2,
     )  # fmt: skip
     return out
 

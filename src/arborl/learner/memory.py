@@ -112,7 +112,7 @@ class Sizes:
         norms = 4 * e if scaled else 2 * e
         attention = 3 * (q + k) + (q + k if self.head_norms and scaled else 0)
         kept = item * (norms + attention + 3 * f)
-        if self.rank and item < 4:  # adapters in float32 read each their own copy of what goes in
+        if self.rank and item < 4 and not self.lean:  # peft's read each their own copy of what goes in, in float32
             return kept + 4 * (5 * e + q + f) + adapters
         return kept + item * (2 * e + f) + adapters
 
@@ -205,13 +205,17 @@ class Planner:
         optimizer = models * sizes.optimizer(master)
         activations = models * sizes.activations(longest, recompute, self.fused, self.cuda)
         logits = min(longest, self.logit_rows) * sizes.vocabulary * self._logit()
+        gradients = models * sizes.gradients(master)
         if offload != "none":  # what is brought for a step comes when activations have gone
-            brought = min(optimizer, 12 * max(AT_ONCE, sizes.largest))
+            each = 12
+            if offload == "all":  # and each part's gradients come with it
+                each, optimizer, gradients = 16, optimizer + gradients, 0
+            brought = min(optimizer, each * max(AT_ONCE, sizes.largest))
             optimizer = max(0, brought - activations - logits)
         return Forecast(
             weights=sizes.weights,
             optimizer=optimizer,
-            gradients=models * sizes.gradients(master) if offload != "all" else 0,
+            gradients=gradients,
             others=self._others(models),
             activations=activations,
             logits=logits,

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from arborl.models.low_rank import through
+
 NAME = "_joined"
 
 
@@ -37,7 +39,7 @@ class Joined:
     def __call__(self, x: Tensor) -> Tensor:
         """Their outputs side by side."""
         if self.weight is None:
-            return torch.cat([module(x) for module in self.modules], dim=-1)
+            return torch.cat([through(module, x) for module in self.modules], dim=-1)
         weight, bias = self.weight, self.bias
         if torch.is_grad_enabled():
             weight = _AsOne.apply(weight, *self.weights)

@@ -22,13 +22,15 @@ from transformers import PreTrainedModel
 from arborl.models.attention import Attend, Bounds, Causal, library_hidden_states
 from arborl.models.joined import NAME as JOINED
 from arborl.models.joined import joined
+from arborl.models.low_rank import through
 
 log = logging.getLogger(__name__)
 
 KINDS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 BOUNDS = "_bounds"
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 1e-1, torch.float16: 2e-2}
+"""By norm. What is wrong differs by about 1; rounding alone by up to 5e-2, in 28 layers of bfloat16 under adapters."""
 
 Run = Callable[[Sequence[Any], Tensor, Tensor, Tensor, Attend], Tensor]
 """Runs some layers: their modules, what comes in, cosines and sines of the positions, and attention."""
@@ -114,11 +116,10 @@ def one_layer(
     seen = attend(0, q, k, v, attention.scaling, getattr(attention, BOUNDS)).flatten(1)
     if wanted is not None:
         x_NE, seen = x_NE.index_select(0, wanted), seen.index_select(0, wanted)
-    x_NE = x_NE + attention.o_proj(seen)
+    x_NE = x_NE + through(attention.o_proj, seen)
     h_NE = norm(layer.post_attention_layernorm, x_NE)
-    inner = (gated if ops is None else ops.gated)(mlp.act_fn, mlp.gate_proj(h_NE), mlp.up_proj(h_NE))
-    out: Tensor = x_NE + mlp.down_proj(inner)
-    return out
+    inner = (gated if ops is None else ops.gated)(mlp.act_fn, through(mlp.gate_proj, h_NE), through(mlp.up_proj, h_NE))
+    return x_NE + through(mlp.down_proj, inner)
 
 
 def bounds_of(attention: Any) -> Bounds:
