@@ -225,11 +225,14 @@ class Workshop:
             engine, given.renderer, cast, sampling, limits, asked.concurrency, workers, training, tape, given
         )
 
-    def engine(self, model: PreTrainedModel, renderer: Renderer, cast: Cast, kv_tokens: int = 0) -> Engine:
+    def engine(
+        self, model: PreTrainedModel, renderer: Renderer, cast: Cast, kv_tokens: int = 0, lends: bool = False
+    ) -> Engine:
+        """`kv_tokens` and `lends` as `LocalEngine` has them."""
         config = self.config
         found = self.find(ENGINES, config.engine.name)
         if config.engine.name == "local":
-            made: Engine = self._local(found, model, renderer, kv_tokens)
+            made: Engine = self._local(found, model, renderer, kv_tokens, lends)
         elif config.engine.name == "scripted":
             texts = config.engine.replies or cast.env(Task("check")).actions() or ("Yes.",)
             made = found(replies(renderer, texts), decode=renderer.tokenizer.decode)
@@ -238,7 +241,7 @@ class Workshop:
         return made
 
     def _local(
-        self, engine: Callable[..., Engine], model: PreTrainedModel, renderer: Renderer, kv_tokens: int
+        self, engine: Callable[..., Engine], model: PreTrainedModel, renderer: Renderer, kv_tokens: int, lends: bool
     ) -> Engine:
         config, asked = self.config, self.config.engine
         try:
@@ -251,6 +254,7 @@ class Workshop:
                 config.deterministic,
                 renderer.tokenizer.decode,
                 asked.update,
+                lends,
             )
         except (EngineError, ValueError) as error:
             raise ConfigError(f"model.name={config.model.name} with engine=local: {error}.") from error

@@ -127,3 +127,43 @@ def test_terms_have_the_version_of_their_token(tiny_llama):
 def test_a_way_to_update_that_is_none_is_refused(tiny_llama):
     with pytest.raises(ValueError, match="update='stop': give continue, finish, restart"):
         LocalEngine(tiny_llama, max_context=64, kv_tokens=512, update="stop")
+
+
+class Lent:
+    """Memory in whose place others have written something else while it was given back."""
+
+    def __init__(self, cache):
+        self.cache, self.told = cache, []
+
+    def give_back(self):
+        self.told.append("given back")
+        self.cache.keys.fill_(float("nan"))
+        self.cache.values.fill_(float("nan"))
+
+    def take(self):
+        self.told.append("taken")
+
+
+@pytest.mark.parametrize("update", ["continue", "finish", "restart"])
+def test_an_engine_that_lends_its_memory_while_it_is_held_says_what_it_would_have_said(tiny_llama, update):
+    _, *expected = run(tiny_llama, update)
+    engine = LocalEngine(copy.deepcopy(tiny_llama), max_context=64, kv_tokens=512, update=update)
+    memory = engine.executor.cache.memory = Lent(engine.executor.cache)
+    found = asyncio.run(straddling(engine))
+    for mine, theirs in zip(found, expected, strict=True):
+        assert (mine.tokens, mine.versions) == (theirs.tokens, theirs.versions)
+        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+    assert memory.told == ["given back", "taken"]
+
+
+def test_an_engine_that_was_held_for_nothing_has_its_memory_again(tiny_llama):
+    engine = LocalEngine(copy.deepcopy(tiny_llama), max_context=64, kv_tokens=512)
+    memory = engine.executor.cache.memory = Lent(engine.executor.cache)
+
+    async def held():
+        await engine.hold()
+        engine.release()
+        return await engine.generate(PROMPT, Sampling(4), session="a")
+
+    assert np.isfinite(asyncio.run(held()).logprobs).all()
+    assert memory.told == ["given back", "taken"]

@@ -56,6 +56,8 @@ class LocalEngine:
         decode: token ids to text, for stop texts.
         update: what becomes of a completion that new weights find half-way: it goes on (`continue`), is first brought
             to its end (`finish`), or begins again (`restart`).
+        lends: give the memory of keys and values back to the GPU while the engine is held: nothing that was read
+            outlives an update.
     """
 
     follows_weights = True
@@ -70,6 +72,7 @@ class LocalEngine:
         deterministic: bool = False,
         decode: Callable[[Sequence[int]], str] | None = None,
         update: str = "continue",
+        lends: bool = False,
     ):
         if update not in UPDATES:
             raise ValueError(f"update={update!r}: give {', '.join(UPDATES)}")
@@ -84,7 +87,7 @@ class LocalEngine:
             raise ValueError(f"kv_tokens={kv_tokens} holds no sequence of max_context={max_context}; give more")
         self.pages = Pages(-(-kv_tokens // size), size)
         try:
-            self.executor = executor_for(model, self.pages, max_context, max_requests)
+            self.executor = executor_for(model, self.pages, max_context, max_requests, lends)
         except ValueError as error:
             raise EngineError(str(error)) from error
         self.rows = Rows(1 if deterministic else max_requests, max_context, self.pages.needed(max_context))
@@ -125,7 +128,7 @@ class LocalEngine:
         """Take these weights. Tensors that are the model's own are already in place."""
         alone = not self.scheduler.holding
         if alone:
-            await self.hold()
+            await self._pause()
         own = self.model.state_dict()
         with torch.no_grad():
             for name, tensor in weights.items():
@@ -135,12 +138,19 @@ class LocalEngine:
         if self.update == "restart" and version != self.version:
             self.scheduler.begin_again()
         self.executor.weights_changed()
+        self.executor.cache.take()
         self.version = version
         if alone:
             self.release()
 
     async def hold(self) -> None:
         """Sample nothing more, for the weights are about to change where they are, until `release`."""
+        await self._pause()
+        if self.executor.cache.lends:
+            self.scheduler.read_again()
+            self.executor.cache.give_back()
+
+    async def _pause(self) -> None:
         self._guard(self._land)
         self.scheduler.hold(finish=self.update == "finish")
         while self.scheduler.busy and self.worker is not None and self.loop is asyncio.get_running_loop():
@@ -153,6 +163,7 @@ class LocalEngine:
 
     def release(self) -> None:
         """Sample again, those first who were held."""
+        self.executor.cache.take()
         self.scheduler.release()
         self._wake()
 
@@ -316,11 +327,11 @@ class LocalEngine:
             return False
 
 
-def executor_for(model: PreTrainedModel, pages: Pages, context: int, requests: int) -> Executor:
+def executor_for(model: PreTrainedModel, pages: Pages, context: int, requests: int, lends: bool = False) -> Executor:
     """Fused kernels and CUDA graphs where there is a GPU for them; torch everywhere else, and for attention within
     bounds, which the kernels do not know."""
     if model.device.type == "cuda" and find_spec("triton") is not None and layout(model).plain(context):
         from arborl.engines.cuda_graphs import GraphExecutor
 
-        return GraphExecutor(model, pages.count, pages.size, context, requests)
-    return TorchExecutor(model, pages.count, pages.size, context)
+        return GraphExecutor(model, pages.count, pages.size, context, requests, lends)
+    return TorchExecutor(model, pages.count, pages.size, context, lends)
