@@ -10,6 +10,7 @@ In reading order:
     probe.py      Whether a model can be run over trees and caches at all
     lean.py       The forward pass of Llama and its relatives in few operations, over the model's own modules
     joined.py     Linear layers that read the same input, run as one product
+    low_rank.py   A linear layer under an adapter, differentiated
     sampling.py   The distribution tokens are drawn from
     heads.py      Heads beside the language model's own: what a state is worth, and next-token logits in full precision
     scalar.py     Models that say one number of a text: reward models, and what a critic begins as
