@@ -29,9 +29,12 @@ from arborl.engines.rows import Request, Rows
 from arborl.engines.scheduler import Scheduler
 from arborl.errors import EngineError
 from arborl.models.attention import layout
+from arborl.spans import drawn
 from arborl.types import Completion, Finish, Metrics, Sampling
 
 UPDATES = ("continue", "finish", "restart")
+APART, LONG = 0.02, 0.5
+"""Seconds: steps further apart are two slices of the timeline, and no slice is longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,27 @@ class Flight:
     row: Array
     tenant: Array
     outcome: Sampled
+
+
+class Stretch:
+    """Steps that follow each other closely, as one slice of the timeline: there are hundreds a second."""
+
+    def __init__(self) -> None:
+        self.began = self.ended = 0.0
+        self.steps = 0
+
+    def add(self, seconds: float) -> None:
+        """A step of so many seconds has just ended."""
+        now = time.time()
+        if self.steps and (now - seconds - self.ended > APART or now - self.began > LONG):
+            self.end()
+        self.began = self.began if self.steps else now - seconds
+        self.ended, self.steps = now, self.steps + 1
+
+    def end(self) -> None:
+        if self.steps:
+            drawn("engine", "steps", self.began, self.ended, steps=self.steps)
+        self.steps = 0
 
 
 class LocalEngine:
@@ -209,17 +233,21 @@ class LocalEngine:
 
     async def _work(self) -> None:
         """consumes: `waiting`     produces: each request's completion     waits for: nothing; ends when idle."""
-        loop = asyncio.get_running_loop()
+        loop, stretch = asyncio.get_running_loop(), Stretch()
         try:
             while self.scheduler.busy and self.loop is loop:
                 await asyncio.sleep(0)  # let episodes that just got their answer ask again, so they join this step
                 began = time.perf_counter()
                 self._guard(self._step)
-                self.counts["seconds"] += time.perf_counter() - began
+                took = time.perf_counter() - began
+                self.counts["seconds"] += took
+                stretch.add(took)
         except BaseException:  # it was cancelled, or the process is to end
             if self.loop is loop:
                 self._drop_all("the engine was stopped")
             raise
+        finally:
+            stretch.end()
 
     def _step(self) -> None:
         self.scheduler.drop_ended(self.version)

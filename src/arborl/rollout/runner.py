@@ -24,6 +24,7 @@ from arborl.failures import Firsts
 from arborl.registry import short
 from arborl.rollout.given import GivenEpisodes
 from arborl.rollout.groups import PLAIN, Manager, Manner, named
+from arborl.rollout.meter import Meter
 from arborl.rollout.recorder import Limits, RecordedEnv, Recorder
 from arborl.rollout.replay import Tape
 from arborl.rollout.watchdog import Watchdog
@@ -100,6 +101,7 @@ class Rollout:
         self.given = given
         self.counts: Counter[str] = Counter()
         self.firsts, self.lost = Firsts(log), list[Episode]()
+        self.asked = Meter()
 
     async def collect(
         self,
@@ -214,7 +216,7 @@ class Rollout:
             inner, name = await self.workers.place(partial(self.cast.env, task), called, limits.step_seconds)
         env = RecordedEnv(inner, name, limits, episode)
         drawn = sampling.drawn if sampling.drawn != self.sampling.drawn else None
-        model = Recorder(self.engine, self.renderer, sampling, limits, episode, drawn)
+        model = Recorder(self.engine, self.renderer, sampling, limits, episode, drawn, self.asked)
         async with boundary(f"agent {task.agent or 'of the run'}"):
             agent = self.cast.agent(task)
             try:

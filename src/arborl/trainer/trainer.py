@@ -109,9 +109,13 @@ class Trainer:
         )  # fmt: skip
         self.thread = LearnerThread()
         self.train_seconds = 0.0
+        self.told = time.perf_counter()
+        """When it was last said who was idle."""
 
     async def fit(self) -> None:
         """Train to the last step, from wherever `step` stands."""
+        self.told = time.perf_counter()
+        self.rollout.asked.busy()
         gc.freeze()  # what the libraries have made so far is here to stay; looking through it stalls the engine
         try:
             await self.engine.load(self.learner.weights(), version=self.step)
@@ -132,7 +136,7 @@ class Trainer:
         if not self.pipeline.busy:
             self.engine.metrics()  # what was counted between steps (an evaluation, say) is not this step's
 
-        with clock("rollout"):
+        with clock("rollout"), span("arborl.wait"):
             groups = await self.pipeline.take(self.step)
             greedy = await self._greedy(groups, seed) if self.algorithm.needs.greedy else []
         with clock("score"):
@@ -142,7 +146,8 @@ class Trainer:
         with clock("learn"):
             beside = self.rollout.shown(self.source.beside(self.step))
             await self._hold()
-            metrics = self._engine_metrics(clock) | await self.thread(self._learn, groups, beside, seed)
+            with span("arborl.learn"):
+                metrics = self._engine_metrics(clock) | await self.thread(self._learn, groups, beside, seed)
         self.step += 1  # from here on the step counts as done, whatever interrupts
         self.pipeline.trained()
 
@@ -152,7 +157,7 @@ class Trainer:
                 await hook.after(self, groups, metrics)
         finally:
             saved = self.save.seconds() if self.save is not None else {}
-            self.tracker.log(metrics | clock.stop() | saved, step=self.step)
+            self.tracker.log(metrics | self._idle(clock) | clock.stop() | saved, step=self.step)
         self._look(groups, metrics)
         if self.save is not None:  # after its metrics are written, so that a checkpoint never knows more than they do
             self.save(self)
@@ -160,10 +165,11 @@ class Trainer:
 
     async def publish(self, metrics: Metrics | None = None) -> None:
         """Give the engine the weights as they are; with what the learner said of their update, that is checked."""
-        await self.engine.load(self.learner.weights(), version=self.step)
-        if metrics is not None:
-            await self.probe.check(metrics)
-        self._release()
+        with span("arborl.publish"):
+            await self.engine.load(self.learner.weights(), version=self.step)
+            if metrics is not None:
+                await self.probe.check(metrics)
+            self._release()
 
     def _learn(self, groups: Sequence[Group], beside: Sequence[Group], seed: int) -> Metrics:
         """Credit and learn; in the learner's thread, while episodes of later steps are played."""
@@ -179,10 +185,20 @@ class Trainer:
         """Where the engine shares the learner's weights or device, they take turns."""
         if (hold := getattr(self.engine, "hold", None)) is not None:
             await hold()
+            self.rollout.asked.hold(True)
 
     def _release(self) -> None:
         if (release := getattr(self.engine, "release", None)) is not None:
             release()
+            self.rollout.asked.hold(False)
+
+    def _idle(self, clock: Clock) -> Metrics:
+        """Since it was last asked: how long the engine had nothing to do, or had to wait, and how long the learner."""
+        now = time.perf_counter()
+        passed, self.told = now - self.told, now
+        idle = {"time/idle_engine": passed - self.rollout.asked.busy(), "time/idle_learner": passed}
+        idle["time/idle_learner"] -= clock.seconds["time/learn"]
+        return {name: max(seconds, 0.0) for name, seconds in idle.items()}
 
     def _look(self, groups: Sequence[Group], metrics: Metrics) -> None:
         """Say so where nothing is learned; stop where nearly every episode fails, dropped groups included."""
