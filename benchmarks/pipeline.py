@@ -2,8 +2,8 @@
 
     python benchmarks/pipeline.py --json
 
-seedling learns to ask a calculator (recipes/calculator: 16 problems x 8 episodes a step) whose answers are late: log-normal,
-with a median of 0.5 s and a 99th percentile of 8 s. Every run makes as many updates, of as many groups and episodes.
+seedling learns to ask a calculator (recipes/calculator: 16 problems x 8 episodes a step) whose answers are late:
+log-normal, with a median of 0.5 s and a 99th percentile of 8 s. Every run makes as many updates, of as many groups and episodes.
 `ratio` is how many times the steps an hour of the synchronous run the other has, the mean over seeds;
 `ratio_without_latency` is the same of a calculator that answers at once. One line of JSON, or one line a run.
 """
