@@ -2,9 +2,9 @@
 
     python benchmarks/pipeline.py --json
 
-seedling learns to ask a calculator (recipes/calculator: 16 problems x 8 episodes a step) whose answers are late: log-normal,
-with a median of 0.5 s and a 99th percentile of 8 s. Every run makes as many updates, of as many groups and episodes.
-`ratio` is how many times the steps an hour of the synchronous run the other has, the mean over seeds;
+seedling learns to ask a calculator (recipes/calculator: 16 problems x 8 episodes a step) whose answers are late:
+log-normal, with a median of 0.5 s and a 99th percentile of 8 s. Every run makes as many updates, of as many groups and
+episodes. `ratio` is how many times the steps an hour of the synchronous run the other has, the mean over seeds;
 `ratio_without_latency` is the same of a calculator that answers at once. One line of JSON, or one line a run.
 """
 
@@ -66,11 +66,13 @@ class Clock:
         self.times.append(time.perf_counter())
 
 
-def run(folder: Path, max_lag: int, seed: int, steps: int, median: float, p99: float, tasks: int) -> dict[str, Any]:
+def run(folder: Path, asked: argparse.Namespace, max_lag: int, seed: int, median: float) -> dict[str, Any]:
+    steps, p99, tasks = asked.steps, asked.p99, asked.tasks
     home, clock = folder / f"lag-{max_lag}-seed-{seed}-{median:g}", Clock()
     settings = [
         f"data.path={folder / 'arithmetic.json'}", f"rollout.max_lag={max_lag}", f"seed={seed}", f"output_dir={home}",
-        f"trainer.steps={steps}", f"evaluation.tasks={tasks}", "evaluation.before=false", "evaluation.greedy=false",
+        f"trainer.steps={steps}", f"evaluation.tasks={tasks}", f"rollout.tasks_per_step={asked.groups}",
+        f"rollout.group_size={asked.size}", "evaluation.before=false", "evaluation.greedy=false",
         "tools=[late]", "rollout.concurrency=512", "rollout.episode_seconds=600", "rollout.step_seconds=300",
         "track.gifs=0", "track.tensorboard=false", f"trainer.save_every={steps}", "model.device=cpu",
     ]  # fmt: skip
@@ -94,11 +96,14 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="One line for all.")
     parser.add_argument("--max-lag", type=int, default=1)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--groups", type=int, default=16, help="Problems of a step.")
+    parser.add_argument("--size", type=int, default=8, help="Episodes of each.")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--tasks", type=int, default=100, help="Held-out ones, at the end.")
     parser.add_argument("--median", type=float, default=0.5)
     parser.add_argument("--p99", type=float, default=8.0)
     parser.add_argument("--keep", type=Path, help="A folder for the runs; without one they are thrown away.")
+    parser.add_argument("--picture", type=Path, help="Draw the timelines of the first seed here.")
     arguments = parser.parse_args()
     with contextlib.ExitStack() as stack:
         folder = arguments.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -108,10 +113,37 @@ def main() -> None:
         for median, seeds in ((arguments.median, arguments.seeds), (0.0, 1)):
             for seed in range(seeds):
                 for max_lag in (0, arguments.max_lag):
-                    rows.append(run(folder, max_lag, seed, arguments.steps, median, arguments.p99, arguments.tasks))
+                    rows.append(run(folder, arguments, max_lag, seed, median))
                     if not arguments.json:
                         print(json.dumps(rows[-1]), flush=True)
         print(json.dumps(said(rows)))
+        if arguments.picture:
+            picture(folder, arguments.max_lag, arguments.median, arguments.picture)
+
+
+def picture(folder: Path, max_lag: int, median: float, out: Path) -> None:
+    """The timelines of the first seed, one above the other: who worked when."""
+    from matplotlib.figure import Figure
+
+    colors = {"learner": "#b5651d", "engine": "#2f6f8f", "model calls": "#8fb8cc", "tools": "#9aa36b"}
+    figure = Figure(figsize=(10, 6), layout="constrained")
+    for axes, lag in zip(figure.subplots(2, 1, sharex=True), (0, max_lag), strict=True):
+        slices = json.loads((folder / f"lag-{lag}-seed-0-{median:g}" / "timeline.json").read_text())
+        kinds = {one["pid"]: one["args"]["name"] for one in slices if one["name"] == "process_name"}
+        drawn = [one for one in slices if one["ph"] == "X" and one["name"] not in ("arborl.wait", "arborl.step")]
+        began = min(one["ts"] for one in drawn)
+        for place, (kind, color) in enumerate(colors.items()):
+            mine = [one for one in drawn if kinds[one["pid"]] == kind]
+            most = max((one["tid"] for one in mine), default=1)
+            for one in mine:
+                span = ((one["ts"] - began) / 1e6, one["dur"] / 1e6)
+                axes.broken_barh([span], (-place - 0.9 * one["tid"] / most, 0.9 / most), color=color, linewidth=0)
+        axes.set_yticks([-place - 0.45 for place in range(len(colors))], [*colors])
+        axes.set_title(f"max_lag={lag}", loc="left")
+        axes.set_xlim(0, 60)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.set_xlabel("seconds")
+    figure.savefig(out, dpi=110)
 
 
 def said(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -221,9 +221,8 @@ class Workshop:
         keep = self.find(FILTERS, asked.group_filter) if asked.group_filter is not None else None
         training = Manner(asked.redundancy, asked.group_seconds, keep, rewards.judge, rewards.score)
         tape = Replay(asked.replay) if asked.replay else Recording(asked.record) if asked.record else None
-        return Rollout(
-            engine, given.renderer, cast, sampling, limits, asked.concurrency, workers, training, tape, given
-        )
+        concurrency = None if asked.concurrency == "auto" else asked.concurrency
+        return Rollout(engine, given.renderer, cast, sampling, limits, concurrency, workers, training, tape, given)
 
     def engine(
         self, model: PreTrainedModel, renderer: Renderer, cast: Cast, kv_tokens: int = 0, lends: bool = False

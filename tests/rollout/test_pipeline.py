@@ -7,7 +7,10 @@ import json
 import selectors
 from collections import Counter
 from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -206,6 +209,37 @@ def test_groups_of_an_engine_whose_weights_are_behind_are_played_again():
 
     with asyncio.Runner(loop_factory=VirtualTime) as runner:
         runner.run(behind())
+
+
+def test_the_time_of_a_group_goes_on_over_updates_and_ends_it_with_whoever_has_finished():
+    world = World(2, slow=30.0, fails=0.0)
+    world.manner = Manner(seconds=2.5)
+    run = Run(world, 3, last=4).play()
+    assert world.counts["expired"] > 0
+    assert max(run.lags, default=0) <= 3
+    assert len(run.trained) == 12
+
+
+def test_tasks_that_json_cannot_hold_are_remembered_as_the_nearest_it_can():
+    class Odd(EnvTasks):
+        def take(self, step, count):
+            return [replace(task, fields={"path": Path("x"), "n": np.int64(3)}) for task in super().take(step, count)]
+
+    run = Run(World(4, slow=0.2), 1)
+    run.pipeline.source = Odd("lake", 0)
+
+    async def half():
+        await run.pipeline.take(0)
+        run.pipeline.trained()
+        await run.pipeline.take(1)
+        await run.pipeline.close()
+        return json.loads(json.dumps(run.pipeline.state()))
+
+    with asyncio.Runner(loop_factory=VirtualTime) as runner:
+        state = runner.run(half())
+    fields = [task["fields"] for row in state["left"] for task in row["tasks"].values()]
+    assert fields
+    assert all(field == {"path": "x", "n": 3} for field in fields)
 
 
 def test_a_defect_in_play_ends_the_run_with_its_name():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 
@@ -15,7 +16,9 @@ class Meter:
         meter.busy()      # since the last call
     """
 
-    def __init__(self) -> None:
+    def __init__(self, after: Callable[[], None] = lambda: None):
+        self.after = after
+        """Called whenever somebody has been answered."""
         self.inside, self.held = 0, False
         self.seconds, self.since = 0.0, time.perf_counter()
 
@@ -28,6 +31,7 @@ class Meter:
     ) -> None:
         self._count()
         self.inside -= 1
+        self.after()
 
     def hold(self, held: bool) -> None:
         """Whoever asks gets nothing meanwhile."""

@@ -12,6 +12,7 @@ batch, and all of it is waited for.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 from arborl.data.source import TaskSource
 from arborl.rollout.groups import LEAVING, Place, places_of, spares_of
 from arborl.rollout.runner import Rollout
-from arborl.rollout.store import task_from, task_to
+from arborl.rollout.store import dumps, task_from, task_to
 from arborl.seeds import derive
 from arborl.types import Group
 
@@ -253,5 +254,5 @@ def _left(number: int, seats: list[Seat]) -> dict[str, Any]:
         "batch": number,
         "places": [[place.at, place.attempt] for place in places],
         "spares": spares,
-        "tasks": {str(at): task_to(task) for at, task in needed.items()},
+        "tasks": {str(at): json.loads(dumps(task_to(task))) for at, task in needed.items()},
     }

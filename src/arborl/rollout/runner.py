@@ -27,6 +27,7 @@ from arborl.rollout.groups import PLAIN, Manager, Manner, named
 from arborl.rollout.meter import Meter
 from arborl.rollout.recorder import Limits, RecordedEnv, Recorder
 from arborl.rollout.replay import Tape
+from arborl.rollout.slots import Slots
 from arborl.rollout.watchdog import Watchdog
 from arborl.rollout.workers import Workers
 from arborl.spans import span
@@ -58,7 +59,7 @@ class Line:
     """Where episodes wait to begin."""
 
     loop: asyncio.AbstractEventLoop
-    slots: asyncio.Semaphore
+    slots: Slots
     door: asyncio.Lock
 
 
@@ -73,7 +74,7 @@ class Rollout:
         cast: who plays.
         sampling: how tokens are drawn, where nothing else is said.
         limits: of an episode.
-        concurrency: episodes in flight.
+        concurrency: episodes in flight; None for as many as the engine can serve.
         workers: where environments run.
         training: how the groups of a training batch are made.
         tape: records training batches, or has them on record.
@@ -87,7 +88,7 @@ class Rollout:
         cast: Cast,
         sampling: Sampling,
         limits: Limits,
-        concurrency: int,
+        concurrency: int | None,
         workers: Workers | None = None,
         training: Manner = PLAIN,
         tape: Tape | None = None,
@@ -177,15 +178,21 @@ class Rollout:
     def _in_line(self) -> Line:
         """What episodes wait in, of this event loop."""
         if self._line is None or self._line.loop is not asyncio.get_running_loop():
-            self._line = Line(asyncio.get_running_loop(), asyncio.Semaphore(self.concurrency), asyncio.Lock())
+            slots = Slots(self.concurrency, self._crowded)
+            self._line = Line(asyncio.get_running_loop(), slots, asyncio.Lock())
+            self.asked.after = slots.look
         return self._line
+
+    def _crowded(self) -> bool:
+        """Whether the engine says so; one that does not say has room."""
+        return bool(getattr(self.engine, "crowded", False))
 
     async def _admitted(self, line: Line) -> None:
         """Hold new episodes back while the engine has requests it has no room for; one asks for all that wait."""
-        if not getattr(self.engine, "crowded", False):
+        if not self._crowded():
             return
         async with line.door:
-            while getattr(self.engine, "crowded", False):
+            while self._crowded():
                 await asyncio.sleep(CROWDED)
 
     async def play(self, task: Task, seed: int, name: str, sampling: Mapping[str, Any] | None = None) -> Episode:
@@ -236,6 +243,8 @@ class Rollout:
         and what code waited for a sandbox."""
         counts, self.counts = self.counts, Counter()
         stuck = {"rollout/tool_calls_stuck": float(left_behind.stuck().total())}
+        if self._line is not None:
+            stuck["rollout/concurrency"] = float(int(self._line.slots.limit))
         return named(counts) | self.workers.metrics() | sandbox.metrics() | stuck
 
     def failed_unseen(self) -> list[Episode]:

@@ -252,5 +252,5 @@ class Trainer:
 
 
 def _scored(group: Group) -> bool:
-    """Whether a group filter has had it scored already."""
-    return any(episode.rewards for episode in group.episodes)
+    """Whether it was scored when it was played, or is on tape with its rewards."""
+    return any(episode.judged or episode.rewards for episode in group.episodes)
