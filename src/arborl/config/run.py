@@ -100,6 +100,9 @@ class EngineConfig(Named):
     """Tokens whose keys and values `local` keeps. 0 takes a share of the memory: 30 % of what a GPU has free, or less
     where the learner needs it; 10 % of a machine's. When it runs out the youngest request is put back and goes on
     later, with the same tokens."""
+    lends: bool = False
+    """On a GPU: give the memory of keys and values back while the learner works, where the run would else not fit or
+    would have to run layers twice. It costs a fraction of a second a step."""
     page_size: int = Field(0, ge=0)
     """Tokens a page of that memory. 0 chooses: 64 on a GPU; on a CPU a whole sequence, so that nothing is gathered."""
     update: Literal["continue", "finish", "restart"] = "continue"

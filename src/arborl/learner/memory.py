@@ -300,7 +300,7 @@ def planned(model: PreTrainedModel, config: RunConfig, needs: Needs) -> Plan:
         logit_rows=rows_at_once(model.device, sizes.vocabulary),
         cuda=cuda,
         truncates=drawn.top_k > 0 or drawn.top_p < 1 or drawn.min_p > 0,
-        lends=cuda and bool(kv_token),
+        lends=cuda and bool(kv_token) and engine.lends,
     )  # fmt: skip
     if cuda:
         plan = planner.plan()
