@@ -7,8 +7,9 @@ text. `ratio` is the tokens a second of the rollouts after the first step, over 
 but a loop asks for the same conversations: as many, as many turns, as long. It is what agents, environment, recording
 and templates cost. `compiled_after_first` and `recorded_after_first` count Triton kernels compiled and CUDA graphs
 recorded for sampling after the first step: both should be 0; `learner_compiled_after_first` counts what torch compiled.
-`first_step_s` counts from the built parts on, warming included. With `--checkpoint FOLDER`, one is written there before
-the last step: `checkpoint_delay_s` is how much later that begins, `saving_step_s` how long it takes.
+`steps_an_hour` counts from the second step on, `first_step_s` from the built parts on, warming included. With
+`--checkpoint FOLDER`, one is written there before the last step: `checkpoint_delay_s` is how much later that begins,
+`saving_step_s` how long it takes. `--late 0.3 --max-lag 1` is a run whose environment is slow, played while learning.
 """
 
 from __future__ import annotations
@@ -43,17 +44,29 @@ from step_work import not_text, peak_gib
 from arborl.api.objects import name_objects
 from arborl.build import TOKENIZER_FILES, Parts, build
 from arborl.config.load import from_kwargs
+from arborl.envs.env import Step
+from arborl.envs.frozen_lake import FrozenLake
 from arborl.models.load import resolve, tune_cpu
 from arborl.track import Trackers
 from arborl.trainer.hooks import Save
 from arborl.trainer.trainer import Trainer
-from arborl.types import Completion, Episode, Metrics, Sampling
+from arborl.types import Completion, Episode, Message, Metrics, Sampling
 
 
 @arborl.reward
 def ids(episode: Episode) -> float:
     """Something that differs within a group."""
     return float(sum(token for call in episode.calls for token in call.completion.tokens) % 7)
+
+
+class Late(FrozenLake):
+    """A lake whose answers take their time, as those of a tool do."""
+
+    seconds = 0.0
+
+    async def step(self, action: Message) -> Step:
+        await asyncio.sleep(self.seconds)
+        return await super().step(action)
 
 
 class Counts:
@@ -118,9 +131,11 @@ class Log:
 
     def __init__(self) -> None:
         self.rows: list[Metrics] = []
+        self.at: list[float] = []
 
     def log(self, metrics: Metrics, step: int) -> None:
         self.rows.append(dict(metrics))
+        self.at.append(time.perf_counter())
 
 
 class TimedSave(Save):
@@ -153,7 +168,9 @@ def body_folder(name: str, device: str, folder: Path) -> Path:
 
 def parts_of(args: argparse.Namespace, folder: Path) -> Parts:
     episodes = args.tasks * args.group
+    Late.seconds = args.late
     named, objects = name_objects({
+        "env": Late, "rollout.max_lag": args.max_lag,
         "model.name": str(folder), "model.device": args.device, "model.lora.rank": args.lora, "rewards": [ids],
         "model.dtype": "bfloat16" if args.device == "cuda" else "float32", "sampling.max_tokens": args.sampled,
         "rollout.tasks_per_step": args.tasks, "rollout.group_size": args.group, "rollout.max_turns": args.turns,
@@ -166,7 +183,7 @@ def parts_of(args: argparse.Namespace, folder: Path) -> Parts:
     return parts
 
 
-async def train(parts: Parts, counts: Counts, save: TimedSave | None) -> tuple[list[Metrics], float, tuple[int, ...]]:
+async def train(parts: Parts, counts: Counts, save: TimedSave | None) -> tuple[Log, float, tuple[int, ...]]:
     """The metrics of each step, the seconds of the first, and what had been compiled and recorded after it."""
     log = Log()
     trainer = Trainer(
@@ -182,7 +199,7 @@ async def train(parts: Parts, counts: Counts, save: TimedSave | None) -> tuple[l
     counts.work()
     trainer.last = last
     await trainer.fit()
-    return log.rows, first, tuple(now - then for now, then in zip(counts.now, before, strict=True))
+    return log, first, tuple(now - then for now, then in zip(counts.now, before, strict=True))
 
 
 def measure(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], TimedSave | None]:
@@ -190,8 +207,8 @@ def measure(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], Tim
     parts = parts_of(args, body_folder(args.model, args.device, folder / "body"))
     counts = Counts(parts)
     save = TimedSave(args.checkpoint, args.steps - 1, 1, {}, parts.copy_tokenizer) if args.checkpoint else None
-    rows, first, (compiled, recorded, learned) = asyncio.run(train(parts, counts, save))
-    later = rows[1:]
+    log, first, (compiled, recorded, learned) = asyncio.run(train(parts, counts, save))
+    rows, later = log.rows, log.rows[1:]
     in_run = sum(row["engine/sampled"] for row in later) / sum(row["time/rollout"] for row in later)
     work = counts.work()
     work = Case(work.name, args.tasks * args.group, work.prompt, work.sampled, work.turns, work.observed)
@@ -205,7 +222,8 @@ def measure(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], Tim
         "turns": work.turns, "prompt": work.prompt, "sampled": work.sampled, "observed": work.observed,
         "run_tok_s": round(in_run, 1), "engine_tok_s": round(alone, 1), "ratio": round(in_run / alone, 3),
         "run_ms_a_sampling_step": round(1e3 * fmean(r["time/rollout"] / r["engine/steps"] for r in later), 2),
-        "live": round(live, 1), "first_step_s": round(first, 2),
+        "steps_an_hour": round(3600 * (len(rows) - 2) / (log.at[-1] - log.at[1])), "late": args.late,
+        "max_lag": args.max_lag, "live": round(live, 1), "first_step_s": round(first, 2),
         "step_s": round(fmean(row["time/step"] for row in later), 3),
         "rollout_s": round(fmean(row["time/rollout"] for row in later), 3),
         "learn_s": round(fmean(row["time/learn"] for row in later), 3),
@@ -230,6 +248,8 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--sampled", type=int, default=48, help="tokens of a reply")
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--late", type=float, default=0.0, help="seconds that the environment takes to answer")
+    parser.add_argument("--max-lag", type=int, default=0, help="rollout.max_lag: play while learning")
     parser.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="write one there; 56 GB of a 4B body")
     parser.add_argument("--set", nargs="*", default=[], metavar="a.b=c", help="further settings of the run")
     parser.add_argument("--json", action="store_true", help="one JSON line, nothing else")

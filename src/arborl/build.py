@@ -133,7 +133,7 @@ def _build(config: RunConfig, workshop: Workshop) -> Parts:
     origin = load_origin(began, model, folder) if began is not None else None
     teacher = teacher_of(config, folder)
     plan = planned(model, config, algorithm.needs)  # now that all models of others have their memory
-    engine = workshop.engine(model, renderer, cast, plan.kv_tokens)
+    engine = workshop.engine(model, renderer, cast, plan.kv_tokens, plan.forecast.lent)
     drawn = config.sampling
     sampling = Sampling(
         drawn.max_tokens,

@@ -11,14 +11,26 @@ import time
 from collections.abc import Iterable
 from contextvars import ContextVar, Token
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 _tracer: Any = None
 """OpenTelemetry's; none where nobody listens."""
+_picture: Picture | None = None
+"""What draws spans as slices of time; none where nobody does."""
 _around: ContextVar[dict[str, Any] | None] = ContextVar("around", default=None)
 """Attributes of the spans that the present one is in, for all inside."""
 _unscored: dict[int, tuple[Any, Any, int]] = {}
 """Episodes that wait for their reward: the episode, its span, and when it ended."""
+
+
+class Picture(Protocol):
+    """Draws work as slices of time, by kind; those at the same time on lines of their own."""
+
+    def wanted(self, kind: str) -> bool: ...
+
+    def take(self, kind: str) -> int: ...
+
+    def add(self, kind: str, name: str, began: float, ended: float, args: dict[str, Any], line: int = 0) -> None: ...
 
 
 def listen(tracer: Any) -> None:
@@ -28,6 +40,18 @@ def listen(tracer: Any) -> None:
     _tracer = tracer
 
 
+def draw(picture: Picture | None) -> None:
+    """Draw spans here from now on; none ends it."""
+    global _picture
+    _picture = picture
+
+
+def drawn(kind: str, name: str, began: float, ended: float, **args: Any) -> None:
+    """Draw what has been done already, between two times of `time.time()`, by somebody who does one thing at a time."""
+    if _picture is not None and _picture.wanted(kind):
+        _picture.add(kind, name, began, ended, args)
+
+
 def span(name: str, **attributes: Any) -> Span:
     """A span around what follows; keywords with `__` for `.` are its attributes, and `inside_…` those of all in it too.
 
@@ -35,7 +59,20 @@ def span(name: str, **attributes: Any) -> Span:
         with span("arborl.step", inside_arborl__step=3) as own:
             own.note(arborl__reward=0.4)
     """
-    return NOTHING if _tracer is None else _Told(name, attributes)
+    told = NOTHING if _tracer is None else _Told(name, attributes)
+    kind = KINDS.get(name) or ("tools" if name.startswith("execute_tool") else "others")
+    return _Drawn(told, _picture, kind, name) if _picture is not None and _picture.wanted(kind) else told
+
+
+KINDS = {
+    "arborl.step": "steps",
+    "arborl.learn": "learner",
+    "arborl.publish": "learner",
+    "arborl.wait": "learner",
+    "arborl.episode": "rollout",
+    "chat": "model calls",
+}
+"""Where in a picture a span is."""
 
 
 class Span:
@@ -111,6 +148,41 @@ class _Told(Span):
     def until_scored(self, episode: Any) -> None:
         self._held = True
         _unscored[id(episode)] = episode, self.own, time.time_ns()
+
+
+class _Drawn(Span):
+    """A span that is drawn too."""
+
+    __slots__ = ("began", "kind", "line", "name", "notes", "picture", "told")
+
+    def __init__(self, told: Span, picture: Picture, kind: str, name: str):
+        self.told, self.picture, self.kind, self.name = told, picture, kind, name
+        self.notes: dict[str, Any] = {}
+
+    def __enter__(self) -> Self:
+        self.told.__enter__()
+        self.began, self.line = time.time(), self.picture.take(self.kind)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.notes["error"] = kind.__name__
+        self.picture.add(self.kind, self.name, self.began, time.time(), self.notes, self.line)
+        self.told.__exit__(kind, error, trace)
+
+    def note(self, **attributes: Any) -> None:
+        self.notes |= _known({_dotted(key): value for key, value in attributes.items()})
+        self.told.note(**attributes)
+
+    def fail(self, why: str) -> None:
+        self.notes["error"] = why
+        self.told.fail(why)
+
+    def until_scored(self, episode: Any) -> None:
+        self.notes["episode"] = episode.id
+        self.told.until_scored(episode)
 
 
 def scored(episodes: Iterable[Any]) -> None:

@@ -171,12 +171,22 @@ class Completion:
     """Log-probability of each token under the distribution it was drawn from."""
     finish: Finish
     version: int = 0
-    """Version of the policy's weights that sampled it; `GIVEN` where none did, and its log-probabilities are NaN."""
+    """Version of the policy's weights that sampled it; `GIVEN` where none did, and its log-probabilities are NaN. Where
+    weights changed on the way, that of the last token."""
     seconds: float = 0.0
+    versions: tuple[int, ...] = ()
+    """The version of each token, where weights changed on the way; else none, and `version` is that of all."""
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.logprobs):
             raise ValueError(f"{len(self.tokens)} tokens but {len(self.logprobs)} log-probabilities in one completion")
+        if self.versions and len(self.tokens) != len(self.versions):
+            raise ValueError(f"{len(self.tokens)} tokens but {len(self.versions)} versions in one completion")
+
+    @property
+    def oldest(self) -> int:
+        """The oldest version that sampled one of its tokens."""
+        return min(self.versions, default=self.version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +258,8 @@ class Episode:
     metrics: Metrics = field(default_factory=dict)
     failure: Failure | None = None
     seconds: float = 0.0
+    judged: bool = field(default=False, compare=False)
+    """Whether every reward has been asked about it; rewards that compare a group's episodes have yet to."""
     weight: float = 1.0
     """Of its loss, beside others', where a given row says so; 0 is looked at and not learned from."""
     turn_weight: float = 0.0
@@ -301,6 +313,12 @@ class Episode:
     def sampled(self) -> int:
         """Number of sampled tokens."""
         return sum(len(call.completion.tokens) for call in self.calls)
+
+    @property
+    def oldest(self) -> int | None:
+        """The oldest version that sampled one of its tokens; None where nothing was sampled."""
+        found = (call.completion.oldest for call in self.calls if call.completion.tokens)
+        return min((version for version in found if version != GIVEN), default=None)
 
 
 @dataclass(slots=True)
@@ -361,6 +379,7 @@ class Terms:
     turn: Ints
     """The turn within its episode."""
     version: Ints
+    """Of the weights that sampled it; `GIVEN` where none did."""
     proximal: Floats
     """Log-probability under the weights as they were when this update began; NaN where not known, as in all below."""
     reference: Floats

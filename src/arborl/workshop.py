@@ -219,17 +219,19 @@ class Workshop:
         asked = self.config.rollout
         workers = Workers(asked.workers, asked.envs.max_env_num_per_worker)
         keep = self.find(FILTERS, asked.group_filter) if asked.group_filter is not None else None
-        training = Manner(asked.redundancy, asked.group_seconds, keep, rewards.score)
+        training = Manner(asked.redundancy, asked.group_seconds, keep, rewards.judge, rewards.score)
         tape = Replay(asked.replay) if asked.replay else Recording(asked.record) if asked.record else None
-        return Rollout(
-            engine, given.renderer, cast, sampling, limits, asked.concurrency, workers, training, tape, given
-        )
+        concurrency = None if asked.concurrency == "auto" else asked.concurrency
+        return Rollout(engine, given.renderer, cast, sampling, limits, concurrency, workers, training, tape, given)
 
-    def engine(self, model: PreTrainedModel, renderer: Renderer, cast: Cast, kv_tokens: int = 0) -> Engine:
+    def engine(
+        self, model: PreTrainedModel, renderer: Renderer, cast: Cast, kv_tokens: int = 0, lends: bool = False
+    ) -> Engine:
+        """`kv_tokens` and `lends` as `LocalEngine` has them."""
         config = self.config
         found = self.find(ENGINES, config.engine.name)
         if config.engine.name == "local":
-            made: Engine = self._local(found, model, renderer, kv_tokens)
+            made: Engine = self._local(found, model, renderer, kv_tokens, lends)
         elif config.engine.name == "scripted":
             texts = config.engine.replies or cast.env(Task("check")).actions() or ("Yes.",)
             made = found(replies(renderer, texts), decode=renderer.tokenizer.decode)
@@ -238,7 +240,7 @@ class Workshop:
         return made
 
     def _local(
-        self, engine: Callable[..., Engine], model: PreTrainedModel, renderer: Renderer, kv_tokens: int
+        self, engine: Callable[..., Engine], model: PreTrainedModel, renderer: Renderer, kv_tokens: int, lends: bool
     ) -> Engine:
         config, asked = self.config, self.config.engine
         try:
@@ -250,6 +252,8 @@ class Workshop:
                 asked.page_size,
                 config.deterministic,
                 renderer.tokenizer.decode,
+                asked.update,
+                lends,
             )
         except (EngineError, ValueError) as error:
             raise ConfigError(f"model.name={config.model.name} with engine=local: {error}.") from error

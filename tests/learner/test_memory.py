@@ -189,6 +189,19 @@ def test_adapters_need_no_copy_of_the_model_as_reference():
     assert made.plan().fits
 
 
+def test_memory_that_the_engine_lends_is_counted_once_and_spares_running_layers_twice():
+    apart, lent = planner(110).plan(), dataclasses.replace(planner(110), lends=True).plan()
+    assert apart.fits
+    assert lent.fits
+    assert (apart.recompute, lent.recompute) == (True, False)
+    assert lent.forecast.lent
+    assert lent.kv_tokens >= apart.kv_tokens
+    assert lent.forecast.total == lent.forecast.staying + max(lent.forecast.learning, lent.forecast.kv)
+    assert "tokens (when not learning)" in told(lent, FOUR, 139 * GIB)
+    roomy = dataclasses.replace(planner(190), lends=True).plan()
+    assert not roomy.forecast.lent  # it costs time
+
+
 def test_one_line_tells_the_forecast_and_the_plan():
     line = told(planner(100).plan(), FOUR, 139 * GIB)
     assert line.startswith(

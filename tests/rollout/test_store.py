@@ -49,7 +49,9 @@ ids = st.lists(st.integers(0, 3), max_size=6).map(tuple)  # few ids, so that pro
 def completions(draw):
     tokens = draw(ids)
     logprobs = draw(st.lists(numbers, min_size=len(tokens), max_size=len(tokens)).map(tuple))
-    return Completion(tokens, logprobs, draw(st.sampled_from(Finish)), draw(st.integers(0, 99)), draw(numbers))
+    version = draw(st.integers(0, 99))
+    versions = draw(st.sampled_from([(), tuple(max(version - n % 3, 0) for n in range(len(tokens)))]))
+    return Completion(tokens, logprobs, draw(st.sampled_from(Finish)), version, draw(numbers), versions)
 
 
 @st.composite

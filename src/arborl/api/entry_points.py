@@ -81,6 +81,7 @@ def train(
     stub: bool = False,
     objects: Mapping[str, Any] | None = None,
     hooks: Sequence[Hook] = (),
+    profile: bool = False,
 ) -> Run:
     """Train as the configuration says; everything that can be wrong with it is found before anything is written.
 
@@ -90,9 +91,12 @@ def train(
         stub: a few small steps on scripted replies, to see the whole loop work.
         objects: parts handed in by Python code, by the name the configuration uses for them.
         hooks: further things to do after a step.
+        profile: write torch's trace of two steps.
     """
     config, objects = stubbed(config) if stub else config, objects or {}
     with Stops(config.trainer.stop_seconds) as stops, _prepared(config, resume, objects, hooks, stops.saving) as found:
+        if profile and not isinstance(found, Run):
+            found.profile()
         return found if isinstance(found, Run) else Run(found.home, wait_for(found.run(), stops), objects)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from arborl.rollout.store import EpisodeStore
 from arborl.track import Console, JsonlTracker, TensorBoardTracker, Tracker, Trackers, table_before_after
 from arborl.track.aside import Aside
 from arborl.track.run_log import RunLog
+from arborl.track.timeline import Timeline
 from arborl.track.tracing import traced
 from arborl.track.tracker import Begun
 from arborl.trainer.diagnosis import remark
@@ -73,11 +75,18 @@ class RunSession:
         also = self.config.demonstrations.steps
         self.held_out = Evaluate(parts.evaluator, self.config.evaluation.every, self._show, also)
 
+    def profile(self) -> None:
+        """Torch is to trace two steps."""
+        from arborl.trainer.profile import Profile
+
+        self.further.append(Profile(self.home / "profile.json"))
+
     async def run(self) -> dict[str, Any]:
         """Measure, train, measure again, and leave everything worth keeping in the folder; returns the summary."""
         trainer, save = self._trainer()
         self._begin(trainer)
-        with self.log, traced(self.home.name):
+        steps = self.config.track.timeline
+        with self.log, traced(self.home.name), Timeline(self.home / "timeline.json", steps) if steps else nullcontext():
             try:
                 return await self._run(trainer, save)
             except (asyncio.CancelledError, RunStopped):

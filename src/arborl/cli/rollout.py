@@ -143,6 +143,7 @@ class Printer:
         head = f"\nturn {call.turn + 1}  call {number + 1}  prompt {size} tokens"
         head += f" ({size - known} new)" if known else " (a new branch)" if seen else ""
         whose = "given" if said.version == GIVEN else f"weights of step {said.version}"
+        whose += f" (from {said.oldest} on)" if said.versions else ""
         head += f"  sampled {len(said.tokens)}  {said.finish}  {whose}"
         self.console.print(Text(head, style="bold cyan"))
         self.console.print(self._tokens(call.prompt[known:], None))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from arborl.config import RunConfig
 
 RUNS = Path("runs")
-OPTIONS = ("--config", "--save", "--resume", "--print", "--stub", "--trust", "--log-level", "--help")
+OPTIONS = ("--config", "--save", "--resume", "--print", "--stub", "--profile", "--trust", "--log-level", "--help")
 
 
 def train(
@@ -39,6 +39,9 @@ def train(
     ] = False,
     trust: Annotated[bool, typer.Option("--trust", help=TRUST)] = False,
     stub: Annotated[bool, typer.Option("--stub", help="Run the whole loop on scripted replies, in seconds.")] = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Also write torch's trace of two steps, profile.json.")
+    ] = False,
     log_level: LogLevel = None,
 ) -> None:
     """Train. Without arguments, the demo: a tiny model learns to cross a frozen lake.
@@ -68,7 +71,7 @@ def train(
         return
     from arborl import api
 
-    api.train(config, resume=resume, stub=stub)  # prints its own progress, and where everything is
+    api.train(config, resume=resume, stub=stub, profile=profile)  # prints its own progress, and where everything is
 
 
 def resumed(

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from arborl.config.base import Config, spelt_out
 from arborl.config.prompt import ActionPattern, ObservationTemplate, Text
@@ -127,6 +127,15 @@ class ValEnvsConfig(TagsConfig):
         return dict(zip(self.tags, self.num_groups_partition, strict=bool(self.num_groups_partition)))
 
 
+def _is_concurrency(given: Any) -> Any:
+    if given != "auto" and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
+        raise ValueError(f"must be a whole number >= 1, or auto; given {given}")
+    return given
+
+
+Concurrency = Annotated[int | Literal["auto"], BeforeValidator(_is_concurrency)]
+
+
 class RolloutConfig(Config):
     """How episodes are played."""
 
@@ -143,8 +152,12 @@ class RolloutConfig(Config):
     spare_groups: int = Field(0, ge=0)
     """With `group_filter`: tasks taken beyond `tasks_per_step`, to replace groups that are dropped. When none is needed
     they are passed over; when they run out, the batch is smaller."""
-    concurrency: int = Field(128, ge=1)
-    """Episodes in flight."""
+    max_lag: int = Field(0, ge=0)
+    """Versions that a token may be older than the weights that train on it. 0: each step plays, then learns. From 1 on
+    so many batches are played ahead: learning does not wait for the slowest episode, nor playing for learning. What
+    would grow too old is begun again (`dropped/stale`). See docs/async.md."""
+    concurrency: Concurrency = 128
+    """Episodes in flight. `auto` follows the engine: more while it has room, fewer while requests wait for some."""
     workers: Literal["auto", "thread", "process", "none"] = "auto"
     """Where environments run. `auto`: those that say `blocking = False`, as ours do, in the event loop, the others in
     threads. `thread`, `process`: all of them; `none`: all in the event loop."""
@@ -190,6 +203,12 @@ class RolloutConfig(Config):
         if self.envs.max_env_num_per_worker and self.workers != "process":
             raise ValueError(
                 f"envs.max_env_num_per_worker is about processes, and workers={self.workers}. Write workers=process."
+            )
+        taped = "record" if self.record is not None else "replay" if self.replay is not None else None
+        if self.max_lag and taped:
+            raise ValueError(
+                f"max_lag={self.max_lag} with {taped}: a tape holds whole batches, and groups of several are trained "
+                f"together. Write max_lag=0, or leave {taped} out."
             )
         if self.record is not None and self.replay is not None:
             raise ValueError("record and replay are both given: a replay plays nothing to record. Leave one out.")

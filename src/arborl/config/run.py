@@ -100,8 +100,14 @@ class EngineConfig(Named):
     """Tokens whose keys and values `local` keeps. 0 takes a share of the memory: 30 % of what a GPU has free, or less
     where the learner needs it; 10 % of a machine's. When it runs out the youngest request is put back and goes on
     later, with the same tokens."""
+    lends: bool = False
+    """On a GPU: give the memory of keys and values back while the learner works, where the run would else not fit or
+    would have to run layers twice. It costs a fraction of a second a step."""
     page_size: int = Field(0, ge=0)
     """Tokens a page of that memory. 0 chooses: 64 on a GPU; on a CPU a whole sequence, so that nothing is gathered."""
+    update: Literal["continue", "finish", "restart"] = "continue"
+    """What becomes of a completion that new weights find half-way, with `rollout.max_lag`: it goes on, each token with
+    the version that sampled it; is first brought to its end under the old weights; or begins again under the new."""
     replies: tuple[str, ...] = ()
     """What `scripted` says, at random; without any, the environment's own moves."""
 
@@ -227,6 +233,14 @@ class RunConfig(Config):
                     f"deterministic=true with rollout.{name}={getattr(self.rollout, name)}: who finishes first depends "
                     f"on the clock. Leave rollout.{name} out, or write deterministic=false."
                 )
+        lag = self.rollout.max_lag
+        if self.deterministic and lag:
+            raise ValueError(
+                f"deterministic=true with rollout.max_lag={lag}: who is trained with whom depends on the clock. Write "
+                "rollout.max_lag=0, or deterministic=false."
+            )
+        if self.data.given and lag:
+            raise ValueError(f"rollout.max_lag={lag} with data.given, where nothing is played. Leave it out.")
         if self.sampling.max_tokens >= self.sampling.max_context and not self.data.given:
             raise ValueError(
                 f"sampling.max_tokens={self.sampling.max_tokens} with sampling.max_context="

@@ -74,6 +74,9 @@ class TrackConfig(Config):
     evaluation is."""
     render_episodes: int = Field(2, ge=1)
     """With `render_save_dir`: episodes rendered each time."""
+    timeline: int = Field(20, ge=0)
+    """Steps of which `timeline.json` shows every episode, model call, tool call and engine step; of later ones it shows
+    learning, publishing and waiting. Perfetto (https://ui.perfetto.dev) opens it. 0 writes none."""
     wandb: WandbConfig = WandbConfig()
     mlflow: MlflowConfig = MlflowConfig()
     also: tuple[Part, ...] = ()

@@ -11,6 +11,7 @@ In reading order:
     draw_tokens.py    Drawing tokens
     executor.py       Running one step on a device: new tokens in, one sampled token out for each row that asked for one
     cache.py          Keys and values of what has been read
+    lent_memory.py    Memory of a GPU that can be given back and taken again at the same address
     forward.py        The forward pass for sampling
     cuda_graphs.py    Running steps on a GPU
     sent.py           What a step on a GPU is sent and gives back

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from arborl.engines.lent_memory import LentMemory
 from arborl.models.attention import FREE, Bounds, attention, layout
 
 Array = NDArray[np.int64]
@@ -27,15 +28,43 @@ SEQUENCES = {"cpu": 128, "cuda": 1024}
 
 
 class Cache:
-    """`pages` pages of `size` tokens, of all layers."""
+    """`pages` pages of `size` tokens, of all layers.
 
-    def __init__(self, model: PreTrainedModel, pages: int, size: int):
+    Args:
+        lends: its memory is given back at times, and is at the same address when it is taken again.
+    """
+
+    def __init__(self, model: PreTrainedModel, pages: int, size: int, lends: bool = False):
         found = layout(model)
         self.pages, self.size = pages, size
         self.groups = found.heads // found.key_heads
         shape = (found.layers, pages, found.key_heads, size, found.size)
+        self.memory: LentMemory | None = None
+        self.here = True
         # zeros, not empty: a masked position has weight 0, and 0 x NaN would be NaN
-        self.keys, self.values = (untouched_zeros(shape, model.dtype, model.device) for _ in range(2))
+        if lends and model.device.type == "cuda":
+            self.memory = LentMemory(2 * math.prod(shape) * model.dtype.itemsize, model.device)
+            self.keys, self.values = self.memory.tensor().view(model.dtype).view(2, *shape)
+            self.clear()
+        else:
+            self.keys, self.values = (untouched_zeros(shape, model.dtype, model.device) for _ in range(2))
+
+    @property
+    def lends(self) -> bool:
+        return self.memory is not None
+
+    def give_back(self) -> None:
+        """Let others have the memory, and with it all that was read, until `take`."""
+        if self.here and self.memory is not None:
+            self.memory.give_back()
+            self.here = False
+
+    def take(self) -> None:
+        """Have memory again, where it was given back: with zeros."""
+        if not self.here and self.memory is not None:
+            self.memory.take()
+            self.here = True
+            self.clear()
 
     def copy(self, source: int, target: int, count: int) -> None:
         """Give page `target` the first `count` tokens of `source`."""
@@ -44,8 +73,9 @@ class Cache:
 
     def clear(self) -> None:
         """Zeros everywhere again: a page that is handed out holds nothing that spoils what is masked."""
-        self.keys.zero_()
-        self.values.zero_()
+        if self.here:
+            self.keys.zero_()
+            self.values.zero_()
 
 
 def untouched_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -138,9 +138,11 @@ class GraphExecutor:
     many = 16384
     """New tokens a step may bring in all: so few that those who sample need not wait long for those who read."""
 
-    def __init__(self, model: PreTrainedModel, pages: int, page_size: int, context: int, requests: int):
+    def __init__(
+        self, model: PreTrainedModel, pages: int, page_size: int, context: int, requests: int, lends: bool = False
+    ):
         self.model, self.spare = model, pages * page_size
-        self.cache = Cache(model, pages + 1, page_size)
+        self.cache = Cache(model, pages + 1, page_size, lends)
         self.forward = Forward(model, context)
         self.heads = layout(model).heads
         self.members = kernels.members_for(self.heads, layout(model).key_heads)

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 Weights = Mapping[str, "torch.Tensor"]
 """Parameters by name. A tensor that already is the engine's own is recognised and costs nothing."""
+PROBE = "probe"
+"""The session of calls that ask whether new weights have arrived: they come through while everything else is held."""
 
 
 class Engine(Protocol):
@@ -20,6 +22,10 @@ class Engine(Protocol):
     One that also has a property `crowded` says with it that requests wait which it has no room for: no further
     episodes are begun while that is so. One that has a method `warm` is told with it, before a run's first step, how
     tokens will be drawn (a `Sampling`), and makes what it needs for that.
+
+    One that shares the learner's weights, or its device, has `hold` and `release`. Between them it samples nothing,
+    since the learner is at work; requests wait, new ones too, and go on afterwards. Only those of the session `PROBE`
+    are answered meanwhile, once the new weights are loaded.
     """
 
     follows_weights: bool
@@ -34,7 +40,11 @@ class Engine(Protocol):
         ...
 
     async def load(self, weights: Weights, version: int) -> None:
-        """Sample from these weights from now on, and stamp completions with `version`."""
+        """Sample from these weights from now on, and stamp tokens with `version`.
+
+        A completion that is under way loses no token and repeats none: each keeps the version that sampled it
+        (`Completion.versions`), unless the engine was told to finish it first or to begin it again.
+        """
         ...
 
     async def close(self) -> None:

@@ -78,9 +78,9 @@ class TorchExecutor:
     ahead = False
     many = 4096
 
-    def __init__(self, model: PreTrainedModel, pages: int, page_size: int, context: int):
+    def __init__(self, model: PreTrainedModel, pages: int, page_size: int, context: int, lends: bool = False):
         self.model = model
-        self.cache = Cache(model, pages, page_size)
+        self.cache = Cache(model, pages, page_size, lends)
         self.forward = Forward(model, context)
 
     @torch.inference_mode()

@@ -22,14 +22,19 @@ from transformers import PreTrainedModel
 from arborl.engines.cache import Array, Reading, default_kv_tokens
 from arborl.engines.checks import check_sampling, read_prompt
 from arborl.engines.draw_tokens import StopTexts
-from arborl.engines.engine import Weights
+from arborl.engines.engine import PROBE, Weights
 from arborl.engines.executor import Executor, Sampled, Step, TorchExecutor
 from arborl.engines.pages import Pages
 from arborl.engines.rows import Request, Rows
 from arborl.engines.scheduler import Scheduler
 from arborl.errors import EngineError
 from arborl.models.attention import layout
+from arborl.spans import drawn
 from arborl.types import Completion, Finish, Metrics, Sampling
+
+UPDATES = ("continue", "finish", "restart")
+APART, LONG = 0.02, 0.5
+"""Seconds: steps further apart are two slices of the timeline, and no slice is longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,27 @@ class Flight:
     row: Array
     tenant: Array
     outcome: Sampled
+
+
+class Stretch:
+    """Steps that follow each other closely, as one slice of the timeline: there are hundreds a second."""
+
+    def __init__(self) -> None:
+        self.began = self.ended = 0.0
+        self.steps = 0
+
+    def add(self, seconds: float) -> None:
+        """A step of so many seconds has just ended."""
+        now = time.time()
+        if self.steps and (now - seconds - self.ended > APART or now - self.began > LONG):
+            self.end()
+        self.began = self.began if self.steps else now - seconds
+        self.ended, self.steps = now, self.steps + 1
+
+    def end(self) -> None:
+        if self.steps:
+            drawn("engine", "steps", self.began, self.ended, steps=self.steps)
+        self.steps = 0
 
 
 class LocalEngine:
@@ -52,6 +78,10 @@ class LocalEngine:
         page_size: tokens a page; 0 chooses: a whole sequence on a CPU (attention then needs no gathering), 64 on a GPU.
         deterministic: run each request alone and from its start, so that not even rounding depends on its neighbours.
         decode: token ids to text, for stop texts.
+        update: what becomes of a completion that new weights find half-way: it goes on (`continue`), is first brought
+            to its end (`finish`), or begins again (`restart`).
+        lends: give the memory of keys and values back to the GPU while the engine is held: nothing that was read
+            outlives an update.
     """
 
     follows_weights = True
@@ -65,7 +95,11 @@ class LocalEngine:
         page_size: int = 0,
         deterministic: bool = False,
         decode: Callable[[Sequence[int]], str] | None = None,
+        update: str = "continue",
+        lends: bool = False,
     ):
+        if update not in UPDATES:
+            raise ValueError(f"update={update!r}: give {', '.join(UPDATES)}")
         if max_requests < 1:
             raise ValueError(f"max_requests={max_requests}: give at least 1")
         self.model, self.max_context, self.deterministic, self.decode = model, max_context, deterministic, decode
@@ -77,11 +111,12 @@ class LocalEngine:
             raise ValueError(f"kv_tokens={kv_tokens} holds no sequence of max_context={max_context}; give more")
         self.pages = Pages(-(-kv_tokens // size), size)
         try:
-            self.executor = executor_for(model, self.pages, max_context, max_requests)
+            self.executor = executor_for(model, self.pages, max_context, max_requests, lends)
         except ValueError as error:
             raise EngineError(str(error)) from error
         self.rows = Rows(1 if deterministic else max_requests, max_context, self.pages.needed(max_context))
-        self.counts = dict.fromkeys(("sampled", "read", "reused", "steps", "paused", "seconds"), 0.0)
+        self.update = update
+        self.counts = dict.fromkeys(("sampled", "read", "reused", "steps", "paused", "restarted", "seconds"), 0.0)
         copy = self.executor.cache.copy
         self.scheduler = Scheduler(self.pages, self.rows, max_context, not deterministic, copy, self.counts)
         self.version = 0
@@ -101,9 +136,8 @@ class LocalEngine:
             raise EngineError("stop_texts need an engine that can read tokens; give it `decode`")
         stops = StopTexts(self.decode, sampling.stop_texts) if self.decode and sampling.stop_texts else None
         done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self.scheduler.add(Request(tokens, len(tokens), sampling, done, time.perf_counter(), stops))
-        if self.worker is None or self.worker.done():
-            self.worker = asyncio.create_task(self._work())
+        self.scheduler.add(Request(tokens, len(tokens), sampling, done, time.perf_counter(), stops), session == PROBE)
+        self._wake()
         try:
             return await done
         finally:
@@ -116,15 +150,51 @@ class LocalEngine:
 
     async def load(self, weights: Weights, version: int) -> None:
         """Take these weights. Tensors that are the model's own are already in place."""
+        alone = not self.scheduler.holding
+        if alone:
+            await self._pause()
         own = self.model.state_dict()
         with torch.no_grad():
             for name, tensor in weights.items():
                 if own[name].data_ptr() != tensor.data_ptr():
                     own[name].copy_(tensor)
-        self._guard(self._land)
         self.scheduler.read_again()  # what has been read was read with other weights
+        if self.update == "restart" and version != self.version:
+            self.scheduler.begin_again()
         self.executor.weights_changed()
+        self.executor.cache.take()
         self.version = version
+        if alone:
+            self.release()
+
+    async def hold(self) -> None:
+        """Sample nothing more, for the weights are about to change where they are, until `release`."""
+        await self._pause()
+        if self.executor.cache.lends:
+            self.scheduler.read_again()
+            self.executor.cache.give_back()
+
+    async def _pause(self) -> None:
+        self._guard(self._land)
+        self.scheduler.hold(finish=self.update == "finish")
+        while self.scheduler.busy and self.worker is not None and self.loop is asyncio.get_running_loop():
+            try:
+                self._wake()
+                await asyncio.wait([self.worker])
+            except asyncio.CancelledError:
+                self.release()
+                raise
+
+    def release(self) -> None:
+        """Sample again, those first who were held."""
+        self.executor.cache.take()
+        self.scheduler.release()
+        self._wake()
+
+    def _wake(self) -> None:
+        """Somebody is at work where there is some."""
+        if self.scheduler.busy and (self.worker is None or self.worker.done()) and self.loop is not None:
+            self.worker = self.loop.create_task(self._work()) if self.loop.is_running() else None
 
     def warm(self, sampling: Sampling) -> None:
         """Compile and record all that sampling this way can need, so that no step has to."""
@@ -137,7 +207,8 @@ class LocalEngine:
         self._drop_all("the engine was closed")
 
     def metrics(self) -> Metrics:
-        """Since the last call: tokens sampled, read and reused, requests put back, steps and their seconds."""
+        """Since the last call: tokens sampled, read, reused, and begun again for an update; requests put back; steps
+        and their seconds."""
         counts = dict(self.counts)
         self.counts.update(dict.fromkeys(counts, 0.0))
         known = counts["read"] + counts["reused"]
@@ -156,23 +227,27 @@ class LocalEngine:
             return
         if self.loop is not None and self.loop.is_running():
             raise EngineError("the engine is at work in another event loop; give each thread an engine of its own")
-        if self.scheduler.busy:
+        if self.scheduler.busy or self.scheduler.held:
             self._drop_all("the engine went on in another event loop")
         self.loop, self.worker = loop, None
 
     async def _work(self) -> None:
         """consumes: `waiting`     produces: each request's completion     waits for: nothing; ends when idle."""
-        loop = asyncio.get_running_loop()
+        loop, stretch = asyncio.get_running_loop(), Stretch()
         try:
             while self.scheduler.busy and self.loop is loop:
                 await asyncio.sleep(0)  # let episodes that just got their answer ask again, so they join this step
                 began = time.perf_counter()
                 self._guard(self._step)
-                self.counts["seconds"] += time.perf_counter() - began
+                took = time.perf_counter() - began
+                self.counts["seconds"] += took
+                stretch.add(took)
         except BaseException:  # it was cancelled, or the process is to end
             if self.loop is loop:
                 self._drop_all("the engine was stopped")
             raise
+        finally:
+            stretch.end()
 
     def _step(self) -> None:
         self.scheduler.drop_ended(self.version)
@@ -252,6 +327,7 @@ class LocalEngine:
         known = rows.known[row]
         rows.tokens[row, known] = tokens
         rows.logprobs[row, known] = logprobs
+        rows.versions[row, known] = self.version
         rows.known[row] += 1
         self.counts["sampled"] += len(row)
         live, spoilt = self.scheduler.live, ~np.isfinite(logprobs)
@@ -279,11 +355,11 @@ class LocalEngine:
             return False
 
 
-def executor_for(model: PreTrainedModel, pages: Pages, context: int, requests: int) -> Executor:
+def executor_for(model: PreTrainedModel, pages: Pages, context: int, requests: int, lends: bool = False) -> Executor:
     """Fused kernels and CUDA graphs where there is a GPU for them; torch everywhere else, and for attention within
     bounds, which the kernels do not know."""
     if model.device.type == "cuda" and find_spec("triton") is not None and layout(model).plain(context):
         from arborl.engines.cuda_graphs import GraphExecutor
 
-        return GraphExecutor(model, pages.count, pages.size, context, requests)
-    return TorchExecutor(model, pages.count, pages.size, context)
+        return GraphExecutor(model, pages.count, pages.size, context, requests, lends)
+    return TorchExecutor(model, pages.count, pages.size, context, lends)

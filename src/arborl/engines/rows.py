@@ -27,6 +27,8 @@ class Request:
     began: float
     stop_texts: StopTexts | None = None
     logprobs: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    versions: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Of what had been sampled by then, as the log-probabilities."""
     row: int = -1
     path: Path | None = None
 
@@ -51,6 +53,7 @@ class Rows:
         self.free = list(range(count - 1, -1, -1))
         self.tokens = np.zeros((count, context), dtype=np.int32)
         self.logprobs = np.zeros((count, context))
+        self.versions = np.zeros((count, context), dtype=np.int64)
         self.tables = np.zeros((count, pages), dtype=np.int32)
         self.stops = np.full((count, 1), -1, dtype=np.int32)
         self.prompt, self.known, self.length, self.filled, self.limit, self.pages = (
@@ -72,6 +75,7 @@ class Rows:
         row, sampling, size = self.free.pop(), request.sampling, len(request.tokens)
         self.tokens[row, :size] = request.tokens
         self.logprobs[row, request.prompt : size] = request.logprobs
+        self.versions[row, request.prompt : size] = request.versions
         self.prompt[row], self.known[row], self.length[row], self.filled[row] = request.prompt, size, size, found
         self.limit[row] = min(request.prompt + sampling.max_tokens, context)
         self.seed[row] = np.uint64(int(sampling.seed) & 0xFFFFFFFFFFFFFFFF)

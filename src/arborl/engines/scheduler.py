@@ -47,6 +47,9 @@ class Scheduler:
         self.pages, self.rows, self.context, self.reuse, self.copy = pages, rows, context, reuse, copy
         self.counts = counts
         self.waiting: deque[Request] = deque()
+        self.held: deque[Request] = deque()
+        """Those that wait for the engine to be released."""
+        self.holding = False
         self.live: dict[int, Request] = {}
         """By row, in the order they came in."""
         self.ended = False
@@ -65,9 +68,36 @@ class Scheduler:
         """Whether requests wait that there is no room for."""
         return bool(self.waiting) and (self.no_pages or len(self.waiting) > len(self.rows.free))
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, passes: bool = False) -> None:
+        """Get in line; while all are held only one that `passes` comes in."""
         self.timed |= request.sampling.seconds is not None
-        self.waiting.append(request)
+        (self.held if self.holding and not passes else self.waiting).append(request)
+
+    # ------------------------------------------------------------------------------------------ holding
+
+    def hold(self, finish: bool) -> None:
+        """Until `release` nobody is sampled. Who is live or waits is set aside with what has been sampled; or, to
+        `finish`, only who has not begun is."""
+        self.holding = True
+        if not finish:
+            for request in reversed(list(self.live.values())):
+                self._put_back(request)
+        begun = [request for request in self.waiting if finish and len(request.tokens) > request.prompt]
+        self.held.extendleft(request for request in reversed(self.waiting) if request not in begun)
+        self.waiting = deque(begun)
+
+    def release(self) -> None:
+        """All who were held are in line again, in their order."""
+        self.holding = False
+        self.waiting.extend(self.held)
+        self.held.clear()
+
+    def begin_again(self) -> None:
+        """Those who are held sample from their prompt on; what they had is nobody's."""
+        for request in self.held:
+            self.counts["restarted"] += len(request.tokens) - request.prompt
+            request.tokens = request.tokens[: request.prompt]
+            request.logprobs, request.versions = request.logprobs[:0], request.versions[:0]
 
     # ------------------------------------------------------------------------------------------ coming
 
@@ -148,9 +178,11 @@ class Scheduler:
     def answer(self, request: Request, finish: Finish, version: int) -> None:
         """Tell the caller what has been sampled, unless it has gone, be it in this very turn of the loop."""
         if not request.done.done():
-            sampled, logprobs = self._sampled(request)
+            sampled, logprobs, versions = self._sampled(request)
             seconds = time.perf_counter() - request.began
-            told = Completion(tuple(sampled.tolist()), tuple(logprobs.tolist()), finish, version, seconds)
+            version = int(versions[-1]) if len(versions) else version
+            mixed = tuple(versions.tolist()) if len(versions) and (versions != version).any() else ()
+            told = Completion(tuple(sampled.tolist()), tuple(logprobs.tolist()), finish, version, seconds, mixed)
             request.done.set_result(told)
         self._leave(request)
 
@@ -185,8 +217,9 @@ class Scheduler:
 
     def drop_all(self, why: str, cause: Exception | None = None) -> None:
         """Everybody is refused. What went before may have been left half-done, so nothing of it is kept."""
-        requests = (*self.waiting, *self.live.values())
+        requests = (*self.waiting, *self.held, *self.live.values())
         self.waiting.clear()
+        self.held.clear()
         self.live.clear()
         self.rows.vacate()
         self.pages.reset()
@@ -197,18 +230,18 @@ class Scheduler:
     def _put_back(self, request: Request) -> None:
         """The request waits again, in front, with what it has sampled. Chance depends on seed and position alone, so it
         goes on with the tokens it would have had."""
-        sampled, request.logprobs = self._sampled(request)
+        sampled, request.logprobs, request.versions = self._sampled(request)
         request.tokens = np.concatenate([request.tokens[: request.prompt], sampled])
         self._leave(request)
         self.waiting.appendleft(request)
         self.counts["paused"] += 1
 
-    def _sampled(self, request: Request) -> tuple[Tokens, NDArray[np.float64]]:
-        """What has been sampled, and its log-probabilities: as they are in its row, if it is in one."""
+    def _sampled(self, request: Request) -> tuple[Tokens, NDArray[np.float64], NDArray[np.int64]]:
+        """What has been sampled, its log-probabilities and versions: as they are in its row, if it is in one."""
         if (row := request.row) < 0:
-            return request.tokens[request.prompt :], request.logprobs
-        new = slice(request.prompt, int(self.rows.known[row]))
-        return self.rows.tokens[row, new].copy(), self.rows.logprobs[row, new].copy()
+            return request.tokens[request.prompt :], request.logprobs, request.versions
+        new, rows = slice(request.prompt, int(self.rows.known[row])), self.rows
+        return rows.tokens[row, new].copy(), rows.logprobs[row, new].copy(), rows.versions[row, new].copy()
 
     def _leave(self, request: Request) -> None:
         """Give row and pages back, if it has any; what has been read stays findable."""

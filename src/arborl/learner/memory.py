@@ -137,10 +137,23 @@ class Forecast:
     logits: int
     kv: int
     beside: int = 0
+    lent: bool = False
+    """The engine gives its keys' and values' memory back while the learner works."""
+
+    @property
+    def staying(self) -> int:
+        """What is there all the time."""
+        return self.weights + self.optimizer + self.others + self.beside
+
+    @property
+    def learning(self) -> int:
+        """What an update takes for itself."""
+        return self.gradients + self.activations + self.logits
 
     @property
     def total(self) -> int:
-        return sum(dataclasses.astuple(self))
+        both = max(self.learning, self.kv) if self.lent else self.learning + self.kv
+        return self.staying + both
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,12 +205,14 @@ class Planner:
     cuda: bool = True
     truncates: bool = False
     """Whether tokens are drawn from part of the vocabulary: then logits are sorted."""
+    lends: bool = False
+    """Whether the engine can give its memory back while the learner works."""
 
     @property
     def fused(self) -> bool:
         return self.cuda and self.sizes.lean and self.config.attention in ("auto", "kernel", "causal")
 
-    def forecast(self, tokens: int, recompute: bool, kv_tokens: int) -> Forecast:
+    def forecast(self, tokens: int, recompute: bool, kv_tokens: int, lent: bool = False) -> Forecast:
         """What these settings come to."""
         sizes, master, offload = self.sizes, self.config.master == "float32", self.config.offload
         models = 2 if self.needs.value and self.config.own_critic else 1
@@ -221,6 +236,7 @@ class Planner:
             logits=logits,
             kv=kv_tokens * self.kv_token,
             beside=BESIDE if self.cuda else 0,
+            lent=lent,
         )
 
     def _others(self, models: int) -> int:
@@ -233,20 +249,23 @@ class Planner:
         return plain + (28 if self.truncates else 0)
 
     def plan(self) -> Plan:
-        """The first settings that fit and leave the engine enough; else those that take least, and the rest for it."""
-        candidates = list(self._candidates())
+        """The first settings that fit and leave the engine enough; else those that take least, and the rest for it.
+        Lending costs a fraction of a second a step, less than running layers twice."""
+        candidates, lending = list(self._candidates()), (False, True) if self.lends else (False,)
         for tokens, recompute in candidates:
-            found = self._with(tokens, recompute, self.kv_least)
-            if found.fits:
-                return found
+            for lent in lending:
+                found = self._with(tokens, recompute, self.kv_least, lent)
+                if found.fits:
+                    return found
         tokens, recompute = min(candidates, key=lambda one: self.forecast(one[0], one[1], 0).total)
-        return self._with(tokens, recompute, self.kv_floor)
+        return self._with(tokens, recompute, self.kv_floor, lending[-1])
 
-    def _with(self, tokens: int, recompute: bool, least: int) -> Plan:
+    def _with(self, tokens: int, recompute: bool, least: int, lent: bool) -> Plan:
         """With as many tokens in the engine's cache as there is room for."""
-        room = (self.limit - self.forecast(tokens, recompute, 0).total) // max(self.kv_token, 1)
+        alone = self.forecast(tokens, recompute, 0, lent)
+        room = (self.limit - (alone.staying if lent else alone.total)) // max(self.kv_token, 1)
         kv = min(self.kv_wanted, max(room, least))
-        return Plan(tokens, recompute, kv, self.forecast(tokens, recompute, kv), self.limit)
+        return Plan(tokens, recompute, kv, self.forecast(tokens, recompute, kv, lent), self.limit)
 
     def _candidates(self) -> Iterator[tuple[int, bool]]:
         """Layers run twice before micro-batches become small: a third more work, where small ones leave a GPU idle."""
@@ -281,6 +300,7 @@ def planned(model: PreTrainedModel, config: RunConfig, needs: Needs) -> Plan:
         logit_rows=rows_at_once(model.device, sizes.vocabulary),
         cuda=cuda,
         truncates=drawn.top_k > 0 or drawn.top_p < 1 or drawn.min_p > 0,
+        lends=cuda and bool(kv_token) and engine.lends,
     )  # fmt: skip
     if cuda:
         plan = planner.plan()
@@ -305,7 +325,8 @@ def told(plan: Plan, sizes: Sizes, total: int) -> str:
     named = {
         "weights": parts.weights, "masters and AdamW": parts.optimizer, "gradients": parts.gradients,
         "other models": parts.others, f"activations {how}": parts.activations, "logits": parts.logits,
-        f"keys and values of {plan.kv_tokens:,} tokens": parts.kv, "beside": parts.beside,
+        f"keys and values of {plan.kv_tokens:,} tokens{' (when not learning)' if parts.lent else ''}": parts.kv,
+        "beside": parts.beside,
     }  # fmt: skip
     listed = ", ".join(f"{name} {size / GIB:.{1 if size >= GIB else 2}f}" for name, size in named.items() if size)
     count = sizes.parameters

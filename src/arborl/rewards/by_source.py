@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from arborl.rewards.reward import Rewards
-from arborl.types import Group
+from arborl.types import Episode, Group
 
 
 class RewardsBySource(Rewards):
@@ -15,6 +15,10 @@ class RewardsBySource(Rewards):
     def __init__(self, run: Rewards, sources: Mapping[str, Rewards]):
         super().__init__(run.rewards, run.seconds)
         self.sources = dict(sources)
+
+    async def judge(self, episode: Episode) -> None:
+        own = self.sources.get(episode.task.source)
+        await (own.judge(episode) if own is not None else super().judge(episode))
 
     async def score(self, groups: Sequence[Group]) -> None:
         others = [group for group in groups if group.task.source not in self.sources]

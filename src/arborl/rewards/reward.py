@@ -156,8 +156,14 @@ class Rewards:
         """
         await asyncio.gather(*(self._score_group(group) for group in groups))
 
+    async def judge(self, episode: Episode) -> None:
+        """Ask every reward about one finished episode, while its siblings still play; `score` does not ask again."""
+        if episode.failure is None and not episode.judged:
+            await self._score(episode)
+            episode.judged = True
+
     async def _score_group(self, group: Group) -> None:
-        await asyncio.gather(*(self._score(episode) for episode in group.survivors))
+        await asyncio.gather(*(self.judge(episode) for episode in group.survivors))
         for name, one, weight in self.asked:
             if isinstance(one, GroupReward):
                 await self._compare(name, one, weight, group.survivors)

@@ -6,7 +6,10 @@ In reading order:
 
     runner.py        Episodes are played concurrently
     groups.py        Groups: which episodes are played for a batch, which of them count, and which groups are kept
+    pipeline.py      Groups are played ahead of the updates that train on them, within a bound on how old a token may be
     filters.py       Which groups are worth training on: functions of a scored group
+    slots.py         How many episodes are in play: as many as was said, or as many as the engine can serve
+    meter.py         How long somebody was asked for something, and how long nobody asked
     recorder.py      What an agent holds in its hands: a model and an environment that write down everything that passes
     call_order.py    Which call of an episode is which, when several are asked at once: their chance and their order
     deadlines.py     Calls that cross the border to somebody else's code: an environment, an engine

@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 from arborl.registry import Registry
 from arborl.rollout.filters import Keep
@@ -40,15 +41,48 @@ class Manner:
     """A group goes on with whoever has finished so long after its first episode began."""
     keep: Keep | None = None
     """Whether a scored group is worth training on; one that is not is dropped, and replaced while there are spares."""
+    judge: Callable[[Episode], Awaitable[None]] | None = None
+    """Asks the rewards about an episode as soon as it is played; it has finished when they have answered."""
     score: Callable[[Sequence[Group]], Awaitable[None]] | None = None
-    """Scores groups for `keep`."""
+    """Scores groups, once all that count have finished."""
 
 
 PLAIN = Manner()
 
 
+@dataclass(slots=True, eq=False)
+class Place:
+    """A place of a batch, to be filled with the group of a task or, where that one is dropped, of a spare."""
+
+    batch: int
+    at: int
+    """Whose group it is to be, by the number of the task in the batch."""
+    tasks: Mapping[int, Task]
+    spares: deque[int]
+    """Of the same source; all of its places share them."""
+    seed: int
+    """Of the batch."""
+    attempt: int = 0
+    """How often its group was begun and came to nothing, through no fault of its own."""
+    opened: Opened | None = None
+    """Its group in play."""
+    version: Callable[[], int] = lambda: 0
+    """Of the weights that are sampled from now."""
+
+    @property
+    def task(self) -> Task:
+        return self.tasks[self.at]
+
+
+def places_of(tasks: Sequence[Task], seed: int, count: int | None = None, batch: int = 0) -> list[Place]:
+    """The places of a batch of `count` tasks; those beyond are spares."""
+    places, spares = divided([task.source for task in tasks], len(tasks) if count is None else count)
+    numbered = dict(enumerate(tasks))
+    return [Place(batch, at, numbered, spares[tasks[at].source], seed) for at in places]
+
+
 class Manager:
-    """Makes the groups of one batch.
+    """Makes groups.
 
     Args:
         play: plays one episode.
@@ -68,37 +102,32 @@ class Manager:
         end up in it follows from the groups alone and not from who finished when: spares are opened in their order,
         one for each dropped group.
         """
-        places, spares = divided([task.source for task in tasks], len(tasks) if count is None else count)
+        places = places_of(tasks, seed, count)
         async with asyncio.TaskGroup() as running:
-            jobs = [
-                running.create_task(self._fill(tasks, place, spares[tasks[place].source], seed, size))
-                for place in places
-            ]
-        found = dict(outcome for job in jobs if (outcome := job.result()) is not None)
-        self.counts["missing"] += len(places) - len(found)
-        return [found[place] for place in sorted(found)]
+            jobs = [running.create_task(self.fill(place, size)) for place in places]
+        found = sorted(zip(places, jobs, strict=True), key=lambda pair: pair[0].at)
+        return [group for _, job in found if (group := job.result()) is not None]
 
-    async def _fill(
-        self, tasks: Sequence[Task], place: int, spares: deque[int], seed: int, size: int
-    ) -> tuple[int, Group] | None:
-        """A group for one place of the batch: the task's own, or that of a spare."""
+    async def fill(self, place: Place, size: int) -> Group | None:
+        """A group for one place of a batch: the task's own, or that of a spare; none where these have run out."""
         while True:
-            group = await self._group(tasks[place], seed, place, size)
+            group = await self._group(place, size)
             if await self._kept(group):
-                return place, group
+                return group
             failed = [episode for episode in group.episodes if episode.failure is not None]
             self.lost += failed
             self.counts.update(filtered=1, filtered_episodes=len(group.episodes), filtered_failed=len(failed))
-            if not spares:
+            if not place.spares:
+                self.counts["missing"] += 1
                 return None
-            place = spares.popleft()
+            place.at = place.spares.popleft()
 
     async def _kept(self, group: Group) -> bool:
         manner = self.manner
-        if manner.keep is None:
-            return True
         if manner.score is not None:
             await manner.score([group])
+        if manner.keep is None:
+            return True
         try:
             return bool(manner.keep(group))
         except Exception:
@@ -106,12 +135,14 @@ class Manager:
             self.counts["filter_failed"] += 1
             return True
 
-    async def _group(self, task: Task, seed: int, place: int, size: int) -> Group:
-        """Play the task, until enough are done."""
-        opened = Opened(self.manner.seconds)
+    async def _group(self, place: Place, size: int) -> Group:
+        """Play the task, until enough are done. One that is begun again is another game, with another name."""
+        task, again = place.task, ("again", place.attempt) if place.attempt else ()
+        opened = place.opened = Opened(self.manner.seconds, place.version)
         for number in range(size + self.manner.redundancy):
-            own = derive(seed, "task", place, "episode", number)
-            opened.add(asyncio.ensure_future(self.play(task, own, f"{task.id}#{number}", opened.begin)))
+            own = derive(place.seed, "task", place.at, "episode", number, *again)
+            name = f"{task.id}#{number}" + (f"+{place.attempt}" if place.attempt else "")
+            opened.add(asyncio.ensure_future(self._member(task, own, name, opened.begin)))
         try:
             await opened.wait(size, patient=not self.manner.redundancy)
         finally:
@@ -121,16 +152,27 @@ class Manager:
         self.counts["cancelled"] += len(opened.jobs) - len(counted)
         return Group(task, counted)
 
+    async def _member(self, task: Task, seed: int, name: str, begin: Callable[[], None]) -> Episode:
+        episode = await self.play(task, seed, name, begin)
+        if self.manner.judge is not None:
+            await self.manner.judge(episode)
+        return episode
 
-LEAVING: set[asyncio.Future[Episode]] = set()
-"""Cancelled members that are still closing their environments; a task that nobody holds may be collected half-way."""
+
+LEAVING: set[asyncio.Future[Any]] = set()
+"""Cancelled members and groups that are still closing their environments; a task that nobody holds may be collected
+half-way."""
 
 
 class Opened:
     """A group in play. Its time begins with its first episode, and with it ends for those still playing."""
 
-    def __init__(self, seconds: float | None):
-        self.seconds = seconds
+    def __init__(self, seconds: float | None, version: Callable[[], int] = lambda: 0):
+        self.seconds, self.version = seconds, version
+        self.begun = 0
+        """Episodes that have."""
+        self.since: int | None = None
+        """The version that the first of them began with: no token is older."""
         self.jobs: list[asyncio.Future[Episode]] = []
         self.order: list[asyncio.Future[Episode]] = []
         """Those that are done, the first first."""
@@ -142,6 +184,8 @@ class Opened:
         job.add_done_callback(self.order.append)
 
     def begin(self) -> None:
+        self.begun += 1
+        self.since = self.version() if self.since is None else self.since
         if self.seconds is not None and self.timer is None:
             self.timer = asyncio.get_running_loop().call_later(self.seconds, self._expire)
 
@@ -158,6 +202,11 @@ class Opened:
         first = {id(job) for job in self._whole()[:size]}
         done = [job for job in self.jobs if job.done() and not job.cancelled()]
         return [job.result() for job in done if id(job) in first or job.result().failure is not None]
+
+    def failed(self) -> list[Episode]:
+        """Those that have finished, and failed."""
+        done = [job.result() for job in self.jobs if job.done() and not job.cancelled() and not job.exception()]
+        return [episode for episode in done if episode.failure is not None]
 
     def _whole(self) -> list[asyncio.Future[Episode]]:
         return [job for job in self.order if not job.cancelled() and job.result().failure is None]
@@ -202,9 +251,26 @@ def divided(sources: Sequence[str], count: int) -> tuple[list[int], dict[str, de
     return places, {source: deque(own[quota[source] :]) for source, own in members.items()}
 
 
-COUNTED = ("cancelled", "expired", "filtered", "filtered_episodes", "filtered_failed", "filter_failed", "missing")
+def spares_of(tasks: Mapping[int, Task], numbers: Iterable[int]) -> dict[str, deque[int]]:
+    """These spares by source; of sources that have none left, too."""
+    found: dict[str, deque[int]] = {task.source: deque() for task in tasks.values()}
+    for number in numbers:
+        found[tasks[number].source].append(number)
+    return found
+
+
+COUNTED = (
+    "cancelled",
+    "expired",
+    "filtered",
+    "filtered_episodes",
+    "filtered_failed",
+    "filter_failed",
+    "missing",
+    "again",
+)
 
 
 def named(counts: Counter[str]) -> Metrics:
     """The counts as metrics, those too that are 0: a column that comes and goes is no curve."""
-    return {f"rollout/{name}": float(counts[name]) for name in COUNTED}
+    return {f"rollout/{name}": float(counts[name]) for name in COUNTED} | {"dropped/stale": float(counts["stale"])}

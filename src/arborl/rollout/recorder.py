@@ -25,6 +25,7 @@ from arborl.envs.wrapper import PassingEnv
 from arborl.errors import ContextFull, EpisodeError, MaxTurns
 from arborl.rollout.call_order import Asking, Place
 from arborl.rollout.deadlines import ENGINE, across
+from arborl.rollout.meter import Meter
 from arborl.rollout.processes import ProcessEnv
 from arborl.seeds import derive
 from arborl.spans import span
@@ -61,6 +62,7 @@ class Recorder:
         limits: of the episode.
         episode: what is filled.
         drawn: is noted beside every call, where this episode draws otherwise than the run.
+        asked: counts the seconds in which the engine is.
     """
 
     def __init__(
@@ -71,7 +73,9 @@ class Recorder:
         limits: Limits,
         episode: Episode,
         drawn: Drawn | None = None,
+        asked: Meter | None = None,
     ):
+        self.asked = Meter() if asked is None else asked
         self.engine, self.renderer, self.sampling, self.drawn = engine, renderer, sampling, drawn
         self.limits, self.episode = limits, episode
         self.conversations = Conversations(renderer)
@@ -127,7 +131,8 @@ class Recorder:
         try:
             generate, session = self.engine.generate, self.episode.id
             with span("chat", gen_ai__operation__name="chat", gen_ai__usage__input_tokens=len(prompt.tokens)) as told:
-                said: Completion = await across(ENGINE, None, generate, prompt.tokens, sampling, session=session)
+                with self.asked:
+                    said: Completion = await across(ENGINE, None, generate, prompt.tokens, sampling, session=session)
                 told.note(
                     gen_ai__usage__output_tokens=len(said.tokens), gen_ai__response__finish_reasons=[said.finish.value]
                 )

@@ -7,8 +7,8 @@ import gc
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,8 +24,10 @@ from arborl.failures import Firsts
 from arborl.registry import short
 from arborl.rollout.given import GivenEpisodes
 from arborl.rollout.groups import PLAIN, Manager, Manner, named
+from arborl.rollout.meter import Meter
 from arborl.rollout.recorder import Limits, RecordedEnv, Recorder
 from arborl.rollout.replay import Tape
+from arborl.rollout.slots import Slots
 from arborl.rollout.watchdog import Watchdog
 from arborl.rollout.workers import Workers
 from arborl.spans import span
@@ -57,7 +59,7 @@ class Line:
     """Where episodes wait to begin."""
 
     loop: asyncio.AbstractEventLoop
-    slots: asyncio.Semaphore
+    slots: Slots
     door: asyncio.Lock
 
 
@@ -72,7 +74,7 @@ class Rollout:
         cast: who plays.
         sampling: how tokens are drawn, where nothing else is said.
         limits: of an episode.
-        concurrency: episodes in flight.
+        concurrency: episodes in flight; None for as many as the engine can serve.
         workers: where environments run.
         training: how the groups of a training batch are made.
         tape: records training batches, or has them on record.
@@ -86,7 +88,7 @@ class Rollout:
         cast: Cast,
         sampling: Sampling,
         limits: Limits,
-        concurrency: int,
+        concurrency: int | None,
         workers: Workers | None = None,
         training: Manner = PLAIN,
         tape: Tape | None = None,
@@ -100,6 +102,7 @@ class Rollout:
         self.given = given
         self.counts: Counter[str] = Counter()
         self.firsts, self.lost = Firsts(log), list[Episode]()
+        self.asked = Meter()
 
     async def collect(
         self,
@@ -120,7 +123,12 @@ class Rollout:
             manner: how groups are made.
             count: groups to end up with; without one, as many as tasks.
         """
+        with self.playing():
+            await self.meet(tasks)
+            return await self.manager(manner, sampling).collect(tasks, seed, group_size, count)
 
+    def manager(self, manner: Manner | None = None, sampling: Mapping[str, Any] | None = None) -> Manager:
+        """Makes groups in this manner, or in the training's."""
         line = self._in_line()
 
         async def play(task: Task, own: int, name: str, begin: Callable[[], None]) -> Episode:
@@ -129,11 +137,23 @@ class Rollout:
                 begin()
                 return await self.play(task, own, name, sampling)
 
+        return Manager(play, self.training if manner is None else manner, self.counts, self.lost)
+
+    async def meet(self, tasks: Sequence[Task]) -> None:
+        """Before the first environment of a name is made: find out where such ones may run."""
+        for task in {task.env: task for task in tasks}.values():
+            called = short(task.env) if task.env else None
+            await self.workers.meet(partial(self.cast.env, task), called, self.limits.step_seconds)
+
+    @contextmanager
+    def playing(self) -> Iterator[None]:
+        """Around waiting for episodes."""
         with fewer_collections, Watchdog():
-            for task in {task.env: task for task in tasks}.values():
-                called = short(task.env) if task.env else None
-                await self.workers.meet(partial(self.cast.env, task), called, self.limits.step_seconds)
-            return await Manager(play, manner, self.counts, self.lost).collect(tasks, seed, group_size, count)
+            yield
+
+    def whole(self, tasks: Sequence[Task]) -> bool:
+        """Whether a batch of these comes as a whole from `train`: it is given, or on tape."""
+        return self.tape is not None or any(isinstance(task, GivenTask) for task in tasks)
 
     async def train(
         self, tasks: Sequence[Task], seed: int, group_size: int, count: int, sampling: Mapping[str, Any] | None = None
@@ -143,7 +163,9 @@ class Rollout:
             return self.shown(tasks)
 
         async def play() -> list[Group]:
-            manner = self.training if sampling is None else PLAIN  # a baseline is measured, not selected
+            # A baseline is measured, not selected; and what is on tape is scored when it is trained on.
+            manner = replace(self.training, judge=None, score=self.training.score if self.training.keep else None)
+            manner = manner if sampling is None else PLAIN
             return await self.collect(tasks, seed, group_size, sampling, manner, count)
 
         return await play() if self.tape is None else await self.tape.batch(seed, tasks, play)
@@ -156,15 +178,21 @@ class Rollout:
     def _in_line(self) -> Line:
         """What episodes wait in, of this event loop."""
         if self._line is None or self._line.loop is not asyncio.get_running_loop():
-            self._line = Line(asyncio.get_running_loop(), asyncio.Semaphore(self.concurrency), asyncio.Lock())
+            slots = Slots(self.concurrency, self._crowded)
+            self._line = Line(asyncio.get_running_loop(), slots, asyncio.Lock())
+            self.asked.after = slots.look
         return self._line
+
+    def _crowded(self) -> bool:
+        """Whether the engine says so; one that does not say has room."""
+        return bool(getattr(self.engine, "crowded", False))
 
     async def _admitted(self, line: Line) -> None:
         """Hold new episodes back while the engine has requests it has no room for; one asks for all that wait."""
-        if not getattr(self.engine, "crowded", False):
+        if not self._crowded():
             return
         async with line.door:
-            while getattr(self.engine, "crowded", False):
+            while self._crowded():
                 await asyncio.sleep(CROWDED)
 
     async def play(self, task: Task, seed: int, name: str, sampling: Mapping[str, Any] | None = None) -> Episode:
@@ -195,7 +223,7 @@ class Rollout:
             inner, name = await self.workers.place(partial(self.cast.env, task), called, limits.step_seconds)
         env = RecordedEnv(inner, name, limits, episode)
         drawn = sampling.drawn if sampling.drawn != self.sampling.drawn else None
-        model = Recorder(self.engine, self.renderer, sampling, limits, episode, drawn)
+        model = Recorder(self.engine, self.renderer, sampling, limits, episode, drawn, self.asked)
         async with boundary(f"agent {task.agent or 'of the run'}"):
             agent = self.cast.agent(task)
             try:
@@ -215,6 +243,8 @@ class Rollout:
         and what code waited for a sandbox."""
         counts, self.counts = self.counts, Counter()
         stuck = {"rollout/tool_calls_stuck": float(left_behind.stuck().total())}
+        if self._line is not None:
+            stuck["rollout/concurrency"] = float(int(self._line.slots.limit))
         return named(counts) | self.workers.metrics() | sandbox.metrics() | stuck
 
     def failed_unseen(self) -> list[Episode]:

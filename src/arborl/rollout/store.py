@@ -106,7 +106,7 @@ def to_json(episode: Episode) -> dict[str, Any]:
     """An episode as plain JSON values; `from_json` gives it back."""
     return {
         "id": episode.id,
-        "task": _task_to(episode.task),
+        "task": task_to(episode.task),
         "seed": episode.seed,
         "opening": [_message_to(message) for message in episode.opening],
         "turns": [_turn_to(turn) for turn in episode.turns],
@@ -124,7 +124,7 @@ def from_json(row: Mapping[str, Any]) -> Episode:
     """The episode that `to_json` made this of."""
     return Episode(
         id=row["id"],
-        task=_task_from(row["task"]),
+        task=task_from(row["task"]),
         seed=row["seed"],
         opening=tuple(_message_from(message) for message in row["opening"]),
         turns=[_turn_from(turn) for turn in row["turns"]],
@@ -167,6 +167,7 @@ def _calls_to(calls: Sequence[Call]) -> list[dict[str, Any]]:
                 "version": call.completion.version,
                 "seconds": call.completion.seconds,
             }
+            | ({"versions": list(call.completion.versions)} if call.completion.versions else {})
         )
         seen.append(call.whole)
     return rows
@@ -183,6 +184,7 @@ def _calls_from(rows: Sequence[Mapping[str, Any]]) -> list[Call]:
             finish=Finish(row["finish"]),
             version=row["version"],
             seconds=row["seconds"],
+            versions=tuple(row.get("versions", ())),
         )
         messages, reply = _spoken_from(row, spoken)
         drawn = Drawn(*row["drawn"]) if "drawn" in row else None
@@ -225,7 +227,7 @@ def _alike(one: Sequence[Message], other: Sequence[Message]) -> int:
 # ------------------------------------------------------------------------------------------------ the rest
 
 
-def _task_to(task: Task) -> dict[str, Any]:
+def task_to(task: Task) -> dict[str, Any]:
     return {
         "id": task.id,
         "messages": [_message_to(message) for message in task.messages],
@@ -237,7 +239,7 @@ def _task_to(task: Task) -> dict[str, Any]:
     }
 
 
-def _task_from(row: Mapping[str, Any]) -> Task:
+def task_from(row: Mapping[str, Any]) -> Task:
     return Task(**{**row, "messages": tuple(_message_from(message) for message in row["messages"])})
 
 

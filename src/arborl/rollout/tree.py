@@ -108,14 +108,14 @@ def _columns(call: Call, places: Ints, tree: int, episode: int, number: int) -> 
     count, begin = len(sampled), len(call.prompt)
     if count and begin == 0:
         raise ValueError("a call with an empty prompt cannot be trained: nothing predicts its first token")
-    constants = (
-        np.full(count, value, dtype=np.int64) for value in (episode, number, call.turn, call.completion.version)
-    )
+    constants = (np.full(count, value, dtype=np.int64) for value in (episode, number, call.turn))
+    versions = call.completion.versions or call.completion.version
     return (
         np.full(count, tree, dtype=np.int64),
         places[begin - 1 : begin - 1 + count],
         np.asarray(sampled, dtype=np.int64),
         *constants,
+        np.full(count, versions, dtype=np.int64),
     )
 
 

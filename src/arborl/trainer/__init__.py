@@ -6,10 +6,12 @@ In reading order:
 
     trainer.py    The training loop
     look.py       Before credit: what can be learned from, and what the models say about it
+    thread.py     The learner's thread: while it computes, the event loop belongs to others
     evaluate.py   How well a policy plays tasks it is never trained on
     given_evaluation.py  How well it does on given rows it is never trained on
     intervals.py  How sure a mean over held-out tasks is: 95 % intervals
     hooks.py      What happens after a step, one small object each
+    profile.py    Torch's own trace of two steps
     summary.py    A step's groups as numbers
     diagnosis.py  Steps in which nothing is learned
     failing.py    Ends a run that cannot work

@@ -55,7 +55,7 @@ class Evaluate:
 
     async def measure(self, trainer: Trainer) -> Measured:
         """Measure the weights as they are now."""
-        await trainer.engine.load(trainer.learner.weights(), version=trainer.step)
+        await trainer.publish()
         measured = await self.evaluator.measure()
         if self.show is not None:
             await self.show(trainer.step, measured.groups)

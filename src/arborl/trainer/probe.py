@@ -6,7 +6,7 @@ is taken at the start and after updates whose gradients were not zero, until it 
 
 from __future__ import annotations
 
-from arborl.engines.engine import Engine
+from arborl.engines.engine import PROBE, Engine
 from arborl.types import Completion, Metrics, Sampling
 
 PROMPT = (1, 2, 3, 5, 8, 13)
@@ -54,4 +54,4 @@ class SyncProbe:
             )
 
     async def _sample(self) -> Completion:
-        return await self.engine.generate(PROMPT, Sampling(max_tokens=1), session="probe")
+        return await self.engine.generate(PROMPT, Sampling(max_tokens=1), session=PROBE)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from arborl.algorithms.episode_advantages import is_flat
-from arborl.types import Episode, Finish, Forest, Group, Metrics, Stop, Terms
+from arborl.types import GIVEN, Episode, Finish, Forest, Group, Metrics, Stop, Terms
 
 STOPS = (Stop.DONE, Stop.TRUNCATED, Stop.MAX_TURNS, Stop.CONTEXT_FULL)
 """How an episode that did not fail can end."""
@@ -59,10 +59,14 @@ def _rewards(group: Group) -> np.ndarray:
     return np.array([episode.reward for episode in group.survivors])
 
 
-def describe_batch(forest: Forest, terms: Terms) -> Metrics:
-    """The learner's batch: its size, what sharing saved, and the spread of advantages."""
+def describe_batch(forest: Forest, terms: Terms, version: int) -> Metrics:
+    """The learner's batch: its size, what sharing saved, the spread of advantages, and how many versions older than the
+    learner's its tokens are."""
     unique = sum(len(tree) for tree in forest.trees)
+    lag = version - terms.version[terms.version != GIVEN]
     return {
+        "batch/lag_mean": float(lag.mean()) if len(lag) else 0.0,
+        "batch/lag_max": float(lag.max(initial=0)),
         "learner/groups": float(len(forest.trees)),
         "learner/terms": float(len(terms)),
         "learner/tokens": float(unique),

@@ -17,6 +17,7 @@ from arborl.engines.engine import Engine
 from arborl.learner.learner import Learner
 from arborl.rewards.reward import Rewards
 from arborl.rollout.downsample import thin
+from arborl.rollout.pipeline import Pipeline
 from arborl.rollout.runner import Rollout
 from arborl.seeds import derive
 from arborl.spans import settle, span
@@ -26,6 +27,7 @@ from arborl.trainer.failing import FailureWatch
 from arborl.trainer.look import look
 from arborl.trainer.probe import SyncProbe
 from arborl.trainer.summary import SKIPPED, describe_batch, summarize
+from arborl.trainer.thread import LearnerThread
 from arborl.types import Forest, Group, Metrics, Terms
 
 log = logging.getLogger(__name__)
@@ -100,10 +102,20 @@ class Trainer:
         self.probe, self.watch, self.streak = SyncProbe(engine), FailureWatch(), Streak()
         self.step = 0
         self.last = steps or config.trainer.steps or 0
+        played = config.rollout
+        self.pipeline = Pipeline(
+            rollout, source, config.seed, self.last, played.group_size, played.tasks_per_step, played.spare_groups,
+            played.max_lag,
+        )  # fmt: skip
+        self.thread = LearnerThread()
         self.train_seconds = 0.0
+        self.told = time.perf_counter()
+        """When it was last said who was idle."""
 
     async def fit(self) -> None:
         """Train to the last step, from wherever `step` stands."""
+        self.told = time.perf_counter()
+        self.rollout.asked.busy()
         gc.freeze()  # what the libraries have made so far is here to stay; looking through it stalls the engine
         try:
             await self.engine.load(self.learner.weights(), version=self.step)
@@ -113,17 +125,19 @@ class Trainer:
                     await self.train_step()
                 settle()
         finally:
+            await self.pipeline.close()
+            self._release()
+            self.thread.close()
             gc.unfreeze()
 
     async def train_step(self) -> None:
         """Sample, score, credit, learn, publish."""
-        clock, config = Clock(), self.config.rollout
-        self.engine.metrics()  # what was counted between steps (an evaluation, say) is not this step's
-        tasks = self.source.take(self.step, config.tasks_per_step + config.spare_groups)
+        clock, seed = Clock(), derive(self.config.seed, "step", self.step)
+        if not self.pipeline.busy:
+            self.engine.metrics()  # what was counted between steps (an evaluation, say) is not this step's
 
-        with clock("rollout"):
-            seed = derive(self.config.seed, "step", self.step)
-            groups = await self.rollout.train(tasks, seed, config.group_size, config.tasks_per_step)
+        with clock("rollout"), span("arborl.wait"):
+            groups = await self.pipeline.take(self.step)
             greedy = await self._greedy(groups, seed) if self.algorithm.needs.greedy else []
         with clock("score"):
             await self.rewards.score([group for group in (*groups, *greedy) if not _scored(group)])
@@ -131,15 +145,11 @@ class Trainer:
                 group.greedy = alone.survivors[0].reward if alone.survivors else None
         with clock("learn"):
             beside = self.rollout.shown(self.source.beside(self.step))
-            kept, forest, terms = look(self.algorithm, self.learner, [*groups, *beside])
-            metrics = summarize(groups) | self.source.observe(self.step, groups)  # now that all have failed that will
-            metrics |= self.rollout.metrics() | self._engine_metrics(clock)
-            terms = self.algorithm.credit(kept, terms)
-            forest, terms, left_out = self._thinned(kept, forest, terms, derive(seed, "thin"))
-            metrics |= describe_batch(forest, terms) | self.algorithm.metrics() | left_out
-            names = [episode.id for group in kept for episode in group.survivors]
-            metrics |= SKIPPED | self.learner.update(forest.trees, terms, self.algorithm, names)
+            await self._hold()
+            with span("arborl.learn"):
+                metrics = self._engine_metrics(clock) | await self.thread(self._learn, groups, beside, seed)
         self.step += 1  # from here on the step counts as done, whatever interrupts
+        self.pipeline.trained()
 
         self.train_seconds += clock.stop()["time/step"]
         try:
@@ -147,12 +157,48 @@ class Trainer:
                 await hook.after(self, groups, metrics)
         finally:
             saved = self.save.seconds() if self.save is not None else {}
-            self.tracker.log(metrics | clock.stop() | saved, step=self.step)
+            self.tracker.log(metrics | self._idle(clock) | clock.stop() | saved, step=self.step)
         self._look(groups, metrics)
         if self.save is not None:  # after its metrics are written, so that a checkpoint never knows more than they do
             self.save(self)
-        await self.engine.load(self.learner.weights(), version=self.step)
-        await self.probe.check(metrics)
+        await self.publish(metrics)
+
+    async def publish(self, metrics: Metrics | None = None) -> None:
+        """Give the engine the weights as they are; with what the learner said of their update, that is checked."""
+        with span("arborl.publish"):
+            await self.engine.load(self.learner.weights(), version=self.step)
+            if metrics is not None:
+                await self.probe.check(metrics)
+            self._release()
+
+    def _learn(self, groups: Sequence[Group], beside: Sequence[Group], seed: int) -> Metrics:
+        """Credit and learn; in the learner's thread, while episodes of later steps are played."""
+        kept, forest, terms = look(self.algorithm, self.learner, [*groups, *beside])
+        metrics = summarize(groups) | self.source.observe(self.step, groups)  # now that all have failed that will
+        terms = self.algorithm.credit(kept, terms)
+        forest, terms, left_out = self._thinned(kept, forest, terms, derive(seed, "thin"))
+        metrics |= describe_batch(forest, terms, self.step) | self.algorithm.metrics() | left_out
+        names = [episode.id for group in kept for episode in group.survivors]
+        return metrics | SKIPPED | self.learner.update(forest.trees, terms, self.algorithm, names)
+
+    async def _hold(self) -> None:
+        """Where the engine shares the learner's weights or device, they take turns."""
+        if (hold := getattr(self.engine, "hold", None)) is not None:
+            await hold()
+            self.rollout.asked.hold(True)
+
+    def _release(self) -> None:
+        if (release := getattr(self.engine, "release", None)) is not None:
+            release()
+            self.rollout.asked.hold(False)
+
+    def _idle(self, clock: Clock) -> Metrics:
+        """Since it was last asked: how long the engine had nothing to do, or had to wait, and how long the learner."""
+        now = time.perf_counter()
+        passed, self.told = now - self.told, now
+        idle = {"time/idle_engine": passed - self.rollout.asked.busy(), "time/idle_learner": passed}
+        idle["time/idle_learner"] -= clock.seconds["time/learn"]
+        return {name: max(seconds, 0.0) for name, seconds in idle.items()}
 
     def _look(self, groups: Sequence[Group], metrics: Metrics) -> None:
         """Say so where nothing is learned; stop where nearly every episode fails, dropped groups included."""
@@ -175,7 +221,8 @@ class Trainer:
         return thin(kept, terms, config.max_samples_per_trajectory, config.downsample_mode, seed)
 
     def _engine_metrics(self, clock: Clock) -> Metrics:
-        counted = self.engine.metrics()
+        """What episodes of later steps have sampled meanwhile is told too, once."""
+        counted = self.engine.metrics() | self.rollout.metrics()
         rate = counted.get("engine/sampled", 0.0) / max(clock.seconds["time/rollout"], 1e-9)
         return counted | {"rollout/sampled_per_second": rate}
 
@@ -185,7 +232,8 @@ class Trainer:
             "step": self.step,
             "train_seconds": self.train_seconds,
             "algorithm": self.algorithm.state(),
-            "data": self.source.state(self.step),
+            "data": self.source.state(self.pipeline.reached),
+            "pipeline": self.pipeline.state(),
             "failures": self.watch.failures.state(),
         }
 
@@ -195,6 +243,7 @@ class Trainer:
             self.step, self.train_seconds = int(state["step"]), float(state["train_seconds"])
             self.algorithm.load_state(state["algorithm"])
             self.source.load_state(state.get("data", {}))
+            self.pipeline.load_state(state.get("pipeline", {}), self.step)
             self.watch.failures.load_state(state.get("failures", []))
         except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
             raise Damaged(
@@ -203,5 +252,5 @@ class Trainer:
 
 
 def _scored(group: Group) -> bool:
-    """Whether a group filter has had it scored already."""
-    return any(episode.rewards for episode in group.episodes)
+    """Whether it was scored when it was played, or is on tape with its rewards."""
+    return any(episode.judged or episode.rewards for episode in group.episodes)

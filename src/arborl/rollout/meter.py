@@ -1,0 +1,50 @@
+"""How long somebody was asked for something, and how long nobody asked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+
+class Meter:
+    """Seconds in which at least one caller is inside, those left out in which it is held.
+
+    Example:
+        with meter:
+            await engine.generate(...)
+        meter.busy()      # since the last call
+    """
+
+    def __init__(self, after: Callable[[], None] = lambda: None):
+        self.after = after
+        """Called whenever somebody has been answered."""
+        self.inside, self.held = 0, False
+        self.seconds, self.since = 0.0, time.perf_counter()
+
+    def __enter__(self) -> None:
+        self._count()
+        self.inside += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._count()
+        self.inside -= 1
+        self.after()
+
+    def hold(self, held: bool) -> None:
+        """Whoever asks gets nothing meanwhile."""
+        self._count()
+        self.held = held
+
+    def busy(self) -> float:
+        self._count()
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+    def _count(self) -> None:
+        now = time.perf_counter()
+        if self.inside and not self.held:
+            self.seconds += now - self.since
+        self.since = now

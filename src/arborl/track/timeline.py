@@ -1,0 +1,115 @@
+"""Who worked when, and who waited: one file a run in Chrome's trace format, which https://ui.perfetto.dev opens.
+
+Each kind of work is a process there: steps, learner, engine, rollout, model calls, tools. What goes on at the same time
+has a line each, so episode 3 is on the third line of `rollout` while it is the third in play.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from arborl import spans
+from arborl.errors import writing
+
+ALWAYS = ("steps", "learner")
+"""Kinds of work that are drawn to the end of a run, since a step has but a few of them."""
+SOME = 512
+"""Slices after which they are written."""
+BEGIN, END = b'[\n{"name":"run","ph":"M","pid":0}', b"\n]\n"
+
+
+class Timeline:
+    """Draws what `arborl.spans` tells, inside `with`.
+
+    Args:
+        path: the file. One that is there is gone on with.
+        steps: of which everything is drawn; of later ones only what the learner does.
+
+    Example:
+        with Timeline(home / "timeline.json", steps=20):
+            await trainer.fit()
+    """
+
+    def __init__(self, path: Path, steps: int):
+        self.path, self.steps = path, steps
+        self.done = 0
+        self.slices: list[dict[str, Any]] = []
+        self.kinds: dict[str, int] = {}
+        self.free: dict[str, list[int]] = {}
+        self.lines: dict[str, int] = {}
+        """Of each kind, how many there are."""
+        self.lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        with writing(self.path):
+            self._open()
+        spans.draw(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        spans.draw(None)
+        with writing(self.path), self.path.open("ab") as file:
+            self._write()
+            file.write(END)
+
+    def wanted(self, kind: str) -> bool:
+        """Whether such work is drawn at this step."""
+        return self.done < self.steps or kind in ALWAYS
+
+    def take(self, kind: str) -> int:
+        """A line that nobody of this kind is on."""
+        with self.lock:
+            free = self.free.setdefault(kind, [])
+            if free:
+                return heapq.heappop(free)
+            self.lines[kind] = self.lines.get(kind, 0) + 1
+            return self.lines[kind]
+
+    def add(self, kind: str, name: str, began: float, ended: float, args: Mapping[str, Any], line: int = 0) -> None:
+        """A slice, between two times of `time.time()`. A line that was taken for it is free again."""
+        with self.lock:
+            if line:
+                heapq.heappush(self.free.setdefault(kind, []), line)
+            number = self._number(kind)
+            self.slices.append(
+                {"name": name, "ph": "X", "ts": round(began * 1e6), "dur": max(round((ended - began) * 1e6), 1),
+                 "pid": number, "tid": line or 1, "args": dict(args)}
+            )  # fmt: skip
+            self.done += name == "arborl.step"
+            if len(self.slices) >= SOME or name == "arborl.step":
+                self._write()
+
+    def _number(self, kind: str) -> int:
+        if kind not in self.kinds:
+            self.kinds[kind] = len(self.kinds) + 1
+            about = {"ph": "M", "pid": self.kinds[kind], "tid": 0}
+            self.slices.append(about | {"name": "process_name", "args": {"name": kind}})
+            self.slices.append(about | {"name": "process_sort_index", "args": {"sort_index": self.kinds[kind]}})
+        return self.kinds[kind]
+
+    def _open(self) -> None:
+        """An empty list, or what another part of the run has written, without its end."""
+        if not self.path.is_file() or self.path.stat().st_size < len(END):
+            self.path.write_bytes(BEGIN)
+            return
+        with self.path.open("r+b") as file:
+            file.seek(-len(END), os.SEEK_END)
+            if file.read() == END:
+                file.seek(-len(END), os.SEEK_END)
+                file.truncate()
+            else:  # it was killed, perhaps in the middle of its last line
+                file.truncate(max(self.path.read_bytes().rfind(b",\n"), len(BEGIN)))
+
+    def _write(self) -> None:
+        slices, self.slices = self.slices, []
+        with self.path.open("ab") as file:
+            file.write("".join(f",\n{json.dumps(one, separators=(',', ':'), default=str)}" for one in slices).encode())

@@ -1,0 +1,178 @@
+"""Playing and learning at the same time; and, without lag, exactly one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from arborl.api import train
+from arborl.build import build
+from arborl.config.load import load
+from arborl.envs.frozen_lake import FrozenLake
+from arborl.errors import ConfigError, RunStopped
+from arborl.rollout.store import EpisodeStore, to_json
+from arborl.seeds import derive
+from arborl.track.jsonl import read_metrics
+from arborl.track.tracker import Trackers
+from arborl.trainer.look import look
+from arborl.trainer.trainer import Trainer
+
+SMALL = [
+    "rollout.tasks_per_step=2", "rollout.group_size=3", "env.args.size=3", "env.args.max_steps=4", "threads=1",
+    "model.device=cpu", "algorithm.skip_zero_variance=false", "evaluation.tasks=0", "track.gifs=0",
+    "track.tensorboard=false", "trainer.save_every=1", "trainer.keep=10",
+]  # fmt: skip
+
+
+def plain(groups) -> list[dict]:
+    rows = [to_json(episode) for group in groups for episode in group.episodes]
+    for row in rows:
+        del row["seconds"]
+        for call in row["calls"]:
+            del call["seconds"]
+    return rows
+
+
+async def by_hand(parts, steps: int) -> list[dict]:
+    """The synchronous loop, written out."""
+    config, rows = parts.config, []
+    for step in range(steps):
+        await parts.engine.load(parts.learner.weights(), version=step)
+        tasks = parts.source.take(step, config.rollout.tasks_per_step)
+        groups = await parts.rollout.collect(tasks, derive(config.seed, "step", step), config.rollout.group_size)
+        await parts.rewards.score(groups)
+        rows += plain(groups)
+        kept, forest, terms = look(parts.algorithm, parts.learner, groups)
+        terms = parts.algorithm.credit(kept, terms)
+        parts.learner.update(forest.trees, terms, parts.algorithm)
+    return rows
+
+
+class Keep:
+    """A hook that keeps what was trained."""
+
+    def __init__(self, stop: int | None = None):
+        self.rows: list[dict] = []
+        self.stop = stop
+
+    async def after(self, trainer, groups, metrics):
+        self.rows += plain(groups)
+        if trainer.step == self.stop:
+            raise RunStopped("enough")
+
+
+def test_without_lag_it_is_the_synchronous_trainer_bit_for_bit():
+    settings = [*SMALL, "deterministic=true", "trainer.steps=2", "rollout.max_lag=0"]
+    one, two = (build(load(None, settings)) for _ in range(2))
+    rows, kept = asyncio.run(by_hand(one, 2)), Keep()
+    trainer = Trainer(
+        two.config, two.source, two.rollout, two.rewards, two.algorithm, two.learner, two.engine, Trackers([]), [kept]
+    )
+    asyncio.run(trainer.fit())
+    assert rows == kept.rows
+    for name, tensor in one.learner.weights().items():
+        assert torch.equal(tensor, two.learner.weights()[name]), name
+
+
+class Slow(FrozenLake):
+    """Some moves take their time."""
+
+    async def step(self, action):
+        await asyncio.sleep(0.3 * np.random.random() ** 8)
+        return await super().step(action)
+
+
+def test_with_lag_nothing_is_too_old_and_a_stopped_run_goes_on_without_training_anything_twice(tmp_path):
+    config = load(None, [*SMALL, "trainer.steps=5", "rollout.max_lag=1", f"output_dir={tmp_path / 'run'}"])
+    config = config.model_copy(update={"env": config.env.model_copy(update={"name": "slow"})})
+    with pytest.raises(RunStopped):
+        train(config, objects={"slow": Slow}, hooks=[Keep(stop=2)])
+    train(config, objects={"slow": Slow}, resume="latest")
+    store = EpisodeStore(tmp_path / "run" / "episodes")
+    episodes = {path: list(store.read(path)) for path in store.paths()}
+    assert [len(own) for own in episodes.values()] == [6] * 5
+    tasks = [episode.task.id for own in episodes.values() for episode in own[::3]]
+    assert len(set(tasks)) == 10
+    metrics = list(read_metrics(tmp_path / "run" / "metrics.jsonl"))
+    assert [row["step"] for row in metrics] == [1, 2, 3, 4, 5]
+    assert max(row["batch/lag_max"] for row in metrics) <= 1
+    assert any(row["batch/lag_mean"] > 0 for row in metrics)
+
+
+def test_the_event_loop_goes_on_while_the_learner_computes():
+    parts = build(load(None, [*SMALL, "trainer.steps=1"]))
+    ticks: list[float] = []
+
+    class Busy:
+        def __getattr__(self, name):
+            return getattr(parts.learner, name)
+
+        def update(self, *args):
+            time.sleep(0.3)  # holds this thread alone
+            return parts.learner.update(*args)
+
+    async def ticking():
+        trainer = Trainer(
+            parts.config,
+            parts.source,
+            parts.rollout,
+            parts.rewards,
+            parts.algorithm,
+            Busy(),
+            parts.engine,
+            Trackers([]),
+        )
+        job = asyncio.ensure_future(trainer.fit())
+        while not job.done():
+            ticks.append(time.perf_counter())
+            await asyncio.sleep(0.01)
+        await job
+
+    asyncio.run(ticking())
+    learning = [ticks[i] for i in range(len(ticks) - 20) if ticks[i + 20] - ticks[i] < 0.5]
+    assert learning  # twenty times in a row it came round, during the sleep too
+
+
+def test_an_update_that_is_interrupted_is_whole(tmp_path):
+    parts = build(load(None, [*SMALL, "trainer.steps=3"]))
+    trainer = Trainer(
+        parts.config, parts.source, parts.rollout, parts.rewards, parts.algorithm, parts.learner, parts.engine,
+        Trackers([]),
+    )  # fmt: skip
+    update, done = parts.learner.update, []
+
+    async def stopped():
+        job = asyncio.ensure_future(trainer.fit())
+
+        def slow(*args):
+            asyncio_loop.call_soon_threadsafe(job.cancel)
+            time.sleep(0.1)
+            done.append(update(*args))
+            return done[-1]
+
+        asyncio_loop = asyncio.get_running_loop()
+        parts.learner.update = slow
+        with pytest.raises(asyncio.CancelledError):
+            await job
+
+    asyncio.run(stopped())
+    assert len(done) == trainer.step == 1
+    assert trainer.state()["pipeline"] == {"next": 1, "sizes": {}, "left": []}
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        (["rollout.max_lag=-1"], "rollout.max_lag"),
+        (["rollout.max_lag=1", "deterministic=true"], "who is trained with whom depends on the clock"),
+        (["rollout.max_lag=1", "rollout.record=x.jsonl"], "a tape holds whole batches"),
+        (["engine.update=stop"], "engine.update"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(setting, said):
+    with pytest.raises(ConfigError, match=said):
+        load(None, setting)
