@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from arborl.engines.cache import Array, Cache, Reading, TorchAttend
 from arborl.engines.draw_tokens import Draws, draw
@@ -39,10 +38,24 @@ class Sampled(Protocol):
         ...
 
 
+class Stored(Protocol):
+    """Keys and values of what has been read, in pages."""
+
+    def copy(self, source: int, target: int, count: int) -> None:
+        """Give page `target` the first `count` tokens of `source`."""
+        ...
+
+    def clear(self) -> None:
+        """Zeros everywhere again."""
+        ...
+
+
 class Executor(Protocol):
     """Owns the cache's tensors and the way through the model."""
 
-    cache: Cache
+    @property
+    def cache(self) -> Stored: ...
+
     ahead: bool
     """Whether the next step may be launched before this one's outcome is known."""
 
@@ -78,10 +91,9 @@ class TorchExecutor:
     ahead = False
     many = 4096
 
-    def __init__(self, model: PreTrainedModel, pages: int, page_size: int, context: int):
-        self.model = model
-        self.cache = Cache(model, pages, page_size)
-        self.forward = Forward(model, context)
+    def __init__(self, forward: Forward, pages: int, page_size: int):
+        self.forward, self.model = forward, forward.model
+        self.cache = Cache(self.model, pages, page_size)
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Sampled:

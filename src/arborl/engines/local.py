@@ -21,9 +21,11 @@ from transformers import PreTrainedModel
 
 from arborl.engines.cache import Array, Reading, default_kv_tokens
 from arborl.engines.checks import check_sampling, read_prompt
+from arborl.engines.cpu_step import CpuExecutor, fits
 from arborl.engines.draw_tokens import StopTexts
 from arborl.engines.engine import Weights
 from arborl.engines.executor import Executor, Sampled, Step, TorchExecutor
+from arborl.engines.forward import Forward
 from arborl.engines.pages import Pages
 from arborl.engines.rows import Request, Rows
 from arborl.engines.scheduler import Scheduler
@@ -52,6 +54,7 @@ class LocalEngine:
         page_size: tokens a page; 0 chooses: a whole sequence on a CPU (attention then needs no gathering), 64 on a GPU.
         deterministic: run each request alone and from its start, so that not even rounding depends on its neighbours.
         decode: token ids to text, for stop texts.
+        compiled: on a CPU, run steps by compiled code where that can be had; otherwise with torch.
     """
 
     follows_weights = True
@@ -65,6 +68,7 @@ class LocalEngine:
         page_size: int = 0,
         deterministic: bool = False,
         decode: Callable[[Sequence[int]], str] | None = None,
+        compiled: bool = True,
     ):
         if max_requests < 1:
             raise ValueError(f"max_requests={max_requests}: give at least 1")
@@ -77,7 +81,7 @@ class LocalEngine:
             raise ValueError(f"kv_tokens={kv_tokens} holds no sequence of max_context={max_context}; give more")
         self.pages = Pages(-(-kv_tokens // size), size)
         try:
-            self.executor = executor_for(model, self.pages, max_context, max_requests)
+            self.executor = executor_for(model, self.pages, max_context, max_requests, compiled)
         except ValueError as error:
             raise EngineError(str(error)) from error
         self.rows = Rows(1 if deterministic else max_requests, max_context, self.pages.needed(max_context))
@@ -279,11 +283,14 @@ class LocalEngine:
             return False
 
 
-def executor_for(model: PreTrainedModel, pages: Pages, context: int, requests: int) -> Executor:
-    """Fused kernels and CUDA graphs where there is a GPU for them; torch everywhere else, and for attention within
-    bounds, which the kernels do not know."""
+def executor_for(model: PreTrainedModel, pages: Pages, context: int, requests: int, compiled: bool) -> Executor:
+    """Fused kernels and CUDA graphs where there is a GPU for them, compiled code on a CPU where there is a compiler;
+    torch everywhere else, and for attention within bounds, which neither knows."""
     if model.device.type == "cuda" and find_spec("triton") is not None and layout(model).plain(context):
         from arborl.engines.cuda_graphs import GraphExecutor
 
         return GraphExecutor(model, pages.count, pages.size, context, requests)
-    return TorchExecutor(model, pages.count, pages.size, context)
+    forward = Forward(model, context)
+    if compiled and fits(forward, context):
+        return CpuExecutor(forward, pages.count, pages.size, context)
+    return TorchExecutor(forward, pages.count, pages.size)
