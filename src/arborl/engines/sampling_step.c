@@ -28,6 +28,7 @@
 #define QUERIES 8 /* attended at once, as far as they are of one sequence and key head */
 #define BLOCK 48  /* tokens that go through a layer at once: what they leave between products stays in the cache */
 #define EACH(i, n) _Pragma("GCC unroll 16") for (int i = 0; i < n; i++) /* unrolled, or sums are not kept in registers */
+#define RUN (16 * W) /* probabilities that are added up before it is asked whether the token is among them */
 #define ALWAYS static inline __attribute__((always_inline))
 
 typedef float vec __attribute__((vector_size(W * 4), aligned(4), may_alias));
@@ -304,24 +305,23 @@ static void draw(float *logit, int64_t count, int64_t padded, double temperature
     for (int64_t i = W; i < padded; i += W) most = at_least(most, *(vec *)(logit + i));
     float top = most[0];
     for (int j = 1; j < W; j++) top = most[j] > top ? most[j] : top;
-    double total = 0;
-    for (int64_t i = 0; i < padded; i += W) total += across(exponential(*(vec *)(logit + i) - top));
+    const int64_t runs = up(padded, RUN) / RUN;
+    double total = 0, part[runs];
+    for (int64_t r = 0; r < runs; r++) {
+        vec sum = {0};
+        for (int64_t i = r * RUN; i < padded && i < (r + 1) * RUN; i += W) sum += exponential(*(vec *)(logit + i) - top);
+        total += part[r] = across(sum);
+    }
     const double all = log(total) + top;
-    int64_t found = count - 1;
+    int64_t found = 0;
     if (temperature == 0) {
-        for (found = 0; found < count - 1 && logit[found] != top; found++) {}
+        while (found < count - 1 && logit[found] != top) found++;
     } else {
         double before = 0;
-        for (int64_t i = 0; i < padded; i += W) {
-            const vec p = exponential(*(vec *)(logit + i) - top);
-            const double here = across(p);
-            if (before + here > uniform * total) {
-                for (found = i; found < i + W - 1 && found < count - 1; found++)
-                    if ((before += p[found - i]) > uniform * total) break;
-                break;
-            }
-            before += here;
-        }
+        int64_t r = 0;
+        while (r < runs - 1 && before + part[r] <= uniform * total) before += part[r++];
+        for (found = r * RUN; found < count - 1; found++)
+            if ((before += expf(logit[found] - top)) > uniform * total) break;
     }
     *token = found;
     *logprob = logit[found] - all;
