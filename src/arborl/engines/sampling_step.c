@@ -74,13 +74,14 @@ static int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 /* ---------------------------------------------------------------------------------------------------------------- products */
 
-/* c[m][wide * W] = a[m][depth] b[depth][wide * W], or added to what is there. */
+/* c[m][wide * W] = a[m][depth] b[depth][wide * W], or added to what is there. What lies `next` further on in b is asked for meanwhile. */
 ALWAYS void tile(const int m, const int wide, const float *a, int64_t lda, const float *b, int64_t ldb, float *c, int64_t ldc, int64_t depth,
-                 const int add) {
+                 int64_t next, const int add) {
     vec sum[ROWS][2], right[2];
     EACH(i, m) EACH(j, wide) sum[i][j] = (vec){0};
     for (int64_t d = 0; d < depth; d++) {
         EACH(j, wide) right[j] = *(const vec *)(b + d * ldb + j * W);
+        EACH(j, wide) __builtin_prefetch(b + d * ldb + j * W + next);
         EACH(i, m) EACH(j, wide) sum[i][j] += a[i * lda + d] * right[j];
     }
     EACH(i, m) EACH(j, wide) {
@@ -94,7 +95,7 @@ ALWAYS void tile(const int m, const int wide, const float *a, int64_t lda, const
         CASE(1, wide, add) CASE(2, wide, add) CASE(3, wide, add) CASE(4, wide, add) CASE(5, wide, add) CASE(6, wide, add) MORE(wide, add) \
     }
 #define CASE(n, wide, add) \
-    case n: tile(n, wide, a, lda, b, ldb, c, ldc, depth, add); break;
+    case n: tile(n, wide, a, lda, b, ldb, c, ldc, depth, next, add); break;
 #if ROWS == 12
 #define MORE(wide, add) CASE(7, wide, add) CASE(8, wide, add) CASE(9, wide, add) CASE(10, wide, add) CASE(11, wide, add) CASE(12, wide, add)
 #elif ROWS == 8
@@ -103,10 +104,10 @@ ALWAYS void tile(const int m, const int wide, const float *a, int64_t lda, const
 #define MORE(wide, add)
 #endif
 
-static void set2(int m, const float *a, int64_t lda, const float *b, int64_t ldb, float *c, int64_t ldc, int64_t depth) { TILES(2, 0) }
-static void add2(int m, const float *a, int64_t lda, const float *b, int64_t ldb, float *c, int64_t ldc, int64_t depth) { TILES(2, 1) }
-static void set1(int m, const float *a, int64_t lda, const float *b, int64_t ldb, float *c, int64_t ldc, int64_t depth) { TILES(1, 0) }
-static void add1(int m, const float *a, int64_t lda, const float *b, int64_t ldb, float *c, int64_t ldc, int64_t depth) { TILES(1, 1) }
+static void set2(int m, const float *a, int64_t lda, const float *b, int64_t ldb, float *c, int64_t ldc, int64_t depth, int64_t next) { TILES(2, 0) }
+static void add2(int m, const float *a, int64_t lda, const float *b, int64_t ldb, float *c, int64_t ldc, int64_t depth, int64_t next) { TILES(2, 1) }
+static void set1(int m, const float *a, int64_t lda, const float *b, int64_t ldb, float *c, int64_t ldc, int64_t depth, int64_t next) { TILES(1, 0) }
+static void add1(int m, const float *a, int64_t lda, const float *b, int64_t ldb, float *c, int64_t ldc, int64_t depth, int64_t next) { TILES(1, 1) }
 
 /* Rows at once, so that all tiles are about as high. */
 static int64_t even(int64_t rows) { return rows ? up(rows, up(rows, ROWS) / ROWS) / (up(rows, ROWS) / ROWS) : 1; }
@@ -122,10 +123,10 @@ static void product(const float *a, int64_t lda, const float *packed, const floa
             const int m = (int)(rows - r < high ? rows - r : high);
             float *to = c + r * ldc + o;
             if (here == PANEL) {
-                (add ? add2 : set2)(m, a + r * lda, lda, b, PANEL, to, ldc, depth);
+                (add ? add2 : set2)(m, a + r * lda, lda, b, PANEL, to, ldc, depth, PANEL * depth);
             } else {
                 float edge[ROWS * PANEL];
-                set2(m, a + r * lda, lda, b, PANEL, edge, PANEL, depth);
+                set2(m, a + r * lda, lda, b, PANEL, edge, PANEL, depth, 0);
                 for (int i = 0; i < m; i++)
                     for (int64_t j = 0; j < here; j++) to[i * ldc + j] = edge[i * PANEL + j] + (add ? to[i * ldc + j] : 0);
             }
@@ -227,7 +228,7 @@ static void attend(Step *s, int64_t layer, int64_t first, int64_t count, float *
             const float *keys = s->keys + ((layer * s->pages + table[p]) * s->key_heads + k) * size * s->room;
             for (int64_t t = 0; t < here; t += PANEL)
                 for (int64_t i = 0; i < many; i += ROWS)
-                    set2((int)(many - i < ROWS ? many - i : ROWS), q + i * size, size, keys + t, s->room, score + i * stride + start + t, stride, size);
+                    set2((int)(many - i < ROWS ? many - i : ROWS), q + i * size, size, keys + t, s->room, score + i * stride + start + t, stride, size, PANEL);
         }
         for (int64_t i = 0; i < many; i++) total[i] = weigh(score + i * stride, s->position[first + i / groups] + 1, stride);
         for (int64_t start = 0, p = 0; start < longest; start += s->page, p++) {
@@ -239,9 +240,9 @@ static void attend(Step *s, int64_t layer, int64_t first, int64_t count, float *
                     const float *a = score + i * stride + start, *b = values + d;
                     float *c = sum + i * s->padded + d;
                     if (d + PANEL <= s->padded)
-                        (p ? add2 : set2)(m, a, stride, b, s->padded, c, s->padded, here);
+                        (p ? add2 : set2)(m, a, stride, b, s->padded, c, s->padded, here, 8 * s->padded);
                     else
-                        (p ? add1 : set1)(m, a, stride, b, s->padded, c, s->padded, here);
+                        (p ? add1 : set1)(m, a, stride, b, s->padded, c, s->padded, here, 8 * s->padded);
                 }
         }
         for (int64_t i = 0; i < many; i++) {
