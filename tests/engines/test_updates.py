@@ -147,7 +147,7 @@ class Lent:
 @pytest.mark.parametrize("update", ["continue", "finish", "restart"])
 def test_an_engine_that_lends_its_memory_while_it_is_held_says_what_it_would_have_said(tiny_llama, update):
     _, *expected = run(tiny_llama, update)
-    engine = LocalEngine(copy.deepcopy(tiny_llama), max_context=64, kv_tokens=512, update=update)
+    engine = LocalEngine(copy.deepcopy(tiny_llama), max_context=64, kv_tokens=512, update=update, compiled=False)
     memory = engine.executor.cache.memory = Lent(engine.executor.cache)
     found = asyncio.run(straddling(engine))
     for mine, theirs in zip(found, expected, strict=True):
@@ -157,7 +157,7 @@ def test_an_engine_that_lends_its_memory_while_it_is_held_says_what_it_would_hav
 
 
 def test_an_engine_that_was_held_for_nothing_has_its_memory_again(tiny_llama):
-    engine = LocalEngine(copy.deepcopy(tiny_llama), max_context=64, kv_tokens=512)
+    engine = LocalEngine(copy.deepcopy(tiny_llama), max_context=64, kv_tokens=512, compiled=False)
     memory = engine.executor.cache.memory = Lent(engine.executor.cache)
 
     async def held():

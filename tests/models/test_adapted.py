@@ -75,7 +75,7 @@ def adapted(family: str, target: tuple[str, ...] = ("all-linear",), dtype=torch.
 
 
 def sample(model: nn.Module, by_peft: bool = False, engine: LocalEngine | None = None) -> list[tuple]:
-    engine = engine or LocalEngine(model, max_context=64, max_requests=8, page_size=16)
+    engine = engine or LocalEngine(model, max_context=64, max_requests=8, page_size=16, compiled=not by_peft)
     if by_peft:
         engine.executor.forward.rope = None
         assert not engine.executor.forward.fused

@@ -51,9 +51,20 @@ class Draws:
         return cls(heat, top_k, top_p, min_p, uniforms([s.seed for s in samplings], counts))
 
     @property
+    def truncated_B(self) -> NDArray[np.bool_]:
+        """Of which requests some tokens cannot be drawn."""
+        return (self.top_k_B != 0) | (self.top_p_B < 1) | (self.min_p_B != 0)
+
+    @property
     def truncates(self) -> bool:
         """Whether some tokens of some request cannot be drawn."""
-        return bool(self.top_k_B.any() or (self.top_p_B < 1).any() or self.min_p_B.any())
+        return bool(self.truncated_B.any())
+
+    def some(self, rows: NDArray[np.int64]) -> Draws:
+        """Those of some of the requests."""
+        return Draws(
+            self.temperature_B[rows], self.top_k_B[rows], self.top_p_B[rows], self.min_p_B[rows], self.uniform_B[rows]
+        )
 
     def shape(self, device: torch.device) -> Shape:
         heat = np.where(self.temperature_B == 0, 1.0, self.temperature_B)

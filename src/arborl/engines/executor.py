@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from arborl.engines.cache import Array, Cache, Reading, TorchAttend
 from arborl.engines.draw_tokens import Draws, draw
@@ -39,10 +38,37 @@ class Sampled(Protocol):
         ...
 
 
+class Stored(Protocol):
+    """Keys and values of what has been read, in pages."""
+
+    @property
+    def lends(self) -> bool:
+        """Whether `give_back` gives something."""
+        return False
+
+    def give_back(self) -> None:
+        """Let others have the memory, and with it all that was read, until `take`."""
+        return None
+
+    def take(self) -> None:
+        """Have memory again, where it was given back: with zeros."""
+        return None
+
+    def copy(self, source: int, target: int, count: int) -> None:
+        """Give page `target` the first `count` tokens of `source`."""
+        ...
+
+    def clear(self) -> None:
+        """Zeros everywhere again."""
+        ...
+
+
 class Executor(Protocol):
     """Owns the cache's tensors and the way through the model."""
 
-    cache: Cache
+    @property
+    def cache(self) -> Stored: ...
+
     ahead: bool
     """Whether the next step may be launched before this one's outcome is known."""
 
@@ -78,10 +104,9 @@ class TorchExecutor:
     ahead = False
     many = 4096
 
-    def __init__(self, model: PreTrainedModel, pages: int, page_size: int, context: int, lends: bool = False):
-        self.model = model
-        self.cache = Cache(model, pages, page_size, lends)
-        self.forward = Forward(model, context)
+    def __init__(self, forward: Forward, pages: int, page_size: int, lends: bool = False):
+        self.forward, self.model = forward, forward.model
+        self.cache = Cache(self.model, pages, page_size, lends)
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Sampled:

@@ -21,9 +21,11 @@ from transformers import PreTrainedModel
 
 from arborl.engines.cache import Array, Reading, default_kv_tokens
 from arborl.engines.checks import check_sampling, read_prompt
+from arborl.engines.cpu_step import CpuExecutor, fits
 from arborl.engines.draw_tokens import StopTexts
 from arborl.engines.engine import PROBE, Weights
 from arborl.engines.executor import Executor, Sampled, Step, TorchExecutor
+from arborl.engines.forward import Forward
 from arborl.engines.pages import Pages
 from arborl.engines.rows import Request, Rows
 from arborl.engines.scheduler import Scheduler
@@ -82,6 +84,7 @@ class LocalEngine:
             to its end (`finish`), or begins again (`restart`).
         lends: give the memory of keys and values back to the GPU while the engine is held: nothing that was read
             outlives an update.
+        compiled: on a CPU, run steps by compiled code where that can be had; otherwise with torch.
     """
 
     follows_weights = True
@@ -97,6 +100,7 @@ class LocalEngine:
         decode: Callable[[Sequence[int]], str] | None = None,
         update: str = "continue",
         lends: bool = False,
+        compiled: bool = True,
     ):
         if update not in UPDATES:
             raise ValueError(f"update={update!r}: give {', '.join(UPDATES)}")
@@ -111,7 +115,7 @@ class LocalEngine:
             raise ValueError(f"kv_tokens={kv_tokens} holds no sequence of max_context={max_context}; give more")
         self.pages = Pages(-(-kv_tokens // size), size)
         try:
-            self.executor = executor_for(model, self.pages, max_context, max_requests, lends)
+            self.executor = executor_for(model, self.pages, max_context, max_requests, lends, compiled)
         except ValueError as error:
             raise EngineError(str(error)) from error
         self.rows = Rows(1 if deterministic else max_requests, max_context, self.pages.needed(max_context))
@@ -355,11 +359,16 @@ class LocalEngine:
             return False
 
 
-def executor_for(model: PreTrainedModel, pages: Pages, context: int, requests: int, lends: bool = False) -> Executor:
-    """Fused kernels and CUDA graphs where there is a GPU for them; torch everywhere else, and for attention within
-    bounds, which the kernels do not know."""
+def executor_for(
+    model: PreTrainedModel, pages: Pages, context: int, requests: int, lends: bool, compiled: bool
+) -> Executor:
+    """Fused kernels and CUDA graphs where there is a GPU for them, compiled code on a CPU where there is a compiler;
+    torch everywhere else, and for attention within bounds, which neither knows."""
     if model.device.type == "cuda" and find_spec("triton") is not None and layout(model).plain(context):
         from arborl.engines.cuda_graphs import GraphExecutor
 
         return GraphExecutor(model, pages.count, pages.size, context, requests, lends)
-    return TorchExecutor(model, pages.count, pages.size, context, lends)
+    forward = Forward(model, context)
+    if compiled and fits(forward, context):
+        return CpuExecutor(forward, pages.count, pages.size, context)
+    return TorchExecutor(forward, pages.count, pages.size, lends)

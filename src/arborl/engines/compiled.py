@@ -1,0 +1,54 @@
+"""Plain C of ours, compiled where it runs: for this machine's processor, once, where there is a compiler.
+
+What was compiled is kept in the user's cache folder under a name that depends on the source, on the compiler and on all
+that it knows of the processor, so a folder shared by several machines is right for each of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-shared")
+
+
+@cache
+def compiled(source: Path) -> ctypes.CDLL | None:
+    """The library made of this file; None, and a line in the log, where there is no compiler or it does not manage."""
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if not compiler:
+        log.info("no C compiler (cc, gcc or clang): %s is not used", source.name)
+        return None
+    try:
+        return ctypes.CDLL(str(_built(compiler, source)))
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or str(error)
+        log.warning("%s is not used: %s did not compile it: %s", source.name, compiler, said.strip()[:500])
+        return None
+
+
+def _built(compiler: str, source: Path) -> Path:
+    code = source.read_bytes()
+    about = _ask(compiler, *FLAGS, "-dM", "-E", "-x", "c", "/dev/null")
+    name = hashlib.sha256(code + about.encode() + " ".join(FLAGS).encode()).hexdigest()[:24]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "arborl"
+    target = folder / f"{source.stem}-{name}.so"
+    if not target.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as made:  # a name of its own until it is whole
+            _ask(compiler, *FLAGS, "-o", f"{made}/library.so", str(source), "-lm")
+            os.replace(f"{made}/library.so", target)
+    return target
+
+
+def _ask(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout

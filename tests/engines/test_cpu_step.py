@@ -1,0 +1,150 @@
+"""Steps by compiled code on a CPU: torch's numbers, whatever stands beside a token and on however many threads."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import peft
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from arborl.engines.compiled import compiled
+from arborl.engines.cpu_step import SOURCE, CpuExecutor, library
+from arborl.engines.executor import TorchExecutor
+from arborl.engines.local import LocalEngine
+from arborl.types import Sampling
+
+pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler")
+
+ODD = {
+    "vocab_size": 101, "hidden_size": 36, "intermediate_size": 50, "num_hidden_layers": 2, "num_attention_heads": 6,
+    "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": None, "initializer_range": 0.2,
+}  # fmt: skip
+FAMILIES = {
+    "llama, one key head": lambda: LlamaForCausalLM(LlamaConfig(**ODD, num_key_value_heads=1, head_dim=10)),
+    "llama, many to a key": lambda: LlamaForCausalLM(
+        LlamaConfig(**(ODD | {"num_attention_heads": 18}), num_key_value_heads=2, head_dim=4, mlp_bias=True)
+    ),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**ODD, num_key_value_heads=6)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**ODD, num_key_value_heads=3, head_dim=40)),
+}  # fmt: skip
+SAMPLING = [
+    {"temperature": 1.0}, {"temperature": 0.0}, {"temperature": 0.6}, {"temperature": 1.3, "top_p": 0.8}, {"top_k": 4}
+]  # fmt: skip
+
+
+def made(family: str) -> torch.nn.Module:
+    torch.manual_seed(3)
+    model = FAMILIES[family]().eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "bias" in name or "norm" in name:
+                p.add_(torch.randn_like(p) * 0.1)
+    return model
+
+
+def converse(engine: LocalEngine, shapes=SAMPLING, sizes=(1, 30, 7, 61, 13)):
+    """Two turns each, of prompts of these lengths."""
+    chance = np.random.default_rng(0)
+
+    async def one(number: int, context: list[int], shape: dict):
+        done = []
+        for turn in range(2):
+            done.append(
+                await engine.generate(context, Sampling(9, seed=10 * number + turn, **shape), session=str(number))
+            )
+            context = [*context, *done[-1].tokens, 5, 6, 7]
+        return done
+
+    async def everyone():
+        prompts = [chance.integers(0, engine.vocabulary, size).tolist() for size in sizes]
+        return await asyncio.gather(*(one(i, p, s) for i, (p, s) in enumerate(zip(prompts, shapes, strict=True))))
+
+    return [call for calls in asyncio.run(everyone()) for call in calls]
+
+
+def same(ours, theirs, tolerance: float):
+    assert [c.tokens for c in ours] == [c.tokens for c in theirs]
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=tolerance, rtol=0)
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("page_size", [0, 7, 33])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_and_logprobs_are_torchs(family, page_size):
+    model = made(family)
+    ours = LocalEngine(model, 100, 8, 900, page_size)
+    theirs = LocalEngine(model, 100, 8, 900, page_size, compiled=False)
+    assert isinstance(ours.executor, CpuExecutor)
+    assert isinstance(theirs.executor, TorchExecutor)
+    same(converse(ours), converse(theirs), 2e-5)
+
+
+def test_a_tokens_numbers_depend_neither_on_its_neighbours_nor_on_threads(seedling, threads):
+    model, _ = seedling
+    together = converse(LocalEngine(model, 200))
+    alone = converse(LocalEngine(model, 200, deterministic=True))
+    same(together, alone, 0.0)
+
+
+def test_a_prompt_in_the_hands_of_several_threads_is_read_as_by_one(seedling, threads):
+    model, _ = seedling
+    ours = converse(LocalEngine(model, 400), [{}], [333])
+    same(ours, converse(LocalEngine(model, 400, compiled=False), [{}], [333]), 5e-5)
+
+
+def test_adapters_are_in_what_is_sampled_and_follow_an_update():
+    model = made("qwen2")
+    model.add_adapter(peft.LoraConfig(r=3, lora_alpha=7, target_modules="all-linear"), "default")
+    ours, theirs = LocalEngine(model, 100), LocalEngine(model, 100, compiled=False)
+    assert isinstance(ours.executor, CpuExecutor)
+    before = converse(ours)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name or "layernorm" in name:
+                p.add_(torch.randn_like(p) * 0.2)
+    for engine in (ours, theirs):
+        asyncio.run(engine.load({}, 1))
+    after = converse(ours)
+    same(after, converse(theirs), 2e-5)
+    assert [c.tokens for c in after] != [c.tokens for c in before]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"hidden_act": "gelu"}, {"torch_dtype": torch.float64}],
+    ids=["another activation", "another precision"],
+)
+def test_a_model_it_cannot_run_goes_torchs_way(change):
+    dtype = change.pop("torch_dtype", torch.float32)
+    model = LlamaForCausalLM(LlamaConfig(**ODD, num_key_value_heads=3, **change)).to(dtype)
+    assert isinstance(LocalEngine(model.eval(), 64).executor, TorchExecutor)
+
+
+def test_without_a_compiler_that_works_there_is_none_and_nothing_breaks(monkeypatch, tmp_path, caplog):
+    for compiler in (str(tmp_path / "nowhere"), "false"):
+        monkeypatch.setenv("CC", compiler)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        assert compiled.__wrapped__(SOURCE) is None
+        assert compiler in caplog.text
+
+
+def test_what_is_compiled_is_kept_and_found_again(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    source = tmp_path / "two.c"
+    source.write_text("int two(void) { return 2; }")
+    assert compiled.__wrapped__(source).two() == 2
+    (kept,) = (tmp_path / "arborl").iterdir()
+    made_at = kept.stat().st_mtime_ns
+    assert compiled.__wrapped__(source).two() == 2
+    assert kept.stat().st_mtime_ns == made_at
