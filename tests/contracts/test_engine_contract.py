@@ -14,7 +14,17 @@ from arborl.types import Finish, Sampling
 STOP = 2
 
 
-@pytest.fixture(params=["local", "local deterministic", "scripted"])
+@pytest.fixture(scope="module")
+def vllm_engine(vllm_python, seedling):
+    """One for all tests: it takes half a minute to start. The last of them closes it."""
+    from arborl.engines.vllm import VllmEngine
+
+    made = VllmEngine(seedling[0], max_context=64, max_requests=4, kv_tokens=512, python=vllm_python)
+    yield made
+    asyncio.run(made.close())
+
+
+@pytest.fixture(params=["local", "local deterministic", "scripted", pytest.param("vllm", marks=pytest.mark.vllm)])
 def engine(request, seedling):
     model, _ = seedling
     match request.param:
@@ -22,6 +32,8 @@ def engine(request, seedling):
             return LocalEngine(model, max_context=64, max_requests=4, kv_tokens=256)
         case "local deterministic":
             return LocalEngine(model, max_context=64, max_requests=4, kv_tokens=256, deterministic=True)
+        case "vllm":
+            return request.getfixturevalue("vllm_engine")
         case _:
             return ScriptedEngine([[5, 6, 7, STOP], [8, STOP]])
 
@@ -134,6 +146,7 @@ def test_a_seed_may_be_any_whole_number(engine, seed):
 
 
 def test_a_closed_engine_says_so(engine):
+    """The last test: an engine that is shared is closed by it."""
     asyncio.run(engine.close())
     with pytest.raises(EngineError, match="closed"):
         ask(engine, ([1], Sampling(2)))
