@@ -332,7 +332,11 @@ VLLM_HINT = (
 
 def check_installed(python: str | None) -> None:
     """That the interpreter is there and has vLLM, before anything is read."""
-    asked = [python or sys.executable, "-c", "import importlib.util as u; raise SystemExit(u.find_spec('vllm') is None)"]
+    asked = [
+        python or sys.executable,
+        "-c",
+        "import importlib.util as u; raise SystemExit(u.find_spec('vllm') is None)",
+    ]
     try:
         missing = subprocess.run(asked, capture_output=True, timeout=60, check=False).returncode != 0
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
+from fake_server import FakeServer
+
+from arborl.engines.http import HttpEngine
 from arborl.engines.local import LocalEngine
 from arborl.engines.scripted import ScriptedEngine
 from arborl.errors import EngineError
@@ -24,7 +30,17 @@ def vllm_engine(vllm_python, seedling):
     asyncio.run(made.close())
 
 
-@pytest.fixture(params=["local", "local deterministic", "scripted", pytest.param("vllm", marks=pytest.mark.vllm)])
+@pytest.fixture(scope="module")
+def server(seedling):
+    """With the wire of vLLM and an engine of ours behind it."""
+    made = FakeServer(seedling[0], context=64)
+    yield made
+    made.kill()
+
+
+@pytest.fixture(
+    params=["local", "local deterministic", "scripted", "http", pytest.param("vllm", marks=pytest.mark.vllm)]
+)
 def engine(request, seedling):
     model, _ = seedling
     match request.param:
@@ -32,6 +48,8 @@ def engine(request, seedling):
             return LocalEngine(model, max_context=64, max_requests=4, kv_tokens=256)
         case "local deterministic":
             return LocalEngine(model, max_context=64, max_requests=4, kv_tokens=256, deterministic=True)
+        case "http":
+            return HttpEngine(model, [request.getfixturevalue("server").url], max_context=64)
         case "vllm":
             return request.getfixturevalue("vllm_engine")
         case _:

@@ -96,14 +96,15 @@ class EngineConfig(Named):
     """What samples."""
 
     name: str = "local"
-    """`local` (in this process, sharing the learner's weights), `vllm` (vLLM in a process of its own), `http` (servers that
-    run already) or `scripted` (fixed replies). With `data.given` it is `none`. See docs/engines.md."""
+    """`local` (in this process, sharing the learner's weights), `vllm` (vLLM in a process of its own), `http` (servers
+    that run already) or `scripted` (fixed replies). With `data.given` it is `none`. See docs/engines.md."""
     max_requests: int = Field(256, ge=1)
-    """Requests `local` and `vllm` sample at once, and `http` sends at once to each server; others wait their turn."""
+    """Requests `local` and `vllm` sample at once; others wait their turn. Where every server of `http` has so many, no
+    further episodes are begun."""
     kv_tokens: int = Field(0, ge=0)
-    """Tokens whose keys and values `local` and `vllm` keep. 0 takes a share of the memory: 30 % of what a GPU has free, or less
-    where the learner needs it; 10 % of a machine's. When it runs out the youngest request is put back and goes on
-    later, with the same tokens."""
+    """Tokens whose keys and values `local` and `vllm` keep. 0 takes a share of the memory: 30 % of what a GPU has free,
+    or less where the learner needs it; 10 % of a machine's. When it runs out the youngest request is put back and goes
+    on later, with the same tokens."""
     page_size: int = Field(0, ge=0)
     """Tokens a page of that memory. 0 chooses: 64 on a GPU; on a CPU a whole sequence, so that nothing is gathered."""
     replies: tuple[str, ...] = ()

@@ -109,8 +109,8 @@ class Probe:
         if not gap <= allowed:
             raise OtherWeights(
                 f"{whose} does not say what the learner's model says: after an update, the log-probabilities of "
-                f"{len(expected)} tokens differ by {gap:.2g} on average, where {allowed:g} is allowed for {self.dtype}. "
-                f"It samples from other weights, or from another distribution.{hint}"
+                f"{len(expected)} tokens differ by {gap:.2g} on average, where {allowed:g} is allowed for "
+                f"{self.dtype}. It samples from other weights, or from another distribution.{hint}"
             )
         return gap
 

@@ -76,8 +76,7 @@ def head_size(about: Mapping[str, Any]) -> int:
 
 def export_padded(folder: Path, target: Path, large: int) -> Path:
     """Write the model of a folder with larger heads, tokenizer and template beside it; any program that loads models
-    runs the result, and a run may train it as `model.name`. It is in float32: scaled queries are no longer what bfloat16
-    can hold.
+    runs the result, and a run may train it as `model.name`. It is in float32: bfloat16 cannot hold scaled queries.
 
     Example:
         export_padded(resolve("seedling"), Path("seedling-64"), 64)

@@ -1,9 +1,9 @@
 """Sampling by vLLM, in a process of its own with its own copy of the weights.
 
-That process may belong to another environment (`engine.python`): what vLLM pins need not be what a run uses. It is asked
-through a socket, and given weights through shared memory; where the model has adapters, only these after the first time.
-An update waits for nobody: requests under way stop between two tokens, go on with the new weights, and say which of their
-tokens are from which. The other side is `vllm_side/main.py`.
+That process may belong to another environment (`engine.python`): what vLLM pins need not be what a run uses. It is
+asked through a socket, and given weights through shared memory; where the model has adapters, only these after the
+first time. An update waits for nobody: requests under way stop between two tokens, go on with the new weights, and say
+which of their tokens are from which. The other side is `vllm_side/main.py`.
 """
 
 from __future__ import annotations
@@ -293,7 +293,7 @@ class VllmEngine:
         self._clean()
 
     def metrics(self) -> Metrics:
-        """Since the last call: tokens sampled, requests, updates and their seconds; and how far the last probe was off."""
+        """Since the last call: tokens sampled, requests, updates, their seconds; and how far the last probe was off."""
         counts = dict(self.counts)
         self.counts.update(dict.fromkeys(counts, 0.0))
         return {f"engine/{name}": value for name, value in counts.items()} | {"engine/probe_gap": self.gap}

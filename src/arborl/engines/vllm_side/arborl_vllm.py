@@ -31,8 +31,8 @@ class Extension:
         self._arborl_reload(weights_path=weights_path)
 
     def _arborl_reload(self, **source: Any) -> None:
-        """vLLM's own reloading, and what it forgets: on a CPU an output layer that shares the embedding's weights goes on
-        with its packed copy of the old ones."""
+        """vLLM's own reloading, and what it forgets: on a CPU an output layer that shares the embedding's weights goes
+        on with its packed copy of the old ones."""
         runner = self.model_runner  # type: ignore[attr-defined]
         runner.reload_weights(**source)
         head = getattr(runner.get_model(), "lm_head", None)

@@ -1,7 +1,7 @@
 """The process of `engine=vllm`: vLLM's `AsyncLLM`, asked through a socket. The other side is `vllm.py`.
 
-Started as `python main.py FD`, by an interpreter that has vLLM and need not have arborl. A message is its length in four
-bytes and JSON; the first says how to make the engine, and the answer to it that it is ready.
+Started as `python main.py FD`, by an interpreter that has vLLM and need not have arborl. A message is its length in
+four bytes and JSON; the first says how to make the engine, and the answer to it that it is ready.
 """
 
 from __future__ import annotations
@@ -126,7 +126,8 @@ class Side:
 
 def _sampled(output: Any) -> dict[str, Any]:
     tokens = list(output.token_ids)
-    return {"tokens": tokens, "logprobs": [each[token].logprob for token, each in zip(tokens, output.logprobs or ())]}
+    scores = output.logprobs or [{}] * len(tokens)
+    return {"tokens": tokens, "logprobs": [each[token].logprob for token, each in zip(tokens, scores, strict=True)]}
 
 
 async def main(descriptor: int) -> None:
