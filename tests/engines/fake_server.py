@@ -159,6 +159,8 @@ class FakeServer:
 
     async def generate(self, request):
         body = await request.json()
+        if "token_ids" not in body:
+            return JSONResponse({"error": {"message": "token_ids: field required"}}, 400)
         done = await self.sampled("tokens", body["token_ids"], body["sampling_params"])
         if done is None:
             return Response("try later", 503)

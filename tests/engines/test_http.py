@@ -81,6 +81,21 @@ def test_after_an_update_a_server_says_what_the_learner_says(seedling, serve, ki
     assert set(server.asked("tokens")) == {f"{engine.run}:0", f"{engine.run}:3"}
 
 
+def test_a_version_may_be_given_again(seedling, serve):
+    engine = connected(seedling, serve())
+
+    async def run():
+        for version in (0, 0, 1, 1):
+            await engine.load(seedling[0].state_dict(), version)
+        (done,) = await ask(engine)
+        kept = len(list(engine.files.home.iterdir()))
+        await engine.close()
+        return done.version, kept
+
+    assert asyncio.run(run()) == (1, 1)
+    assert not engine.files.home.exists()
+
+
 def test_an_update_that_does_not_arrive_is_noticed(seedling, serve):
     with pytest.raises(EngineError, match=r"does not say what the learner's model says.*processed_logprobs"):
         connected(seedling, serve(deaf=True), model=moved(seedling))

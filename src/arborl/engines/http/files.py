@@ -33,11 +33,12 @@ class WeightFiles:
         except OSError as error:
             raise EngineError(f"engine.weights_dir={root}: cannot be written: {error.strerror}") from error
         self.folder: Path | None = None
+        self.written = 0
 
     def write(self, weights: Weights, version: int) -> Path:
         """The folder of these weights. The one before goes once nobody needs it: see `only`."""
-        number = len(list(self.home.iterdir()))
-        folder = self.home / f"version-{version}-{number}"
+        self.written += 1  # one version may be asked for twice
+        folder = self.home / f"{self.written:06}-version-{version}"
         try:
             if has_lora(self.model):
                 export_merged(self.model, folder)

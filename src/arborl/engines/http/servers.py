@@ -88,13 +88,13 @@ def _why(error: Exception) -> str:
     return f"{told}{f': {error}' if str(error) and kind != 'ConnectError' else ''}"
 
 
-async def has(client: Client, path: str) -> bool:
-    """Whether there is such an address; one that wants another method, or arguments, is there."""
+async def has(client: Client, path: str, method: str = "GET") -> bool:
+    """Whether there is such an address, and it is open; it may want arguments that are not given."""
     try:
-        reply = await client.get(path)
+        reply = await client.request(method, path, json={} if method == "POST" else None)
     except (httpx.TransportError, httpx.InvalidURL) as error:
         raise Unreachable(f"{client.base_url}: {_why(error)}") from error
-    return reply.status_code not in (404, 403)
+    return reply.status_code not in (403, 404, 405)
 
 
 async def events(client: Client, path: str, body: Mapping[str, Any]) -> AsyncIterator[Any]:
@@ -137,7 +137,7 @@ class VllmServer:
     async def meet(cls, client: Client) -> VllmServer | None:
         if not await has(client, "/version"):
             return None
-        tokens = await has(client, "/inference/v1/generate")
+        tokens = await has(client, "/inference/v1/generate", "POST")
         dev = await has(client, "/weight_info")
         extension = False
         if dev:
