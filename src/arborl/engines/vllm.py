@@ -53,6 +53,8 @@ CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 """Head sizes that vLLM's kernels for CPUs have."""
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of adapters that it makes room for."""
+WHOLE_PROMPTS = {"enable_chunked_prefill": False}
+"""On a CPU: vLLM 0.32 ends itself when a request with a seed is read in parts (its generator cannot be set back)."""
 FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH}
 
 Said = dict[str, Any]
@@ -112,6 +114,7 @@ class VllmEngine:
             tokens = kv_tokens or default_kv_tokens(model, max_context)
             each = token_bytes(model) * (self.heads.large / self.heads.small if self.heads else 1)
             lora = {"enable_lora": True, "max_lora_rank": _rank(model), "max_loras": 1} if has_lora(model) else {}
+            on_cpu = model.device.type == "cpu"
             settings = {
                 "model": str(self.folder),
                 "load_format": "dummy",  # all weights come from the learner, on one way
@@ -125,7 +128,8 @@ class VllmEngine:
                 "generation_config": "vllm",
                 "enable_prefix_caching": True,
                 "disable_log_stats": True,
-                "enforce_eager": model.device.type == "cpu",  # compiling takes longer than small runs do
+                "enforce_eager": on_cpu,  # compiling takes longer than small runs do
+                **(WHOLE_PROMPTS | {"max_num_batched_tokens": max(4096, max_context)} if on_cpu else {}),
                 "enable_sleep_mode": sleeps and model.device.type == "cuda",
                 **lora,
                 **(args or {}),
