@@ -129,6 +129,8 @@ class Trainer:
             await self.rewards.score([group for group in (*groups, *greedy) if not _scored(group)])
             for group, alone in zip(groups, greedy, strict=False):
                 group.greedy = alone.survivors[0].reward if alone.survivors else None
+        if (sleep := getattr(self.engine, "sleep", None)) is not None:
+            await sleep()  # an engine on the same device; it wakes when it is given weights
         with clock("learn"):
             beside = self.rollout.shown(self.source.beside(self.step))
             kept, forest, terms = look(self.algorithm, self.learner, [*groups, *beside])
