@@ -207,8 +207,9 @@ def test_a_server_that_is_overloaded_is_asked_again(seedling, serve):
 
 def test_where_no_server_answers_the_request_fails_and_says_why(seedling, serve):
     server = serve()
-    engine = connected(seedling, server, seconds=0.3)
+    engine = connected(seedling, server)
     server.kill()
+    engine.seconds = 0.3
     with pytest.raises(EngineError, match=r"no server has answered for 0.3 s: .*connection refused"):
         asyncio.run(ask(engine))
 
@@ -285,7 +286,7 @@ def test_a_server_of_another_tokenizer_is_refused(seedling, serve):
 def test_a_server_of_another_model_is_refused(seedling, serve, tiny_llama):
     server = serve(model=tiny_llama.float())
     with pytest.raises(EngineError, match="size mismatch"):
-        connected(seedling, server, seconds=0.3)
+        connected(seedling, server)
 
 
 def test_a_server_with_less_context_or_another_name_is_refused(seedling, serve):

@@ -20,7 +20,8 @@ class Engine(Protocol):
     One that also has a property `crowded` says with it that requests wait which it has no room for: no further
     episodes are begun while that is so. One that has a method `warm` is told with it, before a run's first step, how
     tokens will be drawn (a `Sampling`), and makes what it needs for that. One that has an async method `sleep` is told
-    with it that nothing is sampled until it is given weights. One whose `chat` is not None is given messages instead of
+    with it that nothing is sampled until it is given weights. One whose `proves_weights` is true compares its copy with
+    the learner's at every `load`, and raises. One whose `chat` is not None is given messages instead of
     tokens, and can be measured only.
     """
 

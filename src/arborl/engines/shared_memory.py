@@ -1,4 +1,7 @@
-"""Weights on their way to a process of this machine: one file in shared memory, written over at every update."""
+"""Weights on their way to a process of this machine: one piece of shared memory, written over at every update.
+
+It has no name in a file system where that can be had: whoever is killed leaves nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-SHARED = Path("/dev/shm")
 ALIGNED = 64
 
 Row = tuple[str, str, list[int], int]
@@ -28,9 +30,13 @@ class SharedMemory:
     """
 
     def __init__(self) -> None:
-        there = SHARED if SHARED.is_dir() and os.access(SHARED, os.W_OK) else None
-        descriptor, name = tempfile.mkstemp(prefix="arborl-weights-", dir=there)  # nobody else may read it
-        self.path, self.file, self.size = Path(name), os.fdopen(descriptor, "r+b"), 0
+        if hasattr(os, "memfd_create"):
+            descriptor = os.memfd_create("arborl-weights")
+            self.path = Path(f"/proc/{os.getpid()}/fd/{descriptor}")  # as others see it, while this process lives
+        else:
+            descriptor, name = tempfile.mkstemp(prefix="arborl-weights-")  # nobody else may read it
+            self.path = Path(name)
+        self.file, self.size = os.fdopen(descriptor, "r+b"), 0
         self.memory: mmap.mmap | None = None
 
     def write(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> list[Row]:
@@ -64,4 +70,5 @@ class SharedMemory:
             self.memory.close()
             self.memory = None
         self.file.close()
-        self.path.unlink(missing_ok=True)
+        if not hasattr(os, "memfd_create"):
+            self.path.unlink(missing_ok=True)

@@ -80,7 +80,7 @@ class VllmEngine:
         decode: token ids to text, for stop texts.
     """
 
-    follows_weights = True
+    follows_weights = proves_weights = True
 
     def __init__(
         self,
@@ -247,7 +247,7 @@ class VllmEngine:
         asked: dict[str, Any] = {"version": f"{self.run}:{version}"}
         with tempfile.TemporaryDirectory(prefix="arborl-adapter-", dir=self.folder) as folder:
             if first or (given and not has_lora(self.model)):
-                asked |= self._in_memory(given)
+                asked |= await asyncio.to_thread(self._in_memory, given)
             if given and has_lora(self.model):
                 asked["adapter"] = str(self._in_folder(given, Path(folder)))
             said = await self.process.answer("load", UPDATE, **asked)

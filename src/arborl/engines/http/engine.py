@@ -41,6 +41,8 @@ AGAIN = 1.0
 """Seconds between two attempts to reach a server that is gone."""
 CONNECT = 10.0
 """Seconds to reach a server."""
+KEPT = 2.0
+"""Seconds that a connection is kept: shorter than servers do (5), or a request would meet one that is just closed."""
 SESSIONS = 20_000
 """Episodes whose server is remembered."""
 WORDS = "Hello, world! 12 + 30 = 42\n\tdef f(x): return x ** 2  # éß 你好"
@@ -92,6 +94,8 @@ class HttpEngine:
         renderer: the run's, whose tokenizer must be theirs; without one, it is not compared.
         training: whether they are to be given weights. Else they are asked as they are.
     """
+
+    proves_weights = True
 
     def __init__(
         self,
@@ -239,31 +243,39 @@ class HttpEngine:
         if not self.training:
             return
         began = time.perf_counter()
+        errors = await self._publish(weights, version)
+        for replica, error in errors.items():
+            self._lose(replica, str(error))
+        if not any(replica.up for replica in self.replicas):
+            for error in errors.values():
+                if not isinstance(error, Unreachable):  # no waiting will mend it
+                    raise error
+            await self._choose("update")  # waits for one to come back with these weights, or says why none does
+        self.counts["updates"] += 1
+        self.counts["update_seconds"] += time.perf_counter() - began
+
+    async def _publish(self, weights: Weights, version: int) -> dict[Replica, EngineError]:
+        """All servers that answer have the weights; except for these."""
         assert self.files is not None
         if weights or self.files.folder is None:
             self.weights = dict(weights) or self.weights
-            folder = await asyncio.to_thread(self.files.write, self.weights, version)
-        else:
-            folder = self.files.folder
+            await asyncio.to_thread(self.files.write, self.weights, version)
+        folder = self.files.folder
+        assert folder is not None
         self.coming = version
-        here = self._in_loop()
+        for task in self._in_loop().coming.values():
+            task.cancel()  # it is about to hand out the weights before these; it is tried again
         up = [replica for replica in self.replicas if replica.up]
         outcomes = await asyncio.gather(*(self._update(replica, folder) for replica in up), return_exceptions=True)
-        self.version = version
+        errors: dict[Replica, EngineError] = {}
         for replica, outcome in zip(up, outcomes, strict=True):
-            if isinstance(outcome, Unreachable):
-                self._lose(replica, str(outcome))
+            if isinstance(outcome, EngineError):
+                errors[replica] = outcome
             elif isinstance(outcome, BaseException):
                 raise outcome
-        for task in [task for task in here.coming.values() if not task.done()]:
-            task.cancel()  # it may have been given the weights before these; it is tried again with them
-        for replica in self.replicas:
-            replica.up = replica.up and replica.version == version
-        if not any(replica.up for replica in self.replicas):
-            await self._choose("update")  # waits for one to come back with these weights, or says why none does
+        self.version = version
         self.files.only(folder)
-        self.counts["updates"] += 1
-        self.counts["update_seconds"] += time.perf_counter() - began
+        return errors
 
     async def _update(self, replica: Replica, folder: Path) -> None:
         server, client = replica.server, self._client(replica)
@@ -294,7 +306,8 @@ class HttpEngine:
     @property
     def crowded(self) -> bool:
         """Whether every server has as much as it is to have."""
-        return all(replica.busy >= self.max_requests for replica in self.replicas if replica.up)
+        up = [replica for replica in self.replicas if replica.up]  # where none is, requests find out and say so
+        return bool(up) and all(replica.busy >= self.max_requests for replica in up)
 
     def metrics(self) -> Metrics:
         """Since the last call: tokens sampled, requests, those sent again, servers lost, updates and their seconds."""
@@ -317,7 +330,8 @@ class HttpEngine:
             if len(kinds) > 1:
                 raise EngineError("engine.urls: servers of several kinds. Name servers of one kind")
             if self.training:
-                await self.load(self.model.state_dict(), 0)
+                for error in (await self._publish(self.model.state_dict(), 0)).values():
+                    raise error
             else:
                 log.warning("%s: measured as it is; it is not given the weights of model.name", self.replicas[0].url)
         finally:
@@ -422,7 +436,7 @@ class HttpEngine:
                 base_url=replica.url,
                 headers=self.headers,
                 timeout=httpx.Timeout(self.seconds, connect=CONNECT),
-                limits=httpx.Limits(max_connections=None, max_keepalive_connections=self.max_requests),
+                limits=httpx.Limits(None, self.max_requests, keepalive_expiry=KEPT),
                 trust_env=False,
             )
         return here.clients[replica.url]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from pathlib import Path
+from weakref import finalize
 
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
@@ -32,6 +33,7 @@ class WeightFiles:
             self.home.chmod(0o755)  # a server may run as somebody else
         except OSError as error:
             raise EngineError(f"engine.weights_dir={root}: cannot be written: {error.strerror}") from error
+        self.close = finalize(self, shutil.rmtree, self.home, ignore_errors=True)  # at the latest when Python ends
         self.folder: Path | None = None
         self.written = 0
 
@@ -59,6 +61,3 @@ class WeightFiles:
         for other in self.home.iterdir():
             if other != folder:
                 shutil.rmtree(other, ignore_errors=True)
-
-    def close(self) -> None:
-        shutil.rmtree(self.home, ignore_errors=True)
