@@ -193,8 +193,10 @@ def test_what_a_server_samples_that_was_restarted_unseen_does_not_count(seedling
 
 
 def test_a_server_that_is_overloaded_is_asked_again(seedling, serve):
+    """It still has its weights, and is not given them again."""
     server = serve()
     engine = connected(seedling, server)
+    updates = len(server.asked("update"))
     server.fails = 2
 
     async def run():
@@ -203,6 +205,7 @@ def test_a_server_that_is_overloaded_is_asked_again(seedling, serve):
         return done
 
     assert len(asyncio.run(run())[0].tokens) == 4
+    assert len(server.asked("update")) == updates
 
 
 def test_where_no_server_answers_the_request_fails_and_says_why(seedling, serve):

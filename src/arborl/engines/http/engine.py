@@ -277,13 +277,15 @@ class HttpEngine:
         self.files.only(folder)
         return errors
 
-    async def _update(self, replica: Replica, folder: Path) -> None:
+    async def _update(self, replica: Replica, folder: Path, unless_held: bool = False) -> None:
+        """Give one server the weights, and ask whether it has them. Who was away for a moment has them still."""
         server, client = replica.server, self._client(replica)
         assert server is not None
         assert not isinstance(server, ChatServer)
         version = self.coming
         label = f"{self.run}:{version}"
-        await server.update(client, folder, label)
+        if not unless_held or await server.label(client) != label:
+            await server.update(client, folder, label)
         if (held := await server.label(client)) != label:
             raise EngineError(f"{replica.url} was given weights {label} and says that it holds {held!r}")
         replica.version = version
@@ -418,13 +420,13 @@ class HttpEngine:
                         raise EngineError(f"{replica.url} cannot be trained with: {server.cannot_train}")
                     assert self.files is not None
                     assert self.files.folder is not None
-                    await self._update(replica, self.files.folder)
+                    await self._update(replica, self.files.folder, unless_held=True)
             except EngineError as error:
                 replica.why = str(error)
             else:
                 if not self.training or (version == self.coming and replica.version == self.coming):
                     replica.up = True
-                    log.warning("%s answers again, and has the weights of version %d", replica.url, version)
+                    log.warning("%s answers again, with the weights of version %d", replica.url, version)
                     self._in_loop().changed.set()
                     return
             await asyncio.sleep(AGAIN)
@@ -436,7 +438,9 @@ class HttpEngine:
                 base_url=replica.url,
                 headers=self.headers,
                 timeout=httpx.Timeout(self.seconds, connect=CONNECT),
-                limits=httpx.Limits(None, self.max_requests, keepalive_expiry=KEPT),
+                limits=httpx.Limits(
+                    max_connections=None, max_keepalive_connections=self.max_requests, keepalive_expiry=KEPT
+                ),
                 trust_env=False,
             )
         return here.clients[replica.url]
