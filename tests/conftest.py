@@ -104,3 +104,11 @@ def seedling():
 
     folder = resolve("seedling")
     return load_model(folder, device="cpu"), Renderer.from_folder(folder)
+
+
+@pytest.fixture(scope="session")
+def vllm_python():
+    """The interpreter of an environment that has vLLM."""
+    if "ARBORL_VLLM_PYTHON" not in os.environ:
+        pytest.skip("needs vLLM, which has an environment of its own: `make test-vllm` makes it and runs this")
+    return os.environ["ARBORL_VLLM_PYTHON"]

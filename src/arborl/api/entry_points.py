@@ -180,7 +180,7 @@ def evaluate(
     if config.evaluation.tasks == 0:
         raise ConfigError("evaluation.tasks=0: nothing to evaluate. Write evaluation.tasks=200.")
     named = config.model_copy(update={"model": config.model.model_copy(update={"name": str(model)})})
-    parts = build(named, objects)
+    parts = build(named, objects, training=False)
 
     async def measured() -> Measured:
         try:
@@ -200,7 +200,8 @@ def evaluate(
 def stubbed(config: RunConfig) -> RunConfig:
     """The same run, small and on scripted replies."""
     tree = config.model_dump()
-    tree["engine"] |= {} if config.data.given else {"name": "scripted"}
+    if not config.data.given:
+        tree["engine"] = {"name": "scripted", "replies": config.engine.replies}
     tree["trainer"] |= {"steps": min(config.trainer.steps or 3, 3), "epochs": None}
     tree["demonstrations"] |= {"steps": min(config.demonstrations.steps, 1)}
     if not config.rollout.envs.tags:  # a partition stays what it is

@@ -114,6 +114,7 @@ EXTRAS = {
     "mcp": "tools over MCP",
     "smollm2": "model=smollm2",
     "optuna": "arborl tune",
+    "vllm": "engine=vllm, unless engine.python names an environment that has it",
     "reasoning_gym": "env=reasoning_gym",
     "textarena": "env=textarena",
     "openenv": "env=openenv",

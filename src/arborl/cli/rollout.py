@@ -65,7 +65,7 @@ def rollout(
     if stub:
         given["engine.name"] = "scripted"
     config = configured(arguments or (), given)
-    parts = build(config)
+    parts = build(config, training=False)
     taken = config.rollout.tasks_per_step + config.rollout.spare_groups
     tasks = parts.source.evaluation(task + 1) if held_out else parts.source.take(step - 1, taken)
     if task >= len(tasks):

@@ -20,6 +20,12 @@ In reading order:
     kernels.py        What happens between the matrix products of a sampling step on a GPU
     token_kernels.py  Tokens into a sampling step and out of it on a GPU
     shared_prefix.py  Rows that share the beginning of their context
+    vllm.py           Sampling by vLLM, in a process of its own with its own copy of the weights
+    vllm_side/        What runs there; needs vLLM and no arborl
+    http/             Sampling by servers that run already
+    copies.py         What engines with a copy of the weights are sent, and how it is known to have arrived
+    shared_memory.py  Weights on their way to a process of this machine
+    padded_heads.py   The same model with larger attention heads, for kernels that lack its own
     absent.py         No engine: for runs that learn from given rows
     scripted.py       Fixed replies, for stub mode and tests: the whole loop without a model
 """
@@ -31,6 +37,8 @@ ENGINES = Registry(
     "engine",
     {
         "local": "arborl.engines.local:LocalEngine",
+        "vllm": "arborl.engines.vllm:VllmEngine",
+        "http": "arborl.engines.http:HttpEngine",
         "none": "arborl.engines.absent:NoEngine",
         "scripted": "arborl.engines.scripted:ScriptedEngine",
     },

@@ -21,11 +21,14 @@ class Engine(Protocol):
 
     One that also has a property `crowded` says with it that requests wait which it has no room for: no further
     episodes are begun while that is so. One that has a method `warm` is told with it, before a run's first step, how
-    tokens will be drawn (a `Sampling`), and makes what it needs for that.
+    tokens will be drawn (a `Sampling`), and makes what it needs for that. One whose `proves_weights` is true compares
+    its copy with the learner's at every `load`, and raises. One whose `chat` is not None is given messages instead of
+    tokens, and can be measured only.
 
     One that shares the learner's weights, or its device, has `hold` and `release`. Between them it samples nothing,
     since the learner is at work; requests wait, new ones too, and go on afterwards. Only those of the session `PROBE`
-    are answered meanwhile, once the new weights are loaded.
+    are answered meanwhile, once the new weights are loaded. One that has an async method `sleep` is told with it, when
+    nothing is being sampled, that nothing will be until it is given weights.
     """
 
     follows_weights: bool

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 from bisect import bisect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,21 @@ from arborl.rollout.meter import Meter
 from arborl.rollout.processes import ProcessEnv
 from arborl.seeds import derive
 from arborl.spans import span
-from arborl.types import Call, Completion, Drawn, Episode, Message, Metrics, Sampling, Stop, Task, ToolSpec, Turn
+from arborl.types import (
+    GIVEN,
+    Call,
+    Completion,
+    Drawn,
+    Episode,
+    Finish,
+    Message,
+    Metrics,
+    Sampling,
+    Stop,
+    Task,
+    ToolSpec,
+    Turn,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +133,11 @@ class Recorder:
             seed=seed,
             stop_texts=(*self.sampling.stop_texts, *((stop,) if isinstance(stop, str) else stop)),
         )
-        completion = await self._generate(prompt, sampling)
-        reply = self.renderer.read(completion)
+        if (chat := getattr(self.engine, "chat", None)) is not None:
+            completion, reply = await self._chatted(chat, shown, read_tools(tools, "model.chat, tools"), sampling)
+        else:
+            completion = await self._generate(prompt, sampling)
+            reply = self.renderer.read(completion)
         call = Call(prompt.tokens, completion, turn, messages=tuple(shown), reply=reply, drawn=self.drawn)
         self._record(prompt, call, place)
         return reply
@@ -139,6 +157,15 @@ class Recorder:
                 return said
         finally:
             self._waiting.discard(task)
+
+    async def _chatted(
+        self, chat: Callable[..., Any], messages: Sequence[Message], tools: Sequence[ToolSpec], sampling: Sampling
+    ) -> tuple[Completion, Message]:
+        """From an engine that takes messages: what was said is on record, and nobody knows how likely it was."""
+        reply, finish = await across(ENGINE, None, chat, messages, tools, sampling, session=self.episode.id)
+        ids = self.renderer.encode(self.renderer.said(reply.content))
+        tokens = (*ids, *(self.renderer.stop[:1] if finish is Finish.STOP else ()))
+        return Completion(tokens, (math.nan,) * len(tokens), finish, GIVEN), reply
 
     def _record(self, prompt: Prompt, call: Call, place: Place) -> None:
         self._check_open()

@@ -24,7 +24,7 @@ class SyncProbe:
 
     def __init__(self, engine: Engine):
         self.engine = engine
-        self.settled = not engine.follows_weights
+        self.settled = not engine.follows_weights or getattr(engine, "proves_weights", False)
         self.before: Completion | None = None
         self.missed = 0
 

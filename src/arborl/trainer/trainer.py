@@ -182,9 +182,11 @@ class Trainer:
         return metrics | SKIPPED | self.learner.update(forest.trees, terms, self.algorithm, names)
 
     async def _hold(self) -> None:
-        """Where the engine shares the learner's weights or device, they take turns."""
+        """Where the engine shares the learner's weights or device, they take turns; given weights, it wakes."""
         if (hold := getattr(self.engine, "hold", None)) is not None:
             await hold()
+        if (sleep := getattr(self.engine, "sleep", None)) is not None:
+            await sleep()
             self.rollout.asked.hold(True)
 
     def _release(self) -> None:

@@ -1,0 +1,210 @@
+"""Servers as tests need them: the wire of vLLM, SGLang or a chat server, and an engine with weights of its own behind.
+
+A killed one refuses connections; a restarted one has the weights it began with, at the same address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import socket
+import threading
+import time
+from pathlib import Path
+
+import uvicorn
+from safetensors.torch import load_file
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from arborl.engines.local import LocalEngine
+from arborl.types import Sampling
+
+
+class FakeServer:
+    """One server in a thread.
+
+    Args:
+        model: what it serves; copied.
+        kind: `vllm`, `vllm completions` (no token endpoints), `vllm closed` (takes no weights), `sglang`, `chat`.
+        renderer: whose tokenizer it has.
+        deaf: it acknowledges weights and does not take them.
+    """
+
+    def __init__(self, model, kind="vllm", renderer=None, context=256, deaf=False, name="policy"):
+        self.start_model, self.kind, self.renderer, self.context = model, kind, renderer, context
+        self.deaf, self.name = deaf, name
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log: list[tuple[str, str]] = []
+        """What it was asked, with the label of its weights then."""
+        self.sessions: list[list[int]] = []
+        self.gate: threading.Event | None = None
+        """While it is there and not set, requests for tokens wait."""
+        self.fails = 0
+        """So many requests for tokens are answered with 503."""
+        self.start()
+
+    def start(self):
+        self.model = copy.deepcopy(self.start_model)
+        self.engine = LocalEngine(self.model, max_context=self.context, max_requests=8, kv_tokens=8 * self.context)
+        self.label = "default"
+        config = uvicorn.Config(self.app(), port=self.port, log_level="critical", timeout_graceful_shutdown=0)
+        self.server = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
+        self.thread.start()
+        while not self.server.started:
+            time.sleep(0.005)
+
+    def kill(self):
+        self.server.should_exit = self.server.force_exit = True
+        self.thread.join()
+
+    restart = start
+
+    def asked(self, path):
+        return [label for what, label in self.log if what == path]
+
+    def app(self):
+        routes = [Route("/v1/models", self.models)]
+        if self.kind.startswith("vllm"):
+            routes += [
+                Route("/version", self.version),
+                Route("/v1/completions", self.completions, methods=["POST"]),
+                Route("/tokenize", self.tokenize, methods=["POST"]),
+            ]
+        if self.kind == "vllm":
+            routes += [Route("/inference/v1/generate", self.generate, methods=["POST"])]
+        if self.kind in ("vllm", "vllm completions"):
+            routes += [Route("/weight_info", self.weight_info)]
+            for path in ("/pause", "/resume", "/reset_prefix_cache", "/collective_rpc", "/update_weight_version"):
+                routes.append(Route(path, getattr(self, path[1:]), methods=["POST"]))
+        if self.kind == "sglang":
+            routes += [
+                Route("/get_model_info", self.weight_info),
+                Route("/generate", self.sglang, methods=["POST"]),
+                Route("/update_weights_from_disk", self.from_disk, methods=["POST"]),
+            ]
+        if self.kind == "chat":
+            routes += [Route("/v1/chat/completions", self.chat, methods=["POST"])]
+        return Starlette(routes=routes)
+
+    async def models(self, request):
+        return JSONResponse({"data": [{"id": self.name, "max_model_len": self.context}]})
+
+    async def version(self, request):
+        return JSONResponse({"version": "0.32.0"})
+
+    async def weight_info(self, request):
+        return JSONResponse({"weight_version": self.label})
+
+    async def tokenize(self, request):
+        body = await request.json()
+        return JSONResponse({"tokens": list(self.renderer.tokenizer.encode(body["prompt"])) if self.renderer else []})
+
+    async def pause(self, request):
+        self.log.append(("/pause", self.label))
+        return JSONResponse({})
+
+    async def resume(self, request):
+        self.log.append(("/resume", self.label))
+        return JSONResponse({})
+
+    async def reset_prefix_cache(self, request):
+        return JSONResponse({"success": True})
+
+    async def collective_rpc(self, request):
+        body = await request.json()
+        if body["method"] != "reload_weights":
+            return JSONResponse({"error": {"message": "no such method"}}, 500)
+        return await self.take(body["kwargs"]["weights_path"])
+
+    async def take(self, folder):
+        self.log.append(("update", self.label))
+        weights = load_file(Path(folder) / "model.safetensors")
+        if not self.deaf:
+            own = self.model.state_dict()
+            if any(own[name].shape != tensor.shape for name, tensor in weights.items()):
+                return JSONResponse({"error": {"message": "size mismatch"}}, 500)
+            await self.engine.load({name: tensor.to(own[name].dtype) for name, tensor in weights.items()}, 0)
+        return JSONResponse({"results": [None]})
+
+    async def update_weight_version(self, request):
+        self.label = (await request.json())["new_version"]
+        return JSONResponse({})
+
+    async def from_disk(self, request):
+        body = await request.json()
+        await self.take(body["model_path"])
+        self.label = body["weight_version"]
+        return JSONResponse({"success": True, "message": ""})
+
+    async def sampled(self, path, prompt, how):
+        self.log.append((path, self.label))
+        self.sessions.append(prompt)
+        if self.fails:
+            self.fails -= 1
+            return None
+        while self.gate is not None and not self.gate.is_set():
+            await asyncio.sleep(0.005)
+        names = ("max_tokens", "temperature", "seed", "top_p", "min_p")
+        sampling = Sampling(
+            **{name: how[name] for name in names}, top_k=max(how["top_k"], 0), stop=tuple(how["stop_token_ids"])
+        )
+        return await self.engine.generate(prompt, sampling, session="")
+
+    async def generate(self, request):
+        body = await request.json()
+        if "token_ids" not in body:
+            return JSONResponse({"error": {"message": "token_ids: field required"}}, 400)
+        done = await self.sampled("tokens", body["token_ids"], body["sampling_params"])
+        if done is None:
+            return Response("try later", 503)
+
+        def choice(begin, end, last):
+            content = [{"logprob": logprob} for logprob in done.logprobs[begin:end]]
+            spans = [{"version": self.label, "start": 0, "end": end}] if last else None
+            return {
+                "token_ids": done.tokens[begin:end], "logprobs": {"content": content}, "weight_versions": spans,
+                "finish_reason": done.finish.value if last else None,
+            }  # fmt: skip
+
+        return self.reply(choice, len(done.tokens), body["stream"])
+
+    async def completions(self, request):
+        body = await request.json()
+        done = await self.sampled("tokens", body["prompt"], body)
+        if done is None:
+            return Response("try later", 503)
+
+        def choice(begin, end, last):
+            scores = {"token_logprobs": done.logprobs[begin:end]}
+            finish = done.finish.value if last else None
+            return {"token_ids": done.tokens[begin:end], "logprobs": scores, "finish_reason": finish}
+
+        return self.reply(choice, len(done.tokens), body["stream"])
+
+    def reply(self, choice, count, stream):
+        if not stream:
+            return JSONResponse({"choices": [choice(0, count, True)]})
+        events = (json.dumps({"choices": [choice(i, i + 1, i + 1 == count)]}) for i in range(count))
+        return StreamingResponse((f"data: {event}\n\n" for event in events), media_type="text/event-stream")
+
+    async def sglang(self, request):
+        body = await request.json()
+        given = body["sampling_params"]
+        how = {**given, "max_tokens": given["max_new_tokens"], "seed": given["sampling_seed"]}
+        done = await self.sampled("tokens", body["input_ids"], how)
+        pairs = [[logprob, token, None] for token, logprob in zip(done.tokens, done.logprobs, strict=True)]
+        about = {"output_token_logprobs": pairs, "finish_reason": {"type": done.finish.value}}
+        return JSONResponse({"output_ids": done.tokens, "meta_info": {**about, "weight_version": self.label}})
+
+    async def chat(self, request):
+        body = await request.json()
+        self.log.append(("chat", json.dumps(body)))
+        message = {"role": "assistant", "content": "<answer>Right</answer>"}
+        return JSONResponse({"choices": [{"message": message, "finish_reason": "stop"}]})

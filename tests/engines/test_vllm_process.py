@@ -1,0 +1,179 @@
+"""The process of `engine=vllm`, with a stand-in for vLLM: what happens when it breaks, lies or dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import textwrap
+
+import pytest
+
+from arborl.engines.vllm import VllmEngine
+from arborl.errors import EngineError
+from arborl.types import Sampling
+
+STAND_IN = {
+    "__init__.py": """
+        __version__ = "0.0"
+
+        class SamplingParams:
+            def __init__(self, **how):
+                self.__dict__.update(how)
+    """,
+    "sampling_params.py": """
+        class RequestOutputKind:
+            DELTA, FINAL_ONLY = 1, 2
+    """,
+    "engine/arg_utils.py": """
+        class AsyncEngineArgs:
+            def __init__(self, model, dtype, logprobs_mode, worker_extension_cls, **more):
+                assert logprobs_mode == "processed_logprobs"
+                if more.get("max_num_seqs") == 13:
+                    raise ValueError("Model architectures ['SeedlingForCausalLM'] are not supported for now.")
+    """,
+    "v1/engine/async_llm.py": """
+        import asyncio, sys
+
+        class Thing:
+            def __init__(self, **what):
+                self.__dict__.update(what)
+
+        class AsyncLLM:
+            errored = False
+
+            @classmethod
+            def from_engine_args(cls, args):
+                self = cls()
+                self.version, self.aborted = "default", set()
+                return self
+
+            async def generate(self, prompt, how, name, lora_request=None):
+                if prompt["prompt_token_ids"] == [9]:
+                    print("RuntimeError: out of everything", flush=True)
+                    sys.stdout.flush()
+                    import os
+                    os._exit(3)
+                tokens, count = [], how.max_tokens
+                while len(tokens) < count and name not in self.aborted:
+                    tokens.append(5)
+                    await asyncio.sleep(0.01 if count > 50 else 0)
+                scores = [{5: Thing(logprob=-0.5)} for _ in tokens]
+                why = "abort" if name in self.aborted else "length"
+                spans = [Thing(version=self.version, start=0, end=len(tokens))]
+                said = Thing(token_ids=tokens, logprobs=scores, finish_reason=why, weight_versions=spans)
+                yield Thing(outputs=[said], finished=True)
+
+            async def abort(self, name):
+                self.aborted.add(name)
+
+            async def pause_generation(self, **how): pass
+            async def resume_generation(self): pass
+            async def collective_rpc(self, name, args): pass
+            async def reset_prefix_cache(self, **how): return True
+
+            async def update_weight_version(self, version):
+                self.version = version
+
+            async def get_weight_version(self):
+                return self.version
+
+            def shutdown(self): pass
+    """,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def stand_in(tmp_path_factory):
+    root = tmp_path_factory.mktemp("stand-in")
+    for name, text in STAND_IN.items():
+        file = root / "vllm" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(textwrap.dedent(text))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(root))
+        yield
+
+
+@pytest.fixture
+def engine(seedling):
+    made = VllmEngine(seedling[0], 128, 8, python=sys.executable)
+    made.loaded, made.version = True, 0
+    yield made
+    asyncio.run(made.close())
+
+
+def labelled(engine):
+    """As after an update that nobody has looked at."""
+    return engine.process.answer("load", 5, version=f"{engine.run}:0")
+
+
+def test_weights_that_do_not_arrive_are_noticed_after_the_update(engine, seedling):
+    with pytest.raises(EngineError, match="vLLM does not say what the learner's model says"):
+        asyncio.run(engine.load(seedling[0].state_dict(), 1))
+
+
+def test_what_was_sampled_from_weights_that_are_not_ours_is_refused(engine):
+    with pytest.raises(EngineError, match="weights that are not ours"):
+        asyncio.run(engine.generate([1], Sampling(3), session="a"))
+
+
+def test_whoever_waits_when_the_process_dies_is_told_and_so_is_the_next(engine):
+    async def run():
+        await labelled(engine)
+        waiting = asyncio.create_task(engine.generate([1], Sampling(100), session="a"))
+        dying = asyncio.create_task(engine.generate([9], Sampling(3), session="b"))
+        first = await asyncio.gather(waiting, dying, return_exceptions=True)
+        with pytest.raises(EngineError, match="exit code 3"):
+            await engine.generate([1], Sampling(3), session="c")
+        return first
+
+    for error in asyncio.run(run()):
+        assert "exit code 3" in str(error)
+        assert "out of everything" in str(error)
+
+
+def test_whoever_goes_ends_only_its_own_request(engine):
+    async def run():
+        await labelled(engine)
+        long = [asyncio.create_task(engine.generate([1], Sampling(100), session=str(i))) for i in range(2)]
+        await asyncio.sleep(0.05)
+        long[0].cancel()
+        done = await asyncio.gather(*long, return_exceptions=True)
+        return done, dict(engine.process.waiting)
+
+    (gone, there), waiting = asyncio.run(run())
+    assert isinstance(gone, asyncio.CancelledError)
+    assert len(there.tokens) == 100
+    assert waiting == {}
+
+
+def test_a_deadline_ends_a_completion_with_what_there_is(engine):
+    async def run():
+        await labelled(engine)
+        return await engine.generate([1], Sampling(100, seconds=0.1), session="a")
+
+    done = asyncio.run(run())
+    assert 0 < len(done.tokens) < 100
+    assert done.finish == "abort"
+
+
+def test_a_model_that_vllm_does_not_know_is_one_message(seedling):
+    with pytest.raises(EngineError, match=r"\['SeedlingForCausalLM'\] are not supported"):
+        VllmEngine(seedling[0], 128, 13, python=sys.executable)
+
+
+def test_an_interpreter_that_is_not_there_is_one_message(seedling):
+    with pytest.raises(EngineError, match="/no/such/python cannot be started: No such file"):
+        VllmEngine(seedling[0], 128, python="/no/such/python")
+
+
+def test_closing_ends_the_process_and_leaves_no_files(seedling):
+    made = VllmEngine(seedling[0], 128, 8, python=sys.executable)
+    memory, folder, pid = made.memory.path, made.folder, made.process.child.pid
+    asyncio.run(made.close())
+    assert not memory.exists()
+    assert not folder.exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, signal.SIG_DFL)
