@@ -183,6 +183,12 @@ class Completion:
         if self.versions and len(self.tokens) != len(self.versions):
             raise ValueError(f"{len(self.tokens)} tokens but {len(self.versions)} versions in one completion")
 
+    @staticmethod
+    def told(versions: Sequence[int], otherwise: int) -> tuple[int, tuple[int, ...]]:
+        """`version` and `versions` of tokens that were sampled by these; of none, `otherwise`."""
+        last = int(versions[-1]) if len(versions) else otherwise
+        return last, tuple(map(int, versions)) if any(one != last for one in versions) else ()
+
     @property
     def oldest(self) -> int:
         """The oldest version that sampled one of its tokens."""

@@ -180,8 +180,7 @@ class Scheduler:
         if not request.done.done():
             sampled, logprobs, versions = self._sampled(request)
             seconds = time.perf_counter() - request.began
-            version = int(versions[-1]) if len(versions) else version
-            mixed = tuple(versions.tolist()) if len(versions) and (versions != version).any() else ()
+            version, mixed = Completion.told(versions.tolist(), version)
             told = Completion(tuple(sampled.tolist()), tuple(logprobs.tolist()), finish, version, seconds, mixed)
             request.done.set_result(told)
         self._leave(request)

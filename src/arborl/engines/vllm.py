@@ -230,9 +230,8 @@ class VllmEngine:
         self.counts["sampled"] += len(said["tokens"])
         self.counts["requests"] += 1
         finish = Finish.STOP if cut else FINISH.get(said["finish"], Finish.ABORT)
-        return Completion(
-            tuple(said["tokens"]), tuple(said["logprobs"]), finish, min(versions, default=self.version), seconds
-        )
+        version, mixed = Completion.told(versions, self.version)
+        return Completion(tuple(said["tokens"]), tuple(said["logprobs"]), finish, version, seconds, mixed)
 
     async def load(self, weights: Weights, version: int) -> None:
         """Send the weights, and see that they have arrived."""

@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +166,7 @@ class HttpEngine:
                 raise EngineError("the engine was closed")
             self.counts["sampled"] += len(done.tokens)
             self.counts["requests"] += 1
-            return Completion(done.tokens, done.logprobs, done.finish, done.version, time.perf_counter() - began)
+            return replace(done, seconds=time.perf_counter() - began)
 
     async def _ask(self, replica: Replica, prompt: list[int], sampling: Sampling) -> Completion:
         """One answer of one server, whose weights are ours; Unreachable where they are not."""
@@ -199,26 +199,29 @@ class HttpEngine:
             raise Unreachable(f"{replica.url}: its answer broke off")
         if not all(map(math.isfinite, logprobs)):
             raise EngineError("the model's output for this prompt is not finite (NaN or infinite)")
-        version = await self._version(replica, client, last, len(tokens), began_at)
-        return Completion(tuple(tokens), tuple(logprobs), last.finish, version)
+        versions = await self._versions(replica, client, last, len(tokens), began_at)
+        version, mixed = Completion.told(versions, self.version)
+        return Completion(tuple(tokens), tuple(logprobs), last.finish, version, versions=mixed)
 
-    async def _version(self, replica: Replica, client: Client, last: Piece, count: int, began_at: int | None) -> int:
-        """The oldest version that sampled; Unreachable where a server has forgotten our weights."""
+    async def _versions(
+        self, replica: Replica, client: Client, last: Piece, count: int, began_at: int | None
+    ) -> list[int]:
+        """The version that sampled each token; Unreachable where a server has forgotten our weights."""
         server = replica.server
         assert server is not None
         assert not isinstance(server, ChatServer)
         if not self.training:
-            return self.version
+            return [self.version] * count
         labels = [(label_of(label, self.run), begin, end) for label, begin, end in last.spans]
         known = [(version, begin, end) for version, begin, end in labels if version is not None]
         versions = versions_of(known, count)
         if count and len(versions) == count:
-            return min(versions)
+            return versions
         held = label_of(await server.label(client), self.run)
         if last.spans or held is None or began_at is None:
             replica.version = None
             raise Unreachable(f"{replica.url}: it was restarted, and holds other weights")
-        return began_at
+        return [began_at] * count
 
     async def _chat(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], sampling: Sampling, *, session: str
