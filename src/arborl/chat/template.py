@@ -20,7 +20,7 @@ from jinja2.parser import Parser as JinjaParser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from arborl.chat.control import DIVIDER, PLAIN, Quoting, Rendered, undivided
-from arborl.chat.growing import with_rounds
+from arborl.chat.rounds import with_rounds
 from arborl.errors import ConfigError, did_you_mean
 from arborl.types import Message, ToolSpec
 
@@ -118,7 +118,7 @@ class Template:
         }
 
     def with_rounds(self, tools: Sequence[ToolSpec]) -> jinja2.Template | None:
-        """The template as `growing.py` renders it, which is made when it is first asked for; None if it cannot be."""
+        """The template as `rounds.py` goes through it, made when first asked for; None if it cannot be."""
         which = bool(tools)
         if which not in self._rounds:
             self._rounds[which] = with_rounds(self._environment, self.sources[-1 if which else 0])
