@@ -23,9 +23,9 @@ class Engine(Protocol):
     episodes are begun while that is so. One that has a method `warm` is told with it, before a run's first step, how
     tokens will be drawn (a `Sampling`), and makes what it needs for that.
 
-    One that shares the learner's weights, or its device, has `hold` and `release`. Between them it samples nothing,
-    since the learner is at work; requests wait, new ones too, and go on afterwards. Only those of the session `PROBE`
-    are answered meanwhile, once the new weights are loaded.
+    One that has `hold` and `release` samples nothing between them: requests wait, new ones too, and go on afterwards.
+    Only those of the session `PROBE` are answered, once new weights are loaded. It is held while it is given weights;
+    and, unless it says `shared = False`, while the learner computes, since weights or device are the learner's too.
     """
 
     follows_weights: bool

@@ -71,7 +71,7 @@ class LocalEngine:
     """Batched sampling with a cache.
 
     Args:
-        model: shared with the learner; its attention goes through `arborl.models.attention`.
+        model: shared with the learner, or a copy; its attention goes through `arborl.models.attention`.
         max_context: longest prompt and completion together.
         max_requests: requests sampled at once; others wait their turn.
         kv_tokens: tokens whose keys and values are kept; 0 takes a share of the free memory.
@@ -80,6 +80,7 @@ class LocalEngine:
         decode: token ids to text, for stop texts.
         update: what becomes of a completion that new weights find half-way: it goes on (`continue`), is first brought
             to its end (`finish`), or begins again (`restart`).
+        shared: whether the model is the learner's own, which must not be sampled from while it learns.
     """
 
     follows_weights = True
@@ -94,6 +95,7 @@ class LocalEngine:
         deterministic: bool = False,
         decode: Callable[[Sequence[int]], str] | None = None,
         update: str = "continue",
+        shared: bool = True,
     ):
         if update not in UPDATES:
             raise ValueError(f"update={update!r}: give {', '.join(UPDATES)}")
@@ -112,7 +114,7 @@ class LocalEngine:
         except ValueError as error:
             raise EngineError(str(error)) from error
         self.rows = Rows(1 if deterministic else max_requests, max_context, self.pages.needed(max_context))
-        self.update = update
+        self.update, self.shared = update, shared
         self.counts = dict.fromkeys(("sampled", "read", "reused", "steps", "paused", "restarted", "seconds"), 0.0)
         copy = self.executor.cache.copy
         self.scheduler = Scheduler(self.pages, self.rows, max_context, not deterministic, copy, self.counts)
