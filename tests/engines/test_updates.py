@@ -28,6 +28,7 @@ async def straddling(engine, landed: int = 5, **sampling):
     while engine.rows.known.max() < len(PROMPT) + landed:
         await asyncio.sleep(0)
     await engine.hold()
+    await engine.sleep()
     late = asyncio.create_task(engine.generate(PROMPT, Sampling(3, seed=7), session="b"))
     await asyncio.sleep(0.01)
     sampled = engine.counts["sampled"]
@@ -162,6 +163,7 @@ def test_an_engine_that_was_held_for_nothing_has_its_memory_again(tiny_llama):
 
     async def held():
         await engine.hold()
+        await engine.sleep()
         engine.release()
         return await engine.generate(PROMPT, Sampling(4), session="a")
 

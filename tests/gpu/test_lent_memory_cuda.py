@@ -70,6 +70,7 @@ def test_graphs_recorded_before_sample_the_same_afterwards():
         first = await asked()
         graphs = len(engine.executor.graphs)
         await engine.hold()
+        await engine.sleep()
         other = torch.full((2**28,), float("nan"), device="cuda")
         await engine.load({}, 1)
         engine.release()

@@ -164,6 +164,27 @@ def test_an_update_that_is_interrupted_is_whole(tmp_path):
     assert trainer.state()["pipeline"] == {"next": 1, "sizes": {}, "left": []}
 
 
+def test_an_engine_with_a_copy_of_the_weights_samples_while_the_learner_computes():
+    parts = build(load(None, [*SMALL, "trainer.steps=3", "rollout.max_lag=1", "engine.copy_weights=true"]))
+    update, sampled = parts.learner.update, []
+
+    def slow(*args):
+        before = parts.engine.counts["sampled"]
+        time.sleep(0.5)
+        sampled.append(parts.engine.counts["sampled"] - before)
+        return update(*args)
+
+    parts.learner.update = slow
+    trainer = Trainer(
+        parts.config, parts.source, parts.rollout, parts.rewards, parts.algorithm, parts.learner, parts.engine,
+        Trackers([]),
+    )  # fmt: skip
+    asyncio.run(trainer.fit())
+    assert max(sampled) > 0
+    for name, tensor in parts.learner.weights().items():
+        assert torch.equal(tensor, parts.engine.model.state_dict()[name]), name
+
+
 @pytest.mark.parametrize(
     ("setting", "said"),
     [

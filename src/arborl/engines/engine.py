@@ -25,10 +25,10 @@ class Engine(Protocol):
     its copy with the learner's at every `load`, and raises. One whose `chat` is not None is given messages instead of
     tokens, and can be measured only.
 
-    One that shares the learner's weights, or its device, has `hold` and `release`. Between them it samples nothing,
-    since the learner is at work; requests wait, new ones too, and go on afterwards. Only those of the session `PROBE`
-    are answered meanwhile, once the new weights are loaded. One that has an async method `sleep` is told with it, when
-    nothing is being sampled, that nothing will be until it is given weights.
+    One that has `hold` and `release` samples nothing between them: requests wait, new ones too, and go on afterwards.
+    Only those of the session `PROBE` are answered, once new weights are loaded. It is held while it is given weights;
+    and, unless it says `shared = False`, while the learner computes, since weights or device are the learner's too. One
+    that has an async method `sleep` is told with it that nothing will be sampled until it is given weights.
     """
 
     follows_weights: bool

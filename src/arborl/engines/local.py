@@ -73,7 +73,7 @@ class LocalEngine:
     """Batched sampling with a cache.
 
     Args:
-        model: shared with the learner; its attention goes through `arborl.models.attention`.
+        model: shared with the learner, or a copy; its attention goes through `arborl.models.attention`.
         max_context: longest prompt and completion together.
         max_requests: requests sampled at once; others wait their turn.
         kv_tokens: tokens whose keys and values are kept; 0 takes a share of the free memory.
@@ -82,7 +82,8 @@ class LocalEngine:
         decode: token ids to text, for stop texts.
         update: what becomes of a completion that new weights find half-way: it goes on (`continue`), is first brought
             to its end (`finish`), or begins again (`restart`).
-        lends: give the memory of keys and values back to the GPU while the engine is held: nothing that was read
+        shared: whether the model is the learner's own, which must not be sampled from while it learns.
+        lends: give the memory of keys and values back to the GPU while the learner works: nothing that was read
             outlives an update.
         compiled: on a CPU, run steps by compiled code where that can be had; otherwise with torch.
     """
@@ -99,6 +100,7 @@ class LocalEngine:
         deterministic: bool = False,
         decode: Callable[[Sequence[int]], str] | None = None,
         update: str = "continue",
+        shared: bool = True,
         lends: bool = False,
         compiled: bool = True,
     ):
@@ -119,7 +121,7 @@ class LocalEngine:
         except ValueError as error:
             raise EngineError(str(error)) from error
         self.rows = Rows(1 if deterministic else max_requests, max_context, self.pages.needed(max_context))
-        self.update = update
+        self.update, self.shared = update, shared
         self.counts = dict.fromkeys(("sampled", "read", "reused", "steps", "paused", "restarted", "seconds"), 0.0)
         copy = self.executor.cache.copy
         self.scheduler = Scheduler(self.pages, self.rows, max_context, not deterministic, copy, self.counts)
@@ -156,7 +158,7 @@ class LocalEngine:
         """Take these weights. Tensors that are the model's own are already in place."""
         alone = not self.scheduler.holding
         if alone:
-            await self._pause()
+            await self.hold()
         own = self.model.state_dict()
         with torch.no_grad():
             for name, tensor in weights.items():
@@ -173,12 +175,6 @@ class LocalEngine:
 
     async def hold(self) -> None:
         """Sample nothing more, for the weights are about to change where they are, until `release`."""
-        await self._pause()
-        if self.executor.cache.lends:
-            self.scheduler.read_again()
-            self.executor.cache.give_back()
-
-    async def _pause(self) -> None:
         self._guard(self._land)
         self.scheduler.hold(finish=self.update == "finish")
         while self.scheduler.busy and self.worker is not None and self.loop is asyncio.get_running_loop():
@@ -188,6 +184,12 @@ class LocalEngine:
             except asyncio.CancelledError:
                 self.release()
                 raise
+
+    async def sleep(self) -> None:
+        """It is held, and will be given weights before it samples again: what it has read is of no more use."""
+        if self.executor.cache.lends:
+            self.scheduler.read_again()
+            self.executor.cache.give_back()
 
     def release(self) -> None:
         """Sample again, those first who were held."""

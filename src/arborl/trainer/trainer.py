@@ -145,7 +145,10 @@ class Trainer:
                 group.greedy = alone.survivors[0].reward if alone.survivors else None
         with clock("learn"):
             beside = self.rollout.shown(self.source.beside(self.step))
-            await self._hold()
+            if getattr(self.engine, "shared", True):
+                await self._hold()
+            if (sleep := getattr(self.engine, "sleep", None)) is not None:
+                await sleep()
             with span("arborl.learn"):
                 metrics = self._engine_metrics(clock) | await self.thread(self._learn, groups, beside, seed)
         self.step += 1  # from here on the step counts as done, whatever interrupts
@@ -166,6 +169,7 @@ class Trainer:
     async def publish(self, metrics: Metrics | None = None) -> None:
         """Give the engine the weights as they are; with what the learner said of their update, that is checked."""
         with span("arborl.publish"):
+            await self._hold()
             await self.engine.load(self.learner.weights(), version=self.step)
             if metrics is not None:
                 await self.probe.check(metrics)
@@ -182,11 +186,9 @@ class Trainer:
         return metrics | SKIPPED | self.learner.update(forest.trees, terms, self.algorithm, names)
 
     async def _hold(self) -> None:
-        """Where the engine shares the learner's weights or device, they take turns; given weights, it wakes."""
+        """Until `_release` the engine, where it can be held, samples nothing."""
         if (hold := getattr(self.engine, "hold", None)) is not None:
             await hold()
-        if (sleep := getattr(self.engine, "sleep", None)) is not None:
-            await sleep()
             self.rollout.asked.hold(True)
 
     def _release(self) -> None:
