@@ -22,6 +22,8 @@ from hypothesis import HealthCheck, settings
 
 DOT = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGP4DwABAQEAG7buVgAAAABJRU5ErkJggg==")
 """A picture of one point."""
+PAINTED = ("tests/view/", "tests/tune/test_study.py::test_a_study_leaves_its_files")
+"""Tests that are about pictures."""
 QUIET = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 settings.register_profile("arbor", max_examples=40, deadline=None, derandomize=True, suppress_health_check=QUIET)
 settings.register_profile("thorough", max_examples=400, deadline=None, suppress_health_check=QUIET)
@@ -60,7 +62,7 @@ def pictures_are_not_painted():
     paint = Figure.savefig
 
     def savefig(self, out, **more):
-        if os.environ["PYTEST_CURRENT_TEST"].startswith(("tests/view/", "tests/tune/")):
+        if os.environ["PYTEST_CURRENT_TEST"].startswith(PAINTED):
             return paint(self, out, **more)
         return Path(out).write_bytes(DOT)
 
