@@ -233,14 +233,6 @@ class RunConfig(Config):
                     f"deterministic=true with rollout.{name}={getattr(self.rollout, name)}: who finishes first depends "
                     f"on the clock. Leave rollout.{name} out, or write deterministic=false."
                 )
-        lag = self.rollout.max_lag
-        if self.deterministic and lag:
-            raise ValueError(
-                f"deterministic=true with rollout.max_lag={lag}: who is trained with whom depends on the clock. Write "
-                "rollout.max_lag=0, or deterministic=false."
-            )
-        if self.data.given and lag:
-            raise ValueError(f"rollout.max_lag={lag} with data.given, where nothing is played. Leave it out.")
         if self.sampling.max_tokens >= self.sampling.max_context and not self.data.given:
             raise ValueError(
                 f"sampling.max_tokens={self.sampling.max_tokens} with sampling.max_context="
@@ -267,6 +259,18 @@ class RunConfig(Config):
             self._check_place(where, source)
         if self.engine.replies and self.engine.name != "scripted":
             raise ValueError(f"engine.replies are for engine=scripted, not for engine={self.engine.name}.")
+        return self
+
+    @model_validator(mode="after")
+    def _may_play_ahead(self) -> RunConfig:
+        lag = self.rollout.max_lag
+        if self.deterministic and lag:
+            raise ValueError(
+                f"deterministic=true with rollout.max_lag={lag}: who is trained with whom depends on the clock. Write "
+                "rollout.max_lag=0, or deterministic=false."
+            )
+        if self.data.given and lag:
+            raise ValueError(f"rollout.max_lag={lag} with data.given, where nothing is played. Leave it out.")
         return self
 
     def _check_critic(self) -> None:
