@@ -171,17 +171,15 @@ class Completion:
     """Log-probability of each token under the distribution it was drawn from."""
     finish: Finish
     version: int = 0
-    """Version of the policy's weights that sampled it; `GIVEN` where none did, and its log-probabilities are NaN. Where
-    weights changed on the way, that of the last token."""
+    """Of the weights that sampled its last token; `GIVEN` where none did, and its log-probabilities are NaN."""
     seconds: float = 0.0
     versions: tuple[int, ...] = ()
-    """The version of each token, where weights changed on the way; else none, and `version` is that of all."""
+    """Of each token, where weights changed on the way; else none, and all have `version`."""
 
     def __post_init__(self) -> None:
-        if len(self.tokens) != len(self.logprobs):
-            raise ValueError(f"{len(self.tokens)} tokens but {len(self.logprobs)} log-probabilities in one completion")
-        if self.versions and len(self.tokens) != len(self.versions):
-            raise ValueError(f"{len(self.tokens)} tokens but {len(self.versions)} versions in one completion")
+        for what, own in (("log-probabilities", self.logprobs), ("versions", self.versions or self.tokens)):
+            if len(self.tokens) != len(own):
+                raise ValueError(f"{len(self.tokens)} tokens but {len(own)} {what} in one completion")
 
     @staticmethod
     def told(versions: Sequence[int], otherwise: int) -> tuple[int, tuple[int, ...]]:
@@ -319,12 +317,6 @@ class Episode:
     def sampled(self) -> int:
         """Number of sampled tokens."""
         return sum(len(call.completion.tokens) for call in self.calls)
-
-    @property
-    def oldest(self) -> int | None:
-        """The oldest version that sampled one of its tokens; None where nothing was sampled."""
-        found = (call.completion.oldest for call in self.calls if call.completion.tokens)
-        return min((version for version in found if version != GIVEN), default=None)
 
 
 @dataclass(slots=True)

@@ -420,7 +420,7 @@ def test_pages_take_no_memory_before_they_are_written(tiny_llama):
 
     before = resident()
     engine = LocalEngine(tiny_llama, max_context=256, kv_tokens=2_000_000)
-    assert engine.executor.cache.keys.nbytes + engine.executor.cache.values.nbytes > 1e9
+    assert engine.executor.cache.keys.nbytes + engine.executor.cache.values.nbytes > 5e8
     assert resident() - before < 3e8
     said = asyncio.run(engine.generate([1, 2, 3], Sampling(4), session="one"))
     assert len(said.tokens) == 4

@@ -120,7 +120,6 @@ def test_terms_have_the_version_of_their_token(tiny_llama):
     _, done, late = run(tiny_llama, "continue")
     calls = [Call(tuple(PROMPT), done, 0), Call(tuple(PROMPT), late, 1)]
     episode = Episode("e", Task("t"), calls=calls)
-    assert episode.oldest == 0
     terms = plant([Group(Task("t"), [episode])]).terms
     np.testing.assert_array_equal(terms.version, [*done.versions, 1, 1, 1])
 

@@ -204,7 +204,9 @@ def test_groups_of_an_engine_whose_weights_are_behind_are_played_again():
         assert world.counts["stale"] > 0
         world.behind = 0
         groups = await job
-        assert all(episode.oldest >= 1 for group in groups for episode in group.survivors)
+        assert all(
+            call.completion.oldest >= 1 for group in groups for episode in group.survivors for call in episode.calls
+        )
         await run.pipeline.close()
 
     with asyncio.Runner(loop_factory=VirtualTime) as runner:

@@ -14,6 +14,7 @@ In reading order:
     mlflow_run.py    The run on MLflow
     episode_rows.py  Some episodes of a step as rows of a table, for trackers that show tables
     run_ids.py       What a run is called by those who follow it, kept in its folder
+    timeline.py      Who worked when, and who waited: one file a run in Chrome's trace format
     tracing.py       OpenTelemetry: who listens to the spans of a run, if anybody does
 """
 
