@@ -278,22 +278,6 @@ class RunConfig(Config):
                     f"deterministic=true with rollout.{name}={getattr(self.rollout, name)}: who finishes first depends "
                     f"on the clock. Leave rollout.{name} out, or write deterministic=false."
                 )
-<<<<<<< HEAD
-        lag = self.rollout.max_lag
-        if self.deterministic and lag:
-            raise ValueError(
-                f"deterministic=true with rollout.max_lag={lag}: who is trained with whom depends on the clock. Write "
-                "rollout.max_lag=0, or deterministic=false."
-            )
-        if self.data.given and lag:
-            raise ValueError(f"rollout.max_lag={lag} with data.given, where nothing is played. Leave it out.")
-        if lag and self.engine.name == "vllm" and self.engine.lends:
-            raise ValueError(
-                f"rollout.max_lag={lag} with engine.lends: vLLM samples while the learner works. Write "
-                "rollout.max_lag=0, or engine.lends=false."
-            )
-=======
->>>>>>> async
         if self.sampling.max_tokens >= self.sampling.max_context and not self.data.given:
             raise ValueError(
                 f"sampling.max_tokens={self.sampling.max_tokens} with sampling.max_context="
@@ -321,7 +305,6 @@ class RunConfig(Config):
         self._check_engine()
         return self
 
-<<<<<<< HEAD
     def _check_engine(self) -> None:
         name = self.engine.name
         if name in ("vllm", "http"):
@@ -340,7 +323,7 @@ class RunConfig(Config):
                 f"model.quantize={self.model.quantize} with engine={name}: quantised weights are not sent. Write "
                 "engine=local, or model.quantize=none."
             )
-=======
+
     @model_validator(mode="after")
     def _may_play_ahead(self) -> RunConfig:
         lag = self.rollout.max_lag
@@ -351,8 +334,12 @@ class RunConfig(Config):
             )
         if self.data.given and lag:
             raise ValueError(f"rollout.max_lag={lag} with data.given, where nothing is played. Leave it out.")
+        if lag and self.engine.name == "vllm" and self.engine.lends:
+            raise ValueError(
+                f"rollout.max_lag={lag} with engine.lends: vLLM samples while the learner works. Write "
+                "rollout.max_lag=0, or engine.lends=false."
+            )
         return self
->>>>>>> async
 
     def _check_critic(self) -> None:
         name, critic = self.algorithm.name, self.learner.critic
