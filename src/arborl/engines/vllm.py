@@ -102,8 +102,9 @@ class VllmEngine:
         """In the labels of our versions: nobody else's weights carry it."""
         self.version = 0
         self.loaded = self.asleep = self.closed = False
-        self.counts = dict.fromkeys(("sampled", "requests", "updates", "update_seconds"), 0.0)
-        self.gap = 0.0
+        self.counts = dict.fromkeys(("sampled", "requests"), 0.0)
+        self.gap = self.update_seconds = 0.0
+        """Of the last update: how far its probe was off, and how long it took."""
         self.heads, about = self._described(model)
         self.folder = Path(tempfile.mkdtemp(prefix="arborl-vllm-"))
         self.memory: SharedMemory | None = None
@@ -256,8 +257,7 @@ class VllmEngine:
         self.loaded, self.version = True, version
         if given:
             await self._check(given)
-        self.counts["updates"] += 1
-        self.counts["update_seconds"] += time.perf_counter() - began
+        self.update_seconds = time.perf_counter() - began
 
     def _in_memory(self, weights: Weights) -> dict[str, Any]:
         assert self.memory is not None
@@ -297,10 +297,13 @@ class VllmEngine:
         self._clean()
 
     def metrics(self) -> Metrics:
-        """Since the last call: tokens sampled, requests, updates, their seconds; and how far the last probe was off."""
+        """Since the last call: tokens sampled, requests; and of the last update its seconds and its probe."""
         counts = dict(self.counts)
         self.counts.update(dict.fromkeys(counts, 0.0))
-        return {f"engine/{name}": value for name, value in counts.items()} | {"engine/probe_gap": self.gap}
+        return {f"engine/{name}": value for name, value in counts.items()} | {
+            "engine/update_seconds": self.update_seconds,
+            "engine/probe_gap": self.gap,
+        }
 
     def __del__(self) -> None:
         if hasattr(self, "folder"):

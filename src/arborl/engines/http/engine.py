@@ -126,8 +126,9 @@ class HttpEngine:
         self.weights: Weights = dict(model.state_dict())
         kind = str(model.dtype).removeprefix("torch.") if dtype == "auto" else dtype
         self.probe = Probe(model, sampling or Sampling(), kind)
-        self.counts = dict.fromkeys(("sampled", "requests", "retried", "lost", "updates", "update_seconds"), 0.0)
-        self.gap = 0.0
+        self.counts = dict.fromkeys(("sampled", "requests", "retried", "lost"), 0.0)
+        self.gap = self.update_seconds = 0.0
+        """Of the last update: how far its probe was off, and how long it took."""
         self.closed = False
         self._here: Here | None = None
         self.files = WeightFiles(model, weights_dir) if training else None
@@ -251,8 +252,7 @@ class HttpEngine:
                 if not isinstance(error, Unreachable):  # no waiting will mend it
                     raise error
             await self._choose("update")  # waits for one to come back with these weights, or says why none does
-        self.counts["updates"] += 1
-        self.counts["update_seconds"] += time.perf_counter() - began
+        self.update_seconds = time.perf_counter() - began
 
     async def _publish(self, weights: Weights, version: int) -> dict[Replica, EngineError]:
         """All servers that answer have the weights; except for these."""
@@ -312,12 +312,14 @@ class HttpEngine:
         return bool(up) and all(replica.busy >= self.max_requests for replica in up)
 
     def metrics(self) -> Metrics:
-        """Since the last call: tokens sampled, requests, those sent again, servers lost, updates and their seconds."""
+        """Since the last call: tokens sampled, requests, those sent again, servers lost; servers that answer now; and
+        of the last update its seconds and its probe."""
         counts = dict(self.counts)
         self.counts.update(dict.fromkeys(counts, 0.0))
         up = float(sum(replica.up for replica in self.replicas))
         return {f"engine/{name}": value for name, value in counts.items()} | {
             "engine/servers": up,
+            "engine/update_seconds": self.update_seconds,
             "engine/probe_gap": self.gap,
         }
 
