@@ -49,6 +49,7 @@ def invoke(*words):
     return CliRunner().invoke(app, list(words))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_when_a_server_dies_and_nothing_is_trained_twice(serve, tmp_path, monkeypatch, caplog):
     first, second = serve(), serve()
     load, done = http_engine.HttpEngine.load, []
