@@ -197,7 +197,7 @@ def test_doctor_names_extras_by_what_they_are_for_and_none_that_does_nothing(mon
     assert found.detail == "peft"
     assert "serve: arborl tools serve" in found.advice
     assert "env=textarena" in found.advice
-    for idle in ("ray", "vllm", "deepspeed", "wandb", "dev"):
+    for idle in ("ray", "deepspeed", "wandb", "dev"):
         assert idle not in found.advice
     monkeypatch.setattr("arborl.cli.doctor._installed", lambda project: True)
     assert (extras().detail, extras().advice) == (", ".join(EXTRAS), "")
