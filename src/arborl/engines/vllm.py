@@ -47,6 +47,8 @@ log = logging.getLogger(__name__)
 SIDE = Path(__file__).parent / "vllm_side"
 START = 900.0
 """Seconds that vLLM may take to start: on a GPU it compiles."""
+END = 10.0
+"""Seconds that it may take to end by itself."""
 UPDATE = 600.0
 """Seconds that an update may take."""
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
@@ -294,7 +296,7 @@ class VllmEngine:
     async def close(self) -> None:
         """Whoever still waits is told; the process ends."""
         self.closed = True
-        self._clean()
+        await asyncio.to_thread(self._clean)
 
     def metrics(self) -> Metrics:
         """Since the last call: tokens sampled, requests; and of the last update its seconds and its probe."""
@@ -467,10 +469,12 @@ class Process:
         return f"vLLM: {self.gone or 'its process is gone'}{'' if code is None else f', exit code {code}'}{told}"
 
     def end(self, why: str) -> None:
-        """Kill it and all that it has started."""
+        """Hang up: it then puts away what it has in shared memory. One that does not is killed, with all it started."""
         self.gone = self.gone or why
         with suppress(OSError):
             self.pipe.shutdown(socket.SHUT_RDWR)
+        with suppress(subprocess.TimeoutExpired):
+            self.child.wait(END)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.child.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
