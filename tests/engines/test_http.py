@@ -171,6 +171,24 @@ def test_a_server_that_comes_back_gets_the_newest_weights_before_its_first_reque
     assert len(first.asked("tokens")) > 1
 
 
+def test_a_server_comes_back_though_nobody_asks_for_anything(seedling, serve):
+    first, second = serve(), serve()
+    engine = connected(seedling, first, second)
+
+    async def run():
+        await ask(engine, 4, session="a")
+        first.kill()
+        await engine.load(seedling[0].state_dict(), 1)
+        first.restart()
+        async with asyncio.timeout(20):
+            while not all(replica.up for replica in engine.replicas):
+                await asyncio.sleep(0.01)
+        await engine.close()
+
+    asyncio.run(run())
+    assert first.label == f"{engine.run}:1"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_server_samples_that_was_restarted_unseen_does_not_count(seedling, serve, kind):
     model = moved(seedling)

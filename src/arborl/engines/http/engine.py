@@ -266,8 +266,10 @@ class HttpEngine:
         folder = self.files.folder
         assert folder is not None
         self.coming = version
-        for task in self._in_loop().coming.values():
-            task.cancel()  # it is about to hand out the weights before these; it is tried again
+        coming, self._in_loop().coming = self._in_loop().coming, {}
+        for task in coming.values():
+            task.cancel()  # it may be about to hand out the weights before these
+        self._look_after()
         up = [replica for replica in self.replicas if replica.up]
         outcomes = await asyncio.gather(*(self._update(replica, folder) for replica in up), return_exceptions=True)
         errors: dict[Replica, EngineError] = {}
@@ -383,9 +385,7 @@ class HttpEngine:
         """The session's server; else the one with the least to do. Waits where none answers, and then says why."""
         here, until = self._in_loop(), time.perf_counter() + self.seconds
         while True:
-            for replica in self.replicas:
-                if not replica.up and (replica.url not in here.coming or here.coming[replica.url].done()):
-                    here.coming[replica.url] = asyncio.create_task(self._fetch_back(replica))
+            self._look_after()
             up = [replica for replica in self.replicas if replica.up]
             if up:
                 chosen = self.sessions.get(session)
@@ -405,6 +405,13 @@ class HttpEngine:
             if self.closed:
                 raise EngineError("the engine was closed")
 
+    def _look_after(self) -> None:
+        """See that somebody tries to get every server back that is gone."""
+        here = self._in_loop()
+        for replica in self.replicas:
+            if not replica.up and (replica.url not in here.coming or here.coming[replica.url].done()):
+                here.coming[replica.url] = asyncio.create_task(self._fetch_back(replica))
+
     def _lose(self, replica: Replica, why: str) -> None:
         """Send nothing there until it has been given the newest weights."""
         replica.why = why
@@ -412,6 +419,7 @@ class HttpEngine:
             replica.up = False
             self.counts["lost"] += 1
             log.warning("a server is left alone until it answers again: %s", why)
+        self._look_after()
 
     async def _fetch_back(self, replica: Replica) -> None:
         """Try until it answers; give it the newest weights, and only then requests."""
