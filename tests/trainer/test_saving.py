@@ -21,13 +21,15 @@ class Learner:
         self.weights, self.live = 0, False
         self.gate = threading.Event()
         self.gate.set()
+        self.room = threading.Event()
+        self.room.set()
         self.error: Exception | None = None
         self.reserved = 0
         self.at_once = self.most = 0
 
     def reserve(self):
         self.reserved += 1
-        return lambda: None
+        return lambda: self.room.wait(30)
 
     def snapshot(self):
         weights = self.weights
@@ -189,3 +191,31 @@ def test_the_last_step_is_saved_and_memory_is_taken_ahead_once(make, tmp_path):
     save.finish()
     assert [folder.name for folder in complete(tmp_path)] == ["step-000003"]
     assert trainer.learner.reserved == 1
+
+
+def test_a_checkpoint_that_is_due_before_its_memory_is_there_comes_with_it_and_the_run_does_not_wait(
+    make, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("arborl.trainer.hooks.PATIENCE", 0.01)
+    save, trainer = make(every=2), Trainer()
+    trainer.learner.room.clear()
+    for _ in range(3):
+        trainer.train(save)
+    assert save.written is None
+    trainer.learner.room.set()
+    save.background.wait()
+    trainer.train(save)
+    trainer.train(save)
+    save.finish()
+    assert [folder.name for folder in complete(tmp_path)] == ["step-000004"]
+
+
+def test_the_last_step_waits_for_its_memory(make, tmp_path, monkeypatch):
+    monkeypatch.setattr("arborl.trainer.hooks.PATIENCE", 0.01)
+    save, trainer = make(every=10), Trainer(last=2)
+    trainer.learner.room.clear()
+    threading.Timer(0.1, trainer.learner.room.set).start()
+    trainer.train(save)
+    trainer.train(save)
+    save.finish()
+    assert [folder.name for folder in complete(tmp_path)] == ["step-000002"]

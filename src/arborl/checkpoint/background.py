@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -42,13 +42,15 @@ class Background:
         if not self.busy:
             self.wait()
 
-    def wait(self) -> None:
-        """Until the job is done; raise its error where it has failed."""
+    def wait(self, seconds: float | None = None) -> bool:
+        """Until the job is done, or for so long; raise its error where it has failed. Whether it is done."""
         job = self.job
         if job is None:
-            return
+            return True
         try:
-            job.result()
+            if job in wait([job], seconds).done:
+                job.result()
+            return job.done()
         finally:
             if job.done():  # else somebody interrupts the waiting, and the job goes on
                 self.job = None

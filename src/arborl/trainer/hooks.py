@@ -20,6 +20,8 @@ from arborl.types import Group, Metrics
 
 log = logging.getLogger(__name__)
 
+PATIENCE = 1.0
+"""Seconds that a run waits for memory which is being taken."""
 Show = Callable[[int, Sequence[Group]], Awaitable[object]]
 
 
@@ -79,8 +81,11 @@ class RenewReference:
 
 
 class Save:
-    """Write a checkpoint every so many steps, and at the last, while the run goes on: it waits until everything has
-    been copied, and for the checkpoint before where that is still being written. A failure ends the run a step later.
+    """Write a checkpoint every so many steps, and at the last, while the run goes on: it waits for the one before where
+    that is still being written. A failure ends the run a step later.
+
+    The memory for what is copied is taken after the first step, while the run goes on: of large models that takes as
+    long as many copies. A checkpoint that is due before it is there is written after the first step that finds it.
 
     Args:
         root: the run's `checkpoints` folder.
@@ -96,17 +101,19 @@ class Save:
         self.background = checkpoint.Background()
         self.spent = {"time/checkpoint": 0.0, "time/checkpoint_written": 0.0}
         self.told = dict(self.spent)
-        self.first = True
+        self.first, self.taking, self.due = True, False, False
         self.written: tuple[Path, dict[str, Any]] | None = None
         """The last one, and what it remembers."""
 
     def __call__(self, trainer: Trainer) -> None:
         self.background.look()
-        if trainer.step % self.every == 0 or trainer.step == trainer.last:
-            self._begin(trainer)
-        elif self.first:  # its memory is taken while the first steps run, which takes as long as many copies
+        last = trainer.step == trainer.last
+        if self.first:
             self.background.start(trainer.learner.reserve())
-        self.first = False
+            self.first, self.taking = False, True
+        self.due |= last or trainer.step % self.every == 0
+        if self.due and (last or self._ready()):
+            self._begin(trainer)
 
     def seconds(self) -> Metrics:
         """Since the last call: what the run waited for checkpoints, and what writing them took beside it."""
@@ -139,7 +146,14 @@ class Save:
         state: dict[str, Any] = json.loads(json.dumps(trainer.state() | self.extra))
         return state
 
+    def _ready(self) -> bool:
+        """Whether there is memory for a copy, or will be at once."""
+        with self._waiting():
+            self.taking = self.taking and not self.background.wait(PATIENCE)
+        return not self.taking
+
     def _begin(self, trainer: Trainer) -> None:
+        self.due = False
         with self._waiting():
             self.background.wait()
             state, snapshot = self._state(trainer), trainer.learner.snapshot()
