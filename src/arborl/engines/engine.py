@@ -14,12 +14,24 @@ Weights = Mapping[str, "torch.Tensor"]
 """Parameters by name. A tensor that already is the engine's own is recognised and costs nothing."""
 
 
+class Listener(Protocol):
+    """Hears a completion's tokens while it is sampled, each once and in order; called where the engine works."""
+
+    top: int
+    """Likeliest tokens it wants to hear of beside each one; 0 for none."""
+
+    def __call__(self, token: int, logprob: float, top: Sequence[tuple[int, float]]) -> None:
+        """A token, its log-probability, and the likeliest tokens there with theirs."""
+        ...
+
+
 class Engine(Protocol):
     """Sees only tokens.
 
     One that also has a property `crowded` says with it that requests wait which it has no room for: no further
     episodes are begun while that is so. One that has a method `warm` is told with it, before a run's first step, how
-    tokens will be drawn (a `Sampling`), and makes what it needs for that.
+    tokens will be drawn (a `Sampling`), and makes what it needs for that. One that says `streams = True` takes a
+    `Listener` as `generate(…, heard=…)` and tells it every token as it is sampled.
     """
 
     follows_weights: bool
