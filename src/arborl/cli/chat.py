@@ -35,7 +35,10 @@ def chat(
     field: Annotated[
         list[str] | None,
         typer.Option(
-            "--field", metavar="NAME=FILE", help="A column of the task: document=report.txt.", show_default=False
+            "--field",
+            metavar="NAME=FILE",
+            help="A column of the task: document_content=report.txt.",
+            show_default=False,
         ),
     ] = None,
     message: Annotated[
@@ -53,7 +56,7 @@ def chat(
 ) -> None:
     """Talk to the agent of a run, or to a model.
 
-    Example: arborl chat runs/statelm-001 --field document=report.txt
+    Example: arborl chat runs/statelm-001 --field document_content=report.txt
     """
     paths, settings = split(arguments or (), ("--field", "--message", "--agent", "--seed", "--temperature", "--help"))
     path = one_path(paths, "one to talk to")
@@ -69,7 +72,7 @@ def read_fields(given: Any) -> dict[str, str]:
     for text in given:
         name, equals, file = text.partition("=")
         if not equals:
-            raise ConfigError(f"--field {text}: write NAME=FILE, as in document=report.txt.")
+            raise ConfigError(f"--field {text}: write NAME=FILE, as in document_content=report.txt.")
         try:
             found[name] = Path(file).expanduser().read_text(encoding="utf-8")
         except (OSError, ValueError) as error:

@@ -152,7 +152,7 @@ class SessionRequest(Body):
     """`POST /v1/agents/{name}/sessions`."""
 
     fields: Object = Field(default_factory=dict)
-    """What tasks of the run had as columns and its tools ask for: `document`, …"""
+    """What tasks of the run had as columns and its tools ask for: `document_content`, …"""
     seed: int = Field(0, ge=0, lt=2**63)
     temperature: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
     """Without one, as the run was evaluated."""

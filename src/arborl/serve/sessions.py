@@ -138,7 +138,7 @@ class AgentSession:
     """A conversation with an agent.
 
     Example:
-        session = AgentSession(company, fields={"document": text})
+        session = AgentSession(company, fields={"document_content": text})
         reply = await session.say("What is the trade of the keeper?")
 
     Args:
