@@ -9,6 +9,7 @@ from conftest_serve import client_of
 
 from arborl.agents import FunctionAgent
 from arborl.envs.documents import Documents
+from arborl.envs.wrapper import word_of
 from arborl.rollout.runner import Cast
 from arborl.serve.sessions import AgentSession, Company
 from arborl.types import Message, Task
@@ -68,7 +69,7 @@ def test_the_agent_is_shown_what_its_environment_would_show(opened):
 
     async def looks(task, env, model):
         observation = await env.reset(task, 0)
-        seen.append((observation.messages, getattr(env, "document", None)))
+        seen.append((observation.messages, word_of(env, "document")))
         await env.step(Message("assistant", "yes"))
 
     def documents(task):
