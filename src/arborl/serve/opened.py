@@ -70,7 +70,10 @@ def bare(name: str, settings: Sequence[str]) -> RunConfig:
     """A model that no run says anything about: it is asked questions, in all the context it has."""
     longest = described(resolve(name)).get("max_position_embeddings") or WINDOW
     size = min(int(longest), WINDOW)
-    config = load(None, [f"sampling.max_context={size}", f"sampling.max_tokens={min(1024, size // 2)}", *settings])
+    config = load(None, [f"sampling.max_context={size}", *settings])
+    if not any(text.startswith("sampling.max_tokens") for text in settings):
+        longest = min(1024, config.sampling.max_context // 2)
+        config = config.model_copy(update={"sampling": config.sampling.model_copy(update={"max_tokens": longest})})
     if any(text.startswith("env") for text in settings):
         return config
     return config.model_copy(update={"env": EnvConfig(name="question")})  # which needs rows only to be trained on
