@@ -169,3 +169,36 @@ def test_two_messages_at_once_are_one_too_many(opened):
     first, second = asyncio.run(talk())
     assert first.content
     assert "one message at a time" in str(second)
+
+
+def test_a_reader_of_long_documents_answers_in_a_session_as_it_does_in_a_rollout():
+    """StateLM over documents eight times its window, greedily: the same words, through the same calls."""
+    from pathlib import Path
+
+    from arborl.build import build_served
+    from arborl.config.load import load
+    from arborl.rollout.runner import Rollout
+
+    recipe = Path(__file__).parents[2] / "recipes/statelm/run.yaml"
+    served = build_served(load(recipe, ["env.args.tokens=[8200,8300]", "agent.args.max_assistant_turns=6"]))
+    names = ("statelm",)
+    company = Company(served.engine, served.renderer, served.cast, served.sampling, served.limits, names)
+    rollout = Rollout(served.engine, served.renderer, served.cast, served.sampling, served.limits, 4)
+
+    async def both(task):
+        env = served.cast.env(task)
+        question = (await env.reset(task, 0)).messages[-1].content
+        fields = {"document_content": word_of(env, "document")}
+        episode = await rollout.play(task, 0, "plain", {"temperature": 0.0})
+        session = AgentSession(company, fields=fields, temperature=0.0)
+        reply = await session.say(question)
+        await session.end()
+        return episode, session.episodes[0], reply
+
+    async def several():
+        return [await both(Task(f"t{seed}", seed=seed)) for seed in range(1)]
+
+    for episode, talked, reply in asyncio.run(several()):
+        assert reply.content == episode.answer
+        assert [call.completion.tokens for call in talked.calls] == [call.completion.tokens for call in episode.calls]
+        assert len(talked.calls) > 1
