@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -139,19 +139,9 @@ def _build(config: RunConfig, workshop: Workshop, training: bool) -> Parts:
     origin = load_origin(began, model, folder) if began is not None else None
     teacher = teacher_of(config, folder)
     plan = planned(model, config, algorithm.needs)  # now that all models of others have their memory
-    drawn = config.sampling
-    sampling = Sampling(
-        drawn.max_tokens,
-        drawn.temperature,
-        stop=renderer.stop,
-        stop_texts=drawn.stop,
-        top_k=drawn.top_k,
-        top_p=drawn.top_p,
-        min_p=drawn.min_p,
-    )
-    engine = workshop.engine(model, renderer, cast, sampling, plan, training)
-    asked = config.rollout
-    limits = Limits(asked.max_turns, drawn.max_context, asked.episode_seconds, asked.step_seconds)
+    sampling, asked = sampling_of(config, renderer), config.rollout
+    engine = workshop.engine(model, renderer, cast, sampling, plan.kv_tokens, plan.forecast.lent, training)
+    limits = Limits(asked.max_turns, config.sampling.max_context, asked.episode_seconds, asked.step_seconds)
     rollout = workshop.rollout(engine, cast, sampling, limits, rewards, given)
     settings = plan.settings(config.learner)
     learner = Learner(model, settings, sampling, algorithm.needs, steps, config.seed, origin, teacher)
@@ -164,6 +154,70 @@ def _build(config: RunConfig, workshop: Workshop, training: bool) -> Parts:
         config, folder, model, renderer, engine, trained, cast, rollout, rewards, algorithm, learner, evaluator, steps,
         found, workshop.open_tools, plan, behind,
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What it takes to use a trained model, and no more: nothing that learns."""
+
+    config: RunConfig
+    model: PreTrainedModel
+    renderer: Renderer
+    engine: Engine
+    cast: Cast
+    sampling: Sampling
+    """As the run is evaluated."""
+    limits: Limits
+    tools: OpenTools
+
+    def read(self, folder: Path) -> Mapping[str, Any]:
+        """The weights of another checkpoint of the same run, under the names that the engine has for them."""
+        return _policy(self.config, check_model(folder)).state_dict()
+
+
+def build_served(config: RunConfig, objects: Mapping[str, Any] | None = None) -> Served:
+    """The model of this configuration with its engine, and its agents."""
+    workshop = Workshop(config, objects or {}, connect=True)
+    try:
+        cast = workshop.cast()
+        workshop.sandbox()
+        folder = check_model(resolve(config.model.name))
+        check_supported(described(folder), config.model.name, config.sampling.max_context)
+        renderer = renderer_of(config, folder)
+        import torch
+
+        from arborl.models.probe import check_runs
+
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        model = _policy(config, folder)
+        check_runs(model, config.model.name, config.sampling.max_context)
+        _check_tokens(config, renderer, model)
+        sampling = sampling_of(config, renderer)
+        engine = workshop.engine(model, renderer, cast, sampling, config.engine.kv_tokens, training=False)
+    except BaseException:
+        workshop.open_tools.stop()
+        raise
+    asked, measured = config.rollout, config.evaluation
+    limits = Limits(asked.max_turns, config.sampling.max_context, asked.episode_seconds, asked.step_seconds)
+    own = {name: getattr(measured, name) for name in ("temperature", "top_k", "top_p", "min_p", "max_tokens")}
+    own = {name: value for name, value in own.items() if value is not None}
+    sampling = replace(sampling, **own)
+    return Served(config, model, renderer, engine, cast, sampling, limits, workshop.open_tools)
+
+
+def sampling_of(config: RunConfig, renderer: Renderer) -> Sampling:
+    """How tokens are drawn in training."""
+    drawn = config.sampling
+    return Sampling(
+        drawn.max_tokens,
+        drawn.temperature,
+        stop=renderer.stop,
+        stop_texts=drawn.stop,
+        top_k=drawn.top_k,
+        top_p=drawn.top_p,
+        min_p=drawn.min_p,
+    )
 
 
 def renderer_of(config: RunConfig, folder: Path) -> Renderer:

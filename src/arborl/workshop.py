@@ -42,7 +42,6 @@ if TYPE_CHECKING:  # what needs torch
     from transformers import PreTrainedModel
 
     from arborl.algorithms import Algorithm
-    from arborl.learner.memory import Plan
 
 
 class Workshop:
@@ -235,13 +234,15 @@ class Workshop:
         renderer: Renderer,
         cast: Cast,
         sampling: Sampling,
-        plan: Plan,
+        kv_tokens: int = 0,
+        lends: bool = False,
         training: bool = True,
     ) -> Engine:
+        """`kv_tokens` and `lends` as `LocalEngine` has them."""
         config = self.config
         found = self.find(ENGINES, config.engine.name)
         if config.engine.name == "local":
-            made: Engine = self._local(found, model, renderer, plan.kv_tokens, plan.forecast.lent)
+            made: Engine = self._local(found, model, renderer, kv_tokens, lends)
         elif config.engine.name == "scripted":
             texts = config.engine.replies or cast.env(Task("check")).actions() or ("Yes.",)
             made = found(replies(renderer, texts), decode=renderer.tokenizer.decode)

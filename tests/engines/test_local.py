@@ -366,7 +366,7 @@ def test_a_cancelled_request_leaves_and_the_others_go_on(qwen3):
 
 def test_tokens_are_drawn_with_their_probabilities():
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.2, 0.0]])).expand(20_000, 4)
-    tokens, logprobs = draw(logits, Draws.of([Sampling(seed=i) for i in range(20_000)], [0] * 20_000))
+    tokens, logprobs, _ = draw(logits, Draws.of([Sampling(seed=i) for i in range(20_000)], [0] * 20_000))
     shares = np.bincount(tokens, minlength=4) / 20_000
     assert shares == pytest.approx([0.5, 0.3, 0.2, 0.0], abs=0.015)
     assert np.exp(logprobs[:5]) == pytest.approx([[0.5, 0.3, 0.2][t] for t in tokens[:5]])

@@ -5,6 +5,7 @@ In reading order:
     entry_points.py  Train and evaluate: configuration in, a run folder out
     session.py       One run, from its first evaluation to its last file
     resume.py        Going on from a checkpoint: from which, and with which settings
+    located.py       What a path or a name on a command line stands for
     folder.py        The folder of a run
     objects.py       Parts given as Python objects, and what they are called in a configuration
     signals.py       Being told to stop

@@ -12,18 +12,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console as Terminal
 
-from arborl import checkpoint
 from arborl.api import folder as folders
+from arborl.api.located import located
 from arborl.api.objects import name_objects
 from arborl.api.resume import Start, find_start, finished, refuse
 from arborl.api.signals import Stops
 from arborl.build import build, count_steps
 from arborl.config.base import plain, validate
-from arborl.config.load import from_kwargs, load
+from arborl.config.load import from_kwargs
 from arborl.config.run import RunConfig
-from arborl.config.trust import require_trust
 from arborl.errors import ConfigError
-from arborl.models.find import holds_model
 from arborl.track.tracing import traced
 from arborl.trainer.failing import FailureWatch
 
@@ -162,24 +160,11 @@ def evaluate(
         objects: parts handed in by Python code, by the name the configuration uses for them.
         trust: import what a run's folder names though this user did not write it.
     """
-    place = Path(path)
-    run = place if (place / "config.yaml").exists() else place.parent.parent
-    model: str | Path
-    if place.suffix == ".yaml":
-        config = load(place, overrides)
-        model = config.model.name
-    elif run is place or holds_model(place / "model"):
-        config = load(run / "config.yaml", overrides)
-        model = (checkpoint.find(place / "checkpoints", "latest") if run is place else place) / "model"
-        if not trust:
-            require_trust(run / "config.yaml", config, overrides)
-    elif place.exists() and not holds_model(place):
-        raise ConfigError(f"{path!r} is neither a run folder, a checkpoint, a model folder nor a YAML file.")
-    else:
-        config, model = load(None, overrides), place
+    place = located(path, overrides, trust)
+    config = place.config
     if config.evaluation.tasks == 0:
         raise ConfigError("evaluation.tasks=0: nothing to evaluate. Write evaluation.tasks=200.")
-    named = config.model_copy(update={"model": config.model.model_copy(update={"name": str(model)})})
+    named = config.model_copy(update={"model": config.model.model_copy(update={"name": str(place.model)})})
     parts = build(named, objects, training=False)
 
     async def measured() -> Measured:

@@ -125,10 +125,11 @@ class Renderer:
         """The text of a completion, and that of the stop token that ended it (empty if none did)."""
         ids = completion.tokens
         if ids and ids[-1] in self.stop:
-            return self._decode(ids[:-1]), self.tokenizer.decode(ids[-1:])
-        return self._decode(ids), ""
+            return self.decode(ids[:-1]), self.tokenizer.decode(ids[-1:])
+        return self.decode(ids), ""
 
-    def _decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of sampled ids, or of some of them in a row."""
         # Some decoders drop a space at the very start of a text; behind a control token it is not at the start.
         anchor = self.stop[:1]
         return self.tokenizer.decode((*anchor, *ids)).removeprefix(self.tokenizer.decode(anchor))

@@ -14,12 +14,14 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from arborl.cli.chat import chat
 from arborl.cli.convert import convert
 from arborl.cli.data import data
 from arborl.cli.doctor import doctor
 from arborl.cli.env import env
 from arborl.cli.evaluate import evaluate
 from arborl.cli.rollout import rollout
+from arborl.cli.serve import serve
 from arborl.cli.tools import tools
 from arborl.cli.train import train
 from arborl.cli.tune import tune
@@ -83,6 +85,8 @@ app.command(context_settings=SETTINGS)(train)
 app.command(context_settings=SETTINGS)(evaluate)
 app.command(context_settings=SETTINGS)(rollout)
 app.command(context_settings=SETTINGS)(tune)
+app.command(context_settings=SETTINGS)(serve)
+app.command(context_settings=SETTINGS)(chat)
 app.command()(doctor)
 app.command()(convert)
 app.add_typer(data)

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from arborl.engines.cache import host_memory
 from arborl.engines.compiled import compiled
-from arborl.engines.draw_tokens import draw
+from arborl.engines.draw_tokens import Top, draw
 from arborl.engines.executor import Ready, Sampled, Step, Stored
 from arborl.engines.forward import Forward, Product
 from arborl.models.adapted import Adapted
@@ -187,7 +187,7 @@ class CpuExecutor:
         bounds = self._parts(ends)
         drawn, logprob = np.zeros(count, np.int64), np.zeros(count)
         vocabulary = int(self.step.vocabulary)
-        logits = np.zeros((count, vocabulary), np.float32) if draws.truncates else None
+        logits = np.zeros((count, vocabulary), np.float32) if draws.apart else None
         s, parts = self.step, len(bounds) - 1
         s.tokens, s.table_width, s.sampled = len(tokens), reading.tables.shape[1], count
         s.parts, s.apart = parts, bool(np.isin(bounds[1:-1], ends).all())
@@ -201,11 +201,13 @@ class CpuExecutor:
         self._make_room(len(tokens), parts)
         self._run(parts)
         del held
+        top: Top | None = None
         if logits is not None:
-            rows = np.flatnonzero(draws.truncated_B)
-            token_B, logprob_B = draw(torch.from_numpy(logits[rows]), draws.some(rows))
-            drawn[rows], logprob[rows] = token_B.numpy(), logprob_B.double().numpy()
-        return Ready(drawn, logprob)
+            rows = np.arange(count) if draws.top else np.flatnonzero(draws.truncated_B)
+            token_B, logprob_B, top = draw(torch.from_numpy(logits[rows]), draws.some(rows))
+            cut = draws.truncated_B[rows]  # nobody's token depends on whether another wants to hear more
+            drawn[rows[cut]], logprob[rows[cut]] = token_B.numpy()[cut], logprob_B.double().numpy()[cut]
+        return Ready(drawn, logprob, top)
 
     # ------------------------------------------------------------------------------------------ threads
 

@@ -29,7 +29,7 @@ from transformers.activations import SiLUActivation
 
 from arborl.engines import kernels, token_kernels
 from arborl.engines.cache import Cache, Reading
-from arborl.engines.draw_tokens import Draws, draw
+from arborl.engines.draw_tokens import Draws, Top, draw
 from arborl.engines.executor import Ready, Sampled, Step
 from arborl.engines.forward import Block, Forward, Rope
 from arborl.engines.sent import BUCKETS, Buffers, Sent, reachable, sent_at_once
@@ -125,6 +125,7 @@ class Coming:
     token: Tensor
     logprob: Tensor
     event: torch.cuda.Event
+    top: Top | None = None
 
     def wait(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         self.event.synchronize()
@@ -166,7 +167,7 @@ class GraphExecutor:
     def launch(self, step: Step) -> Sampled:
         self.turn ^= 1
         count = len(step.sampled)
-        truncates = step.draws.truncates
+        truncates, top = step.draws.apart, None
         in_graph = len(step.tokens) <= self.buckets[-1] and not self.broken
         logits_BV = self._replay(step, truncates) if in_graph else self._read(step, truncates)
         if not count:
@@ -174,14 +175,14 @@ class GraphExecutor:
         buffers = self.buffers
         if truncates:
             assert logits_BV is not None
-            token_B, logprob_B = draw(logits_BV[:count].float(), step.draws)
+            token_B, logprob_B, top = draw(logits_BV[:count].float(), step.draws)
             buffers.token[:count], buffers.logprob[:count] = token_B, logprob_B
         token, logprob = buffers.taken[self.turn]
         token[:count].copy_(buffers.token[:count], non_blocking=True)
         logprob[:count].copy_(buffers.logprob[:count], non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        return Coming(token[:count], logprob[:count], event)
+        return Coming(token[:count], logprob[:count], event, top)
 
     def at_once(self, tokens: int) -> int:
         """What fills a few graphs is divided among these."""

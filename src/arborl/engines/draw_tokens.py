@@ -42,6 +42,8 @@ class Draws:
     top_p_B: NDArray[np.float64]
     min_p_B: NDArray[np.float64]
     uniform_B: NDArray[np.float64]
+    top: int = 0
+    """Likeliest tokens to tell of, beside the drawn one; the most that any request wants."""
 
     @classmethod
     def of(cls, samplings: Sequence[Sampling], counts: Sequence[int]) -> Draws:
@@ -62,9 +64,13 @@ class Draws:
 
     def some(self, rows: NDArray[np.int64]) -> Draws:
         """Those of some of the requests."""
-        return Draws(
-            self.temperature_B[rows], self.top_k_B[rows], self.top_p_B[rows], self.min_p_B[rows], self.uniform_B[rows]
-        )
+        columns = (self.temperature_B, self.top_k_B, self.top_p_B, self.min_p_B, self.uniform_B)
+        return Draws(*(column[rows] for column in columns), self.top)
+
+    @property
+    def apart(self) -> bool:
+        """Whether tokens are drawn from the logits by `draw`, for more is asked than a step on a GPU does by itself."""
+        return self.truncates or self.top > 0
 
     def shape(self, device: torch.device) -> Shape:
         heat = np.where(self.temperature_B == 0, 1.0, self.temperature_B)
@@ -74,8 +80,13 @@ class Draws:
         return Shape(temperature, top_k, top_p, min_p, self.truncates)
 
 
-def draw(logits_BV: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-    """A token for each row and its log-probability under the distribution it was drawn from."""
+Top = tuple[NDArray[np.int64], NDArray[np.float64]]
+"""The likeliest tokens of each row, likeliest first, and their log-probabilities."""
+
+
+def draw(logits_BV: Tensor, draws: Draws) -> tuple[Tensor, Tensor, Top | None]:
+    """A token for each row and its log-probability under the distribution it was drawn from; and the likeliest tokens
+    under it, where they are asked for."""
     device = logits_BV.device
     log_BV = log_distribution(logits_BV, draws.shape(device))
     total_BV = log_BV.exp().cumsum(-1, dtype=torch.float64)
@@ -84,7 +95,14 @@ def draw(logits_BV: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
     greedy = draws.temperature_B == 0
     if greedy.any():
         token_B = torch.where(torch.from_numpy(greedy).to(device), log_BV.argmax(-1), token_B)
-    return token_B, log_BV.gather(1, token_B[:, None])[:, 0]
+    return token_B, log_BV.gather(1, token_B[:, None])[:, 0], _top(log_BV, draws.top)
+
+
+def _top(log_BV: Tensor, count: int) -> Top | None:
+    if not count:
+        return None
+    log_BT, token_BT = log_BV.topk(min(count, log_BV.shape[1]))
+    return token_BT.cpu().numpy(), log_BT.double().cpu().numpy()
 
 
 class StopTexts:

@@ -16,6 +16,17 @@ PROBE = "probe"
 """The session of calls that ask whether new weights have arrived: they come through while everything else is held."""
 
 
+class Listener(Protocol):
+    """Hears a completion's tokens while it is sampled, each once and in order; called where the engine works."""
+
+    top: int
+    """Likeliest tokens it wants to hear of beside each one; 0 for none."""
+
+    def __call__(self, token: int, logprob: float, top: Sequence[tuple[int, float]]) -> None:
+        """A token, its log-probability, and the likeliest tokens there with theirs."""
+        ...
+
+
 class Engine(Protocol):
     """Sees only tokens.
 
@@ -29,6 +40,9 @@ class Engine(Protocol):
     Only those of the session `PROBE` are answered, once new weights are loaded. It is held while it is given weights;
     and, unless it says `shared = False`, while the learner computes, since weights or device are the learner's too. One
     that has an async method `sleep` is told with it that nothing will be sampled until it is given weights.
+
+    One that says `streams = True` takes a `Listener` as `generate(…, heard=…)` and tells it every token as it is
+    sampled.
     """
 
     follows_weights: bool

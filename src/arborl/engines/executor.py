@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from arborl.engines.cache import Array, Cache, Reading, TorchAttend
-from arborl.engines.draw_tokens import Draws, draw
+from arborl.engines.draw_tokens import Draws, Top, draw
 from arborl.engines.forward import Forward, TorchOps
 from arborl.models.attention import library_hidden_states, logits
 
@@ -32,6 +32,11 @@ class Step:
 
 class Sampled(Protocol):
     """The outcome of a step, on its way."""
+
+    @property
+    def top(self) -> Top | None:
+        """The likeliest tokens of the sampled rows, where the draws ask for them."""
+        ...
 
     def wait(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Tokens and log-probabilities of the sampled rows."""
@@ -93,6 +98,7 @@ class Ready:
 
     tokens: NDArray[np.int64]
     logprobs: NDArray[np.float64]
+    top: Top | None = None
 
     def wait(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         return self.tokens, self.logprobs
@@ -119,8 +125,8 @@ class TorchExecutor:
         last = np.cumsum(step.reading.counts)[step.sampled] - 1
         if len(last) < len(hidden_NE):
             hidden_NE = hidden_NE[torch.from_numpy(last).to(device)]
-        token_B, logprob_B = draw(logits(self.model, hidden_NE), step.draws)
-        return Ready(token_B.cpu().numpy(), logprob_B.double().cpu().numpy())
+        token_B, logprob_B, top = draw(logits(self.model, hidden_NE), step.draws)
+        return Ready(token_B.cpu().numpy(), logprob_B.double().cpu().numpy(), top)
 
     def at_once(self, tokens: int) -> int:
         return self.many

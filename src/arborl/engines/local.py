@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 from arborl.engines.cache import Array, Reading, default_kv_tokens
 from arborl.engines.checks import check_sampling, read_prompt
 from arborl.engines.cpu_step import CpuExecutor, fits
-from arborl.engines.draw_tokens import StopTexts
-from arborl.engines.engine import PROBE, Weights
+from arborl.engines.draw_tokens import StopTexts, Top
+from arborl.engines.engine import PROBE, Listener, Weights
 from arborl.engines.executor import Executor, Sampled, Step, TorchExecutor
 from arborl.engines.forward import Forward
 from arborl.engines.pages import Pages
@@ -89,6 +89,7 @@ class LocalEngine:
     """
 
     follows_weights = True
+    streams = True
 
     def __init__(
         self,
@@ -133,7 +134,9 @@ class LocalEngine:
         self.worker: asyncio.Task[None] | None = None
         self.closed = False
 
-    async def generate(self, prompt: Sequence[int], sampling: Sampling, *, session: str) -> Completion:
+    async def generate(
+        self, prompt: Sequence[int], sampling: Sampling, *, session: str, heard: Listener | None = None
+    ) -> Completion:
         """Sample a continuation of `prompt`; the session's earlier turns are found by their tokens."""
         self._serve(asyncio.get_running_loop())
         tokens = read_prompt(prompt, self.vocabulary, self.max_context)
@@ -142,7 +145,8 @@ class LocalEngine:
             raise EngineError("stop_texts need an engine that can read tokens; give it `decode`")
         stops = StopTexts(self.decode, sampling.stop_texts) if self.decode and sampling.stop_texts else None
         done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self.scheduler.add(Request(tokens, len(tokens), sampling, done, time.perf_counter(), stops), session == PROBE)
+        request = Request(tokens, len(tokens), sampling, done, time.perf_counter(), stops, heard)
+        self.scheduler.add(request, session == PROBE)
         self._wake()
         try:
             return await done
@@ -342,12 +346,28 @@ class LocalEngine:
         stopped = (rows.stops[row] == tokens[:, None]).any(1)
         for index in np.flatnonzero(rows.listens[row] & ~stopped & ~spoilt):
             stopped[index] = self._said_it(live[row[index]])
+        if (heard := rows.heard[row] & ~spoilt).any():
+            top = flight.outcome.top
+            self._tell(row[heard], tokens[heard], logprobs[heard], top and (top[0][here][heard], top[1][here][heard]))
         for index in np.flatnonzero(stopped | (rows.known[row] >= rows.limit[row])):
             if (request := live.get(row[index])) is not None:  # one that was refused has left
                 self.scheduler.answer(request, Finish.STOP if stopped[index] else Finish.LENGTH, self.version)
         if spoilt.any():  # so are its keys, and a page that holds them would spoil the next sequence in it
             self.scheduler.read_again()
             self.executor.cache.clear()
+
+    def _tell(self, row: Array, tokens: Array, logprobs: NDArray[np.float64], top: Top | None) -> None:
+        """Those who listen hear their tokens. One whose listener breaks fails alone."""
+        for index, number in enumerate(row.tolist()):
+            if (request := self.scheduler.live.get(number)) is None or request.heard is None:
+                continue
+            count, likeliest = request.heard.top, tuple[tuple[int, float], ...]()
+            if top is not None and count:
+                likeliest = tuple(zip(top[0][index, :count].tolist(), top[1][index, :count].tolist(), strict=True))
+            try:
+                request.heard(int(tokens[index]), float(logprobs[index]), likeliest)
+            except Exception as error:
+                self.scheduler.refuse(request, f"its listener failed: {type(error).__name__}: {error}", error)
 
     def _said_it(self, request: Request) -> bool:
         """Whether a stop text has been written. Turning tokens into text is not our code: where it breaks, this request

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from arborl.engines.cache import Array
 from arborl.engines.checks import LARGEST_ID
 from arborl.engines.draw_tokens import Draws, StopTexts, uniforms
+from arborl.engines.engine import Listener
 from arborl.engines.pages import Path, Tokens
 from arborl.types import Completion, Sampling
 
@@ -26,6 +27,7 @@ class Request:
     done: asyncio.Future[Completion]
     began: float
     stop_texts: StopTexts | None = None
+    heard: Listener | None = None
     logprobs: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     versions: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     """Of what had been sampled by then, as the log-probabilities."""
@@ -68,6 +70,10 @@ class Rows:
         """Which of the launched step's sampled tokens is this row's."""
         self.listens = np.zeros(count, dtype=bool)
         """Whether a text may end it."""
+        self.heard = np.zeros(count, dtype=bool)
+        """Whether somebody hears its tokens as they are sampled."""
+        self.top = np.zeros(count, dtype=np.int64)
+        """Likeliest tokens that this listener wants to hear of."""
         self.tenant = np.zeros(count, dtype=np.int64)
         """Changes when a request leaves the row, so that what was launched for it is not given to the next."""
 
@@ -88,6 +94,8 @@ class Rows:
         self.stops[row] = -1
         self.stops[row, : len(sampling.stop)] = sampling.stop
         self.listens[row] = request.stop_texts is not None
+        self.heard[row] = request.heard is not None
+        self.top[row] = 0 if request.heard is None else request.heard.top
         return row
 
     def check(self, rows: Array, size: int) -> None:
@@ -117,4 +125,5 @@ class Rows:
     def draws(self, rows: Array) -> Draws:
         """How to draw the next token of these rows."""
         chance = uniforms(self.seed[rows], self.length[rows] - self.prompt[rows])
-        return Draws(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], chance)
+        top = int(self.top[rows].max(initial=0))
+        return Draws(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], chance, top)

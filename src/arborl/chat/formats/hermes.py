@@ -23,6 +23,7 @@ class HermesParser:
     """
 
     tokens = (OPEN, CLOSE)
+    opens = (OPEN,)
 
     def parse(self, text: str) -> tuple[ToolCall, ...]:
         return tuple(read_call(f"call_{i}", block, SHAPE) for i, block in enumerate(_blocks(text)))

@@ -24,6 +24,7 @@ class Llama3Parser:
     """
 
     tokens = (TAG,)
+    opens = (TAG, "{")
 
     def parse(self, text: str) -> tuple[ToolCall, ...]:
         blocks: list[Block] = []

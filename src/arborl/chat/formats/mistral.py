@@ -26,6 +26,7 @@ class MistralParser:
     """
 
     tokens = (TOKEN, "[CALL_ID]", "[ARGS]")
+    opens = (TOKEN,)
 
     def parse(self, text: str) -> tuple[ToolCall, ...]:
         read: dict[str, ToolCall] = {}

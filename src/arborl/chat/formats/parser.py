@@ -11,6 +11,9 @@ class Parser(Protocol):
     """One way of writing tool calls. `parse(format(*calls)) == calls`, up to the calls' ids.
 
     A call that cannot be read is still a call, and its error says what to write. No text makes `parse` raise.
+
+    One that also has `opens` says with it how every call begins: text before the first of these is no part of any, so
+    it may be shown while the rest is still being written.
     """
 
     def parse(self, text: str) -> tuple[ToolCall, ...]:

@@ -27,6 +27,7 @@ class PythonicParser:
     """
 
     tokens = ("<|python_start|>", "<|python_end|>")
+    opens = ("<|python_start|>", "[")
 
     def parse(self, text: str) -> tuple[ToolCall, ...]:
         calls: list[ToolCall] = []

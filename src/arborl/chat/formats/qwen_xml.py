@@ -26,6 +26,7 @@ class QwenXmlParser:
     """
 
     tokens = ("<tool_call>", "</tool_call>")
+    opens = ("<tool_call>", "<function=")
 
     def parse(self, text: str) -> tuple[ToolCall, ...]:
         calls: list[ToolCall] = []

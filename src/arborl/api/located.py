@@ -1,0 +1,54 @@
+"""What a path or a name on a command line stands for: a run, a checkpoint, a file, a model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from arborl import checkpoint
+from arborl.config.load import load
+from arborl.config.run import RunConfig
+from arborl.config.trust import require_trust
+from arborl.errors import ConfigError
+from arborl.models.find import holds_model
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A model, and the settings it is used with."""
+
+    config: RunConfig
+    model: str | Path
+    run: Path | None = None
+    """The run's folder, or its file, where there is one."""
+    step: int = 0
+    """Of the checkpoint."""
+
+
+def located(path: str, overrides: Sequence[str] = (), trust: bool = False) -> Located:
+    """A run's last checkpoint, a checkpoint, a model by name or folder, or the model that a YAML file begins with.
+
+    Args:
+        path: the folder, the file or the name.
+        overrides: settings on top of the run's, as on the command line.
+        trust: import what a run's folder names though this user did not write it.
+    """
+    place = Path(path)
+    run = place if (place / "config.yaml").exists() else place.parent.parent
+    if place.suffix == ".yaml":
+        config = load(place, overrides)
+        return Located(config, config.model.name, place)
+    if run is place or (holds_model(place / "model") and (run / "config.yaml").exists()):
+        config = load(run / "config.yaml", overrides)
+        if not trust:
+            require_trust(run / "config.yaml", config, overrides)
+        folder = checkpoint.find(place / "checkpoints", "latest") if run is place else place
+        step = re.fullmatch(r"step-(\d+)", folder.name)
+        return Located(config, folder / "model", run, int(step[1]) if step else 0)
+    if holds_model(place / "model"):
+        place = place / "model"  # a checkpoint that was taken out of its run
+    if place.exists() and not holds_model(place):
+        raise ConfigError(f"{path!r} is neither a run folder, a checkpoint, a model folder nor a YAML file.")
+    return Located(load(None, overrides), place)

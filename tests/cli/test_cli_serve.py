@@ -1,0 +1,56 @@
+"""`arborl chat` and `arborl serve` as typed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+pytest.importorskip("fastapi", reason="the extra 'serve'")
+
+from arborl.cli.main import app
+
+AGENT = ["agent=tool", "tools=[calculator]", "--temperature", "0"]
+QUESTION = "What is 12 + 30? Answer as <answer>number</answer>."
+
+
+def run(*arguments, said=None):
+    return CliRunner().invoke(app, [*arguments], input=said)
+
+
+def test_one_message_is_answered_with_its_tool_calls():
+    done = run("chat", "seedling", *AGENT, "--message", QUESTION)
+    assert done.exit_code == 0, done.output
+    assert done.output.splitlines() == ['  -> calculator {"expression": "12 + 30"}', "  <- 42", "<answer>42</answer>"]
+
+
+def test_a_talk_shows_tools_begins_anew_and_is_saved_as_episodes(here):
+    done = run("chat", "seedling", *AGENT, said=f"/tools\n{QUESTION}\nHello\n/save talk.jsonl\n/reset\n/what\n/exit\n")
+    assert done.exit_code == 0, done.output
+    assert "calculator       Evaluate an arithmetic expression." in done.output
+    assert "/save FILE" in done.output
+    (episode,) = [json.loads(line) for line in (here / "talk.jsonl").read_text().splitlines()]
+    assert [turn["message"]["role"] for turn in episode["turns"]] == ["assistant"]
+    assert len(episode["calls"]) >= 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["serve"], "nothing to serve"),
+        (["serve", "seedling", "--host", "0.0.0.0"], "give --api-key"),
+        (["serve", "no/such/folder"], "no model is called"),
+        (["serve", "seedling", "--follow", "nowhere"], "there is no run"),
+        (["serve", "seedling", "--api-key-file", "nowhere"], "cannot be read"),
+        (["serve", "seedling", "--checkpoint", "other"], "other"),
+        (["chat"], "nobody to talk to"),
+        (["chat", "seedling", "--agent", "other"], "the run has chat"),
+        (["chat", "seedling", "--field", "document_content"], "NAME=FILE"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line(arguments, word):
+    done = run(*arguments)
+    assert done.exit_code == 2
+    assert word in done.output
+    assert len(done.output.splitlines()) == 1

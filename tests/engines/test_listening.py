@@ -1,0 +1,88 @@
+"""Tokens are heard as they are sampled: each once, in order, with what else was likely; and nobody else notices."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+import pytest
+
+from arborl.engines.local import LocalEngine
+from arborl.errors import EngineError
+from arborl.types import Sampling
+
+
+@dataclass
+class Heard:
+    top: int = 0
+    said: list = field(default_factory=list)
+
+    def __call__(self, token, logprob, top):
+        self.said.append((token, logprob, tuple(top)))
+
+
+class Breaks(Heard):
+    def __call__(self, token, logprob, top):
+        raise RuntimeError("no ears")
+
+
+def engine_of(model, **more):
+    return LocalEngine(model, max_context=128, **more)
+
+
+def test_what_is_heard_is_what_is_answered_also_of_requests_that_are_put_back(tiny_llama):
+    engine = engine_of(tiny_llama, kv_tokens=140, page_size=4)  # room for one whole sequence and little more
+    ears = [Heard() for _ in range(6)]
+
+    async def one(number):
+        sampling = Sampling(max_tokens=100 - number, seed=number)
+        return await engine.generate([1, 2, number], sampling, session=str(number), heard=ears[number])
+
+    async def all_of_them():
+        return await asyncio.gather(*map(one, range(6)))
+
+    for ear, said in zip(ears, asyncio.run(all_of_them()), strict=True):
+        assert tuple(token for token, _, _ in ear.said) == said.tokens
+        assert tuple(logprob for _, logprob, _ in ear.said) == said.logprobs
+    assert engine.metrics()["engine/paused"] > 0
+
+
+def test_the_likeliest_tokens_are_those_of_the_distribution_and_differ_by_listener(tiny_llama):
+    engine = engine_of(tiny_llama)
+    three, none = Heard(top=3), Heard()
+
+    async def both():
+        greedy = Sampling(max_tokens=8, temperature=0.0)
+        return await asyncio.gather(
+            engine.generate([1, 2], greedy, session="a", heard=three),
+            engine.generate([3], Sampling(max_tokens=8), session="b", heard=none),
+        )
+
+    asyncio.run(both())
+    for token, logprob, top in three.said:
+        assert top[0] == (token, logprob)  # the likeliest was taken
+        assert len(top) == 3
+        assert top[0][1] >= top[1][1] >= top[2][1]
+    assert [top for _, _, top in none.said] == [()] * 8
+
+
+def test_a_listener_that_breaks_costs_its_own_request(tiny_llama):
+    engine = engine_of(tiny_llama)
+
+    async def both():
+        broken = engine.generate([1], Sampling(max_tokens=4), session="a", heard=Breaks())
+        fine = engine.generate([2], Sampling(max_tokens=4), session="b", heard=Heard())
+        return await asyncio.gather(broken, fine, return_exceptions=True)
+
+    broken, fine = asyncio.run(both())
+    assert isinstance(broken, EngineError)
+    assert "no ears" in str(broken)
+    assert len(fine.tokens) == 4
+
+
+def test_listening_changes_no_token(tiny_llama):
+    async def said(heard):
+        engine = engine_of(tiny_llama)
+        return await engine.generate([5, 6], Sampling(max_tokens=12, seed=3), session="", heard=heard)
+
+    plain, heard = asyncio.run(said(None)), asyncio.run(said(Heard(top=2)))
+    assert heard.tokens == plain.tokens
+    assert heard.logprobs == pytest.approx(plain.logprobs)
