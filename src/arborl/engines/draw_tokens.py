@@ -64,8 +64,8 @@ class Draws:
 
     def some(self, rows: NDArray[np.int64]) -> Draws:
         """Those of some of the requests."""
-        columns = (self.temperature_B, self.top_k_B, self.top_p_B, self.min_p_B, self.uniform_B)
-        return Draws(*(column[rows] for column in columns), self.top)
+        heat, top_k, top_p, min_p = self.temperature_B, self.top_k_B, self.top_p_B, self.min_p_B
+        return Draws(heat[rows], top_k[rows], top_p[rows], min_p[rows], self.uniform_B[rows], self.top)
 
     @property
     def apart(self) -> bool:
