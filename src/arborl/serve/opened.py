@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +58,7 @@ def open_model(
         step = found.step
     served = build_served(config)
     engine = EngineThread(served.engine)
-    asyncio.run_coroutine_threadsafe(served.engine.load({}, step), engine.loop).result()  # the weights are there
+    engine.prepare(step, served.sampling)
     size, called = served.model.config.vocab_size, name or run.resolve().name
     speaker = Speaker(engine, served.renderer, size, called, config.sampling.max_context, served.sampling)
     speaker.version = step
