@@ -62,6 +62,13 @@ def test_a_step_is_measured_beside_trls_on_replies_of_equal_length(case, lora):
     assert row["baseline_peak_gib"] > 0
 
 
+@pytest.mark.slow
+def test_streams_of_a_server_are_measured():
+    (row,) = measured("serve.py", "--clients", "6", "--tokens", "4", "--sides", "arborl")
+    assert (row["whole"], row["others"]) == (6, {})
+    assert 0 < row["first_p50_s"] <= row["first_p99_s"]
+
+
 def test_every_body_has_the_shape_it_is_named_after(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
     import bodies

@@ -22,36 +22,40 @@ VARIABLE = "ARBORL_API_KEY"
 OPTIONS = ("--port", "--host", "--follow", "--api-key", "--name", "--checkpoint", "--help")
 
 
+Target = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="CHECKPOINT a.b=c", help="A run, a checkpoint, a model or adapters, and settings.", show_default=False
+    ),
+]
+Checkpoint = Annotated[
+    str | None, typer.Option("--checkpoint", metavar="PATH", help="The same as CHECKPOINT.", show_default=False)
+]
+Host = Annotated[str, typer.Option(help="Address to listen at; others than this machine's need an API key.")]
+Follow = Annotated[
+    str | None,
+    typer.Option(metavar="RUN", help="Serve this run's newest checkpoint, and each new one.", show_default=False),
+]
+Name = Annotated[
+    str | None, typer.Option(help="What clients call the model; its own name by default.", show_default=False)
+]
+Key = Annotated[
+    list[str] | None,
+    typer.Option(help=f"What clients must bring; may be given several times, or in {VARIABLE}.", show_default=False),
+]
+KeyFile = Annotated[Path | None, typer.Option(help="File with one key a line.", show_default=False)]
+Trust = Annotated[bool, typer.Option("--trust", help="Import what the run's folder names, though not yours.")]
+
+
 def serve(
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="CHECKPOINT a.b=c",
-            help="A run, a checkpoint, a model or adapters, and settings.",
-            show_default=False,
-        ),
-    ] = None,
-    checkpoint: Annotated[
-        str | None, typer.Option("--checkpoint", metavar="PATH", help="The same as CHECKPOINT.", show_default=False)
-    ] = None,
+    arguments: Target = None,
+    checkpoint: Checkpoint = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="TCP port.")] = 8000,
-    host: Annotated[
-        str, typer.Option(help="Address to listen at; others than this machine's need an API key.")
-    ] = LOCAL[0],
-    follow: Annotated[
-        str | None,
-        typer.Option(metavar="RUN", help="Serve this run's newest checkpoint, and each new one.", show_default=False),
-    ] = None,
-    name: Annotated[
-        str | None, typer.Option(help="What clients call the model; its own name by default.", show_default=False)
-    ] = None,
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=f"What clients must bring; may be given several times, or in {VARIABLE}.", show_default=False
-        ),
-    ] = None,
-    api_key_file: Annotated[Path | None, typer.Option(help="File with one key a line.", show_default=False)] = None,
+    host: Host = LOCAL[0],
+    follow: Follow = None,
+    name: Name = None,
+    api_key: Key = None,
+    api_key_file: KeyFile = None,
     requests: Annotated[int, typer.Option(min=1, help="Requests answered at once; more are told to wait.")] = 1024,
     per_minute: Annotated[float, typer.Option(min=0, help="Requests a minute of one key; 0 for any number.")] = 0,
     burst: Annotated[int, typer.Option(min=1, help="Of these, at once after a pause.")] = 10,
@@ -60,9 +64,7 @@ def serve(
     sessions: Annotated[int, typer.Option(min=1, help="Sessions with agents at once.")] = 256,
     drain: Annotated[float, typer.Option(min=0, help="Seconds that requests have to end after SIGTERM.")] = 60.0,
     quiet: Annotated[bool, typer.Option("--quiet", help="Write no line a request.")] = False,
-    trust: Annotated[
-        bool, typer.Option("--trust", help="Import what the run's folder names, though not yours.")
-    ] = False,
+    trust: Trust = False,
     log_level: LogLevel = None,
 ) -> None:
     """Serve a model over OpenAI's API, and its agent over sessions.
@@ -73,23 +75,31 @@ def serve(
     path = one_path([*paths, *([checkpoint] if checkpoint else [])], "thing to serve") or follow
     if path is None:
         raise ConfigError("nothing to serve. Write `arborl serve CHECKPOINT`: a run, a checkpoint, or a model's name.")
-    try:
-        from arborl.serve.app import Bounds
-        from arborl.serve.keys import read_keys
-    except ImportError as error:
-        raise ConfigError(f"serving needs {error.name}: pip install 'arborl[serve]'") from error
-    keys = read_keys(api_key or (), api_key_file, os.environ.get(VARIABLE))
-    if host not in LOCAL and not keys:
-        raise ConfigError(f"--host {host} lets other machines in: give --api-key too, or leave --host out.")
-    from arborl.cli.tools import check_port
+    keys = allowed(host, port, api_key or [], api_key_file)
+    from arborl.serve.app import Bounds
 
-    if port:
-        check_port(host, port)
     if not quiet and log_level is None:
         _write_requests()
     bounds = Bounds(requests, max_body * 2**20, timeout, per_minute, burst)
     asked = {"settings": settings, "trust": trust, "name": name, "begins": follow is not None}
     asyncio.run(served(path, asked, keys, bounds, sessions, follow, (host, port, drain)))
+
+
+def allowed(host: str, port: int, flags: list[str], file: Path | None) -> Keys:
+    """The keys of this server, where it may and can listen there with them."""
+    try:
+        from arborl.serve.keys import read_keys
+        from arborl.serve.run import Server  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"serving needs {error.name}: pip install 'arborl[serve]'") from error
+    keys = read_keys(flags, file, os.environ.get(VARIABLE))
+    if host not in LOCAL and not keys:
+        raise ConfigError(f"--host {host} lets other machines in: give --api-key too, or leave --host out.")
+    if port:
+        from arborl.cli.tools import check_port
+
+        check_port(host, port)
+    return keys
 
 
 async def served(

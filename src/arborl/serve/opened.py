@@ -58,6 +58,7 @@ def open_model(
         step = found.step
     served = build_served(config)
     engine = EngineThread(served.engine)
+    engine.prepare(step, served.sampling)
     size, called = served.model.config.vocab_size, name or run.resolve().name
     speaker = Speaker(engine, served.renderer, size, called, config.sampling.max_context, served.sampling)
     speaker.version = step

@@ -41,6 +41,16 @@ class EngineThread:
         self._thread = threading.Thread(target=self.loop.run_forever, name="engine", daemon=True)
         self._thread.start()
 
+    def prepare(self, version: int, sampling: Sampling) -> None:
+        """Say which version the engine's weights are, and make now what its first requests would wait for."""
+
+        async def there() -> None:
+            await self.engine.load({}, version)
+            if (warm := getattr(self.engine, "warm", None)) is not None:
+                warm(sampling)
+
+        asyncio.run_coroutine_threadsafe(there(), self.loop).result()
+
     async def generate(
         self, prompt: Sequence[int], sampling: Sampling, *, session: str, heard: Listener | None = None
     ) -> Completion:
