@@ -329,6 +329,7 @@ class Workshop:
                 sampling,
                 renderer,
                 training,
+                asked.chat,
             )
         except EngineError as error:
             raise ConfigError(f"engine=http: {error}") from error

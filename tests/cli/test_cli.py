@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from arborl.api.measure import Asked
 from arborl.cli.doctor import Check, examine
 from arborl.cli.main import app
 from arborl.cli.train import newest
@@ -22,6 +23,7 @@ from arborl.config import RunConfig
 from arborl.config.base import dump_yaml
 from arborl.config.load import load
 from arborl.errors import ConfigError
+from arborl.trainer.standings import Played
 
 
 def call(*arguments: str) -> Result:
@@ -34,19 +36,20 @@ class FakeApi:
 
     asked: list[tuple[RunConfig, str | None, bool]] = field(default_factory=list)
 
-    def train(self, config: RunConfig, *, resume: str | None = None, stub: bool = False) -> None:
+    def train(self, config: RunConfig, *, resume: str | None = None, stub: bool = False, profile: bool = False) -> None:
         self.asked.append((config, resume, stub))
 
-    def evaluate(self, path: str, overrides: Sequence[str], trust: bool = False) -> dict[str, dict[str, float]]:
-        if path == "nobody":
+    def measure(self, names: Sequence[str], asked: Asked) -> list[Played]:
+        if names == ["nobody"]:
             raise ConfigError("no model is called 'nobody'.")
-        return {"sampled": {"success": 0.25, "tasks": float(len(overrides))}, "greedy": {"success": 0.5}}
+        sampled = Played(names[0], "sampled", {"success": 0.25, "tasks": float(len(asked.overrides))})
+        return [sampled, Played(names[0], "greedy", {"success": 0.5, "reward": 1.0})]
 
 
 @pytest.fixture
 def api(monkeypatch: pytest.MonkeyPatch) -> FakeApi:
     fake, module = FakeApi(), ModuleType("arborl.api")
-    vars(module).update(train=fake.train, evaluate=fake.evaluate)
+    vars(module).update(train=fake.train, measure=fake.measure, Asked=Asked)
     monkeypatch.setitem(sys.modules, "arborl.api", module)
     monkeypatch.setattr("arborl.api", module, raising=False)
     return fake
@@ -166,7 +169,8 @@ def test_evaluate_prints_one_column_for_each_way_of_playing(api: FakeApi) -> Non
     rows = [line.split() for line in result.stdout.splitlines()]
     assert ["metric", "sampled", "greedy"] in rows
     assert ["success", "0.25", "0.5"] in rows
-    assert ["tasks", "2", "–"] in rows
+    assert ["reward", "–", "1"] in rows
+    assert ["tasks", "2", "0"] in rows
 
 
 def test_version_names_arborl_python_and_torch() -> None:

@@ -3,6 +3,7 @@
 In reading order:
 
     entry_points.py  Train and evaluate: configuration in, a run folder out
+    measure.py       Policies on the same held-out tasks, or on prompts of one's own
     session.py       One run, from its first evaluation to its last file
     resume.py        Going on from a checkpoint: from which, and with which settings
     located.py       What a path or a name on a command line stands for
@@ -13,6 +14,7 @@ In reading order:
     artifacts.py     What a run leaves for people: a curve, some episodes as moving pictures, a report
 """
 
-from arborl.api.entry_points import Run, evaluate, run, train
+from arborl.api.entry_points import Run, evaluate, measure, run, train
+from arborl.api.measure import Asked
 
-__all__ = ["Run", "evaluate", "run", "train"]
+__all__ = ["Asked", "Run", "evaluate", "measure", "run", "train"]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rich.console import Console as Terminal
 
 from arborl.api import folder as folders
-from arborl.api.located import located
+from arborl.api.measure import Asked, play, policies
 from arborl.api.objects import name_objects
 from arborl.api.resume import Start, find_start, finished, refuse
 from arborl.api.signals import Stops
@@ -21,13 +21,11 @@ from arborl.build import build, count_steps
 from arborl.config.base import plain, validate
 from arborl.config.load import from_kwargs
 from arborl.config.run import RunConfig
-from arborl.errors import ConfigError
 from arborl.track.tracing import traced
-from arborl.trainer.failing import FailureWatch
 
 if TYPE_CHECKING:
     from arborl.api.session import RunSession
-    from arborl.trainer.evaluate import Measured
+    from arborl.trainer.standings import Played
     from arborl.trainer.trainer import Hook
 
 T = TypeVar("T")
@@ -152,7 +150,7 @@ def evaluate(
     path: str, overrides: Sequence[str] = (), objects: Mapping[str, Any] | None = None, trust: bool = False
 ) -> dict[str, dict[str, float]]:
     """Numbers of a run's last checkpoint, of a checkpoint, of a model by name, or of the model that a YAML file begins
-    with, on held-out tasks.
+    with, on held-out tasks; by way of playing.
 
     Args:
         path: the folder, the file or the name.
@@ -160,26 +158,26 @@ def evaluate(
         objects: parts handed in by Python code, by the name the configuration uses for them.
         trust: import what a run's folder names though this user did not write it.
     """
-    place = located(path, overrides, trust)
-    config = place.config
-    if config.evaluation.tasks == 0:
-        raise ConfigError("evaluation.tasks=0: nothing to evaluate. Write evaluation.tasks=200.")
-    named = config.model_copy(update={"model": config.model.model_copy(update={"name": str(place.model)})})
-    parts = build(named, objects, training=False)
+    return {one.way: one.metrics for one in measure([path], Asked(overrides, trust=trust), objects)}
 
-    async def measured() -> Measured:
-        try:
-            return await parts.evaluator.measure()
-        finally:
-            await parts.close()
 
-    with traced(str(path)):
-        found = wait_for(measured())
-    FailureWatch().look("evaluation", 0, found.episodes)
-    numbers = found.metrics
-    greedy = {name.removeprefix("greedy_"): value for name, value in numbers.items() if name.startswith("greedy_")}
-    sampled = {name: value for name, value in numbers.items() if not name.startswith("greedy_")}
-    return {"sampled": sampled} | ({"greedy": greedy} if greedy else {})
+def measure(names: Sequence[str], asked: Asked, objects: Mapping[str, Any] | None = None) -> list[Played]:
+    """Several policies on the same tasks or prompts, one after the other.
+
+    Example:
+        played = measure(["runs/a", "seedling"], Asked(["evaluation.tasks=100"], attempts=4))
+        played[0].scores()["pass@4"]
+
+    Args:
+        names: runs, checkpoints, models, YAML files, or `openai:NAME`.
+        asked: what to play, and how.
+        objects: as of `evaluate`.
+    """
+    found: list[Played] = []
+    for policy in policies(names, asked):
+        with traced(policy.name):
+            found += wait_for(play(policy, asked, objects))
+    return found
 
 
 def stubbed(config: RunConfig) -> RunConfig:

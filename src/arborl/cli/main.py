@@ -19,6 +19,7 @@ from arborl.cli.convert import convert
 from arborl.cli.data import data
 from arborl.cli.doctor import doctor
 from arborl.cli.env import env
+from arborl.cli.evaluate import EXAMPLES as EVALUATE
 from arborl.cli.evaluate import evaluate
 from arborl.cli.rollout import rollout
 from arborl.cli.serve import serve
@@ -82,7 +83,7 @@ app = typer.Typer(
 # Without these a mistyped `--a.b=c` would be refused before the verb can say what to write.
 SETTINGS = {"ignore_unknown_options": True}
 app.command(context_settings=SETTINGS)(train)
-app.command(context_settings=SETTINGS)(evaluate)
+app.command(context_settings=SETTINGS, epilog=EVALUATE)(evaluate)
 app.command(context_settings=SETTINGS)(rollout)
 app.command(context_settings=SETTINGS)(tune)
 app.command(context_settings=SETTINGS)(serve)

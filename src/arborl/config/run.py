@@ -135,13 +135,16 @@ class EngineConfig(Named):
     machine's temporary folder."""
     seconds: float = Field(600.0, gt=0)
     """What a server of `http` may take for a request; and how long a run waits where none of them answers."""
+    chat: bool = False
+    """Only chat with the servers of `http` (`/v1/chat/completions`), whatever else they offer: to measure a model whose
+    tokenizer is not at hand."""
     api_key_env: str | None = None
     """The environment variable that holds the key of `http`'s servers, where they want one."""
 
     @model_validator(mode="after")
     def _of_its_kind(self) -> EngineConfig:
         own = {"local": ("lends",), "vllm": ("dtype", "python", "args", "lends"), "scripted": ("replies",)}
-        own["http"] = ("dtype", "urls", "model", "weights_dir", "seconds", "api_key_env")
+        own["http"] = ("dtype", "urls", "model", "weights_dir", "seconds", "chat", "api_key_env")
         for key in sorted({key for keys in own.values() for key in keys}):
             default = type(self).model_fields[key].get_default(call_default_factory=True)
             of = [name for name, keys in own.items() if key in keys]

@@ -10,6 +10,7 @@ In reading order:
     evaluate.py   How well a policy plays tasks it is never trained on
     given_evaluation.py  How well it does on given rows it is never trained on
     intervals.py  How sure a mean over held-out tasks is: 95 % intervals
+    standings.py  Policies side by side: pass@k, bootstrap intervals, paired tests
     hooks.py      What happens after a step, one small object each
     profile.py    Torch's own trace of two steps
     summary.py    A step's groups as numbers

@@ -146,13 +146,13 @@ def scores(groups: list[Group]) -> Metrics:
     if any("success" in episode.metrics for episode in alive):
         found |= _with_interval("success", groups, lambda episode: episode.metrics.get("success", 0.0))
     found |= _with_interval("reward", groups, lambda episode: episode.reward)
-    beside = dict.fromkeys(name for episode in alive for name in episode.metrics if _is_beside(name))
+    beside = dict.fromkeys(name for episode in alive for name in episode.metrics if is_beside(name))
     for name in beside:
         found |= _with_interval(name, groups, partial(_metric, name))
     return found
 
 
-def _is_beside(name: str) -> bool:
+def is_beside(name: str) -> bool:
     """Whether it is the number of a reward that is only shown (`reward/<name>`), and not a part of another's."""
     return name.startswith("reward/") and name.count("/") == 1
 

@@ -9,6 +9,7 @@ In reading order:
     curve.py           The learning curve of a run, as a picture
     sources.py         What a run with several sources was trained on, and how each of them went, as a picture
     context_length.py  How long an agent's context was over an episode
+    standings.py       Policies side by side, as files: JSON, CSV, HTML, JSONL
     gif.py             An episode as a moving picture
 """
 

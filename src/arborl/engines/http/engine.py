@@ -93,6 +93,7 @@ class HttpEngine:
         sampling: how the run draws tokens, for the probe after an update.
         renderer: the run's, whose tokenizer must be theirs; without one, it is not compared.
         training: whether they are to be given weights. Else they are asked as they are.
+        chats: only chat with them, whoever they are.
     """
 
     proves_weights = True
@@ -111,12 +112,13 @@ class HttpEngine:
         sampling: Sampling | None = None,
         renderer: Renderer | None = None,
         training: bool = True,
+        chats: bool = False,
     ):
         self.model, self.max_context, self.max_requests = model, max_context, max_requests
         self.vocabulary = int(model.config.vocab_size)
         self.named, self.seconds, self.renderer, self.training = named, seconds, renderer, training
         self.decode = renderer.tokenizer.decode if renderer is not None else None
-        self.follows_weights = training
+        self.follows_weights, self.chats = training, chats
         self.headers = {"Authorization": f"Bearer {_key(key)}"} if key is not None else {}
         self.replicas = [Replica(url.rstrip("/")) for url in urls]
         self.sessions: OrderedDict[str, Replica] = OrderedDict()
@@ -356,7 +358,7 @@ class HttpEngine:
     async def _meet(self, replica: Replica) -> None:
         """See who answers, that it can do what is wanted, and that it is of this model."""
         client = self._client(replica)
-        replica.server, replica.facts = await meet(client, self.named)
+        replica.server, replica.facts = await meet(client, self.named, self.chats)
         if self.training and replica.server.cannot_train:
             raise EngineError(f"{replica.url} cannot be trained with: {replica.server.cannot_train}")
         context = replica.facts.context
@@ -426,7 +428,7 @@ class HttpEngine:
         while not self.closed:
             version = self.coming
             try:
-                server, facts = await meet(self._client(replica), self.named)
+                server, facts = await meet(self._client(replica), self.named, self.chats)
                 replica.server, replica.facts = server, facts
                 if self.training:
                     if server.cannot_train:

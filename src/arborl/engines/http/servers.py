@@ -327,9 +327,9 @@ def as_dict(message: Message) -> dict[str, Any]:
 Server = VllmServer | SglangServer | ChatServer
 
 
-async def meet(client: Client, named: str | None) -> tuple[Server, Facts]:
-    """Who answers there, and with which model."""
-    found: Server | None = await VllmServer.meet(client) or await SglangServer.meet(client)
+async def meet(client: Client, named: str | None, chat: bool = False) -> tuple[Server, Facts]:
+    """Who answers there, and with which model; to chat alone, it does not matter who."""
+    found: Server | None = ChatServer() if chat else await VllmServer.meet(client) or await SglangServer.meet(client)
     models = await call(client, "GET", "/v1/models")
     listed = {str(one.get("id")): one for one in (models or {}).get("data") or () if not one.get("parent")}
     if named is not None and named not in listed:

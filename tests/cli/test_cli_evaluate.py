@@ -1,0 +1,109 @@
+"""`arborl evaluate`: policies side by side, prompts of one's own, and a model behind an address."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from arborl.cli.main import app
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
+from fake_server import FakeServer
+
+SMALL = ["env.args.size=3", "env.args.max_steps=2", "sampling.max_tokens=8", "sampling.max_context=512", "threads=1"]
+
+
+def call(*words: str) -> Result:
+    return CliRunner().invoke(app, ["evaluate", *words])
+
+
+def test_numbers_are_printed_as_json_and_written_in_the_form_of_the_files_name(here: Path) -> None:
+    files = ["--output", "all.jsonl", "--output", "numbers.csv", "--output", "page.html", "--output", "numbers.json"]
+    done = call("seedling", "--episodes", "3", "--attempts", "2", "--temperature", "0.7", "--json", *files, *SMALL)
+    assert done.exit_code == 0, done.output
+    (result,) = json.loads(done.stdout)["results"]
+    assert (result["way"], result["tasks"], result["episodes"]) == ("t=0.7", 3, 6)
+    assert set(result["scores"]) == {"success", "reward", "pass@2", "pass^2"}
+    assert json.loads((here / "numbers.json").read_text()) == json.loads(done.stdout)
+    rows = list(csv.DictReader((here / "numbers.csv").open()))
+    assert [row["metric"] for row in rows] == list(result["scores"])
+    assert len((here / "all.jsonl").read_text().splitlines()) == 6
+    assert "pass@2" in (here / "page.html").read_text()
+
+
+def test_two_policies_are_compared_task_by_task() -> None:
+    copy = Path("copy.yaml")
+    copy.write_text("sampling: {max_tokens: 4, max_context: 512}\nenv: {args: {size: 3, max_steps: 2}}\n")
+    done = call(str(copy), "seedling", "--episodes", "3", "--temperature", "0", "threads=1")
+    assert done.exit_code == 0, done.output
+    assert "seedling less copy.yaml, greedy: success" in done.stdout
+    assert "over 3 tasks" in done.stdout
+
+
+def test_prompts_are_answered_in_their_order_and_judged_where_they_have_answers(here: Path) -> None:
+    (here / "prompts.json").write_text(json.dumps(["Say one.", "Say two."]))
+    done = call("seedling", "--input", "prompts.json", "--output", "out.jsonl", *SMALL[2:])
+    assert done.exit_code == 0, done.output
+    rows = [json.loads(line) for line in (here / "out.jsonl").read_text().splitlines()]
+    assert [row["fields"]["question"] for row in rows] == ["Say one.", "Say two."]
+    assert all("reward" not in row and isinstance(row["reply"], str) for row in rows)
+    assert "success" not in done.stdout
+    (here / "asked.jsonl").write_text('{"prompt": "Say one.", "answer": "1"}\n')
+    done = call("seedling", "--input", "asked.jsonl", "--json", "rewards=[exact]", *SMALL[2:])
+    assert done.exit_code == 0, done.output
+    assert "reward" in json.loads(done.stdout)[0]
+
+
+def test_a_message_is_answered_on_standard_output() -> None:
+    words = ["engine=scripted", "engine.replies=[Five.]"]
+    done = call("seedling", "--message", "What is 2 + 3?", *words, *SMALL[2:])
+    assert done.exit_code == 0, done.output
+    assert done.stdout == "Five.\n"
+
+
+def test_a_model_behind_an_address_is_measured_beside_one_of_ours(seedling) -> None:
+    server = FakeServer(seedling[0], "chat", renderer=seedling[1], context=512, name="theirs/x:free")
+    try:
+        words = ["--model", "openai:theirs/x:free", "--base-url", f"{server.url}/v1", "--episodes", "2"]
+        done = call("seedling", *words, "--temperature", "0", "--json", *SMALL)
+    finally:
+        server.kill()
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert [one["model"] for one in found["results"]] == ["seedling", "openai:theirs/x:free"]
+    assert found["comparisons"][0]["tasks"] == 2
+    assert {json.loads(body)["model"] for what, body in server.log if what == "chat"} == {"theirs/x:free"}
+
+
+def test_where_every_episode_failed_nothing_was_measured_and_the_exit_code_says_so(seedling) -> None:
+    server = FakeServer(seedling[0], "vllm", renderer=seedling[1], context=512)  # it has no address to chat at
+    try:
+        done = call("openai:policy", "--base-url", server.url, "--episodes", "2", *SMALL)
+    finally:
+        server.kill()
+    assert done.exit_code == 1, done.output
+    assert "answers 404" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["seedling", "seed"], "a setting is written seed=VALUE"),
+        (["seedling", "seedling"], "seedling: named twice"),
+        (["seedling", "--output", "x.txt"], "Write one of .json, .jsonl, .csv, .html."),
+        (["seedling", "--output", "no/x.json"], "there is no folder 'no'"),
+        (["seedling", "--message", "Hi", "--env", "sokoban"], "--env and --episodes are about held-out tasks"),
+        (["seedling", "--base-url", "http://x"], "Name it: --model openai:NAME."),
+        (["seedling", "--input", "none.json"], "none.json"),
+        (["openai:x", "--base-url", "http://127.0.0.1:9"], "no server there"),
+    ],
+)
+def test_what_cannot_be_measured_is_said_before_anything_is_played(words: list[str], complaint: str) -> None:
+    done = call(*words)
+    assert done.exit_code == 2, done.output
+    assert complaint in " ".join(done.stderr.split())
