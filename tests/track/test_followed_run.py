@@ -162,6 +162,7 @@ def test_spans_are_nested_and_say_what_they_are_of(followed):
         named.setdefault(span.name.split()[0], []).append(span)
     assert {name: len(some) for name, some in named.items() if name.startswith("arborl.")} == {
         "arborl.run": 2, "arborl.step": 3, "arborl.evaluation": 3, "arborl.episode": 3 * 4 + 3 * 2,
+        "arborl.wait": 3, "arborl.learn": 3, "arborl.publish": 3 + 3,
     }  # fmt: skip
     inside = {"chat": "arborl.episode", "execute_tool": "arborl.episode", "arborl.step": "arborl.run"}
     for name, outer in inside.items():

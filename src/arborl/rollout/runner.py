@@ -27,7 +27,7 @@ from arborl.rollout.groups import PLAIN, Manager, Manner, named
 from arborl.rollout.meter import Meter
 from arborl.rollout.recorder import Limits, RecordedEnv, Recorder
 from arborl.rollout.replay import Tape
-from arborl.rollout.slots import Slots
+from arborl.rollout.slots import FIRST, Slots
 from arborl.rollout.watchdog import Watchdog
 from arborl.rollout.workers import Workers
 from arborl.spans import span
@@ -243,8 +243,8 @@ class Rollout:
         and what code waited for a sandbox."""
         counts, self.counts = self.counts, Counter()
         stuck = {"rollout/tool_calls_stuck": float(left_behind.stuck().total())}
-        if self._line is not None:
-            stuck["rollout/concurrency"] = float(int(self._line.slots.limit))
+        limit = self._line.slots.limit if self._line is not None else self.concurrency or FIRST
+        stuck["rollout/concurrency"] = float(int(limit))
         return named(counts) | self.workers.metrics() | sandbox.metrics() | stuck
 
     def failed_unseen(self) -> list[Episode]:

@@ -136,8 +136,10 @@ class Trainer:
         if not self.pipeline.busy:
             self.engine.metrics()  # what was counted between steps (an evaluation, say) is not this step's
 
-        with clock("rollout"), span("arborl.wait"):
-            groups = await self.pipeline.take(self.step)
+        with clock("rollout"):
+            await self.pipeline.begin(self.step)
+            with span("arborl.wait"):
+                groups = await self.pipeline.take(self.step)
             greedy = await self._greedy(groups, seed) if self.algorithm.needs.greedy else []
         with clock("score"):
             await self.rewards.score([group for group in (*groups, *greedy) if not _scored(group)])
