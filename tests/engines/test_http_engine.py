@@ -305,7 +305,7 @@ def test_a_server_of_another_tokenizer_is_refused(seedling, serve):
 
 
 def test_a_server_of_another_model_is_refused(seedling, serve, tiny_llama):
-    server = serve(model=tiny_llama.float())
+    server = serve(model=copy.deepcopy(tiny_llama).float())
     with pytest.raises(EngineError, match="size mismatch"):
         connected(seedling, server)
 
