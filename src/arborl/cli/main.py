@@ -20,6 +20,8 @@ from arborl.cli.doctor import doctor
 from arborl.cli.env import env
 from arborl.cli.evaluate import EXAMPLES as EVALUATE
 from arborl.cli.evaluate import evaluate
+from arborl.cli.init import EXAMPLES as INIT
+from arborl.cli.init import init
 from arborl.cli.rollout import rollout
 from arborl.cli.tools import tools
 from arborl.cli.train import train
@@ -86,6 +88,7 @@ app.command(context_settings=SETTINGS)(rollout)
 app.command(context_settings=SETTINGS)(tune)
 app.command()(doctor)
 app.command()(convert)
+app.command(epilog=INIT)(init)
 app.add_typer(data)
 app.add_typer(env)
 app.add_typer(tools)
