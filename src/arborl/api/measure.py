@@ -84,6 +84,11 @@ def policies(names: Sequence[str], asked: Asked) -> list[Policy]:
     return [Policy(policy.name, _as_asked(policy.config, asked)) for policy in found]
 
 
+def settings_of(name: str, asked: Asked) -> RunConfig:
+    """Of one policy, with the model that it stands for."""
+    return _own_settings(name, asked) or _of_model(load(None, asked.overrides), name)
+
+
 def _own_settings(name: str, asked: Asked) -> RunConfig | None:
     """Of a run, a checkpoint or a YAML file, with the model that it stands for; None of what has none."""
     place = Path(name)

@@ -20,6 +20,8 @@ from arborl.cli.doctor import doctor
 from arborl.cli.env import env
 from arborl.cli.evaluate import EXAMPLES as EVALUATE
 from arborl.cli.evaluate import evaluate
+from arborl.cli.export import EXAMPLES as EXPORT
+from arborl.cli.export import export
 from arborl.cli.init import EXAMPLES as INIT
 from arborl.cli.init import init
 from arborl.cli.rollout import rollout
@@ -89,6 +91,7 @@ app.command(context_settings=SETTINGS)(tune)
 app.command()(doctor)
 app.command()(convert)
 app.command(epilog=INIT)(init)
+app.command(context_settings=SETTINGS, epilog=EXPORT)(export)
 app.add_typer(data)
 app.add_typer(env)
 app.add_typer(tools)

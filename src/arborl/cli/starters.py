@@ -3,6 +3,7 @@ part's name, `CLASS` for that of its class."""
 
 from __future__ import annotations
 
+HEAD = "# Start with `arborl train FILE`; `arborl train FILE --print` shows every key; docs/configuration.md.\n"
 COMMON = """sampling:
   max_tokens: 64           # sampled tokens a reply
   max_context: 1024        # prompt and reply together
@@ -11,27 +12,24 @@ rollout:
   group_size: 8            # attempts at each task, which are compared with each other
 algorithm: ALGORITHM            # docs/algorithms.md
 learner:
-  lr: 1.0e-3               # for seedling; a real model wants 1e-6 to 1e-5
+  lr: null                 # by the model's size; a number such as 1e-6 decides it
 trainer:
   steps: 30
   save_every: 10           # checkpoints, to resume from and to serve
 evaluation:
   tasks: 100               # held-out tasks, played before and after
 """
-LAKE = """# Look at it with `arborl train FILE --print`; start with `arborl train FILE`. Every key: docs/configuration.md.
-model: seedling            # or smollm2, a folder, a Hugging Face id
+LAKE = """model: seedling            # or smollm2, a folder, a Hugging Face id
 env:
   name: frozen_lake        # `arborl env list` names the others; your own is package.module:Class
   args: {size: 4}
 """
-QUESTIONS = """# Look at it with `arborl train FILE --print`; start with `arborl train FILE`. Every key: docs/configuration.md.
-model: seedling            # knows nine formats and little else: take a real model for questions of your own
+QUESTIONS = """model: seedling            # knows nine formats and little else: for questions of your own take a real one
 data:
   path: train.json         # rows such as {"question": "What is 2 + 3?", "answer": "5"}; a tenth is held out
 rewards: [exact]           # compares the reply with the column `answer`; your own is package.module:function
 """
-TOOLS = """# Look at it with `arborl train FILE --print`; start with `arborl train FILE`. Every key: docs/configuration.md.
-model: seedling
+TOOLS = """model: seedling
 data:
   path: train.json         # `arborl data make arithmetic --out .` makes some: then arithmetic.json
 agent:
@@ -40,24 +38,23 @@ agent:
 tools: [calculator]        # your own is package.module:function, with @arborl.tool; docs/tools.md
 rewards: [equal]           # the same number as the column `answer`
 """
-IMITATE = """# Look at it with `arborl train FILE --print`; start with `arborl train FILE`. Every key: docs/configuration.md.
-model: seedling
+IMITATE = """model: seedling
 data:
   path: transcripts.jsonl  # rows such as {"messages": [{"role": "user", "content": "…"}, …]}; docs/offline.md
 algorithm: sft             # learn from what is given; dpo and kto take pairs and labels
 learner:
-  lr: 1.0e-3               # for seedling; a real model wants 1e-5
+  lr: null                 # by the model's size; a number such as 1e-5 decides it
 trainer:
   epochs: 1
 """
 PRESETS: dict[str, str] = {
-    "lake": LAKE + COMMON,
-    "questions": QUESTIONS + COMMON,
-    "tools": TOOLS + COMMON,
-    "sft": IMITATE,
+    "lake": HEAD + LAKE + COMMON,
+    "questions": HEAD + QUESTIONS + COMMON,
+    "tools": HEAD + TOOLS + COMMON,
+    "sft": HEAD + IMITATE,
 }
 
-ENV = '''"""CLASS: an environment. Train in it with `arborl train env=NAME:CLASS`, look at it with `arborl env check NAME:CLASS`."""
+ENV = '''"""CLASS: an environment. `arborl env check NAME:CLASS` tries it, `arborl train env=NAME:CLASS` trains."""
 
 from __future__ import annotations
 
