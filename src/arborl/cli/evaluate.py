@@ -22,16 +22,6 @@ OPTIONS = (
     "--env", "--episodes", "--attempts", "--temperature", "--input", "--message", "--model", "--base-url",
     "--api-key-env", "--output", "--json", "--trust", "--log-level", "--help",
 )  # fmt: skip
-EXAMPLES = """Examples:
-
-\b
-  arborl evaluate runs/frozen-lake-001                        # its last checkpoint, on held-out tasks
-  arborl evaluate runs/a runs/b seedling --attempts 4         # side by side: pass@k, paired tests
-  arborl evaluate seedling --env sokoban --episodes 50 --temperature 0 --temperature 0.7
-  arborl evaluate runs/a --input prompts.json --output out.jsonl
-  arborl evaluate runs/a --message "What is 2 + 3?"
-  arborl evaluate runs/a --model openai:NAME --base-url http://127.0.0.1:8000/v1 --json
-"""
 
 
 Arguments = Annotated[

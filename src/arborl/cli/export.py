@@ -13,12 +13,6 @@ from arborl.cli.arguments import one_path, split
 from arborl.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16", "float16")
-EXAMPLES = """Examples:
-
-\b
-  arborl export runs/frozen-lake-001 --out my-model
-  arborl export runs/a/checkpoints/step-000020 --out my-model --dtype bfloat16 --json
-"""
 
 
 def export(

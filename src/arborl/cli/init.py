@@ -12,15 +12,6 @@ import typer
 from arborl.cli.starters import PARTS, PRESETS
 from arborl.errors import ConfigError, did_you_mean, writing
 
-EXAMPLES = """Examples:
-
-\b
-  arborl init                                     # config.yaml: the demo, commented
-  arborl init --path run.yaml --preset tools      # or lake, questions, sft; or an algorithm: gspo, ppo, …
-  arborl init env maze                            # maze.py and test_maze.py, whose tests pass
-  arborl init tool weather
-"""
-
 
 def init(
     kind: Annotated[str, typer.Argument(metavar="[env|tool|reward|agent]", help="A part.", show_default=False)] = "",

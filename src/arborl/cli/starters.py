@@ -24,7 +24,7 @@ env:
   name: frozen_lake        # `arborl env list` names the others; your own is package.module:Class
   args: {size: 4}
 """
-QUESTIONS = """model: seedling            # knows nine formats and little else: for questions of your own take a real one
+QUESTIONS = """model: seedling            # knows nine formats and little else: for your own questions take a real one
 data:
   path: train.json         # rows such as {"question": "What is 2 + 3?", "answer": "5"}; a tenth is held out
 rewards: [exact]           # compares the reply with the column `answer`; your own is package.module:function
