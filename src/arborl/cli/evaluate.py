@@ -167,8 +167,12 @@ def say(played: Sequence[Played]) -> None:
                     typer.echo(f"{one.name} ({one.way}):")
                 if episode.failure is not None:
                     typer.echo(f"arborl: failed: {episode.failure}", err=True)
+                elif not episode.turns:
+                    typer.echo(f"arborl: no reply: {episode.stop}. Write a larger sampling.max_context.", err=True)
                 else:
                     typer.echo(episode.answer)
+    if not any(episode.turns for one in played for group in one.groups for episode in group.episodes):
+        raise typer.Exit(1)
 
 
 def show(names: Sequence[str], played: Sequence[Played]) -> None:
