@@ -49,9 +49,6 @@ class Stop(StrEnum):
     """Something broke; `Episode.failure` says what and where."""
 
 
-# ------------------------------------------------------------------------------------------------ conversation
-
-
 @dataclass(frozen=True, slots=True)
 class ToolCall:
     """A tool call the model wrote. One that did not parse is still a call, with its `error`."""
@@ -111,9 +108,6 @@ class Task:
     agent: str | None = None
     env: str | None = None
     seed: int = 0
-
-
-# ------------------------------------------------------------------------------------------------ what was sampled
 
 
 class Drawn(NamedTuple):
@@ -180,12 +174,6 @@ class Completion:
         for what, own in (("log-probabilities", self.logprobs), ("versions", self.versions or self.tokens)):
             if len(self.tokens) != len(own):
                 raise ValueError(f"{len(self.tokens)} tokens but {len(own)} {what} in one completion")
-
-    @staticmethod
-    def told(versions: Sequence[int], otherwise: int) -> tuple[int, tuple[int, ...]]:
-        """`version` and `versions` of tokens that were sampled by these; of none, `otherwise`."""
-        last = int(versions[-1]) if len(versions) else otherwise
-        return last, tuple(map(int, versions)) if any(one != last for one in versions) else ()
 
     @property
     def oldest(self) -> int:

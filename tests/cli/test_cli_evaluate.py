@@ -64,6 +64,9 @@ def test_a_message_is_answered_on_standard_output() -> None:
     done = call("seedling", "--message", "What is 2 + 3?", *words, *SMALL[2:])
     assert done.exit_code == 0, done.output
     assert done.stdout == "Five.\n"
+    done = call("seedling", "--message", "word " * 600, *words, *SMALL[2:])
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert "no reply: context_full" in done.stderr
 
 
 def test_a_model_behind_an_address_is_measured_beside_one_of_ours(seedling) -> None:
@@ -100,6 +103,7 @@ def test_where_every_episode_failed_nothing_was_measured_and_the_exit_code_says_
         (["seedling", "--message", "Hi", "--env", "sokoban"], "--env and --episodes are about held-out tasks"),
         (["seedling", "--base-url", "http://x"], "Name it: --model openai:NAME."),
         (["seedling", "--input", "none.json"], "none.json"),
+        (["seedling", "--message", "Hi", "--message", ""], "prompt 2, question: empty"),
         (["openai:x", "--base-url", "http://127.0.0.1:9"], "no server there"),
     ],
 )

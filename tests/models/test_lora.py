@@ -256,6 +256,13 @@ def test_the_merged_export_is_an_ordinary_model_that_says_the_same(adapted, tmp_
     assert has_lora(adapted)
 
 
+def test_adapters_that_were_read_from_a_folder_are_merged_alike(adapted, tmp_path):
+    Learner(adapted, LearnerConfig(), Sampling()).save(tmp_path)
+    export_merged(load_model(tmp_path / "model", device="cpu"), tmp_path / "merged")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    torch.testing.assert_close(loaded(IDS).logits.detach(), logits(adapted, IDS), rtol=1e-4, atol=1e-4)
+
+
 def test_adapters_of_a_coarse_model_are_float32(plain):
     model = copy.deepcopy(plain).bfloat16()
     add_lora(model, LoraConfig(rank=2, target=("q_proj", "v_proj")))

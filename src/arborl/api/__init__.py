@@ -4,6 +4,7 @@ In reading order:
 
     entry_points.py  Train and evaluate: configuration in, a run folder out
     measure.py       Policies on the same held-out tasks, or on prompts of one's own
+    export.py        A run's policy as a folder that plain transformers loads, with a card
     session.py       One run, from its first evaluation to its last file
     resume.py        Going on from a checkpoint: from which, and with which settings
     located.py       What a path or a name on a command line stands for

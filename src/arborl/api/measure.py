@@ -7,7 +7,7 @@ brings no settings of its own (a model, or one behind an address) is measured as
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from arborl.api.located import located
@@ -81,6 +81,11 @@ def policies(names: Sequence[str], asked: Asked) -> list[Policy]:
     return [Policy(policy.name, _as_asked(policy.config, asked)) for policy in found]
 
 
+def settings_of(name: str, asked: Asked) -> RunConfig:
+    """Of one policy, with the model that it stands for."""
+    return _own_settings(name, asked) or _of_model(load(None, asked.overrides), name)
+
+
 def _own_settings(name: str, asked: Asked) -> RunConfig | None:
     """Of a run, a checkpoint or a YAML file, with the model that it stands for; None of what has none."""
     if name.startswith(REMOTE):
@@ -108,19 +113,19 @@ def _as_asked(config: RunConfig, asked: Asked) -> RunConfig:
     tree = config.model_dump()
     if asked.attempts is not None:
         tree["rollout"]["val_envs"]["group_size"] = asked.attempts
-    if asked.prompts is not None and not asked.prompts:
-        raise ConfigError("no prompts to answer: there is not one row. Give at least one.")
     if asked.prompts is None:
         if config.evaluation.tasks == 0:
             raise ConfigError("evaluation.tasks=0: nothing to evaluate. Write evaluation.tasks=200.")
         return validate(RunConfig, tree) if asked.attempts is not None else config
+    if not tasks_of(config, asked.prompts):  # what is wrong with a row is said by its number, before all else
+        raise ConfigError("no prompts to answer: there is not one row. Give at least one.")
     if not config.data.has_rows or config.data.given:  # its environment makes tasks of its own: questions do not
         tree["env"] = {"name": "question"}
     if config.data.given:
         fresh = RunConfig()
         tree |= {"algorithm": fresh.algorithm.model_dump(), "engine": fresh.engine.model_dump()}
         tree["rollout"] |= {"group_size": max(config.rollout.group_size, 2)}
-    rows = {"rows": PROMPTS, "evaluation_rows": PROMPTS}
+    rows = {"rows": PROMPTS, "evaluation_rows": PROMPTS, "question": config.data.question}
     tree |= {"data": {"agents": tree["data"]["agents"]} | rows, "demonstrations": {}}
     tree["rollout"]["val_envs"] |= {"tags": (), "num_groups_partition": ()}
     tree["rollout"]["envs"] |= {"tags": (), "num_groups_partition": ()}
@@ -188,7 +193,13 @@ def _ways(config: RunConfig, asked: Asked) -> dict[str, float]:
 def _answering(parts: Parts, prompts: Sequence[Mapping[str, Any]]) -> Evaluator:
     from arborl.trainer.evaluate import Evaluator
 
-    config, reader = parts.config, Reader("prompts")
-    tasks = [reader.task(row, f"prompt {n}", f"{n:06d}", n) for n, row in enumerate(prompts, 1)]
+    config, tasks = parts.config, tasks_of(parts.config, prompts)
     tags = config.rollout.val_envs
     return Evaluator(Rows(tasks), parts.rollout, parts.rewards, config.evaluation, config.seed, tags)
+
+
+def tasks_of(config: RunConfig, prompts: Sequence[Mapping[str, Any]]) -> list[Task]:
+    """Prompts as tasks, in their order; each has an id of its own, whatever the rows say of theirs."""
+    reader = Reader("prompts", config.data.question)
+    tasks = (reader.task(row, f"prompt {n}", None, n) for n, row in enumerate(prompts, 1))
+    return [replace(task, id=f"prompts/{n:06d}") for n, task in enumerate(tasks, 1)]

@@ -21,8 +21,10 @@ PROMPT = "env.prompt."
 
 
 @env.command("list")
-def list_environments() -> None:
+def list_environments(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Every environment with a short name, and its arguments."""
+    import json
+
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -30,16 +32,24 @@ def list_environments() -> None:
 
     from arborl.envs import ENVS, EXTRAS
 
+    if as_json:
+        rows = [{"name": name, "what": _what(ENVS[name]), "arguments": _arguments(ENVS[name])} for name in ENVS]
+        typer.echo(json.dumps(rows, ensure_ascii=False, indent=2))
+        return
     shown = Table("name", "what", box=box.SIMPLE)
     shown.add_column("arguments", overflow="fold")
     for name in ENVS:
         found = ENVS[name]
-        what = (inspect.getdoc(found) or "").splitlines()[0]
+        what = _what(found)
         package = "openenv" if name == "openenv" else name
         if name in EXTRAS and importlib.util.find_spec(package) is None:
             what += f" (pip install 'arborl[{name}]')"
         shown.add_row(Text(name, style="bold"), Text(what), Text(", ".join(_arguments(found)), style="dim"))
     Console().print(shown)
+
+
+def _what(part: Any) -> str:
+    return (inspect.getdoc(part) or "").splitlines()[0]
 
 
 def _arguments(part: Any) -> list[str]:

@@ -22,16 +22,6 @@ OPTIONS = (
     "--env", "--episodes", "--attempts", "--temperature", "--input", "--message", "--model", "--base-url",
     "--api-key-env", "--output", "--json", "--trust", "--log-level", "--help",
 )  # fmt: skip
-EXAMPLES = """Examples:
-
-\b
-  arborl evaluate runs/frozen-lake-001                        # its last checkpoint, on held-out tasks
-  arborl evaluate runs/a runs/b seedling --attempts 4         # side by side: pass@k, paired tests
-  arborl evaluate seedling --env sokoban --episodes 50 --temperature 0 --temperature 0.7
-  arborl evaluate runs/a --input prompts.json --output out.jsonl
-  arborl evaluate runs/a --message "What is 2 + 3?"
-  arborl evaluate runs/a --model openai:NAME --base-url http://127.0.0.1:8000/v1 --json
-"""
 
 
 Arguments = Annotated[
@@ -177,8 +167,12 @@ def say(played: Sequence[Played]) -> None:
                     typer.echo(f"{one.name} ({one.way}):")
                 if episode.failure is not None:
                     typer.echo(f"arborl: failed: {episode.failure}", err=True)
+                elif not episode.turns:
+                    typer.echo(f"arborl: no reply: {episode.stop}. Write a larger sampling.max_context.", err=True)
                 else:
                     typer.echo(episode.answer)
+    if not any(episode.turns for one in played for group in one.groups for episode in group.episodes):
+        raise typer.Exit(1)
 
 
 def show(names: Sequence[str], played: Sequence[Played]) -> None:

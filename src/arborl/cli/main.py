@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import sys
 import traceback
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed
 from platform import python_version
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -19,8 +20,10 @@ from arborl.cli.convert import convert
 from arborl.cli.data import data
 from arborl.cli.doctor import doctor
 from arborl.cli.env import env
-from arborl.cli.evaluate import EXAMPLES as EVALUATE
 from arborl.cli.evaluate import evaluate
+from arborl.cli.examples import EXIT_CODES, add_examples
+from arborl.cli.export import export
+from arborl.cli.init import init
 from arborl.cli.rollout import rollout
 from arborl.cli.serve import serve
 from arborl.cli.tools import tools
@@ -76,33 +79,41 @@ app = typer.Typer(
     cls=Verbs,
     help="Train language-model agents by reinforcement learning.",
     no_args_is_help=True,
-    add_completion=False,
+    epilog=EXIT_CODES,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 # Without these a mistyped `--a.b=c` would be refused before the verb can say what to write.
 SETTINGS = {"ignore_unknown_options": True}
 app.command(context_settings=SETTINGS)(train)
-app.command(context_settings=SETTINGS, epilog=EVALUATE)(evaluate)
+app.command(context_settings=SETTINGS)(evaluate)
 app.command(context_settings=SETTINGS)(rollout)
 app.command(context_settings=SETTINGS)(tune)
 app.command(context_settings=SETTINGS)(serve)
 app.command(context_settings=SETTINGS)(chat)
 app.command()(doctor)
 app.command()(convert)
+app.command()(init)
+app.command(context_settings=SETTINGS)(export)
 app.add_typer(data)
 app.add_typer(env)
 app.add_typer(tools)
 
 
 @app.command()
-def version() -> None:
+def version(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Print the version."""
     try:
         torch = installed("torch")
     except PackageNotFoundError:
         torch = "not installed"
+    if as_json:
+        typer.echo(json.dumps({"arborl": installed("arborl"), "python": python_version(), "torch": torch}))
+        return
     typer.echo(f"arborl {installed('arborl')} (python {python_version()}, torch {torch})")
+
+
+add_examples(app)
 
 
 def main() -> None:

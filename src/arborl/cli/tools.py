@@ -27,21 +27,33 @@ def listed(
         list[str] | None,
         typer.Argument(metavar="FILE a.b=c", help="A run, whose tools to list.", show_default=False),
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Print the tools that ship, or those of a run."""
-    if arguments:
-        for where, tool in of_run(arguments):
-            typer.echo(f"{tool.name:<20} {_first(tool.spec.description)}  [{where}]")
-        return
     import inspect
+    import json
 
     from arborl.tools import TOOLS
     from arborl.tools.docstring import read_docstring
 
-    for name in TOOLS:
-        part = TOOLS[name]
-        about = read_docstring(inspect.getdoc(part)).description if inspect.isclass(part) else part.spec.description
-        typer.echo(f"{name:<12} {_first(about)}")
+    if arguments:
+        rows = [(tool.name, _first(tool.spec.description), where) for where, tool in of_run(arguments)]
+    else:
+        shipped = ((name, TOOLS[name]) for name in TOOLS)
+        rows = [
+            (
+                name,
+                _first(read_docstring(inspect.getdoc(p)).description if inspect.isclass(p) else p.spec.description),
+                "",
+            )
+            for name, p in shipped
+        ]
+    if as_json:
+        found = [{"name": name, "what": what} | ({"from": where} if where else {}) for name, what, where in rows]
+        typer.echo(json.dumps(found, ensure_ascii=False, indent=2))
+        return
+    for name, what, where in rows:
+        typer.echo(f"{name:<20} {what}  [{where}]" if where else f"{name:<12} {what}")
 
 
 @tools.command()

@@ -15,6 +15,7 @@ In reading order:
     training.py   How gradients become weights, for how long, and how what they became is measured
     data.py       Where tasks come from
     given.py      Runs that learn from given rows: when a run is one, and which settings then count
+    engine.py     What samples: in this process, in vLLM's, or at servers
     rollout.py    How episodes are played: how many, by whom, where, and for how long
     sandbox.py    Where code that the model wrote runs
     track.py      What is written while training, and who else follows the run

@@ -21,7 +21,7 @@ In reading order:
     token_kernels.py  Tokens into a sampling step and out of it on a GPU
     shared_prefix.py  Rows that share the beginning of their context
     vllm.py           Sampling by vLLM, in a process of its own with its own copy of the weights
-    vllm_side/        What runs there; needs vLLM and no arborl
+    vllm_process.py   The process that vLLM runs in; what runs there, in `vllm_side`, needs vLLM and no arborl
     http/             Sampling by servers that run already
     copies.py         What engines with a copy of the weights are sent, and how it is known to have arrived
     shared_memory.py  Weights on their way to a process of this machine

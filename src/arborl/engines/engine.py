@@ -71,3 +71,9 @@ class Engine(Protocol):
     def metrics(self) -> Metrics:
         """Counters since the last call: sampled and prefilled tokens, cache hits, …"""
         ...
+
+
+def told(versions: Sequence[int], otherwise: int) -> tuple[int, tuple[int, ...]]:
+    """`version` and `versions` of a completion whose tokens were sampled by these; of no tokens, `otherwise`."""
+    last = int(versions[-1]) if len(versions) else otherwise
+    return last, tuple(map(int, versions)) if any(one != last for one in versions) else ()

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from arborl.engines.engine import told
 from arborl.engines.pages import Pages, Path, Tokens
 from arborl.engines.rows import Request, Rows
 from arborl.errors import EngineError
@@ -180,9 +181,9 @@ class Scheduler:
         if not request.done.done():
             sampled, logprobs, versions = self._sampled(request)
             seconds = time.perf_counter() - request.began
-            version, mixed = Completion.told(versions.tolist(), version)
-            told = Completion(tuple(sampled.tolist()), tuple(logprobs.tolist()), finish, version, seconds, mixed)
-            request.done.set_result(told)
+            version, mixed = told(versions.tolist(), version)
+            said = Completion(tuple(sampled.tolist()), tuple(logprobs.tolist()), finish, version, seconds, mixed)
+            request.done.set_result(said)
         self._leave(request)
 
     def refuse(self, request: Request, why: str, cause: Exception | None = None) -> None:

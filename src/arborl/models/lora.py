@@ -192,6 +192,10 @@ def export_merged(model: PreTrainedModel, folder: Path) -> None:
             setattr(whole.get_submodule(parent), child, module.get_base_layer())
     del whole.peft_config
     whole._hf_peft_config_loaded = False
+    # Adapters read from a folder leave the names of their file behind, and transformers would write the weights under
+    # them: a folder that nobody can read.
+    if any("lora_" in str(one) for one in getattr(whole, "_weight_conversions", None) or ()):
+        whole._weight_conversions = None
     whole.save_pretrained(folder)
 
 

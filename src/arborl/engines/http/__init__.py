@@ -1,8 +1,11 @@
 """Sampling by servers that run already: `engine=http`.
 
-engine.py    Which server a request goes to, and what happens when one goes or comes back
-servers.py   What is said to a vLLM server, a SGLang server, and one that only chats
-files.py     Weights on their way to servers: folders that they read
+In reading order:
+
+    engine.py    Which server a request goes to, and what happens when one goes or comes back
+    replicas.py  One server of several: what is known of it, and what it is asked besides completions
+    servers.py   What is said to a vLLM server, a SGLang server, and one that only chats
+    files.py     Weights on their way to servers: folders that they read
 """
 
 from arborl.engines.http.engine import HttpEngine

@@ -11,27 +11,33 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import httpx
 from transformers import PreTrainedModel
 
 from arborl.chat import Renderer
 from arborl.engines.checks import check_sampling, read_prompt
-from arborl.engines.copies import PROMPT, Probe, label_of, params, versions_of
+from arborl.engines.copies import PROMPT, Probe, params
 from arborl.engines.draw_tokens import StopTexts
-from arborl.engines.engine import Weights
+from arborl.engines.engine import Weights, told
 from arborl.engines.http.files import WeightFiles
-from arborl.engines.http.servers import ChatServer, Client, Facts, Piece, Server, Unreachable, meet
+from arborl.engines.http.replicas import (
+    Here,
+    Replica,
+    client_of,
+    compare_tokenizers,
+    key_of,
+    now,
+    said_it,
+    versions_from,
+)
+from arborl.engines.http.servers import ChatServer, Client, Piece, Unreachable, meet
 from arborl.errors import EngineError
 from arborl.types import Completion, Finish, Message, Metrics, Sampling, ToolSpec
 
@@ -39,42 +45,8 @@ log = logging.getLogger(__name__)
 
 AGAIN = 1.0
 """Seconds between two attempts to reach a server that is gone."""
-CONNECT = 10.0
-"""Seconds to reach a server."""
-KEPT = 2.0
-"""Seconds that a connection is kept: shorter than servers do (5), or a request would meet one that is just closed."""
 SESSIONS = 20_000
 """Episodes whose server is remembered."""
-WORDS = "Hello, world! 12 + 30 = 42\n\tdef f(x): return x ** 2  # éß 你好"
-"""A text that two tokenizers are not likely to cut alike."""
-
-
-@dataclass(eq=False, slots=True)
-class Replica:
-    """One server."""
-
-    url: str
-    server: Server | None = None
-    facts: Facts | None = None
-    up: bool = False
-    version: int | None = None
-    """Of the weights that it holds; None where they are not ours."""
-    busy: int = 0
-    """Requests under way."""
-    why: str = ""
-    """What was wrong when it was last tried."""
-
-
-@dataclass(slots=True)
-class Here:
-    """What belongs to one event loop."""
-
-    loop: asyncio.AbstractEventLoop
-    clients: dict[str, Client] = field(default_factory=dict)
-    coming: dict[str, asyncio.Task[None]] = field(default_factory=dict)
-    """Attempts to get servers back."""
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when one is back."""
 
 
 class HttpEngine:
@@ -119,7 +91,7 @@ class HttpEngine:
         self.named, self.seconds, self.renderer, self.training = named, seconds, renderer, training
         self.decode = renderer.tokenizer.decode if renderer is not None else None
         self.follows_weights, self.chats = training, chats
-        self.headers = {"Authorization": f"Bearer {_key(key)}"} if key is not None else {}
+        self.headers = {"Authorization": f"Bearer {key_of(key)}"} if key is not None else {}
         self.replicas = [Replica(url.rstrip("/")) for url in urls]
         self.sessions: OrderedDict[str, Replica] = OrderedDict()
         self.run = uuid.uuid4().hex[:8]
@@ -135,7 +107,7 @@ class HttpEngine:
         self._here: Here | None = None
         self.files = WeightFiles(model, weights_dir) if training else None
         try:
-            _now(self._open())
+            now(self._open())
         except BaseException:
             if self.files is not None:
                 self.files.close()
@@ -190,7 +162,7 @@ class HttpEngine:
                     for token, logprob in zip(last.tokens, last.logprobs, strict=True):
                         tokens.append(token)
                         logprobs.append(logprob)
-                        if stops is not None and _said_it(stops, tokens):
+                        if stops is not None and said_it(stops, tokens):
                             last = Piece([], [], Finish.STOP)
                             break
                     if last.finish is not None:
@@ -201,29 +173,11 @@ class HttpEngine:
             raise Unreachable(f"{replica.url}: its answer broke off")
         if not all(map(math.isfinite, logprobs)):
             raise EngineError("the model's output for this prompt is not finite (NaN or infinite)")
-        versions = await self._versions(replica, client, last, len(tokens), began_at)
-        version, mixed = Completion.told(versions, self.version)
+        versions = [self.version] * len(tokens)
+        if self.training:
+            versions = await versions_from(replica, client, last, len(tokens), began_at, self.run)
+        version, mixed = told(versions, self.version)
         return Completion(tuple(tokens), tuple(logprobs), last.finish, version, versions=mixed)
-
-    async def _versions(
-        self, replica: Replica, client: Client, last: Piece, count: int, began_at: int | None
-    ) -> list[int]:
-        """The version that sampled each token; Unreachable where a server has forgotten our weights."""
-        server = replica.server
-        assert server is not None
-        assert not isinstance(server, ChatServer)
-        if not self.training:
-            return [self.version] * count
-        labels = [(label_of(label, self.run), begin, end) for label, begin, end in last.spans]
-        known = [(version, begin, end) for version, begin, end in labels if version is not None]
-        versions = versions_of(known, count)
-        if count and len(versions) == count:
-            return versions
-        held = label_of(await server.label(client), self.run)
-        if last.spans or held is None or began_at is None:
-            replica.version = None
-            raise Unreachable(f"{replica.url}: it was restarted, and holds other weights")
-        return [began_at] * count
 
     async def _chat(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], sampling: Sampling, *, session: str
@@ -367,21 +321,9 @@ class HttpEngine:
                 f"{replica.url} reads {context} tokens, and sampling.max_context={self.max_context}. Start it with "
                 f"--max-model-len {self.max_context}, or write sampling.max_context={context}"
             )
-        await self._compare_tokenizers(replica, client)
+        if self.renderer is not None:
+            await compare_tokenizers(replica, client, self.renderer)
         replica.up = True
-
-    async def _compare_tokenizers(self, replica: Replica, client: Client) -> None:
-        if self.renderer is None or isinstance(replica.server, ChatServer):
-            return
-        assert replica.server is not None
-        assert replica.facts is not None
-        theirs = await replica.server.encode(client, replica.facts.model, WORDS)
-        ours = list(self.renderer.tokenizer.encode(WORDS))
-        if theirs is not None and theirs != ours:
-            raise EngineError(
-                f"{replica.url} has another tokenizer: it cuts {WORDS[:13]!r}… into {len(theirs)} tokens, "
-                f"{theirs[:4]}…, and model.name's into {len(ours)}, {ours[:4]}…. Serve the model that model.name is"
-            )
 
     async def _choose(self, session: str) -> Replica:
         """The session's server; else the one with the least to do. Waits where none answers, and then says why."""
@@ -449,15 +391,7 @@ class HttpEngine:
     def _client(self, replica: Replica) -> Client:
         here = self._in_loop()
         if replica.url not in here.clients:
-            here.clients[replica.url] = httpx.AsyncClient(
-                base_url=replica.url,
-                headers=self.headers,
-                timeout=httpx.Timeout(self.seconds, connect=CONNECT),
-                limits=httpx.Limits(
-                    max_connections=None, max_keepalive_connections=self.max_requests, keepalive_expiry=KEPT
-                ),
-                trust_env=False,
-            )
+            here.clients[replica.url] = client_of(replica.url, self.headers, self.seconds, self.max_requests)
         return here.clients[replica.url]
 
     def _in_loop(self) -> Here:
@@ -465,22 +399,3 @@ class HttpEngine:
         if self._here is None or self._here.loop is not loop:
             self._here = Here(loop)
         return self._here
-
-
-def _said_it(stops: StopTexts, sampled: list[int]) -> bool:
-    try:
-        return stops.reached(sampled)
-    except Exception as error:  # turning tokens into text is not our code: where it breaks, this request fails
-        raise EngineError(f"decode failed on its tokens: {type(error).__name__}: {error}") from error
-
-
-def _key(variable: str) -> str:
-    if not (found := os.environ.get(variable)):
-        raise EngineError(f"engine.api_key_env={variable}: there is no such environment variable. Set it to the key")
-    return found
-
-
-def _now(work: Coroutine[Any, Any, None]) -> None:
-    """Run it to its end, also where a loop is running already."""
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        thread.submit(asyncio.run, work).result()

@@ -1,0 +1,60 @@
+"""`arborl export`: an ordinary model that says what the policy says, with a card."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from arborl.cli.main import app
+
+SMALL = [
+    "trainer.steps=1", "rollout.tasks_per_step=1", "rollout.group_size=2", "env.args.size=3", "env.args.max_steps=2",
+    "sampling.max_tokens=4", "evaluation.tasks=2", "track.gifs=0", "track.tensorboard=false", "threads=1",
+    "model.device=cpu", "algorithm.skip_zero_variance=false",
+]  # fmt: skip
+
+
+def call(*words: str) -> Result:
+    return CliRunner().invoke(app, list(words))
+
+
+def test_a_run_with_adapters_becomes_an_ordinary_model_with_its_numbers(here: Path) -> None:
+    done = call("train", "output_dir=run", "model.lora.rank=2", *SMALL)
+    assert done.exit_code == 0, done.output
+    done = call("export", "run", "--out", "model", "--json")
+    assert done.exit_code == 0, done.output
+    said = json.loads(done.stdout)
+    assert said["merged"]
+    assert said["max_gap"] < 1e-3
+    files = {path.name for path in (here / "model").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= files
+    assert not any("adapter" in name for name in files)
+    card = (here / "model" / "README.md").read_text()
+    assert 'base_model: "seedling"' in card
+    assert "trained on frozen_lake with grpo" in card
+    assert "| success |" in card
+    assert "there already" in call("export", "run", "--out", "model").stderr
+
+
+def test_a_model_by_name_is_exported_in_another_precision(here: Path) -> None:
+    done = call("export", "seedling", "--out", "coarse", "--dtype", "bfloat16")
+    assert done.exit_code == 0, done.output
+    assert json.loads((here / "coarse" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["export", "seedling"], "Write arborl export PATH --out FOLDER."),
+        (["export", "seedling", "--out", "x", "--dtype", "int3"], "--dtype int3: write float32"),
+        (["export", "sedling!", "--out", "x"], "Did you mean 'seedling'?"),
+    ],
+)
+def test_what_cannot_be_exported_is_one_message_and_nothing_is_written(here: Path, words, complaint) -> None:
+    done = call(*words)
+    assert done.exit_code == 2, done.output
+    assert complaint in done.stderr
+    assert list(here.iterdir()) == []

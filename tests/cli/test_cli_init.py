@@ -1,0 +1,71 @@
+"""`arborl init` writes files that work as they are."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from arborl.cli.init import configuration
+from arborl.cli.main import app
+from arborl.cli.starters import PRESETS
+from arborl.config.load import load
+
+
+def call(*words: str) -> Result:
+    return CliRunner().invoke(app, ["init", *words])
+
+
+@pytest.mark.parametrize("preset", [*PRESETS, "ppo", "gigpo"])
+def test_a_configuration_of_every_preset_loads(here: Path, preset: str) -> None:
+    done = call("--path", "run.yaml", "--preset", preset)
+    assert done.exit_code == 0, done.output
+    text = (here / "run.yaml").read_text()
+    assert "#" in text
+    assert load(here / "run.yaml", []).algorithm.name == (preset if preset in ("sft", "ppo", "gigpo") else "grpo")
+
+
+def test_without_a_word_it_is_the_demo_in_config_yaml(here: Path) -> None:
+    assert call().exit_code == 0
+    assert (here / "config.yaml").read_text() == configuration(Path("config.yaml"), "lake")
+
+
+def test_every_part_is_written_with_a_test_that_passes(here: Path) -> None:
+    for kind in ("env", "tool", "reward", "agent"):
+        done = call(kind, f"my_{kind}")
+        assert done.exit_code == 0, done.output
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "."],
+        capture_output=True, text=True, check=False, cwd=here, env={"PYTHONPATH": str(here), "PATH": ""},
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["envv", "x"], "Did you mean 'env'?"),
+        (["env"], "Write arborl init env NAME."),
+        (["env", "my-env"], "no name for a Python module"),
+        (["env", "x", "--path", "y"], "--path is of a configuration"),
+        (["--preset", "lakes"], "Did you mean 'lake'?"),
+        (["--path", "run.txt"], "Write run.yaml."),
+        (["--path", "no/run.yaml"], "there is no folder 'no'"),
+    ],
+)
+def test_what_cannot_be_written_is_one_message(here: Path, words: list[str], complaint: str) -> None:
+    done = call(*words)
+    assert done.exit_code == 2, done.output
+    assert complaint in done.stderr
+    assert list(here.iterdir()) == []
+
+
+def test_what_is_there_is_replaced_only_when_told_to(here: Path) -> None:
+    (here / "test_x.py").write_text("mine")
+    assert "there already" in call("tool", "x").stderr
+    assert not (here / "x.py").exists()
+    assert call("tool", "x", "--force").exit_code == 0
+    assert (here / "test_x.py").read_text() != "mine"
