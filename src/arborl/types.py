@@ -21,7 +21,6 @@ from arborl.tokens import Tokens
 
 Metrics = dict[str, float]
 """Names are `room/what`; values are plain numbers."""
-
 Role = Literal["system", "user", "assistant", "tool"]
 
 

@@ -389,8 +389,7 @@ class HttpEngine:
             await asyncio.sleep(AGAIN)
 
     def _client(self, replica: Replica) -> Client:
-        here = self._in_loop()
-        if replica.url not in here.clients:
+        if replica.url not in (here := self._in_loop()).clients:
             here.clients[replica.url] = client_of(replica.url, self.headers, self.seconds, self.max_requests)
         return here.clients[replica.url]
 
