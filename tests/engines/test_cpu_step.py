@@ -139,6 +139,16 @@ def test_without_a_compiler_that_works_there_is_none_and_nothing_breaks(monkeypa
         assert compiler in caplog.text
 
 
+def test_a_user_without_a_home_samples_torchs_way(monkeypatch, caplog):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("pathlib.Path.home", homeless)
+    assert compiled.__wrapped__(SOURCE) is None
+    assert "home directory" in caplog.text
+
+
 def test_what_is_compiled_is_kept_and_found_again(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     source = tmp_path / "two.c"

@@ -30,9 +30,9 @@ def compiled(source: Path) -> ctypes.CDLL | None:
         return None
     try:
         return ctypes.CDLL(str(_built(compiler, source)))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # also where a user has no home
         said = getattr(error, "stderr", None) or str(error)
-        log.warning("%s is not used: %s did not compile it: %s", source.name, compiler, said.strip()[:500])
+        log.warning("%s is not used, for it cannot be compiled by %s: %s", source.name, compiler, said.strip()[:500])
         return None
 
 
