@@ -18,7 +18,7 @@ from arborl.chat import Renderer
 from arborl.engines.copies import PROMPT, Probe
 from arborl.engines.http import HttpEngine
 from arborl.engines.padded_heads import export_padded
-from arborl.engines.vllm import SIDE
+from arborl.engines.vllm_process import SIDE
 from arborl.models.load import load_model, resolve
 from arborl.types import Sampling
 
