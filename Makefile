@@ -31,7 +31,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: setup
-	@echo "== demo: the embedded model learns to cross a frozen lake (three to four minutes on two cores)"
+	@echo "== demo: the embedded model learns to cross a frozen lake (one to two minutes on two cores)"
 	@$(BIN)/arborl train
 
 test: lint types layers
