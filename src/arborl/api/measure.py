@@ -83,7 +83,8 @@ def policies(names: Sequence[str], asked: Asked) -> list[Policy]:
 
 def settings_of(name: str, asked: Asked) -> RunConfig:
     """Of one policy, with the model that it stands for."""
-    return _own_settings(name, asked) or _of_model(load(None, asked.overrides), name)
+    place = located(name, asked.overrides, asked.trust)
+    return _of_model(place.config, str(place.model))
 
 
 def _own_settings(name: str, asked: Asked) -> RunConfig | None:
@@ -97,7 +98,7 @@ def _own_settings(name: str, asked: Asked) -> RunConfig | None:
 def _others_settings(name: str, common: RunConfig, asked: Asked) -> RunConfig:
     """Of a model by its name, or behind an address."""
     if not name.startswith(REMOTE):
-        return _of_model(common, name)
+        return _of_model(common, str(located(name, asked.overrides, asked.trust).model))
     url = asked.base_url.rstrip("/")
     key = asked.key or ("OPENAI_API_KEY" if url == OPENAI else None)
     where = {"urls": [url.removesuffix("/v1")], "model": name.removeprefix(REMOTE), "api_key_env": key}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import mmap
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -81,7 +80,10 @@ class HostCopies:
             wanted, _ = _layout(sizes)
             if sum(wanted) > SPARE * free_memory():
                 return False
-            self.slabs = [_pinned(size) if self.device.type == "cuda" else _touched(_pages(size)) for size in wanted]
+            self.slabs = [
+                _pinned(size) if self.device.type == "cuda" else _touched(np.empty(size, dtype=np.uint8))
+                for size in wanted
+            ]
             self.sizes = sizes
             return True
 
@@ -185,17 +187,6 @@ def host_tensor(like: Tensor, pinned: bool) -> Tensor:
     return _pinned(like.nbytes).view(like.dtype).view(like.shape)
 
 
-def _pages(size: int) -> NDArray[np.uint8]:
-    """Memory of its own, in large pages where the system has such: of small ones there are so many that looking for
-    them, and pinning them, takes a second a GiB."""
-    if not size:
-        return np.empty(0, dtype=np.uint8)
-    memory = mmap.mmap(-1, size)
-    with suppress(AttributeError, OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, dtype=np.uint8)
-
-
 def _touched(array: NDArray[np.uint8]) -> Tensor:
     """Its pages are looked for by the system now, in many threads, and not at the first copy."""
     return torch.from_numpy(array).zero_()
@@ -204,7 +195,7 @@ def _touched(array: NDArray[np.uint8]) -> Tensor:
 def _pinned(size: int) -> Tensor:
     """Touched before it is pinned, or the driver would look for the pages under its lock; and of exactly this size,
     where torch would take the next power of two."""
-    array = _pages(size)
+    array = np.empty(size, dtype=np.uint8)
     made = _touched(array)
     runtime: Any = torch.cuda.cudart()
     refused = int(runtime.cudaHostRegister(made.data_ptr(), size, 0)) if size else 0

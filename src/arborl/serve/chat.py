@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -77,7 +78,7 @@ def chat_routes(source_of: SourceOf, seconds: float | None = None, prefix: str =
     return router
 
 
-class Answer:
+class Answer(ABC):
     """What clients are told of some choices; a kind of answer is its words for them."""
 
     kind, chunk_kind, prefix = "", "", ""
@@ -90,13 +91,13 @@ class Answer:
             "model": source.name,
         }
 
+    @abstractmethod
     def whole(self, choice: Choice, tokens: Sequence[Heard]) -> Object:
         """A choice that is there."""
-        raise NotImplementedError
 
+    @abstractmethod
     def part(self, choice: Choice, delta: Delta) -> Object:
         """What is new of one."""
-        raise NotImplementedError
 
     def usage(self) -> Object:
         given = sum(len(choice.saying.prompt) for choice in self.choices[:: self.body.n])

@@ -11,7 +11,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from arborl.serve.door import Load
-from arborl.tools.gate import protocol
+from arborl.tools.gate import listening
 
 
 class Server(uvicorn.Server):
@@ -25,19 +25,7 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, app: FastAPI, host: str, port: int, drain: float = 60.0):
-        super().__init__(
-            uvicorn.Config(
-                app,
-                host,
-                port,
-                http=protocol(app.state.half_open),
-                ws="none",
-                log_level="error",  # what strangers send is no news
-                timeout_graceful_shutdown=5,
-                access_log=False,
-                backlog=4096,
-            )
-        )
+        super().__init__(listening(app, host, port, 5, backlog=4096))
         self.load: Load = app.state.load
         self.drain = drain
         self.loop: asyncio.AbstractEventLoop | None = None

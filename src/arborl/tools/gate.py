@@ -7,12 +7,15 @@ import hmac
 import ipaddress
 import resource
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from fastapi.responses import JSONResponse
 
 from arborl.tools.protocol import encodable
+
+if TYPE_CHECKING:
+    import uvicorn
 
 OPEN = ("/health",)
 """Paths that need no key."""
@@ -134,6 +137,17 @@ class HalfOpen:
         self.end(connection)
         self.closed += 1
         connection.transport.abort()
+
+
+def listening(app: Any, host: str, port: int, seconds: int, **more: Any) -> uvicorn.Config:
+    """How our servers listen: what strangers send is no news, and whoever begins a request and does not end it is let
+    go. `seconds` is what running requests have to end in; `app.state.half_open` is the application's."""
+    import uvicorn
+
+    return uvicorn.Config(
+        app, host, port, http=protocol(app.state.half_open), ws="none", log_level="error",
+        timeout_graceful_shutdown=seconds, access_log=False, **more,
+    )  # fmt: skip
 
 
 def protocol(half_open: HalfOpen) -> type[asyncio.Protocol]:

@@ -17,7 +17,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, G
 from arborl.errors import ConfigError
 from arborl.sandbox import POOLS, level_in_force
 from arborl.tools.dispatcher import Busy, Desk, Draining, Reused
-from arborl.tools.gate import Gate, HalfOpen, protocol, say
+from arborl.tools.gate import Gate, HalfOpen, listening, say
 from arborl.tools.journal import Unusable
 from arborl.tools.limit import LimitTimeout, RateLimit
 from arborl.tools.protocol import (
@@ -250,15 +250,4 @@ def make_server(app: FastAPI, host: str, port: int, drain_seconds: float = 30.0)
     """The application behind sockets."""
     import uvicorn
 
-    return uvicorn.Server(
-        uvicorn.Config(
-            app,
-            host,
-            port,
-            http=protocol(app.state.half_open),
-            ws="none",
-            log_level="error",  # what strangers send is no news
-            timeout_graceful_shutdown=int(drain_seconds),
-            access_log=False,
-        )
-    )
+    return uvicorn.Server(listening(app, host, port, int(drain_seconds)))
