@@ -139,15 +139,17 @@ class Log:
 
 
 class TimedSave(Save):
-    """One checkpoint, before the last step; how long the run waited for it. It need not be done when the run is."""
+    """One checkpoint, before the last step; how long the run waited for it. It need not be done when the run is. The
+    first step ends a `fit` of its own here, after which a run would save: not this one."""
 
     held: float | None = None
 
     def __call__(self, trainer: Trainer) -> None:
-        if trainer.step <= self.every:
+        before = self.spent["time/checkpoint"]
+        if 1 < trainer.step <= self.every:
             super().__call__(trainer)
-        if trainer.step == self.every:
-            self.held = self.spent["time/checkpoint"]
+        if trainer.step == self.every and not self.due:
+            self.held = self.spent["time/checkpoint"] - before
 
     def finish(self) -> None:
         """Whoever waits measures the disk."""
@@ -167,7 +169,7 @@ def body_folder(name: str, device: str, folder: Path) -> Path:
 
 
 def parts_of(args: argparse.Namespace, folder: Path) -> Parts:
-    episodes = args.tasks * args.group
+    episodes = args.tasks * args.group * (1 + args.max_lag)  # of all batches in play
     Late.seconds = args.late
     named, objects = name_objects({
         "env": Late, "rollout.max_lag": args.max_lag,

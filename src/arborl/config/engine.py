@@ -29,7 +29,7 @@ class EngineConfig(Named):
     on later, with the same tokens."""
     lends: bool = False
     """On a GPU that learner and engine share: `vllm` gives its memory back while the learner works, `local` its keys'
-    and values', where the run would else not fit or would have to run layers twice. Tested on a CPU alone so far."""
+    and values', where the run would else not fit or would have to run layers twice."""
     page_size: int = Field(0, ge=0)
     """Tokens a page of that memory. 0 chooses: 64 on a GPU; on a CPU a whole sequence, so that nothing is gathered."""
     copy_weights: bool = False
