@@ -211,19 +211,23 @@ def measure(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], Tim
     save = TimedSave(args.checkpoint, args.steps - 1, 1, {}, parts.copy_tokenizer) if args.checkpoint else None
     log, first, (compiled, recorded, learned) = asyncio.run(train(parts, counts, save))
     rows, later = log.rows, log.rows[1:]
-    in_run = sum(row["engine/sampled"] for row in later) / sum(row["time/rollout"] for row in later)
+
+    def total(name: str) -> float:
+        return sum(row[name] for row in later)
+
+    in_run = total("engine/sampled") / total("time/rollout")
     work = counts.work()
     work = Case(work.name, args.tasks * args.group, work.prompt, work.sampled, work.turns, work.observed)
     cuda = args.device == "cuda"
     peak = peak_gib(args.device)
     settle()  # as the run had it
     alone = best(lambda seed: ours(parts.engine, work, seed), work, 2, cuda)  # type: ignore[arg-type]
-    live = sum(row["engine/sampled"] for row in later) / sum(row["engine/steps"] for row in later)
+    live = total("engine/sampled") / total("engine/steps")
     row = {
         "model": args.model, "lora": args.lora, "steps": args.steps, "episodes": work.conversations,
         "turns": work.turns, "prompt": work.prompt, "sampled": work.sampled, "observed": work.observed,
         "run_tok_s": round(in_run, 1), "engine_tok_s": round(alone, 1), "ratio": round(in_run / alone, 3),
-        "run_ms_a_sampling_step": round(1e3 * fmean(r["time/rollout"] / r["engine/steps"] for r in later), 2),
+        "run_ms_a_sampling_step": round(1e3 * total("time/rollout") / total("engine/steps"), 2),
         "steps_an_hour": round(3600 * (len(rows) - 2) / (log.at[-1] - log.at[1])), "late": args.late,
         "max_lag": args.max_lag, "live": round(live, 1), "first_step_s": round(first, 2),
         "step_s": round(fmean(row["time/step"] for row in later), 3),
