@@ -17,6 +17,7 @@ In reading order:
     tree_kernels.py        Attention over trees as three Triton kernels
     fused_layers.py        Layers as they are, without torch's compiler
     layer_kernels.py       What happens between the matrix products of an update, as a few fused Triton kernels
+    compiled_layers.py     The same on a CPU by `update_layers.c`
     upload.py              Arrays of the host on their way to the device that computes with them
     teacher.py             Whom a policy is distilled from
     critic.py              The critic: what the state a token was sampled in is worth
