@@ -79,15 +79,15 @@ void norm_backward(Rows *s) {
 /* The position embedding turns halves of each head by the row's angles, or back; the sines have the signs that turning forth needs. */
 void turn(Rows *s) {
     const int64_t size = s->width, half = size / 2;
-    const float sign = s->back ? -1 : 1;
     EACH_ROW(r) {
-        const float *restrict cos = s->cos + r * size, *restrict sin = s->sin + r * size;
+        const float *restrict cos = s->cos + r * size, *sin = s->sin + r * size;
+        const float *restrict low = s->back ? sin + half : sin, *restrict high = s->back ? sin : sin + half;
         for (int64_t h = 0; h < s->heads; h++) {
             const float *restrict x = s->x + r * s->stride + h * size;
             float *restrict out = s->out + (r * s->heads + h) * size;
             for (int64_t d = 0; d < half; d++) {
-                out[d] = x[d] * cos[d] + x[d + half] * sin[d] * sign;
-                out[d + half] = x[d + half] * cos[d + half] + x[d] * sin[d + half] * sign;
+                out[d] = x[d] * cos[d] + x[d + half] * low[d];
+                out[d + half] = x[d + half] * cos[d + half] + x[d] * high[d];
             }
         }
     }
