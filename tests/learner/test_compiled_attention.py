@@ -73,7 +73,7 @@ def agree(batch: MicroBatch, heads: int, key_heads: int, size: int, bounds: Boun
     bushes=BUSHES,
     heads=st.sampled_from([(1, 1), (4, 2), (6, 2), (18, 1)]),
     size=st.sampled_from([2, 10, 16, 33, 40]),
-    window=st.sampled_from([None, 1, 2, 7, 100]),
+    window=st.sampled_from([None, 2, 7, 100]),
     seed=st.integers(0, 99),
 )
 def test_any_forest_gives_the_numbers_and_gradients_of_the_dense_way(bushes, heads, size, window, seed):
