@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from arborl.engines.compiled import compiled
 from arborl.engines.cpu_step import SOURCE, CpuExecutor, library
 from arborl.engines.executor import TorchExecutor
 from arborl.engines.local import LocalEngine
+from arborl.models.compiled import compiled
 from arborl.types import Sampling
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler")

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_fakes import forest_of, random_groups
 
+from arborl.learner import packing
 from arborl.learner.packing import Costs, branches, cuts, is_cut, pruned, rows_pay, split
 from arborl.rollout.tree import grow
-from arborl.types import TokenTree
+from arborl.types import Call, Completion, Episode, Finish, Group, Task, TokenTree
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=10), min_size=1, max_size=7)
 
@@ -41,6 +42,37 @@ def test_every_term_is_in_one_micro_batch_in_the_context_it_was_sampled_in(seed,
         assert (batch.terms.token == terms.token[batch.rows]).all()
         if rows:
             assert batch.is_chains
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(0, 10_000), budget=st.integers(1, 60), alike=st.sampled_from([1, 2, 4]))
+def test_trees_that_begin_alike_share_it_and_every_term_keeps_its_context(monkeypatch, seed, budget, alike):
+    monkeypatch.setattr(packing, "ALIKE", alike)
+    trees, terms = forest_of(random_groups(seed, vocabulary=2))
+    apart, together = (split(trees, terms, budget, shared=shared) for shared in (False, True))
+    assert [sorted(batch.rows.tolist()) for batch in together] == [sorted(batch.rows.tolist()) for batch in apart]
+    assert sum(map(len, together)) <= sum(map(len, apart))
+    for batch in together:
+        assert len(batch) == sum(batch.lengths)
+        ours = contexts(batch.tokens, batch.end, batch.depth, batch.terms.position)
+        for row, context in zip(batch.rows, ours, strict=True):
+            tree, position = trees[terms.tree[row]], terms.position[row]
+            assert contexts(tree.tokens, tree.end, tree.depth, [position]) == [context]
+
+
+def group_of(prompt: list[int], *replies: list[int]) -> Group:
+    calls = [Call(tuple(prompt), Completion(tuple(reply), (-1.0,) * len(reply), Finish.STOP), 0) for reply in replies]
+    return Group(Task("t"), [Episode(f"{n}", Task("t"), calls=[call]) for n, call in enumerate(calls)])
+
+
+def test_what_several_trees_begin_with_is_there_once():
+    stem = list(range(30))
+    groups = [
+        group_of(stem, [40, 41, 0], [42, 0]), group_of(stem[:20], [60, 61, 0], [62, 0]),
+        group_of(stem, [50, 0], [51, 0]), group_of([7], [8, 0]),
+    ]  # fmt: skip
+    (batch,) = split(*forest_of(groups), 1000, shared=True)
+    assert sorted(batch.lengths) == [3, 30 + 5 + 5 + 4]
 
 
 @settings(max_examples=60)

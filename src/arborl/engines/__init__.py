@@ -14,7 +14,6 @@ In reading order:
     lent_memory.py    Memory of a GPU that can be given back and taken again at the same address
     forward.py        The forward pass for sampling
     cpu_step.py       Running steps on a CPU with `sampling_step.c`
-    compiled.py       Plain C of ours, compiled where it runs
     cuda_graphs.py    Running steps on a GPU
     sent.py           What a step on a GPU is sent and gives back
     kernels.py        What happens between the matrix products of a sampling step on a GPU

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from arborl.engines.cache import host_memory
-from arborl.engines.compiled import compiled
 from arborl.engines.draw_tokens import Top, draw
 from arborl.engines.executor import Ready, Sampled, Step, Stored
 from arborl.engines.forward import Forward, Product
 from arborl.models.adapted import Adapted
 from arborl.models.attention import layout, logit_cap
+from arborl.models.compiled import compiled
 from arborl.models.joined import Joined
 from arborl.models.lean import epsilon
 

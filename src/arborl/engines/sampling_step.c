@@ -14,25 +14,11 @@
 #include <stdint.h>
 #include <string.h>
 
-#if defined(__AVX512F__)
-#define W 16    /* numbers a vector */
-#define ROWS 12 /* tokens whose sums are kept in registers, two vectors wide */
-#elif defined(__AVX__)
-#define W 8
-#define ROWS 6
-#else
-#define W 4
-#define ROWS 8
-#endif
-#define PANEL (2 * W)
+#include "vectors.h"
+
 #define QUERIES 8 /* attended at once, as far as they are of one sequence and key head */
 #define BLOCK 48  /* tokens that go through a layer at once: what they leave between products stays in the cache */
-#define EACH(i, n) _Pragma("GCC unroll 16") for (int i = 0; i < n; i++) /* unrolled, or sums are not kept in registers */
 #define RUN (16 * W) /* probabilities that are added up before it is asked whether the token is among them */
-#define ALWAYS static inline __attribute__((always_inline))
-
-typedef float vec __attribute__((vector_size(W * 4), aligned(4), may_alias));
-typedef int32_t ivec __attribute__((vector_size(W * 4), aligned(4), may_alias));
 
 typedef struct {
     const float *qkv, *qkv_bias, *q_norm, *k_norm, *out, *out_bias, *gate_up, *gate_up_bias, *down, *down_bias;
@@ -70,44 +56,7 @@ int64_t panel(void) { return PANEL; }
 int64_t lanes(void) { return W; }
 int64_t step_bytes(void) { return sizeof(Step); }
 
-static int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-
 /* ---------------------------------------------------------------------------------------------------------------- products */
-
-/* c[m][wide * W] = a[m][depth] b[depth][wide * W], or added to what is there. What lies `next` further on in b is asked for meanwhile. */
-ALWAYS void tile(const int m, const int wide, const float *a, int64_t lda, const float *b, int64_t ldb, float *c, int64_t ldc, int64_t depth,
-                 int64_t next, const int add) {
-    vec sum[ROWS][2], right[2];
-    EACH(i, m) EACH(j, wide) sum[i][j] = (vec){0};
-    for (int64_t d = 0; d < depth; d++) {
-        EACH(j, wide) right[j] = *(const vec *)(b + d * ldb + j * W);
-        EACH(j, wide) __builtin_prefetch(b + d * ldb + j * W + next);
-        EACH(i, m) EACH(j, wide) sum[i][j] += a[i * lda + d] * right[j];
-    }
-    EACH(i, m) EACH(j, wide) {
-        vec *to = (vec *)(c + i * ldc + j * W);
-        *to = add ? *to + sum[i][j] : sum[i][j] + (vec){0};
-    }
-}
-
-#define TILES(wide, add)                                                                                                                  \
-    switch (m) {                                                                                                                          \
-        CASE(1, wide, add) CASE(2, wide, add) CASE(3, wide, add) CASE(4, wide, add) CASE(5, wide, add) CASE(6, wide, add) MORE(wide, add) \
-    }
-#define CASE(n, wide, add) \
-    case n: tile(n, wide, a, lda, b, ldb, c, ldc, depth, next, add); break;
-#if ROWS == 12
-#define MORE(wide, add) CASE(7, wide, add) CASE(8, wide, add) CASE(9, wide, add) CASE(10, wide, add) CASE(11, wide, add) CASE(12, wide, add)
-#elif ROWS == 8
-#define MORE(wide, add) CASE(7, wide, add) CASE(8, wide, add)
-#else
-#define MORE(wide, add)
-#endif
-
-static void set2(int m, const float *a, int64_t lda, const float *b, int64_t ldb, float *c, int64_t ldc, int64_t depth, int64_t next) { TILES(2, 0) }
-static void add2(int m, const float *a, int64_t lda, const float *b, int64_t ldb, float *c, int64_t ldc, int64_t depth, int64_t next) { TILES(2, 1) }
-static void set1(int m, const float *a, int64_t lda, const float *b, int64_t ldb, float *c, int64_t ldc, int64_t depth, int64_t next) { TILES(1, 0) }
-static void add1(int m, const float *a, int64_t lda, const float *b, int64_t ldb, float *c, int64_t ldc, int64_t depth, int64_t next) { TILES(1, 1) }
 
 /* Rows at once, so that all tiles are about as high. */
 static int64_t even(int64_t rows) { return rows ? up(rows, up(rows, ROWS) / ROWS) / (up(rows, ROWS) / ROWS) : 1; }
@@ -145,31 +94,6 @@ void pack(const float *weight, float *packed, int64_t outs, int64_t depth) {
 }
 
 /* ------------------------------------------------------------------------------------------------------------ number by number */
-
-ALWAYS vec at_most(vec x, vec y) { ivec over = x > y; return (vec)((over & (ivec)y) | (~over & (ivec)x)); } /* NaN stays NaN */
-ALWAYS vec at_least(vec x, vec y) { ivec below = x < y; return (vec)((below & (ivec)y) | (~below & (ivec)x)); }
-
-/* e^x to about one unit of the last place: 2^n e^r with r within half a ln 2. */
-ALWAYS vec exponential(vec x) {
-    const float shift = 12582912.0f; /* 1.5 * 2^23: adding it rounds to a whole number */
-    x = at_least(at_most(x, (vec){0} + 88.0f), (vec){0} - 87.0f);
-    vec whole = x * 1.44269504088896341f + shift;
-    const ivec power = ((ivec)whole << 23) + 0x3F800000;
-    whole -= shift;
-    const vec r = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
-    vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    return (p * r * r + r + 1.0f) * (vec)power;
-}
-
-ALWAYS float across(vec x) {
-    float sum = 0;
-    for (int j = 0; j < W; j++) sum += x[j];
-    return sum;
-}
 
 static void norm(const float *x, const float *weight, float *to, int64_t n, float epsilon) {
     vec sum = {0};
@@ -341,8 +265,6 @@ static void say(Step *s, int64_t from, int64_t to, float *scratch) {
         }
     }
 }
-
-static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* Numbers each thread needs room for, where no context is longer than `longest`. */
 int64_t scratch_floats(const Step *s, int64_t longest) {

@@ -2,31 +2,33 @@
 
 In reading order:
 
-    learner.py           Optimiser steps from trees and terms
-    packing.py           Trees are laid end to end into micro-batches of bounded size; each term keeps its context
-    micro_batches.py     Micro-batches that fit into memory: where they do not, everything again on smaller ones
-    memory.py            How much of a device's memory a run will take, and settings with which it fits
-    score.py             Run the model once over a micro-batch of trees and read off what it says about every term
-    apart.py             Asking once more, tree by tree and episode by episode, where an answer is not a number
-    attention_choice.py  Which way to run a model: the quickest that has been shown to be right
-    executor.py          Ways to run a model over a micro-batch
-    tree_attention.py    Attention over trees: token q sees token k exactly when k <= q < end[k]
-    kernel_attention.py  Attention over trees by kernels of our own
-    tree_plan.py         Which blocks of keys each block of queries must look at
-    tree_kernels.py      Attention over trees as three Triton kernels
-    fused_layers.py      Layers as they are, without torch's compiler
-    layer_kernels.py     What happens between the matrix products of an update, as a few fused Triton kernels
-    upload.py            Arrays of the host on their way to the device that computes with them
-    teacher.py           Whom a policy is distilled from
-    critic.py            The critic: what the state a token was sampled in is worth
-    optimizer.py         Gradients become weights
-    offload.py           What a GPU need not hold all the time, in the host's memory
-    schedule.py          What the learning rates are multiplied by, step by step
-    loss_scale.py        What the loss of a float16 model is multiplied by
-    trust_region.py      TRPO's step
-    files.py             A learner on disk: the policy as a model anyone can load, and beside it what is needed to go on
-    host_copy.py         A copy of tensors in the host's memory, made at one moment
-    distributed.py       Several processes, each with its own trees: sums over all of them
-    pairs.py             A reward model learns from pairs, by Bradley and Terry's model
-    update_metrics.py    Between the columns of `Terms` and numbers worth logging
+    learner.py             Optimiser steps from trees and terms
+    packing.py             Trees are laid end to end into micro-batches of bounded size; each term keeps its context
+    micro_batches.py       Micro-batches that fit into memory: where they do not, everything again on smaller ones
+    memory.py              How much of a device's memory a run will take, and settings with which it fits
+    score.py               Run the model once over a micro-batch of trees and read off what it says about every term
+    apart.py               Asking once more, tree by tree and episode by episode, where an answer is not a number
+    attention_choice.py    Which way to run a model: the quickest that has been shown to be right
+    executor.py            Ways to run a model over a micro-batch
+    tree_attention.py      Attention over trees: token q sees token k exactly when k <= q < end[k]
+    kernel_attention.py    Attention over trees by kernels of our own
+    compiled_attention.py  Attention over trees on a CPU by `tree_attention.c`
+    tree_plan.py           Which blocks of keys each block of queries must look at
+    tree_kernels.py        Attention over trees as three Triton kernels
+    fused_layers.py        Layers as they are, without torch's compiler
+    layer_kernels.py       What happens between the matrix products of an update, as a few fused Triton kernels
+    compiled_layers.py     The same on a CPU by `update_layers.c`
+    upload.py              Arrays of the host on their way to the device that computes with them
+    teacher.py             Whom a policy is distilled from
+    critic.py              The critic: what the state a token was sampled in is worth
+    optimizer.py           Gradients become weights
+    offload.py             What a GPU need not hold all the time, in the host's memory
+    schedule.py            What the learning rates are multiplied by, step by step
+    loss_scale.py          What the loss of a float16 model is multiplied by
+    trust_region.py        TRPO's step
+    files.py               A learner on disk: the policy as a model anyone can load, and what is needed to go on
+    host_copy.py           A copy of tensors in the host's memory, made at one moment
+    distributed.py         Several processes, each with its own trees: sums over all of them
+    pairs.py               A reward model learns from pairs, by Bradley and Terry's model
+    update_metrics.py      Between the columns of `Terms` and numbers worth logging
 """

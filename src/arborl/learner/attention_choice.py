@@ -56,11 +56,13 @@ class Ways:
         return replace(DENSE, recompute=self.recompute)
 
     def _candidates(self, model: PreTrainedModel, batch: MicroBatch) -> Iterator[Way]:
-        names = [cheapest(batch, model.device) if self.attention == "auto" else self.attention]
-        if self.attention == "auto" and names == ["kernel"]:
-            names = ["kernel", "blocks"] if EXECUTORS["kernel"].fits(model) else ["blocks"]
-        elif names == ["causal"] and not batch.is_chains:
-            names = [DENSE.attend]
+        if self.attention == "auto":
+            names = [cheapest(batch, model.device)]
+            if names == ["kernel"] or model.device.type == "cpu":
+                other = "blocks" if names == ["kernel"] else names[0]
+                names = ["kernel", other] if EXECUTORS["kernel"].fits(model) else [other]
+        else:
+            names = [DENSE.attend if self.attention == "causal" and not batch.is_chains else self.attention]
         fuses = is_lean(model) and fusing_fits(model)
         for name in names:
             if fuses and name != DENSE.attend:

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from arborl.learner.compiled_attention import CompiledAttend, compiled_fits
 from arborl.learner.fused_layers import FUSED
 from arborl.learner.kernel_attention import KernelAttend, kernel_fits
 from arborl.learner.packing import MicroBatch
@@ -39,11 +40,15 @@ class Executor:
     """Whether it is worth trying with a model, where nobody has asked for it by name."""
 
 
+def _kernel(batch: MicroBatch, device: torch.device) -> Attend:
+    return CompiledAttend(batch, device) if device.type == "cpu" else KernelAttend(batch, device)
+
+
 EXECUTORS: dict[str, Executor] = {
     "causal": Executor(CausalAttend),
     "dense": Executor(DenseAttend),
     "blocks": Executor(BlockAttend),
-    "kernel": Executor(KernelAttend, fits=kernel_fits),
+    "kernel": Executor(_kernel, fits=lambda model: kernel_fits(model) or compiled_fits(model)),
 }
 
 
@@ -112,7 +117,7 @@ def _recomputing(model: PreTrainedModel, wanted: bool) -> Iterator[None]:
 
 
 def cheapest(batch: MicroBatch, device: torch.device) -> str:
-    """The executor that should be quickest for this batch."""
+    """The executor that should be quickest for this batch; on a CPU, of those that need no compiler."""
     if device.type == "cuda" and not (len(batch.lengths) == 1 and batch.is_chains):
         return "kernel"
     if batch.is_chains:

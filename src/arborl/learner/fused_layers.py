@@ -1,6 +1,7 @@
-"""The kernels of `layer_kernels.py` as operations that torch differentiates: layers as they are, without its compiler.
+"""The kernels of `layer_kernels.py`, and on a CPU the functions of `compiled_layers.py`, as operations that torch
+differentiates: layers as they are, without its compiler.
 
-Norms are not among them: torch has a fused one.
+Norms are among them on a CPU only: for a GPU torch has a fused one.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from transformers import PreTrainedModel
 
+from arborl.learner import compiled_layers
 from arborl.models.attention import raw_read_out
-from arborl.models.lean import Ops, gated, is_lean
+from arborl.models.lean import Ops, epsilon, gated, is_lean, norm
 from arborl.models.sampling import Shape
 
 SILU = ("SiLU", "SiLUActivation")
@@ -22,71 +24,89 @@ SILU = ("SiLU", "SiLUActivation")
 
 def fusing_fits(model: PreTrainedModel) -> bool:
     """Whether these can take part in running this model here."""
-    on_gpu = model.device.type == "cuda" and find_spec("triton") is not None
-    return on_gpu and model.dtype != torch.float64 and is_lean(model)
+    if model.device.type == "cpu":
+        able = model.dtype == torch.float32 and compiled_layers.library() is not None
+    else:
+        able = model.dtype != torch.float64 and model.device.type == "cuda" and find_spec("triton") is not None
+    return able and is_lean(model)
+
+
+def _kernels(x: Tensor) -> Any:
+    if x.device.type == "cpu":
+        return compiled_layers
+    from arborl.learner import layer_kernels
+
+    return layer_kernels
 
 
 class _Turn(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        from arborl.learner import layer_kernels
-
         ctx.save_for_backward(cos, sin)
-        return layer_kernels.turn(x, cos, sin, back=False)
+        return _kernels(x).turn(x, cos, sin, back=False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        from arborl.learner import layer_kernels
-
         cos, sin = ctx.saved_tensors
-        return layer_kernels.turn(grads[0], cos, sin, back=True), None, None
+        return _kernels(cos).turn(grads[0], cos, sin, back=True), None, None
 
 
 class _Gate(Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        from arborl.learner import layer_kernels
-
         gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
-        return layer_kernels.gate(gate, up)
+        return _kernels(gate).gate(gate, up)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        from arborl.learner import layer_kernels
-
         gate, up = ctx.saved_tensors
-        return layer_kernels.gate_backward(gate, up, grads[0].contiguous())
+        return _kernels(gate).gate_backward(gate, up, grads[0].contiguous())
 
 
 class _Say(Function):
     @staticmethod
     def forward(ctx: Any, logit_MV: Tensor, token_M: Tensor, heat_M: Tensor) -> tuple[Tensor, Tensor]:
-        from arborl.learner import layer_kernels
-
         logit_MV, token_M = logit_MV.contiguous(), token_M.contiguous()
-        logprob, entropy, lse = layer_kernels.say(logit_MV, token_M, heat_M)
+        logprob, entropy, lse = _kernels(logit_MV).say(logit_MV, token_M, heat_M)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(logit_MV, token_M, heat_M, entropy, lse)
         return logprob, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        from arborl.learner import layer_kernels
-
         logit_MV, token_M, heat_M, entropy_M, lse_M = ctx.saved_tensors
         to_logprob, to_entropy = (None if grad is None else grad.contiguous() for grad in grads)
         if to_logprob is None:
             to_logprob = torch.zeros_like(lse_M)
         known = (logit_MV, token_M, heat_M, entropy_M, lse_M)
-        return layer_kernels.say_backward(*known, to_logprob, to_entropy), None, None
+        return _kernels(logit_MV).say_backward(*known, to_logprob, to_entropy), None, None
+
+
+class _Norm(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        rows = x.contiguous().view(-1, x.shape[-1])
+        out, each = compiled_layers.norm(rows, weight, epsilon)
+        ctx.save_for_backward(rows, weight, each)
+        return out.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        rows, weight, each = ctx.saved_tensors
+        to_rows, to_weight = compiled_layers.norm_backward(rows, weight, each, grads[0].contiguous())
+        return to_rows.view(grads[0].shape), to_weight, None
+
+
+def _normed(module: nn.Module, x: Tensor) -> Tensor:
+    return _Norm.apply(x, module.weight, epsilon(module)) if x.device.type == "cpu" else norm(module, x)
 
 
 def _gated(act: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
     return _Gate.apply(gate, up) if type(act).__name__ in SILU else gated(act, gate, up)
 
 
-FUSED = Ops(_Turn.apply, _gated)
+FUSED = Ops(_Turn.apply, _gated, _normed)
 
 
 def fused_head(head: Any, hidden_ME: Tensor, token_M: Tensor, shape: Shape, entropy: bool) -> tuple[Tensor, Tensor]:

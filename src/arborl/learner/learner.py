@@ -348,7 +348,7 @@ class Learner:
         settings = algorithm.trust_region
         assert settings is not None
         policy = self.optimizer.parts["policy"].all
-        batches = self.fitting.split(trees, terms)
+        batches = self.fitting.split(trees, terms, square=True)
         kl = PolicyKL(self.model, policy, batches, self.sampling)
 
         @torch.no_grad()

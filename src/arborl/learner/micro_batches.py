@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from arborl.config.run import LearnerConfig
+from arborl.learner.executor import EXECUTORS
 from arborl.learner.packing import Costs, MicroBatch, rows_pay, split
 from arborl.types import Terms, TokenTree
 
@@ -26,8 +27,14 @@ class Fitting:
         self.budget = config.micro_batch_tokens or (16_384 if model.device.type == "cuda" else 4_096)
         """Tokens a micro-batch; less than asked for once memory has not sufficed."""
 
-    def split(self, trees: Sequence[TokenTree], terms: Terms) -> list[MicroBatch]:
-        """The batch in micro-batches of the present size."""
+    def split(self, trees: Sequence[TokenTree], terms: Terms, square: bool = False) -> list[MicroBatch]:
+        """The batch in micro-batches of the present size.
+
+        Args:
+            square: attention will cost what the square of each tree does, so trees are not joined.
+        """
+        if self.attention in ("auto", "kernel") and not square and EXECUTORS["kernel"].fits(self.model):
+            return split(trees, terms, self.budget, shared=True)  # no pair is looked at that need not be
         plain: Callable[[TokenTree], bool] | None = None
         if self.attention == "causal":
             plain = _always

@@ -4,6 +4,9 @@ Two trees laid end to end are again a tree (see `TokenTree`), so a micro-batch i
 is too large is cut where branches begin: in depth-first order a piece is a run of tokens, and what these see besides
 each other are the ancestors of the first, which are repeated in front of it.
 
+Trees of one micro-batch that begin alike may share that beginning, as the prompts of different tasks do that have the
+same system message and tools: then they are one tree, whose stem is run once.
+
 Example (budget 4; the tree of [1 2 | 3 4] and [1 2 | 5]):
     tokens 1 2 3 4 5   ->   1 2 3 4   and   1 2 5, which predicts only what follows its own token 5
 """
@@ -19,6 +22,8 @@ from arborl.types import Ints, Terms, TokenTree
 
 SHARED_LITTLE = 0.9
 """Above this share of unique tokens, plain rows are considered in place of a tree."""
+ALIKE = 16
+"""Trees that begin with fewer equal tokens are left apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +73,16 @@ class Costs:
 
 
 def split(
-    trees: Sequence[TokenTree], terms: Terms, budget: int, plain: Callable[[TokenTree], bool] | None = None
+    trees: Sequence[TokenTree],
+    terms: Terms,
+    budget: int,
+    plain: Callable[[TokenTree], bool] | None = None,
+    shared: bool = False,
 ) -> list[MicroBatch]:
     """Micro-batches of at most `budget` tokens; a single branch that is longer travels alone.
 
     Longest first into the first that has room, so the split is tight and depends on sizes alone. A tree that `plain`
-    says yes to is taken as plain rows, one a branch.
+    says yes to is taken as plain rows, one a branch. With `shared`, trees that begin alike become one.
     """
     if not len(terms):
         return []
@@ -96,7 +105,7 @@ def split(
             home = len(bins) - 1
         bins[home].append(piece)
         room[home] -= size
-    return [_assemble(chosen, terms) for chosen in bins]
+    return [_assemble(chosen, terms, shared) for chosen in bins]
 
 
 def branches(tree: TokenTree) -> Ints:
@@ -199,19 +208,57 @@ def pack(trees: Sequence[TokenTree], numbers: Sequence[int], terms: Terms) -> Mi
     )
 
 
-def _assemble(pieces: Sequence[Piece], terms: Terms) -> MicroBatch:
-    lengths = tuple(len(piece.tree) for piece in pieces)
+def _assemble(pieces: Sequence[Piece], terms: Terms, shared: bool = False) -> MicroBatch:
+    found = [merged(chosen) for chosen in (_alike(pieces) if shared else [[piece] for piece in pieces])]
+    lengths = tuple(len(tree) for tree, _ in found)
     offsets = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
-    rows = np.concatenate([piece.rows for piece in pieces])
-    position = [
-        np.searchsorted(piece.places, terms.position[piece.rows]) + offset
-        for piece, offset in zip(pieces, offsets, strict=True)
-    ]
+    laid = [(piece, at + offset) for (_, homes), offset in zip(found, offsets, strict=True) for piece, at in homes]
+    rows = np.concatenate([piece.rows for piece, _ in laid])
+    position = [at[np.searchsorted(piece.places, terms.position[piece.rows])] for piece, at in laid]
     return MicroBatch(
-        np.concatenate([piece.tree.tokens for piece in pieces]),
-        np.concatenate([piece.tree.depth for piece in pieces]),
-        np.concatenate([piece.tree.end + offset for piece, offset in zip(pieces, offsets, strict=True)]),
+        np.concatenate([tree.tokens for tree, _ in found]),
+        np.concatenate([tree.depth for tree, _ in found]),
+        np.concatenate([tree.end + offset for (tree, _), offset in zip(found, offsets, strict=True)]),
         lengths,
         replace(terms.pick(rows), position=np.concatenate(position).astype(np.int64)),
         rows,
     )
+
+
+def _stem(tree: TokenTree) -> int:
+    """Tokens before the first branching: all that follow are below them."""
+    over = np.flatnonzero(tree.end < len(tree))
+    return int(over[0]) if len(over) else len(tree)
+
+
+def _alike(pieces: Sequence[Piece]) -> list[list[Piece]]:
+    """The pieces, those together whose stems begin alike."""
+    found: dict[object, list[Piece]] = {}
+    for number, piece in enumerate(pieces):
+        begins = piece.tree.tokens[:ALIKE].tobytes() if _stem(piece.tree) >= ALIKE else number
+        found.setdefault(begins, []).append(piece)
+    return list(found.values())
+
+
+def merged(pieces: Sequence[Piece]) -> tuple[TokenTree, list[tuple[Piece, Ints]]]:
+    """One tree of several whose stems begin like that of the first; and of each, where its tokens are in it.
+
+    Those that share more come first: what a token of the stem is followed by is then its own subtree again.
+    """
+    first, shares = pieces[0].tree, []
+    for piece in pieces[1:]:
+        most = min(_stem(first), _stem(piece.tree))
+        differ = np.flatnonzero(first.tokens[:most] != piece.tree.tokens[:most])
+        shares.append(int(differ[0]) if len(differ) else most)
+    tokens, depth, end = [first.tokens], [first.depth], [first.end.copy()]
+    homes, total = [(pieces[0], np.arange(len(first)))], len(first)
+    for i in sorted(range(len(shares)), key=lambda i: -shares[i]):
+        tree, share = pieces[i + 1].tree, shares[i]
+        own = np.arange(total - share, total - share + len(tree))
+        homes.append((pieces[i + 1], np.where(np.arange(len(tree)) < share, np.arange(len(tree)), own)))
+        tokens.append(tree.tokens[share:])
+        depth.append(tree.depth[share:])
+        end.append(tree.end[share:] + total - share)
+        total += len(tree) - share
+        end[0][:share] = total
+    return TokenTree(np.concatenate(tokens), np.concatenate(depth), np.concatenate(end)), homes

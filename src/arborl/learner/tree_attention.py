@@ -6,7 +6,7 @@ Ways to the same numbers, of which `executor.py` chooses. `CausalAttend` is for 
 `DenseAttend` masks the square of each tree and is what the others are checked against. `BlockAttend` cuts the tokens
 into blocks and gives each block only the keys it can see: in depth-first order those are the ancestors of its first
 token and the block itself, few when the tree has many branches. For a GPU there is `KernelAttend` in
-`kernel_attention.py`.
+`kernel_attention.py`, for a CPU with a C compiler `CompiledAttend` in `compiled_attention.py`.
 
 N tokens, H query heads, K key heads, D head size, B blocks of T tokens, S keys a block.
 """

@@ -68,12 +68,12 @@ def lean(
     for layer in layers:
         joined(layer.self_attn, *QKV)
         layer.self_attn.__dict__[BOUNDS] = bounds_of(layer.self_attn)
-    each = partial(in_turn, ops=ops)
+    each, last = partial(in_turn, ops=ops), norm if ops is None else ops.norm
     if run is not None or wanted is None:
         x_NE = (run or each)(layers, x_NE, cos, sin, attend)
-        return norm(base.norm, x_NE if wanted is None else x_NE.index_select(0, wanted))
+        return last(base.norm, x_NE if wanted is None else x_NE.index_select(0, wanted))
     x_NE = each(layers[:-1], x_NE, cos, sin, attend)
-    return norm(base.norm, one_layer(layers[-1], x_NE, cos, sin, attend, wanted, ops))
+    return last(base.norm, one_layer(layers[-1], x_NE, cos, sin, attend, wanted, ops))
 
 
 class Ops(NamedTuple):
@@ -81,6 +81,7 @@ class Ops(NamedTuple):
 
     turn: Callable[[Tensor, Tensor, Tensor], Tensor]
     gated: Callable[[nn.Module, Tensor, Tensor], Tensor]
+    norm: Callable[[nn.Module, Tensor], Tensor]
 
 
 def in_turn(
@@ -105,20 +106,21 @@ def one_layer(
     every layer compiled anew. What follows attention is computed at the `wanted` tokens only. Gate and up stay apart:
     their gradients would have to be put side by side first, which costs more than one product saves."""
     attention, mlp = layer.self_attn, layer.mlp
-    qkv = getattr(attention, JOINED)(norm(layer.input_layernorm, x_NE)).unflatten(-1, (-1, attention.head_dim))
+    turned, gate, normed = (turn, gated, norm) if ops is None else ops
+    qkv = getattr(attention, JOINED)(normed(layer.input_layernorm, x_NE)).unflatten(-1, (-1, attention.head_dim))
     keys = qkv.shape[1] // (attention.num_key_value_groups + 2)
     heads = qkv.shape[1] - 2 * keys
     both, v = qkv.split([heads + keys, keys], dim=1)
     if hasattr(attention, "q_norm"):
         q, k = both.split([heads, keys], dim=1)
-        both = torch.cat([norm(attention.q_norm, q), norm(attention.k_norm, k)], dim=1)
-    q, k = (turn if ops is None else ops.turn)(both, cos, sin).split([heads, keys], dim=1)
+        both = torch.cat([normed(attention.q_norm, q), normed(attention.k_norm, k)], dim=1)
+    q, k = turned(both, cos, sin).split([heads, keys], dim=1)
     seen = attend(0, q, k, v, attention.scaling, getattr(attention, BOUNDS)).flatten(1)
     if wanted is not None:
         x_NE, seen = x_NE.index_select(0, wanted), seen.index_select(0, wanted)
     x_NE = x_NE + through(attention.o_proj, seen)
-    h_NE = norm(layer.post_attention_layernorm, x_NE)
-    inner = (gated if ops is None else ops.gated)(mlp.act_fn, through(mlp.gate_proj, h_NE), through(mlp.up_proj, h_NE))
+    h_NE = normed(layer.post_attention_layernorm, x_NE)
+    inner = gate(mlp.act_fn, through(mlp.gate_proj, h_NE), through(mlp.up_proj, h_NE))
     return x_NE + through(mlp.down_proj, inner)
 
 

@@ -13,12 +13,16 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
 log = logging.getLogger(__name__)
 
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-shared")
+SHARED = Path(__file__).with_name("vectors.h")
+"""What all of it may include."""
 
 
 @cache
@@ -37,7 +41,7 @@ def compiled(source: Path) -> ctypes.CDLL | None:
 
 
 def _built(compiler: str, source: Path) -> Path:
-    code = source.read_bytes()
+    code = source.read_bytes() + SHARED.read_bytes()
     about = _ask(compiler, *FLAGS, "-dM", "-E", "-x", "c", "/dev/null")
     name = hashlib.sha256(code + about.encode() + " ".join(FLAGS).encode()).hexdigest()[:24]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "arborl"
@@ -45,10 +49,30 @@ def _built(compiler: str, source: Path) -> Path:
     if not target.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as made:  # a name of its own until it is whole
-            _ask(compiler, *FLAGS, "-o", f"{made}/library.so", str(source), "-lm")
+            _ask(compiler, *FLAGS, "-I", str(SHARED.parent), "-o", f"{made}/library.so", str(source), "-lm")
             os.replace(f"{made}/library.so", target)
     return target
 
 
 def _ask(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+
+
+# ------------------------------------------------------------------------------------------------ threads
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="compiled")
+
+
+os.register_at_fork(after_in_child=_threads.cache_clear)  # it has the pool, and none of its threads
+
+
+def at_once(work: Callable[[int], object], parts: int) -> None:
+    """Call it for all parts, the first in this thread, the others beside it where there are threads to spare. So no
+    part may wait for another. The interpreter's lock is free while C runs."""
+    others = [_threads().submit(work, part) for part in range(1, parts)]
+    work(0)
+    for other in others:
+        other.result()
