@@ -189,6 +189,16 @@ def test_learning_does_not_wait_for_the_slowest_and_none_is_left_out_for_being_s
     assert max(ahead.lags) == 1
 
 
+def test_a_group_that_is_begun_again_has_an_episode_more_than_it_needs_and_the_slowest_is_not_waited_for():
+    world = World(5, slow=8.0, fails=0.0)
+    run = Run(world, 1, last=12, count=4).play()
+    again = {name.split("#")[0] for name in world.begun if "+" in name}
+    assert again
+    assert {name.split("#")[1] for name in world.begun if "+1" in name} == {"0+1", "1+1", "2+1"}
+    assert all(len(group.episodes) == 2 for group in run.trained)
+    assert world.counts["cancelled"] > 0
+
+
 def test_groups_of_an_engine_whose_weights_are_behind_are_played_again():
     world = World(1, slow=0.1, fails=0.0)
     run = Run(world, 1, last=3)

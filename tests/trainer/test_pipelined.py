@@ -19,6 +19,7 @@ from arborl.seeds import derive
 from arborl.track.jsonl import read_metrics
 from arborl.track.tracker import Trackers
 from arborl.trainer.look import look
+from arborl.trainer.thread import LearnerThread
 from arborl.trainer.trainer import Trainer
 
 SMALL = [
@@ -164,8 +165,10 @@ def test_an_update_that_is_interrupted_is_whole(tmp_path):
     assert trainer.state()["pipeline"] == {"next": 1, "sizes": {}, "left": []}
 
 
-def test_an_engine_with_a_copy_of_the_weights_samples_while_the_learner_computes():
-    parts = build(load(None, [*SMALL, "trainer.steps=3", "rollout.max_lag=1", "engine.copy_weights=true"]))
+def test_an_engine_with_weights_of_its_own_samples_while_the_learner_computes():
+    parts = build(load(None, [*SMALL, "trainer.steps=3", "rollout.max_lag=1"]))
+    if parts.engine.shared:
+        pytest.skip("there is no C compiler")
     update, sampled = parts.learner.update, []
 
     def slow(*args):
@@ -181,8 +184,26 @@ def test_an_engine_with_a_copy_of_the_weights_samples_while_the_learner_computes
     )  # fmt: skip
     asyncio.run(trainer.fit())
     assert max(sampled) > 0
-    for name, tensor in parts.learner.weights().items():
-        assert torch.equal(tensor, parts.engine.model.state_dict()[name]), name
+
+
+def test_learner_and_engine_each_have_half_of_the_threads_while_both_compute_and_all_of_them_otherwise():
+    async def seen():
+        thread = LearnerThread()
+        during = asyncio.ensure_future(thread.beside(lambda: (time.sleep(0.1), torch.get_num_threads())[1]))
+        await asyncio.sleep(0.02)
+        here = torch.get_num_threads()
+        mine = await during
+        found = [mine, here, torch.get_num_threads(), await thread(torch.get_num_threads)]
+        thread.close()
+        return found
+
+    before = torch.get_num_threads()
+    try:
+        for threads, expected in ((1, [1, 1, 1, 1]), (3, [1, 2, 3, 3]), (4, [2, 2, 4, 4])):
+            torch.set_num_threads(threads)
+            assert asyncio.run(seen()) == expected
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(

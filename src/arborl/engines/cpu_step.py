@@ -1,8 +1,9 @@
 """Running steps on a CPU with `sampling_step.c`: one call a thread for the whole step, from tokens to tokens.
 
-Between two changes of the weights it works on a copy of them, laid out for its products; adapters are added into that
-copy. Nothing goes through torch, so no thread waits in its pool, and a step costs few microseconds of Python. What it
-cannot run (`fits`) goes the torch way of `executor.py`, which its numbers are checked against.
+It works on a copy of the weights, laid out for its products, as they were when it was last told that they had changed:
+the learner may write into its own meanwhile. Adapters are added into that copy. Nothing goes through torch, so no
+thread waits in its pool, and a step costs few microseconds of Python. What it cannot run (`fits`) goes the torch way of
+`executor.py`, which its numbers are checked against.
 """
 
 from __future__ import annotations
@@ -149,6 +150,7 @@ class CpuExecutor:
     """Steps by the compiled code; for models that `fits`."""
 
     ahead = False
+    own_weights = True
     many = 4096
 
     def __init__(self, forward: Forward, pages: int, page_size: int, context: int):
@@ -160,7 +162,7 @@ class CpuExecutor:
         self.packed: dict[Any, Floats] = {}
         self.held: list[Any] = []
         """What the step points to and nobody else may hold."""
-        self.stale = True
+        self.taken = False
         self.pool: ThreadPoolExecutor | None = None
         self.scratch: Floats = np.zeros((0, 0), dtype=np.float32)
         self.between: Floats = np.zeros(0, dtype=np.float32)
@@ -171,14 +173,15 @@ class CpuExecutor:
 
     def weights_changed(self) -> None:
         self.forward.refresh()
-        self.stale = True
+        self._take_weights()  # now: the learner may soon be at them again
 
     def warm(self, truncates: bool) -> None:
-        """Lay the weights out."""
-        self._take_weights()
+        """Lay the weights out, if nobody has yet."""
+        if not self.taken:
+            self._take_weights()
 
     def launch(self, step: Step) -> Sampled:
-        self._take_weights()
+        self.warm(False)
         reading, draws = step.reading, step.draws
         counts = reading.counts
         tokens, count = np.ascontiguousarray(step.tokens, dtype=np.int32), len(step.sampled)
@@ -266,9 +269,7 @@ class CpuExecutor:
 
     @torch.no_grad()
     def _take_weights(self) -> None:
-        """Lay the weights out as they are now, if they have changed."""
-        if not self.stale:
-            return
+        """Lay the weights out as they are now."""
         s, forward, base = self.step, self.forward, self.model.base_model
         assert forward.rope is not None
         self.held = []
@@ -288,12 +289,12 @@ class CpuExecutor:
         s.embedding, s.last = self._hold(base.embed_tokens.weight), self._hold(base.norm.weight)
         s.cos, s.sin = self._hold(forward.rope.cos), self._hold(forward.rope.sin)
         self.held.append(layers)
-        self.stale = False
+        self.taken = True
 
     def _hold(self, tensor: Tensor | None) -> int | None:
         if tensor is None:
             return None
-        tensor = tensor.detach().contiguous()
+        tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
         self.held.append(tensor)
         return tensor.data_ptr()
 
