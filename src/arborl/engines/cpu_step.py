@@ -26,6 +26,7 @@ from arborl.engines.compiled import compiled
 from arborl.engines.draw_tokens import Top, draw
 from arborl.engines.executor import Ready, Sampled, Step, Stored
 from arborl.engines.forward import Forward, Product
+from arborl.errors import EngineError
 from arborl.models.adapted import Adapted
 from arborl.models.attention import layout, logit_cap
 from arborl.models.joined import Joined
@@ -278,7 +279,7 @@ class CpuExecutor:
             for name in ("qkv", "out", "gate_up", "down"):
                 found = effective(getattr(block, name))
                 if found is None:
-                    raise ValueError(f"layer {block.number}: {name} is no longer of a form that can be laid out")
+                    raise EngineError(f"layer {block.number}: {name} is no longer of a form that can be laid out")
                 setattr(layer, name, self._pack((block.number, name), found[0]))
                 setattr(layer, f"{name}_bias", self._hold(found[1]))
             for name in ("before", "between", "q_norm", "k_norm"):
