@@ -4,8 +4,11 @@
 
 seedling learns to ask a calculator (recipes/calculator: 16 problems x 8 episodes a step) whose answers are late:
 log-normal, with a median of 0.5 s and a 99th percentile of 8 s. Every run makes as many updates, of as many groups and
-episodes. `ratio` is how many times the steps an hour of the synchronous run the other has, the mean over seeds;
-`ratio_without_latency` is the same of a calculator that answers at once. One line of JSON, or one line a run.
+episodes, the two ways in turn for each seed. `ratio` is how many times the steps an hour of the synchronous run the
+other has, the mean over seeds; `ratio_without_latency` is the same of a calculator that answers at once. The held-out
+problems are answered at the end with a calculator that is quick: `success_gap` is how much more of them the runs
+ahead solve than the synchronous ones, both with the late calculator, and `success_noise` twice the standard error of
+that. One line of JSON, or one line a run.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import platform
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +42,8 @@ from arborl.track.jsonl import read_metrics
 RECIPE = Path(__file__).parents[1] / "recipes" / "calculator" / "run.yaml"
 
 
-def late(median: float, p99: float, seed: int) -> Any:
-    """The calculator, late; at once where the median is 0."""
+def late(median: float, p99: float, seed: int, still: Callable[[], bool]) -> Any:
+    """The calculator, late while training still goes on; at once where the median is 0."""
     chance, spread = np.random.default_rng(seed), math.log(p99 / median) / 2.3263 if median else 0.0
 
     @tool(name="calculator", description=at_once.spec.description)
@@ -49,7 +53,7 @@ def late(median: float, p99: float, seed: int) -> Any:
         Args:
             expression: for example (2 + 3) * 4 or sqrt(2) ** 2.
         """
-        if median:
+        if median and still():
             await asyncio.sleep(median * math.exp(spread * chance.standard_normal()))
         return str(at_once.function(expression))
 
@@ -69,6 +73,7 @@ class Clock:
 def run(folder: Path, asked: argparse.Namespace, max_lag: int, seed: int, median: float) -> dict[str, Any]:
     steps, p99, tasks = asked.steps, asked.p99, asked.tasks
     home, clock = folder / f"lag-{max_lag}-seed-{seed}-{median:g}", Clock()
+    slow = late(median, p99, seed, lambda: len(clock.times) < steps)
     settings = [
         f"data.path={folder / 'arithmetic.json'}", f"rollout.max_lag={max_lag}", f"seed={seed}", f"output_dir={home}",
         f"trainer.steps={steps}", f"evaluation.tasks={tasks}", f"rollout.tasks_per_step={asked.groups}",
@@ -77,7 +82,7 @@ def run(folder: Path, asked: argparse.Namespace, max_lag: int, seed: int, median
         "track.gifs=0", "track.tensorboard=false", f"trainer.save_every={steps}", "model.device=cpu",
     ]  # fmt: skip
     with contextlib.redirect_stdout(io.StringIO()):
-        summary = train(load(RECIPE, settings), objects={"late": late(median, p99, seed)}, hooks=[clock]).summary
+        summary = train(load(RECIPE, settings), objects={"late": slow}, hooks=[clock]).summary
     rows = [row for row in read_metrics(home / "metrics.jsonl") if "time/step" in row]
     took = rows[0]["time/step"] + clock.times[-1] - clock.times[0]
     mean = {name: statistics.mean(row[name] for row in rows) for name in (
@@ -87,6 +92,7 @@ def run(folder: Path, asked: argparse.Namespace, max_lag: int, seed: int, median
     return {
         "max_lag": max_lag, "seed": seed, "median_seconds": median, "steps": steps, "seconds": took,
         "steps_an_hour": 3600 * steps / took, "success": summary["after"].get("success"),
+        "load": os.getloadavg()[0],
         "lag_max": max(row["batch/lag_max"] for row in rows), **mean,
     }  # fmt: skip
 
@@ -95,28 +101,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="One line for all.")
     parser.add_argument("--max-lag", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--groups", type=int, default=16, help="Problems of a step.")
     parser.add_argument("--size", type=int, default=8, help="Episodes of each.")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--tasks", type=int, default=100, help="Held-out ones, at the end.")
+    parser.add_argument("--tasks", type=int, default=200, help="Held-out ones, at the end.")
     parser.add_argument("--median", type=float, default=0.5)
     parser.add_argument("--p99", type=float, default=8.0)
     parser.add_argument("--keep", type=Path, help="A folder for the runs; without one they are thrown away.")
     parser.add_argument("--picture", type=Path, help="Draw the timelines of the first seed here.")
     arguments = parser.parse_args()
+    if min(arguments.tasks, arguments.steps, arguments.seeds, arguments.max_lag) < 1:
+        parser.error("--tasks, --steps, --seeds and --max-lag are at least 1")
     with contextlib.ExitStack() as stack:
         folder = arguments.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "arithmetic.json").write_text(json.dumps(problems(2000)))
         rows = []
-        for median, seeds in ((arguments.median, arguments.seeds), (0.0, 1)):
-            for seed in range(seeds):
+        for median in (arguments.median, 0.0):
+            for seed in range(arguments.seeds):
                 for max_lag in (0, arguments.max_lag):
                     rows.append(run(folder, arguments, max_lag, seed, median))
                     if not arguments.json:
                         print(json.dumps(rows[-1]), flush=True)
-        print(json.dumps(said(rows)))
+        print(json.dumps(said(rows, arguments.tasks)))
         if arguments.picture:
             picture(folder, arguments.max_lag, arguments.median, arguments.picture)
 
@@ -146,7 +154,7 @@ def picture(folder: Path, max_lag: int, median: float, out: Path) -> None:
     figure.savefig(out, dpi=110)
 
 
-def said(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def said(rows: list[dict[str, Any]], tasks: int) -> dict[str, Any]:
     def ratio(slow: bool) -> list[float]:
         rates: dict[int, dict[bool, float]] = {}
         for row in rows:
@@ -157,12 +165,16 @@ def said(rows: list[dict[str, Any]]) -> dict[str, Any]:
     def success(ahead: bool) -> list[float]:
         return [row["success"] for row in rows if (row["max_lag"] > 0) is ahead and row["median_seconds"]]
 
+    one, other = (statistics.mean(success(ahead)) for ahead in (False, True))
+    asked = tasks * len(success(True))
     return {
         "benchmark": "pipeline", "ratio": statistics.mean(ratio(True)), "ratios": ratio(True),
-        "ratio_without_latency": statistics.mean(ratio(False)), "success_synchronous": success(False),
-        "success": success(True), "rows": rows, "torch": torch.__version__, "transformers": transformers.__version__,
+        "ratio_without_latency": statistics.mean(ratio(False)), "ratios_without_latency": ratio(False),
+        "success_synchronous": success(False), "success": success(True), "success_gap": other - one,
+        "success_noise": 2 * math.sqrt((one * (1 - one) + other * (1 - other)) / asked), "rows": rows,
+        "load": max(row["load"] for row in rows), "threads": torch.get_num_threads(), "cores": os.cpu_count(),
+        "torch": torch.__version__, "transformers": transformers.__version__,
         "python": platform.python_version(), "machine": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
     }  # fmt: skip
 
 

@@ -258,14 +258,9 @@ class Workshop:
         self, engine: Callable[..., Engine], model: PreTrainedModel, renderer: Renderer, kv_tokens: int, lends: bool
     ) -> Engine:
         config, asked = self.config, self.config.engine
-        if asked.copy_weights and model.device.type != "cpu":
-            raise ConfigError(
-                f"engine.copy_weights=true with a model on {model.device.type}: engine and learner take turns there. "
-                "Leave it out, or write model.device=cpu."
-            )
         try:
             return engine(
-                copy.deepcopy(model) if asked.copy_weights else model,
+                model,
                 config.sampling.max_context,
                 asked.max_requests,
                 kv_tokens,
@@ -273,7 +268,6 @@ class Workshop:
                 config.deterministic,
                 renderer.tokenizer.decode,
                 asked.update,
-                not asked.copy_weights,
                 lends,
             )
         except (EngineError, ValueError) as error:

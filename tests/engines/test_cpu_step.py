@@ -120,6 +120,20 @@ def test_adapters_are_in_what_is_sampled_and_follow_an_update():
     assert [c.tokens for c in after] != [c.tokens for c in before]
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_it_samples_from_the_weights_it_was_given_last_while_a_learner_writes_into_its_own(family):
+    model = made(family)
+    engine = LocalEngine(model, 100)
+    assert not engine.shared
+    asyncio.run(engine.load({}, 1))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.5)
+    same(converse(engine), converse(LocalEngine(made(family), 100)), 0.0)
+    asyncio.run(engine.load({}, 2))
+    same(converse(engine), converse(LocalEngine(model, 100)), 0.0)
+
+
 @pytest.mark.parametrize(
     "change",
     [{"hidden_act": "gelu"}, {"torch_dtype": torch.float64}],

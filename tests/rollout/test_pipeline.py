@@ -52,6 +52,8 @@ class World:
         behind: how many versions the engine may be behind the learner.
     """
 
+    turns = 1, 4
+
     def __init__(self, seed: int, slow: float = 3.0, fails: float = 0.1, filtered: float = 0.0, redundancy: int = 0):
         self.chance, self.slow, self.fails, self.filtered = generator(seed, "world"), slow, fails, filtered
         self.version, self.behind = 0, 0
@@ -79,7 +81,7 @@ class World:
         self.begun.append(name)
         episode = Episode(name, task, seed)
         try:
-            for turn in range(int(self.chance.integers(1, 4))):
+            for turn in range(int(self.chance.integers(*self.turns))):
                 stamps = []
                 for _ in range(2):  # a completion may straddle an update
                     stamps.append(max(self.version - self.behind, 0))
@@ -172,21 +174,47 @@ def test_without_lag_every_update_has_its_own_batch_in_its_own_order():
     assert run.world.counts["stale"] == 0
 
 
+def seconds(world, max_lag, **sizes) -> tuple[Run, float]:
+    """A run, and how long it took by its own clock."""
+    run = Run(world, max_lag, **sizes)
+
+    async def timed():
+        await run.go()
+        return asyncio.get_running_loop().time()
+
+    with asyncio.Runner(loop_factory=VirtualTime) as runner:
+        return run, runner.run(timed())
+
+
 def test_learning_does_not_wait_for_the_slowest_and_none_is_left_out_for_being_slow():
-    def seconds(max_lag):
-        run = Run(World(5, slow=8.0, fails=0.0), max_lag, last=12, count=4)
-
-        async def timed():
-            await run.go()
-            return asyncio.get_running_loop().time()
-
-        with asyncio.Runner(loop_factory=VirtualTime) as runner:
-            return run, runner.run(timed())
-
-    (_, alone), (ahead, one) = seconds(0), seconds(1)
+    (_, alone), (ahead, one) = (seconds(World(5, slow=8.0, fails=0.0), lag, last=12, count=4) for lag in (0, 1))
     assert one < 0.75 * alone
     assert len(ahead.trained) == 48
     assert max(ahead.lags) == 1
+
+
+class LateTools(World):
+    """Two calls an episode of a tool that takes half a second at the median, and eight once in a hundred."""
+
+    turns = 1, 2
+
+    def pause(self) -> float:
+        return 0.5 * float(np.exp(np.log(16) / 2.3263 * self.chance.standard_normal()))
+
+
+def test_with_late_tools_a_learner_of_one_second_makes_thrice_as_many_updates_with_a_lag_of_one():
+    (_, alone), (_, one) = (seconds(LateTools(3, fails=0.0), lag, last=10, count=16, size=8) for lag in (0, 1))
+    assert alone > 3 * one
+
+
+def test_a_group_that_is_begun_again_has_an_episode_more_than_it_needs_and_the_slowest_is_not_waited_for():
+    world = World(5, slow=8.0, fails=0.0)
+    run = Run(world, 1, last=12, count=4).play()
+    again = {name.split("#")[0] for name in world.begun if "+" in name}
+    assert again
+    assert {name.split("#")[1] for name in world.begun if "+1" in name} == {"0+1", "1+1", "2+1"}
+    assert all(len(group.episodes) == 2 for group in run.trained)
+    assert world.counts["cancelled"] > 0
 
 
 def test_groups_of_an_engine_whose_weights_are_behind_are_played_again():

@@ -14,11 +14,13 @@ from arborl.build import build
 from arborl.config.load import load
 from arborl.envs.frozen_lake import FrozenLake
 from arborl.errors import ConfigError, RunStopped
+from arborl.models.attention import Causal, library_hidden_states, logits
 from arborl.rollout.store import EpisodeStore, to_json
 from arborl.seeds import derive
 from arborl.track.jsonl import read_metrics
 from arborl.track.tracker import Trackers
 from arborl.trainer.look import look
+from arborl.trainer.thread import LearnerThread
 from arborl.trainer.trainer import Trainer
 
 SMALL = [
@@ -164,25 +166,67 @@ def test_an_update_that_is_interrupted_is_whole(tmp_path):
     assert trainer.state()["pipeline"] == {"next": 1, "sizes": {}, "left": []}
 
 
-def test_an_engine_with_a_copy_of_the_weights_samples_while_the_learner_computes():
-    parts = build(load(None, [*SMALL, "trainer.steps=3", "rollout.max_lag=1", "engine.copy_weights=true"]))
-    update, sampled = parts.learner.update, []
+@pytest.mark.parametrize("more", [[], ["model.lora.rank=2"]], ids=["all weights", "adapters"])
+def test_what_is_sampled_while_the_learner_computes_is_of_the_version_that_it_says(more):
+    parts = build(load(None, [*SMALL, *more, "trainer.steps=3", "rollout.max_lag=1", "learner.lr=0.01"]))
+    if parts.engine.shared:
+        pytest.skip("there is no C compiler")
+    update, publish, beside, kept, given = parts.learner.update, parts.engine.load, [], [], {}
 
     def slow(*args):
         before = parts.engine.counts["sampled"]
-        time.sleep(0.5)
-        sampled.append(parts.engine.counts["sampled"] - before)
-        return update(*args)
+        done = update(*args)
+        time.sleep(0.3)  # the weights are new, and the engine has not been given them
+        beside.append(parts.engine.counts["sampled"] - before)
+        return done
 
-    parts.learner.update = slow
+    async def load_and_keep(weights, version):
+        await publish(weights, version)
+        given[version] = {name: tensor.clone() for name, tensor in weights.items()}
+
+    class Calls:
+        async def after(self, trainer, groups, metrics):
+            kept.extend(call for group in groups for episode in group.survivors for call in episode.calls)
+
+    parts.learner.update, parts.engine.load = slow, load_and_keep
     trainer = Trainer(
         parts.config, parts.source, parts.rollout, parts.rewards, parts.algorithm, parts.learner, parts.engine,
-        Trackers([]),
+        Trackers([]), [Calls()],
     )  # fmt: skip
     asyncio.run(trainer.fit())
-    assert max(sampled) > 0
-    for name, tensor in parts.learner.weights().items():
-        assert torch.equal(tensor, parts.engine.model.state_dict()[name]), name
+    assert max(beside) > 0
+    model = parts.engine.model
+    for call in kept:
+        said = call.completion
+        for version in {*said.versions, said.version}:
+            model.load_state_dict(given[version], strict=False)
+            read = torch.tensor([*call.prompt, *said.tokens[:-1]])
+            with torch.no_grad():
+                hidden = library_hidden_states(model, read, torch.arange(len(read)), Causal())
+                found = logits(model, hidden[len(call.prompt) - 1 :])
+            scores = found.log_softmax(-1).gather(1, torch.tensor(said.tokens)[:, None])[:, 0]
+            mine = np.array(said.versions or [version] * len(said.tokens)) == version
+            np.testing.assert_allclose(scores.numpy()[mine], np.array(said.logprobs)[mine], atol=1e-4)
+
+
+def test_learner_and_engine_each_have_half_of_the_threads_while_both_compute_and_all_of_them_otherwise():
+    async def seen():
+        thread = LearnerThread()
+        during = asyncio.ensure_future(thread.beside(lambda: (time.sleep(0.1), torch.get_num_threads())[1]))
+        await asyncio.sleep(0.02)
+        here = torch.get_num_threads()
+        mine = await during
+        found = [mine, here, torch.get_num_threads(), await thread(torch.get_num_threads)]
+        thread.close()
+        return found
+
+    before = torch.get_num_threads()
+    try:
+        for threads, expected in ((1, [1, 1, 1, 1]), (3, [1, 2, 3, 3]), (4, [2, 2, 4, 4])):
+            torch.set_num_threads(threads)
+            assert asyncio.run(seen()) == expected
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,6 @@ class EngineConfig(Named):
     and values', where the run would else not fit or would have to run layers twice."""
     page_size: int = Field(0, ge=0)
     """Tokens a page of that memory. 0 chooses: 64 on a GPU; on a CPU a whole sequence, so that nothing is gathered."""
-    copy_weights: bool = False
-    """Give `local` a copy of the weights: with `rollout.max_lag` it then samples while the learner computes. On a CPU;
-    write `threads=1` beside it where cores are few."""
     update: Literal["continue", "finish", "restart"] = "continue"
     """What becomes of a completion that new weights find half-way, with `rollout.max_lag`: it goes on, each token with
     the version that sampled it; is first brought to its end under the old weights; or begins again under the new."""

@@ -1,8 +1,9 @@
 """Running steps on a CPU with `sampling_step.c`: one call a thread for the whole step, from tokens to tokens.
 
-Between two changes of the weights it works on a copy of them, laid out for its products; adapters are added into that
-copy. Nothing goes through torch, so no thread waits in its pool, and a step costs few microseconds of Python. What it
-cannot run (`fits`) goes the torch way of `executor.py`, which its numbers are checked against.
+It works on a copy of the weights, laid out for its products, as they were when it was last told that they had changed:
+the learner may write into its own meanwhile. Adapters are added into that copy. Nothing goes through torch, so no
+thread waits in its pool, and a step costs few microseconds of Python. What it cannot run (`fits`) goes the torch way of
+`executor.py`, which its numbers are checked against.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from arborl.engines.cache import host_memory
 from arborl.engines.draw_tokens import Top, draw
 from arborl.engines.executor import Ready, Sampled, Step, Stored
 from arborl.engines.forward import Forward, Product
+from arborl.errors import EngineError
 from arborl.models.adapted import Adapted
 from arborl.models.attention import layout, logit_cap
 from arborl.models.compiled import compiled
@@ -149,6 +151,7 @@ class CpuExecutor:
     """Steps by the compiled code; for models that `fits`."""
 
     ahead = False
+    own_weights = True
     many = 4096
 
     def __init__(self, forward: Forward, pages: int, page_size: int, context: int):
@@ -160,7 +163,7 @@ class CpuExecutor:
         self.packed: dict[Any, Floats] = {}
         self.held: list[Any] = []
         """What the step points to and nobody else may hold."""
-        self.stale = True
+        self.taken = False
         self.pool: ThreadPoolExecutor | None = None
         self.scratch: Floats = np.zeros((0, 0), dtype=np.float32)
         self.between: Floats = np.zeros(0, dtype=np.float32)
@@ -171,14 +174,15 @@ class CpuExecutor:
 
     def weights_changed(self) -> None:
         self.forward.refresh()
-        self.stale = True
+        self._take_weights()  # now: the learner may soon be at them again
 
     def warm(self, truncates: bool) -> None:
-        """Lay the weights out."""
-        self._take_weights()
+        """Lay the weights out, if nobody has yet."""
+        if not self.taken:
+            self._take_weights()
 
     def launch(self, step: Step) -> Sampled:
-        self._take_weights()
+        self.warm(False)
         reading, draws = step.reading, step.draws
         counts = reading.counts
         tokens, count = np.ascontiguousarray(step.tokens, dtype=np.int32), len(step.sampled)
@@ -266,9 +270,7 @@ class CpuExecutor:
 
     @torch.no_grad()
     def _take_weights(self) -> None:
-        """Lay the weights out as they are now, if they have changed."""
-        if not self.stale:
-            return
+        """Lay the weights out as they are now."""
         s, forward, base = self.step, self.forward, self.model.base_model
         assert forward.rope is not None
         self.held = []
@@ -277,7 +279,7 @@ class CpuExecutor:
             for name in ("qkv", "out", "gate_up", "down"):
                 found = effective(getattr(block, name))
                 if found is None:
-                    raise ValueError(f"layer {block.number}: {name} is no longer of a form that can be laid out")
+                    raise EngineError(f"layer {block.number}: {name} is no longer of a form that can be laid out")
                 setattr(layer, name, self._pack((block.number, name), found[0]))
                 setattr(layer, f"{name}_bias", self._hold(found[1]))
             for name in ("before", "between", "q_norm", "k_norm"):
@@ -288,12 +290,12 @@ class CpuExecutor:
         s.embedding, s.last = self._hold(base.embed_tokens.weight), self._hold(base.norm.weight)
         s.cos, s.sin = self._hold(forward.rope.cos), self._hold(forward.rope.sin)
         self.held.append(layers)
-        self.stale = False
+        self.taken = True
 
     def _hold(self, tensor: Tensor | None) -> int | None:
         if tensor is None:
             return None
-        tensor = tensor.detach().contiguous()
+        tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
         self.held.append(tensor)
         return tensor.data_ptr()
 

@@ -136,6 +136,7 @@ class GraphExecutor:
     """Steps on a GPU. The cache has one page more than is handed out, for what the padding rows of a bucket write."""
 
     ahead = True
+    own_weights = False
     many = 16384
     """New tokens a step may bring in all: so few that those who sample need not wait long for those who read."""
 

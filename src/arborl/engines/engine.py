@@ -38,8 +38,10 @@ class Engine(Protocol):
 
     One that has `hold` and `release` samples nothing between them: requests wait, new ones too, and go on afterwards.
     Only those of the session `PROBE` are answered, once new weights are loaded. It is held while it is given weights;
-    and, unless it says `shared = False`, while the learner computes, since weights or device are the learner's too. One
-    that has an async method `sleep` is told with it that nothing will be sampled until it is given weights.
+    and, unless it says `shared = False`, while the learner computes, since weights or device are the learner's too:
+    then one that has an async method `sleep` is told with it that nothing will be sampled until it is given weights.
+    One that is not held meanwhile, and says `threaded = True`, shares this process's threads with the learner: each
+    has half of them.
 
     One that says `streams = True` takes a `Listener` as `generate(…, heard=…)` and tells it every token as it is
     sampled.

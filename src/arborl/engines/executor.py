@@ -76,6 +76,9 @@ class Executor(Protocol):
 
     ahead: bool
     """Whether the next step may be launched before this one's outcome is known."""
+    own_weights: bool
+    """Whether it samples from weights of its own, as they were when `weights_changed` was last called; else from the
+    model's, which nobody may change meanwhile."""
 
     def launch(self, step: Step) -> Sampled: ...
 
@@ -108,6 +111,7 @@ class TorchExecutor:
     """With torch operations alone, on any device."""
 
     ahead = False
+    own_weights = False
     many = 4096
 
     def __init__(self, forward: Forward, pages: int, page_size: int, lends: bool = False):

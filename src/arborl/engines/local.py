@@ -1,4 +1,4 @@
-"""Sampling in this process, with the learner's own weights: no second copy, nothing to send.
+"""Sampling in this process, with the learner's own weights: nothing to send, and on a GPU no second copy.
 
 Requests come and go at any step. One step runs the model once over the new tokens of all live requests (a whole prompt
 for one that has just come, one token for the others), unpadded. What was read stays in pages (`pages.py`), so the next
@@ -73,7 +73,7 @@ class LocalEngine:
     """Batched sampling with a cache.
 
     Args:
-        model: shared with the learner, or a copy; its attention goes through `arborl.models.attention`.
+        model: shared with the learner, or not; its attention goes through `arborl.models.attention`.
         max_context: longest prompt and completion together.
         max_requests: requests sampled at once; others wait their turn.
         kv_tokens: tokens whose keys and values are kept; 0 takes a share of the free memory.
@@ -82,7 +82,6 @@ class LocalEngine:
         decode: token ids to text, for stop texts.
         update: what becomes of a completion that new weights find half-way: it goes on (`continue`), is first brought
             to its end (`finish`), or begins again (`restart`).
-        shared: whether the model is the learner's own, which must not be sampled from while it learns.
         lends: give the memory of keys and values back to the GPU while the learner works: nothing that was read
             outlives an update.
         compiled: on a CPU, run steps by compiled code where that can be had; otherwise with torch.
@@ -101,7 +100,6 @@ class LocalEngine:
         deterministic: bool = False,
         decode: Callable[[Sequence[int]], str] | None = None,
         update: str = "continue",
-        shared: bool = True,
         lends: bool = False,
         compiled: bool = True,
     ):
@@ -122,7 +120,7 @@ class LocalEngine:
         except ValueError as error:
             raise EngineError(str(error)) from error
         self.rows = Rows(1 if deterministic else max_requests, max_context, self.pages.needed(max_context))
-        self.update, self.shared = update, shared
+        self.update = update
         self.counts = dict.fromkeys(("sampled", "read", "reused", "steps", "paused", "restarted", "seconds"), 0.0)
         copy = self.executor.cache.copy
         self.scheduler = Scheduler(self.pages, self.rows, max_context, not deterministic, copy, self.counts)
@@ -152,6 +150,16 @@ class LocalEngine:
             return await done
         finally:
             self.scheduler.ended |= done.cancelled()
+
+    @property
+    def shared(self) -> bool:
+        """Whether it samples from the memory that the learner writes into, and has to be held while that learns."""
+        return not self.executor.own_weights
+
+    @property
+    def threaded(self) -> bool:
+        """Whether it samples with torch's threads while the learner computes with them."""
+        return self.executor.own_weights
 
     @property
     def crowded(self) -> bool:

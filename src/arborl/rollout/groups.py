@@ -136,15 +136,17 @@ class Manager:
             return True
 
     async def _group(self, place: Place, size: int) -> Group:
-        """Play the task, until enough are done. One that is begun again is another game, with another name."""
+        """Play the task, until enough are done. One that is begun again is another game, with another name; and with an
+        episode more than it needs, since it will be waited for."""
         task, again = place.task, ("again", place.attempt) if place.attempt else ()
+        beyond = self.manner.redundancy + (1 if place.attempt else 0)
         opened = place.opened = Opened(self.manner.seconds, place.version)
-        for number in range(size + self.manner.redundancy):
+        for number in range(size + beyond):
             own = derive(place.seed, "task", place.at, "episode", number, *again)
             name = f"{task.id}#{number}" + (f"+{place.attempt}" if place.attempt else "")
             opened.add(asyncio.ensure_future(self._member(task, own, name, opened.begin)))
         try:
-            await opened.wait(size, patient=not self.manner.redundancy)
+            await opened.wait(size, patient=not beyond)
         finally:
             opened.close()
         counted = opened.counted(size)

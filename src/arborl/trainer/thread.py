@@ -1,4 +1,5 @@
-"""The learner's thread: while it computes, the event loop belongs to environments, tools and rewards."""
+"""The learner's thread: while it computes, the event loop belongs to environments, tools, rewards and, where it has
+weights of its own, the engine."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ class LearnerThread:
 
     Example:
         metrics = await thread(learner.update, trees, terms, algorithm)
+        metrics = await thread.beside(learner.update, trees, terms, algorithm)      # with half of torch's threads
     """
 
     def __init__(self) -> None:
@@ -27,10 +29,28 @@ class LearnerThread:
     async def __call__(self, work: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
         """What `work(*args)` returns. Who is cancelled meanwhile notices when it is done: an update is done, or not
         begun, and never half of each."""
-        if self.pool is None:
-            self.pool = ThreadPoolExecutor(1, "arborl-learner", torch.set_num_threads, (torch.get_num_threads(),))
+        return await self._run(torch.get_num_threads(), lambda: work(*args, **more))
+
+    async def beside(self, work: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
+        """The same while the event loop's thread computes too: each has half of torch's threads, for two that both
+        want all cores are slower than one after the other."""
+        threads = torch.get_num_threads()
+        mine = max(1, threads // 2)
+        torch.set_num_threads(max(1, threads - mine))
+        try:
+            return await self._run(mine, lambda: work(*args, **more))
+        finally:
+            torch.set_num_threads(threads)
+
+    async def _run(self, threads: int, work: Callable[[], T]) -> T:
+        self.pool = self.pool or ThreadPoolExecutor(1, "arborl-learner")
         context, loop, cancelled = contextvars.copy_context(), asyncio.get_running_loop(), False
-        done: asyncio.Future[Any] = loop.run_in_executor(self.pool, lambda: context.run(work, *args, **more))
+
+        def run() -> T:
+            torch.set_num_threads(threads)  # of this thread; another's number is not inherited
+            return context.run(work)
+
+        done: asyncio.Future[Any] = loop.run_in_executor(self.pool, run)
         while not done.done():
             try:
                 await asyncio.wait([done])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -147,12 +147,9 @@ class Trainer:
                 group.greedy = alone.survivors[0].reward if alone.survivors else None
         with clock("learn"):
             beside = self.rollout.shown(self.source.beside(self.step))
-            if getattr(self.engine, "shared", True):
-                await self._hold()
-            if (sleep := getattr(self.engine, "sleep", None)) is not None:
-                await sleep()
+            learn = await self._learning()
             with span("arborl.learn"):
-                metrics = self._engine_metrics(clock) | await self.thread(self._learn, groups, beside, seed)
+                metrics = self._engine_metrics(clock) | await learn(self._learn, groups, beside, seed)
         self.step += 1  # from here on the step counts as done, whatever interrupts
         self.pipeline.trained()
 
@@ -186,6 +183,15 @@ class Trainer:
         metrics |= describe_batch(forest, terms, self.step) | self.algorithm.metrics() | left_out
         names = [episode.id for group in kept for episode in group.survivors]
         return metrics | SKIPPED | self.learner.update(forest.trees, terms, self.algorithm, names)
+
+    async def _learning(self) -> Callable[..., Awaitable[Metrics]]:
+        """How to learn: while the engine, where weights or device are the learner's, samples nothing; or beside it."""
+        if getattr(self.engine, "shared", True):
+            await self._hold()
+            if (sleep := getattr(self.engine, "sleep", None)) is not None:
+                await sleep()
+        threaded = getattr(self.engine, "threaded", False)
+        return self.thread.beside if threaded and self.pipeline.busy else self.thread
 
     async def _hold(self) -> None:
         """Until `_release` the engine, where it can be held, samples nothing."""
