@@ -171,6 +171,27 @@ def test_a_server_that_comes_back_gets_the_newest_weights_before_its_first_reque
     assert len(first.asked("tokens")) > 1
 
 
+def test_a_server_that_came_back_gets_its_share_of_episodes_that_are_named_as_earlier_ones(seedling, serve):
+    """Tasks come again, with every pass over the data and at every evaluation."""
+    first, second = serve(), serve()
+    engine = connected(seedling, first, second)
+    names = [str(i) for i in range(6)]
+
+    async def run():
+        first.kill()
+        await asyncio.gather(*(ask(engine, session=name) for name in names))
+        first.restart()
+        async with asyncio.timeout(20):
+            while not all(replica.up for replica in engine.replicas):
+                await asyncio.sleep(0.01)
+        await engine.load(seedling[0].state_dict(), 1)
+        await asyncio.gather(*(ask(engine, session=name) for name in names))
+        await engine.close()
+        return [sum(engine.sessions[name] is replica for name in names) for replica in engine.replicas]
+
+    assert asyncio.run(run()) == [3, 3]
+
+
 def test_a_server_comes_back_though_nobody_asks_for_anything(seedling, serve):
     first, second = serve(), serve()
     engine = connected(seedling, first, second)

@@ -235,6 +235,7 @@ class HttpEngine:
             elif isinstance(outcome, BaseException):
                 raise outcome
         self.version = version
+        self.sessions.clear()  # what a server had read of an episode must be read again in any case
         self.files.only(folder)
         return errors
 
