@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import signal
 import socket
 import subprocess
 import time
@@ -22,7 +21,7 @@ from arborl.cli.main import app
 from arborl.engines.copies import PROMPT, Probe
 from arborl.engines.http import HttpEngine
 from arborl.engines.padded_heads import export_padded
-from arborl.engines.vllm_process import SIDE
+from arborl.engines.vllm_process import SIDE, kill_all
 from arborl.models.load import load_model, resolve
 from arborl.rollout.store import EpisodeStore
 from arborl.track.jsonl import read_metrics
@@ -71,8 +70,8 @@ class VllmServer:
         raise AssertionError(f"not ready in {STARTING:g} s: {self.log.read_text()[-3000:]}")
 
     def kill(self):
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        """SIGKILL, to it and to all that it has started."""
+        kill_all(self.process.pid)
         self.process.wait()
 
 
