@@ -28,7 +28,7 @@ from arborl.track.jsonl import read_metrics
 from arborl.types import Sampling
 
 pytestmark = pytest.mark.vllm
-STARTING = 500.0
+STARTING = 1500.0
 RUN = [
     "rollout.tasks_per_step=2", "rollout.group_size=4", "trainer.steps=6", "evaluation.tasks=1", "env.args.size=3",
     "env.args.max_steps=4", "track.gifs=0", "track.tensorboard=false", "threads=1", "model.device=cpu",
