@@ -192,6 +192,28 @@ def test_a_server_that_came_back_gets_its_share_of_episodes_that_are_named_as_ea
     assert asyncio.run(run()) == [3, 3]
 
 
+def test_a_server_that_comes_back_as_another_is_not_taken_back(seedling, serve, caplog):
+    first, second = serve(), serve()
+    engine = connected(seedling, first, second)
+
+    async def run():
+        await ask(engine, 4, session="a")
+        first.kill()
+        await engine.load(seedling[0].state_dict(), 1)
+        first.context = 32
+        first.restart()
+        async with asyncio.timeout(20):
+            while "is not taken back" not in caplog.text:
+                await asyncio.sleep(0.01)
+        done = await asyncio.gather(*(ask(engine, session=str(i)) for i in range(4)))
+        await engine.close()
+        return done
+
+    assert len(asyncio.run(run())) == 4
+    assert "reads 32 tokens, and sampling.max_context=64" in caplog.text
+    assert first.label == "default"
+
+
 def test_a_server_comes_back_though_nobody_asks_for_anything(seedling, serve):
     first, second = serve(), serve()
     engine = connected(seedling, first, second)
