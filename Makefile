@@ -62,7 +62,7 @@ $(VLLM_VENV)/.ready: Makefile
 
 test-vllm: setup smollm2 $(VLLM_VENV)/.ready
 	@echo "== tests with vLLM"
-	@$(ONCE) OMP_NUM_THREADS=1 ARBORL_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(BIN)/python -m pytest -m vllm
+	@$(ONCE) OMP_NUM_THREADS=1 ARBORL_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(BIN)/python -m pytest -m vllm -rs
 
 smollm2: setup
 	@echo "== the weights of SmolLM2-135M-Instruct, for model=smollm2"

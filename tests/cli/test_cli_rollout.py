@@ -16,6 +16,10 @@ def shown(*words: str) -> str:
     return done.output
 
 
+def test_a_stub_of_a_run_needs_none_of_its_engine():
+    assert "rewards" in shown("engine=http", "engine.urls=[http://127.0.0.1:9]")
+
+
 def test_an_episode_is_shown_with_its_tokens_masks_and_rewards():
     text = shown("--env", "frozen_lake", "--agent", "chat")
     assert "turn 1  call 1  prompt" in text

@@ -171,6 +171,49 @@ def test_a_server_that_comes_back_gets_the_newest_weights_before_its_first_reque
     assert len(first.asked("tokens")) > 1
 
 
+def test_a_server_that_came_back_gets_its_share_of_episodes_that_are_named_as_earlier_ones(seedling, serve):
+    """Tasks come again, with every pass over the data and at every evaluation."""
+    first, second = serve(), serve()
+    engine = connected(seedling, first, second)
+    names = [str(i) for i in range(6)]
+
+    async def run():
+        first.kill()
+        await asyncio.gather(*(ask(engine, session=name) for name in names))
+        first.restart()
+        async with asyncio.timeout(20):
+            while not all(replica.up for replica in engine.replicas):
+                await asyncio.sleep(0.01)
+        await engine.load(seedling[0].state_dict(), 1)
+        await asyncio.gather(*(ask(engine, session=name) for name in names))
+        await engine.close()
+        return [sum(engine.sessions[name] is replica for name in names) for replica in engine.replicas]
+
+    assert asyncio.run(run()) == [3, 3]
+
+
+def test_a_server_that_comes_back_as_another_is_not_taken_back(seedling, serve, caplog):
+    first, second = serve(), serve()
+    engine = connected(seedling, first, second)
+
+    async def run():
+        await ask(engine, 4, session="a")
+        first.kill()
+        await engine.load(seedling[0].state_dict(), 1)
+        first.context = 32
+        first.restart()
+        async with asyncio.timeout(20):
+            while "is not taken back" not in caplog.text:
+                await asyncio.sleep(0.01)
+        done = await asyncio.gather(*(ask(engine, session=str(i)) for i in range(4)))
+        await engine.close()
+        return done
+
+    assert len(asyncio.run(run())) == 4
+    assert "reads 32 tokens, and sampling.max_context=64" in caplog.text
+    assert first.label == "default"
+
+
 def test_a_server_comes_back_though_nobody_asks_for_anything(seedling, serve):
     first, second = serve(), serve()
     engine = connected(seedling, first, second)

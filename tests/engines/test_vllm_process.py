@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -34,7 +35,8 @@ STAND_IN = {
                     raise ValueError("Model architectures ['SeedlingForCausalLM'] are not supported for now.")
     """,
     "v1/engine/async_llm.py": """
-        import asyncio, sys
+        import asyncio, os, sys
+        from multiprocessing.shared_memory import SharedMemory
 
         class Thing:
             def __init__(self, **what):
@@ -47,13 +49,13 @@ STAND_IN = {
             def from_engine_args(cls, args):
                 self = cls()
                 self.version, self.aborted = "default", set()
+                self.shared = SharedMemory(f"stand-in-{os.getpid()}", create=True, size=64)
                 return self
 
             async def generate(self, prompt, how, name, lora_request=None):
                 if prompt["prompt_token_ids"] == [9]:
                     print("RuntimeError: out of everything", flush=True)
                     sys.stdout.flush()
-                    import os
                     os._exit(3)
                 tokens, count = [], how.max_tokens
                 while len(tokens) < count and name not in self.aborted:
@@ -170,10 +172,14 @@ def test_an_interpreter_that_is_not_there_is_one_message(seedling):
 
 
 def test_closing_ends_the_process_and_leaves_no_files(seedling):
+    """Nor what vLLM itself has put into shared memory, and forgets when its own processes are ended."""
     made = VllmEngine(seedling[0], 128, 8, python=sys.executable)
     memory, folder, pid = made.memory.path, made.folder, made.process.child.pid
+    forgotten = Path(f"/dev/shm/stand-in-{pid}")
+    assert forgotten.exists() or not forgotten.parent.exists()
     asyncio.run(made.close())
     assert not memory.exists()
     assert not folder.exists()
+    assert not forgotten.exists()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, signal.SIG_DFL)

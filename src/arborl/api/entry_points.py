@@ -184,7 +184,7 @@ def stubbed(config: RunConfig) -> RunConfig:
     """The same run, small and on scripted replies."""
     tree = config.model_dump()
     if not config.data.given:
-        tree["engine"] = {"name": "scripted", "replies": config.engine.replies}
+        tree["engine"] = config.engine.scripted()
     tree["trainer"] |= {"steps": min(config.trainer.steps or 3, 3), "epochs": None}
     tree["demonstrations"] |= {"steps": min(config.demonstrations.steps, 1)}
     if not config.rollout.envs.tags:  # a partition stays what it is

@@ -62,9 +62,9 @@ def rollout(
 
     chosen = {"env.name": env, "agent.name": agent, "model.name": str(model_folder(model)) if model else ""}
     given = {name: value for name, value in chosen.items() if value} | ({} if seed is None else {"seed": seed})
-    if stub:
-        given["engine.name"] = "scripted"
     config = configured(arguments or (), given)
+    if stub and not config.data.given:
+        config = config.model_copy(update={"engine": config.engine.scripted()})
     parts = build(config, training=False)
     taken = config.rollout.tasks_per_step + config.rollout.spare_groups
     tasks = parts.source.evaluation(task + 1) if held_out else parts.source.take(step - 1, taken)

@@ -34,7 +34,8 @@ class EngineConfig(Named):
     """Tokens a page of that memory. 0 chooses: 64 on a GPU; on a CPU a whole sequence, so that nothing is gathered."""
     update: Literal["continue", "finish", "restart"] = "continue"
     """What becomes of a completion that new weights find half-way, with `rollout.max_lag`: it goes on, each token with
-    the version that sampled it; is first brought to its end under the old weights; or begins again under the new."""
+    the version that sampled it; is first brought to its end under the old weights; or begins again under the new. With
+    `vllm` and `http` it always goes on."""
     replies: tuple[str, ...] = ()
     """What `scripted` says, at random; without any, the environment's own moves."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -61,8 +62,12 @@ class EngineConfig(Named):
 
     @model_validator(mode="after")
     def _of_its_kind(self) -> EngineConfig:
-        own = {"local": ("lends",), "vllm": ("dtype", "python", "args", "lends"), "scripted": ("replies",)}
-        own["http"] = ("dtype", "urls", "model", "weights_dir", "seconds", "chat", "api_key_env")
+        own = {
+            "local": ("kv_tokens", "lends", "page_size", "copy_weights", "update"),
+            "vllm": ("kv_tokens", "lends", "dtype", "python", "args"),
+            "http": ("dtype", "urls", "model", "weights_dir", "seconds", "chat", "api_key_env"),
+            "scripted": ("replies",),
+        }
         for key in sorted({key for keys in own.values() for key in keys}):
             default = type(self).model_fields[key].get_default(call_default_factory=True)
             of = [name for name, keys in own.items() if key in keys]
@@ -76,3 +81,7 @@ class EngineConfig(Named):
         if len(set(self.urls)) != len(self.urls):
             raise ValueError("urls: a server is named twice. Name each once.")
         return self
+
+    def scripted(self) -> EngineConfig:
+        """Fixed replies, whatever samples now."""
+        return EngineConfig(name="scripted", replies=self.replies)

@@ -15,6 +15,7 @@ import socket
 import struct
 import subprocess
 import threading
+import time
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
@@ -88,8 +89,9 @@ class Process:
         self.number = 0
         self.waiting: dict[int, Asked | Blocking] = {}
         self.gone = ""
+        self.hearing = threading.Thread(target=self._hear_out, name="arborl-vllm-log", daemon=True)
+        self.hearing.start()
         threading.Thread(target=self._listen, name="arborl-vllm", daemon=True).start()
-        threading.Thread(target=self._hear_out, name="arborl-vllm-log", daemon=True).start()
 
     def ask(self, do: str, **more: Any) -> Asked:
         """Ask from an event loop."""
@@ -156,7 +158,8 @@ class Process:
         with self.lock:
             orphans, self.waiting = list(self.waiting.values()), {}
         with suppress(subprocess.TimeoutExpired):
-            self.child.wait(10)
+            self.child.wait(END)
+        self.hearing.join(1.0)  # its last words; others that it started may still hold the line
         for one in orphans:
             one.put({"done": True, "error": self.why(), "dead": True})
 
@@ -179,10 +182,34 @@ class Process:
             self.pipe.shutdown(socket.SHUT_RDWR)
         with suppress(subprocess.TimeoutExpired):
             self.child.wait(END)
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.child.pid, signal.SIGKILL)
+        kill_all(self.child.pid)
         with suppress(subprocess.TimeoutExpired):
-            self.child.wait(10)
+            self.child.wait(END)
+
+
+def kill_all(group: int) -> None:
+    """Kill the processes of a group, and wait until they are gone. Python's own that puts shared memory away (its
+    `resource_tracker`) is left to do so: it ends when the others have."""
+    until = time.monotonic() + END
+    while (members := _members(group)) and time.monotonic() < until:
+        for process, command in members:
+            if b"resource_tracker" not in command:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(process, signal.SIGKILL)
+        time.sleep(0.02)
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def _members(group: int) -> list[tuple[int, bytes]]:
+    """The processes of a group and their command lines; none where the system does not say so in files."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended meanwhile
+            state, _, its_group = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state != "Z":
+                found.append((int(folder.name), (folder / "cmdline").read_bytes()))
+    return found
 
 
 class Blocking:

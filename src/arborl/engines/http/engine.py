@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from arborl.chat import Renderer
 from arborl.engines.checks import check_sampling, read_prompt
-from arborl.engines.copies import PROMPT, Probe, params
+from arborl.engines.copies import PROMPT, OtherWeights, Probe, params
 from arborl.engines.draw_tokens import StopTexts
 from arborl.engines.engine import Weights, told
 from arborl.engines.http.files import WeightFiles
@@ -235,6 +235,7 @@ class HttpEngine:
             elif isinstance(outcome, BaseException):
                 raise outcome
         self.version = version
+        self.sessions.clear()  # what a server had read of an episode must be read again in any case
         self.files.only(folder)
         return errors
 
@@ -291,6 +292,7 @@ class HttpEngine:
         try:
             for replica in self.replicas:
                 await self._meet(replica)
+                replica.up = True
             kinds = {type(replica.server) for replica in self.replicas}
             if len(kinds) > 1:
                 raise EngineError("engine.urls: servers of several kinds. Name servers of one kind")
@@ -323,7 +325,6 @@ class HttpEngine:
             )
         if self.renderer is not None:
             await compare_tokenizers(replica, client, self.renderer)
-        replica.up = True
 
     async def _choose(self, session: str) -> Replica:
         """The session's server; else the one with the least to do. Waits where none answers, and then says why."""
@@ -370,16 +371,15 @@ class HttpEngine:
         while not self.closed:
             version = self.coming
             try:
-                server, facts = await meet(self._client(replica), self.named, self.chats)
-                replica.server, replica.facts = server, facts
+                await self._meet(replica)
                 if self.training:
-                    if server.cannot_train:
-                        raise EngineError(f"{replica.url} cannot be trained with: {server.cannot_train}")
                     assert self.files is not None
                     assert self.files.folder is not None
                     await self._update(replica, self.files.folder, unless_held=True)
             except EngineError as error:
-                replica.why = str(error)
+                if replica.why != (why := str(error)) and not isinstance(error, (Unreachable, OtherWeights)):
+                    log.warning("a server that answers again is not taken back: %s", why)
+                replica.why = why
             else:
                 if not self.training or (version == self.coming and replica.version == self.coming):
                     replica.up = True
