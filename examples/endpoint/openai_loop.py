@@ -1,12 +1,12 @@
 """A small agent on the OpenAI SDK: it answers the question on standard input, with a calculator, and prints the answer.
 
-    echo "What is 12 times 30? Answer as <answer>number</answer>." | python examples/endpoint_openai.py
+    echo "What is 12 times 30? Answer as <answer>number</answer>." | python examples/endpoint/openai_loop.py
 
 There is nothing of Arbor in it. The SDK finds the model by OPENAI_BASE_URL; to train it as it is:
 
     arborl data make arithmetic --out data
     arborl train data.path=data/arithmetic.json 'rewards=[equal]' agent=endpoint \\
-      'agent.args.command=[python,examples/endpoint_openai.py]' sampling.max_context=512 trainer.steps=10
+      'agent.args.command=[python,examples/endpoint/openai_loop.py]' sampling.max_context=512 trainer.steps=10
 """
 
 import ast
