@@ -142,7 +142,7 @@ def answers(question, base_url):
 
 
 def exits(question, base_url):
-    sys.stderr.write("the very last words\n")
+    sys.stderr.write("the first words\nthe very last words\n")
     sys.exit(3)
 
 

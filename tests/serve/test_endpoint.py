@@ -107,7 +107,7 @@ def test_a_process_is_told_the_task_and_what_it_prints_is_the_answer(opened):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("exits", "the very last words\n(exit code 3)"),
+        ("exits", "the very last words (exit code 3)\nthe first words\nthe very last words"),
         ("killed", "(exit code -9)"),
         ("never_calls", "it never called the model"),
         ("shouts", "printed more than"),
@@ -115,18 +115,15 @@ def test_a_process_is_told_the_task_and_what_it_prints_is_the_answer(opened):
 )
 def test_a_program_that_dies_costs_its_episode_and_is_named(opened, name, words):
     (episode,), _ = played(opened, command=process(name))
-    assert episode.failure.where == f"program {EndpointAgent(command=process(name)).program.name!r}"
+    assert episode.failure.where == f"program '{Path(sys.executable).name} endpoint_programs.py {name}'"
     assert words in episode.failure.message
     assert episode.stop is Stop.ERROR
 
 
 def test_a_program_that_dies_while_it_is_answered_leaves_the_others_alone(opened):
     async def both():
-        bad, good = (
-            rollout_of(opened, command=process("dies in a call")),
-            rollout_of(opened, command=process("answers")),
-        )
-        return await asyncio.gather(*(each.collect([ASKED], 0, 2) for each in (bad, good)))
+        two = [rollout_of(opened, command=process(name)) for name in ("dies_in_a_call", "answers")]
+        return await asyncio.gather(*(each.collect([ASKED], 0, 2) for each in two))
 
     (bad,), (good,) = asyncio.run(both())
     assert all("(exit code -9)" in episode.failure.message for episode in bad.episodes)

@@ -13,11 +13,12 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from arborl.agents.agent import is_async
@@ -64,7 +65,8 @@ class Command:
             raise ValueError(f"command: give a list of words such as [python, script.py], not {words!r}")
         if shutil.which(words[0], path=_path()) is None:
             raise ValueError(f"command: there is no program {words[0]!r} to be started here")
-        self.words, self.name = list(words), shlex.join(words)
+        self.words = list(words)
+        self.name = shlex.join(Path(word).name if word.startswith("/") else word for word in words)
         self.most = most
 
     async def play(self, visit: Visit, at: str) -> str | None:
@@ -89,14 +91,28 @@ class Command:
             assert child.stderr is not None
             child.stdin.write(question.encode("utf-8", "replace"))
             child.stdin.close()
-            said, words = await asyncio.gather(_bounded(child.stdout), child.stderr.read())
+            said, words = await asyncio.gather(self._said(child, child.stdout), child.stderr.read())
             await child.wait()
         finally:
-            with suppress(ProcessLookupError):  # all of them are gone
-                os.killpg(child.pid, signal.SIGKILL)
+            _kill(child)
+            with suppress(TimeoutError):  # what it wrote last is in the pipes, which somebody may hold open
+                await asyncio.wait_for(child.communicate(), 1.0)
+        if len(said) > MOST_SAID:
+            raise ProgramFailed(f"it printed more than {MOST_SAID:,} bytes; what it prints is its answer")
         if words:  # the guard's, which speaks where there was an error
-            raise ProgramFailed(words.decode(errors="replace").strip())
+            *lines, code = words.decode(errors="replace").split("\n")[:-1]
+            raise ProgramFailed("\n".join([f"{lines[-1] if lines else 'it said nothing'} {code}", *lines]))
         return said.decode(errors="replace").strip() or None
+
+    async def _said(self, child: asyncio.subprocess.Process, stream: asyncio.StreamReader) -> bytes:
+        """All that it prints; one that prints too much is ended."""
+        said = bytearray()
+        while piece := await stream.read(2**16):
+            said += piece
+            if len(said) > MOST_SAID:
+                _kill(child)
+                break
+        return bytes(said)
 
     def _environment(self, visit: Visit, at: str) -> dict[str, str]:
         task = json.dumps(visit.told())
@@ -110,7 +126,7 @@ class Command:
 
 
 class Function:
-    """A function of this process: an async one runs beside the agents, a plain one in a thread. What it returns is its
+    """A function of this process, in a thread: async ones share one, a plain one has its own. What it returns is its
     answer. It takes what it asks for by name, of `OFFERED`.
 
     Args:
@@ -131,13 +147,10 @@ class Function:
         task = visit.told()
         offered = {**task, "task": task, "base_url": f"{at}/v1", "api_key": KEY}
         asked = partial(self.function, **{name: offered[name] for name in self.takes})
-        try:
-            if is_async(self.function):
-                said = await asked()
-            else:
-                said = await in_thread(asked, f"program {self.name!r}", visit.model.limits.episode_seconds)
-        except SystemExit as error:  # would end the event loop, and the run with it
-            raise ProgramFailed(f"SystemExit: {error}") from error
+        if is_async(self.function):
+            said = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_called(asked), beside(os.getpid())))
+        else:
+            said = await in_thread(asked, f"program {self.name!r}", visit.model.limits.episode_seconds)
         return None if said is None else str(said)
 
 
@@ -170,15 +183,28 @@ class Address:
         return None if answer is None else str(answer)
 
 
+@cache
+def beside(process: int) -> asyncio.AbstractEventLoop:
+    """The event loop of async programs, in a thread of its own: one that blocks holds up its like, and not the run. It
+    is never closed, since libraries keep connections that belong to it."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="arborl-programs", daemon=True).start()
+    return loop
+
+
+async def _called(asked: Callable[[], Awaitable[Any]]) -> Any:
+    try:
+        return await asked()
+    except SystemExit as error:  # would end the event loop, and all programs in it
+        raise ProgramFailed(f"SystemExit: {error}") from error
+
+
 def _path() -> str:
     """`python` is the interpreter of this run."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
-async def _bounded(stream: asyncio.StreamReader) -> bytes:
-    said = bytearray()
-    while piece := await stream.read(2**16):
-        said += piece
-        if len(said) > MOST_SAID:
-            raise ProgramFailed(f"it printed more than {MOST_SAID:,} bytes; what it prints is its answer")
-    return bytes(said)
+def _kill(child: asyncio.subprocess.Process) -> None:
+    """It and all that it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
