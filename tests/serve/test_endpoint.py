@@ -15,8 +15,11 @@ from pathlib import Path
 import endpoint_programs as programs
 import pytest
 
+from arborl.build import check
+from arborl.config.load import load
 from arborl.envs.env import Env, Observation, Step
 from arborl.envs.question import Question
+from arborl.errors import ConfigError
 from arborl.rewards.reward import Rewards
 from arborl.rewards.rules import POSTED, posted
 from arborl.rollout.recorder import Limits
@@ -278,6 +281,32 @@ def test_a_program_behind_an_address_is_told_of_each_task(opened, waiting_progra
     assert (now.failure, now.answer, len(now.calls)) == (None, "of the server", 1)
     assert (later.failure, later.answer, later.metrics[POSTED]) == (None, "later", 1.0)
     assert "status 503" in bad.failure.message
+
+
+# ------------------------------------------------------------------------------------------------ settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ([], "agent.args: agent=endpoint needs one of command, call and url"),
+        (["agent.args.command=[python]", "agent.args.url=http://h"], "needs one of command, call and url"),
+        (["agent.args.command=python"], "command: give a list of words"),
+        (["agent.args.command=[no-such-program]"], "there is no program 'no-such-program'"),
+        (["agent.args.call=endpoint_programs:post"], "asks for 'url'; by name there are: question"),
+        (["agent.args.url=h:1"], "is no address of a program"),
+        (["agent.args.command=[python]", "agent.args.max_calls=0"], "max_calls=0: give 1 or more"),
+        (["agent.args.command=[python]", "agent.args.cmd=1"], "agent.args.cmd: unknown argument"),
+        (["agent.args.command=[python]", "tools=[calculator]"], "the program has its own tools and prompts"),
+        (["agent.args.command=[python]", "agent.system=Hello"], "agent.system: with agent=endpoint"),
+        (["agent.args.command=[python]", "context=summary"], "keeps its own account"),
+    ],
+)
+def test_settings_that_an_endpoint_cannot_follow_are_refused_in_a_sentence(settings, words, tmp_path):
+    rows = tmp_path / "rows.json"
+    rows.write_text('[{"question": "?", "answer": 1}]')
+    with pytest.raises(ConfigError, match=words):
+        check(load(None, [f"data.path={rows}", "rewards=[equal]", "agent=endpoint", *settings]))
 
 
 # ------------------------------------------------------------------------------------------------ programs as they are

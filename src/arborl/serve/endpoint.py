@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import TYPE_CHECKING, Any, Literal
 
 from arborl.agents.agent import Agent, Model
@@ -30,7 +31,7 @@ class EndpointAgent(Agent):
         answer: what rewards read: what the program said, else the model's last message (`program`); or always that
             (`reply`).
         max_calls: calls of the model in an episode; the next is refused.
-        processes: of `command`, at once.
+        processes: of `command`, at once; 0 for four a core.
         host, port: where to listen; port 0 is any that is free.
         public: what programs are told to call, where that is not this address: `http://10.0.0.5:8123`.
     """
@@ -42,7 +43,7 @@ class EndpointAgent(Agent):
         url: str | None = None,
         answer: Literal["program", "reply"] = "program",
         max_calls: int = 64,
-        processes: int = 32,
+        processes: int = 0,
         host: str = "127.0.0.1",
         port: int = 0,
         public: str | None = None,
@@ -52,10 +53,10 @@ class EndpointAgent(Agent):
             raise ValueError("agent=endpoint needs one of command, call and url: agent.args.command=[python,script.py]")
         if answer not in ("program", "reply"):
             raise ValueError(f"answer={answer!r}: give program or reply")
-        for name, value in (("max_calls", max_calls), ("processes", processes)):
-            if value < 1:
-                raise ValueError(f"{name}={value}: give 1 or more")
-        self.program = _program(command, call, url, processes)
+        for name, value, least in (("max_calls", max_calls, 1), ("processes", processes, 0)):
+            if value < least:
+                raise ValueError(f"{name}={value}: give {least} or more")
+        self.program = _program(command, call, url, processes or 4 * (os.cpu_count() or 1))
         self.answer, self.max_calls = answer, max_calls
         self.where: tuple[str, int, str | None] = (host, port, public.rstrip("/") if public else None)
 
