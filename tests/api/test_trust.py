@@ -151,3 +151,19 @@ def test_ones_own_parts_may_be_called_and_made_as_they_like(tmp_path, monkeypatc
 def test_a_tracker_that_a_folder_names_is_code_and_what_a_service_is_told_is_not():
     given = from_kwargs(track={"also": ["their.module:Tracker"], "wandb": {"project": "team:lakes", "mode": "offline"}})
     assert list(imported(given)) == ["their.module:Tracker"]
+
+
+def test_the_program_of_an_endpoint_is_code_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    home = tmp_path / "run"
+    home.mkdir()
+    agents = {"far": {"name": "endpoint", "args": {"url": "http://h:1/play"}}}
+    agent = {"name": "endpoint", "args": {"command": ["touch", "mark"]}}
+    config = from_kwargs(agent=agent, rewards=["equal"], data={"path": "rows.json", "agents": agents})
+    write_config(home, config)
+    require_trust(home / "config.yaml", config)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another"))
+    with pytest.raises(ConfigError, match=r"would start \['touch', 'mark'\] and ask 'http://h:1/play', and"):
+        require_trust(home / "config.yaml", config)
+    with pytest.raises(ConfigError, match="would ask 'http://h:1/play', and"):
+        require_trust(home / "config.yaml", config, ["agent.args.command=[touch,mine]"])

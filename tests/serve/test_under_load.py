@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from contextlib import contextmanager
 
 import httpx
 import pytest
-from conftest_serve import client_of
+from conftest_serve import client_of, running
 
 from arborl import checkpoint
 from arborl.serve.reload import Follower
@@ -128,6 +129,74 @@ def test_new_weights_under_load_lose_no_stream_and_are_told(opened, tmp_path):
     assert outcome == {"whole": 24}
     assert loaded == [True, True, False, True]
     assert mark == "step-8"
+
+
+async def loaded_until(address, last, save):
+    """Ask all the while, on eight connections, until what `save` writes, one after the other, has all been served: what
+    became of the requests, and the versions that answered."""
+    seen, done = Counter(), False
+
+    async def ask(client, number):
+        outcomes = Counter()
+        while not done:
+            outcomes[await stream(client, number, 40)] += 1
+        return outcomes
+
+    async with client_at(address) as client:
+        asking = [asyncio.create_task(ask(client, number)) for number in range(8)]
+        for step in range(1, last + 1):
+            await asyncio.to_thread(save, step)
+            while (await client.get("/health")).json()["version"] < step:
+                await asyncio.sleep(0.02)
+            told = await client.post("/v1/chat/completions", json={**ASK, "stream": False, "max_tokens": 2})
+            seen[told.json()["system_fingerprint"]] += 1
+        done = True
+        return sum(await asyncio.gather(*asking), Counter()), seen
+
+
+def test_weights_that_change_again_and_again_under_load_drop_no_stream_over_http(opened, tmp_path):
+    import torch
+
+    model, speaker = opened.served.model, opened.speaker
+    own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    follower = Follower(speaker, tmp_path, lambda folder: torch.load(folder / "weights.pt"), seconds=0.02)
+
+    def save(step):
+        def write(folder):
+            (folder / "model").mkdir()
+            torch.save({name: tensor * (1 + step / 100) for name, tensor in own.items()}, folder / "model/weights.pt")
+
+        checkpoint.save(tmp_path, step, write, {}, keep=2)
+
+    try:
+        with running(opened, extra=(follower.following,)) as address:
+            outcome, seen = asyncio.run(loaded_until(address, 4, save))
+    finally:
+        asyncio.run(speaker.engine.load(own, 0))
+        speaker.version = 0
+    assert set(outcome) == {"whole"}
+    assert seen == {f"step-{step}": 1 for step in (1, 2, 3, 4)}
+
+
+@pytest.mark.slow
+def test_a_server_that_follows_a_run_drops_no_stream_when_a_checkpoint_comes(tmp_path):
+    run = tmp_path / "run"
+    settings = ["trainer.steps=1", "evaluation.tasks=2", "rollout.tasks_per_step=1", "rollout.group_size=2"]
+    command = [sys.executable, "-m", "arborl", "train", *settings, f"output_dir={run}"]
+    subprocess.run(command, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    (first,) = checkpoint.complete(run / "checkpoints")
+
+    def save(step):
+        def write(folder):
+            shutil.copytree(first / "model", folder / "model")
+
+        if step > 1:
+            checkpoint.save(run / "checkpoints", step, write, {}, keep=2)
+
+    with process("--follow", str(run)) as (_, address):
+        outcome, seen = asyncio.run(loaded_until(address, 3, save))
+    assert set(outcome) == {"whole"}
+    assert set(seen) == {"step-1", "step-2", "step-3"}
 
 
 def test_a_checkpoint_that_cannot_be_read_leaves_the_weights_and_is_told_of_once(opened, tmp_path, caplog):

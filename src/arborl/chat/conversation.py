@@ -73,9 +73,9 @@ class Conversations:
         self._growing = Growing(renderer)
         self._branches: list[Branch] = []
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> Prompt:
-        """The ids to sample from, for these messages."""
-        shown, branch, rest = self._new(messages, tools)
+    def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), begins: str = "") -> Prompt:
+        """The ids to sample from, for these messages; with `begins`, behind the beginning of the reply."""
+        shown, branch, rest = self._new(messages, tools, begins)
         return Prompt(branch.tokens + rest, shown, reused=len(branch.tokens))
 
     def count(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> int:
@@ -83,9 +83,12 @@ class Conversations:
         _, branch, rest = self._new(messages, tools)
         return len(branch.tokens) + len(rest)
 
-    def _new(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> tuple[Joined, Branch, list[int]]:
+    def _new(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], begins: str = ""
+    ) -> tuple[Joined, Branch, list[int]]:
         """The text, the branch it goes on from, and the ids that are new."""
         shown = self._growing.render(messages, tools)
+        shown = shown + self.renderer.said(begins) if begins else shown
         branch = self._begun(shown, messages)
         return shown, branch, self._encode(shown, branch)
 

@@ -116,9 +116,10 @@ class Renderer:
         """A reply's text: tool calls may be marked by control tokens; all others in it are text."""
         return undivided(self.quoting.spoken(text))
 
-    def read(self, completion: Completion) -> Message:
-        """The message that was sampled. Its content is the text exactly, white space included."""
-        content, _ = self.written(completion)
+    def read(self, completion: Completion, begins: str = "") -> Message:
+        """The message that was sampled, behind what it was given to begin with. Its content is the text exactly, white
+        space included."""
+        content = begins + self.written(completion)[0]
         return Message("assistant", content, tool_calls=self.parser.parse(content), sampled=True)
 
     def written(self, completion: Completion) -> tuple[str, str]:

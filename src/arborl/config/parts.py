@@ -51,7 +51,8 @@ class AgentConfig(Part):
     """The agent."""
 
     name: str = "chat"
-    """`chat`, `tool` (calls tools in the model's own format), `code` (writes code between tags), `react`, or yours."""
+    """`chat`, `tool` (calls tools in the model's own format), `code` (writes code between tags), `react`,
+    `endpoint` (a program of others that calls the model over HTTP), or yours."""
     system: Text | None = None
     """A system prompt, or `@FILE`. It stands in front of the system message that the environment or the row has of its
     own, and a blank line between them. An agent of a source, or of `data.agents`, that has none takes the run's."""

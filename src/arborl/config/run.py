@@ -308,6 +308,9 @@ class RunConfig(Config):
         rewards = self.rewards if source.rewards is None else source.rewards
         if tools and agent.name == "chat" and (source.tools or source.agent or not where):
             raise ValueError(f"{where}tools are given but agent=chat calls none. Write {where}agent=tool.")
+        if agent.name == "endpoint" and (tools or agent.system is not None):
+            what = f"{where}tools" if tools else f"{where if source.agent else ''}agent.system"
+            raise ValueError(f"{what}: with agent=endpoint the program has its own tools and prompts. Leave it out.")
         if source.agent is not None and source.agent.tool_format not in ("auto", self.agent.tool_format):
             raise ValueError(f"{where}agent.tool_format: one model writes calls in one way. Write agent.tool_format.")
         if not source.has_rows and env.name == "question":

@@ -3,8 +3,9 @@
 `package.module:attribute` in a `config.yaml` is imported and called with the arguments beside it, so evaluating or
 resuming somebody's run runs what that somebody wrote. A run signs its `config.yaml` with a key that only this user has.
 A folder from elsewhere has no such signature, whoever owns its files after unpacking, and one that was signed and then
-changed has a wrong one; both need `--trust`. The command of an MCP server is code as well, and the address of a server
-is where this user's keys and whatever the model writes are sent. A configuration without any of these needs neither.
+changed has a wrong one; both need `--trust`. The command of an MCP server or of agent `endpoint` is code as well, and
+the address of a server is where this user's keys and whatever the model writes are sent. A configuration without any of
+these needs neither.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from arborl.config.base import plain
-from arborl.config.run import RunConfig
+from arborl.config.run import AgentConfig, Part, RunConfig
 from arborl.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -84,7 +85,8 @@ def imported(config: RunConfig) -> Iterator[str]:
 
 
 def reached(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Key of a list of tools -> each command that it starts and each server that it asks, in words."""
+    """The key of a list of tools, or of an agent's program -> each command that is started and each server that is
+    asked for it, in words."""
     lists = {"tools": config.tools}
     lists |= {f"data.sources.{name}.tools": source.tools or () for name, source in config.data.sources.items()}
     for key, entries in lists.items():
@@ -95,6 +97,13 @@ def reached(config: RunConfig) -> Iterator[tuple[str, str]]:
                 yield key, f"ask {entry.origin}"
             if entry.limit is not None and entry.limit.scope == "cluster" and entry.limit.server is not None:
                 yield key, f"ask {entry.limit.server}"
+    agents: dict[str, AgentConfig | Part | None] = {"agent": config.agent}
+    agents |= {f"data.sources.{name}.agent": source.agent for name, source in config.data.sources.items()}
+    agents |= {f"data.agents.{name}": agent for name, agent in config.data.agents.items()}
+    for key, agent in agents.items():
+        for what, does in (("command", "start"), ("url", "ask")):
+            if agent is not None and agent.name == "endpoint" and agent.args.get(what):
+                yield f"{key}.args.{what}", f"{does} {agent.args[what]!r}"
 
 
 def _is_signed(config_file: Path) -> bool:

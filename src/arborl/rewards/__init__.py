@@ -45,6 +45,7 @@ REWARDS = Registry(
         "helpfulness": "arborl.rewards.text.general:HelpfulnessReward",
         "judge": "arborl.rewards.judge:Judge",
         "multi_objective": "arborl.rewards.text.composite:MultiObjectiveReward",
+        "posted": "arborl.rewards.rules:posted",
         "reward_model": "arborl.rewards.reward_model:RewardModel",
         "safety": "arborl.rewards.text.safety:SafetyReward",
         "sales_assistant": "arborl.rewards.text.domains:SalesAssistantReward",

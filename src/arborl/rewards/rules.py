@@ -17,6 +17,20 @@ def environment(episode: Episode) -> float:
 
 environment.by_turn = True
 
+POSTED = "endpoint/reward"
+"""The metric that holds what a program of agent `endpoint` said its episode was worth."""
+
+
+@reward
+def posted(episode: Episode) -> float:
+    """What the program that played said it was worth, with agent `endpoint`."""
+    if POSTED not in episode.metrics:
+        raise LookupError(
+            'the program posted no reward. Let it POST {"reward": 1.0} to $ARBORL_EPISODE_URL/reward before it ends, '
+            "or choose another reward"
+        )
+    return episode.metrics[POSTED]
+
 
 @reward
 def exact(episode: Episode, answer: Any) -> float:

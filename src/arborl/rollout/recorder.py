@@ -115,13 +115,34 @@ class Recorder:
         stop: str | Sequence[str] = (),
     ) -> Message:
         """Sample the next message; see `arborl.agents.Model`."""
+        reply = (await self.call(messages, tools, stop=stop)).reply
+        assert reply is not None
+        return reply
+
+    async def call(
+        self,
+        messages: Sequence[Message | Mapping[str, Any]],
+        tools: Sequence[ToolSpec | Mapping[str, Any]] = (),
+        *,
+        stop: str | Sequence[str] = (),
+        most: int | None = None,
+        begins: str = "",
+    ) -> Call:
+        """The same with its tokens, for who answers a program that is not in this process.
+
+        Args:
+            messages, tools, stop: as in `chat`.
+            most: tokens to sample, where fewer are wanted than the run allows.
+            begins: what the reply begins with; it is given to the model, and not sampled.
+        """
         self._check_open()
         self._silent = False
         shown = read_messages(messages, "model.chat, messages")
         if cannot_fit(shown, self.tokenizer, self.limits.max_context):
             size = sum(len(message.content) for message in shown)
             raise ContextFull(f"the messages have {size:,} characters, the context {self.limits.max_context} tokens")
-        prompt = self.conversations.prompt(shown, read_tools(tools, "model.chat, tools") if tools else ())
+        specs = read_tools(tools, "model.chat, tools") if tools else ()
+        prompt = self.conversations.prompt(shown, specs, begins)
         room = self.limits.max_context - len(prompt.tokens)
         if room < 1:
             raise ContextFull(f"the prompt has {len(prompt.tokens)} tokens, the context {self.limits.max_context}")
@@ -129,18 +150,18 @@ class Recorder:
         seed, place = self._asking.next(prompt.tokens, turn)
         sampling = Sampling(
             **self._always,
-            max_tokens=min(self.sampling.max_tokens, room),
+            max_tokens=min(self.sampling.max_tokens, room, room if most is None else most),
             seed=seed,
             stop_texts=(*self.sampling.stop_texts, *((stop,) if isinstance(stop, str) else stop)),
         )
         if (chat := getattr(self.engine, "chat", None)) is not None:
-            completion, reply = await self._chatted(chat, shown, read_tools(tools, "model.chat, tools"), sampling)
+            completion, reply = await self._chatted(chat, shown, specs, sampling)
         else:
             completion = await self._generate(prompt, sampling)
-            reply = self.renderer.read(completion)
+            reply = self.renderer.read(completion, begins)
         call = Call(prompt.tokens, completion, turn, messages=tuple(shown), reply=reply, drawn=self.drawn)
         self._record(prompt, call, place)
-        return reply
+        return call
 
     async def _generate(self, prompt: Prompt, sampling: Sampling) -> Completion:
         task = asyncio.current_task()

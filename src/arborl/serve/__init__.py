@@ -1,4 +1,5 @@
-"""Serve: a trained model behind OpenAI's API, and trained agents behind sessions. It never trains.
+"""Serve: a trained model behind OpenAI's API, trained agents behind sessions, and the API for programs that are trained.
+It never trains.
 
 In reading order:
 
@@ -13,6 +14,10 @@ In reading order:
     responses.py  `/v1/responses`
     sessions.py   A trained agent in use, with a person for an environment
     agents.py     `/v1/agents`
+    recorded.py   The model of one episode as a `Source`
+    episodes.py   Episodes that programs of others play, behind HTTP
+    programs.py   How a program of others is set to work on one task
+    endpoint.py   Agent `endpoint`
     keys.py       API keys and how often each may be used
     door.py       What a request meets first
     problems.py   What a client is told when there is no answer

@@ -15,7 +15,6 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from arborl.chat.tokenizer import TextTokenizer
 from arborl.serve.choices import Choice, Delta, Heard, logprob_of
-from arborl.serve.memory import Memory
 from arborl.serve.problems import as_problem
 from arborl.serve.reading import (
     attended,
@@ -46,7 +45,7 @@ def chat_routes(source_of: SourceOf, seconds: float | None = None, prefix: str =
         seconds: longest time for one answer.
         prefix: of their paths.
     """
-    router, memory = APIRouter(prefix=prefix), Memory()
+    router = APIRouter(prefix=prefix)
 
     @router.post("/chat/completions", response_model=None)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
@@ -56,11 +55,10 @@ def chat_routes(source_of: SourceOf, seconds: float | None = None, prefix: str =
         tools = tools_of(body.tools, body.tool_choice, source)
         most = body.max_completion_tokens or body.max_tokens
         asked = Asked(sampling_of(body, source, most, seconds), body.top_logprobs or 0, tools.begins, body.user or "")
-        messages, manner = memory.recalled(messages_of(body.messages)), manner_of(body, tools, source)
+        messages, manner = source.memory.recalled(messages_of(body.messages)), manner_of(body, tools, source)
         sayings = [source.chat(messages, tools.specs, one) for one in several(asked, body.n)]
         choices = [Choice(i, saying, source, manner) for i, saying in enumerate(sayings)]
-        answer = ChatAnswer(body, source, choices, memory)
-        return await answered(answer, request, body.stream)
+        return await answered(ChatAnswer(body, source, choices), request, body.stream)
 
     @router.post("/completions", response_model=None)
     async def completions(body: CompletionRequest, request: Request) -> Response:
@@ -138,9 +136,9 @@ class ChatAnswer(Answer):
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
-    def __init__(self, body: ChatRequest, source: Source, choices: Sequence[Choice], memory: Memory):
+    def __init__(self, body: ChatRequest, source: Source, choices: Sequence[Choice]):
         super().__init__(body, source, choices)
-        self.logprobs, self.memory = body.logprobs, memory
+        self.logprobs, self.memory = body.logprobs, source.memory
         self._begun: set[int] = set()
 
     def whole(self, choice: Choice, tokens: Sequence[Heard]) -> Object:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import secrets
+import hashlib
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
+
+import numpy as np
 
 from arborl.chat.formats import Parser
 from arborl.chat.renderer import Renderer
@@ -101,6 +103,10 @@ class Choice:
 
     # -------------------------------------------------------------------------------------------- reading
 
+    def _mark(self) -> bytes:
+        """Another for another answer or to another prompt; and for another choice."""
+        return np.asarray([self.index, *self.saying.prompt, *self.ids], dtype=np.int64).tobytes()
+
     def _read(self, tokens: Sequence[int]) -> str:
         said = [token for token in tokens if token not in self.source.renderer.stop]
         return self._passed(self._stop.add(self._words.add(said))) if said else ""
@@ -122,19 +128,27 @@ class Choice:
         if self._stop.found is None:
             text += self._passed(self._stop.let_go())
         held = self._whole if self._silent else self._call.let_go()
-        calls = () if self.manner.parser is None else read_calls(self.manner.parser, self._whole)
+        calls = () if self.manner.parser is None else read_calls(self.manner.parser, self._whole, self._mark())
         self.calls = calls[:1] if self.manner.one_call else calls
         self.finish = "tool_calls" if self.calls else "length" if finish is Finish.LENGTH else "stop"
         return self._shown(text if self.calls else text + held, self.calls, self.finish)
 
 
-def read_calls(parser: Parser, text: str) -> tuple[ToolCall, ...]:
+def read_calls(parser: Parser, text: str, mark: bytes) -> tuple[ToolCall, ...]:
     """The calls in a text, with ids of their own: nine letters and digits, which every template takes. Where one of
-    them cannot be read the text stays text."""
+    them cannot be read the text stays text.
+
+    The ids follow from `mark`: a template may show them to the model, and what it is shown is no matter of chance.
+    """
     calls = parser.parse(text)
     if any(call.error is not None for call in calls):
         return ()
-    return tuple(replace(call, id="".join(secrets.choice(LETTERS) for _ in range(9))) for call in calls)
+    return tuple(replace(call, id=call_id(mark, number)) for number, call in enumerate(calls))
+
+
+def call_id(mark: bytes, number: int) -> str:
+    value = int.from_bytes(hashlib.blake2b(mark + number.to_bytes(4, "big"), digest_size=16).digest(), "big")
+    return "".join(LETTERS[value // len(LETTERS) ** place % len(LETTERS)] for place in range(9))
 
 
 def forced(renderer: Renderer, tools: Sequence[ToolSpec]) -> str:

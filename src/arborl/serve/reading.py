@@ -43,7 +43,7 @@ def clean(value: Any) -> Any:
 
 
 def check_model(asked: str, source: Source) -> None:
-    if asked not in ("", source.name):
+    if asked and not source.answers_to(asked):
         raise Refused(f"no model is called {asked!r} here; write {source.name!r}", "model", "model_not_found", 404)
 
 

@@ -14,7 +14,6 @@ from fastapi.responses import Response
 
 from arborl.serve.chat import SourceOf, answered
 from arborl.serve.choices import Choice
-from arborl.serve.memory import Memory
 from arborl.serve.reading import check_model, manner_of, messages_of, sampling_of, tools_of
 from arborl.serve.schemas import ResponseRequest
 from arborl.serve.source import Asked, Refused, Source
@@ -25,7 +24,7 @@ Object = dict[str, Any]
 
 def response_routes(source_of: SourceOf, seconds: float | None = None, prefix: str = "/v1") -> APIRouter:
     """The route; see `chat_routes`."""
-    router, memory = APIRouter(prefix=prefix), Memory()
+    router = APIRouter(prefix=prefix)
 
     @router.post("/responses", response_model=None)
     async def responses(body: ResponseRequest, request: Request) -> Response:
@@ -34,9 +33,9 @@ def response_routes(source_of: SourceOf, seconds: float | None = None, prefix: s
         check_model(body.model, source)
         tools = tools_of(body.tools, body.tool_choice, source)
         asked = Asked(sampling_of(body, source, body.max_output_tokens, seconds), 0, tools.begins, body.user or "")
-        messages = memory.recalled(messages_of(items(body)))
+        messages = source.memory.recalled(messages_of(items(body)))
         choice = Choice(0, source.chat(messages, tools.specs, asked), source, manner_of(body, tools, source))
-        return await answered(ResponseAnswer(body, source, choice, memory), request, body.stream)
+        return await answered(ResponseAnswer(body, source, choice), request, body.stream)
 
     return router
 
@@ -74,8 +73,8 @@ def parts(content: Any) -> Any:
 class ResponseAnswer:
     """What clients are told of one choice."""
 
-    def __init__(self, body: ResponseRequest, source: Source, choice: Choice, memory: Memory):
-        self.body, self.source, self.choice, self.memory = body, source, choice, memory
+    def __init__(self, body: ResponseRequest, source: Source, choice: Choice):
+        self.body, self.source, self.choice, self.memory = body, source, choice, source.memory
         self.id, self.created = f"resp_{uuid.uuid4().hex}", time.time()
         self.message = f"msg_{uuid.uuid4().hex}"
         self._number = 0

@@ -158,6 +158,20 @@ class SessionRequest(Body):
     """Without one, as the run was evaluated."""
 
 
+class StepRequest(Body):
+    """`POST /e/{id}/step`."""
+
+    content: str
+
+
+class RewardRequest(Body):
+    """`POST /e/{id}/reward`."""
+
+    reward: float = Field(allow_inf_nan=False)
+    answer: str | None = None
+    """What rewards of the run read as the answer."""
+
+
 class SayRequest(Body):
     """`POST /v1/agents/{name}/sessions/{id}/messages`."""
 

@@ -23,7 +23,7 @@ from arborl.rollout.recorder import Limits, RecordedEnv, Recorder
 from arborl.rollout.runner import Cast
 from arborl.serve.source import Refused, Unavailable
 from arborl.spans import span
-from arborl.types import Episode, Message, Sampling, Stop, Task, ToolSpec
+from arborl.types import Call, Episode, Message, Sampling, Stop, Task, ToolSpec
 
 FOR_EVER = 7 * 24 * 3600.0
 """Seconds that a person may take; sessions that nobody uses are ended before."""
@@ -96,19 +96,18 @@ class Watched(Recorder):
 
     watch: Callable[[Happened], None] = staticmethod(lambda happened: None)
 
-    async def chat(
+    async def call(
         self,
         messages: Sequence[Message | Mapping[str, Any]],
         tools: Sequence[ToolSpec | Mapping[str, Any]] = (),
-        *,
-        stop: str | Sequence[str] = (),
-    ) -> Message:
+        **more: Any,
+    ) -> Call:
         for answer in _since_last_word(messages):
             self.watch(Happened(answer))
-        reply = await super().chat(messages, tools, stop=stop)
-        if reply.tool_calls:
-            self.watch(Happened(reply))
-        return reply
+        call = await super().call(messages, tools, **more)
+        if call.reply is not None and call.reply.tool_calls:
+            self.watch(Happened(call.reply))
+        return call
 
 
 def _since_last_word(messages: Sequence[Message | Mapping[str, Any]]) -> list[Message]:

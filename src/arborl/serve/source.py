@@ -12,6 +12,7 @@ from typing import Protocol
 
 from arborl.chat.renderer import Renderer
 from arborl.errors import ArborError
+from arborl.serve.memory import Memory
 from arborl.types import Finish, Message, Sampling, ToolSpec
 
 Likely = tuple[tuple[int, float], ...]
@@ -82,6 +83,12 @@ class Source(Protocol):
     """How tokens are drawn where a request says nothing."""
     version: int
     """Of the weights."""
+    memory: Memory
+    """What it wrote, for when a client sends it back."""
+
+    def answers_to(self, model: str) -> bool:
+        """Whether a client that asks for this model means this one."""
+        ...
 
     def chat(self, messages: Sequence[Message], tools: Sequence[ToolSpec], asked: Asked) -> Saying:
         """An answer to these messages."""

@@ -18,6 +18,7 @@ from arborl.chat.tokenizer import TextTokenizer
 from arborl.engines.checks import check_sampling, read_prompt
 from arborl.engines.engine import Engine, Listener, Weights
 from arborl.errors import EngineError
+from arborl.serve.memory import Memory
 from arborl.serve.source import Asked, Likely, Piece, Refused, Saying, Unavailable
 from arborl.tools.breaker import Breaker
 from arborl.types import Completion, Message, Metrics, Sampling, ToolSpec
@@ -170,7 +171,10 @@ class Speaker:
         self.engine, self.renderer, self.vocabulary = engine, renderer, vocabulary
         self.name, self.context = name, context
         self.sampling, self.breaker = sampling or Sampling(), breaker or Breaker(longest=30.0)
-        self.version = 0
+        self.version, self.memory = 0, Memory()
+
+    def answers_to(self, model: str) -> bool:
+        return model == self.name
 
     def chat(self, messages: Sequence[Message], tools: Sequence[ToolSpec], asked: Asked) -> Saying:
         renderer, text = self.renderer, TextTokenizer(self.renderer.tokenizer)

@@ -1,8 +1,9 @@
 """Runs one command so that nothing of it outlives who asked: `python guard.py PROGRAM …`. Standard library only.
 
 Standard input and output are the command's own. Of what it writes to standard error the last lines are kept, and
-written out when it ends with an error. When the command ends, or the process that started this one is gone (killed,
-perhaps, with no time to clean up), the whole process group is killed. Must be started as the leader of one.
+written out when it ends with an error, and its exit code behind them; else nothing is. When the command ends, or the
+process that started this one is gone (killed, perhaps, with no time to clean up), the whole process group is killed.
+Must be started as the leader of one.
 """
 
 import os
@@ -34,9 +35,10 @@ def main() -> None:
     hearing.start()
     threading.Thread(target=watch, daemon=True).start()
     try:
-        if child.wait():
+        if code := child.wait():
             hearing.join(0.1)
             sys.stderr.buffer.write(b"".join(said.copy()))
+            sys.stderr.buffer.write(b"(exit code %d)\n" % code)
             sys.stderr.flush()
     finally:
         os.killpg(0, signal.SIGKILL)
