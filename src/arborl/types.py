@@ -379,6 +379,8 @@ class Terms:
     """Log-probability under the teacher."""
     drawn: Floats | None = None
     """How each was drawn, a row of `Drawn` each; NaN where, and none if everywhere, as the run draws."""
+    place: Ints | None = None
+    """Its row when the batch was planted, whatever was picked since."""
 
     def __len__(self) -> int:
         return len(self.token)

@@ -33,6 +33,7 @@ from arborl.track.tracker import Begun
 from arborl.trainer.diagnosis import remark
 from arborl.trainer.evaluate import Measured
 from arborl.trainer.hooks import Evaluate, KeepEpisodes, RenewReference, Save, ShowEpisodes, named
+from arborl.trainer.keep_terms import KeepTerms
 from arborl.trainer.trainer import Hook, Trainer
 from arborl.types import Group, Metrics
 
@@ -141,6 +142,8 @@ class RunSession:
             self.home / "checkpoints", config.trainer.save_every, config.trainer.keep, self.memory, parts.copy_tokenizer
         )
         hooks: list[Hook] = [KeepEpisodes(self.home / "episodes")] if config.track.episodes else []
+        if config.track.episodes and config.track.terms:
+            hooks.append(KeepTerms(self.home / "terms", config.track.terms))
         hooks += [ShowEpisodes(config.track.render_every)] if parts.followers else []
         if self.render is not None:
             hooks.append(self.render)
