@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -66,6 +65,9 @@ class Learner:
         teacher: whom the policy is distilled from, where the algorithm needs one.
     """
 
+    log: TermLog | None = None
+    """Where updates note what they made of each term, for people; None where nobody asks."""
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -106,8 +108,6 @@ class Learner:
         self.copies = HostCopies(model.device)
         self.leaving: Snapshot | None = None
         """The snapshot that may still be under way from the device."""
-        self.log: TermLog | None = None
-        """Where updates note what they made of each term, for people; None where nobody asks."""
         self.done = 0
         """Optimiser steps that the run has come past, those of skipped updates too: rates follow the run."""
 
