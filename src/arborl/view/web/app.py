@@ -64,21 +64,23 @@ class Shelf:
         except KeyError:
             raise HTTPException(404, f"no run is called {run!r} here") from None
 
-    def index(self, run: str, wait: float = FIRST_LOOK) -> EpisodeIndex:
+    def index(self, run: str) -> EpisodeIndex:
         """The run's index, as far as it comes within a moment."""
-        folder = self.folder(run)
-        with self._lock:
-            index = self._indices.setdefault(run, EpisodeIndex(folder))
+        index = self._index(run)
         index.begin()
-        index.wait(wait)
+        index.wait(FIRST_LOOK)
         return index
 
     def at(self, run: str, kind: str, step: int) -> EpisodeIndex:
         """The run's index, up to date at least in this step."""
-        index = self.index(run, 0.0)
-        if not index.wait(0.0):
-            index.ensure(kind, step)
+        index = self._index(run)
+        index.ensure(kind, step)
         return index
+
+    def _index(self, run: str) -> EpisodeIndex:
+        folder = self.folder(run)
+        with self._lock:
+            return self._indices.setdefault(run, EpisodeIndex(folder))
 
     def decoder(self, run: str) -> Decode | None:
         folder = self.folder(run)

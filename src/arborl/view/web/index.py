@@ -100,8 +100,8 @@ class EpisodeIndex:
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
         """A connection to ask through."""
-        if self.path is None:
-            self.begin()
+        with self._lock:
+            self._open()
         with closing(self._connect()) as connection:
             connection.row_factory = sqlite3.Row
             yield connection
@@ -122,14 +122,20 @@ class EpisodeIndex:
         return sorted(found, key=lambda file: (-file.step, file.kind))
 
     def ensure(self, kind: str, step: int) -> None:
-        """Read this step's file now, whatever else waits: somebody follows a link to it."""
-        if self.path is None:
-            self.begin()
-        for file in self.files():
-            if (file.kind, file.step) == (kind, step):
-                with closing(self._connect()) as connection:
-                    while not self._read_some(connection, file):
-                        pass
+        """Have this step's file read, whatever else waits: somebody follows a link to it."""
+        with self._lock:
+            self._open()
+        path = self.folder / KINDS.get(kind, "") / f"step-{step:06}.jsonl"
+        try:
+            stat = path.stat()
+        except OSError:
+            return
+        file = File(kind, step, path, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+        with closing(self._connect()) as connection:
+            asked = "SELECT inode, size, changed FROM files WHERE kind = ? AND step = ?"
+            if connection.execute(asked, (kind, step)).fetchone() != (file.inode, file.size, file.changed):
+                while not self._read_some(connection, file):
+                    pass
 
     def line(self, kind: str, step: int, line: int) -> bytes | None:
         """The bytes of an episode; None where there is none at that place, or the file has changed since."""
