@@ -128,7 +128,7 @@ class RunSession:
                 if trainer.step > 0:
                     self._save(trainer, save, console)
                 self._summarise(trainer, {}, stopped=True)
-                written = await keepsakes(self.parts, self.home, [])
+                written = await keepsakes(self.parts, self.home, [], trainer.step)
                 console.note(f"What happened is in {written.get('report', self.home)}")
                 raise
             finally:
@@ -232,7 +232,7 @@ class RunSession:
     async def _finish(self, trainer: Trainer, after: Measured) -> dict[str, Any]:
         summary = self._summarise(trainer, after.metrics)
         episodes = [episode for episode in after.episodes if episode.failure is None and not episode.given]
-        written = await keepsakes(self.parts, self.home, episodes)
+        written = await keepsakes(self.parts, self.home, episodes, trainer.step)
         for name, path in written.items():
             if path.suffix in (".gif", ".png"):
                 self._drawn(path, trainer.step, "final" if path.suffix == ".gif" else name)

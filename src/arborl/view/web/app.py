@@ -11,7 +11,7 @@ import json
 import math
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,7 +27,7 @@ from arborl.view.web import folders, metrics, search
 from arborl.view.web.episode import calls_of, parsed, told
 from arborl.view.web.gradient import strongest
 from arborl.view.web.group import parting, rivals_of, tree_of
-from arborl.view.web.index import KINDS, EpisodeIndex
+from arborl.view.web.index import EpisodeIndex
 from arborl.view.web.words import Decode, decoder_of
 
 FIRST_LOOK = 0.4
@@ -89,15 +89,19 @@ class Shelf:
                 self._decoders[run] = found
             return self._decoders.get(run)
 
-    def episode(self, run: str, kind: str, step: int, line: int) -> Episode:
-        index = self.at(run, kind, step)
-        found = index.line(kind, step, line)
-        if found is None:
-            raise HTTPException(404, f"{run} has no episode {line} in step {step} ({kind})")
+    def episodes(self, run: str, kind: str, step: int, lines: Sequence[int]) -> dict[int, Episode]:
+        """Some episodes of a step, by their line; without those that are not there."""
+        found = self.at(run, kind, step).lines(kind, step, lines)
         try:
-            return parsed(found, f"{run}: {kind}, step {step}, line {line + 1}")
+            return {line: parsed(read, f"{run}: {kind}, step {step}, line {line + 1}") for line, read in found.items()}
         except (ConfigError, ValueError) as error:  # the file has changed under the index
             raise HTTPException(409, str(error)) from None
+
+    def episode(self, run: str, kind: str, step: int, line: int) -> Episode:
+        found = self.episodes(run, kind, step, [line])
+        if line not in found:
+            raise HTTPException(404, f"{run} has no episode {line} in step {step} ({kind})")
+        return found[line]
 
     def group(self, run: str, kind: str, step: int, line: int) -> list[dict[str, Any]]:
         """The rows of the episodes of the same task, this one among them, in their order."""
@@ -180,7 +184,7 @@ def _add_runs(app: FastAPI, shelf: Shelf) -> None:
 def _add_episodes(app: FastAPI, shelf: Shelf) -> None:
     @app.get("/api/episodes")
     def episodes(
-        run: str, asked: Annotated[search.Asked, Depends()], order: str = "-step,line",
+        run: str, asked: Annotated[search.Asked, Depends()], order: str = "-step",
         first: int = 0, count: int = 50, facets: bool = False,
     ) -> Response:  # fmt: skip
         """A page of the run's episodes."""
@@ -202,13 +206,12 @@ def _add_reading(app: FastAPI, shelf: Shelf) -> None:
     @app.get("/api/episode")
     def episode(run: str, kind: str, step: int, line: int) -> Response:
         """One episode, token by token."""
-        found, decode = shelf.episode(run, kind, step, line), shelf.decoder(run)
-        rows = shelf.group(run, kind, step, line)
+        rows, decode = shelf.group(run, kind, step, line), shelf.decoder(run)
+        read = shelf.episodes(run, kind, step, [row["line"] for row in rows])
+        found, own = read[line], list(read).index(line)
         terms = TermStore(shelf.folder(run) / "terms").read(step) if kind == "train" else None
         calls = calls_of(found, decode, terms, line)
-        siblings = _siblings(shelf, run, rows, line, found)
-        own = next(at for at, row in enumerate(rows) if row["line"] == line)
-        for call, rivals in zip(calls, rivals_of(siblings, own, decode), strict=True):
+        for call, rivals in zip(calls, rivals_of([*read.values()], own, decode), strict=True):
             call["rivals"] = rivals
         here = {"run": run, "kind": kind, "step": step, "line": line, "decoded": decode is not None}
         gifs = _gifs_of(shelf.folder(run), kind, step, found.id)
@@ -218,7 +221,7 @@ def _add_reading(app: FastAPI, shelf: Shelf) -> None:
     def group(run: str, kind: str, step: int, line: int) -> Response:
         """The tree of the episode's group."""
         rows = shelf.group(run, kind, step, line)
-        siblings = _siblings(shelf, run, rows)
+        siblings = list(shelf.episodes(run, kind, step, [row["line"] for row in rows]).values())
         lengths = [[len(call.prompt) + len(call.completion.tokens) for call in one.calls] for one in siblings]
         window = folders.look_up(folders.read_config(shelf.folder(run)), "sampling.max_context")
         tree = tree_of(siblings, shelf.decoder(run))
@@ -235,22 +238,8 @@ def _add_reading(app: FastAPI, shelf: Shelf) -> None:
         terms = TermStore(shelf.folder(run) / "terms").read(step)
         if terms is None:
             raise HTTPException(404, f"{run} has kept no terms of step {step}; track.terms says how many are kept")
-
-        def at(line: int) -> Episode | None:
-            with suppress(HTTPException):
-                return shelf.episode(run, "train", step, line)
-            return None
-
-        return answer(strongest(terms, at, shelf.decoder(run), most) | {"step": step})
-
-
-def _siblings(
-    shelf: Shelf, run: str, rows: Sequence[Mapping[str, Any]], own: int = -1, known: Episode | None = None
-) -> list[Episode]:
-    return [
-        known if known is not None and row["line"] == own else shelf.episode(run, row["kind"], row["step"], row["line"])
-        for row in rows
-    ]
+        ask = partial(shelf.episodes, run, "train", step)
+        return answer(strongest(terms, ask, shelf.decoder(run), most) | {"step": step})
 
 
 def _gifs_of(folder: Path, kind: str, step: int, episode: str) -> list[str]:
@@ -291,10 +280,10 @@ def _add_files(app: FastAPI, shelf: Shelf) -> None:
     @app.get("/api/raw")
     def raw(run: str, kind: str, step: int, line: int) -> Response:
         """The episode's line as it is in the file."""
-        found = shelf.at(run, kind, step).line(kind, step, line) if kind in KINDS else None
-        if found is None:
+        found = shelf.at(run, kind, step).lines(kind, step, [line])
+        if line not in found:
             raise HTTPException(404, "no such episode")
-        return Response(found, media_type="text/plain; charset=utf-8")
+        return Response(found[line], media_type="text/plain; charset=utf-8")
 
 
 def answer(value: Any) -> Response:

@@ -12,7 +12,7 @@ import os
 import re
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,19 +137,22 @@ class EpisodeIndex:
                 while not self._read_some(connection, file):
                     pass
 
-    def line(self, kind: str, step: int, line: int) -> bytes | None:
-        """The bytes of an episode; None where there is none at that place, or the file has changed since."""
+    def lines(self, kind: str, step: int, wanted: Sequence[int]) -> dict[int, bytes]:
+        """The bytes of some episodes of a step, by their line; without those that are not there."""
+        if kind not in KINDS:
+            return {}
         with self.reading() as rows:
-            asked = "SELECT begin, length FROM episodes WHERE kind = ? AND step = ? AND line = ?"
-            found = rows.execute(asked, (kind, step, line)).fetchone()
-        if found is None or kind not in KINDS:
-            return None
+            asked = "SELECT line, begin, length FROM episodes WHERE kind = ? AND step = ? ORDER BY line"
+            places = {line: (begin, length) for line, begin, length in rows.execute(asked, (kind, step))}
+        found: dict[int, bytes] = {}
         try:
             with (self.folder / KINDS[kind] / f"step-{step:06}.jsonl").open("rb") as file:
-                file.seek(found["begin"])
-                return file.read(found["length"])
+                for line in sorted(set(wanted) & places.keys()):
+                    file.seek(places[line][0])
+                    found[line] = file.read(places[line][1])
         except OSError:
-            return None
+            return {}
+        return found
 
     # -------------------------------------------------------------------------------------------- writing
 

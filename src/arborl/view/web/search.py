@@ -75,7 +75,7 @@ def page(rows: sqlite3.Connection, asked: Asked, order: str, first: int, count: 
     """Rows of the episodes asked for, and how many there are in all.
 
     Args:
-        order: columns, the most important first, `-` before those that fall: `-step,line`.
+        order: columns, the most important first, `-` before those that fall: `-step,reward`.
     """
     where, values = asked.conditions()
     total = rows.execute(f"SELECT count(*) FROM episodes WHERE {where}", values).fetchone()[0]

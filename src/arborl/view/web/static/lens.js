@@ -1,6 +1,6 @@
 // The token lens: every token of an episode, coloured by what is known of it.
 
-import { h, number, percent, put, visible } from "./dom.js";
+import { h, number, percent, visible } from "./dom.js";
 
 /** What tokens can be coloured by: name, what it says, and its place on a scale from -1 to 1 (null: not known). */
 export const LENSES = {
@@ -149,4 +149,3 @@ export function legend(colour) {
     h("i.token.sampled", { class: `token sampled${at < 0 ? " down" : ""}${one ? " one" : ""}`, style: { "--v": Math.abs(at) } }, " ")), ` ${LENSES[colour]?.says ?? ""}`);
 }
 
-export { put };

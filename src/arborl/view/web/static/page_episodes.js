@@ -10,6 +10,7 @@ const COLUMNS = [
   ["step", "step"], ["episode", "episode"], ["reward", "reward"], ["stop", "stop"], ["source", "source"], ["turns", "turns"],
   ["calls", "calls"], ["sampled", "tokens"], ["context", "context"], ["lag", "stale"], ["seconds", "s"],
 ];
+const WORDS = new Set(["episode", "stop", "source"]);
 const FIELDS = ["kind", "stop", "source", "failure", "step_from", "step_to", "reward_from", "reward_to", "lag_from", "lag_to", "text", "task"];
 
 export async function theRun(at) {
@@ -24,14 +25,14 @@ export async function theRun(at) {
 export async function episodes(at) {
   const run = await theRun(at);
   const asked = Object.fromEntries(FIELDS.map((name) => [name, at.one(name)]));
-  let order = at.one("order", "-step,line"), first = Math.max(0, Number(at.one("first", "0")) || 0);
+  let order = at.one("order", "-step"), first = Math.max(0, Number(at.one("first", "0")) || 0);
   const body = h("tbody"), foot = h("div.pager"), count = h("p.faint"), form = h("form.filters", { role: "search" });
   const head = h("thead");
   const element = h("div", {}, h("h1", {}, "Episodes ", h("span.faint", {}, visible(run))), form, count,
     h("table.wide.episodes", {}, head, body), foot);
   let total = 0, serial = 0;
 
-  const keep = () => note({ run, ...asked, order: order === "-step,line" ? "" : order, first: first || "" });
+  const keep = () => note({ run, ...asked, order: order === "-step" ? "" : order, first: first || "" });
 
   async function load(facets = false) {
     const mine = ++serial;
@@ -44,8 +45,7 @@ export async function episodes(at) {
     body.querySelector(`[data-place="${CSS.escape(chosen ?? "")}"]`)?.classList.add("chosen");
     const last = Math.min(first + COUNT, total);
     put(count, `${total ? `${number(first + 1)}–${number(last)} of ` : ""}${number(total)} episodes`, found.indexed < 1 ? ` · reading the files: ${Math.round(100 * found.indexed)} %` : "");
-    put(foot, h("button", { type: "button", disabled: first === 0, onclick: () => turn(-1) }, "← newer page"), h("button", { type: "button", disabled: last >= total, onclick: () => turn(1) }, "next page →"));
-    foot.firstChild.textContent = "← previous page";
+    put(foot, h("button", { type: "button", disabled: first === 0, onclick: () => turn(-1) }, "← previous page"), h("button", { type: "button", disabled: last >= total, onclick: () => turn(1) }, "next page →"));
     headings();
     if (found.indexed < 1) setTimeout(() => mine === serial && element.isConnected && load(true), 700);
   }
@@ -54,7 +54,7 @@ export async function episodes(at) {
     put(head, h("tr", {}, COLUMNS.map(([name, shown]) => {
       const now = order.split(",")[0], way = now === name ? "ascending" : now === `-${name}` ? "descending" : null;
       const next = way === "descending" ? name : `-${name}`;
-      return h("th", { scope: "col", "aria-sort": way }, h("button", { type: "button", onclick: () => { order = next; first = 0; keep(); load(); } },
+      return h(WORDS.has(name) ? "th" : "th.figure", { scope: "col", "aria-sort": way }, h("button", { type: "button", onclick: () => { order = next; first = 0; keep(); load(); } },
         shown, way === "descending" ? " ↓" : way ? " ↑" : ""));
     }), h("th", { scope: "col" }, "last words")));
   }
@@ -69,7 +69,7 @@ export async function episodes(at) {
       cell("reward", worth), cell("stop", visible(one.failure || one.stop), false), cell("source", visible(one.source || "–"), false),
       cell("turns", number(one.turns)), cell("calls", number(one.calls)), cell("tokens", number(one.sampled)), cell("context", number(one.context)),
       cell("stale", number(one.lag)), cell("s", number(one.seconds, 2)),
-      h("td.preview", { "data-label": "last words" }, visible(one.preview)));
+      h("td.words", { "data-label": "last words" }, h("div.preview", {}, visible(one.preview))));
   }
 
   function fields(known) {

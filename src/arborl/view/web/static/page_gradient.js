@@ -14,7 +14,7 @@ export async function gradient(at) {
   const found = await get("gradient", { run, step });
   const place = steps.indexOf(step);
   const move = (way) => { const next = steps[place + way]; if (next !== undefined) go("gradient", { run, step: next }); };
-  const body = h("tbody", {}, found.tokens.map((token) => row(token, run, step, found.tokens[0].push)));
+  const body = h("tbody", {}, found.tokens.map((token) => row(token, run, step, found.tokens[0]?.push || 1)));
   const element = h("div", {}, h("h1", {}, "Why this gradient ", h("span.faint", {}, visible(run))),
     h("div.tools", {}, h("button", { type: "button", disabled: place === 0, onclick: () => move(-1) }, "←"),
       h("label", {}, "step ", h("select", { onchange: (event) => go("gradient", { run, step: event.target.value }) }, steps.map((one) => h("option", { value: one, selected: one === step }, one)))),
@@ -25,7 +25,7 @@ export async function gradient(at) {
     h("div.two", {}, bars("By token", found.by_text.map((one) => ({ name: JSON.stringify(one.text), push: one.push, note: `${number(one.count)}×`, down: one.pull > 0 })), found.pushed),
       bars("By episode", found.by_episode.map((one) => ({ name: one.id ?? `line ${one.line}`, href: link("episode", { run, kind: "train", step, line: one.line, colour: "push" }), push: one.push, note: percent(one.share) })), found.pushed)),
     h("h2", {}, "Token by token"),
-    h("table.wide.pushes", {}, h("thead", {}, h("tr", {}, ["push", "in its context", "", "p", "advantage", "ratio", "weight", "entropy", "episode"].map((head) => h("th", { scope: "col" }, head)))), body));
+    h("table.wide.pushes", {}, h("thead", {}, h("tr", {}, ["push", "in its context", "", "p", "advantage", "ratio", "weight", "entropy", "episode"].map((head) => h(["in its context", "", "episode"].includes(head) ? "th" : "th.figure", { scope: "col" }, head)))), body));
   return { element, title: `Gradient of step ${step}`, refresh: null, keys: { ...rowKeys(() => [...body.children]), ArrowLeft: () => move(-1), ArrowRight: () => move(1) } };
 }
 

@@ -10,6 +10,7 @@ const FIRST = [
   "reward/mean", "episode/success", "evaluation/success", "policy/loss", "policy/entropy", "learner/grad_norm",
   "policy/rollout_gap", "policy/clipped", "group/flat", "episode/sampled", "batch/lag_mean", "time/step",
 ];
+const FIGURES = new Set(["step", "reward", "held out", "seed", "failures", "changed"]);
 const MOST = COLOURS.length;
 
 export async function runs(at) {
@@ -52,7 +53,7 @@ export async function runs(at) {
     const heads = ["", "run", "state", "step", "reward", "held out", "model", "algorithm", "environment", "seed", "failures", "changed"];
     put(table, h("h1", {}, "Runs"), h("p.faint", {}, `in ${visible(list.root)}; up to ${MOST} are compared`),
       rows.length
-        ? h("table.wide.runs", {}, h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col" }, head)))), h("tbody", {}, boxes))
+        ? h("table.wide.runs", {}, h("thead", {}, h("tr", {}, heads.map((head) => h(FIGURES.has(head) ? "th.figure" : "th", { scope: "col" }, head)))), h("tbody", {}, boxes))
         : h("p.problem", {}, "There is no run here yet. Start one with `arborl train`; this page looks again by itself."));
   }
 
