@@ -135,7 +135,8 @@ def main() -> None:
         viewer.should_exit = True
         index = sum(path.stat().st_size for path in (Path(root) / "large").glob(".index*"))
     row = {
-        "case": "viewer", "episodes": found["total"], "files_mb": round(size / 1e6, 1), "index_mb": round(index / 1e6, 1),
+        "case": "viewer", "episodes": found["total"], "files_mb": round(size / 1e6, 1),
+        "index_mb": round(index / 1e6, 1),
         "first_page_cold_s": round(cold, 3), "rows_cold": rows, "index_s": round(built, 1),
         "first_page_s": round(first, 3), "filter_ms_max": max(filters.values()), "filter_ms": filters,
         "machine": platform.machine(), "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1),
