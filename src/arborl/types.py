@@ -375,10 +375,10 @@ class Terms:
     """What the critic should have said there, or KTO's reference point; filled by credit."""
     after: Floats
     """The critic's estimate of what follows this token, where it is the last of an episode that was cut short."""
-    teacher: Floats
-    """Log-probability under the teacher."""
+    teacher: Floats  # log-probability under the teacher
     drawn: Floats | None = None
     """How each was drawn, a row of `Drawn` each; NaN where, and none if everywhere, as the run draws."""
+    place: Ints | None = None  # its row when the batch was planted, whatever was picked since
 
     def __len__(self) -> int:
         return len(self.token)

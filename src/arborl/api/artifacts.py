@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,14 +14,23 @@ from arborl.view import replay, save_gif, write_report
 log = logging.getLogger(__name__)
 
 
-async def keepsakes(parts: Parts, home: Path, episodes: Sequence[Episode]) -> dict[str, Path]:
-    """Write them all; returns what is where. A picture that cannot be drawn is reported and does not cost the run."""
+async def keepsakes(parts: Parts, home: Path, episodes: Sequence[Episode], step: int = 0) -> dict[str, Path]:
+    """Write them all; returns what is where. A picture that cannot be drawn is reported and does not cost the run.
+
+    Args:
+        episodes: of the last evaluation, to choose some from.
+        step: the last.
+    """
+    shown: dict[str, tuple[str, int, str]] = {}
     written = {"run folder": home, "summary": home / "summary.json", "metrics": home / "metrics.jsonl"}
     try:
         for number, episode in enumerate(worth_seeing(episodes, parts.config.track.gifs), 1):
             frames = await replay(parts.cast.env(episode.task), episode)
             if frames:
-                written[f"episode {number}"] = save_gif(frames, home / "frames" / f"episode-{number}.gif")
+                path = written[f"episode {number}"] = save_gif(frames, home / "frames" / f"episode-{number}.gif")
+                shown[path.name] = ("evaluation", step, episode.id)
+        if shown:
+            (home / "frames" / "episodes.json").write_text(json.dumps(shown) + "\n", encoding="utf-8")
         report = write_report(home, parts.renderer.tokenizer.decode)  # draws the curve on its way
         written |= {"curve": home / "curve.png", "report": report}
     except Exception:

@@ -33,6 +33,7 @@ from arborl.track.tracker import Begun
 from arborl.trainer.diagnosis import remark
 from arborl.trainer.evaluate import Measured
 from arborl.trainer.hooks import Evaluate, KeepEpisodes, RenewReference, Save, ShowEpisodes, named
+from arborl.trainer.keep_terms import KeepTerms
 from arborl.trainer.trainer import Hook, Trainer
 from arborl.types import Group, Metrics
 
@@ -127,7 +128,7 @@ class RunSession:
                 if trainer.step > 0:
                     self._save(trainer, save, console)
                 self._summarise(trainer, {}, stopped=True)
-                written = await keepsakes(self.parts, self.home, [])
+                written = await keepsakes(self.parts, self.home, [], trainer.step)
                 console.note(f"What happened is in {written.get('report', self.home)}")
                 raise
             finally:
@@ -141,6 +142,8 @@ class RunSession:
             self.home / "checkpoints", config.trainer.save_every, config.trainer.keep, self.memory, parts.copy_tokenizer
         )
         hooks: list[Hook] = [KeepEpisodes(self.home / "episodes")] if config.track.episodes else []
+        if config.track.episodes and config.track.terms:
+            hooks.append(KeepTerms(self.home / "terms", config.track.terms))
         hooks += [ShowEpisodes(config.track.render_every)] if parts.followers else []
         if self.render is not None:
             hooks.append(self.render)
@@ -229,7 +232,7 @@ class RunSession:
     async def _finish(self, trainer: Trainer, after: Measured) -> dict[str, Any]:
         summary = self._summarise(trainer, after.metrics)
         episodes = [episode for episode in after.episodes if episode.failure is None and not episode.given]
-        written = await keepsakes(self.parts, self.home, episodes)
+        written = await keepsakes(self.parts, self.home, episodes, trainer.step)
         for name, path in written.items():
             if path.suffix in (".gif", ".png"):
                 self._drawn(path, trainer.step, "final" if path.suffix == ".gif" else name)

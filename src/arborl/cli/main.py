@@ -29,6 +29,7 @@ from arborl.cli.serve import serve
 from arborl.cli.tools import tools
 from arborl.cli.train import train
 from arborl.cli.tune import tune
+from arborl.cli.view import view
 from arborl.errors import ArborError, ConfigError, RunStopped
 
 # Before torch is loaded: threads that wait should sleep. Spinning ones gain 8 % on an idle machine and lose a factor of
@@ -92,6 +93,7 @@ app.command(context_settings=SETTINGS)(tune)
 app.command(context_settings=SETTINGS)(serve)
 app.command(context_settings=SETTINGS)(chat)
 app.command()(doctor)
+app.command()(view)
 app.command()(convert)
 app.command()(init)
 app.command(context_settings=SETTINGS)(export)

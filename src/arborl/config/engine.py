@@ -63,7 +63,7 @@ class EngineConfig(Named):
     @model_validator(mode="after")
     def _of_its_kind(self) -> EngineConfig:
         own = {
-            "local": ("kv_tokens", "lends", "page_size", "copy_weights", "update"),
+            "local": ("kv_tokens", "lends", "page_size", "update"),
             "vllm": ("kv_tokens", "lends", "dtype", "python", "args"),
             "http": ("dtype", "urls", "model", "weights_dir", "seconds", "chat", "api_key_env"),
             "scripted": ("replies",),

@@ -65,6 +65,9 @@ class TrackConfig(Config):
     tensorboard: bool = True
     episodes: bool = True
     """Write every episode to `episodes/`."""
+    terms: int = Field(50_000, ge=0)
+    """Sampled tokens of a step whose advantage, ratio, loss and pull on the weights are kept in `terms/`, for `arborl
+    view`; of more, those that pulled most. 0 keeps none, and so does `episodes=false`."""
     gifs: int = Field(3, ge=0)
     """Episodes rendered at the end."""
     render_save_dir: Path | None = None

@@ -30,5 +30,6 @@ In reading order:
     host_copy.py           A copy of tensors in the host's memory, made at one moment
     distributed.py         Several processes, each with its own trees: sums over all of them
     pairs.py               A reward model learns from pairs, by Bradley and Terry's model
+    term_log.py            What an update made of each term
     update_metrics.py      Between the columns of `Terms` and numbers worth logging
 """

@@ -121,5 +121,5 @@ def sample(model: PreTrainedModel, chain: bool, size: int) -> MicroBatch:
     tokens = chance.integers(0, model.config.vocab_size, len(depth_N))
     zeros, ints = np.zeros(len(position)), np.zeros(len(position), dtype=np.int64)
     target = chance.integers(0, model.config.vocab_size, len(position))
-    terms = Terms(ints, position, target, zeros, zeros, zeros, ints, ints, ints, ints, *[zeros] * 6)
+    terms = Terms(ints, position, target, zeros, zeros, zeros, ints, ints, ints, ints, *[zeros] * 6)  # type: ignore[arg-type]
     return MicroBatch(tokens, depth_N, end_N, (len(depth_N),), terms, np.arange(len(position)))

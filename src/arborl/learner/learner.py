@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -33,8 +32,9 @@ from arborl.learner.optimizer import Optimizer
 from arborl.learner.packing import MicroBatch, is_cut, places_of
 from arborl.learner.score import score
 from arborl.learner.teacher import RemoteTeacher, Teacher, warn_of_equals
+from arborl.learner.term_log import TermLog
 from arborl.learner.trust_region import PolicyKL, natural_step
-from arborl.learner.update_metrics import Tally, anchored, columns, not_finite, summed_up
+from arborl.learner.update_metrics import Tally, anchored, columns, not_finite, summed_up, without
 from arborl.models.lora import (
     adapter_of,
     dropout_on,
@@ -47,9 +47,6 @@ from arborl.seeds import derive
 from arborl.types import Floats, Ints, Metrics, Sampling, Terms, TokenTree
 
 log = logging.getLogger(__name__)
-
-NAMED = 8
-"""Episodes that a warning names; the others it counts."""
 
 Heard = tuple[MicroBatch, Said, TermBatch]
 
@@ -67,6 +64,9 @@ class Learner:
         origin: what a critic begins as, instead of the policy.
         teacher: whom the policy is distilled from, where the algorithm needs one.
     """
+
+    log: TermLog | None = None
+    """Where updates note what they made of each term, for people; None where nobody asks."""
 
     def __init__(
         self,
@@ -220,7 +220,7 @@ class Learner:
         self._settle()
         began, whole = self.done, distributed.total(algorithm.count(terms))
         self.done = began + self.steps
-        sound, metrics = self._without(terms, not_finite(terms), names)
+        sound, metrics = without(terms, not_finite(terms), names)
         if not distributed.total(len(sound)):
             why = "not_finite" if metrics else "no_terms"
             return metrics | {"learner/steps": 0.0, "learner/skipped": 1.0, f"learner/skipped/{why}": 1.0}
@@ -237,7 +237,7 @@ class Learner:
             metrics = self._step(trees, part, algorithm, whole)
             if "learner/skipped/gradient" in metrics:
                 bad = np.isin(part.tree, self._poisonous(trees, part, algorithm))
-                minibatches[at], dropped = self._without(minibatches[at], bad, names)
+                minibatches[at], dropped = without(minibatches[at], bad, names)
                 if dropped and distributed.total(len(minibatches[at])):
                     metrics = self._step(trees, part.pick(~bad), algorithm, whole)
                 metrics |= dropped
@@ -250,16 +250,6 @@ class Learner:
         """The trees of each, about as many in one as in another."""
         return np.array_split(np.arange(len(trees)), self.config.minibatches)
 
-    def _without(self, terms: Terms, bad: NDArray[np.bool_], names: Sequence[str]) -> tuple[Terms, Metrics]:
-        """The terms without those that are `bad` and their groups; what goes is named and counted."""
-        lost = np.isin(terms.tree, terms.tree[bad])
-        if lost.any():
-            called = [names[n] if n < len(names) else f"number {n}" for n in np.unique(terms.episode[bad])]
-            more = f" and {len(called) - NAMED} more" if len(called) > NAMED else ""
-            log.warning("not finite, and left out with their groups: episodes %s%s", ", ".join(called[:NAMED]), more)
-        dropped = distributed.total(len(np.unique(terms.episode[lost])))
-        return terms.pick(~lost), {"dropped/not_finite": dropped} if dropped else {}
-
     def _step(self, trees: Sequence[TokenTree], terms: Terms, algorithm: Algorithm, whole: float) -> Metrics:
         """The gradients of all micro-batches and processes add up to those of the minibatch; then one step.
 
@@ -267,7 +257,8 @@ class Learner:
             whole: what the weights of the update's terms are a mean over (`Algorithm.count`), in all processes.
         """
         share = whole / max(distributed.total(algorithm.count(terms)), 1.0)
-        metrics = self._gradients(trees, terms, algorithm, share).metrics()
+        tally = self._gradients(trees, terms, algorithm, share)
+        metrics = tally.metrics()
         if distributed.together():
             distributed.add_up(self.optimizer.gradients())
         scale = self.scale
@@ -278,6 +269,8 @@ class Learner:
             if self.critic is not None:
                 metrics |= self.optimizer.step(scale, only="critic")
         self.optimizer.zero()
+        if self.log is not None and not metrics["learner/skipped"]:
+            self.log.add(tally.noted)
         metrics["learner/steps"] = 1.0 - metrics["learner/skipped"]
         metrics |= {"learner/lr": self.lr * scale, "learner/micro_batch_tokens": float(self.fitting.budget)}
         if self.model.device.type == "cuda":
@@ -298,8 +291,12 @@ class Learner:
                 for batch, said, terms_M in self._heard(batches, terms, algorithm):
                     loss_M, parts = algorithm.loss(said, terms_M)
                     loss = (loss_M * terms_M.weight_M).sum() * share
+                    if self.log is not None:
+                        said.logprob_M.retain_grad()
                     (loss * self.loss_scale.value).backward()
                     tally.add(batch, loss, said, terms_M, parts)
+                    if self.log is not None:
+                        tally.note(batch, said, terms_M, loss_M * share, parts, self.loss_scale.value)
             return tally
 
         tally = self.fitting.run(trees, terms, work, self.optimizer.zero)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -14,9 +15,14 @@ from arborl.algorithms.algorithm import Needs
 from arborl.algorithms.token_losses import Said, TermBatch, ratio
 from arborl.learner import distributed
 from arborl.learner.packing import MicroBatch
+from arborl.learner.term_log import Note
 from arborl.learner.upload import upload
 from arborl.types import GIVEN, Metrics, Terms
 
+log = logging.getLogger(__name__)
+
+NAMED = 8
+"""Episodes that a warning names; the others it counts."""
 GAP = "policy/rollout_gap"
 """Of tokens that the rollout sampled."""
 
@@ -48,6 +54,17 @@ def not_finite(terms: Terms) -> NDArray[np.bool_]:
     return np.asarray(~np.isfinite(terms.advantage + terms.weight + known))
 
 
+def without(terms: Terms, bad: NDArray[np.bool_], names: Sequence[str]) -> tuple[Terms, Metrics]:
+    """The terms without those that are `bad` and their groups; what goes is named and counted."""
+    lost = np.isin(terms.tree, terms.tree[bad])
+    if lost.any():
+        called = [names[n] if n < len(names) else f"number {n}" for n in np.unique(terms.episode[bad])]
+        more = f" and {len(called) - NAMED} more" if len(called) > NAMED else ""
+        log.warning("not finite, and left out with their groups: episodes %s%s", ", ".join(called[:NAMED]), more)
+    dropped = distributed.total(len(np.unique(terms.episode[lost])))
+    return terms.pick(~lost), {"dropped/not_finite": dropped} if dropped else {}
+
+
 class Tally:
     """Sums over terms, kept where they were computed until they are asked for."""
 
@@ -56,6 +73,7 @@ class Tally:
         self.sums: dict[str, Tensor] = {}
         self.loss: Tensor | float = 0.0
         self.widest: list[Tensor] = []
+        self.noted: list[Note] = []
 
     def add(self, batch: MicroBatch, loss: Tensor, said: Said, terms: TermBatch, parts: dict[str, Tensor]) -> None:
         """One micro-batch."""
@@ -71,6 +89,17 @@ class Tally:
         self.loss = self.loss + loss.detach()
         self.count += len(batch.rows)
         self.sampled += len(sampled)
+
+    def note(
+        self, batch: MicroBatch, said: Said, terms: TermBatch, loss_M: Tensor, parts: dict[str, Tensor], scale: float
+    ) -> None:
+        """Keep what is known of each term, once the gradient has been taken; it is `scale` times too large."""
+        assert batch.terms.place is not None
+        now_M, pull_M = said.logprob_M.detach(), said.logprob_M.grad
+        ratio_M = parts.get("policy/ratio", ratio(now_M - terms.old_M))
+        pull_M = torch.zeros_like(now_M) if pull_M is None else pull_M / scale
+        columns = (now_M, said.entropy_M, ratio_M, loss_M * terms.weight_M, pull_M)
+        self.noted.append(Note(batch.terms.place, *(column.detach() for column in columns)))
 
     def metrics(self) -> Metrics:
         """The loss, and means over the terms of all processes."""

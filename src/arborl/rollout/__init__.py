@@ -21,6 +21,7 @@ In reading order:
     tree.py          Calls become token trees: each token of a group once, each sampled token one loss term
     downsample.py    Training on some of an episode's branches only, without changing what is learned on average
     store.py         The episode file: every episode of a step, one JSON object a line, nothing lost
+    term_store.py    The terms file: what became of each sampled token in a step's update, as columns
     replay.py        Rollouts on file: played once, trained on as often as one likes
     given.py         Given tasks as episodes: what was said, in the ids that a rollout would have recorded
     by_source.py     What the tasks of some sources have otherwise than the run's: who plays them, how, within what

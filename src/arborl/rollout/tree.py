@@ -91,7 +91,7 @@ def plant(groups: Sequence[Group]) -> Forest:
     old = np.asarray(logprobs, dtype=np.float64)
     terms = Terms(
         tree_of, position, token, old, advantage, weight, episode_of, call_of, turn, version,
-        proximal, reference, value, target, after, teacher, _drawn(drawn),
+        proximal, reference, value, target, after, teacher, _drawn(drawn), np.arange(len(token)),
     )  # fmt: skip
     return Forest(tuple(trees), terms, raw)
 

@@ -12,6 +12,7 @@ In reading order:
     intervals.py  How sure a mean over held-out tasks is: 95 % intervals
     standings.py  Policies side by side: pass@k, bootstrap intervals, paired tests
     hooks.py      What happens after a step, one small object each
+    keep_terms.py  After a step: which sampled tokens moved the weights, and how
     profile.py    Torch's own trace of two steps
     summary.py    A step's groups as numbers
     diagnosis.py  Steps in which nothing is learned

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from arborl.algorithms.algorithm import Algorithm
@@ -15,6 +16,7 @@ from arborl.config.run import RunConfig
 from arborl.data.source import TaskSource
 from arborl.engines.engine import Engine
 from arborl.learner.learner import Learner
+from arborl.learner.term_log import TermLog
 from arborl.rewards.reward import Rewards
 from arborl.rollout.downsample import thin
 from arborl.rollout.pipeline import Pipeline
@@ -51,6 +53,16 @@ class Saver(Protocol):
     def seconds(self) -> Metrics:
         """What saving took since the last call; part of the next step's metrics."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Credited:
+    """What an update learned from, and what it made of that."""
+
+    kept: Sequence[Group]
+    """As they were planted."""
+    terms: Terms
+    log: TermLog
 
 
 class Clock:
@@ -108,6 +120,8 @@ class Trainer:
             played.max_lag,
         )  # fmt: skip
         self.thread = LearnerThread()
+        self.credited: Credited | None = None
+        """What the last update learned from, where the configuration keeps it."""
         self.train_seconds = 0.0
         self.told = time.perf_counter()
         """When it was last said who was idle."""
@@ -182,6 +196,10 @@ class Trainer:
         forest, terms, left_out = self._thinned(kept, forest, terms, derive(seed, "thin"))
         metrics |= describe_batch(forest, terms, self.step) | self.algorithm.metrics() | left_out
         names = [episode.id for group in kept for episode in group.survivors]
+        self.learner.log = self.credited = None
+        if self.config.track.terms and terms.place is not None and len(terms):
+            self.learner.log = TermLog(1 + int(terms.place.max()))
+            self.credited = Credited(kept, terms, self.learner.log)
         return metrics | SKIPPED | self.learner.update(forest.trees, terms, self.algorithm, names)
 
     async def _learning(self) -> Callable[..., Awaitable[Metrics]]:

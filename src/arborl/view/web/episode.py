@@ -1,0 +1,143 @@
+"""One episode to be read: conversation, tokens and everything that is known of each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from arborl.rollout.store import from_json, reading
+from arborl.rollout.term_store import NUMBERS, Columns, pushes
+from arborl.tokens import Tokens
+from arborl.types import GIVEN, Call, Episode, Message
+from arborl.view.web.words import Decode, pieces
+
+
+def parsed(line: bytes, where: str) -> Episode:
+    """The episode of a line."""
+    with reading(where):
+        return from_json(json.loads(line.decode("utf-8", "surrogatepass")))
+
+
+def told(episode: Episode) -> dict[str, Any]:
+    """What an episode's page says above its conversation, and the conversation."""
+    failure = episode.failure
+    return {
+        "id": episode.id,
+        "task": {
+            "id": episode.task.id, "source": episode.task.source, "agent": episode.task.agent, "env": episode.task.env,
+            "seed": episode.task.seed, "fields": dict(episode.task.fields),
+        },
+        "seed": episode.seed,
+        "stop": episode.stop.value,
+        "reward": None if failure else episode.reward,
+        "rewards": dict(episode.rewards),
+        "metrics": dict(episode.metrics),
+        "failure": None if failure is None else {
+            "where": failure.where, "kind": failure.kind, "message": failure.message, "traceback": failure.traceback,
+        },
+        "seconds": episode.seconds,
+        "weight": episode.weight,
+        "opening": [message_of(message) for message in episode.opening],
+        "turns": [
+            {
+                "message": message_of(turn.message),
+                "observation": [message_of(message) for message in turn.observation],
+                "reward": turn.reward,
+                "info": dict(turn.info),
+            }
+            for turn in episode.turns
+        ],
+        "lengths": [len(call.prompt) + len(call.completion.tokens) for call in episode.calls],
+    }  # fmt: skip
+
+
+def message_of(message: Message) -> dict[str, Any]:
+    return {
+        "role": message.role,
+        "content": message.content,
+        "name": message.name,
+        "sampled": message.sampled,
+        "calls": [{"name": call.name, "arguments": call.arguments, "error": call.error} for call in message.tool_calls],
+    }
+
+
+def calls_of(episode: Episode, decode: Decode | None, terms: Columns | None, line: int) -> list[dict[str, Any]]:
+    """Each model call: what it repeats of an earlier one, what was new to read, and what was sampled, token by token.
+
+    Args:
+        terms: of the episode's step, where they were kept.
+        line: the episode's, in its file.
+    """
+    seen: list[Tokens] = []
+    spoken: list[tuple[Message, ...]] = []
+    rows: Any = [] if terms is None else np.flatnonzero(terms["episode"] == line)
+    found = []
+    for number, (call, branch) in enumerate(zip(episode.calls, episode.branches, strict=True)):
+        prompt = Tokens(call.prompt)
+        shared = [prompt.common(earlier) for earlier in seen]
+        repeated = max(shared, default=0)
+        origin = max(at for at, common in enumerate(shared) if common == repeated) if repeated else -1
+        fresh = list(prompt[repeated:])
+        found.append(
+            {
+                "number": number,
+                "turn": call.turn,
+                "branch": branch,
+                "trained": call.trained,
+                "finish": call.completion.finish.value,
+                "seconds": call.completion.seconds,
+                "drawn": None if call.drawn is None else call.drawn._asdict(),
+                "prompt": len(prompt),
+                "repeats": [origin, repeated],
+                "goes_on": bool(origin >= 0 and repeated == len(seen[origin])),
+                "read": {"ids": fresh, "text": pieces(fresh, decode)},
+                "sampled": _sampled(call, number, decode, terms, rows),
+                "messages": [message_of(message) for message in _new(call, spoken)],
+                "reply": message_of(call.reply) if call.reply else None,
+            }
+        )
+        seen.append(call.whole)
+        spoken.append(call.messages + ((call.reply,) if call.reply else ()))
+    return found
+
+
+def _new(call: Call, spoken: Sequence[tuple[Message, ...]]) -> Sequence[Message]:
+    """The messages that the call before did not have."""
+    before = spoken[-1] if spoken else ()
+    same = 0
+    for one, other in zip(call.messages, before, strict=False):
+        if one != other:
+            break
+        same += 1
+    return call.messages[same:]
+
+
+def _sampled(call: Call, number: int, decode: Decode | None, terms: Columns | None, rows: Any) -> Mapping[str, Any]:
+    """Columns over the sampled tokens; of the terms' only where the step kept some of this call."""
+    said = call.completion
+    count = len(said.tokens)
+    given = said.version == GIVEN
+    columns: dict[str, Any] = {
+        "ids": list(said.tokens),
+        "text": pieces(said.tokens, decode),
+        "logprob": [None] * count if given else list(said.logprobs),
+        "version": list(said.versions) or [said.version] * count,
+    }
+    if terms is None:
+        return columns
+    own = rows[terms["call"][rows] == number]
+    at = terms["index"][own].astype(np.int64)
+    own, at = own[at < count], at[at < count]
+    if not len(own):
+        return columns
+    kept = {name if name != "logprob" else "now": terms[name][own] for name in NUMBERS}
+    kept["push"] = pushes(terms["pull"][own], terms["logprob"][own])
+    for name, values in kept.items():
+        column: list[float | None] = [None] * count
+        for place, value in zip(at.tolist(), values.tolist(), strict=True):
+            column[place] = value
+        columns[name] = column
+    return columns

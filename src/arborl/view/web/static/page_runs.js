@@ -1,0 +1,147 @@
+// Runs side by side: where each stands, what they do not share, and their curves on one axis.
+
+import { get } from "./api.js";
+import { chart, COLOURS, newBoard } from "./chart.js";
+import { h, number, percent, put, span, visible } from "./dom.js";
+import { rowKeys } from "./keys.js";
+import { link, note } from "./place.js";
+
+const FIRST = [
+  "reward/mean", "episode/success", "evaluation/success", "policy/loss", "policy/entropy", "learner/grad_norm",
+  "policy/rollout_gap", "policy/clipped", "group/flat", "episode/sampled", "batch/lag_mean", "time/step",
+];
+const FIGURES = new Set(["step", "reward", "held out", "seed", "failures", "changed"]);
+const MOST = COLOURS.length;
+
+export async function runs(at) {
+  const list = await get("runs");
+  const known = new Set(list.runs.map((one) => one.run));
+  const asked = at.all("run").filter((run) => known.has(run));
+  const newest = [...list.runs].sort((a, b) => b.changed - a.changed).map((one) => one.run);
+  const state = {
+    chosen: (asked.length ? asked : newest.slice(0, 3)).slice(0, MOST),
+    axis: at.one("axis", "step") === "seconds" ? "seconds" : "step",
+    much: Math.min(0.99, Math.max(0, Number(at.one("smooth", "0")) || 0)),
+    find: at.one("find"),
+    opened: new Set(at.all("open")),
+  };
+  const table = h("div"), beside = h("div"), charts = h("div"), replays = h("div");
+  const element = h("div", {}, table, charts, beside, replays);
+  const colour = (run) => COLOURS[state.chosen.indexOf(run)];
+  const keep = () => note({ run: state.chosen, axis: state.axis === "step" ? "" : state.axis, smooth: state.much || "", find: state.find, open: [...state.opened] });
+
+  function drawTable(rows) {
+    const boxes = rows.map((one) => {
+      const on = state.chosen.includes(one.run);
+      const name = h("a", { href: link("episodes", { run: one.run }) }, visible(one.run === "." ? one.title : one.run));
+      const box = h("input", { type: "checkbox", checked: on, "aria-label": `compare ${visible(one.run)}`, onchange: () => choose(one.run) });
+      const measured = (which) => (one[which].success ?? null) !== null ? percent(one[which].success) : number(one[which].reward ?? null);
+      return h("tr", { class: on ? "on" : null },
+        h("td.box", {}, box, h("i", { class: `key ${on ? colour(one.run) : ""}` })),
+        h("td.name", {}, name),
+        h("td", { "data-label": "state" }, h("span", { class: `state ${one.state}` }, one.state)),
+        h("td.figure", { "data-label": "step" }, `${number(one.step)}${one.steps ? ` / ${number(one.steps)}` : ""}`),
+        h("td.figure", { "data-label": "reward" }, number(one.last["reward/mean"])),
+        h("td.figure", { "data-label": "held out" }, `${measured("before")} → ${measured("after")}`),
+        h("td", { "data-label": "model" }, visible(one.model ?? "–")),
+        h("td", { "data-label": "algorithm" }, visible(one.algorithm ?? "–")),
+        h("td", { "data-label": "environment" }, visible(one.environment ?? "–")),
+        h("td.figure", { "data-label": "seed" }, visible(one.seed ?? "–")),
+        h("td.figure", { "data-label": "failures" }, number(one.failures.reduce((sum, cause) => sum + (cause.count ?? 0), 0))),
+        h("td.figure", { "data-label": "changed" }, `${span(Math.max(0, Date.now() / 1000 - one.changed))} ago`));
+    });
+    const heads = ["", "run", "state", "step", "reward", "held out", "model", "algorithm", "environment", "seed", "failures", "changed"];
+    put(table, h("h1", {}, "Runs"), h("p.faint", {}, `in ${visible(list.root)}; up to ${MOST} are compared`),
+      rows.length
+        ? h("table.wide.runs", {}, h("thead", {}, h("tr", {}, heads.map((head) => h(FIGURES.has(head) ? "th.figure" : "th", { scope: "col" }, head)))), h("tbody", {}, boxes))
+        : h("p.problem", {}, "There is no run here yet. Start one with `arborl train`; this page looks again by itself."));
+  }
+
+  async function choose(run) {
+    const on = state.chosen.includes(run);
+    state.chosen = on ? state.chosen.filter((one) => one !== run) : [...state.chosen, run].slice(-MOST);
+    keep();
+    await refresh();
+  }
+
+  async function drawDifferences() {
+    if (state.chosen.length < 1) return put(beside);
+    const found = await get("differences", { run: state.chosen });
+    const rows = Object.entries(found.differ);
+    const value = (one) => visible(one === null ? "–" : typeof one === "object" ? JSON.stringify(one) : String(one));
+    put(beside, h("h2", {}, "Configuration"),
+      state.chosen.length < 2 ? null : rows.length
+        ? h("div.scroll", { tabindex: 0, role: "region", "aria-label": "settings that differ" }, h("table.differences", {},
+            h("thead", {}, h("tr", {}, h("th", {}, "setting"), found.runs.map((run) => h("th", {}, h("i", { class: `key ${colour(run)}` }), visible(run))))),
+            h("tbody", {}, rows.map(([name, values]) => h("tr", {}, h("th", { scope: "row" }, visible(name)), values.map((one) => h("td", {}, value(one))))))))
+        : h("p.faint", {}, "These runs have the same settings."),
+      h("details", {}, h("summary", {}, `${Object.keys(found.same).length} settings ${state.chosen.length > 1 ? "that all share" : "of this run"}`),
+        h("dl.settings", {}, Object.entries(found.same).map(([name, one]) => h("div", {}, h("dt", {}, visible(name)), h("dd", {}, value(one)))))));
+  }
+
+  async function drawCharts() {
+    const names = state.chosen.length ? await get("names", { run: state.chosen }) : [];
+    const hit = (name) => !state.find || name.toLowerCase().includes(state.find.toLowerCase());
+    const first = FIRST.filter((name) => names.includes(name) && hit(name));
+    const rooms = new Map();
+    for (const name of names.filter((one) => hit(one) && !first.includes(one))) {
+      const room = name.split("/")[0];
+      rooms.set(room, [...(rooms.get(room) ?? []), name]);
+    }
+    const board = newBoard();
+    const wanted = [...first, ...[...rooms].filter(([room]) => state.find || state.opened.has(room)).flatMap(([, some]) => some)].slice(0, 300);
+    const data = wanted.length ? await get("series", { run: state.chosen, name: wanted }) : {};
+    const made = (name) => chart({
+      title: name, board, much: state.much, xName: state.axis === "step" ? "step" : "s of training",
+      lines: state.chosen.filter((run) => data[run]?.[name]).map((run) => ({
+        name: run, colour: colour(run), x: data[run][name][state.axis], y: data[run][name].value, points: name.startsWith("evaluation/"),
+      })),
+    }).element;
+    const sections = [...rooms].map(([room, some]) => {
+      const opened = Boolean(state.find) || state.opened.has(room);
+      return h("details.room", { open: opened, ontoggle: (event) => toggled(room, event.target.open) },
+        h("summary", {}, `${visible(room)} `, h("span.faint", {}, `${some.length}`)), opened ? h("div.charts", {}, some.map(made)) : null);
+    });
+    put(charts.querySelector(".all") ?? charts, first.length ? h("div.charts", {}, first.map(made)) : h("p.faint", {}, names.length ? "No metric is called so." : "Nothing was measured yet."), sections);
+  }
+
+  function toggled(room, open) {
+    if (open === state.opened.has(room) || state.find) return;
+    if (open) state.opened.add(room);
+    else state.opened.delete(room);
+    keep();
+    if (open) drawCharts();
+  }
+
+  function tools() {
+    const find = h("input", { type: "search", "data-search": "", placeholder: "metric …", value: state.find, "aria-label": "find a metric" });
+    const later = (does, wait) => { let timer; return (event) => { clearTimeout(timer); timer = setTimeout(() => does(event), wait); }; };
+    find.addEventListener("input", later(() => { state.find = find.value; keep(); drawCharts(); }, 200));
+    const axis = h("select", { "aria-label": "axis", onchange: (event) => { state.axis = event.target.value; keep(); drawCharts(); } },
+      [["step", "step"], ["seconds", "time"]].map(([value, name]) => h("option", { value, selected: state.axis === value }, name)));
+    const soft = h("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: state.much, "aria-label": "smoothing" });
+    soft.addEventListener("input", later(() => { state.much = Number(soft.value); keep(); drawCharts(); }, 60));
+    return h("div.tools", {}, h("h2", {}, "Curves"), h("label", {}, "axis ", axis), h("label", {}, "smoothing ", soft), find);
+  }
+
+  async function drawReplays() {
+    const found = state.chosen.length === 1 ? await get("frames", { run: state.chosen[0] }) : [];
+    put(replays, found.length ? [h("h2", {}, "Replays"), h("div.gifs", {}, found.slice(0, 24).map((name) =>
+      h("figure", {}, h("img", { src: `/frame?${new URLSearchParams({ run: state.chosen[0], name })}`, alt: `replay ${visible(name)}`, loading: "lazy" }), h("figcaption", {}, visible(name)))))] : null);
+  }
+
+  async function refresh() {
+    list.runs = (await get("runs")).runs;
+    drawTable(list.runs);
+    await Promise.all([drawCharts(), drawDifferences(), drawReplays()]);
+  }
+
+  keep();
+  put(charts, tools(), h("div.all"));
+  drawTable(list.runs);
+  return {
+    element, title: "Runs", refresh,
+    keys: rowKeys(() => [...table.querySelectorAll("tbody tr")]),
+    ready: () => Promise.all([drawCharts(), drawDifferences(), drawReplays()]),
+  };
+}
