@@ -9,8 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from arborl.learner import compiled_attention, compiled_layers
+from arborl.learner.attention_choice import Ways, sample
 from arborl.learner.compiled_attention import CompiledAttend, library
+from arborl.learner.executor import Way
 from arborl.learner.packing import MicroBatch, pack
 from arborl.learner.tree_attention import DenseAttend
 from arborl.models.attention import FREE, Bounds
@@ -19,6 +23,10 @@ from arborl.rollout.tree import grow, plant
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler")
 
 CPU = torch.device("cpu")
+SMALL = {
+    "vocab_size": 50, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "initializer_range": 0.2,
+}  # fmt: skip
 BUSHES = st.lists(st.tuples(*[st.integers(1, most) for most in (90, 9, 40, 99)]), min_size=1, max_size=3)
 
 
@@ -161,3 +169,14 @@ def test_what_it_cannot_do_is_refused():
         CompiledAttend(batch, CPU)(0, q, k, v, 0.3, Bounds(cap=1.0))
     with pytest.raises(ValueError, match="float32"):
         CompiledAttend(batch, CPU)(0, q.double(), k.double(), v.double(), 0.3)
+
+
+def test_without_a_compiler_trees_are_attended_with_torch(monkeypatch, caplog):
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SMALL)).eval()
+    batch = sample(model, chain=False, size=40)
+    monkeypatch.setattr(compiled_attention, "library", lambda: None)
+    monkeypatch.setattr(compiled_layers, "library", lambda: None)
+    assert Ways()(model, batch) == Way("blocks")
+    assert Ways("kernel")(model, batch) == Way("dense")  # asked for by name, and said why not
+    assert "no C compiler" in caplog.text

@@ -126,7 +126,10 @@ def _point(a: _Attention, name: str, x: Tensor) -> None:
 
 
 def _run(direction: str, a: _Attention) -> None:
-    function = getattr(library(), direction)
+    found = library()
+    if found is None:
+        raise RuntimeError("there is no C compiler to make it with")
+    function = getattr(found, direction)
     at_once(lambda part: function(a), min(torch.get_num_threads(), a.trees * a.key_heads))
     if a.failed:
         raise MemoryError("there is no memory for attention over these trees")

@@ -108,8 +108,9 @@ def gate_backward(gate_NF: Tensor, up_NF: Tensor, grad_NF: Tensor) -> tuple[Tens
 def say(logit_MV: Tensor, token_M: Tensor, heat_M: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probability of each token at its temperature, the entropy there, and the logarithm of the sum."""
     logprob, entropy, lse = torch.empty((3, len(logit_MV)))
-    given = {"x": logit_MV, "token": token_M, "heat": heat_M}
-    _run("say", *logit_MV.shape, **given, logprob=logprob, entropy=entropy, each=lse)
+    _run(
+        "say", *logit_MV.shape, x=logit_MV, token=token_M, heat=heat_M, logprob=logprob, entropy=entropy, each=lse
+    )  # fmt: skip
     return logprob, entropy, lse
 
 
@@ -119,6 +120,8 @@ def say_backward(
 ) -> Tensor:  # fmt: skip
     """The gradient of the logits."""
     out = torch.empty_like(logit_MV)
-    given = {"x": logit_MV, "token": token_M, "heat": heat_M, "entropy": entropy_M, "each": lse_M}
-    _run("say_backward", *logit_MV.shape, **given, to_logprob=to_logprob_M, to_entropy=to_entropy_M, out=out)
+    _run(
+        "say_backward", *logit_MV.shape, x=logit_MV, token=token_M, heat=heat_M, entropy=entropy_M, each=lse_M,
+        to_logprob=to_logprob_M, to_entropy=to_entropy_M, out=out,
+    )  # fmt: skip
     return out

@@ -47,7 +47,7 @@ typedef struct {
 
 #define STRIDE (KEYS + PANEL)
 
-/* One allocation; `set` is null where only its size is asked for. */
+/* One allocation, laid out from `from` on; null where only its size is asked for. */
 static int64_t lay(Stack *s, int64_t size, char *from) {
     int64_t at = 0;
 #define TAKE(field, count)                            \
@@ -62,17 +62,19 @@ static int64_t lay(Stack *s, int64_t size, char *from) {
     return at + 64;
 }
 
-/* c[m rows][wide] (+)= a b, in parts that fit into registers. */
+/* c[rows][wide] (+)= a b, in parts that fit into registers; what is taken of b at a time stays in the cache meanwhile. */
 static void product(int64_t rows, const float *a, int64_t lda, const float *b, int64_t ldb, float *c, int64_t ldc, int64_t depth, int64_t wide, int add) {
-    for (int64_t r = 0; r < rows; r += ROWS) {
-        const int m = (int)(rows - r < ROWS ? rows - r : ROWS);
-        int64_t j = 0;
-        for (; j + PANEL <= wide; j += PANEL) (add ? add2 : set2)(m, a + r * lda, lda, b + j, ldb, c + r * ldc + j, ldc, depth, 0);
-        for (; j < wide; j += W) (add ? add1 : set1)(m, a + r * lda, lda, b + j, ldb, c + r * ldc + j, ldc, depth, 0);
-    }
+    for (int64_t j = 0; j < wide; j += PANEL)
+        for (int64_t r = 0; r < rows; r += ROWS) {
+            const int m = (int)(rows - r < ROWS ? rows - r : ROWS);
+            if (j + PANEL <= wide)
+                (add ? add2 : set2)(m, a + r * lda, lda, b + j, ldb, c + r * ldc + j, ldc, depth, 0);
+            else
+                (add ? add1 : set1)(m, a + r * lda, lda, b + j, ldb, c + r * ldc + j, ldc, depth, 0);
+        }
 }
 
-/* c[m rows][wide] += a[depth][rows] turned, times b. */
+/* c[rows][wide] += a[depth][rows] turned, times b. */
 static void product_turned(int64_t rows, const float *a, int64_t lda, const float *b, int64_t ldb, float *c, int64_t ldc, int64_t depth, int64_t wide) {
     for (int64_t r = 0; r < rows; r += ROWS) {
         const int m = (int)(rows - r < ROWS ? rows - r : ROWS);
