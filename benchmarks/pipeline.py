@@ -104,39 +104,39 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--groups", type=int, default=16, help="Problems of a step.")
     parser.add_argument("--size", type=int, default=8, help="Episodes of each.")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--tasks", type=int, default=200, help="Held-out ones, at the end.")
     parser.add_argument("--median", type=float, default=0.5)
     parser.add_argument("--p99", type=float, default=8.0)
     parser.add_argument("--keep", type=Path, help="A folder for the runs; without one they are thrown away.")
     parser.add_argument("--picture", type=Path, help="Draw the timelines of the first seed here.")
     arguments = parser.parse_args()
-    if min(arguments.tasks, arguments.steps, arguments.seeds, arguments.max_lag) < 1:
-        parser.error("--tasks, --steps, --seeds and --max-lag are at least 1")
+    if min(arguments.tasks, arguments.steps, arguments.max_lag) < 1:
+        parser.error("--tasks, --steps and --max-lag are at least 1")
     with contextlib.ExitStack() as stack:
         folder = arguments.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "arithmetic.json").write_text(json.dumps(problems(2000)))
         rows = []
         for median in (arguments.median, 0.0):
-            for seed in range(arguments.seeds):
+            for seed in arguments.seeds:
                 for max_lag in (0, arguments.max_lag):
                     rows.append(run(folder, arguments, max_lag, seed, median))
                     if not arguments.json:
                         print(json.dumps(rows[-1]), flush=True)
         print(json.dumps(said(rows, arguments.tasks)))
         if arguments.picture:
-            picture(folder, arguments.max_lag, arguments.median, arguments.picture)
+            picture(folder, arguments.max_lag, arguments.seeds[0], arguments.median, arguments.picture)
 
 
-def picture(folder: Path, max_lag: int, median: float, out: Path) -> None:
+def picture(folder: Path, max_lag: int, seed: int, median: float, out: Path) -> None:
     """The timelines of the first seed, one above the other: who worked when."""
     from matplotlib.figure import Figure
 
     colors = {"learner": "#b5651d", "engine": "#2f6f8f", "model calls": "#8fb8cc", "tools": "#9aa36b"}
     figure = Figure(figsize=(10, 6), layout="constrained")
     for axes, lag in zip(figure.subplots(2, 1, sharex=True), (0, max_lag), strict=True):
-        slices = json.loads((folder / f"lag-{lag}-seed-0-{median:g}" / "timeline.json").read_text())
+        slices = json.loads((folder / f"lag-{lag}-seed-{seed}-{median:g}" / "timeline.json").read_text())
         kinds = {one["pid"]: one["args"]["name"] for one in slices if one["name"] == "process_name"}
         drawn = [one for one in slices if one["ph"] == "X" and one["name"] not in ("arborl.wait", "arborl.step")]
         began = min(one["ts"] for one in drawn)
@@ -172,7 +172,7 @@ def said(rows: list[dict[str, Any]], tasks: int) -> dict[str, Any]:
         "ratio_without_latency": statistics.mean(ratio(False)), "ratios_without_latency": ratio(False),
         "success_synchronous": success(False), "success": success(True), "success_gap": other - one,
         "success_noise": 2 * math.sqrt((one * (1 - one) + other * (1 - other)) / asked), "rows": rows,
-        "load": max(row["load"] for row in rows), "threads": torch.get_num_threads(), "cores": os.cpu_count(),
+        "load": max(row["load"] for row in rows), "threads": torch.get_num_threads(), "cores": len(os.sched_getaffinity(0)),
         "torch": torch.__version__, "transformers": transformers.__version__,
         "python": platform.python_version(), "machine": platform.processor() or platform.machine(),
     }  # fmt: skip
