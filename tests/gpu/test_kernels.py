@@ -136,7 +136,7 @@ def test_the_sampler_draws_the_same_tokens_as_on_a_cpu(vocabulary, temperature):
     rows = 64
     logits = randn(rows, vocabulary) * 3
     draws = Draws.of([Sampling(temperature=temperature, seed=i) for i in range(rows)], [5] * rows)
-    expected, logprob = draw(logits.cpu(), draws)
+    expected, logprob, _ = draw(logits.cpu(), draws)
     heat = torch.full((rows,), temperature or 1.0, device="cuda")
     greedy = torch.full((rows,), int(temperature == 0), dtype=torch.int32, device="cuda")
     token_B = torch.zeros(rows, dtype=torch.int64, device="cuda")
