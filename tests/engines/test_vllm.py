@@ -17,6 +17,8 @@ from arborl.models.lora import add_lora
 from arborl.types import Sampling
 
 pytestmark = pytest.mark.vllm
+LONG = 1500
+"""Tokens that take longer than an update does to begin."""
 
 
 def model_of(name):
@@ -47,7 +49,7 @@ async def gap(engine, model, sampling, count=16):
 @pytest.fixture(scope="module")
 def plain(vllm_python):
     """One of seedling for all tests that want nothing else: it takes half a minute to start."""
-    engine = VllmEngine(model_of("seedling"), 256, 16, kv_tokens=8192, python=vllm_python, sleeps=True)
+    engine = VllmEngine(model_of("seedling"), 2048, 16, kv_tokens=16384, python=vllm_python, sleeps=True)
     yield engine
     asyncio.run(engine.close())
 
@@ -85,9 +87,10 @@ def test_after_an_update_every_token_of_a_larger_model_has_the_learners_log_prob
 def test_an_update_under_way_neither_loses_nor_repeats_a_token(plain):
     engine, model = plain, plain.model
     start, seen = copy.deepcopy(model), set()
+    learn(model, 0.02)
 
     async def long(i):
-        return await engine.generate(PROMPT, Sampling(200, seed=i, stop_texts=("\0",)), session="")
+        return await engine.generate(PROMPT, Sampling(LONG, seed=i, stop_texts=("\0",)), session="")
 
     def decode(ids):
         seen.add(tuple(ids))
@@ -95,23 +98,22 @@ def test_an_update_under_way_neither_loses_nor_repeats_a_token(plain):
 
     async def run():
         engine.decode = decode  # a stop text that never comes: one hears every token as it is sampled
-        await engine.load(model.state_dict(), 0)
+        await engine.load(start.state_dict(), 0)
         under_way = [asyncio.create_task(long(i)) for i in range(4)]
         while len(seen) < 40:
             await asyncio.sleep(0.01)
-        learn(model, 0.02)
         await engine.load(model.state_dict(), 1)
         return await asyncio.gather(*under_way)
 
     old, new = Probe(start, Sampling(), "float32"), Probe(model, Sampling(), "float32")
     for done in asyncio.run(run()):
-        assert len(done.tokens) == 200
+        assert len(done.tokens) == LONG
         assert (done.oldest, done.version) == (0, 1)
         said = torch.tensor(done.logprobs)
         by_old = (said - torch.tensor(old.expected(done.tokens, start.state_dict()))).abs() < 1e-3
         by_new = (said - torch.tensor(new.expected(done.tokens, model.state_dict()))).abs() < 1e-3
         turn = done.versions.count(0)  # as many tokens are from the old weights
-        assert done.versions == (0,) * turn + (1,) * (200 - turn)
+        assert done.versions == (0,) * turn + (1,) * (LONG - turn)
         assert by_old[:turn].all()
         assert by_new[turn:].all()  # and all others from the new, their whole context read again
 

@@ -150,7 +150,7 @@ def test_a_run_goes_on_when_a_server_is_killed_and_the_restarted_one_samples_fro
 
     async def watched(engine, given, version):
         nonlocal heard
-        places[version - 1] = {name: replica.url for name, replica in engine.sessions.items()}
+        places.setdefault(version - 1, {name: replica.url for name, replica in engine.sessions.items()})
         await load(engine, given, version)
         weights[version] = {name: tensor.detach().clone() for name, tensor in given.items()}
         if version == 2:

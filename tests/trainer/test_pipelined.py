@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from arborl.api import train
 from arborl.build import build
 from arborl.config.load import load
+from arborl.engines.engine import PROBE
 from arborl.envs.frozen_lake import FrozenLake
 from arborl.errors import ConfigError, RunStopped
 from arborl.models.attention import Causal, library_hidden_states, logits
@@ -168,16 +170,31 @@ def test_an_update_that_is_interrupted_is_whole(tmp_path):
 
 @pytest.mark.parametrize("more", [[], ["model.lora.rank=2"]], ids=["all weights", "adapters"])
 def test_what_is_sampled_while_the_learner_computes_is_of_the_version_that_it_says(more):
-    parts = build(load(None, [*SMALL, *more, "trainer.steps=3", "rollout.max_lag=1", "learner.lr=0.01"]))
+    parts = build(load(None, [*SMALL, *more, "trainer.steps=3", "rollout.max_lag=1"]))
     if parts.engine.shared:
         pytest.skip("there is no C compiler")
-    update, publish, beside, kept, given = parts.learner.update, parts.engine.load, [], [], {}
+    update, publish, generate = parts.learner.update, parts.engine.load, parts.engine.generate
+    beside, kept, given, first, written = [], [], {}, [], threading.Event()
+
+    async def late(prompt, sampling, *, session):
+        """Those of the second batch get nothing until the first update is written."""
+        task = session.split("#")[0]
+        if session != PROBE and task not in first:
+            first.append(task)
+        while task in first[2:] and not written.is_set():
+            await asyncio.sleep(0.01)
+        return await generate(prompt, sampling, session=session)
 
     def slow(*args):
-        before = parts.engine.counts["sampled"]
         done = update(*args)
-        time.sleep(0.3)  # the weights are new, and the engine has not been given them
-        beside.append(parts.engine.counts["sampled"] - before)
+        with torch.no_grad():  # an update of a few episodes is too small to be seen
+            for tensor in parts.learner.weights().values():
+                tensor.mul_(1.05)
+        written.set()  # and the engine has not been given them
+        ends = time.monotonic() + 20
+        while not beside and not parts.engine.counts["sampled"] and time.monotonic() < ends:
+            time.sleep(0.01)
+        beside.append(parts.engine.counts["sampled"])
         return done
 
     async def load_and_keep(weights, version):
@@ -188,13 +205,13 @@ def test_what_is_sampled_while_the_learner_computes_is_of_the_version_that_it_sa
         async def after(self, trainer, groups, metrics):
             kept.extend(call for group in groups for episode in group.survivors for call in episode.calls)
 
-    parts.learner.update, parts.engine.load = slow, load_and_keep
+    parts.learner.update, parts.engine.load, parts.engine.generate = slow, load_and_keep, late
     trainer = Trainer(
         parts.config, parts.source, parts.rollout, parts.rewards, parts.algorithm, parts.learner, parts.engine,
         Trackers([]), [Calls()],
     )  # fmt: skip
     asyncio.run(trainer.fit())
-    assert max(beside) > 0
+    assert beside[0] > 0
     model = parts.engine.model
     for call in kept:
         said = call.completion
