@@ -98,8 +98,8 @@ class Command:
         if len(said) > MOST_SAID:
             raise ProgramFailed(f"it printed more than {MOST_SAID:,} bytes; what it prints is its answer")
         if words:  # the guard's, which speaks where there was an error
-            *lines, code = words.decode(errors="replace").split("\n")[:-1]
-            raise ProgramFailed("\n".join([f"{lines[-1] if lines else 'it said nothing'} {code}", *lines]))
+            *before, last = words.decode(errors="replace").strip().split("\n")
+            raise ProgramFailed("\n".join([last, *before]))
         return said.decode(errors="replace").strip() or None
 
     async def _said(self, child: asyncio.subprocess.Process, stream: asyncio.StreamReader) -> bytes:
