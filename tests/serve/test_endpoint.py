@@ -91,6 +91,15 @@ def test_the_same_seed_plays_the_same_episodes_and_the_runs_temperature_holds(op
     assert all(episode.metrics["endpoint/overruled"] == 1 for episode in one)
 
 
+def test_a_program_is_shown_the_same_model_when_it_is_trained_and_when_it_is_served(opened, address):
+    (episode,), _ = played(opened, call="endpoint_programs:busy")
+    decode = opened.served.renderer.decode  # a sampled text may have other ids than the same text that is read
+    for call in (episode.calls[0], episode.calls[1]):
+        talk = [{"role": message.role, "content": message.content} for message in call.messages]
+        (served,) = programs.chat(f"{address}/v1", talk, model="", max_tokens=1)
+        assert decode(served["prompt_token_ids"]) == decode(tuple(call.prompt))
+
+
 def test_the_models_last_message_is_the_answer_where_so_asked(opened):
     (episode,), _ = played(opened, call="endpoint_programs:busy", answer="reply")
     assert episode.turns[0].message is episode.calls[-1].reply
@@ -110,7 +119,7 @@ def test_a_process_is_told_the_task_and_what_it_prints_is_the_answer(opened):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("exits", "the very last words (exit code 3)\nthe first words\nthe very last words"),
+        ("exits", "the very last words (exit code 3)\nthe first words"),
         ("killed", "(exit code -9)"),
         ("never_calls", "it never called the model"),
         ("shouts", "printed more than"),

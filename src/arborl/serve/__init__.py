@@ -1,4 +1,4 @@
-"""Serve: a trained model behind OpenAI's API, trained agents behind sessions, and the API for programs that are trained.
+"""Serve: a trained model behind OpenAI's API, trained agents behind sessions, and the API for programs in training.
 It never trains.
 
 In reading order:

@@ -94,14 +94,12 @@ class Command:
             said, words = await asyncio.gather(self._said(child, child.stdout), child.stderr.read())
             await child.wait()
         finally:
-            _kill(child)
-            with suppress(TimeoutError):  # what it wrote last is in the pipes, which somebody may hold open
-                await asyncio.wait_for(child.communicate(), 1.0)
+            await _end(child)
         if len(said) > MOST_SAID:
             raise ProgramFailed(f"it printed more than {MOST_SAID:,} bytes; what it prints is its answer")
         if words:  # the guard's, which speaks where there was an error
-            *lines, code = words.decode(errors="replace").split("\n")[:-1]
-            raise ProgramFailed("\n".join([f"{lines[-1] if lines else 'it said nothing'} {code}", *lines]))
+            *before, last = words.decode(errors="replace").strip().split("\n")
+            raise ProgramFailed("\n".join([last, *before]))
         return said.decode(errors="replace").strip() or None
 
     async def _said(self, child: asyncio.subprocess.Process, stream: asyncio.StreamReader) -> bytes:
@@ -202,6 +200,16 @@ async def _called(asked: Callable[[], Awaitable[Any]]) -> Any:
 def _path() -> str:
     """`python` is the interpreter of this run."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+
+
+async def _end(child: asyncio.subprocess.Process) -> None:
+    """Until it is gone; who is cancelled again meanwhile waits all the same, for these milliseconds."""
+    _kill(child)
+    while child.returncode is None:
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(0.002)
+    with suppress(TimeoutError, asyncio.CancelledError):  # what it wrote last is in the pipes; somebody may hold them
+        await asyncio.wait_for(child.communicate(), 1.0)
 
 
 def _kill(child: asyncio.subprocess.Process) -> None:

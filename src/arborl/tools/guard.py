@@ -37,8 +37,7 @@ def main() -> None:
     try:
         if code := child.wait():
             hearing.join(0.1)
-            sys.stderr.buffer.write(b"".join(said.copy()))
-            sys.stderr.buffer.write(b"(exit code %d)\n" % code)
+            sys.stderr.buffer.write(b"%s (exit code %d)\n" % (b"".join(said.copy()).rstrip(), code))
             sys.stderr.flush()
     finally:
         os.killpg(0, signal.SIGKILL)
