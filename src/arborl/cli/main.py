@@ -32,9 +32,6 @@ from arborl.cli.tune import tune
 from arborl.cli.view import view
 from arborl.errors import ArborError, ConfigError, RunStopped
 
-# Before torch is loaded: threads that wait should sleep. Spinning ones gain 8 % on an idle machine and lose a factor of
-# three as soon as anything else runs.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 
 
