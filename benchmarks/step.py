@@ -45,7 +45,7 @@ from step_trl import measure_trl
 from step_work import CASES, Body, Case, Timing
 
 AS_IT_COMES = {"MIMALLOC_PURGE_DELAY": "10", "GOMP_SPINCOUNT": "300000"}
-"""The allocator's own setting, and how long threads wait awake where nothing is said, for the side that is not Arbor's."""
+"""The allocator's own setting, and for how long threads wait awake by themselves: for the side that is not Arbor's."""
 
 
 def measure(side: str, case: Case, body: Body, repeats: int, micro_batch: int) -> tuple[Timing, dict[str, Any]]:

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 # torch's build for Arm gives memory back to the system 10 ms after it was freed, and takes it again in the next step:
 # without this, a fifth of an update on a CPU goes into page faults (docs/results/step.md)
 os.environ.setdefault("MIMALLOC_PURGE_DELAY", "60000")
-# Threads that wait should sleep: torch's, spinning between two of its operations, take the cores from compiled steps and
+# Threads that wait should sleep: torch's, spinning between two of its operations, take cores from compiled steps and
 # updates, which bring threads of their own, and from whatever else runs
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
