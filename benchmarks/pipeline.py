@@ -172,8 +172,8 @@ def said(rows: list[dict[str, Any]], tasks: int) -> dict[str, Any]:
         "ratio_without_latency": statistics.mean(ratio(False)), "ratios_without_latency": ratio(False),
         "success_synchronous": success(False), "success": success(True), "success_gap": other - one,
         "success_noise": 2 * math.sqrt((one * (1 - one) + other * (1 - other)) / asked), "rows": rows,
-        "load": max(row["load"] for row in rows), "threads": torch.get_num_threads(), "cores": len(os.sched_getaffinity(0)),
-        "torch": torch.__version__, "transformers": transformers.__version__,
+        "load": max(row["load"] for row in rows), "threads": torch.get_num_threads(),
+        "cores": len(os.sched_getaffinity(0)), "torch": torch.__version__, "transformers": transformers.__version__,
         "python": platform.python_version(), "machine": platform.processor() or platform.machine(),
     }  # fmt: skip
 

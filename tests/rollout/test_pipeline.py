@@ -202,9 +202,10 @@ class LateTools(World):
         return 0.5 * float(np.exp(np.log(16) / 2.3263 * self.chance.standard_normal()))
 
 
-def test_with_late_tools_a_learner_of_one_second_makes_thrice_as_many_updates_with_a_lag_of_one():
-    (_, alone), (_, one) = (seconds(LateTools(3, fails=0.0), lag, last=10, count=16, size=8) for lag in (0, 1))
-    assert alone > 3 * one
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_with_late_tools_a_learner_of_one_second_makes_more_than_twice_as_many_updates_with_a_lag_of_one(seed):
+    (_, alone), (_, one) = (seconds(LateTools(seed, fails=0.0), lag, last=10, count=16, size=8) for lag in (0, 1))
+    assert alone > 2 * one
 
 
 def test_a_group_that_is_begun_again_has_an_episode_more_than_it_needs_and_the_slowest_is_not_waited_for():
