@@ -110,8 +110,8 @@ class Shelf:
             tree = rows.execute(asked, (kind, step, line)).fetchone()
             if tree is None:
                 raise HTTPException(404, f"{run} has no episode {line} in step {step} ({kind})")
-            asked = f"SELECT {', '.join(search.SHOWN)} FROM episodes WHERE kind = ? AND step = ? AND tree = ?"
-            return [dict(row) for row in rows.execute(f"{asked} ORDER BY line", (kind, step, tree["tree"]))]
+            asked = f"{search.ROWS} WHERE kind = ? AND step = ? AND tree = ? ORDER BY line"
+            return [dict(row) for row in rows.execute(asked, (kind, step, tree["tree"]))]
 
 
 def make_app(root: Path) -> FastAPI:
