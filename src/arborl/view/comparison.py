@@ -109,7 +109,7 @@ def _outcome(settings: Sequence[Setting]) -> str:
     body = ""
     for number, (setting, some) in enumerate(zip(settings, summaries, strict=True)):
         cells = "".join(f"<td>{_cell(some, when, name)}</td>" for name in known for when in ("before", "after"))
-        key = f'<span style="color:{COLOURS[number % len(COLOURS)]}">■</span>'
+        key = f'<span class="key" style="background:{COLOURS[number % len(COLOURS)]}"></span>'
         body += f"<tr class=after><td>{key} {escape(setting.says)}</td><td>{len(setting.runs)}</td>{cells}</tr>"
     table = f"<table><tr><th>setting</th><th>seeds</th>{head}</tr>{body}</table>"
     return f'<h2>Held-out tasks</h2><div class="wide">{table}</div>'

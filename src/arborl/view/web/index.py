@@ -24,7 +24,7 @@ from arborl.view.web.rows import COLUMNS, NAMES, row_of
 log = logging.getLogger(__name__)
 
 NAME = ".index.sqlite3"
-FORM = 5
+FORM = 6
 """Of the tables; an index of another form is made anew."""
 KINDS = {"train": "episodes", "evaluation": "episodes/evaluation"}
 """Folders of episode files, by what their episodes were played for."""
@@ -43,7 +43,7 @@ CREATE TABLE IF NOT EXISTS episodes (
 CREATE TABLE IF NOT EXISTS names (number INTEGER PRIMARY KEY, {", ".join(NAMES)});
 CREATE INDEX IF NOT EXISTS by_place ON episodes (step DESC, kind DESC, line, stop, source, failure, reward, lag);
 CREATE INDEX IF NOT EXISTS by_task ON names (task);
-CREATE VIRTUAL TABLE IF NOT EXISTS words USING fts5(said, content='', tokenize='unicode61');
+CREATE VIRTUAL TABLE IF NOT EXISTS words USING fts5(said, content='', detail=none, tokenize='unicode61');
 PRAGMA user_version = {FORM};
 """
 
