@@ -18,6 +18,8 @@ question."""
 ROWS = f"SELECT number, {', '.join(SHOWN)} FROM episodes JOIN names USING (number)"
 MOST = 200
 """Rows of a page."""
+FEW = 500
+"""Hits of a search that are named one by one."""
 FACETS = ("kind", "stop", "source", "failure")
 
 
@@ -84,9 +86,12 @@ def page(rows: sqlite3.Connection, asked: Asked, order: str, first: int, count: 
     first, count = max(0, min(first, 2**40)), max(0, min(count, MOST))
     named = order.removeprefix("-").startswith(("episode", "task"))
     of = "episodes JOIN names USING (number)" if named else "episodes"
+    match = matching(asked.text or "")
+    said = saying(rows, match) if match else set()
+    if match and len(said) <= FEW:  # they are looked up, rather than all others passed by
+        where += f" AND number IN ({', '.join(map(str, said))})"
     wanted = f"SELECT number FROM {of} WHERE {where} ORDER BY {ordered(order)}"
-    if asked.text and (match := matching(asked.text)):
-        said = saying(rows, match)
+    if match:
         found = [number for (number,) in rows.execute(wanted, values) if number in said]
         total, numbers = len(found), found[first : first + count]
     else:
