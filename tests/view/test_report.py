@@ -120,7 +120,7 @@ def test_words_of_tasks_models_and_errors_are_escaped(run, how):
             "th",
             "td",
         ),
-        *("img", "div", "figure", "figcaption", "details", "summary", "pre"),
+        *("img", "div", "figure", "figcaption", "details", "summary", "pre", "dl", "dt", "dd"),
     }
     assert page.text.count(EVIL) >= 8
 

@@ -163,6 +163,22 @@ def test_only_our_files_are_served(web, path):
     assert web.get(path).status_code == 404
 
 
+def test_numbers_without_bounds_and_words_that_are_no_text_are_refused_or_not_found(web):
+    ask(web, "episodes", 422, run="a", lag_from=10**20)
+    ask(web, "episode", 404, run="a", kind="train", step=10**12, line=0)
+    ask(web, "episode", 404, run="a", kind="../terms", step=1, line=0)
+    assert settled(web, run="a", text="\x00'\"", order="\x00")["total"] == 32
+
+
+def test_an_episode_that_is_none_costs_itself(tmp_path):
+    run = made_run(tmp_path / "a", steps=1)
+    file = run / "episodes" / "step-000001.jsonl"
+    file.write_text(file.read_text().replace('"stop":"done"', '"stop":"never heard of"', 1))
+    web = opened(tmp_path)
+    assert len(ask(web, "episode", run="a", kind="train", step=1, line=0)["group"]) == 3
+    assert "never heard of" in ask(web, "episode", 409, run="a", kind="train", step=1, line=1)["detail"]
+
+
 def test_frames_are_pictures_of_the_run_and_say_whose_they_are(tmp_path):
     run = made_run(tmp_path / "a", steps=1)
     save_gif([Frame(Image.new("RGB", (8, 8)), "Left")], run / "frames" / "one.gif")

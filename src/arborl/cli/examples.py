@@ -26,6 +26,12 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "arborl rollout --env frozen_lake              # one episode, turn by turn",
         "arborl rollout run.yaml --held-out --task 3 --ids",
     ),
+    "view": (
+        "arborl view                                   # runs/, in a browser",
+        "arborl view runs/frozen-lake-001 --port 7007 --no-browser",
+    ),
+    "report": ("arborl report runs/frozen-lake-001 --out lake.html",),
+    "compare": ("arborl compare runs/seed-1 runs/seed-2 runs/seed-3 --out seeds.html",),
     "doctor": ("arborl doctor --json",),
     "convert": ("arborl convert verl train.sh --out run.yaml",),
     "init": (

@@ -29,7 +29,7 @@ from arborl.cli.serve import serve
 from arborl.cli.tools import tools
 from arborl.cli.train import train
 from arborl.cli.tune import tune
-from arborl.cli.view import view
+from arborl.cli.view import compare, report, view
 from arborl.errors import ArborError, ConfigError, RunStopped
 
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
@@ -91,6 +91,8 @@ app.command(context_settings=SETTINGS)(serve)
 app.command(context_settings=SETTINGS)(chat)
 app.command()(doctor)
 app.command()(view)
+app.command()(report)
+app.command()(compare)
 app.command()(convert)
 app.command()(init)
 app.command(context_settings=SETTINGS)(export)

@@ -38,3 +38,40 @@ def view(runs_dir: Folder = None, port: Port = None, no_browser: NoBrowser = Fal
             Thread(target=webbrowser.open, args=(at,), daemon=True).start()
 
     Viewer(root, free_port(PORT if port is None else port, port is not None), said).run()
+
+
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")]
+Out = Annotated[Path | None, typer.Option(help="The file to write.", show_default="report.html in the run's folder")]
+
+
+def report(run: Run, out: Out = None) -> None:
+    """Write one self-contained page about a run, from what its folder holds so far."""
+    from tempfile import TemporaryDirectory
+
+    from arborl.errors import writing
+    from arborl.view.report import write_report
+    from arborl.view.web.words import decoder_of
+
+    if not any((run / name).is_file() for name in ("config.yaml", "metrics.jsonl")):
+        raise ConfigError(f"{run}: holds no run. Write arborl report RUN: a folder with config.yaml and metrics.jsonl.")
+    path = out or run / "report.html"
+    with writing(path), TemporaryDirectory() as drawn:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pictures = Path(drawn) if out is not None else None
+        typer.echo(write_report(run, decoder_of(run), out=path, pictures=pictures))
+
+
+Runs = Annotated[list[Path], typer.Argument(metavar="RUN RUN …", help="Folders of runs.")]
+Page = Annotated[Path, typer.Option(help="The file to write.")]
+
+
+def compare(runs: Runs, out: Page = Path("compare.html")) -> None:
+    """Write one self-contained page about several runs: seeds of a setting together, with intervals."""
+    from arborl.errors import writing
+    from arborl.view.comparison import write_comparison
+
+    if len(runs) < 2:
+        raise ConfigError("one run alone cannot be compared. Write arborl compare RUN RUN …, or arborl report RUN.")
+    with writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        typer.echo(write_comparison(runs, out))

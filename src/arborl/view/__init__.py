@@ -1,8 +1,11 @@
-"""The view of a finished run: replays, curves, one HTML page. It reads run folders and never trains or samples.
+"""The view of runs: replays, curves, HTML pages, a web viewer. It reads run folders and never trains or samples.
 
 In reading order:
 
     report.py          One static page about a run
+    pushes.py          The tokens that moved the weights most in a run's last step, as HTML
+    comparison.py      Several runs on one page, with intervals
+    web/               The viewer: a local web application that reads run folders while they are written
     transcript.py      An episode as HTML: its messages by role, and how sure the model was of each token it sampled
     problems.py        What went wrong in a run
     health.py          How a run fared besides its reward

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import base64
-import json
 import logging
 from collections.abc import Mapping
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
-
-import yaml  # type: ignore[import-untyped]
 
 from arborl.rollout.store import EpisodeStore
 from arborl.track.console import measure, shown, span
@@ -20,8 +17,10 @@ from arborl.view.context_length import context_length, edits_itself
 from arborl.view.curve import learning_curve
 from arborl.view.health import health
 from arborl.view.problems import failures_of, findings_of
+from arborl.view.pushes import pushes_of
 from arborl.view.sources import composition, sources_of
 from arborl.view.transcript import Decode, transcript
+from arborl.view.web.folders import flat, look_up, read_config, read_summary
 
 log = logging.getLogger(__name__)
 
@@ -40,34 +39,45 @@ FACTS = {
 }
 
 
-def write_report(folder: Path, decode: Decode | None = None, last_steps: int = 2) -> Path:
-    """Write `report.html` into a run folder, from whatever the folder holds so far.
+def write_report(
+    folder: Path,
+    decode: Decode | None = None,
+    last_steps: int = 2,
+    out: Path | None = None,
+    pictures: Path | None = None,
+) -> Path:
+    """Write one page about a run, from whatever its folder holds so far.
 
     Args:
         folder: of the run, with any of `config.yaml`, `summary.json`, `metrics.jsonl`, `frames/*.gif`, `episodes/`.
         decode: token ids to text, to show how likely each sampled token was; without it, messages only.
         last_steps: how many of the last steps show episodes; each shows its best beside its worst, and one between.
+        out: the file; `report.html` in the folder by default.
+        pictures: where those that the page is made of are drawn; the run's folder by default.
     """
-    config, summary = _config(folder / "config.yaml"), _summary(folder / "summary.json")
-    name = str(config.get("name") or folder.resolve().name)
+    config, summary = read_config(folder), read_summary(folder)
+    name, drawn = str(config.get("name") or folder.resolve().name), pictures or folder
     sections = [
         _header(name, config, summary),
         _outcome(summary),
         findings_of(folder / "metrics.jsonl", stopped=bool(summary.get("stopped"))),
         failures_of(summary.get("failures"), folder / "episodes", last_steps),
-        _curve(folder, name, summary),
-        _health(folder),
-        _sources(folder, name),
-        _context(folder, config, last_steps),
+        _curve(folder, drawn, name, summary),
+        _health(folder, drawn),
+        _sources(folder, drawn, name),
+        _context(folder, drawn, config, last_steps),
+        pushes_of(folder, decode),
         _gifs(folder / "frames"),
         _episodes(folder / "episodes", decode, last_steps),
+        _settings(config),
     ]
-    path = folder / "report.html"
-    path.write_text(_page(name, "".join(sections)), encoding="utf-8", errors="replace")
+    path = out or folder / "report.html"
+    path.write_text(page(name, "".join(sections)), encoding="utf-8", errors="replace")
     return path
 
 
-def _page(name: str, body: str) -> str:
+def page(name: str, body: str) -> str:
+    """A whole document that loads nothing from anywhere."""
     style = files("arborl.view").joinpath("report.css").read_text(encoding="utf-8")
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
     return (
@@ -79,7 +89,7 @@ def _page(name: str, body: str) -> str:
 
 
 def _header(name: str, config: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
-    facts = {label: _look_up(config, path) for label, path in FACTS.items()}
+    facts = {label: look_up(config, path) for label, path in FACTS.items()}
     if facts["seed"] is None:
         facts["seed"] = summary.get("seed")
     if summary.get("train_seconds") is not None:
@@ -101,35 +111,35 @@ def _outcome(summary: Mapping[str, Any]) -> str:
     return f"<h2>Held-out tasks</h2><table><tr><th></th>{head}</tr>{body}</table>"
 
 
-def _curve(folder: Path, name: str, summary: Mapping[str, Any]) -> str:
+def _curve(folder: Path, drawn: Path, name: str, summary: Mapping[str, Any]) -> str:
     metrics = folder / "metrics.jsonl"
     if not metrics.exists():
         return ""
     before, after = ((summary.get(when) or {}).get("success") for when in ("before", "after"))
     try:
-        picture = learning_curve(metrics, folder / "curve.png", name, before, after)
+        picture = learning_curve(metrics, drawn / "curve.png", name, before, after)
     except ValueError as error:  # no step yet
         log.info("no curve in the report: %s", error)
         return ""
-    return f'<h2>Learning curve</h2><img alt="success and reward by step" src="{_data_uri(picture, "image/png")}">'
+    return f'<h2>Learning curve</h2><img alt="success and reward by step" src="{data_uri(picture, "image/png")}">'
 
 
-def _health(folder: Path) -> str:
-    picture = health(folder / "metrics.jsonl", folder / "health.png")
+def _health(folder: Path, drawn: Path) -> str:
+    picture = health(folder / "metrics.jsonl", drawn / "health.png")
     if picture is None:
         return ""
     what = "flat groups, entropy, valid replies, failures, stop reasons by step"
-    return f'<h2>How it went</h2><img alt="{what}" src="{_data_uri(picture, "image/png")}">'
+    return f'<h2>How it went</h2><img alt="{what}" src="{data_uri(picture, "image/png")}">'
 
 
-def _sources(folder: Path, name: str) -> str:
+def _sources(folder: Path, drawn: Path, name: str) -> str:
     if len(sources_of(folder / "metrics.jsonl")) < 2:
         return ""
-    picture = composition(folder, folder / "sources.png", name)
-    return f'<h2>Sources</h2><img alt="shares and success by source" src="{_data_uri(picture, "image/png")}">'
+    picture = composition(folder, drawn / "sources.png", name)
+    return f'<h2>Sources</h2><img alt="shares and success by source" src="{data_uri(picture, "image/png")}">'
 
 
-def _context(folder: Path, config: Mapping[str, Any], last_steps: int) -> str:
+def _context(folder: Path, drawn: Path, config: Mapping[str, Any], last_steps: int) -> str:
     """Of the last steps, the longest episodes of those whose agents edited their context."""
     store = EpisodeStore(folder / "episodes")
     paths = store.paths()[-last_steps:] if last_steps > 0 else []
@@ -137,14 +147,14 @@ def _context(folder: Path, config: Mapping[str, Any], last_steps: int) -> str:
     if not edited:
         return ""
     longest = sorted(edited, key=lambda episode: len(episode.calls))[-4:]
-    window = _look_up(config, "sampling.max_context")
-    picture = context_length(longest, folder / "context.png", "Length of the context", window)
-    return f'<h2>Context</h2><img alt="length of the context by call" src="{_data_uri(picture, "image/png")}">'
+    window = look_up(config, "sampling.max_context")
+    picture = context_length(longest, drawn / "context.png", "Length of the context", window)
+    return f'<h2>Context</h2><img alt="length of the context by call" src="{data_uri(picture, "image/png")}">'
 
 
 def _gifs(folder: Path) -> str:
     figures = [
-        f'<figure><img alt="replay" src="{_data_uri(path, "image/gif")}">'
+        f'<figure><img alt="replay" src="{data_uri(path, "image/gif")}">'
         f"<figcaption>{escape(path.stem)}</figcaption></figure>"
         for path in sorted(folder.glob("*.gif"))
     ]
@@ -170,6 +180,14 @@ def _episodes(folder: Path, decode: Decode | None, last_steps: int) -> str:
     return f"<h2>Episodes</h2>{f'<p class=hint>{hint}</p>' if decode else ''}{''.join(blocks)}"
 
 
+def _settings(config: Mapping[str, Any]) -> str:
+    """Every key, folded."""
+    if not config:
+        return ""
+    rows = "".join(f"<dt>{escape(key)}</dt><dd>{escape(str(value))}</dd>" for key, value in flat(config).items())
+    return f"<h2>Settings</h2><details><summary>all of them</summary><dl>{rows}</dl></details>"
+
+
 def _telling(episodes: list[Episode]) -> tuple[dict[str, Episode], list[Episode]]:
     """The best and the worst by reward, to stand beside each other; and one between, and one that failed if any did."""
     ranked = sorted((it for it in episodes if it.failure is None), key=lambda it: it.reward, reverse=True)
@@ -178,25 +196,6 @@ def _telling(episodes: list[Episode]) -> tuple[dict[str, Episode], list[Episode]
     return ends, between + [it for it in episodes if it.failure is not None][:1]
 
 
-def _config(path: Path) -> dict[str, Any]:
-    found = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None
-    return found if isinstance(found, dict) else {}
-
-
-def _summary(path: Path) -> dict[str, Any]:
-    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-    return found if isinstance(found, dict) else {}
-
-
-def _look_up(config: Mapping[str, Any], path: str) -> Any:
-    """`model.name` in a nested mapping. A part may be given as its bare name."""
-    found: Any = config
-    for key in path.split("."):
-        if isinstance(found, str) and key == "name":
-            return found
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found
-
-
-def _data_uri(path: Path, kind: str) -> str:
+def data_uri(path: Path, kind: str) -> str:
+    """A picture as part of a page."""
     return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode('ascii')}"

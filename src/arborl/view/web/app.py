@@ -90,12 +90,16 @@ class Shelf:
             return self._decoders.get(run)
 
     def episodes(self, run: str, kind: str, step: int, lines: Sequence[int]) -> dict[int, Episode]:
-        """Some episodes of a step, by their line; without those that are not there."""
-        found = self.at(run, kind, step).lines(kind, step, lines)
-        try:
-            return {line: parsed(read, f"{run}: {kind}, step {step}, line {line + 1}") for line, read in found.items()}
-        except (ConfigError, ValueError) as error:  # the file has changed under the index
-            raise HTTPException(409, str(error)) from None
+        """Some episodes of a step, by their line; without those that are not there, or are none. Where a single one was
+        asked for, it is said why."""
+        found: dict[int, Episode] = {}
+        for line, read in self.at(run, kind, step).lines(kind, step, lines).items():
+            try:
+                found[line] = parsed(read, f"{run}: {kind}, step {step}, line {line + 1}")
+            except (ConfigError, ValueError) as error:  # or the file has changed under the index
+                if len(lines) == 1:
+                    raise HTTPException(409, str(error)) from None
+        return found
 
     def episode(self, run: str, kind: str, step: int, line: int) -> Episode:
         found = self.episodes(run, kind, step, [line])
@@ -110,8 +114,15 @@ class Shelf:
             tree = rows.execute(asked, (kind, step, line)).fetchone()
             if tree is None:
                 raise HTTPException(404, f"{run} has no episode {line} in step {step} ({kind})")
-            asked = f"SELECT {', '.join(search.SHOWN)} FROM episodes WHERE kind = ? AND step = ? AND tree = ?"
-            return [dict(row) for row in rows.execute(f"{asked} ORDER BY line", (kind, step, tree["tree"]))]
+            asked = f"{search.ROWS} WHERE kind = ? AND step = ? AND tree = ? ORDER BY line"
+            return [dict(row) for row in rows.execute(asked, (kind, step, tree["tree"]))]
+
+    def siblings(self, run: str, kind: str, step: int, line: int) -> tuple[list[dict[str, Any]], dict[int, Episode]]:
+        """The group's rows and episodes, as far as both are there: files may be replaced at any moment."""
+        rows = self.group(run, kind, step, line)
+        read = self.episodes(run, kind, step, [row["line"] for row in rows])
+        read |= {} if line in read else {line: self.episode(run, kind, step, line)}  # it says why not
+        return [row for row in rows if row["line"] in read], read
 
 
 def make_app(root: Path) -> FastAPI:
@@ -127,6 +138,10 @@ def make_app(root: Path) -> FastAPI:
     @app.exception_handler(OSError)
     async def unreadable(request: Request, error: OSError) -> Response:
         return JSONResponse({"detail": f"cannot be read: {error}"}, 500)
+
+    @app.exception_handler(OverflowError)
+    async def too_large(request: Request, error: OverflowError) -> Response:
+        return JSONResponse({"detail": "a number is too large"}, 422)
 
     @app.middleware("http")
     async def headed(request: Request, call_next: Any) -> Response:
@@ -206,8 +221,7 @@ def _add_reading(app: FastAPI, shelf: Shelf) -> None:
     @app.get("/api/episode")
     def episode(run: str, kind: str, step: int, line: int) -> Response:
         """One episode, token by token."""
-        rows, decode = shelf.group(run, kind, step, line), shelf.decoder(run)
-        read = shelf.episodes(run, kind, step, [row["line"] for row in rows])
+        (rows, read), decode = shelf.siblings(run, kind, step, line), shelf.decoder(run)
         found, own = read[line], list(read).index(line)
         terms = TermStore(shelf.folder(run) / "terms").read(step) if kind == "train" else None
         calls = calls_of(found, decode, terms, line)
@@ -220,11 +234,10 @@ def _add_reading(app: FastAPI, shelf: Shelf) -> None:
     @app.get("/api/group")
     def group(run: str, kind: str, step: int, line: int) -> Response:
         """The tree of the episode's group."""
-        rows = shelf.group(run, kind, step, line)
-        siblings = list(shelf.episodes(run, kind, step, [row["line"] for row in rows]).values())
-        lengths = [[len(call.prompt) + len(call.completion.tokens) for call in one.calls] for one in siblings]
+        rows, read = shelf.siblings(run, kind, step, line)
+        lengths = [[len(call.prompt) + len(call.completion.tokens) for call in one.calls] for one in read.values()]
         window = folders.look_up(folders.read_config(shelf.folder(run)), "sampling.max_context")
-        tree = tree_of(siblings, shelf.decoder(run))
+        tree = tree_of([*read.values()], shelf.decoder(run))
         return answer(tree | {"group": rows, "lengths": lengths, "window": window})
 
     @app.get("/api/parting")

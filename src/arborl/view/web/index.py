@@ -12,24 +12,25 @@ import os
 import re
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from arborl.view.web.rows import COLUMNS, row_of
+from arborl.view.web.rows import COLUMNS, NAMES, row_of
 
 log = logging.getLogger(__name__)
 
 NAME = ".index.sqlite3"
-FORM = 3
+FORM = 6
 """Of the tables; an index of another form is made anew."""
 KINDS = {"train": "episodes", "evaluation": "episodes/evaluation"}
 """Folders of episode files, by what their episodes were played for."""
 FILE = re.compile(r"step-(\d+)\.jsonl")
-AT_ONCE = 400
-"""Lines between two commits: who asks sees them then."""
+AT_ONCE = 0.15
+"""Seconds between two commits: whoever asks sees the rows then."""
 PATIENCE = 30.0
 """Seconds that another process may take to write the same index."""
 TABLES = f"""
@@ -39,10 +40,10 @@ CREATE TABLE IF NOT EXISTS files (
 CREATE TABLE IF NOT EXISTS episodes (
     number INTEGER PRIMARY KEY AUTOINCREMENT, kind TEXT, step INTEGER, line INTEGER, begin INTEGER, length INTEGER,
     tree INTEGER, lag INTEGER, {", ".join(COLUMNS)});
-CREATE INDEX IF NOT EXISTS by_place ON episodes (kind, step, line);
-CREATE INDEX IF NOT EXISTS by_step ON episodes (step DESC, line);
-CREATE INDEX IF NOT EXISTS by_reward ON episodes (reward);
-CREATE VIRTUAL TABLE IF NOT EXISTS words USING fts5(said, content='', tokenize='unicode61');
+CREATE TABLE IF NOT EXISTS names (number INTEGER PRIMARY KEY, {", ".join(NAMES)});
+CREATE INDEX IF NOT EXISTS by_place ON episodes (step DESC, kind DESC, line, stop, source, failure, reward, lag);
+CREATE INDEX IF NOT EXISTS by_task ON names (task);
+CREATE VIRTUAL TABLE IF NOT EXISTS words USING fts5(said, content='', detail=none, tokenize='unicode61');
 PRAGMA user_version = {FORM};
 """
 
@@ -237,12 +238,12 @@ class EpisodeIndex:
                 read = lines = bad = 0
                 tasks, last = -1, ""
             inserted: list[tuple[Any, ...]] = []
-            searched: list[str] = []
+            named: list[tuple[Any, ...]] = []
+            until, whole = time.monotonic() + AT_ONCE, True
             with file.path.open("rb") as stream:
                 stream.seek(read)
-                whole = True
-                for number in range(AT_ONCE + 1):
-                    if number == AT_ONCE:
+                while True:
+                    if inserted and time.monotonic() > until:
                         whole = False
                         break
                     line = stream.readline()
@@ -257,9 +258,9 @@ class EpisodeIndex:
                         if columns["task"] != task or columns["episode"] == opened:  # another group
                             tasks, last = tasks + 1, f"{columns['task']}\n{columns['episode']}"
                         inserted.append(_row(file, lines, read, len(line), tasks, columns))
-                        searched.append(said)
+                        named.append((*(columns[name] for name in NAMES), said))
                     lines, read = lines + 1, read + len(line)
-            _insert(connection, inserted, searched)
+            _insert(connection, inserted, named)
             stamp = (file.size, file.changed) if whole else (-1, 0)
             connection.execute(
                 "INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -279,19 +280,22 @@ def _row(file: File, line: int, begin: int, length: int, tree: int, columns: dic
     return (file.kind, file.step, line, begin, length, tree, lag, *(columns[name] for name in COLUMNS))
 
 
-def _insert(connection: sqlite3.Connection, rows: list[tuple[Any, ...]], searched: list[str]) -> None:
+def _insert(connection: sqlite3.Connection, rows: list[tuple[Any, ...]], named: list[tuple[Any, ...]]) -> None:
     given = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'episodes'").fetchone()
     first = 1 + (given[0] if given else 0)
     marks = ", ".join("?" * (8 + len(COLUMNS)))
     numbered = [(first + at, *row) for at, row in enumerate(rows)]
     connection.executemany(f"INSERT INTO episodes VALUES ({marks})", numbered)
-    connection.executemany(
-        "INSERT INTO words (rowid, said) VALUES (?, ?)", [(first + at, said) for at, said in enumerate(searched)]
-    )
+    names = [(first + at, *row[:-1]) for at, row in enumerate(named)]
+    connection.executemany(f"INSERT INTO names VALUES ({', '.join('?' * (1 + len(NAMES)))})", names)
+    words = [(first + at, row[-1]) for at, row in enumerate(named)]
+    connection.executemany("INSERT INTO words (rowid, said) VALUES (?, ?)", words)
 
 
 def _drop(connection: sqlite3.Connection, kind: str, step: int) -> None:
     """Its words stay: no number is given out twice, and whoever searches looks for rows that are there."""
+    own = "SELECT number FROM episodes WHERE kind = ? AND step = ?"
+    connection.execute(f"DELETE FROM names WHERE number IN ({own})", (kind, step))
     connection.execute("DELETE FROM episodes WHERE kind = ? AND step = ?", (kind, step))
     connection.execute("DELETE FROM files WHERE kind = ? AND step = ?", (kind, step))
 

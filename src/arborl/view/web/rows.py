@@ -12,9 +12,12 @@ from arborl.types import GIVEN
 TEXT = 20_000
 """Characters of an episode that can be searched."""
 COLUMNS = (
-    "episode", "task", "source", "agent", "env", "reward", "success", "stop", "failure", "turns", "calls", "sampled",
-    "context", "branches", "version", "seconds", "weight", "preview",
+    "source", "agent", "env", "reward", "success", "stop", "failure", "turns", "calls", "sampled", "context",
+    "branches", "version", "seconds", "weight",
 )  # fmt: skip
+"""What episodes are found by: short, so that all of them are looked through in a moment."""
+NAMES = ("episode", "task", "preview")
+"""What is shown of those that were found."""
 
 
 def row_of(line: bytes) -> tuple[dict[str, Any], str] | None:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import re
 import sqlite3
+from collections import Counter
 from dataclasses import dataclass, fields
 from typing import Any
 
 SHOWN = (
-    "kind", "step", "line", "tree", "lag", "episode", "task", "source", "reward", "success", "stop", "failure", "turns",
-    "calls", "sampled", "context", "branches", "version", "seconds", "preview",
+    "kind", "step", "line", "tree", "lag", "source", "reward", "success", "stop", "failure", "turns", "calls",
+    "sampled", "context", "branches", "version", "seconds", "episode", "task", "preview",
 )  # fmt: skip
-ORDERS = {name: name for name in SHOWN if name != "preview"}
-"""Columns that rows may be ordered by; nothing that a browser says becomes part of a question otherwise."""
+ORDERS = {name for name in SHOWN if name not in ("preview", "step", "line")}
+"""Columns that rows may be ordered by, beside their place; nothing else that a browser says becomes part of a
+question."""
+ROWS = f"SELECT number, {', '.join(SHOWN)} FROM episodes JOIN names USING (number)"
 MOST = 200
 """Rows of a page."""
+FEW = 500
+"""Hits of a search that are named one by one."""
 FACETS = ("kind", "stop", "source", "failure")
 
 
@@ -38,12 +43,15 @@ class Asked:
     """Words that were said, in any order; the last may be half a word."""
 
     def conditions(self) -> tuple[str, list[Any]]:
-        """As SQL, with the values beside it."""
+        """As SQL, with the values beside it; all but the text. The plus says: walk in order, rather than sort."""
         said, values = list[str](), list[Any]()
-        for name in ("kind", "stop", "source", "task"):
+        for name in ("kind", "stop", "source"):
             if (value := getattr(self, name)) is not None:
                 said.append(f"{name} = ?")
                 values.append(value)
+        if self.task is not None:
+            said.append("+number IN (SELECT number FROM names WHERE task = ?)")
+            values.append(self.task)
         if self.failure is not None:
             all_or_none = {"any": "failure != ''", "none": "failure = ''"}.get(self.failure)
             said.append(all_or_none or "failure = ?")
@@ -53,9 +61,6 @@ class Asked:
             if end and (value := getattr(self, field.name)) is not None:
                 said.append(f"{name} {'>=' if end == 'from' else '<='} ?")
                 values.append(value)
-        if self.text and (match := matching(self.text)):
-            said.append("number IN (SELECT rowid FROM words WHERE words MATCH ?)")
-            values.append(match)
         return " AND ".join(said) or "1", values
 
 
@@ -67,7 +72,7 @@ def matching(text: str) -> str:
     >>> matching('*()')
     ''
     """
-    words = re.findall(r"\w+", text.replace("\x00", " "))
+    words = re.findall(r"[^\W_]+", text)
     return " ".join(f'"{word}"' for word in words) + ("*" if words else "")
 
 
@@ -78,37 +83,68 @@ def page(rows: sqlite3.Connection, asked: Asked, order: str, first: int, count: 
         order: columns, the most important first, `-` before those that fall: `-step,reward`.
     """
     where, values = asked.conditions()
-    total = rows.execute(f"SELECT count(*) FROM episodes WHERE {where}", values).fetchone()[0]
-    found = rows.execute(
-        f"SELECT {', '.join(SHOWN)} FROM episodes WHERE {where} ORDER BY {ordered(order)} LIMIT ? OFFSET ?",
-        [*values, max(0, min(count, MOST)), max(0, min(first, 2**62))],
-    )
-    return {"total": total, "rows": [dict(row) for row in found]}
+    first, count = max(0, min(first, 2**40)), max(0, min(count, MOST))
+    named = order.removeprefix("-").startswith(("episode", "task"))
+    of = "episodes JOIN names USING (number)" if named else "episodes"
+    match = matching(asked.text or "")
+    said = saying(rows, match) if match else set()
+    if match and len(said) <= FEW:  # they are looked up, rather than all others passed by
+        where += f" AND number IN ({', '.join(map(str, said))})"
+    wanted = f"SELECT number FROM {of} WHERE {where} ORDER BY {ordered(order)}"
+    if match:
+        found = [number for (number,) in rows.execute(wanted, values) if number in said]
+        total, numbers = len(found), found[first : first + count]
+    else:
+        counted = (
+            "SELECT coalesce(sum(lines - bad), 0) FROM files"
+            if where == "1"
+            else f"SELECT count(*) FROM episodes WHERE {where}"
+        )
+        total = rows.execute(counted, values).fetchone()[0]
+        numbers = [number for (number,) in rows.execute(f"{wanted} LIMIT ? OFFSET ?", (*values, count, first))]
+    marks = ", ".join("?" * len(numbers))
+    by_number = {row["number"]: dict(row) for row in rows.execute(f"{ROWS} WHERE number IN ({marks})", numbers)}
+    return {"total": total, "rows": [by_number[number] for number in numbers if number in by_number]}
+
+
+def saying(rows: sqlite3.Connection, match: str) -> set[int]:
+    """Episodes in which this was said. A set, since SQLite would take three times as long over a frequent word."""
+    try:
+        return {number for (number,) in rows.execute("SELECT rowid FROM words WHERE words MATCH ?", (match,))}
+    except sqlite3.OperationalError:  # a word that is none to SQLite
+        return set()
 
 
 def ordered(order: str) -> str:
-    """As SQL. What is not known comes last, whatever the direction.
+    """As SQL. What is not known comes last, whatever the direction; of equals the newest first.
 
     >>> ordered("-reward")
-    'reward IS NULL, reward DESC, step DESC, kind DESC, line'
+    'reward DESC, step DESC, kind DESC, line'
+    >>> ordered("step")
+    'step, kind, line DESC'
     """
-    said = []
+    said: list[str] = []
     for name in order.split(","):
-        plain = ORDERS.get(name.removeprefix("-"))
+        plain = name.removeprefix("-")
         if plain == "step":
-            said.append("step DESC" if name.startswith("-") else "step")
-        elif plain:
-            said += [f"{plain} IS NULL", f"{plain} DESC" if name.startswith("-") else plain]
-    missing = [end for end in ("step DESC", "kind DESC", "line") if end.split()[0] not in {s.split()[0] for s in said}]
-    return ", ".join([*said, *missing])
+            return ", ".join(
+                [*said, *(("step DESC", "kind DESC", "line") if name != plain else ("step", "kind", "line DESC"))]
+            )
+        if plain in ORDERS:
+            said += [f"{plain} DESC"] if name != plain else [f"{plain} IS NULL", plain]
+    return ", ".join([*said, "step DESC", "kind DESC", "line"])
 
 
 def facets(rows: sqlite3.Connection) -> dict[str, Any]:
     """What there is to choose from, with counts, and between what numbers lie."""
-    counted = {
-        name: [[value, count] for value, count in rows.execute(
-            f"SELECT {name}, count(*) FROM episodes GROUP BY {name} ORDER BY 2 DESC LIMIT 60")]
-        for name in FACETS
-    }  # fmt: skip
-    ends = rows.execute("SELECT min(step), max(step), min(reward), max(reward), max(lag) FROM episodes").fetchone()
-    return counted | dict(zip(("step_from", "step_to", "reward_from", "reward_to", "lag_to"), ends, strict=True))
+    counted: dict[str, Counter[str]] = {name: Counter() for name in FACETS}
+    for *values, count in rows.execute(
+        f"SELECT {', '.join(FACETS)}, count(*) FROM episodes GROUP BY {', '.join(FACETS)}"
+    ):
+        for name, value in zip(FACETS, values, strict=True):
+            counted[name][value] += count
+    ends = rows.execute("SELECT min(reward), max(reward), max(lag) FROM episodes").fetchone()
+    steps = rows.execute("SELECT min(step), max(step) FROM files").fetchone()
+    names = ("step_from", "step_to", "reward_from", "reward_to", "lag_to")
+    most = {name: [list(one) for one in found.most_common(60)] for name, found in counted.items()}
+    return most | dict(zip(names, (*steps, *ends), strict=True))

@@ -1,0 +1,205 @@
+"""Several runs on one page: the same settings with other seeds together, with intervals; other settings beside them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from arborl.errors import ConfigError
+from arborl.track.jsonl import read_metrics
+from arborl.trainer.intervals import student
+from arborl.view.curve import COLOURS, STYLE, series_of
+from arborl.view.report import data_uri, page
+from arborl.view.web.folders import differences, flat, read_config, read_summary
+
+SHOWN = {
+    "reward/mean": "Reward of training episodes", "episode/success": "Success of training episodes",
+    "evaluation/success": "Success on held-out tasks", "policy/entropy": "Entropy, nats a token",
+    "policy/loss": "Loss", "evaluation/loss": "Loss on held-out rows",
+}  # fmt: skip
+MEASURES = ("success", "reward", "loss", "greedy_success")
+SEEDS = ("seed", "output_dir", "name")
+"""What may differ between runs of one setting."""
+
+
+@dataclass(slots=True)
+class Setting:
+    """Runs that differ in nothing but their seed."""
+
+    says: str
+    """What it has otherwise than the others."""
+    runs: list[Path] = field(default_factory=list)
+    rows: list[list[dict[str, Any]]] = field(default_factory=list)
+    """Of each run its metrics."""
+
+    def band(self, name: str) -> list[tuple[int, float, float, float]]:
+        """At each step that all its runs have: the mean, and its 95 % interval over seeds; of one seed, the number."""
+        series = [dict(series_of(rows, name)) for rows in self.rows]
+        steps = sorted(set.intersection(*(set(one) for one in series))) if series else []
+        found = []
+        for step in steps:
+            values = [one[step] for one in series]
+            low, high = student(values) or (values[0], values[0])
+            found.append((step, fmean(values), low, high))
+        return found
+
+
+def write_comparison(folders: Sequence[Path], out: Path) -> Path:
+    """Write the page.
+
+    Args:
+        folders: of two runs or more.
+        out: the file.
+    """
+    settings = settings_of(folders)
+    with TemporaryDirectory() as drawn:
+        picture = _picture(settings, Path(drawn) / "curves.png")
+        curves = f'<h2>Curves</h2><p class="hint">{_hint(settings)}</p>'
+        curves += f'<img alt="curves of all settings" src="{data_uri(picture, "image/png")}">' if picture else ""
+    title = f"{len(folders)} runs, {len(settings)} setting{'s' if len(settings) > 1 else ''}"
+    sections = [
+        f"<h1>{title}</h1>",
+        _outcome(settings),
+        curves if picture else "",
+        _runs(settings),
+        _differences(folders),
+    ]
+    out.write_text(page(title, "".join(sections)), encoding="utf-8", errors="replace")
+    return out
+
+
+def settings_of(folders: Sequence[Path]) -> list[Setting]:
+    """Runs by setting, in the order in which each was first named."""
+    for folder in folders:
+        if not (folder / "metrics.jsonl").is_file():
+            raise ConfigError(
+                f"{folder}: there is no metrics.jsonl, so it is no run's folder. Write the folders of runs."
+            )
+    if len({folder.resolve() for folder in folders}) != len(folders):
+        raise ConfigError("a run is named twice. Write each once.")
+    configs = [read_config(folder) for folder in folders]
+    differ = [key for key in differences(configs)[0] if key not in SEEDS]
+    found: dict[str, Setting] = {}
+    for folder, config in zip(folders, configs, strict=True):
+        own = flat(config)
+        says = ", ".join(f"{key}={_plain(own.get(key))}" for key in differ) or "one setting"
+        setting = found.setdefault(says, Setting(says))
+        setting.runs.append(folder)
+        setting.rows.append(list(read_metrics(folder / "metrics.jsonl")))
+    return list(found.values())
+
+
+def _outcome(settings: Sequence[Setting]) -> str:
+    """What was measured on held-out tasks, before and after, of each setting."""
+    summaries = [[read_summary(run) for run in setting.runs] for setting in settings]
+    known = [
+        name
+        for name in MEASURES
+        if any(_measured(one, "after", name) is not None for some in summaries for one in some)
+    ]
+    if not known:
+        return ""
+    head = "".join(f"<th>{escape(name.replace('_', ' '))} before</th><th>after</th>" for name in known)
+    body = ""
+    for number, (setting, some) in enumerate(zip(settings, summaries, strict=True)):
+        cells = "".join(f"<td>{_cell(some, when, name)}</td>" for name in known for when in ("before", "after"))
+        key = f'<span class="key" style="background:{COLOURS[number % len(COLOURS)]}"></span>'
+        body += f"<tr class=after><td>{key} {escape(setting.says)}</td><td>{len(setting.runs)}</td>{cells}</tr>"
+    table = f"<table><tr><th>setting</th><th>seeds</th>{head}</tr>{body}</table>"
+    return f'<h2>Held-out tasks</h2><div class="wide">{table}</div>'
+
+
+def _cell(summaries: Sequence[Mapping[str, Any]], when: str, name: str) -> str:
+    """Of several seeds the mean and Student's interval over them; of one its own, over tasks."""
+    found = [one for summary in summaries if (one := _measured(summary, when, name)) is not None]
+    if not found:
+        return "–"
+    low_high = student(found)
+    if low_high is None:
+        ends = [_measured(summaries[0], when, f"{name}_{end}") for end in ("low", "high")]
+        low_high = (ends[0], ends[1]) if ends[0] is not None and ends[1] is not None else None
+    between = f" ({low_high[0]:.3f}–{low_high[1]:.3f})" if low_high is not None else ""
+    return f"{fmean(found):.3f}{between}"
+
+
+def _measured(summary: Mapping[str, Any], when: str, name: str) -> float | None:
+    measured = summary.get(when)
+    value = measured.get(name) if isinstance(measured, Mapping) else None
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _hint(settings: Sequence[Setting]) -> str:
+    several = any(len(setting.runs) > 1 for setting in settings)
+    return (
+        "Lines are means over seeds, bands their 95 % intervals (Student's t), at steps that all seeds have."
+        if several
+        else "One seed a setting: how much of a difference is chance, these curves cannot say."
+    )
+
+
+def _picture(settings: Sequence[Setting], out: Path) -> Path | None:
+    """A panel a metric, a line and a band a setting."""
+    bands = {name: [setting.band(name) for setting in settings] for name in SHOWN}
+    names = [name for name, found in bands.items() if any(found)]
+    if not names:
+        return None
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):
+        high = -(-len(names) // 2)
+        figure = Figure(figsize=(11, 3.6 * high), dpi=110, layout="constrained")
+        for at, name in enumerate(names):
+            axes = figure.add_subplot(high, 2, at + 1)
+            axes.set_title(SHOWN[name], fontsize=11)
+            axes.set_xlabel("step")
+            for number, (setting, band) in enumerate(zip(settings, bands[name], strict=True)):
+                if band:
+                    steps, means, low, high_ = (list(column) for column in zip(*band, strict=True))
+                    colour, mark = COLOURS[number % len(COLOURS)], "o" if name.startswith("evaluation/") else None
+                    axes.plot(steps, means, color=colour, linewidth=2, marker=mark, label=_short(setting.says))
+                    axes.fill_between(steps, low, high_, color=colour, alpha=0.16, linewidth=0)
+            if at == 0 and len(settings) > 1:
+                axes.legend(loc="best", fontsize=9, frameon=True, framealpha=0.9, edgecolor="none")
+        figure.savefig(out, format="png")
+    return out
+
+
+def _runs(settings: Sequence[Setting]) -> str:
+    rows = ""
+    for setting in settings:
+        for run, metrics in zip(setting.runs, setting.rows, strict=True):
+            summary, config = read_summary(run), read_config(run)
+            cells = (
+                str(run), setting.says, str(config.get("seed", "–")), str(metrics[-1]["step"] if metrics else 0),
+                _cell([summary], "before", "success"), _cell([summary], "after", "success"),
+            )  # fmt: skip
+            rows += f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
+    head = "".join(f"<th>{name}</th>" for name in ("run", "setting", "seed", "steps", "success before", "after"))
+    return f'<h2>Runs</h2><div class="wide"><table><tr>{head}</tr>{rows}</table></div>'
+
+
+def _differences(folders: Sequence[Path]) -> str:
+    differ = differences([read_config(folder) for folder in folders])[0]
+    if not differ:
+        return ""
+    head = "".join(f"<th>{escape(folder.name)}</th>" for folder in folders)
+    rows = "".join(
+        f"<tr><td>{escape(key)}</td>{''.join(f'<td>{escape(_plain(value))}</td>' for value in values)}</tr>"
+        for key, values in differ.items()
+    )
+    return f'<h2>Settings that differ</h2><div class="wide"><table><tr><th>setting</th>{head}</tr>{rows}</table></div>'
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 48 else f"{text[:45]}…"
