@@ -56,7 +56,7 @@ def findings(arguments: Sequence[str], model: str, config: Path | None) -> list[
     paths, settings = split(arguments, OPTIONS)
     path = one_path(paths, "run")
     if path is not None and path.endswith(".yaml") and config is None:
-        path, config = None, Path(path)
+        config, path = Path(path), None
     if path is not None and (model or config or settings):
         raise ConfigError(f"{path!r} is a run, which is looked at as it is. Leave --model, --config and settings out.")
     if path is not None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from arborl.algorithms.algorithm import Needs
 from arborl.build import Parts
-from arborl.doctor.finding import Evidence, Finding
+from arborl.doctor.finding import Evidence, Finding, State
 from arborl.envs.checker import check_env
 from arborl.rollout.tree import plant
 from arborl.seeds import derive
@@ -95,7 +95,7 @@ def episodes_played(step: FirstStep) -> Finding:
     failed = [episode for episode in step.episodes if episode.failure is not None]
     if not failed:
         return Finding("episodes", "ok", f"{len(step.episodes)} played, none failed")
-    state = "fail" if len(failed) > len(step.episodes) / 2 else "warn"
+    state: State = "fail" if len(failed) > len(step.episodes) / 2 else "warn"
     detail = f"{len(failed)} of {len(step.episodes)} failed: {failed[0].failure}"
     advice = "Mend the part that it names; `arborl rollout` plays one episode and shows it."
     return Finding("episodes", state, detail[:400], advice, _shown(failed))

@@ -11,7 +11,7 @@ from typing import Any
 
 from arborl.chat import Renderer
 from arborl.chat.conversation import Conversations
-from arborl.doctor.finding import Finding
+from arborl.doctor.finding import Finding, State
 from arborl.types import Completion, Finish, Message, ToolCall, ToolSpec
 
 SAID = "An answer of some words."
@@ -137,7 +137,7 @@ def tool_round_trip(subject: Subject) -> Finding:
     renderer, name = subject.renderer, "tool round trip"
     advice = "Write agent.tool_format as the model was taught (`fence`, `hermes`, `llama3`, `mistral`, `pythonic`, "
     advice += "`qwen_xml`, `react`), or a parser of your own."
-    state = "fail" if subject.tools else "warn"
+    state: State = "fail" if subject.tools else "warn"
     written = renderer.parser.format(CALL)
     ids = renderer.encode(renderer.said(written))
     if not _same(renderer.parser.parse(renderer.decode(ids))):

@@ -97,7 +97,8 @@ def wide_gap(course: Course) -> Seen | None:
 
 def growing_gap(course: Course) -> Seen | None:
     own = course["policy/rollout_gap"]
-    if not own.long or own.late < max(5 * own.early, 0.01) or not own.change():
+    apart = own.long and min(own.values[-own.window :]) > max(own.values[: own.window])
+    if not apart or own.late < max(5 * own.early, 0.01):
         return None
     return Seen(_moved("exp|Δ| - 1", own), own.latest)
 
