@@ -112,8 +112,9 @@ MODELS = (
 # ------------------------------------------------------------------------------------------------ real runs
 
 CALL = '<tool_call>{"name": "divide", "arguments": {"number": 1}}</tool_call>'
+SCRIPTED: Mapping[str, Any] = {"engine.name": "scripted", "engine.replies": ["Yes.", "No."]}
 QUICK: Mapping[str, Any] = {
-    "engine.name": "scripted", "engine.replies": ["Yes.", "No."], "rollout.tasks_per_step": 4, "rollout.group_size": 4,
+    "rollout.tasks_per_step": 4, "rollout.group_size": 4,
     "evaluation.tasks": 0, "track.tensorboard": False, "track.gifs": 0, "threads": 1,
 }  # fmt: skip
 SEEDLING: Mapping[str, Any] = {"engine.name": "local", "env.name": "frozen_lake"}
@@ -125,8 +126,9 @@ def ran(what: str, finding: str, state: str = "fail", steps: int = 6, **settings
     def find(tmp: Path) -> list[Finding]:
         given = {name: value(tmp) if callable(value) and name == "model" else value for name, value in settings.items()}
         more = given.pop("more", {})
+        quick = {**QUICK, **SCRIPTED} if "engine.name" not in more else QUICK
         with suppress(RunStopped):
-            arborl.run(output_dir=tmp / "run", steps=steps, **{**QUICK, **more, **given})
+            arborl.run(output_dir=tmp / "run", steps=steps, **{**quick, **more, **given})
         return examine_run(tmp / "run")
 
     return Fault(what, finding, find, "a run", state)
@@ -149,7 +151,7 @@ REAL = (
         more={"sampling.max_tokens": 2, "engine.replies": ["No, no, no, no.", "Never, not at all."]}),
     ran("group filter that nothing passes", "filtered", env=parts.Yes(pays=False), steps=3,
         more={"rollout.group_filter": "varied"}),
-    ran("reward that is sometimes not a number", "not_a_number", env=parts.Yes(), rewards=[parts.not_a_number],
+    ran("reward that is sometimes not a number", "some_fail", "warn", env=parts.Yes(), rewards=[parts.not_a_number],
         steps=3),
     ran("reward with the wrong sign", "wrong_ones_paid", steps=2,
         more={**SEEDLING, "rollout.group_size": 8, "rewards": [{"name": "env", "weight": -1.0}]}),
@@ -203,6 +205,8 @@ WORSE = always(evaluation__success=0.02, evaluation__success_low=0.0, evaluation
 WRITTEN = (
     written("entropy falls to nothing at half the way", "entropy_collapsed",
             since(HALF, always(policy__entropy=0.001, group__flat=0.75, episode__success=0.3, reward__mean=0.3))),
+    written("entropy leaps and the reward is lost", "lr_too_high",
+            since(HALF, always(policy__entropy=5.0, episode__success=0.02, reward__mean=0.02))),
     written("gradient of 400 at one step", "gradient_spikes",
             lambda row: {"learner/grad_norm": 400.0} if row["step"] == 9 else {}, "warn"),
     written("KL to the reference grows", "far_from_reference", grows("policy/kl", 0.01, 5.0), "warn"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from arborl.trainer.course import Course, Series
 
@@ -34,18 +35,25 @@ def entropy_collapsed(course: Course) -> Seen | None:
 
 
 def too_far_at_once(course: Course) -> Seen | None:
-    """Entropy, gradient or distance leap, and what was earned is lost."""
-    earned, entropy = course["reward/mean"], course["policy/entropy"]
-    if len(entropy) < 3 or len(earned) < 3:
+    """Within a step the policy becomes another one, and what was earned is lost."""
+    earned = course["reward/mean"]
+    lost = len(earned) >= 3 and (earned.late < earned.early - 0.5 * abs(earned.early) or earned.change() < 0)
+    if not lost:
         return None
-    lost = earned.late < earned.early - 0.5 * abs(earned.early) or earned.change() < 0
-    leapt = max(entropy.values[1:]) > 2 * entropy.values[0] + 0.5
-    grown = course["learner/grad_norm"]
-    tore = len(grown) >= 3 and grown.late > 10 * grown.values[0] and grown.late > 1
-    if not lost or not (leapt or tore or course.late("policy/kl") > 1):
-        return None
-    what = _moved("entropy", entropy, "nats a token") if leapt else _moved("gradient", grown, "before clipping")
-    return Seen(f"{what}, and {_moved('reward', earned)}", _where(entropy, lambda value: value > 2 * entropy.values[0]))
+    leaps: tuple[tuple[str, str, Callable[[float, float], bool]], ...] = (
+        ("policy/entropy", "entropy", lambda before, now: now > 2 * before + 0.5),
+        ("learner/grad_norm", "the gradient", lambda before, now: now > max(20 * before, 5)),
+        ("policy/kl", "KL to the reference", lambda before, now: now > max(5 * before, 0.5)),
+        ("episode/valid", "the share of valid messages", lambda before, now: now < 0.3 * before and before > 0.5),
+        ("call/cut_off", "the share of replies cut off", lambda before, now: now > 0.8 and before < 0.3),
+    )
+    for name, what, holds in leaps:
+        own = list(course[name])
+        for (_, before), (step, now) in pairwise(own):
+            if holds(before, now):
+                leapt = f"{what} went from {before:.3g} to {now:.3g} at step {step}"
+                return Seen(f"{leapt}, and {_moved('reward', earned)}", (step,))
+    return None
 
 
 def gradient_spikes(course: Course) -> Seen | None:
@@ -223,7 +231,7 @@ def nothing_gained(course: Course) -> Seen | None:
 
 def some_fail(course: Course) -> Seen | None:
     failed, played = _total(course["episode/failed"]), _total(course["episode/count"])
-    if failed < 3 or failed < 0.05 * played:
+    if len(course["episode/count"]) < 3 or failed < max(0.05 * played, 3):
         return None
     parts = sorted(((_total(own), where) for where, own in course.named("failed/").items()), reverse=True)
     by = ", ".join(f"{where} {count:.0f}" for count, where in parts[:3])
