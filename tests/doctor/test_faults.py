@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import fault_runs as runs
 import pytest
+from fault_table import PAGE, listed
 from faults import FAULTS, MODELS, REAL, WRITTEN, Fault
-from typer.testing import CliRunner
 
 import arborl
-from arborl.cli.main import app
-from arborl.config.load import named_key
 from arborl.doctor import examine_run
-from arborl.doctor.episode_rules import EPISODE_RULES
-from arborl.trainer.diagnosis import DIAGNOSES
-from arborl.trainer.trends import TRENDS
-
-ROOT = Path(__file__).parents[2]
 
 
 def check(fault: Fault, tmp: Path) -> None:
@@ -48,7 +37,40 @@ def test_what_is_written_in_a_folder_is_found(fault, tmp_path):
     check(fault, tmp_path)
 
 
+def test_the_page_lists_every_fault_and_missed_none():
+    told = listed(PAGE.read_text())
+    assert [(fault.what, fault.finding) for fault in FAULTS] == [(what, finding) for what, finding, _ in told]
+    assert {outcome for *_, outcome in told} == {"found"}
+
+
+# ------------------------------------------------------------------------------------------------ runs that are well
+
+
 def test_a_run_that_is_well_is_left_in_peace(tmp_path):
     (alone,) = examine_run(runs.write(tmp_path / "run"))
     assert (alone.name, alone.state) == ("run", "ok")
     assert alone.detail == "24 of 24 steps, 384 episodes, finished"
+
+
+SMALL = {"rollout.tasks_per_step": 4, "rollout.group_size": 6, "evaluation.tasks": 8, "threads": 1,
+         "track.tensorboard": False, "track.gifs": 0}  # fmt: skip
+HEALTHY = {
+    "frozen_lake": {"steps": 7},
+    "ppo": {"steps": 6, "algorithm": "ppo", "learner.epochs": 2},
+    "played ahead": {"steps": 7, "rollout.max_lag": 2},
+    "sokoban": {"steps": 6, "env": "sokoban"},
+    "shop": {"steps": 6, "env": "shop"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(HEALTHY))
+def test_small_runs_that_learn_are_left_in_peace(name, tmp_path):
+    arborl.run(output_dir=tmp_path / "run", **SMALL | HEALTHY[name])
+    assert [finding.name for finding in examine_run(tmp_path / "run")] == ["run"]
+
+
+def test_two_steps_of_the_demo_are_left_in_peace(tmp_path):
+    arborl.run(output_dir=tmp_path / "run", steps=2, **SMALL)
+    (alone,) = examine_run(tmp_path / "run")
+    assert alone.state == "ok"

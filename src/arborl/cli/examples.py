@@ -26,7 +26,11 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "arborl rollout --env frozen_lake              # one episode, turn by turn",
         "arborl rollout run.yaml --held-out --task 3 --ids",
     ),
-    "doctor": ("arborl doctor --json",),
+    "doctor": (
+        "arborl doctor",
+        "arborl doctor --model Qwen/Qwen2.5-0.5B-Instruct --config run.yaml",
+        "arborl doctor runs/frozen-lake-001 --json      # what is wrong with it, and which episodes show it",
+    ),
     "convert": ("arborl convert verl train.sh --out run.yaml",),
     "init": (
         "arborl init                                   # config.yaml: the demo, commented",

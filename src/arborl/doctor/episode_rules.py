@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from itertools import pairwise
+from statistics import fmean, pstdev
 
 from arborl.chat.formats import PARSERS
 from arborl.doctor.finding import Evidence, State
 from arborl.doctor.run_files import Played, RunFiles, alive
+from arborl.tokens import Tokens
 from arborl.types import Call, Episode
 
 SHOWN = 3
@@ -92,7 +94,7 @@ def wrong_ones_paid(files: RunFiles) -> Shown | None:
     if len(right) < 5 or len(wrong) < 5:
         return None
     good, bad = fmean(one.episode.reward for one in right), fmean(one.episode.reward for one in wrong)
-    if good > bad:
+    if bad - good <= 0.25 * pstdev(one.episode.reward for one in played):
         return None
     best = sorted(wrong, key=lambda one: -one.episode.reward)
     shown = f"those that succeed earn {good:.3g} on average, those that do not {bad:.3g}"
@@ -133,15 +135,12 @@ def begins_twice(files: RunFiles) -> Shown | None:
 
 
 def history_rewritten(files: RunFiles) -> Shown | None:
-    """Every turn begins a branch of its own though nobody edits the context."""
-    played = [one for one in alive(files.late) if len(one.episode.calls) >= 2]
-    edits = any(name.startswith("context/") for one in played for name in one.episode.metrics)
-    if len(played) < ENOUGH or edits:
+    """A conversation grows, and its tokens do not: the next prompt shows what was said in another way."""
+    grown = [(one, pair) for one in alive(files.late) for pair in pairwise(one.episode.calls) if _goes_on(*pair)]
+    anew = [one for one, (before, call) in grown if not before.whole.begins(Tokens(call.prompt))]
+    if len(grown) < ENOUGH or len(anew) < 0.5 * len(grown):
         return None
-    alone = [one for one in played if len(set(one.episode.branches)) == len(one.episode.calls)]
-    if len(alone) < NEARLY * len(played):
-        return None
-    return Shown(f"in {len(alone)} of {len(played)} episodes no call goes on from the one before", _named(alone))
+    return Shown(f"{len(anew)} of {len(grown)} calls that go on from one do not begin with its tokens", _named(anew))
 
 
 def held_out_seen(files: RunFiles) -> Shown | None:
@@ -193,7 +192,8 @@ EPISODE_RULES = (
     ),
     EpisodeRule(
         "held_out_seen", held_out_seen,
-        "Held-out numbers then say nothing about other tasks: give other rows, or let data.held_out part them.", "fail",
+        "Held-out numbers then say nothing about other tasks: write data.deduplicate=true and data.split=content, or "
+        "give others as data.evaluation_path.", "fail",
     ),
 )  # fmt: skip
 
@@ -213,6 +213,12 @@ def _named(played: Sequence[Played], why: Callable[[Played], str] = lambda one: 
 
 def evidence(one: Played, why: str = "") -> Evidence:
     return Evidence(one.step, one.episode.task.id, one.episode.id, why)
+
+
+def _goes_on(before: Call, call: Call) -> bool:
+    """Whether the agent asked with what it had asked before, the reply to it, and more."""
+    asked = (*before.messages, before.reply)
+    return len(call.messages) > len(asked) and call.messages[: len(asked)] == asked
 
 
 def _repeats(tokens: Sequence[int]) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
+from numbers import Real
 from statistics import fmean, median, pvariance
 from typing import Any
 
@@ -12,6 +13,8 @@ FEWEST = 6
 """Steps from which on there is a beginning and an end to compare."""
 LONGEST = 5
 """Steps of either, at most."""
+HUGE = 1e100
+"""Larger numbers count as this one, whose square is still a number."""
 SURE = 4.0
 """Standard errors by which two means must differ to count as different: a run is looked at again and again."""
 
@@ -82,14 +85,14 @@ class Course:
     def add(self, row: Mapping[str, Any]) -> None:
         step = int(row["step"])
         for name, value in row.items():
-            if name == "step" or isinstance(value, str):
+            if name == "step" or not (value is None or isinstance(value, Real)):
                 continue
             if value is None or not math.isfinite(value):
                 self.not_finite.setdefault(name, []).append(step)
                 continue
             own = self.series.setdefault(name, Series())
             own.steps.append(step)
-            own.values.append(float(value))
+            own.values.append(max(-HUGE, min(float(value), HUGE)))
 
     def __getitem__(self, name: str) -> Series:
         return self.series.get(name, Series())
