@@ -11,7 +11,7 @@ from typing import Any
 from arborl.rollout.store import EpisodeStore
 from arborl.types import Call, Completion, Episode, Finish, Group, Message, Task, Turn
 
-STEPS, TASKS, MEMBERS = 24, 4, 4
+STEPS, TASKS, MEMBERS = 30, 4, 4
 Row = dict[str, Any]
 PROMPT = (1, 7, 9, 4, 4, 8, 2)
 

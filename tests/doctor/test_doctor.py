@@ -93,14 +93,14 @@ def test_a_running_run_is_looked_at_as_far_as_it_is(tmp_path):
     folder = runs.write(tmp_path / "run")
     (folder / "summary.json").unlink()
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 25, "episode/co')
+        file.write('{"step": 31, "episode/co')
     (alone,) = examine_run(folder)
     assert "running" in alone.detail
 
 
 def test_torn_and_foreign_files_are_told_and_the_rest_is_looked_at(tmp_path):
     folder = runs.write(tmp_path / "run", always(policy__rollout_gap=0.3))
-    (folder / "episodes" / "step-000024.jsonl").write_text('{"id": 3}\n')
+    (folder / "episodes" / "step-000030.jsonl").write_text('{"id": 3}\n')
     (folder / "summary.json").write_text("[")
     (folder / "config.yaml").write_text("a: [")
     found = {finding.name: finding for finding in examine_run(folder)}

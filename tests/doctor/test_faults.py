@@ -49,7 +49,7 @@ def test_the_page_lists_every_fault_and_missed_none():
 def test_a_run_that_is_well_is_left_in_peace(tmp_path):
     (alone,) = examine_run(runs.write(tmp_path / "run"))
     assert (alone.name, alone.state) == ("run", "ok")
-    assert alone.detail == "24 of 24 steps, 384 episodes, finished"
+    assert alone.detail == "30 of 30 steps, 480 episodes, finished"
 
 
 SMALL = {"rollout.tasks_per_step": 4, "rollout.group_size": 6, "evaluation.tasks": 8, "threads": 1,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
 from numbers import Real
-from statistics import fmean, median, pvariance
+from statistics import fmean, median
 from typing import Any
 
 FEWEST = 6
@@ -61,8 +62,8 @@ class Series:
         """End less beginning; 0 where that may be chance, or is less than `floor`."""
         if not self.long:
             return 0.0
-        first, last = self.values[: self.window], self.values[-self.window :]
-        error = math.sqrt((pvariance(first) + pvariance(last)) / max(self.window - 1, 1))
+        between = fmean((now - before) ** 2 for before, now in pairwise(self.values))
+        error = math.sqrt(between / self.window)  # noise shows from step to step, where a trend does not
         change = self.late - self.early
         return change if abs(change) > max(SURE * error, floor) else 0.0
 

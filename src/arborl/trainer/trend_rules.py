@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import fmean
 
 from arborl.trainer.course import Course, Series
 
@@ -162,7 +163,8 @@ def form_lost(course: Course) -> Seen | None:
 
 def reward_always_same(course: Course) -> Seen | None:
     own, spread = course["reward/mean"], course["reward/std"]
-    if not spread.long or any(spread.values) or max(own.values) - min(own.values) > 1e-9 or course.solved:
+    known = spread.long and own.long and not any(spread.values)
+    if not known or max(own.values) - min(own.values) > 1e-9 or course.solved:
         return None
     return Seen(f"every episode of {len(own)} steps earned {own.values[0]:g}", tuple(own.steps))
 
@@ -170,12 +172,8 @@ def reward_always_same(course: Course) -> Seen | None:
 def mostly_flat(course: Course) -> Seen | None:
     """And not all: of steps with flat groups alone, each says so itself."""
     own = course["group/flat"]
-    if (
-        not own.long
-        or not 0.8 <= own.late < 1
-        or course.late("episode/success") > 0.75
-        or course["reward/mean"].change() > 0
-    ):
+    better = course.late("episode/success") > 0.75 or course["reward/mean"].change() > 0
+    if not own.long or not 0.8 <= own.late < 1 or better:
         return None
     return Seen(f"{own.late:.0%} of groups at the end", own.latest)
 
@@ -196,8 +194,8 @@ def reward_hacked(course: Course) -> Seen | None:
         return None
     if done.change() < 0:
         return Seen(f"{_moved('reward', earned)}, while {_moved('success', done)}", earned.latest)
-    if _certainly_fell(course, "success"):
-        held = course["evaluation/success"]
+    held = course["evaluation/success"]
+    if len(held) >= 2 and _certainly_fell(course, "success"):
         told = f"success on held-out tasks went from {held.values[0]:.2f} to {held.values[-1]:.2f}"
         return Seen(f"{_moved('reward', earned)}, while {told}", earned.latest)
     return None
@@ -205,8 +203,8 @@ def reward_hacked(course: Course) -> Seen | None:
 
 def evaluation_worse(course: Course) -> Seen | None:
     for measure in ("success", "reward"):
-        if _certainly_fell(course, measure):
-            own = course[f"evaluation/{measure}"]
+        own = course[f"evaluation/{measure}"]
+        if len(own) >= 2 and _certainly_fell(course, measure):
             told = f"held-out {measure} went from {own.values[0]:.3g} to {own.values[-1]:.3g}"
             return Seen(f"{told}; the intervals do not touch", (own.steps[-1],))
     own = course["evaluation/loss"]
@@ -217,9 +215,10 @@ def evaluation_worse(course: Course) -> Seen | None:
 
 
 def nothing_gained(course: Course) -> Seen | None:
-    """Long enough, no other word for it."""
+    """Of a run that has been long: its last third earned no more than its first."""
     own, held = course["reward/mean"], course["evaluation/success"]
-    if len(own) < 20 or course.solved or abs(own.late - own.early) > 0.02 * max(abs(own.early), 0.05):
+    third = len(own) // 3
+    if len(own) < 30 or course.solved or fmean(own.values[-third:]) > fmean(own.values[:third]):
         return None
     if len(held) >= 2 and held.values[-1] > held.values[0]:
         return None
