@@ -31,6 +31,8 @@ class Fault:
     find: Callable[[Path], list[Finding]]
     how: str
     state: str = "fail"
+    told_elsewhere: bool = False
+    """Whether `tests/trainer/test_diagnosis.py` plays such a run too, so that this one may be left for slow tests."""
 
 
 # ------------------------------------------------------------------------------------------------ models
@@ -120,7 +122,9 @@ QUICK: Mapping[str, Any] = {
 SEEDLING: Mapping[str, Any] = {"engine.name": "local", "env.name": "frozen_lake"}
 
 
-def ran(what: str, finding: str, state: str = "fail", steps: int = 6, **settings: Any) -> Fault:
+def ran(
+    what: str, finding: str, state: str = "fail", steps: int = 6, told_elsewhere: bool = False, **settings: Any
+) -> Fault:
     """A fault of a whole small run, found in its folder."""
 
     def find(tmp: Path) -> list[Finding]:
@@ -131,7 +135,7 @@ def ran(what: str, finding: str, state: str = "fail", steps: int = 6, **settings
             arborl.run(output_dir=tmp / "run", steps=steps, **{**quick, **more, **given})
         return examine_run(tmp / "run")
 
-    return Fault(what, finding, find, "a run", state)
+    return Fault(what, finding, find, "a run", state, told_elsewhere)
 
 
 REAL = (
@@ -139,23 +143,24 @@ REAL = (
     ran("environment that raises for every other task", "some_fail", "warn", env=parts.Broken()),
     ran("environment that always raises", "run", env=parts.Broken(always=True)),
     ran("environment that never changes", "environment_dead", env=parts.Yes(pays=False, turns=4), steps=3),
-    ran("agent without tools", "no_tools", env=parts.Yes(pays=False), agent="tool", steps=3),
+    ran("agent without tools", "no_tools", env=parts.Yes(pays=False), agent="tool", steps=3, told_elsewhere=True),
     ran("tool that always raises", "tools_fail", env=parts.Yes(), agent="tool", tools=[parts.divide], steps=3,
-        more={"engine.replies": [CALL]}),
+        told_elsewhere=True, more={"engine.replies": [CALL]}),
     ran("tools that are never called", "tools_unused", "warn", env=parts.Yes(), agent="tool", tools=[parts.divide]),
     ran("tool calls read in another format", "calls_unread", env=parts.Yes(), agent="tool", tools=[parts.divide],
         steps=3, more={"engine.replies": [CALL, f"Yes. {CALL}"], "agent.tool_format": "mistral"}),
     ran("prompts longer than the context", "prompts_too_long", env=parts.Yes(opening="word " * 400), steps=3,
-        more={"sampling.max_context": 100, "sampling.max_tokens": 8}),
+        told_elsewhere=True, more={"sampling.max_context": 100, "sampling.max_tokens": 8}),
     ran("replies cut off", "cut_off", env=parts.Yes(pays=False), steps=3,
         more={"sampling.max_tokens": 2, "engine.replies": ["No, no, no, no.", "Never, not at all."]}),
     ran("group filter that nothing passes", "filtered", env=parts.Yes(pays=False), steps=3,
-        more={"rollout.group_filter": "varied"}),
+        told_elsewhere=True, more={"rollout.group_filter": "varied"}),
     ran("reward that is sometimes not a number", "some_fail", "warn", env=parts.Yes(), rewards=[parts.not_a_number],
         steps=3),
     ran("reward with the wrong sign", "wrong_ones_paid", steps=2,
         more={**SEEDLING, "rollout.group_size": 8, "rewards": [{"name": "env", "weight": -1.0}]}),
-    ran("learner.lr=10", "lr_too_high", steps=4, more={**SEEDLING, "learner.lr": 10.0, "sampling.max_tokens": 8}),
+    ran("learner.lr=10", "lr_too_high", steps=3,
+        more={**SEEDLING, "learner.lr": 10.0, "sampling.max_tokens": 6, "rollout.max_turns": 4}),
     ran("template that writes the begin token twice", "begins_twice", steps=2, env=parts.Yes(),
         model=lambda tmp: model(tmp / "model", twice, tokenizer_config=parts.begin)),
     ran("template that rewrites the history", "history_rewritten", "warn", steps=2, env=parts.Yes(turns=3),

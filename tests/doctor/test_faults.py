@@ -27,7 +27,9 @@ def test_what_is_wrong_with_a_model_is_found_before_it_is_trained(fault, tmp_pat
     check(fault, tmp_path)
 
 
-@pytest.mark.parametrize("fault", REAL, ids=lambda fault: fault.what)
+@pytest.mark.parametrize(
+    "fault", [pytest.param(fault, id=fault.what, marks=[pytest.mark.slow] * fault.told_elsewhere) for fault in REAL]
+)
 def test_what_was_wrong_with_a_run_is_found_in_its_folder(fault, tmp_path):
     check(fault, tmp_path)
 
