@@ -17,8 +17,10 @@ from typer.testing import CliRunner, Result
 from arborl.cli.main import app
 from arborl.config import RunConfig
 from arborl.config.base import Config
+from arborl.config.load import load
 from arborl.doctor import examine_run, first_step, template
 from arborl.doctor.episode_rules import EPISODE_RULES
+from arborl.doctor.model import examine_model
 from arborl.trainer.diagnosis import DIAGNOSES, Streak, notices
 from arborl.trainer.trends import TRENDS
 
@@ -77,6 +79,15 @@ def test_a_model_and_settings_are_looked_at_together(tmp_path):
     assert done.exit_code == 0, rows
     assert len(rows) == 1 + len(template.QUESTIONS) + len(first_step.QUESTIONS)
     assert "8 played" in next(row["detail"] for row in rows if row["name"] == "episodes")
+
+
+def test_given_rows_and_a_reference_are_looked_at_too(tmp_path):
+    talk = [{"role": "user", "content": "Say 3."}, {"role": "assistant", "content": "Three, as you wish!"}]
+    (tmp_path / "talks.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 20)
+    for settings in (("algorithm=sft", f"data={tmp_path / 'talks.jsonl'}"), ("algorithm.kl.coef=0.01",)):
+        found = examine_model(load(None, ["threads=1", "rollout.tasks_per_step=2", *settings]))
+        assert [(one.name, one.detail) for one in found if one.state == "fail"] == []
+    assert "nats a token" in next(one.detail for one in found if one.name == "KL at step 0")
 
 
 # ------------------------------------------------------------------------------------------------ odd folders

@@ -222,7 +222,8 @@ def update(step: FirstStep) -> Finding:
     told = (
         f"gradient {metrics.get('learner/grad_norm', 0.0):.3g}, log-probabilities move by {step.moved:.1e} nats a token"
     )
-    if not np.isfinite(step.moved) or step.moved > LEAP:
+    own = bool(step.sampled.any())  # what is given may be as unlikely as it likes, and becomes likelier at once
+    if not np.isfinite(step.moved) or (own and step.moved > LEAP):
         return Finding("update", "fail", told, "The learning rate is too high: write a smaller learner.lr.")
     if step.moved == 0 and metrics.get("learner/lr", 0.0) > 0:
         return Finding("update", "warn", told, "Nothing moved: write learner.master=float32, or a larger learner.lr.")
