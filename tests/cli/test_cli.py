@@ -16,12 +16,12 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from arborl.api.measure import Asked
-from arborl.cli.doctor import Check, examine
 from arborl.cli.main import app
 from arborl.cli.train import newest
 from arborl.config import RunConfig
 from arborl.config.base import dump_yaml
 from arborl.config.load import load
+from arborl.doctor.finding import Finding, examine
 from arborl.errors import ConfigError
 from arborl.trainer.standings import Played
 
@@ -186,7 +186,7 @@ def test_doctor_reports_every_check_as_json() -> None:
     result = call("doctor", "--json")
     rows = {row["name"]: row for row in json.loads(result.stdout)}
     assert {"python", "torch", "gpu", "transformers", "extras", "embedded model", "chat template"} <= set(rows)
-    assert {"runs/", "cpu", "memory"} <= set(rows)
+    assert {"runs/", "cpu", "memory", "disk", "sandbox"} <= set(rows)
     assert rows["torch"]["state"] == "ok"
     failed = [row for row in rows.values() if row["state"] == "fail"]
     assert result.exit_code == (1 if failed else 0)
@@ -194,40 +194,40 @@ def test_doctor_reports_every_check_as_json() -> None:
 
 
 def test_doctor_names_extras_by_what_they_are_for_and_none_that_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from arborl.cli.doctor import EXTRAS, extras
+    from arborl.doctor.installation import EXTRAS, extras
 
-    monkeypatch.setattr("arborl.cli.doctor._installed", lambda project: project == "peft")
+    monkeypatch.setattr("arborl.doctor.installation._installed", lambda project: project == "peft")
     found = extras()
     assert found.detail == "peft"
-    assert "serve: arborl tools serve" in found.advice
+    assert "serve: arborl serve, arborl tools serve" in found.advice
     assert "env=textarena" in found.advice
-    for idle in ("ray", "deepspeed", "wandb", "dev"):
+    for idle in ("deepspeed", "accelerate", "dev:"):
         assert idle not in found.advice
-    monkeypatch.setattr("arborl.cli.doctor._installed", lambda project: True)
+    monkeypatch.setattr("arborl.doctor.installation._installed", lambda project: True)
     assert (extras().detail, extras().advice) == (", ".join(EXTRAS), "")
 
 
 def test_a_check_that_breaks_is_a_failed_row_and_the_rest_go_on() -> None:
-    def disk_speed() -> Check:
+    def disk_speed() -> Finding:
         raise RuntimeError("no disk")
 
-    def fine() -> Check:
-        return Check("fine", "ok", "yes")
+    def fine() -> Finding:
+        return Finding("fine", "ok", "yes")
 
-    broken, after = examine([disk_speed, fine])
+    broken, after = examine([disk_speed, fine], "Reinstall.")
     assert (broken.name, broken.state, broken.detail) == ("disk speed", "fail", "RuntimeError: no disk")
     assert after.state == "ok"
 
 
 def test_doctor_exits_with_1_when_a_row_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("arborl.cli.doctor.CHECKS", (lambda: Check("disk", "fail", "full", "Make room."),))
+    monkeypatch.setattr("arborl.doctor.installation.CHECKS", (lambda: Finding("disk", "fail", "full", "Make room."),))
     result = call("doctor")
     assert result.exit_code == 1
     assert "Make room." in result.stdout
 
 
 def test_doctor_leaves_nothing_behind(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from arborl.cli.doctor import run_folder
+    from arborl.doctor.installation import run_folder
 
     assert run_folder().state == "ok"
     assert list(here.iterdir()) == []

@@ -7,7 +7,7 @@ import pytest
 import arborl
 from arborl.envs.env import Env, Observation, Step
 from arborl.track.jsonl import read_metrics
-from arborl.trainer.diagnosis import DIAGNOSES, PATIENCE, Streak, diagnose, findings, remark
+from arborl.trainer.diagnosis import DIAGNOSES, PATIENCE, Streak, diagnose, notices, remark
 from arborl.types import Message
 
 FINE = {
@@ -67,8 +67,8 @@ def test_the_cause_is_spelt_out_once_after_some_steps_in_a_row():
     streak = Streak()
     flat = FINE | CASES["all_flat"]
     said = [streak.add(metrics) for metrics in (flat, flat, FINE, *[flat] * (PATIENCE + 4))]
-    assert [bool(text) for text in said] == [False] * 3 + [step == PATIENCE - 1 for step in range(PATIENCE + 4)]
-    spoken = next(filter(None, said))
+    assert [len(texts) for texts in said] == [0] * 3 + [step == PATIENCE - 1 for step in range(PATIENCE + 4)]
+    (spoken,) = next(filter(None, said))
     assert spoken.startswith("The last 3 steps: nothing learned: all groups are flat. ")
     assert "rollout.group_size" in spoken
 
@@ -76,9 +76,7 @@ def test_the_cause_is_spelt_out_once_after_some_steps_in_a_row():
 def test_a_folders_metrics_are_looked_through_afterwards():
     kinds = ["all_flat", "all_solved", None, "all_solved"]
     rows = [FINE | (CASES[kind] if kind else {}) | {"step": step} for step, kind in enumerate(kinds, 1)]
-    assert [
-        (found.diagnosis.name, found.steps) for found in findings([{"step": 0, "evaluation/tasks": 4.0}, *rows])
-    ] == [
+    assert [(found.rule.name, found.steps) for found in notices([{"step": 0, "evaluation/tasks": 4.0}, *rows])] == [
         ("all_solved", (2, 4)),
         ("all_flat", (1,)),
     ]
@@ -130,6 +128,6 @@ def test_a_run_that_learns_nothing_says_so_in_its_lines_and_once_in_a_sentence(n
     done = arborl.run(steps=PATIENCE, engine="scripted", output_dir=tmp_path / "run", **small | RUNS[name])
     diagnosis = next(diagnosis for diagnosis in DIAGNOSES if diagnosis.name == name)
     rows = list(read_metrics(done.folder / "metrics.jsonl"))
-    assert [found.diagnosis.name for found in findings(rows)] == [name], rows[0]
+    assert [found.rule.name for found in notices(rows)] == [name], rows[0]
     assert capsys.readouterr().out.count(f"nothing learned: {diagnosis.short}") == PATIENCE
     assert caplog.text.count(diagnosis.advice) == 1

@@ -153,6 +153,11 @@ class FileTokenizer:
     def vocab_size(self) -> int:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
+    @property
+    def wants_bos(self) -> bool:
+        """Whether its makers' own code puts the begin token before a text; then a template should write it."""
+        return bool(self.bos_token and self._settings.get("add_bos_token"))
+
     @cached_property
     def _added(self) -> dict[str, tokenizers.AddedToken]:
         return {token.content: token for token in self._tokenizer.get_added_tokens_decoder().values() if token.content}

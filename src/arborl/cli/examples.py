@@ -32,7 +32,11 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "report": ("arborl report runs/frozen-lake-001 --out lake.html",),
     "compare": ("arborl compare runs/seed-1 runs/seed-2 runs/seed-3 --out seeds.html",),
-    "doctor": ("arborl doctor --json",),
+    "doctor": (
+        "arborl doctor",
+        "arborl doctor --model Qwen/Qwen2.5-0.5B-Instruct --config run.yaml",
+        "arborl doctor runs/frozen-lake-001 --json      # what is wrong with it, and which episodes show it",
+    ),
     "convert": ("arborl convert verl train.sh --out run.yaml",),
     "init": (
         "arborl init                                   # config.yaml: the demo, commented",

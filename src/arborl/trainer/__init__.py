@@ -16,6 +16,9 @@ In reading order:
     profile.py    Torch's own trace of two steps
     summary.py    A step's groups as numbers
     diagnosis.py  Steps in which nothing is learned
+    trends.py     What goes wrong with a run over its steps
+    trend_rules.py  The questions about a run's course, one small function each
+    course.py     A run so far, metric by metric
     failing.py    Ends a run that cannot work
     probe.py      Proof, once a run, that the engine samples from the weights the learner has changed
 """

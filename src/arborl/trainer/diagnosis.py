@@ -1,6 +1,7 @@
 """Steps in which nothing is learned, and why: a table of diagnoses, each a question about a step's metrics.
 
 Pure functions of what `metrics.jsonl` holds, so that a run can be told while it goes on, and a folder looked at later.
+What shows only over several steps is in `trends.py`, and told beside it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from arborl.trainer.course import Course
+from arborl.trainer.trends import TRENDS, Trend
 from arborl.types import Metrics
 
 PATIENCE = 3
@@ -170,6 +173,8 @@ DIAGNOSES = (
     ),
 )
 """From the particular to the general: the first that holds is the cause."""
+FINE_STEP = frozenset({"all_solved"})
+"""Those that are nothing to worry about: there is nothing left to learn."""
 
 
 def diagnose(metrics: Mapping[str, Any]) -> Diagnosis | None:
@@ -193,39 +198,53 @@ def remark(metrics: Metrics) -> str:
 
 
 class Streak:
-    """Counts steps in a row with the same diagnosis, and spells it out once there are enough."""
+    """Counts steps in a row with the same diagnosis, and spells it out once there are enough; each trend too, once."""
 
     def __init__(self) -> None:
         self.name, self.count = "", 0
+        self.course, self.told = Course(), set[str]()
 
-    def add(self, metrics: Metrics) -> str:
-        """A step was taken; returns a sentence where one is due."""
+    def add(self, metrics: Metrics) -> list[str]:
+        """A step was taken, whose number is among its metrics; returns sentences where some are due."""
         found = diagnose(metrics)
         name = "" if found is None else found.name
         self.count = self.count + 1 if name == self.name else 1
         self.name = name
-        if found is None or self.count != PATIENCE:
-            return ""
-        return f"The last {PATIENCE} steps: {remark(metrics)}. {found.advice}"
+        due = found is not None and self.count == PATIENCE
+        said = [f"The last {PATIENCE} steps: {remark(metrics)}. {found.advice}"] if found and due else []
+        return said + self._trends(metrics)
+
+    def _trends(self, metrics: Metrics) -> list[str]:
+        self.course.add(metrics)
+        unsaid = [trend for trend in TRENDS if trend.name not in self.told]
+        new = [(trend, seen) for trend in unsaid if (seen := trend.look(self.course)) is not None]
+        self.told |= {trend.name for trend, _ in new}
+        return [f"{trend.short[0].upper()}{trend.short[1:]}: {seen.detail}. {trend.advice}" for trend, seen in new]
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """A diagnosis, and the steps it holds for."""
+class Notice:
+    """A diagnosis or a trend, and the steps it shows in."""
 
-    diagnosis: Diagnosis
+    rule: Diagnosis | Trend
     steps: tuple[int, ...]
+    detail: str = ""
+    """Of a trend, with its numbers."""
 
 
-def findings(rows: Iterable[Mapping[str, Any]]) -> list[Finding]:
-    """What was wrong with the steps of a run, the commonest first.
+def notices(rows: Iterable[Mapping[str, Any]]) -> list[Notice]:
+    """What was wrong with the steps of a run, the commonest first, and then with its course.
 
     Example:
-        findings(read_metrics(folder / "metrics.jsonl"))
+        notices(read_metrics(folder / "metrics.jsonl"))
     """
+    rows = list(rows)
     steps: dict[str, list[int]] = {}
     for row in rows:
         if found := diagnose(row):
             steps.setdefault(found.name, []).append(int(row["step"]))
     known = {diagnosis.name: diagnosis for diagnosis in DIAGNOSES}
-    return sorted((Finding(known[name], tuple(own)) for name, own in steps.items()), key=lambda it: -len(it.steps))
+    single = sorted((Notice(known[name], tuple(own)) for name, own in steps.items()), key=lambda it: -len(it.steps))
+    course = Course(rows)
+    seen = [(trend, trend.look(course)) for trend in TRENDS]
+    return single + [Notice(trend, found.steps, found.detail) for trend, found in seen if found is not None]

@@ -232,7 +232,7 @@ class Trainer:
 
     def _look(self, groups: Sequence[Group], metrics: Metrics) -> None:
         """Say so where nothing is learned; stop where nearly every episode fails, dropped groups included."""
-        if said := self.streak.add(metrics):
+        for said in self.streak.add(metrics | {"step": self.step}):
             log.warning(said)
         played = [episode for group in groups for episode in group.episodes]
         dropped = int(metrics["rollout/filtered_episodes"])

@@ -10,28 +10,27 @@ from typing import Any
 from arborl.failures import Failures, trimmed
 from arborl.rollout.store import EpisodeStore
 from arborl.track.jsonl import read_metrics
-from arborl.trainer.diagnosis import Finding, findings
+from arborl.trainer.diagnosis import Notice, notices
 
 SHOWN = 12
 """Causes of failure that are shown."""
 
 
 def findings_of(metrics_file: Path, stopped: bool = False) -> str:
-    """Steps in which nothing was learned, by likely cause, and what to try."""
+    """Steps in which nothing was learned, by likely cause, what went wrong over the steps, and what to try."""
     rows = list(read_metrics(metrics_file)) if metrics_file.exists() else []
     steps = sum("episode/count" in row for row in rows)
-    notices = (
-        ['<div class="notice bad"><b>The run was stopped:</b>nearly every episode failed.</div>'] if stopped else []
-    )
-    notices += [_finding(found, steps) for found in findings(rows)]
-    return f"<h2>What to look at</h2>{''.join(notices)}" if notices else ""
+    shown = ['<div class="notice bad"><b>The run was stopped:</b>nearly every episode failed.</div>'] if stopped else []
+    shown += [_finding(found, steps) for found in notices(rows)]
+    return f"<h2>What to look at</h2>{''.join(shown)}" if shown else ""
 
 
-def _finding(found: Finding, steps: int) -> str:
+def _finding(found: Notice, steps: int) -> str:
     first, last = found.steps[0], found.steps[-1]
     where = f"step {first}" if first == last else f"{len(found.steps)} of {steps} steps, the last at {last}"
-    name = escape(found.diagnosis.short[0].upper() + found.diagnosis.short[1:])
-    return f'<div class="notice"><b>{name}</b>({where}). {escape(found.diagnosis.advice)}</div>'
+    name = escape(found.rule.short[0].upper() + found.rule.short[1:])
+    told = f"{where}; {found.detail}" if found.detail else where
+    return f'<div class="notice"><b>{name}</b>({escape(told)}). {escape(found.rule.advice)}</div>'
 
 
 def failures_of(known: Sequence[dict[str, Any]] | None, episodes: Path, last_steps: int) -> str:

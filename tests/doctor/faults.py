@@ -1,0 +1,256 @@
+"""The faults that the doctor must find: one table, run by the tests and told in docs/results/doctor.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import fault_parts as parts
+import fault_runs as runs
+from fault_parts import AGAIN, CONTENT, NO_THOUGHTS, model, swap
+from fault_runs import always, both, grows, since
+
+import arborl
+from arborl.config.load import load
+from arborl.doctor import Finding, examine_run, template
+from arborl.doctor.model import ask, examine_model
+from arborl.errors import RunStopped
+from arborl.models.find import described
+from arborl.types import Failure, Finish
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something that is made wrong, and the finding that must say so."""
+
+    what: str
+    finding: str
+    find: Callable[[Path], list[Finding]]
+    how: str
+    state: str = "fail"
+    told_elsewhere: bool = False
+    """Whether `tests/trainer/test_diagnosis.py` plays such a run too, so that this one may be left for slow tests."""
+
+
+# ------------------------------------------------------------------------------------------------ models
+
+
+def twice(text: str) -> str:
+    """The template with the begin token in front, twice."""
+    return "{{- bos_token }}{{- bos_token }}" + text
+
+
+def shown(what: str, finding: str, state: str = "fail", tool_format: str = "auto", **changes: Any) -> Fault:
+    """A fault of a model's folder, found without its weights."""
+
+    def find(tmp: Path) -> list[Finding]:
+        folder = model(tmp / "model", **changes)
+        renderer = template.Renderer.from_folder(folder, tool_format)
+        subject = template.Subject(renderer, described(folder), tools=True)
+        return [ask(question, subject) for question in template.QUESTIONS]
+
+    return Fault(what, finding, find, "doctor --model", state)
+
+
+SMALL = ("threads=1", "rollout.tasks_per_step=2", "rollout.group_size=4", "env.name=fault_parts:Yes")
+
+
+def stepped(what: str, finding: str, *settings: str, state: str = "fail") -> Fault:
+    """A fault of a configuration, found by a first step."""
+    return Fault(what, finding, lambda tmp: examine_model(load(None, [*SMALL, *settings])), "doctor --model", state)
+
+
+ENDS = "{{- '<|im_end|>\\n' }}"
+"""Behind every message of the template."""
+MODELS = (
+    shown("template strips thoughts from the history", "append-only template", "warn",
+          template=swap(CONTENT, NO_THOUGHTS)),
+    shown("template changes every answer behind it", "append-only template", "warn",
+          template=swap(ENDS, AGAIN)),
+    shown("template shows the last message alone", "messages kept",
+          template=swap("for message in messages", "for message in messages[-1:]")),
+    shown("template drops system messages", "messages kept", "warn",
+          template=swap("{{- messages[0].content + '\\n' }}", "{{- '' }}")),
+    shown("template drops tool results", "messages kept",
+          template=swap("message.content + '</tool_response>", "'</tool_response>")),
+    shown("template refuses tool messages", "messages kept",
+          template=swap("{{- '<|im_start|>tool\\n", "{{- raise_exception('no tools') }}{{- '<|im_start|>tool\\n")),
+    shown("template writes the begin token twice", "begin token",
+          template=twice, tokenizer_config=parts.begin),
+    shown("template leaves out the begin token that the tokenizer adds", "begin token", "warn",
+          tokenizer_config=parts.begin_added),
+    shown("answers end with a text that is no stop token", "stop token",
+          template=swap(ENDS, "{{- '\\n###\\n' }}")),
+    shown("the stop token is another than the template's", "stop token",
+          template=swap(ENDS, "{{- '<|endoftext|>\\n' }}")),
+    shown("template ignores add_generation_prompt", "generation prompt",
+          template=swap("{%- if add_generation_prompt %}", "{%- if false %}")),
+    shown("template shows calls in a form of its own", "tool round trip",
+          template=swap("'<tool_call>' + (", "'CALL ' + (")),
+    shown("calls are read in another format than the template's", "tool round trip", tool_format="mistral"),
+    shown("tokenizer loses capital letters", "tokenizer", "warn", tokenizer=parts.lower),
+    shown("tokenizer of a larger model", "vocabulary", config=parts.few),
+    stepped("model that is not there", "model", "model.name=no/such-model"),
+    stepped("reward that is always 0", "reward variance", "rewards=[fault_parts:nothing]", state="warn"),
+    stepped("learner.lr=10", "update", "learner.lr=10", "env.name=frozen_lake"),
+    stepped("environment that raises", "episodes", "env.name=fault_parts:Broken", "env.args.always=true"),
+    stepped("environment that opens one task in several ways", "environment",
+            "env.name=fault_parts:Forgetful", state="warn"),
+    stepped("engine that lies about log-probabilities", "engine and learner",
+            "engine.name=scripted", "engine.replies=[Yes.,No.]"),
+    stepped("replies cut off after two tokens", "replies",
+            "sampling.max_tokens=2", "env.name=frozen_lake", state="warn"),
+    stepped("context smaller than the prompt", "context",
+            "sampling.max_context=40", "sampling.max_tokens=8", "env.name=frozen_lake"),
+    stepped("batches larger than the memory", "memory forecast", "learner.micro_batch_tokens=900000000", state="warn"),
+    stepped("tool calls that are no JSON", "form", "agent.name=tool", "tools=[calculator]", "engine.name=scripted",
+            "engine.replies=['<tool_call>{calculator: 2</tool_call>']"),
+)  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ real runs
+
+CALL = '<tool_call>{"name": "divide", "arguments": {"number": 1}}</tool_call>'
+SCRIPTED: Mapping[str, Any] = {"engine.name": "scripted", "engine.replies": ["Yes.", "No."]}
+QUICK: Mapping[str, Any] = {
+    "rollout.tasks_per_step": 4, "rollout.group_size": 4,
+    "evaluation.tasks": 0, "track.tensorboard": False, "track.gifs": 0, "threads": 1,
+}  # fmt: skip
+SEEDLING: Mapping[str, Any] = {"engine.name": "local", "env.name": "frozen_lake"}
+
+
+def ran(
+    what: str, finding: str, state: str = "fail", steps: int = 6, told_elsewhere: bool = False, **settings: Any
+) -> Fault:
+    """A fault of a whole small run, found in its folder."""
+
+    def find(tmp: Path) -> list[Finding]:
+        given = {name: value(tmp) if callable(value) and name == "model" else value for name, value in settings.items()}
+        more = given.pop("more", {})
+        quick = {**QUICK, **SCRIPTED} if "engine.name" not in more else QUICK
+        with suppress(RunStopped):
+            arborl.run(output_dir=tmp / "run", steps=steps, **{**quick, **more, **given})
+        return examine_run(tmp / "run")
+
+    return Fault(what, finding, find, "a run", state, told_elsewhere)
+
+
+REAL = (
+    ran("reward that is always 0", "reward_always_same", env=parts.Yes(pays=False)),
+    ran("environment that raises for every other task", "some_fail", "warn", env=parts.Broken()),
+    ran("environment that always raises", "run", env=parts.Broken(always=True)),
+    ran("environment that never changes", "environment_dead", env=parts.Yes(pays=False, turns=4), steps=3),
+    ran("agent without tools", "no_tools", env=parts.Yes(pays=False), agent="tool", steps=3, told_elsewhere=True),
+    ran("tool that always raises", "tools_fail", env=parts.Yes(), agent="tool", tools=[parts.divide], steps=3,
+        told_elsewhere=True, more={"engine.replies": [CALL]}),
+    ran("tools that are never called", "tools_unused", "warn", env=parts.Yes(), agent="tool", tools=[parts.divide]),
+    ran("tool calls read in another format", "calls_unread", env=parts.Yes(), agent="tool", tools=[parts.divide],
+        steps=3, more={"engine.replies": [CALL, f"Yes. {CALL}"], "agent.tool_format": "mistral"}),
+    ran("prompts longer than the context", "prompts_too_long", env=parts.Yes(opening="word " * 400), steps=3,
+        told_elsewhere=True, more={"sampling.max_context": 100, "sampling.max_tokens": 8}),
+    ran("replies cut off", "cut_off", env=parts.Yes(pays=False), steps=3,
+        more={"sampling.max_tokens": 2, "engine.replies": ["No, no, no, no.", "Never, not at all."]}),
+    ran("group filter that nothing passes", "filtered", env=parts.Yes(pays=False), steps=3,
+        told_elsewhere=True, more={"rollout.group_filter": "varied"}),
+    ran("reward that is sometimes not a number", "some_fail", "warn", env=parts.Yes(), rewards=[parts.not_a_number],
+        steps=3),
+    ran("reward with the wrong sign", "wrong_ones_paid", steps=2,
+        more={**SEEDLING, "rollout.group_size": 8, "rewards": [{"name": "env", "weight": -1.0}]}),
+    ran("learner.lr=10", "lr_too_high", steps=3,
+        more={**SEEDLING, "learner.lr": 10.0, "sampling.max_tokens": 6, "rollout.max_turns": 4}),
+    ran("template that writes the begin token twice", "begins_twice", steps=2, env=parts.Yes(),
+        model=lambda tmp: model(tmp / "model", twice, tokenizer_config=parts.begin)),
+    ran("template that rewrites the history", "history_rewritten", "warn", steps=2, env=parts.Yes(turns=3),
+        model=lambda tmp: model(tmp / "model", swap(ENDS, AGAIN))),
+)  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ written ones
+
+
+def written(what: str, finding: str, change: runs.Change = dict, state: str = "fail", **more: Any) -> Fault:
+    """A fault written into the files of a run that is well."""
+    return Fault(what, finding, lambda tmp: examine_run(runs.write(tmp / "run", change, **more)), "its files", state)
+
+
+def looping(step: int, task: int, member: int) -> Any:
+    return runs.episode(step, task, member, ids=[20, 21, 22] * 20)
+
+
+def same(step: int, task: int, member: int) -> Any:
+    return runs.episode(step, task, member, said=["Go left.", "Go left."])
+
+
+def silent(step: int, task: int, member: int) -> Any:
+    made = runs.episode(step, task, member)
+    made.calls = [
+        replace(call, completion=replace(call.completion, tokens=(2,), logprobs=(-0.1,), finish=Finish.STOP))
+        for call in made.calls
+    ]
+    return made
+
+
+def trained(step: int, task: int, member: int) -> Any:
+    return runs.episode(1, task % runs.TASKS, member)
+
+
+def failing(step: int, task: int, member: int) -> Any:
+    made = runs.episode(step, task, member)
+    if task == 1:
+        made.failure, made.rewards = Failure("tool 'search'", "timeout", "no answer"), {}
+    return made
+
+
+TOOLS = {"episode__tool__offered": 2.0, "episode__tool__calls": 2.0, "episode__tool__used": 0.9}
+HALF = runs.STEPS // 2
+WORSE = always(evaluation__success=0.02, evaluation__success_low=0.0, evaluation__success_high=0.05)
+WRITTEN = (
+    written("entropy falls to nothing at half the way", "entropy_collapsed",
+            since(HALF, always(policy__entropy=0.001, group__flat=0.75, episode__success=0.3, reward__mean=0.3))),
+    written("entropy leaps and the reward is lost", "lr_too_high",
+            since(HALF, always(policy__entropy=5.0, episode__success=0.02, reward__mean=0.02))),
+    written("gradient of 400 at one step", "gradient_spikes",
+            lambda row: {"learner/grad_norm": 400.0} if row["step"] == 9 else {}, "warn"),
+    written("KL to the reference grows", "far_from_reference", grows("policy/kl", 0.01, 5.0), "warn"),
+    written("most tokens are clipped", "clipped", always(policy__clipped=0.7), "warn"),
+    written("loss is not a number", "not_a_number", since(HALF, always(policy__loss=None))),
+    written("engine and learner disagree from the start", "gap_wide", always(policy__rollout_gap=0.3)),
+    written("engine and learner drift apart", "gap_growing", grows("policy/rollout_gap", 1e-6, 0.2), "warn"),
+    written("server with other weights", "engine_stale", since(HALF, always(engine__probe_gap=3.0))),
+    written("half of the episodes are too old", "stale_dropped", always(dropped__stale=16.0), "warn"),
+    written("replies grow tenfold for nothing", "length_explodes",
+            both(grows("episode/sampled", 20.0, 250.0), always(episode__success=0.4, reward__mean=0.4)), "warn"),
+    written("half of the replies are cut off", "cut_off_often", since(HALF, always(call__cut_off=0.5)), "warn"),
+    written("the context is full in half of the episodes", "context_often_full",
+            always(stop__context_full=0.5), "warn"),
+    written("every episode runs out of turns", "out_of_turns",
+            always(stop__max_turns=1.0, stop__done=0.0, episode__success=0.1), "warn"),
+    written("replies lose their form", "form_lost", since(HALF, always(episode__valid=0.2)), "warn"),
+    written("nine of ten groups are flat", "mostly_flat",
+            since(3, always(group__flat=0.9, episode__success=0.1, reward__mean=0.1)), "warn"),
+    written("reward falls", "reward_falls", both(grows("reward/mean", 0.6, 0.1), grows("episode/success", 0.6, 0.1))),
+    written("reward rises while success falls", "reward_hacked", grows("episode/success", 0.6, 0.1)),
+    written("reward rises while held-out success falls", "reward_hacked",
+            since(runs.STEPS, WORSE)),
+    written("worse on held-out tasks than at the start", "evaluation_worse",
+            since(runs.STEPS, WORSE)),
+    written("reward stays where it was", "nothing_gained",
+            both(always(reward__mean=0.3, episode__success=0.3), since(runs.STEPS, always(evaluation__success=0.2))),
+            "warn"),
+    written("an environment that hangs", "hanging", since(HALF, always(rollout__threads_stuck=3.0)), "warn"),
+    written("half of the groups are missing", "groups_missing", always(rollout__missing=4.0), "warn"),
+    written("a tool that times out now and then", "some_fail",
+            always(**{"episode__failed": 4.0, "failed__tool 'search'": 4.0}), "warn", make=failing),
+    written("tool calls with wrong arguments", "tool_misused", always(**TOOLS, episode__tool__arguments=1.5), "warn"),
+    written("tool that is down", "tool_dead", since(3, always(**TOOLS, episode__tool__timeout=1.8))),
+    written("tool calls that cannot be read", "calls_unreadable", always(**TOOLS, episode__tool__malformed=1.9)),
+    written("replies that repeat themselves", "replies_loop", make=looping),
+    written("one reply for every task", "all_alike", make=same),
+    written("empty replies", "empty_replies", make=silent),
+    written("held-out tasks that are trained on", "held_out_seen", held_out=trained),
+)  # fmt: skip
+
+FAULTS = (*MODELS, *REAL, *WRITTEN)
