@@ -10,7 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 from arborl.config.run import LearnerConfig
-from arborl.learner.packing import Costs, MicroBatch, rows_pay, split
+from arborl.learner.packing import Costs, MicroBatch, rows_pay, spare, split
+from arborl.learner.peers import ALONE, Peers
+from arborl.models.place import place_of
 from arborl.types import Terms, TokenTree
 
 log = logging.getLogger(__name__)
@@ -19,11 +21,17 @@ T = TypeVar("T")
 
 
 class Fitting:
-    """Splits batches, and remembers what size has fitted."""
+    """Splits batches, and remembers what size has fitted.
 
-    def __init__(self, model: PreTrainedModel, config: LearnerConfig):
-        self.model, self.attention = model, config.attention
-        self.budget = config.micro_batch_tokens or (16_384 if model.device.type == "cuda" else 4_096)
+    Args:
+        model: as it is before it is sharded.
+        meeting: the processes that meet at every micro-batch, where they do: each then has as many as the others.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: LearnerConfig, meeting: Peers = ALONE):
+        self.attention, self.meeting = config.attention, meeting
+        self.cuda, self.costs = place_of(model).device.type == "cuda", costs_of(model)
+        self.budget = config.micro_batch_tokens or (16_384 if self.cuda else 4_096)
         """Tokens a micro-batch; less than asked for once memory has not sufficed."""
 
     def split(self, trees: Sequence[TokenTree], terms: Terms) -> list[MicroBatch]:
@@ -31,10 +39,12 @@ class Fitting:
         plain: Callable[[TokenTree], bool] | None = None
         if self.attention == "causal":
             plain = _always
-        elif self.attention == "auto" and self.model.device.type != "cuda":  # there a row costs as much as a tree
-            costs = costs_of(self.model)
-            plain = lambda tree: rows_pay(tree, costs)  # noqa: E731
-        return split(trees, terms, self.budget, plain)
+        elif self.attention == "auto" and not self.cuda:  # there a row costs as much as a tree
+            plain = lambda tree: rows_pay(tree, self.costs)  # noqa: E731
+        found = split(trees, terms, self.budget, plain)
+        if self.meeting.together:
+            found += [spare()] * (max(self.meeting.gather(len(found))) - len(found))
+        return found
 
     def run(
         self,
@@ -60,6 +70,11 @@ class Fitting:
             try:
                 return work(batches)
             except torch.OutOfMemoryError as error:
+                if self.meeting.together:  # the others wait in the middle of a pass, for what will never come
+                    raise torch.OutOfMemoryError(
+                        f"rank {self.meeting.rank} has no memory for micro-batches of {self.budget} tokens. Write "
+                        f"learner.micro_batch_tokens={max(1, self.budget // 2)}, or learner.recompute=true."
+                    ) from error
                 what = str(error).splitlines()[0] if str(error) else "out of memory"
             failed, self.budget = largest, max(1, min(self.budget, largest) // 2)
             log.warning("%s; from now on learner.micro_batch_tokens=%d", what, self.budget)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from arborl.algorithms.algorithm import Needs
 from arborl.algorithms.token_losses import Said, TermBatch, ratio
-from arborl.learner import distributed
 from arborl.learner.packing import MicroBatch
+from arborl.learner.peers import ALONE, Peers
 from arborl.learner.upload import upload
 from arborl.types import GIVEN, Metrics, Terms
 
@@ -72,11 +72,11 @@ class Tally:
         self.count += len(batch.rows)
         self.sampled += len(sampled)
 
-    def metrics(self) -> Metrics:
+    def metrics(self, peers: Peers = ALONE) -> Metrics:
         """The loss, and means over the terms of all processes."""
         mine = {name: float(value) for name, value in self.sums.items()}
         widest = max((float(gap) for gap in self.widest), default=0.0)
-        everyone = distributed.gather((self.count, self.sampled, float(self.loss), widest, mine))
+        everyone = peers.gather((self.count, self.sampled, float(self.loss), widest, mine))
         total = max(1, sum(count for count, *_ in everyone))
         sampled = max(1, sum(count for _, count, *_ in everyone))
         names = dict.fromkeys(name for *_, sums in everyone for name in sums)
