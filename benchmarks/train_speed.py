@@ -40,7 +40,9 @@ import yaml
 from bodies import SHAPES, forbid, random_body, settle
 from engine import Case, best, ours
 from step_work import not_text, peak_gib
+from transformers import PreTrainedModel
 
+import arborl.build
 from arborl.api.objects import name_objects
 from arborl.build import TOKENIZER_FILES, Parts, build
 from arborl.config.load import from_kwargs
@@ -179,9 +181,16 @@ def parts_of(args: argparse.Namespace, folder: Path) -> Parts:
         "rollout.concurrency": episodes, "engine.max_requests": episodes, "engine.kv_tokens": episodes * args.context,
         "sampling.max_context": args.context, "learner.lr": 1e-6, "trainer.steps": args.steps,
     } | {key: yaml.safe_load(value) for key, _, value in (one.partition("=") for one in args.set)})  # fmt: skip
+    load = arborl.build._policy
+
+    def text_only(*given: Any) -> PreTrainedModel:  # before the learner takes a sharded copy of it
+        model = load(*given)
+        forbid(model, not_text(model.config.vocab_size))
+        return model
+
+    arborl.build._policy = text_only
     parts = build(from_kwargs(**named), objects)
     logging.getLogger("arborl.engines").info("memory: %s", parts.plan.told)
-    forbid(parts.model, not_text(parts.model.config.vocab_size))
     return parts
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +35,10 @@ if TYPE_CHECKING:  # what needs torch
     from transformers import PreTrainedModel
 
     from arborl.algorithms import Algorithm
+    from arborl.learner.group import LearnerGroup
     from arborl.learner.learner import Learner
     from arborl.learner.memory import Plan
+    from arborl.models.scalar import Origin
     from arborl.trainer.evaluate import Measures
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
@@ -55,7 +58,7 @@ class Parts:
     rollout: Rollout
     rewards: Rewards
     algorithm: Algorithm
-    learner: Learner
+    learner: Learner | LearnerGroup
     evaluator: Measures
     steps: int
     """Of the whole run."""
@@ -74,6 +77,7 @@ class Parts:
             await self.engine.close()
             self.rollout.close()
         finally:
+            self.learner.close()
             await self.tools.close()
 
     def copy_tokenizer(self, folder: Path) -> None:
@@ -120,7 +124,8 @@ def _build(config: RunConfig, workshop: Workshop, training: bool) -> Parts:
 
     import torch
 
-    from arborl.learner.learner import Learner
+    from arborl.learner.blueprint import Blueprint
+    from arborl.learner.launch import check_ranks, make_learner
     from arborl.learner.memory import planned
     from arborl.learner.teacher import teacher_of
     from arborl.models.probe import check_runs
@@ -133,6 +138,8 @@ def _build(config: RunConfig, workshop: Workshop, training: bool) -> Parts:
     torch.use_deterministic_algorithms(config.deterministic)
     torch.manual_seed(config.seed)
     algorithm = workshop.algorithm()  # what is wrong with one's own need not wait for the weights
+    if training:
+        check_ranks(config.learner, config.model.device, algorithm)
     model = _policy(config, folder)
     check_runs(model, config.model.name, config.sampling.max_context)
     _check_tokens(config, renderer, model)
@@ -144,7 +151,17 @@ def _build(config: RunConfig, workshop: Workshop, training: bool) -> Parts:
     limits = Limits(asked.max_turns, config.sampling.max_context, asked.episode_seconds, asked.step_seconds)
     rollout = workshop.rollout(engine, cast, sampling, limits, rewards, given)
     settings = plan.settings(config.learner)
-    learner = Learner(model, settings, sampling, algorithm.needs, steps, config.seed, origin, teacher)
+    if not training:
+        settings = settings.model_copy(update={"strategy": "single", "ranks": 1})
+    blueprint = Blueprint(
+        settings, sampling, algorithm.needs, steps, config.seed,
+        model=partial(_policy_on, config, folder),
+        origin=partial(_origin, began, folder),
+        teacher=partial(teacher_of, config, folder),
+        deterministic=config.deterministic,
+        threads=config.threads,
+    )  # fmt: skip
+    learner = make_learner(blueprint, model, origin, teacher)
     evaluator: Measures = (
         GivenEvaluator(source, rollout, algorithm, config, learner)
         if config.data.given
@@ -254,6 +271,18 @@ def _policy(config: RunConfig, folder: Path) -> PreTrainedModel:
     if asked.lora.rank or has_lora(model):  # a folder of adapters: they go on being trained
         add_lora(model, asked.lora)
     return model
+
+
+def _policy_on(config: RunConfig, folder: Path, device: str) -> PreTrainedModel:
+    """The policy as a further rank of the learner has it."""
+    model = config.model.model_copy(update={"device": device})
+    return _policy(config.model_copy(update={"model": model}), folder)
+
+
+def _origin(began: Path | None, folder: Path, model: PreTrainedModel) -> Origin | None:
+    from arborl.models.scalar import load_origin
+
+    return load_origin(began, model, folder) if began is not None else None
 
 
 def _check_tokens(config: RunConfig, renderer: Renderer, model: PreTrainedModel) -> None:

@@ -34,6 +34,10 @@ class RunStopped(ArborError):
     """The run goes on no more because there is no point in it; the message says why and what to do."""
 
 
+class LearnerLost(RunStopped):
+    """A rank of the learner is gone: what the run has learned since its last checkpoint is gone with it."""
+
+
 class CannotWrite(ConfigError):
     """The disk is full, or the place is not ours to write. What was there before is as it was."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -90,6 +91,11 @@ def train(
         profile: write torch's trace of two steps.
     """
     config, objects = stubbed(config) if stub else config, objects or {}
+    if config.learner.strategy != "single" and os.environ.get("RANK", "0") != "0":
+        from arborl.learner.launch import serve_launched
+
+        if serve_launched(config.learner, config.model.device):
+            return Run(config.output_dir or Path())
     with Stops(config.trainer.stop_seconds) as stops, _prepared(config, resume, objects, hooks, stops.saving) as found:
         if profile and not isinstance(found, Run):
             found.profile()

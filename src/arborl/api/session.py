@@ -21,7 +21,7 @@ from arborl.build import Parts
 from arborl.config.algorithm import is_own
 from arborl.config.base import plain
 from arborl.config.secrets import masked
-from arborl.errors import RunStopped
+from arborl.errors import LearnerLost, RunStopped
 from arborl.registry import short
 from arborl.rollout.store import EpisodeStore
 from arborl.track import Console, JsonlTracker, TensorBoardTracker, Tracker, Trackers, table_before_after
@@ -85,7 +85,11 @@ class RunSession:
     async def run(self) -> dict[str, Any]:
         """Measure, train, measure again, and leave everything worth keeping in the folder; returns the summary."""
         trainer, save = self._trainer()
-        self._begin(trainer)
+        try:
+            self._begin(trainer)
+        except BaseException:
+            self.parts.learner.close()
+            raise
         steps = self.config.track.timeline
         with self.log, traced(self.home.name), Timeline(self.home / "timeline.json", steps) if steps else nullcontext():
             try:
@@ -123,6 +127,9 @@ class RunSession:
                 save.finish()
             except asyncio.CancelledError:
                 self._save(trainer, save, console)
+                raise
+            except LearnerLost:
+                self._summarise(trainer, {}, stopped=True)
                 raise
             except RunStopped:
                 if trainer.step > 0:

@@ -58,7 +58,18 @@ class LearnerConfig(Config):
     bfloat16 only) the weights themselves, which lose small updates."""
     offload: Literal["none", "optimizer", "all"] = "none"
     """What a GPU does not hold between steps. `optimizer` keeps float32 masters and AdamW's moments in the host's
-    memory and brings them a part at a time; `all` gradients and the reference policy too. The result stays the same."""
+    memory and brings them a part at a time; `all` gradients and the reference policy too. The result stays the same.
+    With `strategy=fsdp2` the float32 parts are the masters: `optimizer` moves moments, `all` those parts too."""
+    strategy: Literal["single", "ddp", "fsdp2", "deepspeed", "tensor"] = "single"
+    """How the learner lies in its ranks, which all take the same steps. `ddp`: each holds everything and its own trees.
+    `fsdp2`: each a part of every weight, gradient and moment. `deepspeed`: the same by DeepSpeed (needs the extra
+    `deepspeed`), as far as `zero_stage` says. `tensor`: each some heads and columns of every layer, and all trees. See
+    docs/scale-out.md."""
+    ranks: int = Field(1, ge=1)
+    """Processes that learn. `arborl train` starts them itself, each with a GPU of its own where there are some; under
+    `torchrun` or `accelerate launch`, 1 takes all of theirs."""
+    zero_stage: Literal[1, 2, 3] = 2
+    """With `strategy=deepspeed`, what each rank holds a part of: 1 moments, 2 gradients too, 3 weights too."""
     critic: Literal["auto", "none", "shared", "separate"] = "auto"
     """What estimates values: a head on the policy's own trunk, or a model of its own. `auto` is `shared` for an
     algorithm that needs one."""
@@ -75,6 +86,24 @@ class LearnerConfig(Config):
     def own_critic(self) -> bool:
         """Whether a critic would be a model of its own."""
         return self.critic == "separate" or self.critic_from is not None
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each rank holds a part of the weights, and the whole of them is the engine's."""
+        return self.strategy in ("fsdp2", "deepspeed", "tensor")
+
+    @model_validator(mode="after")
+    def _has_ranks(self) -> LearnerConfig:
+        if self.ranks > 1 and self.strategy == "single":
+            raise ValueError(f"ranks={self.ranks} with strategy=single, which is one process. Write strategy=fsdp2.")
+        if self.strategy in ("deepspeed", "tensor") and self.offload != "none":
+            raise ValueError(
+                f"offload={self.offload} with strategy={self.strategy}, which keeps its parts on the device. Write "
+                "strategy=fsdp2, or offload=none."
+            )
+        if "zero_stage" in self.model_fields_set and self.zero_stage != 2 and self.strategy != "deepspeed":
+            raise ValueError(f"zero_stage={self.zero_stage} with strategy={self.strategy}. Write strategy=deepspeed.")
+        return self
 
     @model_validator(mode="after")
     def _is_one_schedule(self) -> LearnerConfig:

@@ -28,7 +28,19 @@ In reading order:
     trust_region.py        TRPO's step
     files.py               A learner on disk: the policy as a model anyone can load, and what is needed to go on
     host_copy.py           A copy of tensors in the host's memory, made at one moment
-    distributed.py         Several processes, each with its own trees: sums over all of them
+    peers.py               Several processes, each with its own trees: sums over all of them
+    strategy.py            How a learner's weights, gradients and optimiser lie in one process or in several
+    scorer.py              A model and its critic as one module, which whoever shards models can hook into
+    fsdp2.py               Every rank holds a part of each weight, its gradient and its moments
+    tensor_parallel.py     Every rank holds some heads and some columns of each layer
+    zero.py                DeepSpeed's ZeRO
+    spread.py              Which rank runs which trees
+    blueprint.py           What every rank makes its learner of
+    meeting.py             How ranks find each other, and notice when one is gone
+    group.py               A learner in several processes that looks like one
+    launch.py              From a configuration to a learner, with its ranks
+    rank.py                A rank other than the first as a process of its own
+    sharded_files.py       A sharded learner on disk
     pairs.py               A reward model learns from pairs, by Bradley and Terry's model
     term_log.py            What an update made of each term
     update_metrics.py      Between the columns of `Terms` and numbers worth logging

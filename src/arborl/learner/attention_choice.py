@@ -20,7 +20,8 @@ from arborl.learner.executor import DENSE, EXECUTORS, Way, cheapest
 from arborl.learner.fused_layers import fusing_fits
 from arborl.learner.packing import MicroBatch
 from arborl.learner.score import score
-from arborl.models.lean import is_lean
+from arborl.models.lean import is_lean, leave_to_library
+from arborl.models.place import place_of
 from arborl.types import Sampling, Terms
 
 log = logging.getLogger(__name__)
@@ -55,10 +56,24 @@ class Ways:
                 return replace(way, recompute=self.recompute)
         return replace(DENSE, recompute=self.recompute)
 
+    @staticmethod
+    def settle(model: PreTrainedModel) -> None:
+        """Check every way now, by the library's own code, and none later: once a model is sharded, a check would be a
+        meeting of all processes, and its gradients are no longer where a check looks for them."""
+        leave_to_library(model)
+        known = _right.setdefault(model, {})
+        known.clear()
+        for way in (Way(name) for name in EXECUTORS):
+            for graded in (True, False):
+                with torch.set_grad_enabled(graded):
+                    fits = EXECUTORS[way.attend].fits(model)
+                    known[way, graded] = fits and (way == DENSE or agrees(model, way))
+
     def _candidates(self, model: PreTrainedModel, batch: MicroBatch) -> Iterator[Way]:
         if self.attention == "auto":
-            names = [cheapest(batch, model.device)]
-            if names == ["kernel"] or model.device.type == "cpu":
+            device = place_of(model).device
+            names = [cheapest(batch, device)]
+            if names == ["kernel"] or device.type == "cpu":
                 other = "blocks" if names == ["kernel"] else names[0]
                 names = ["kernel", other] if EXECUTORS["kernel"].fits(model) else [other]
         else:
@@ -83,7 +98,7 @@ def agrees(model: PreTrainedModel, way: Way) -> bool:
         log.warning("%s is not used for %s: %s: %s", way, type(model).__name__, type(error).__name__, what)
         return False
     gap = max(_gap(a, b) for a, b in zip(ours, _numbers(model, batch, DENSE), strict=True))
-    if not gap <= TOLERANCE.get(model.dtype, 1e-3):
+    if not gap <= TOLERANCE.get(place_of(model).dtype, 1e-3):
         log.warning("%s is not used for %s: it differs from the dense way by %.1e", way, type(model).__name__, gap)
         return False
     return True

@@ -26,6 +26,7 @@ from arborl.learner.tree_attention import BLOCK, BlockAttend, CausalAttend, Dens
 from arborl.learner.upload import upload
 from arborl.models.attention import Attend, layout, library_hidden_states
 from arborl.models.lean import Run, in_turn, is_lean, lean
+from arborl.models.place import place_of
 
 WORTH_GATHERING = 0.7
 """Blocks are used when they multiply less than this share of what the dense way does."""
@@ -73,10 +74,11 @@ DENSE = Way("dense")
 def hidden(model: PreTrainedModel, batch: MicroBatch, way: Way) -> Tensor:
     """The last layer's output where each term is predicted, `[M, hidden]`."""
     predicting = np.unique(batch.terms.position, return_inverse=True)
-    attend = EXECUTORS[way.attend].make(batch, model.device)
+    device, dtype = place_of(model)
+    attend = EXECUTORS[way.attend].make(batch, device)
     if isinstance(attend, KernelAttend):
-        attend.prepare(layout(model).windows, layout(model).size, model.dtype)
-    tokens, depth, rows, term = upload(model.device, batch.tokens, batch.depth, *predicting)
+        attend.prepare(layout(model).windows, layout(model).size, dtype)
+    tokens, depth, rows, term = upload(device, batch.tokens, batch.depth, *predicting)
     recompute = way.recompute and torch.is_grad_enabled()
     if is_lean(model):
         found = lean(model, tokens, depth, attend, _run(way, recompute), rows, FUSED if way.fused else None)

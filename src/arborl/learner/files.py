@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from arborl.learner.host_copy import Copied, HostCopies
+from arborl.learner.sharded_files import SHARDS, load_sharded
 from arborl.models.load import quiet
 from arborl.models.lora import adapter_file, has_lora, load_adapter, save_adapter
 
@@ -82,6 +83,9 @@ def _writer(model: PreTrainedModel) -> Write:
 
 def load(learner: Learner, folder: Path) -> None:
     """Continue exactly where the snapshot was made."""
+    if (folder / SHARDS).is_dir():
+        load_sharded(learner, folder)
+        return
     if has_lora(learner.model):
         load_adapter(learner.model, folder / "model")
     else:

@@ -16,6 +16,7 @@ from arborl.learner.packing import MicroBatch
 from arborl.learner.tree_plan import Tile, Tiles, plan, tiles_for
 from arborl.learner.upload import upload
 from arborl.models.attention import FREE, Bounds, layout
+from arborl.models.place import place_of
 
 GIVEN = "Tensor q, Tensor k, Tensor v, Tensor plan"
 SETTINGS = "float scale, int window, float cap, int[] tiles"
@@ -54,9 +55,9 @@ class KernelAttend:
 
 def kernel_fits(model: PreTrainedModel) -> bool:
     """Whether the kernels can serve this model here."""
-    if model.device.type != "cuda" or find_spec("triton") is None:
+    if place_of(model).device.type != "cuda" or find_spec("triton") is None:
         return False
-    return tiles_for(layout(model).size, model.dtype) is not None
+    return tiles_for(layout(model).size, place_of(model).dtype) is not None
 
 
 # ------------------------------------------------------------------------------------------------ the operations

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from arborl.algorithms.algorithm import Algorithm, Needs
 from arborl.algorithms.token_losses import Said, TermBatch
 from arborl.config.run import LearnerConfig
 from arborl.errors import ConfigError
-from arborl.learner import distributed, schedule
+from arborl.learner import schedule
 from arborl.learner.apart import ask_apart
 from arborl.learner.attention_choice import Ways
 from arborl.learner.critic import Critic, check_critic
@@ -28,9 +28,10 @@ from arborl.learner.host_copy import HostCopies
 from arborl.learner.loss_scale import LossScale
 from arborl.learner.micro_batches import Fitting
 from arborl.learner.offload import Guest
-from arborl.learner.optimizer import Optimizer
+from arborl.learner.optimizer import local
 from arborl.learner.packing import MicroBatch, is_cut, places_of
-from arborl.learner.score import score
+from arborl.learner.scorer import Asked, Scorer
+from arborl.learner.strategy import Strategy, strategy_of
 from arborl.learner.teacher import RemoteTeacher, Teacher, warn_of_equals
 from arborl.learner.term_log import TermLog
 from arborl.learner.trust_region import PolicyKL, natural_step
@@ -42,13 +43,15 @@ from arborl.models.lora import (
     has_lora,
     with_adapter,
 )
+from arborl.models.place import place_of
 from arborl.models.scalar import Origin
 from arborl.seeds import derive
 from arborl.types import Floats, Ints, Metrics, Sampling, Terms, TokenTree
 
 log = logging.getLogger(__name__)
 
-Heard = tuple[MicroBatch, Said, TermBatch]
+Heard = tuple[MicroBatch, Said, TermBatch | None]
+"""No terms of what stands for nothing (`packing.spare`)."""
 
 
 class Learner:
@@ -63,6 +66,8 @@ class Learner:
         seed: decides what the adapters' dropout drops, together with the number of the step.
         origin: what a critic begins as, instead of the policy.
         teacher: whom the policy is distilled from, where the algorithm needs one.
+        strategy: how all of this lies in one or several processes. Where it takes weights apart, `model` is taken
+            apart, and is of no more use to others.
     """
 
     log: TermLog | None = None
@@ -78,9 +83,13 @@ class Learner:
         seed: int = 0,
         origin: Origin | None = None,
         teacher: Teacher | None = None,
+        strategy: Strategy | None = None,
     ):
         needs = needs or Needs()
         self.teacher = teacher
+        self.strategy = strategy = strategy or strategy_of(config)
+        strategy.check(model)
+        self.peers, self.place = strategy.peers, place_of(model)
         self.model, self.config, self.sampling = model, config, sampling
         self.total_steps, self.seed = total_steps, seed
         adapted = has_lora(model)
@@ -89,23 +98,25 @@ class Learner:
             raise ConfigError(f"learner.min_lr={config.min_lr:g} is above the rate of such a model, {self.lr:g}.")
         copied = needs.reference and not adapted
         self.reference = copy.deepcopy(model).requires_grad_(False) if copied else None
-        self.guest = Guest(self.reference) if self.reference is not None and config.offload == "all" else None
+        visits = self.reference is not None and config.offload == "all" and not strategy.apart
+        self.guest = Guest(self.reference) if visits and self.reference is not None else None
         """Brings the reference to the device."""
-        self.start = adapter_of(model) if needs.reference and adapted else None
-        """The adapters that make the model its own reference."""
         check_critic(config, needs.value)
         separate = config.own_critic
         self.critic = Critic(model, separate, config.critic_detach, origin) if needs.value else None
-        self.optimizer = Optimizer(
-            [p for p in model.parameters() if p.requires_grad],
-            self.critic.trained().values() if self.critic else (),
-            config,
-            (self.lr, config.critic_lr or self.lr * (1 if separate else 10)),
-        )
         self.ways = Ways(config.attention, config.recompute is True)
-        self.fitting = Fitting(model, config)
+        self.fitting = Fitting(model, config, strategy.meeting)
         self.loss_scale = LossScale(model.dtype)
         self.copies = HostCopies(model.device)
+        self.asked_reference = strategy.place_frozen(self.reference) if self.reference is not None else None
+        self.asked = strategy.place(Scorer(model, self.critic))
+        self.start = self._adapters() if needs.reference and adapted else None
+        """The adapters that make the model its own reference."""
+        self.optimizer = strategy.optimizer(
+            [p for p in model.parameters() if p.requires_grad],
+            self.critic.trained().values() if self.critic else (),
+            (self.lr, config.critic_lr or self.lr * (1 if separate else 10)),
+        )
         self.leaving: Snapshot | None = None
         """The snapshot that may still be under way from the device."""
         self.done = 0
@@ -115,6 +126,14 @@ class Learner:
     def steps(self) -> int:
         """Optimiser steps an update."""
         return self.config.epochs * self.config.minibatches
+
+    def trained(self) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
+        """Every parameter that learns, by name, with its master."""
+        policy = [f"model.{name}" for name, p in self.model.named_parameters() if p.requires_grad]
+        critic = [f"critic.{name}" for name in self.critic.trained()] if self.critic is not None else []
+        for names, part in zip((policy, critic), self.optimizer.parts.values(), strict=True):
+            for name, (parameter, master) in zip(names, part.pairs, strict=True):
+                yield name, parameter, master
 
     @property
     def scale(self) -> float:
@@ -134,21 +153,21 @@ class Learner:
         found: dict[str, Floats] = {}
         proximal = needs.proximal or (needs.anchor and self.steps > 1)
         if proximal or needs.value:
-            critic = self._critic() if needs.value else None
             logprob, value = np.zeros(len(terms)), np.zeros(len(terms))
-            for numbers in self._minibatches(trees):  # packed as they will be: then rounding is the same, too
+            for numbers in self.minibatches_of(trees):  # packed as they will be: then rounding is the same, too
                 rows = np.isin(terms.tree, numbers)
-                logprob[rows], value[rows] = self._say(self.model, trees, terms.pick(rows), critic)
+                logprob[rows], value[rows] = self._say(self.asked, trees, terms.pick(rows), needs.value)
             found |= {"proximal": logprob} if proximal else {}
             found |= {"value": value} if needs.value else {}
-        if needs.after and cut is not None and len(cut):
+        if needs.after and cut is not None and self.peers.any(len(cut) > 0):
             last = terms.pick(cut)
             behind = dataclasses.replace(last, position=places_of(trees, last))
             after = found["after"] = terms.after.copy()
-            after[cut] = self._say(self.model, trees, behind, self._critic())[1]
+            after[cut] = self._say(self.asked, trees, behind, value=True)[1]
         if needs.reference:
-            with with_adapter(self.model, self.start) if self.start else self.with_reference():
-                found["reference"] = self._say(self.reference or self.model, trees, terms)[0]
+            here = self.strategy.here
+            with with_adapter(self.model, self.start, here) if self.start else self.with_reference():
+                found["reference"] = self._say(self.asked_reference or self.asked, trees, terms)[0]
         if needs.teacher:
             found["teacher"] = self._taught(trees, terms)
         return dataclasses.replace(terms, **found)  # type: ignore[arg-type]
@@ -156,9 +175,11 @@ class Learner:
     def _taught(self, trees: Sequence[TokenTree], terms: Terms) -> Floats:
         if self.teacher is None:
             raise ValueError("this learner was made without a teacher, and the algorithm asks for one")
-        remote = isinstance(self.teacher, RemoteTeacher)
-        said = self.teacher.logprobs(trees, terms) if remote else self._say(self.teacher, trees, terms)[0]
-        if self.done == 0:
+        if isinstance(self.teacher, RemoteTeacher):
+            said = self.teacher.logprobs(trees, terms)
+        else:
+            said = self._say(Asked.plain(self.teacher), trees, terms)[0]
+        if self.done == 0 and len(terms):
             warn_of_equals(said - terms.logprob)
         return said
 
@@ -166,10 +187,17 @@ class Learner:
         """The reference policy is from now on the policy as it is."""
         self._settle()
         if self.start is not None:
-            self.start = adapter_of(self.model)
+            self.start = self._adapters()
         elif self.reference is not None:
-            with self.with_reference():
-                self.reference.load_state_dict(self.model.state_dict())
+            with self.with_reference(), torch.no_grad():
+                policy = dict(self.model.named_parameters())
+                for name, own in self.reference.named_parameters():
+                    with self.strategy.here([policy[name]]):
+                        local(own).copy_(local(policy[name]))
+
+    def _adapters(self) -> dict[str, Tensor]:
+        with self.strategy.here([p for name, p in self.model.named_parameters() if "lora_" in name]):
+            return adapter_of(self.model)
 
     def with_reference(self) -> AbstractContextManager[None]:
         """Inside, a reference model's weights are on the device."""
@@ -177,27 +205,38 @@ class Learner:
 
     def logprobs(self, trees: Sequence[TokenTree], terms: Terms) -> Tensor:
         """Log-probability of every term under the present weights."""
-        return torch.from_numpy(self._say(self.model, trees, terms)[0])
+        return torch.from_numpy(self._say(self.asked, trees, terms)[0])
 
     @torch.no_grad()
     def _say(
-        self, model: PreTrainedModel, trees: Sequence[TokenTree], terms: Terms, critic: Critic | None = None
+        self, asked: Asked, trees: Sequence[TokenTree], terms: Terms, value: bool = False
     ) -> tuple[Floats, Floats]:
-        """Log-probabilities, and values where there is a critic."""
+        """Log-probabilities, and values where there is a critic and it is asked."""
+        if value:
+            self._critic()
 
         def ask(trees: Sequence[TokenTree], terms: Terms) -> tuple[Floats, Floats]:
             def work(batches: list[MicroBatch]) -> tuple[Floats, Floats]:
-                logprob, value = np.zeros(len(terms)), np.zeros(len(terms))
+                logprob, values = np.zeros(len(terms)), np.zeros(len(terms))
                 for batch in batches:
-                    said = score(model, batch, self.sampling, self.ways(model, batch), critic)
+                    said = asked(batch, self.sampling, self.ways(asked.model, batch), value)
+                    if not len(batch.rows):
+                        continue
                     logprob[batch.rows] = said.logprob_M.double().cpu().numpy()
                     if said.value_M is not None:
-                        value[batch.rows] = said.value_M.double().cpu().numpy()
-                return logprob, value
+                        values[batch.rows] = said.value_M.double().cpu().numpy()
+                return logprob, values
 
             return self.fitting.run(trees, terms, work, self.optimizer.zero)
 
-        return ask_apart(ask, trees, terms)
+        def announced(trees: Sequence[TokenTree], terms: Terms) -> tuple[Floats, Floats]:
+            self.strategy.meeting.any(True)
+            return ask(trees, terms)
+
+        found, nothing = ask_apart(announced, trees, terms), terms.pick(np.zeros(0, dtype=np.int64))
+        while self.strategy.meeting.any(False):  # others have something to ask once more, and cannot do so alone
+            ask(trees, nothing)
+        return found
 
     def _critic(self) -> Critic:
         if self.critic is None:
@@ -218,18 +257,18 @@ class Learner:
             names: of the episodes, by their number.
         """
         self._settle()
-        began, whole = self.done, distributed.total(algorithm.count(terms))
+        began, whole = self.done, self.peers.total(algorithm.count(terms))
         self.done = began + self.steps
-        sound, metrics = without(terms, not_finite(terms), names)
-        if not distributed.total(len(sound)):
+        sound, metrics = without(terms, not_finite(terms), names, self.peers)
+        if not self.peers.total(len(sound)):
             why = "not_finite" if metrics else "no_terms"
             return metrics | {"learner/steps": 0.0, "learner/skipped": 1.0, f"learner/skipped/{why}": 1.0}
         seen: dict[str, list[float]] = {name: [value] for name, value in metrics.items()}
-        minibatches = [sound.pick(np.isin(sound.tree, numbers)) for numbers in self._minibatches(trees)]
+        minibatches = [sound.pick(np.isin(sound.tree, numbers)) for numbers in self.minibatches_of(trees)]
         for number in range(self.steps):
             at = number % len(minibatches)
             part = minibatches[at]
-            if not distributed.total(len(part)):
+            if not self.peers.total(len(part)):
                 continue
             self.done = began + number
             if number == 0 and algorithm.needs.anchor:  # no weight has moved: the anchor is what the step itself finds
@@ -237,8 +276,8 @@ class Learner:
             metrics = self._step(trees, part, algorithm, whole)
             if "learner/skipped/gradient" in metrics:
                 bad = np.isin(part.tree, self._poisonous(trees, part, algorithm))
-                minibatches[at], dropped = without(minibatches[at], bad, names)
-                if dropped and distributed.total(len(minibatches[at])):
+                minibatches[at], dropped = without(minibatches[at], bad, names, self.peers)
+                if dropped and self.peers.total(len(minibatches[at])):
                     metrics = self._step(trees, part.pick(~bad), algorithm, whole)
                 metrics |= dropped
             for name, value in metrics.items():
@@ -246,7 +285,7 @@ class Learner:
         self.done = began + self.steps
         return summed_up(seen)
 
-    def _minibatches(self, trees: Sequence[TokenTree]) -> list[Ints]:
+    def minibatches_of(self, trees: Sequence[TokenTree]) -> list[Ints]:
         """The trees of each, about as many in one as in another."""
         return np.array_split(np.arange(len(trees)), self.config.minibatches)
 
@@ -256,11 +295,10 @@ class Learner:
         Args:
             whole: what the weights of the update's terms are a mean over (`Algorithm.count`), in all processes.
         """
-        share = whole / max(distributed.total(algorithm.count(terms)), 1.0)
+        share = whole / max(self.peers.total(algorithm.count(terms)), 1.0)
         tally = self._gradients(trees, terms, algorithm, share)
-        metrics = tally.metrics()
-        if distributed.together():
-            distributed.add_up(self.optimizer.gradients())
+        metrics = tally.metrics(self.peers)
+        self.strategy.add_up(self.optimizer)
         scale = self.scale
         if algorithm.trust_region is None:
             metrics |= self.optimizer.step(scale)
@@ -273,13 +311,19 @@ class Learner:
             self.log.add(tally.noted)
         metrics["learner/steps"] = 1.0 - metrics["learner/skipped"]
         metrics |= {"learner/lr": self.lr * scale, "learner/micro_batch_tokens": float(self.fitting.budget)}
-        if self.model.device.type == "cuda":
-            metrics["learner/memory_gib"] = torch.cuda.max_memory_allocated(self.model.device) / 2**30
+        if self.place.device.type == "cuda":
+            metrics["learner/memory_gib"] = torch.cuda.max_memory_allocated(self.place.device) / 2**30
         return metrics
 
     def backward(self, trees: Sequence[TokenTree], terms: Terms, algorithm: Algorithm) -> Metrics:
         """Leave this batch's gradients; return its loss and the mean over terms of everything worth logging."""
-        return self._gradients(trees, terms, algorithm, 1.0).metrics()
+        metrics = self._gradients(trees, terms, algorithm, 1.0).metrics(self.peers)
+        self.strategy.add_up(self.optimizer)
+        return metrics
+
+    def gradients(self) -> dict[str, Tensor]:
+        """All that `backward` has left, by name."""
+        return {name: gradient.clone() for name, gradient in self.strategy.gradients(self)}
 
     def _gradients(self, trees: Sequence[TokenTree], terms: Terms, algorithm: Algorithm, share: float) -> Tally:
         def work(batches: list[MicroBatch]) -> Tally:
@@ -287,52 +331,66 @@ class Learner:
             for batch in batches:
                 self.ways(self.model, batch)  # a way that is new is checked now: under dropout none agrees with another
             tally = Tally()
-            with dropout_on(self.model, derive(self.seed, "dropout", self.done, distributed.rank())):
-                for batch, said, terms_M in self._heard(batches, terms, algorithm):
+            with dropout_on(self.model, derive(self.seed, "dropout", self.done, self.peers.rank)):
+                for number, (batch, said, terms_M) in enumerate(self._heard(batches, terms, algorithm), start=1):
+                    last = number == len(batches)
+                    if terms_M is None:
+                        nothing = 0.0 * torch.cat([p for p in (said.logprob_M, said.value_M) if p is not None]).sum()
+                        self.strategy.backward(nothing, last=last)
+                        continue
                     loss_M, parts = algorithm.loss(said, terms_M)
                     loss = (loss_M * terms_M.weight_M).sum() * share
                     if self.log is not None:
                         said.logprob_M.retain_grad()
-                    (loss * self.loss_scale.value).backward()
+                    self.strategy.backward(loss * self.loss_scale.value, last=last)
                     tally.add(batch, loss, said, terms_M, parts)
                     if self.log is not None:
                         tally.note(batch, said, terms_M, loss_M * share, parts, self.loss_scale.value)
+            self.optimizer.collect()
             return tally
 
         tally = self.fitting.run(trees, terms, work, self.optimizer.zero)
-        while not self.loss_scale.settled(self.optimizer.found()):
+        while not self.loss_scale.settled(self.optimizer.found(), self.strategy.ranks):
             tally = self.fitting.run(trees, terms, work, self.optimizer.zero)
         return tally
 
     def _poisonous(self, trees: Sequence[TokenTree], terms: Terms, algorithm: Algorithm) -> Ints:
-        """Trees whose gradient alone is not finite."""
+        """Trees whose gradient alone is not finite; one after the other in all processes, for they may have to meet."""
         bad = []
-        for number in np.unique(terms.tree):
+        everywhere = self.peers.gather(np.unique(terms.tree).tolist())
+        for number in sorted({number for some in everywhere for number in some}):
             self._gradients(trees, terms.pick(np.flatnonzero(terms.tree == number)), algorithm, 1.0)
-            if not all(bool(torch.isfinite(gradient).all()) for gradient in self.optimizer.gradients()):
+            sound = all(bool(torch.isfinite(gradient).all()) for gradient in self.optimizer.found())
+            if self.strategy.ranks.any(not sound):
                 bad.append(number)
         self.optimizer.zero()
         return np.array(bad, dtype=np.int64)
 
     def _heard(self, batches: list[MicroBatch], terms: Terms, algorithm: Algorithm) -> Iterator[Heard]:
         """Each micro-batch with what the models say about it and its columns, `sequence_M` filled where asked for."""
-        device, needs = self.model.device, algorithm.needs
+        (device, dtype), needs = self.place, algorithm.needs
         sequence: Tensor | None = None
-        if algorithm.whole and is_cut(batches):  # no micro-batch alone holds whole groups: look at all of them first
+        if algorithm.whole and self.strategy.meeting.any(is_cut(batches)):
+            # no micro-batch alone holds whole groups: look at all of them first
             now = np.full(len(terms), np.nan)
             with torch.no_grad():
                 for batch in batches:
-                    said = score(self.model, batch, self.sampling, self.ways(self.model, batch))
-                    now[batch.rows] = said.logprob_M.double().cpu().numpy()
-            everything = columns(terms, device, self.model.dtype)
-            now_M = torch.from_numpy(now).to(everything.old_M)
-            sequence = algorithm.prepare(now_M, anchored(everything, now_M, needs))
+                    said = self.asked(batch, self.sampling, self.ways(self.model, batch))
+                    if len(batch.rows):
+                        now[batch.rows] = said.logprob_M.double().cpu().numpy()
+            if len(terms):
+                everything = columns(terms, device, dtype)
+                now_M = torch.from_numpy(now).to(everything.old_M)
+                sequence = algorithm.prepare(now_M, anchored(everything, now_M, needs))
         for batch in batches:
-            critic = self._critic() if needs.value else None
-            way = self.ways(self.model, batch)
-            said = score(self.model, batch, self.sampling, way, critic, needs.entropy)
+            if needs.value:
+                self._critic()
+            said = self.asked(batch, self.sampling, self.ways(self.model, batch), needs.value, needs.entropy)
+            if not len(batch.rows):
+                yield batch, said, None
+                continue
             now_M = said.logprob_M.detach()
-            terms_M = anchored(columns(batch.terms, device, self.model.dtype), now_M, needs)
+            terms_M = anchored(columns(batch.terms, device, dtype), now_M, needs)
             if algorithm.whole:
                 rows = torch.from_numpy(batch.rows).to(device)
                 prepared_M = algorithm.prepare(now_M, terms_M) if sequence is None else sequence[rows]
@@ -346,15 +404,16 @@ class Learner:
         assert settings is not None
         policy = self.optimizer.parts["policy"].all
         batches = self.fitting.split(trees, terms, square=True)
-        kl = PolicyKL(self.model, policy, batches, self.sampling)
+        kl = PolicyKL(self.model, policy, batches, self.sampling, self.peers)
 
         @torch.no_grad()
         def surrogate() -> float:
             total = 0.0
             for _, said, terms_M in self._heard(batches, terms, algorithm):
+                assert terms_M is not None
                 loss_M = algorithm.loss(said, terms_M)[0]
                 total += float((loss_M * terms_M.weight_M).sum()) * share
-            return distributed.total(total)
+            return self.peers.total(total)
 
         return natural_step(policy, kl, surrogate, before, settings)
 
@@ -382,6 +441,9 @@ class Learner:
     def load(self, folder: Path) -> None:
         """Continue exactly where `save` left off."""
         load(self, folder)
+
+    def close(self) -> None:
+        """There is nobody to let go."""
 
     def _settle(self) -> None:
         """Before weights change: what a snapshot still copies must have been copied."""

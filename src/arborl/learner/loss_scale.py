@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arborl.learner import distributed
+from arborl.learner.peers import ALONE, Peers
 
 START, MOST = 2.0**16, 2.0**24
 SHRINK, GROW = 4.0, 2.0
@@ -28,7 +28,7 @@ class LossScale:
         self.value = self.kept = START if self.needed else 1.0
         self.good = 0
 
-    def settled(self, gradients: list[Tensor]) -> bool:
+    def settled(self, gradients: list[Tensor], peers: Peers = ALONE) -> bool:
         """Divide the gradients; False where they overflowed and are to be computed again with the factor as it is now.
 
         What is not finite at a factor of 1 is none of this one's fault: it is left as it is, and the factor as before.
@@ -36,7 +36,7 @@ class LossScale:
         if not self.needed:
             return True
         mine = bool(torch.stack(torch._foreach_norm(gradients)).isfinite().all()) if gradients else True
-        finite = all(distributed.gather(mine))
+        finite = all(peers.gather(mine))
         if not finite and self.value > 1.0:
             self.value, self.good = max(1.0, self.value / SHRINK), 0
             return False

@@ -221,6 +221,15 @@ class Planner:
         activations = models * sizes.activations(longest, recompute, self.fused, self.cuda)
         logits = min(longest, self.logit_rows) * sizes.vocabulary * self._logit()
         gradients = models * sizes.gradients(master)
+        ranks, others = self.config.ranks, self._others(models)
+        if self.config.sharded:  # beside the whole weights that the engine has, the learner's part of its own
+            optimizer, gradients, others = optimizer // ranks, gradients // ranks, others // ranks
+            masters = 4 * sizes.coarse if master and self.config.strategy == "fsdp2" else 0
+            others += models * (sizes.weights - (2 * sizes.coarse if masters else 0)) // ranks
+            if offload == "all":  # which is stepped where it rests
+                optimizer = gradients = 0
+            elif offload == "optimizer":  # moments alone rest elsewhere
+                optimizer, others = optimizer - models * masters // ranks, others + models * masters // ranks
         if offload != "none":  # what is brought for a step comes when activations have gone
             each = 12
             if offload == "all":  # and each part's gradients come with it
@@ -231,7 +240,7 @@ class Planner:
             weights=sizes.weights,
             optimizer=optimizer,
             gradients=gradients,
-            others=self._others(models),
+            others=others,
             activations=activations,
             logits=logits,
             kv=kv_tokens * self.kv_token,

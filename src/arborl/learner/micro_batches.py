@@ -11,7 +11,9 @@ from transformers import PreTrainedModel
 
 from arborl.config.run import LearnerConfig
 from arborl.learner.executor import EXECUTORS
-from arborl.learner.packing import Costs, MicroBatch, rows_pay, split
+from arborl.learner.packing import Costs, MicroBatch, rows_pay, spare, split
+from arborl.learner.peers import ALONE, Peers
+from arborl.models.place import place_of
 from arborl.types import Terms, TokenTree
 
 log = logging.getLogger(__name__)
@@ -20,11 +22,18 @@ T = TypeVar("T")
 
 
 class Fitting:
-    """Splits batches, and remembers what size has fitted."""
+    """Splits batches, and remembers what size has fitted.
 
-    def __init__(self, model: PreTrainedModel, config: LearnerConfig):
-        self.model, self.attention = model, config.attention
-        self.budget = config.micro_batch_tokens or (16_384 if model.device.type == "cuda" else 4_096)
+    Args:
+        model: as it is before it is sharded.
+        meeting: the processes that meet at every micro-batch, where they do: each then has as many as the others.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: LearnerConfig, meeting: Peers = ALONE):
+        self.attention, self.meeting = config.attention, meeting
+        self.cuda, self.costs = place_of(model).device.type == "cuda", costs_of(model)
+        self.kernel = self.attention in ("auto", "kernel") and EXECUTORS["kernel"].fits(model)
+        self.budget = config.micro_batch_tokens or (16_384 if self.cuda else 4_096)
         """Tokens a micro-batch; less than asked for once memory has not sufficed."""
 
     def split(self, trees: Sequence[TokenTree], terms: Terms, square: bool = False) -> list[MicroBatch]:
@@ -33,15 +42,16 @@ class Fitting:
         Args:
             square: attention will cost what the square of each tree does, so trees are not joined.
         """
-        if self.attention in ("auto", "kernel") and not square and EXECUTORS["kernel"].fits(self.model):
-            return split(trees, terms, self.budget, shared=True)  # no pair is looked at that need not be
+        shared = self.kernel and not square  # no pair is looked at that need not be
         plain: Callable[[TokenTree], bool] | None = None
         if self.attention == "causal":
             plain = _always
-        elif self.attention == "auto" and self.model.device.type != "cuda":  # there a row costs as much as a tree
-            costs = costs_of(self.model)
-            plain = lambda tree: rows_pay(tree, costs)  # noqa: E731
-        return split(trees, terms, self.budget, plain)
+        elif self.attention == "auto" and not shared and not self.cuda:  # there a row costs as much as a tree
+            plain = lambda tree: rows_pay(tree, self.costs)  # noqa: E731
+        found = split(trees, terms, self.budget, plain, shared)
+        if self.meeting.together:
+            found += [spare()] * (max(self.meeting.gather(len(found))) - len(found))
+        return found
 
     def run(
         self,
@@ -67,6 +77,11 @@ class Fitting:
             try:
                 return work(batches)
             except torch.OutOfMemoryError as error:
+                if self.meeting.together:  # the others wait in the middle of a pass, for what will never come
+                    raise torch.OutOfMemoryError(
+                        f"rank {self.meeting.rank} has no memory for micro-batches of {self.budget} tokens. Write "
+                        f"learner.micro_batch_tokens={max(1, self.budget // 2)}, or learner.recompute=true."
+                    ) from error
                 what = str(error).splitlines()[0] if str(error) else "out of memory"
             failed, self.budget = largest, max(1, min(self.budget, largest) // 2)
             log.warning("%s; from now on learner.micro_batch_tokens=%d", what, self.budget)

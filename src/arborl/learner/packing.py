@@ -168,9 +168,16 @@ def rows_pay(tree: TokenTree, costs: Costs) -> bool:
     return raw * costs.token + (lengths**2).sum() / 2 * costs.pair < len(tree) * costs.token + pairs * costs.pair
 
 
+def spare() -> MicroBatch:
+    """A micro-batch that stands for no row of any batch: what a process runs while others have more than it has."""
+    zero, number = np.zeros(1), np.zeros(1, dtype=np.int64)
+    terms = Terms(number, number, number, zero, zero, zero, number, number, number, number, *[zero] * 6)
+    return MicroBatch(number, number, number + 1, (1,), terms, np.zeros(0, dtype=np.int64))
+
+
 def is_cut(batches: Sequence[MicroBatch]) -> bool:
     """Whether a tree is spread over several micro-batches."""
-    numbers = [number for batch in batches for number in set(batch.terms.tree.tolist())]
+    numbers = [number for batch in batches if len(batch.rows) for number in set(batch.terms.tree.tolist())]
     return len(numbers) != len(set(numbers))
 
 

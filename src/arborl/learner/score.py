@@ -54,7 +54,7 @@ def score(
     logprobs, entropies = [], []
     for some_ME, token_M, shape in _chunks(model, hidden_ME, batch, sampling):
         given = (model.get_output_embeddings(), logit_cap(model), some_ME, token_M, shape, entropy)
-        alone = len(token_M) == len(batch.rows)  # then nothing is gained by letting its logits go
+        alone = len(token_M) == len(batch.terms)  # then nothing is gained by letting its logits go
         logprob, spread = run(*given) if alone else checkpoint(run, *given, use_reentrant=False)
         logprobs.append(logprob)
         entropies.append(spread)
@@ -96,9 +96,9 @@ def _chunks(
     rows = rows_at_once(hidden_ME.device, model.config.vocab_size)
     (token,) = upload(hidden_ME.device, batch.terms.token)
     if batch.terms.drawn is None:
-        shapes: Iterator[Shape] = repeat(_shape(sampling, model.device))
+        shapes: Iterator[Shape] = repeat(_shape(sampling, hidden_ME.device))
     else:
-        shapes = Shape.noted(batch.terms.drawn, sampling, model.device).split(rows)
+        shapes = Shape.noted(batch.terms.drawn, sampling, hidden_ME.device).split(rows)
     yield from zip(hidden_ME.split(rows), token.split(rows), shapes, strict=False)
 
 

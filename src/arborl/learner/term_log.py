@@ -53,6 +53,12 @@ class TermLog:
             self.ratio[at], self.loss[at] = _numbers(note.ratio_M), _numbers(note.loss_M)
             self.pull[at] = np.where(first, 0.0, self.pull[at]) + _numbers(note.pull_M)
 
+    def take(self, other: TermLog) -> None:
+        """Whatever another process knows, which trained other terms."""
+        known = np.isfinite(other.logprob)
+        for name in ("logprob", "entropy", "ratio", "loss", "pull"):
+            getattr(self, name)[known] = getattr(other, name)[known]
+
 
 def _numbers(vector: Tensor) -> NDArray[np.float32]:
     return np.asarray(vector.float().cpu().numpy())

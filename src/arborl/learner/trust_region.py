@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 
 from arborl.config.algorithm_parts import TrustRegionConfig
 from arborl.errors import ConfigError
-from arborl.learner import distributed
 from arborl.learner.executor import DENSE
 from arborl.learner.packing import MicroBatch
+from arborl.learner.peers import ALONE, Peers
 from arborl.learner.score import distributions
 from arborl.types import Metrics, Sampling
 
@@ -59,12 +59,14 @@ class PolicyKL:
         parameters: Sequence[nn.Parameter],
         batches: Sequence[MicroBatch],
         sampling: Sampling,
+        peers: Peers = ALONE,
     ):
         if model.dtype in (torch.bfloat16, torch.float16):
             raise ConfigError(f"a trust region needs precise weights and model.dtype is {model.dtype}. Write float32.")
         self.model, self.parameters, self.batches, self.sampling = model, parameters, batches, sampling
+        self.peers = peers
         weights = [torch.from_numpy(batch.terms.weight).abs() for batch in batches]
-        total = sum(distributed.gather(float(sum(w.sum() for w in weights))))
+        total = sum(peers.gather(float(sum(w.sum() for w in weights))))
         self.shares = [(w / max(total, 1e-300)).to(model.device, model.dtype) for w in weights]
         with torch.no_grad():
             self.old = [self._now(batch) for batch in batches]
@@ -82,7 +84,7 @@ class PolicyKL:
     @torch.no_grad()
     def value(self) -> float:
         """The KL at the present weights."""
-        return sum(distributed.gather(sum(float(self._part(i)) for i in range(len(self.batches)))))
+        return sum(self.peers.gather(sum(float(self._part(i)) for i in range(len(self.batches)))))
 
     def product(self, vector_P: Tensor) -> Tensor:
         """Its Hessian at the present weights, times a vector."""
@@ -93,7 +95,7 @@ class PolicyKL:
                 along = torch.cat([g.reshape(-1) for g in first]) @ vector_P
                 second = torch.autograd.grad(along, self.parameters)
             out_P += torch.cat([g.reshape(-1) for g in second])
-        distributed.add_up([out_P])
+        self.peers.add_up([out_P])
         return out_P
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from arborl.algorithms.algorithm import Needs
 from arborl.algorithms.token_losses import Said, TermBatch, ratio
-from arborl.learner import distributed
 from arborl.learner.packing import MicroBatch
+from arborl.learner.peers import ALONE, Peers
 from arborl.learner.term_log import Note
 from arborl.learner.upload import upload
 from arborl.types import GIVEN, Metrics, Terms
@@ -54,14 +54,14 @@ def not_finite(terms: Terms) -> NDArray[np.bool_]:
     return np.asarray(~np.isfinite(terms.advantage + terms.weight + known))
 
 
-def without(terms: Terms, bad: NDArray[np.bool_], names: Sequence[str]) -> tuple[Terms, Metrics]:
+def without(terms: Terms, bad: NDArray[np.bool_], names: Sequence[str], peers: Peers = ALONE) -> tuple[Terms, Metrics]:
     """The terms without those that are `bad` and their groups; what goes is named and counted."""
     lost = np.isin(terms.tree, terms.tree[bad])
     if lost.any():
         called = [names[n] if n < len(names) else f"number {n}" for n in np.unique(terms.episode[bad])]
         more = f" and {len(called) - NAMED} more" if len(called) > NAMED else ""
         log.warning("not finite, and left out with their groups: episodes %s%s", ", ".join(called[:NAMED]), more)
-    dropped = distributed.total(len(np.unique(terms.episode[lost])))
+    dropped = peers.total(len(np.unique(terms.episode[lost])))
     return terms.pick(~lost), {"dropped/not_finite": dropped} if dropped else {}
 
 
@@ -101,11 +101,11 @@ class Tally:
         columns = (now_M, said.entropy_M, ratio_M, loss_M * terms.weight_M, pull_M)
         self.noted.append(Note(batch.terms.place, *(column.detach() for column in columns)))
 
-    def metrics(self) -> Metrics:
+    def metrics(self, peers: Peers = ALONE) -> Metrics:
         """The loss, and means over the terms of all processes."""
         mine = {name: float(value) for name, value in self.sums.items()}
         widest = max((float(gap) for gap in self.widest), default=0.0)
-        everyone = distributed.gather((self.count, self.sampled, float(self.loss), widest, mine))
+        everyone = peers.gather((self.count, self.sampled, float(self.loss), widest, mine))
         total = max(1, sum(count for count, *_ in everyone))
         sampled = max(1, sum(count for _, count, *_ in everyone))
         names = dict.fromkeys(name for *_, sums in everyone for name in sums)

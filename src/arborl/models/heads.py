@@ -24,7 +24,7 @@ class ValueHead(nn.Module):
                     own.copy_(given)
 
     def forward(self, hidden_ME: Tensor) -> Tensor:
-        return linear(hidden_ME.to(self.weight.dtype), self.weight, self.bias)[:, 0]
+        return linear(hidden_ME.to(self.weight.dtype), self.weight, self.bias)[:, 0].clone()  # hooks want no view
 
 
 class Float32Linear(nn.Linear):

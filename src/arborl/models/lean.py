@@ -45,6 +45,11 @@ def is_lean(model: PreTrainedModel) -> bool:
     return _trusted[model]
 
 
+def leave_to_library(model: PreTrainedModel) -> None:
+    """From now on the library's own code runs this model: whoever shards it hooks into its modules' calls."""
+    _trusted[model] = False
+
+
 def lean(
     model: PreTrainedModel,
     tokens: Tensor,

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -116,18 +116,32 @@ def adapter_of(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters() if "lora_" in name}
 
 
+Here = Callable[[Sequence[nn.Parameter]], AbstractContextManager[Any]]
+"""Inside, these parameters can be read and written."""
+
+
 @contextmanager
-def with_adapter(model: PreTrainedModel, adapter: Mapping[str, Tensor]) -> Iterator[None]:
+def with_adapter(model: PreTrainedModel, adapter: Mapping[str, Tensor], here: Here = nullcontext) -> Iterator[None]:
     """Inside, the model's adapters are these, as `adapter_of` gave them."""
-    parameters = dict(model.named_parameters())
-    own = {name: parameters[name].data for name in adapter}
+    parameters = {name: p for name, p in model.named_parameters() if name in adapter}
+    with here(list(parameters.values())):
+        own = adapter_of(model)
+        _put(parameters, adapter)
     try:
-        for name, value in adapter.items():
-            parameters[name].data = value
         yield
-    finally:
-        for name, value in own.items():
-            parameters[name].data = value
+    except BaseException:
+        if here is nullcontext:  # else others would have to meet, and they are elsewhere: it is over for all of them
+            _put(parameters, own)
+        raise
+    with here(list(parameters.values())):
+        _put(parameters, own)
+
+
+@torch.no_grad()
+def _put(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """In place: whoever shards a model knows its parameters by their memory."""
+    for name, value in values.items():
+        parameters[name].copy_(value)
 
 
 @contextmanager
@@ -147,6 +161,11 @@ def dropout_on(model: PreTrainedModel, seed: int) -> Iterator[None]:
         finally:
             for module in drops:
                 module.eval()
+
+
+def name_in_file(name: str) -> str:
+    """What peft's files call a parameter of an adapter."""
+    return f"{PREFIX}{name.replace(f'.{ADAPTER}', '')}"
 
 
 def adapter_file(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from arborl.algorithms.token_losses import Said
 from arborl.config.algorithm import AlgorithmConfig
 from arborl.config.run import RunConfig
 from arborl.data.source import TaskSource
+from arborl.learner.group import LearnerGroup
 from arborl.learner.learner import Learner
 from arborl.learner.update_metrics import columns
 from arborl.rollout.runner import Rollout
@@ -31,7 +32,14 @@ class GivenEvaluator:
         learner: holds the policy.
     """
 
-    def __init__(self, source: TaskSource, rollout: Rollout, algorithm: Algorithm, config: RunConfig, learner: Learner):
+    def __init__(
+        self,
+        source: TaskSource,
+        rollout: Rollout,
+        algorithm: Algorithm,
+        config: RunConfig,
+        learner: Learner | LearnerGroup,
+    ):
         self.source, self.rollout, self.algorithm = source, rollout, algorithm
         self.config, self.learner, self.tasks = config.algorithm, learner, config.evaluation.tasks
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from arborl import checkpoint
 from arborl.learner.files import Snapshot
+from arborl.learner.sharded_files import ShardedSnapshot
 from arborl.rollout.store import EpisodeStore
 from arborl.trainer.evaluate import Measured, Measures
 from arborl.trainer.trainer import Trainer
@@ -161,7 +162,7 @@ class Save:
             if snapshot.live:
                 self.background.wait()
 
-    def _write(self, step: int, state: dict[str, Any], snapshot: Snapshot) -> None:
+    def _write(self, step: int, state: dict[str, Any], snapshot: Snapshot | ShardedSnapshot) -> None:
         began = time.perf_counter()
 
         def write(folder: Path) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from arborl.algorithms.algorithm import Algorithm, Needs
 from arborl.algorithms.reward_arrays import cut_rows
 from arborl.errors import EpisodeError
+from arborl.learner.group import LearnerGroup
 from arborl.learner.learner import Learner
 from arborl.rollout.tree import plant
 from arborl.types import GIVEN, Forest, Group, Terms
@@ -25,7 +26,7 @@ WHO = {
 
 
 def look(
-    algorithm: Algorithm, learner: Learner, groups: Sequence[Group], more: Needs = NOTHING
+    algorithm: Algorithm, learner: Learner | LearnerGroup, groups: Sequence[Group], more: Needs = NOTHING
 ) -> tuple[list[Group], Forest, Terms]:
     """The groups to learn from, their trees, and the terms with what the algorithm needs to know before credit.
 

@@ -15,6 +15,7 @@ from arborl.checkpoint import Damaged
 from arborl.config.run import RunConfig
 from arborl.data.source import TaskSource
 from arborl.engines.engine import Engine
+from arborl.learner.group import LearnerGroup
 from arborl.learner.learner import Learner
 from arborl.learner.term_log import TermLog
 from arborl.rewards.reward import Rewards
@@ -101,7 +102,7 @@ class Trainer:
         rollout: Rollout,
         rewards: Rewards,
         algorithm: Algorithm,
-        learner: Learner,
+        learner: Learner | LearnerGroup,
         engine: Engine,
         tracker: Tracker,
         hooks: Sequence[Hook] = (),

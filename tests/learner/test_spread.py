@@ -1,0 +1,64 @@
+"""Each rank has about as much to do as another."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from arborl.learner.packing import Costs
+from arborl.learner.spread import deal, owners, share, work_of
+from arborl.rollout.tree import plant
+from arborl.types import Call, Completion, Episode, Finish, Group, Task
+
+COSTS = Costs(token=12 * 4096.0**2, pair=2 * 4096.0)
+
+
+def ragged(chance: np.random.Generator, groups: int, episodes: int) -> list[Group]:
+    """Groups as runs have them: prompts of very different length, several turns, replies whose length has a tail."""
+    made = []
+    for _ in range(groups):
+        prompt = chance.integers(0, 50, int(chance.lognormal(5.5, 0.7))).tolist()
+        played = []
+        for name in range(episodes):
+            context, calls = list(prompt), []
+            for turn in range(int(chance.integers(1, 5))):
+                reply = tuple(chance.integers(0, 50, 1 + int(chance.lognormal(4.0, 0.8))).tolist())
+                calls.append(Call(tuple(context), Completion(reply, (-1.0,) * len(reply), Finish.STOP), turn))
+                context = [*context, *reply, *chance.integers(0, 50, int(chance.lognormal(3.0, 0.5))).tolist()]
+            played.append(Episode(f"{name}", Task("t"), calls=calls))
+        made.append(Group(Task("t"), played))
+    return made
+
+
+@pytest.mark.parametrize(("groups", "ranks"), [(16, 2), (32, 4), (64, 8)])
+def test_ragged_batches_are_spread_within_five_percent(groups, ranks):
+    for seed in range(3):
+        forest = plant(ragged(np.random.default_rng(seed), groups, 4))
+        owner = owners(forest.trees, forest.terms, ranks, [np.arange(groups)], COSTS)
+        load = np.bincount(owner, work_of(forest.trees, forest.terms, COSTS), minlength=ranks)
+        assert load.max() / load.mean() < 1.05
+
+
+def test_every_minibatch_is_spread_and_every_term_has_one_home():
+    forest = plant(ragged(np.random.default_rng(5), 8, 2))
+    halves = np.array_split(np.arange(8), 2)
+    owner = owners(forest.trees, forest.terms, 2, halves, COSTS)
+    assert all(set(owner[half]) == {0, 1} for half in halves)
+    parts = [share(forest.trees, forest.terms, owner, rank) for rank in range(2)]
+    assert sorted(np.concatenate([rows for *_, rows in parts])) == list(range(len(forest.terms)))
+    for trees, terms, rows in parts:
+        np.testing.assert_array_equal(terms.token, forest.terms.token[rows])
+        assert all(len(trees[number]) for number in np.unique(terms.tree))
+
+
+def test_what_is_exchanged_evens_out_what_the_largest_first_leaves():
+    work = np.array([5.0, 4.0, 3.0, 3.0, 3.0])
+    load = np.bincount(deal(work, 2), work)
+    assert sorted(load) == [9.0, 9.0]
+
+
+def test_fewer_trees_than_ranks_and_trees_without_terms():
+    forest = plant(ragged(np.random.default_rng(1), 2, 2))
+    none = forest.terms.pick(np.zeros(0, dtype=int))
+    assert len(owners(forest.trees, none, 4, [np.arange(2)], COSTS)) == 2
+    assert len(set(owners(forest.trees, forest.terms, 4, [np.arange(2)], COSTS))) == 2

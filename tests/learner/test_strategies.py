@@ -1,0 +1,183 @@
+"""Law 2 over processes: however a learner lies in its ranks, it takes the step that one process takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+from learner_fakes import Fake, batch_of, random_groups
+from worlds import alone, body, world
+
+from arborl.config.run import LearnerConfig
+from arborl.errors import ConfigError, LearnerLost
+from arborl.learner.meeting import check_alike
+
+CONFIG = LearnerConfig(lr=3e-5, decay="none", micro_batch_tokens=40)
+SLOW = pytest.mark.slow
+STRATEGIES = [
+    ("ddp", 2, {}),
+    ("fsdp2", 2, {}),
+    pytest.param("tensor", 2, {}, marks=SLOW),
+    pytest.param("fsdp2", 3, {}, marks=SLOW),
+    pytest.param("deepspeed", 2, {"zero_stage": 1}, marks=SLOW),
+    pytest.param("deepspeed", 2, {"zero_stage": 2}, marks=SLOW),
+    pytest.param("deepspeed", 2, {"zero_stage": 3}, marks=SLOW),
+]
+
+
+class Exploding(Fake):
+    """Like `value`, but the gradient of episodes with a reward of 100 is infinite."""
+
+    def loss(self, said, terms):
+        loss_M, parts = super().loss(said, terms)
+        return loss_M + said.logprob_M * torch.where(terms.advantage_M > 99, torch.inf, 0.0), parts
+
+
+def assert_close(ours: dict, theirs: dict, tolerance: float) -> None:
+    """Differences are measured against the largest number, since most are tiny."""
+    assert ours.keys() == theirs.keys()
+    scale = max(1.0, max(float(value.abs().max()) for value in theirs.values()))
+    for name, value in theirs.items():
+        assert float((ours[name] - value).abs().max()) < tolerance * scale, name
+
+
+def assert_went_alike(ours, theirs) -> None:
+    """From the same start to the same place. Where a gradient is nothing but rounding, AdamW still takes a step, so
+    single weights may differ."""
+    weights, other = ours.weights(), theirs.weights()
+    start = body(lora=4 if any("lora_" in name for name in other) else 0).state_dict()
+    gap = sum(float((weights[name] - value).double().square().sum()) for name, value in other.items())
+    went = sum(float((value - start[name]).double().square().sum()) for name, value in other.items())
+    assert went > 0
+    assert gap < 2e-3 * went
+
+
+def assert_same_step(group, single, groups, algorithm) -> None:
+    """What both say, their gradients, and what they are after an update."""
+    forest, terms = batch_of(groups, algorithm)
+    ours, theirs = (one.look(forest.trees, terms, algorithm.needs) for one in (group, single))
+    for name in ("value", "reference"):
+        np.testing.assert_allclose(getattr(ours, name), getattr(theirs, name), atol=1e-5)
+    np.testing.assert_allclose(group.logprobs(forest.trees, terms), single.logprobs(forest.trees, terms), atol=1e-5)
+    said = [one.backward(forest.trees, theirs, algorithm) for one in (group, single)]
+    assert said[0]["policy/loss"] == pytest.approx(said[1]["policy/loss"], abs=1e-5)
+    assert_close(group.gradients(), single.gradients(), 1e-5)
+    metrics = [one.update(forest.trees, theirs, algorithm) for one in (group, single)]
+    for name, value in metrics[1].items():
+        assert metrics[0][name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+    assert_went_alike(group, single)
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "more"), STRATEGIES)
+def test_several_ranks_take_the_step_of_one(strategy, ranks, more):
+    """Trees of unequal size, a critic, a reference, several minibatches; then less than a tree a rank, then nothing,
+    and groups that are not finite."""
+    config = CONFIG.model_copy(update={"minibatches": 2})
+    algorithm = Fake("value", reference=True)
+    single = alone(body(), algorithm.needs, config)
+    with world(strategy, ranks, body(), algorithm.needs, config, **more) as group:
+        groups = random_groups(7, groups=5)
+        assert_same_step(group, single, groups, algorithm)
+        assert_same_step(group, single, random_groups(3, groups=1), algorithm)
+        forest, terms = batch_of(groups, algorithm)
+        none = group.update(forest.trees, terms.pick(np.zeros(0, dtype=int)), algorithm)
+        assert none["learner/skipped/no_terms"] == 1.0
+        single.update(forest.trees, terms.pick(np.zeros(0, dtype=int)), algorithm)
+        terms.advantage[:1] = np.nan
+        for one in (group, single):
+            assert one.update(forest.trees, terms, algorithm)["dropped/not_finite"] == len(groups[0].episodes)
+        assert_went_alike(group, single)
+        terms = dataclasses.replace(terms, advantage=np.where(terms.tree == 3, 100.0, 0.5))
+        bad = Exploding("value", reference=True)
+        for one in (group, single):
+            metrics = one.update(forest.trees, terms, bad)
+            assert metrics["dropped/not_finite"] == len(groups[3].episodes)
+            assert metrics["learner/steps"] == 2.0
+        assert_went_alike(group, single)
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "more"), STRATEGIES)
+def test_adapters_take_the_same_step_too(strategy, ranks, more):
+    """And a loss of whole sequences, whose groups are cut into several micro-batches."""
+    algorithm = Fake("sequence", reference=True)
+    single = alone(body(lora=4), algorithm.needs, CONFIG)
+    with world(strategy, ranks, body(lora=4), algorithm.needs, CONFIG, **more) as group:
+        for seed in (7, 8):
+            assert_same_step(group, single, random_groups(seed, groups=4, longest=30), algorithm)
+        for one in (group, single):
+            one.renew_reference()
+        assert_same_step(group, single, random_groups(9, groups=3), algorithm)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp2", "deepspeed", "tensor"])
+def test_a_critic_of_its_own_is_sharded_like_the_policy(strategy):
+    config = CONFIG.model_copy(update={"critic": "separate", "recompute": True})
+    algorithm = Fake("value", reference=True)
+    single = alone(body(), algorithm.needs, config)
+    with world(strategy, 2, body(), algorithm.needs, config) as group:
+        for seed in (1, 2):
+            assert_same_step(group, single, random_groups(seed, groups=4), algorithm)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "lora"), [("fsdp2", 0), ("fsdp2", 4), ("tensor", 0), ("tensor", 4), ("ddp", 0)])
+def test_in_bfloat16_steps_are_taken_in_float32(strategy, lora):
+    """Rounding differs, so what is compared is where an update goes."""
+    algorithm = Fake("value")
+    forest, terms = batch_of(random_groups(7, groups=5), algorithm)
+    config = CONFIG.model_copy(update={"lr": 1e-3})
+    before = {name: value.clone().float() for name, value in body(lora, torch.bfloat16).state_dict().items()}
+    single = alone(body(lora, torch.bfloat16), algorithm.needs, config)
+    with world(strategy, 2, body(lora, torch.bfloat16), algorithm.needs, config) as group:
+        for one in (single, group):
+            for _ in range(3):
+                assert one.update(forest.trees, terms, algorithm)["learner/skipped"] == 0.0
+        ours, theirs = (
+            torch.cat([(value.float() - before[name]).flatten() for name, value in one.weights().items()])
+            for one in (group, single)
+        )
+    assert float(theirs.norm()) > 0
+    assert float(torch.cosine_similarity(ours, theirs, dim=0)) > 0.95
+
+
+def test_a_rank_that_dies_ends_the_run_with_its_name():
+    algorithm = Fake("value")
+    forest, terms = batch_of(random_groups(7, groups=3), algorithm)
+    with world("ddp", 2, body(), algorithm.needs, CONFIG) as group:
+        group.update(forest.trees, terms, algorithm)
+        os.kill(group.launcher.all[1].pid, signal.SIGKILL)
+        with pytest.raises(LearnerLost, match=r"learner rank 1 of 2 .*--resume latest"):
+            group.update(forest.trees, terms, algorithm)
+        with pytest.raises(LearnerLost, match="learner rank 1"):
+            group.update(forest.trees, terms, algorithm)
+
+
+class Broken(Fake):
+    """Fails in one process."""
+
+    def loss(self, said, terms):
+        if torch.distributed.get_rank() == 1:
+            raise ValueError("a loss of my own")
+        return super().loss(said, terms)
+
+
+def test_a_rank_that_fails_says_why():
+    algorithm = Broken("value")
+    forest, terms = batch_of(random_groups(7, groups=3), algorithm)
+    with (
+        world("fsdp2", 2, body(), algorithm.needs, CONFIG) as group,
+        pytest.raises(LearnerLost, match=r"rank 1 of 2 failed \(ValueError: a loss of my own\)"),
+    ):
+        group.update(forest.trees, terms, algorithm)
+
+
+def test_ranks_of_different_versions_are_refused():
+    here = {"arborl": "0.1.0", "torch": "2.13.0", "python": "3.11.7", "host": "a"}
+    check_alike([here, here | {"host": "b"}])
+    with pytest.raises(ConfigError, match=r"rank 1 on b runs torch 2.11.0, and rank 0 on a runs 2.13.0"):
+        check_alike([here, here | {"host": "b", "torch": "2.11.0"}])

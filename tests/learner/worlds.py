@@ -1,0 +1,86 @@
+"""Learners in several processes, made of copies of one process that has imported torch already."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import cloudpickle
+import learner_fakes
+import torch
+from forked import Forked
+from learner_fakes import SAMPLING
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from arborl.algorithms.algorithm import Needs
+from arborl.config.run import LearnerConfig, LoraConfig
+from arborl.learner.blueprint import Blueprint
+from arborl.learner.group import LearnerGroup
+from arborl.learner.learner import Learner
+from arborl.learner.meeting import Meeting
+from arborl.models.attention import NAME
+from arborl.models.lora import add_lora
+
+cloudpickle.register_pickle_by_value(learner_fakes)
+
+
+class Copies:
+    """Ranks that are such copies."""
+
+    def __init__(self, count: int, address: str):
+        words = [str(Path(__file__)), str(count), address]
+        self.all = {rank: Forked([*words, str(rank)]) for rank in range(1, count)}
+
+    def lost(self) -> dict[int, str]:
+        return {rank: f"ended with {one.poll()}" for rank, one in self.all.items() if one.poll() is not None}
+
+    def stop(self) -> None:
+        for one in self.all.values():
+            with suppress(Exception):
+                one.communicate(timeout=5)
+
+
+def body(lora: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A small Llama, the same at every call; its adapters, where it has some, are not at zero."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=50, num_hidden_layers=2, max_position_embeddings=256, **sizes)
+    model = LlamaForCausalLM(config).to(dtype).eval()
+    model.set_attn_implementation(NAME)
+    if lora:
+        add_lora(model, LoraConfig(rank=lora))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+@contextmanager
+def world(
+    strategy: str, ranks: int, model: PreTrainedModel, needs: Needs, config: LearnerConfig, **more: int
+) -> Iterator[LearnerGroup]:
+    """A learner of that strategy on so many ranks; each has a copy of the model as it is now."""
+    settings = config.model_copy(update={"strategy": strategy, "ranks": ranks, **more})
+    meeting, address = Meeting.host(ranks)
+    blueprint = Blueprint(settings, SAMPLING, needs, 0, 0, lambda device: model)
+    group = LearnerGroup(meeting, blueprint, model, Copies(ranks, address))
+    try:
+        yield group
+    finally:
+        group.close()
+
+
+def alone(model: PreTrainedModel, needs: Needs, config: LearnerConfig) -> Learner:
+    """The same in this process."""
+    return Learner(model, config, SAMPLING, needs)
+
+
+if __name__ == "__main__":
+    from arborl.learner.group import serve_rank
+
+    torch.set_num_threads(1)
+    serve_rank(int(sys.argv[3]), int(sys.argv[1]), sys.argv[2])
