@@ -11,9 +11,10 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from arborl.errors import EngineError
 from arborl.types import Metrics
@@ -222,3 +223,9 @@ class Replicas(Generic[R]):
         if self._here is None or self._here.loop is not loop:
             self._here = Here(loop)
         return self._here
+
+
+def now(work: Coroutine[Any, Any, None]) -> None:
+    """Run it to its end, also where a loop is running already."""
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        thread.submit(asyncio.run, work).result()

@@ -228,7 +228,7 @@ class Trainer:
 
     def _engine_metrics(self, clock: Clock) -> Metrics:
         """What episodes of later steps have sampled meanwhile is told too, once."""
-        counted = self.engine.metrics() | self.rollout.metrics()
+        counted = self.engine.metrics() | self.rollout.metrics() | self.rewards.metrics()
         rate = counted.get("engine/sampled", 0.0) / max(clock.seconds["time/rollout"], 1e-9)
         return counted | {"rollout/sampled_per_second": rate}
 

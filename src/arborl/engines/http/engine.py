@@ -31,12 +31,11 @@ from arborl.engines.http.replicas import (
     client_of,
     compare_tokenizers,
     key_of,
-    now,
     said_it,
     versions_from,
 )
 from arborl.engines.http.servers import ChatServer, Client, Piece, meet
-from arborl.engines.replicas import Replicas, Unreachable
+from arborl.engines.replicas import Replicas, Unreachable, now
 from arborl.errors import EngineError
 from arborl.types import Completion, Finish, Message, Metrics, Sampling, ToolSpec
 

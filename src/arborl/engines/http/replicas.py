@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
 
 import httpx
 
@@ -98,9 +95,3 @@ def key_of(variable: str) -> str:
     if not (found := os.environ.get(variable)):
         raise EngineError(f"engine.api_key_env={variable}: there is no such environment variable. Set it to the key")
     return found
-
-
-def now(work: Coroutine[Any, Any, None]) -> None:
-    """Run it to its end, also where a loop is running already."""
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        thread.submit(asyncio.run, work).result()
