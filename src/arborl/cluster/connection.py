@@ -14,9 +14,10 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, ClassVar
 
 from arborl.cluster.host import versions
 from arborl.cluster.seats import Node, Seat, find_node, gpus_of
@@ -80,16 +81,22 @@ class Cluster:
         cluster.close()
     """
 
+    mine: ClassVar[bool] = False
+    """Whether this process was connected here, and not by its caller: a process has one connection."""
+    users: ClassVar[int] = 0
+    """Runs that use it; the last ends it."""
+
     def __init__(self, placement: PlacementConfig, weight_bytes: int = 0):
         import ray
 
         self.ray, self.placement = ray, placement
-        self.mine = not ray.is_initialized()
         self.started: list[Actor] = []
         self.lock = threading.Lock()
         self.closed = False
-        if self.mine:
+        if not ray.is_initialized():
             self._connect(weight_bytes)
+            Cluster.mine = True
+        Cluster.users += 1
         try:
             self.nodes = self.alive()
             self._check()
@@ -107,12 +114,16 @@ class Cluster:
             cores = max(self._cpus, os.cpu_count() or 1)
             more = {"address": "local", "num_cpus": cores, "object_store_memory": store, "include_dashboard": False}
         relay_output()
-        try:
-            with _own_signals():
-                self.ray.init(logging_level=logging.ERROR, **more)
-        except Exception as error:
-            self.ray.shutdown()
-            raise ConfigError(self._refused(address, error)) from error
+        until = time.monotonic() + self.placement.seconds
+        while True:
+            try:
+                with _own_signals():
+                    self.ray.init(logging_level=logging.ERROR, **more)
+                break
+            except Exception as error:
+                self.ray.shutdown()
+                if address is not None or time.monotonic() > until:  # a busy machine may start one at a second try
+                    raise ConfigError(self._refused(address, error)) from error
         joined = f"joined at {address}" if address else "started here, and stopped with the run"
         log.info("a Ray cluster: %s", joined)
 
@@ -243,7 +254,9 @@ class Cluster:
         for actor in left:
             with suppress(Exception):
                 self.ray.kill(actor, no_restart=True)
-        if self.mine:
+        Cluster.users -= 1
+        if Cluster.mine and not Cluster.users:
+            Cluster.mine = False
             self.ray.shutdown()
 
     @property

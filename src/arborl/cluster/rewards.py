@@ -15,12 +15,11 @@ from arborl.errors import ConfigError
 from arborl.rewards import Rewards
 from arborl.rewards.by_source import RewardsBySource
 from arborl.rewards.reward import GroupReward, Reward
+from arborl.rewards.rules import environment
 from arborl.types import Episode, Metrics
 
 PRESENT = 5.0
 """Seconds in which a process must answer whose reward was given up; else it hangs."""
-KEPT = ("env",)
-"""Rewards that only read what the episode carries: nothing is gained by sending it away."""
 
 
 class RewardHost(Host):
@@ -166,7 +165,7 @@ class PlacedGroupReward(PlacedReward):
 def place_rewards(cluster: Cluster, rewards: Rewards) -> None:
     """Have all rewards but `env` computed on the cluster."""
     everything = [rewards, *(rewards.sources.values() if isinstance(rewards, RewardsBySource) else ())]
-    chosen = [(name, one) for some in everything for name, one, _ in some.asked if name not in KEPT]
+    chosen = [(name, one) for some in everything for name, one, _ in some.asked if one is not environment]
     if not chosen:
         count = cluster.placement.reward_workers
         raise ConfigError(f"placement.reward_workers={count}: this run has no reward but env, which is not computed.")
@@ -174,7 +173,7 @@ def place_rewards(cluster: Cluster, rewards: Rewards) -> None:
     for some in everything:
         placed = []
         for name, one, weight in some.asked:
-            if name not in KEPT:
+            if one is not environment:  # which only adds up what the episode carries
                 kind = PlacedGroupReward if isinstance(one, GroupReward) else PlacedReward
                 one, index = kind(workers, index, one), index + 1
             placed.append((name, one, weight))

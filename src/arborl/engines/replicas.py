@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from arborl.errors import EngineError
@@ -226,6 +227,21 @@ class Replicas(Generic[R]):
 
 
 def now(work: Coroutine[Any, Any, None]) -> None:
-    """Run it to its end, also where a loop is running already."""
+    """Run it to its end, also where a loop is running already. Who is interrupted meanwhile interrupts it."""
+    begun: SimpleQueue[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = SimpleQueue()
+
+    async def watched() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        begun.put((asyncio.get_running_loop(), task))
+        await work
+
     with ThreadPoolExecutor(max_workers=1) as thread:
-        thread.submit(asyncio.run, work).result()
+        outcome = thread.submit(asyncio.run, watched())
+        try:
+            outcome.result()
+        except BaseException:
+            if not outcome.done():
+                loop, task = begun.get()
+                loop.call_soon_threadsafe(task.cancel)
+            raise
