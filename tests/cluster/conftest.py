@@ -6,7 +6,10 @@ import os
 
 import pytest
 
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+from arborl.cluster.connection import SETTINGS
+
+for name, value in SETTINGS.items():
+    os.environ.setdefault(name, value)
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # no key is left in the home of who runs tests
 STORE = 100 * 2**20
 

@@ -33,8 +33,12 @@ STORE = 128 * 2**20
 """Bytes of the object store of a cluster of our own, beside three times the weights."""
 CONCURRENCY = 10_000
 """Requests that a process may have under way."""
-QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-"""For Ray: nothing is reported to anybody; and who has no GPU is not told so by a changed environment."""
+SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",  # nothing is reported to anybody
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # who has no GPU finds its environment as it is
+    "RAY_worker_niceness": "0",  # engines do the work of the run: they come after nobody
+}
+"""Ray's own, where the environment says nothing else."""
 
 Actor = Any
 """A handle that Ray gives."""
@@ -105,7 +109,7 @@ class Cluster:
             raise
 
     def _connect(self, weight_bytes: int) -> None:
-        for name, value in QUIET.items():
+        for name, value in SETTINGS.items():
             os.environ.setdefault(name, value)
         address = address_of(self.placement)
         more: dict[str, Any] = {"address": address}
@@ -293,6 +297,8 @@ def relay_output() -> None:
 
 
 def _heard(data: Mapping[str, Any], *_: Any) -> None:
+    if data.get("pid") == "autoscaler":  # several lines every five seconds
+        return
     who = data.get("actor_name") or data.get("task_name") or "process"
     where = f"{who} {data.get('pid')}" + (f" on {data['ip']}" if data.get("ip") else "")
     for line in data.get("lines", ()):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from itertools import count
@@ -16,7 +15,7 @@ from typing import Any
 
 from arborl.cluster.connection import Cluster
 from arborl.cluster.host import Host, Told, check_versions
-from arborl.errors import ConfigError
+from arborl.errors import ConfigError, EngineError
 from arborl.rollout.process_main import Worker
 from arborl.rollout.processes import LOOK, Holder, Processes
 
@@ -50,6 +49,8 @@ class RayHolder(Holder):
     def __init__(self, cluster: Cluster, name: str, alone: bool):
         super().__init__(alone, cluster.placement.seconds)
         self.cluster, self.name, self.end = cluster, name, ""
+        self.noticed = threading.Event()
+        """Something is to be done that must not be done in a thread of Ray's, where answers come."""
         self.actor = cluster.start(EnvironmentHost, cpus=0 if alone else 1)
         self.actor.told.remote().future().add_done_callback(self._begin)
         threading.Thread(target=self._watch, name="arborl-cluster", daemon=True).start()
@@ -84,22 +85,26 @@ class RayHolder(Holder):
             self._hear(outcome.result())
 
     def _lose(self, error: BaseException) -> None:
-        self.end = self.end or f"{type(error).__name__}"
-        self.kill()
-        self._orphan()
+        self.end, self.lost = self.end or _why(error), True
+        self.noticed.set()
 
     def _watch(self) -> None:
         while not self.lost:
-            time.sleep(LOOK)
+            self.noticed.wait(LOOK)
             self._look()
+        self.cluster.stop(self.actor)
         self._orphan()
 
     def kill(self) -> None:
         self.lost = True
-        self.cluster.stop(self.actor)
+        self.noticed.set()
 
     def gone(self) -> str:
         return f"{self.name} is gone: {self.end or 'it was ended'}"
+
+
+def _why(error: BaseException) -> str:
+    return str(error) if isinstance(error, EngineError) else type(error).__name__
 
 
 def environment_processes(cluster: Cluster) -> Processes:

@@ -163,7 +163,8 @@ class Replicas(Generic[R]):
         if replica.up:
             replica.up, replica.missed = False, time.perf_counter()
             self.counts["lost"] += 1
-            log.warning("a %s is left alone until it answers again: %s", self.noun, why)
+            article = "an" if self.noun[0] in "aeiou" else "a"
+            log.warning("%s %s is left alone until it answers again: %s", article, self.noun, why)
         self.look_after()
 
     def look_after(self) -> None:
