@@ -24,7 +24,7 @@ from arborl.types import Sampling
 SMALL = [
     "deterministic=true", "threads=1", "model.device=cpu", "env.args.size=3", "env.args.max_steps=4",
     "rollout.tasks_per_step=3", "rollout.group_size=4", "trainer.steps=3", "evaluation.tasks=0", "track.gifs=0",
-    "track.tensorboard=false", "learner.lr=0.01",
+    "track.tensorboard=false", "learner.lr=0.002",
 ]  # fmt: skip
 PLACED = ["placement=ray", "placement.engines=2", "placement.env_workers=2"]
 

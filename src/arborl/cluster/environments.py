@@ -46,6 +46,8 @@ class EnvironmentHost(Host):
 class RayHolder(Holder):
     """One such process, seen from the driver."""
 
+    suspects = False  # nodes go, too
+
     def __init__(self, cluster: Cluster, name: str, alone: bool):
         super().__init__(alone, cluster.placement.seconds)
         self.cluster, self.name, self.end = cluster, name, ""

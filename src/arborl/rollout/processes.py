@@ -63,6 +63,9 @@ class Holder:
     """What holds environments, wherever that is, and what it has been asked. Answers come to `_hear` or, when it is
     gone, to `_orphan`."""
 
+    suspects = True
+    """Whether its death is laid to its environments at once, rather than to where it was."""
+
     def __init__(self, alone: bool, patience: float) -> None:
         self.alone = alone
         self.lock = threading.RLock()  # who is gone may answer that at once, in the very thread that asks
@@ -324,7 +327,7 @@ class ProcessEnv(Env):
                 raise WorkerLost(f"{process.why()}; it has lost {LOSSES} processes")
             if self.alone and not process.killed_for:
                 raise WorkerLost(f"{process.why()}, twice")
-            self.alone = self.alone or not process.killed_for
+            self.alone = self.alone or (not process.killed_for and (process.suspects or self.losses > 1))
 
     async def open(self) -> None:
         """Take a place in a process."""
