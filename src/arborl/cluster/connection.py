@@ -93,7 +93,7 @@ class Cluster:
     def __init__(self, placement: PlacementConfig, weight_bytes: int = 0):
         import ray
 
-        self.ray, self.placement = ray, placement
+        self.ray, self.placement, self.whose = ray, placement, "that this process is in"
         self.started: list[Actor] = []
         self.lock = threading.Lock()
         self.closed = False
@@ -128,8 +128,7 @@ class Cluster:
                 self.ray.shutdown()
                 if address is not None or time.monotonic() > until:  # a busy machine may start one at a second try
                     raise ConfigError(self._refused(address, error)) from error
-        joined = f"joined at {address}" if address else "started here, and stopped with the run"
-        log.info("a Ray cluster: %s", joined)
+        self.whose = f"joined at {address}" if address else "of its own"
 
     def _refused(self, address: str | None, error: Exception) -> str:
         said = " ".join(str(error).split())[:400]
@@ -144,6 +143,13 @@ class Cluster:
                 "RAY_AUTH_MODE and RAY_AUTH_TOKEN as on its head, and run this on one of its nodes."
             )
         return f"placement=ray: no cluster could be started here ({type(error).__name__}: {said})."
+
+    def __str__(self) -> str:
+        placed = self.placement
+        parts = {"engines": placed.engines, "environment workers": placed.env_workers}
+        parts["reward workers"] = placed.reward_workers
+        there = ", ".join(f"{count} {name}" for name, count in parts.items() if count)
+        return f"a Ray cluster {self.whose}, {len(self.nodes)} node(s): {there}"
 
     # ------------------------------------------------------------------------------------------ what it has
 
