@@ -83,19 +83,11 @@ class Workshop:
             self.find(FILTERS, self.config.rollout.group_filter)
 
     def connect(self, model: PreTrainedModel, rewards: Rewards) -> None:
-        """Join the cluster of the run or start one, and have what it computes there computed there."""
-        if self.config.placement.name != "ray":
-            return
-        from arborl.cluster.arrays import size_of
-        from arborl.cluster.connection import Cluster
-        from arborl.cluster.rewards import place_rewards
+        """Join the cluster of the run or start one, and have the rewards computed there that are to be."""
+        if self.config.placement.name == "ray":
+            from arborl.cluster.from_config import connected
 
-        self.cluster = Cluster(self.config.placement, size_of(model.state_dict()))
-        if self.config.placement.reward_workers:
-            try:
-                place_rewards(self.cluster, rewards)
-            except EngineError as error:
-                raise ConfigError(f"placement.reward_workers: {error}.") from error
+            self.cluster = connected(self.config.placement, model, rewards)
 
     def stop(self) -> None:
         """End what was started, where the run is not to be."""
@@ -274,7 +266,9 @@ class Workshop:
         config = self.config
         found = self.find(ENGINES, config.engine.name)
         if self.cluster is not None and config.placement.engines:
-            made: Engine = self._placed(model, renderer, sampling)
+            from arborl.cluster.from_config import engines_of
+
+            made: Engine = engines_of(self.cluster, config, model, renderer, sampling)
         elif config.engine.name == "local":
             made = self._local(found, model, renderer, kv_tokens, lends)
         elif config.engine.name == "scripted":
@@ -319,16 +313,6 @@ class Workshop:
                 f"engine.kv_tokens={asked.kv_tokens}: there is no memory for so many keys and values. Write a smaller "
                 "engine.kv_tokens, or 0 for a share of the memory."
             ) from error
-
-    def _placed(self, model: PreTrainedModel, renderer: Renderer, sampling: Sampling) -> Engine:
-        """Copies of the local engine, on the cluster."""
-        from arborl.cluster.from_config import engines_of
-
-        assert self.cluster is not None
-        try:
-            return engines_of(self.cluster, self.config, model, renderer, sampling)
-        except EngineError as error:
-            raise ConfigError(f"placement.engines={self.config.placement.engines}: {error}.") from error
 
     def _vllm(
         self, engine: Callable[..., Engine], model: PreTrainedModel, renderer: Renderer, sampling: Sampling

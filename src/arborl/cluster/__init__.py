@@ -8,7 +8,7 @@ Nothing here is imported where `placement=local`. In reading order:
     arrays.py        Weights as plain arrays, which the object store shares between processes without a copy
     engine.py        Engines on the cluster, behind `Engine`
     engine_host.py   The other side of it: the process that samples
-    from_config.py   The engines that a configuration places on a cluster
     environments.py  Environments on the cluster, behind `Env`
     rewards.py       Rewards on the cluster, behind `Reward`
+    from_config.py   What a configuration places on a cluster
 """

@@ -16,8 +16,9 @@ from typing import Any
 from arborl.cluster.connection import Cluster
 from arborl.cluster.host import Host, Told, check_versions
 from arborl.errors import ConfigError, EngineError
+from arborl.rollout.holder import Holder
 from arborl.rollout.process_main import Worker
-from arborl.rollout.processes import LOOK, Holder, Processes
+from arborl.rollout.processes import LOOK, Processes
 
 
 class EnvironmentHost(Host):

@@ -1,4 +1,4 @@
-"""The engines that a configuration places on a cluster."""
+"""What a configuration places on a cluster."""
 
 from __future__ import annotations
 
@@ -9,12 +9,31 @@ from transformers import PreTrainedModel
 
 from arborl.chat import Renderer
 from arborl.chat.tokenizer import FileTokenizer
+from arborl.cluster.arrays import size_of
 from arborl.cluster.connection import Cluster
 from arborl.cluster.engine import RayEngine
 from arborl.cluster.engine_host import Blueprint, EnginePlan
+from arborl.cluster.rewards import place_rewards
+from arborl.config.placement import PlacementConfig
 from arborl.config.run import RunConfig
 from arborl.engines.cache import default_kv_tokens
+from arborl.errors import ConfigError, EngineError
+from arborl.rewards import Rewards
 from arborl.types import Sampling
+
+
+def connected(placement: PlacementConfig, model: PreTrainedModel, rewards: Rewards) -> Cluster:
+    """The cluster of a run, with its rewards on it where they are to be."""
+    cluster = Cluster(placement, size_of(model.state_dict()))
+    try:
+        if placement.reward_workers:
+            place_rewards(cluster, rewards)
+    except BaseException as error:
+        cluster.close()
+        if isinstance(error, EngineError):
+            raise ConfigError(f"placement.reward_workers={placement.reward_workers}: {error}.") from error
+        raise
+    return cluster
 
 
 def engines_of(
@@ -38,7 +57,11 @@ def engines_of(
         "update": asked.update,
     }
     blueprint = Blueprint.of(model, config.model.head, threads, config.deterministic)
-    return RayEngine(cluster, model, seats, EnginePlan(blueprint, settings, tokenizer_files(renderer), sampling))
+    plan = EnginePlan(blueprint, settings, tokenizer_files(renderer), sampling)
+    try:
+        return RayEngine(cluster, model, seats, plan)
+    except EngineError as error:
+        raise ConfigError(f"placement.engines={placed.engines}: {error}.") from error
 
 
 def tokenizer_files(renderer: Renderer) -> dict[str, bytes]:

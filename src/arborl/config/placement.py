@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from arborl.config.base import Config
+
+if TYPE_CHECKING:
+    from arborl.config.run import RunConfig
 
 
 class DeviceMappingConfig(Config):
@@ -73,3 +76,37 @@ class PlacementConfig(Config):
                 "elsewhere, `ray job submit` runs the whole command there."
             )
         return self
+
+
+def check_placement(config: RunConfig) -> None:
+    """That what is placed is what the rest of the configuration is about."""
+    placed, engine = config.placement, config.engine
+    if placed.engines:
+        if engine.name != "local":
+            raise ValueError(
+                f"placement.engines={placed.engines} are copies of engine=local, and engine={engine.name}. Leave it "
+                "out; several vLLM servers are written engine=http engine.urls=[…]."
+            )
+        for key in ("copy_weights", "lends"):
+            if getattr(engine, key):
+                raise ValueError(
+                    f"engine.{key} is of an engine beside the learner, and placement.engines={placed.engines} have "
+                    f"their own copies and memory. Leave engine.{key} out."
+                )
+        if config.model.quantize != "none":
+            raise ValueError(
+                f"model.quantize={config.model.quantize} with placement.engines={placed.engines}: quantised weights "
+                "are not sent. Write placement.engines=0, or model.quantize=none."
+            )
+    if placed.device_mapping.engines and config.model.device.partition(":")[0] == "cpu":
+        raise ValueError("placement.device_mapping names GPUs, and model.device=cpu. Leave one of them out.")
+    if placed.env_workers and config.rollout.workers not in ("auto", "process"):
+        raise ValueError(
+            f"placement.env_workers={placed.env_workers} are processes, and rollout.workers={config.rollout.workers}. "
+            "Leave one of them out."
+        )
+    if placed.env_workers and config.rollout.envs.max_env_num_per_worker:
+        raise ValueError(
+            f"placement.env_workers={placed.env_workers} divides the environments, and so does "
+            "rollout.envs.max_env_num_per_worker. Leave one of them out."
+        )

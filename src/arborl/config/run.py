@@ -25,6 +25,7 @@ from arborl.config.parts import Named as Named
 from arborl.config.parts import Part as Part
 from arborl.config.parts import RewardConfig as RewardConfig
 from arborl.config.placement import PlacementConfig as PlacementConfig
+from arborl.config.placement import check_placement
 from arborl.config.rollout import RolloutConfig as RolloutConfig
 from arborl.config.rollout import tags_as_sources
 from arborl.config.sandbox import SandboxConfig
@@ -237,40 +238,8 @@ class RunConfig(Config):
         for where, source in self._places():
             self._check_place(where, source)
         self._check_engine()
-        self._check_placement()
+        check_placement(self)
         return self
-
-    def _check_placement(self) -> None:
-        placed = self.placement
-        if placed.engines:
-            if self.engine.name != "local":
-                raise ValueError(
-                    f"placement.engines={placed.engines} are copies of engine=local, and engine={self.engine.name}. "
-                    "Leave it out; several vLLM servers are written engine=http engine.urls=[…]."
-                )
-            for key in ("copy_weights", "lends"):
-                if getattr(self.engine, key):
-                    raise ValueError(
-                        f"engine.{key} is of an engine beside the learner, and placement.engines={placed.engines} have "
-                        f"their own copies and memory. Leave engine.{key} out."
-                    )
-            if self.model.quantize != "none":
-                raise ValueError(
-                    f"model.quantize={self.model.quantize} with placement.engines={placed.engines}: quantised weights "
-                    "are not sent. Write placement.engines=0, or model.quantize=none."
-                )
-        if placed.device_mapping.engines and self.model.device.partition(":")[0] == "cpu":
-            raise ValueError("placement.device_mapping names GPUs, and model.device=cpu. Leave one of them out.")
-        if placed.env_workers and self.rollout.workers not in ("auto", "process"):
-            raise ValueError(
-                f"placement.env_workers={placed.env_workers} are processes, and rollout.workers="
-                f"{self.rollout.workers}. Leave one of them out."
-            )
-        if placed.env_workers and self.rollout.envs.max_env_num_per_worker:
-            raise ValueError(
-                f"placement.env_workers={placed.env_workers} divides the environments, and so does "
-                "rollout.envs.max_env_num_per_worker. Leave one of them out."
-            )
 
     def _check_engine(self) -> None:
         name = self.engine.name
