@@ -228,15 +228,18 @@ class ProcessEnv(Env):
             self.alone = self.alone or (not process.killed_for and (process.suspects or self.losses > 1))
 
     async def open(self) -> None:
-        """Take a place in a process."""
-        try:
-            for outcome in self._set_up():
-                await _heard(outcome)
-        except (WorkerLost, asyncio.CancelledError):
-            raise
-        except BaseException:  # it cannot be made there
-            await self.close()
-            raise
+        """Take a place in a process; in another, where that one is lost meanwhile."""
+        while self.process is None:
+            try:
+                for outcome in self._set_up():
+                    await _heard(outcome)
+            except asyncio.CancelledError:
+                raise
+            except WorkerLost:
+                self._lose()
+            except BaseException:  # it cannot be made there
+                await self.close()
+                raise
 
     async def reset(self, task: Task, seed: int) -> Observation:
         self.played.clear()
