@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # what needs torch
     from transformers import PreTrainedModel
 
     from arborl.algorithms import Algorithm
+    from arborl.cluster.connection import Cluster
     from arborl.learner.group import LearnerGroup
     from arborl.learner.learner import Learner
     from arborl.learner.memory import Plan
@@ -70,15 +71,25 @@ class Parts:
     """Of the device's memory."""
     followers: Makers = field(default_factory=dict)
     """Trackers beyond the run's own files, by name."""
+    cluster: Cluster | None = None
+    """Where some of the parts are."""
 
     async def close(self) -> None:
-        """End what the parts have started: the engine, processes of environments, servers of tools."""
+        """End what the parts have started: the engine, processes of environments, servers of tools, a cluster."""
         try:
             await self.engine.close()
             self.rollout.close()
         finally:
-            self.learner.close()
-            await self.tools.close()
+            try:
+                self.learner.close()
+                await self.tools.close()
+            finally:
+                self.leave()
+
+    def leave(self) -> None:
+        """Let go of the cluster, and end it where it is the run's own; a second time does nothing."""
+        if self.cluster is not None:
+            self.cluster.close()
 
     def copy_tokenizer(self, folder: Path) -> None:
         """Put the tokenizer and template beside saved weights, so that the folder is a whole model."""
@@ -105,7 +116,7 @@ def build(config: RunConfig, objects: Mapping[str, Any] | None = None, training:
     try:
         return _build(config, workshop, training)
     except BaseException:
-        workshop.open_tools.stop()
+        workshop.stop()
         raise
 
 
@@ -147,6 +158,7 @@ def _build(config: RunConfig, workshop: Workshop, training: bool) -> Parts:
     teacher = teacher_of(config, folder)
     plan = planned(model, config, algorithm.needs)  # now that all models of others have their memory
     sampling, asked = sampling_of(config, renderer), config.rollout
+    workshop.connect(model, rewards)
     engine = workshop.engine(model, renderer, cast, sampling, plan.kv_tokens, plan.forecast.lent, training)
     limits = Limits(asked.max_turns, config.sampling.max_context, asked.episode_seconds, asked.step_seconds)
     rollout = workshop.rollout(engine, cast, sampling, limits, rewards, given)
@@ -169,7 +181,7 @@ def _build(config: RunConfig, workshop: Workshop, training: bool) -> Parts:
     )
     return Parts(
         config, folder, model, renderer, engine, trained, cast, rollout, rewards, algorithm, learner, evaluator, steps,
-        found, workshop.open_tools, plan, behind,
+        found, workshop.open_tools, plan, behind, workshop.cluster,
     )  # fmt: skip
 
 

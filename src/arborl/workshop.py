@@ -14,6 +14,7 @@ from arborl.agents import AGENTS, Agent, called_here
 from arborl.agents.agent import as_agent, is_async, refuse_plain_function
 from arborl.agents.context.policy import check_takes
 from arborl.chat import Renderer
+from arborl.cluster.connection import check_there
 from arborl.config.run import Part, RunConfig
 from arborl.data import Mixture, TaskSource, open_source
 from arborl.data.mixing.streams import RowPool
@@ -42,6 +43,7 @@ if TYPE_CHECKING:  # what needs torch
     from transformers import PreTrainedModel
 
     from arborl.algorithms import Algorithm
+    from arborl.cluster.connection import Cluster
 
 
 class Workshop:
@@ -53,6 +55,7 @@ class Workshop:
         self.open_tools = OpenTools(lambda name: self.find(TOOLS, name), connect)
         self.made: list[Any] = []
         """Agents, tools and rewards."""
+        self.cluster: Cluster | None = None
 
     def find(self, registry: Registry, name: str) -> Any:
         return self.objects[name] if name in self.objects else registry[name]
@@ -74,8 +77,25 @@ class Workshop:
             self.find(ENGINES, self.config.engine.name)
         if self.config.engine.name == "vllm":
             check_installed(self.config.engine.python)
+        if self.config.placement.name == "ray":
+            check_there(self.config.placement)
         if self.config.rollout.group_filter is not None:
             self.find(FILTERS, self.config.rollout.group_filter)
+
+    def connect(self, model: PreTrainedModel, rewards: Rewards) -> None:
+        """Join the cluster of the run or start one, and have the rewards computed there that are to be."""
+        if self.config.placement.name == "ray":
+            from arborl.cluster.from_config import connected
+
+            self.cluster = connected(self.config.placement, model, rewards)
+
+    def stop(self) -> None:
+        """End what was started, where the run is not to be."""
+        try:
+            self.open_tools.stop()
+        finally:
+            if self.cluster is not None:
+                self.cluster.close()
 
     def seats(self) -> dict[str, Seat]:
         """The run's own under the empty name, and that of each source."""
@@ -222,6 +242,10 @@ class Workshop:
         """What plays: where environments run, how groups are made, and what is recorded or replayed."""
         asked = self.config.rollout
         workers = Workers(asked.workers, asked.envs.max_env_num_per_worker)
+        if self.cluster is not None and self.config.placement.env_workers:
+            from arborl.cluster.environments import environment_processes
+
+            workers = Workers("process", processes=environment_processes(self.cluster))
         keep = self.find(FILTERS, asked.group_filter) if asked.group_filter is not None else None
         training = Manner(asked.redundancy, asked.group_seconds, keep, rewards.judge, rewards.score)
         tape = Replay(asked.replay) if asked.replay else Recording(asked.record) if asked.record else None
@@ -241,8 +265,12 @@ class Workshop:
         """`kv_tokens` and `lends` as `LocalEngine` has them."""
         config = self.config
         found = self.find(ENGINES, config.engine.name)
-        if config.engine.name == "local":
-            made: Engine = self._local(found, model, renderer, kv_tokens, lends)
+        if self.cluster is not None and config.placement.engines:
+            from arborl.cluster.from_config import engines_of
+
+            made: Engine = engines_of(self.cluster, config, model, renderer, sampling)
+        elif config.engine.name == "local":
+            made = self._local(found, model, renderer, kv_tokens, lends)
         elif config.engine.name == "scripted":
             texts = config.engine.replies or cast.env(Task("check")).actions() or ("Yes.",)
             made = found(replies(renderer, texts), decode=renderer.tokenizer.decode)

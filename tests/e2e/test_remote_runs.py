@@ -15,7 +15,8 @@ from fake_server import FakeServer
 from arborl.cli.main import app
 from arborl.config.base import validate
 from arborl.config.run import RunConfig
-from arborl.engines.http import engine as http_engine
+from arborl.engines import replicas
+from arborl.engines.http import HttpEngine
 from arborl.errors import ConfigError
 from arborl.rollout.store import EpisodeStore
 from arborl.track.jsonl import read_metrics
@@ -29,7 +30,7 @@ SMALL = [
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
-    monkeypatch.setattr(http_engine, "AGAIN", 0.02)
+    monkeypatch.setattr(replicas, "AGAIN", 0.02)
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def invoke(*words):
 @pytest.mark.slow
 def test_a_run_goes_on_when_a_server_dies_and_nothing_is_trained_twice(serve, tmp_path, monkeypatch, caplog):
     first, second = serve(), serve()
-    load, done = http_engine.HttpEngine.load, []
+    load, done = HttpEngine.load, []
 
     async def killing(self, weights, version):
         await load(self, weights, version)
@@ -62,7 +63,7 @@ def test_a_run_goes_on_when_a_server_dies_and_nothing_is_trained_twice(serve, tm
         elif version == 2 and len(done) == 1:
             done.append(first.restart())
 
-    monkeypatch.setattr(http_engine.HttpEngine, "load", killing)
+    monkeypatch.setattr(HttpEngine, "load", killing)
     urls = f"engine.urls=[{first.url},{second.url}]"
     ran = invoke("train", f"output_dir={tmp_path / 'run'}", "engine=http", urls, "engine.seconds=20", *SMALL)
     assert ran.exit_code == 0, ran.output

@@ -14,8 +14,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from fake_server import FakeServer
 
+from arborl.engines import replicas
 from arborl.engines.http import HttpEngine
-from arborl.engines.http import engine as http_engine
 from arborl.errors import EngineError
 from arborl.types import Finish, Sampling
 
@@ -24,7 +24,7 @@ KINDS = ("vllm", "vllm completions", "sglang")
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
-    monkeypatch.setattr(http_engine, "AGAIN", 0.02)
+    monkeypatch.setattr(replicas, "AGAIN", 0.02)
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_a_request_that_a_server_loses_is_answered_by_another_once(seedling, ser
 
     async def run():
         await ask(engine, session="a")
-        mine = first if engine.sessions["a"].url == first.url else second
+        mine = first if engine.routes.sessions["a"].url == first.url else second
         mine.kill()
         done = await ask(engine, 5, session="a")
         counted = engine.metrics()
@@ -159,7 +159,7 @@ def test_a_server_that_comes_back_gets_the_newest_weights_before_its_first_reque
         while not all(replica.up for replica in engine.replicas):
             await ask(engine, session="c")
             await asyncio.sleep(0.01)
-        engine.sessions.clear()
+        engine.routes.sessions.clear()
         done = await asyncio.gather(*(ask(engine, 3, session=str(i)) for i in range(6)))
         await engine.close()
         return [one for some in done for one in some]
@@ -273,7 +273,7 @@ def test_where_no_server_answers_the_request_fails_and_says_why(seedling, serve)
     server = serve()
     engine = connected(seedling, server)
     server.kill()
-    engine.seconds = 0.3
+    engine.routes.seconds = 0.3
     with pytest.raises(EngineError, match=r"no server has answered for 0.3 s: .*connection refused"):
         asyncio.run(ask(engine))
 

@@ -141,7 +141,10 @@ def _prepared(
             RunSession,  # needs torch, which takes seconds; what is wrong has been said by now
         )
 
-        yield RunSession(parts, home, start, saving, hooks)
+        try:
+            yield RunSession(parts, home, start, saving, hooks)
+        finally:
+            parts.leave()
 
 
 def _nothing_to_do(home: Path, start: Start, config: RunConfig) -> str:
@@ -197,6 +200,7 @@ def stubbed(config: RunConfig) -> RunConfig:
         few = min(config.rollout.tasks_per_step, 4)
         tree["rollout"] |= {"tasks_per_step": few, "envs": tree["rollout"]["envs"] | {"num_env_groups": None}}
     tree["learner"] |= {"minibatches": 1}
+    tree["placement"] = {"name": "local"}  # there is nothing to gain elsewhere
     tree["evaluation"] |= {"tasks": min(config.evaluation.tasks, 8)}
     return validate(RunConfig, tree)
 

@@ -193,7 +193,8 @@ class RunSession:
         task = "from given rows" if config.data.given else short(config.env.name)
         what = f"{config.model.name} learns {task} with {algorithm}, seed {config.seed}"
         fenced = [f"code runs under {self.parts.sandbox}"] if self.parts.sandbox is not None else []
-        return [f"{config.name}: {what}", f"into {self.home}", *fenced]
+        placed = [f"on {self.parts.cluster}"] if self.parts.cluster is not None else []
+        return [f"{config.name}: {what}", f"into {self.home}", *fenced, *placed]
 
     async def _measure(self, trainer: Trainer) -> Measured:
         """At the first and the last step: measured, and logged as part of that step."""

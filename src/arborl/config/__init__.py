@@ -17,6 +17,7 @@ In reading order:
     given.py      Runs that learn from given rows: when a run is one, and which settings then count
     engine.py     What samples: in this process, in vLLM's, or at servers
     rollout.py    How episodes are played: how many, by whom, where, and for how long
+    placement.py  Where the parts of a run are: all in this process, or some on a Ray cluster
     sandbox.py    Where code that the model wrote runs
     track.py      What is written while training, and who else follows the run
     secrets.py    Keys and passwords: what is never written down, in whatever file

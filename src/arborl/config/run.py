@@ -24,6 +24,8 @@ from arborl.config.parts import EnvConfig as EnvConfig
 from arborl.config.parts import Named as Named
 from arborl.config.parts import Part as Part
 from arborl.config.parts import RewardConfig as RewardConfig
+from arborl.config.placement import PlacementConfig as PlacementConfig
+from arborl.config.placement import check_placement
 from arborl.config.rollout import RolloutConfig as RolloutConfig
 from arborl.config.rollout import tags_as_sources
 from arborl.config.sandbox import SandboxConfig
@@ -141,6 +143,7 @@ class RunConfig(Config):
     evaluation: EvaluationConfig = EvaluationConfig()
     track: TrackConfig = TrackConfig()
     sandbox: SandboxConfig = SandboxConfig()
+    placement: PlacementConfig = PlacementConfig()
 
     @field_validator("output_dir")
     @classmethod
@@ -235,6 +238,7 @@ class RunConfig(Config):
         for where, source in self._places():
             self._check_place(where, source)
         self._check_engine()
+        check_placement(self)
         return self
 
     def _check_engine(self) -> None:

@@ -25,6 +25,7 @@ In reading order:
     copies.py         What engines with a copy of the weights are sent, and how it is known to have arrived
     shared_memory.py  Weights on their way to a process of this machine
     padded_heads.py   The same model with larger attention heads, for kernels that lack its own
+    replicas.py       Several places that answer the same: which a request goes to, and what happens when one goes
     absent.py         No engine: for runs that learn from given rows
     scripted.py       Fixed replies, for stub mode and tests: the whole loop without a model
 """

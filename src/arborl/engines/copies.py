@@ -16,7 +16,7 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from arborl.engines.engine import Weights
-from arborl.errors import EngineError
+from arborl.engines.replicas import OtherWeights
 from arborl.models.attention import Causal, library_hidden_states, logits
 from arborl.models.sampling import Shape, log_distribution
 from arborl.types import Completion, Sampling
@@ -28,10 +28,6 @@ TOKENS = 8
 GAP = {"float32": 1e-3, "float64": 1e-3}
 """Mean difference of log-probabilities that rounding explains, by what the copy computes in."""
 COARSE_GAP = 0.25
-
-
-class OtherWeights(EngineError):
-    """A copy does not say what the learner's model says."""
 
 
 def whole(weights: Weights) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as verbosity
 
@@ -66,6 +67,16 @@ def quiet() -> Iterator[None]:
             yield
         finally:
             verbosity.set_verbosity(level)
+
+
+def bare_model(kind: type[PreTrainedModel], config: Any) -> PreTrainedModel:
+    """A model of this kind, made on the CPU as `load_model` makes it; its weights are to be given to it."""
+    tune_cpu()
+    with quiet(), no_init_weights():
+        model = kind(config)
+        model.tie_weights()
+        model.set_attn_implementation(NAME)
+    return model
 
 
 def read_weights(folder: Path, headless: bool = False, **how: Any) -> PreTrainedModel:

@@ -18,7 +18,7 @@ from typing import Any, Protocol, overload, runtime_checkable
 from arborl.errors import EpisodeError, boundary
 from arborl.failures import Firsts
 from arborl.spans import scored
-from arborl.types import Episode, Group
+from arborl.types import Episode, Group, Metrics
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +54,12 @@ class CombinedReward(Protocol):
     def combine(self, scores: Mapping[str, float]) -> float:
         """The number that is learned from, of the parts' numbers by name, before weights."""
         ...
+
+
+class Counting(Protocol):
+    """Has numbers of its own for a step's metrics."""
+
+    def metrics(self) -> Metrics: ...
 
 
 class RewardFunction(Reward):
@@ -146,6 +152,12 @@ class Rewards:
         """Those of weight 0."""
         self.seconds = seconds
         self.firsts = Firsts(log)
+        self.elsewhere: Counting | None = None
+        """Where they are computed, if not here."""
+
+    def metrics(self) -> Metrics:
+        """Of where they are computed, since the last call; nothing of what is computed here."""
+        return self.elsewhere.metrics() if self.elsewhere is not None else {}
 
     async def score(self, groups: Sequence[Group]) -> None:
         """Fill `rewards` and `metrics["success"]` of every surviving episode; all at once.

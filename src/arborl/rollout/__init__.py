@@ -16,6 +16,7 @@ In reading order:
     watchdog.py      Says who holds the event loop while they do: from inside the loop nobody could
     workers.py       Where environments run: in the event loop, in threads, or in processes
     threads.py       Environments in threads: one that blocks, or sleeps, keeps nobody else from playing
+    holder.py        What holds environments, wherever that is: what it has been asked, and what happens when it is gone
     processes.py     Environments in processes: they use other cores, and one that hangs or crashes can be killed
     process_main.py  The other side of `processes.py`: a process that holds environments, each in a thread of its own
     tree.py          Calls become token trees: each token of a group once, each sampled token one loss term

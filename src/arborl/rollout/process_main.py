@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
@@ -26,26 +27,25 @@ MAKE, DROP, RANDOM = "make", "drop", "random"
 """What is done to an environment besides calling its methods; and the method that uses up somebody's chance."""
 
 
-class Worker:
-    """Answers requests: (number, environment, method, arguments) in, (number, whether it worked, what came) out."""
+Answer = Callable[[bytes], None]
+"""Takes (number, whether it worked, what came), packed."""
 
-    def __init__(self, pipe: Connection):
-        self.pipe, self.lock = pipe, threading.Lock()
+
+class Worker:
+    """Holds environments, and answers requests: (number, environment, method, arguments)."""
+
+    def __init__(self) -> None:
         self.threads = Threads()
         self.hands: dict[int, Hand] = {}
         self.envs: dict[int, Env] = {}
 
-    def serve(self) -> None:
-        self.pipe.send_bytes(pickle.dumps((0, True, None)))  # ready
-        while True:
-            try:
-                number, place, method, args = pickle.loads(self.pipe.recv_bytes())
-            except EOFError:
-                return
-            if method == MAKE:
-                self.hands[place] = self.threads.take()
-            function = {MAKE: self._make, DROP: self._drop}.get(method, self._ask)
-            self.hands[place].submit(partial(self._answer, number, function, place, method, args))
+    def take(self, packed: bytes, answer: Answer) -> None:
+        """Do what is asked, in the environment's thread, and `answer` from there."""
+        number, place, method, args = pickle.loads(packed)
+        if method == MAKE:
+            self.hands[place] = self.threads.take()
+        function = {MAKE: self._make, DROP: self._drop}.get(method, self._ask)
+        self.hands[place].submit(partial(_answer, answer, number, function, place, method, args))
 
     def _make(self, place: int, method: str, args: tuple[Any, ...]) -> None:
         self.envs[place] = pickle.loads(args[0])
@@ -65,13 +65,27 @@ class Worker:
         finally:
             self.threads.give_back(hand)
 
-    def _answer(self, number: int, function: Any, *args: Any) -> None:
-        try:
-            packed = pickle.dumps((number, True, function(*args)))
-        except BaseException as error:
-            packed = _pack(number, error)
-        with self.lock, suppress(OSError):  # nobody is there any more
-            self.pipe.send_bytes(packed)
+
+def serve(pipe: Connection) -> None:
+    """Answer what comes through the pipe, until it ends."""
+    worker, lock = Worker(), threading.Lock()
+
+    def answer(packed: bytes) -> None:
+        with lock, suppress(OSError):  # nobody is there any more
+            pipe.send_bytes(packed)
+
+    answer(pickle.dumps((0, True, None)))  # ready
+    with suppress(EOFError):
+        while True:
+            worker.take(pipe.recv_bytes(), answer)
+
+
+def _answer(answer: Answer, number: int, function: Any, *args: Any) -> None:
+    try:
+        packed = pickle.dumps((number, True, function(*args)))
+    except BaseException as error:
+        packed = _pack(number, error)
+    answer(packed)
 
 
 def _pack(number: int, error: BaseException) -> bytes:
@@ -90,7 +104,7 @@ def _pack(number: int, error: BaseException) -> bytes:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who interrupts a run means the run, and the pipe ends with it
     sandbox.allow_unsafe(UNSAFE in sys.argv[2:])
-    Worker(Connection(int(sys.argv[1]))).serve()
+    serve(Connection(int(sys.argv[1])))
     os._exit(0)  # not even a thread that hangs keeps it
 
 

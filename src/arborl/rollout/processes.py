@@ -19,15 +19,14 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
-from concurrent.futures import Future, InvalidStateError
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from arborl.envs.env import Env, Observation, Step
-from arborl.errors import ArborError
+from arborl.rollout.holder import Holder, WorkerLost
 from arborl.rollout.process_main import DROP, MAKE, RANDOM, UNSAFE
 from arborl.sandbox import unsafe_allowed
 from arborl.types import Message, Metrics, Task
@@ -46,24 +45,11 @@ START = 60.0
 """Seconds a process may take to start."""
 
 
-class WorkerLost(ArborError):
-    """The process that held the environment is gone."""
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A request that has not been answered."""
-
-    outcome: Future[Any]
-    where: str
-    due: float
-
-
-class Process:
-    """One process, and what it has been asked."""
+class Process(Holder):
+    """A process of this machine, behind a pipe."""
 
     def __init__(self, alone: bool = False) -> None:
-        self.alone = alone
+        super().__init__(alone, START)
         ours, theirs = socket.socketpair()
         # stdout is ours to keep clean; what an environment prints goes to stderr
         self.child = subprocess.Popen(
@@ -76,37 +62,18 @@ class Process:
         )
         theirs.close()
         self.pipe = Connection(ours.detach())
-        self.lock = threading.Lock()
-        self.asked: dict[int, Asked] = {}
-        self.number = 0
-        self.envs = 0
-        self.lost = False
-        self.killed_for = ""
-        self.ready: Future[None] = Future()
-        self.asked[0] = Asked(self.ready, "a process of environments, starting,", time.monotonic() + START)
         threading.Thread(target=self._listen, name="arborl-process", daemon=True).start()
 
-    def ask(self, where: str, seconds: float, place: int, method: str, *args: Any) -> Future[Any]:
-        """The answer to come. A request that takes longer than `seconds` costs the process."""
-        outcome: Future[Any] = Future()
-        with self.lock:
-            self.number += 1
-            number = self.number
-            packed = pickle.dumps((number, place, method, args))
-            self.asked[number] = Asked(outcome, where, time.monotonic() + seconds)
-            try:
-                if self.lost:
-                    raise OSError
-                self.pipe.send_bytes(packed)
-            except OSError:
-                del self.asked[number]
-                outcome.set_exception(WorkerLost(self.why()))
-        return outcome
+    def _send(self, packed: bytes) -> None:
+        self.pipe.send_bytes(packed)
 
     def kill(self) -> None:
         self.lost = True
         with suppress(ProcessLookupError):
             os.killpg(self.child.pid, signal.SIGKILL)
+
+    def gone(self) -> str:
+        return f"its process is gone, exit code {self.child.poll()}"
 
     def _listen(self) -> None:
         """Hands answers out, and looks after those that are overdue, until the process is gone."""
@@ -124,45 +91,12 @@ class Process:
         with suppress(OSError):
             self.pipe.close()
         self.child.wait()
-        with self.lock:
-            orphans, self.asked = self.asked, {}
-        for one in orphans.values():
-            _settle(one.outcome, None, WorkerLost(self.why()))
-
-    def _hear(self, packed: bytes) -> None:
-        number, worked, value = pickle.loads(packed)
-        with self.lock:
-            one = self.asked.pop(number)
-        if worked:
-            _settle(one.outcome, value, None)
-        else:
-            error, trace = value
-            error.add_note(trace)
-            _settle(one.outcome, None, error)
-
-    def _look(self) -> None:
-        now = time.monotonic()
-        with self.lock:
-            late = [one for one in self.asked.values() if now > one.due]
-        if late and not self.lost:
-            self.killed_for = late[0].where
-            log.warning("%s did not answer in time: its process is killed and replaced", late[0].where)
-            self.kill()
-
-    def why(self) -> str:
-        if self.killed_for:
-            return f"its process was killed because {self.killed_for} hung"
-        return f"its process is gone, exit code {self.child.poll()}"
+        self._orphan()
 
 
 def _told() -> list[str]:
     """What this process was allowed and its processes are too."""
     return [UNSAFE] if unsafe_allowed() else []
-
-
-def _settle(outcome: Future[Any], value: Any, error: BaseException | None) -> None:
-    with suppress(InvalidStateError):  # nobody waits any more
-        outcome.set_exception(error) if error is not None else outcome.set_result(value)
 
 
 async def _heard(outcome: Future[Any]) -> Any:
@@ -176,25 +110,29 @@ class Processes:
     """The processes of a rollout, started when they are needed.
 
     Args:
-        per_process: environments in one; 0 divides them among as many processes as there are cores.
+        per_process: environments in one; 0 divides them among as many processes as there may be.
+        most: processes; without it, as many as there are cores.
+        start: makes one; it is told whether it is for one environment alone.
     """
 
-    def __init__(self, per_process: int = 0):
-        self.per_process = per_process
-        self.most = None if per_process else (os.cpu_count() or 1)
-        self.alive: list[Process] = []
+    def __init__(self, per_process: int = 0, most: int | None = None, start: Callable[[bool], Holder] = Process):
+        self.per_process, self.start = per_process, start
+        self.most = None if per_process else most or os.cpu_count() or 1
+        self.alive: list[Holder] = []
         self.places = 0
         self.replaced = 0
+        self.seconds_lost = 0.0
+        """That episodes waited for another process, and to be where they were."""
         weakref.finalize(self, _kill, self.alive)
 
-    def take(self, alone: bool = False) -> tuple[Process, int]:
+    def take(self, alone: bool = False) -> tuple[Holder, int]:
         """A process with room, or a new one for this environment alone; and a number for the environment in it."""
         self._sweep()
         shared = [process for process in self.alive if not process.alone]
         least = min(shared, key=lambda process: process.envs, default=None)
         full = least is None or least.envs >= (self.per_process or 1)
         if least is None or alone or (full and (self.most is None or len(shared) < self.most)):
-            least = Process(alone)
+            least = self.start(alone)
             self.alive.append(least)
         least.envs += 1
         self.places += 1
@@ -207,16 +145,22 @@ class Processes:
             self.alive.remove(process)
 
     def metrics(self) -> Metrics:
-        """Since the last call: processes that were lost and replaced; and how many there are."""
+        """Since the last call: processes that were lost and replaced, and the seconds that episodes lost with them; and
+        how many there are."""
         self._sweep()
         replaced, self.replaced = self.replaced, 0
-        return {"rollout/processes_replaced": float(replaced), "rollout/processes": float(len(self.alive))}
+        seconds, self.seconds_lost = self.seconds_lost, 0.0
+        return {
+            "rollout/processes_replaced": float(replaced),
+            "rollout/processes": float(len(self.alive)),
+            "rollout/seconds_lost": seconds,
+        }
 
     def close(self) -> None:
         _kill(self.alive)
 
 
-def _kill(processes: list[Process]) -> None:
+def _kill(processes: list[Holder]) -> None:
     while processes:
         processes.pop().kill()
 
@@ -243,11 +187,13 @@ class ProcessEnv(Env):
                 "module and let it open what it needs in reset(), or write rollout.workers=thread."
             ) from error
         self.pool, self.where, self.seconds = pool, where, seconds
-        self.process: Process | None = None
+        self.process: Holder | None = None
         self.place = 0
         self.alone = False
         """Its last process crashed, and this environment may be why: the next one it does not share."""
         self.losses = 0
+        self.since: float | None = None
+        """When it lost its process, until it has another and is where it was."""
         self.stuck = False
         """A call was given up before it came back."""
         self.played: list[tuple[str, tuple[Any, ...]]] = []
@@ -260,6 +206,9 @@ class ProcessEnv(Env):
         yield self._ask(MAKE, self.packed)
         for method, args in self.played:
             yield self._ask(method, *args)
+        if self.since is not None:
+            self.pool.seconds_lost += time.monotonic() - self.since
+            self.since = None
 
     def _ask(self, method: str, *args: Any) -> Future[Any]:
         assert self.process is not None
@@ -269,24 +218,28 @@ class ProcessEnv(Env):
         """The process is gone. A second crash in a process of its own is this environment's doing."""
         process, self.process = self.process, None
         self.losses += 1
+        self.since = self.since if self.since is not None else time.monotonic()
         if process is not None:
             process.envs -= 1
             if self.losses >= LOSSES:
                 raise WorkerLost(f"{process.why()}; it has lost {LOSSES} processes")
             if self.alone and not process.killed_for:
                 raise WorkerLost(f"{process.why()}, twice")
-            self.alone = self.alone or not process.killed_for
+            self.alone = self.alone or (not process.killed_for and (process.suspects or self.losses > 1))
 
     async def open(self) -> None:
-        """Take a place in a process."""
-        try:
-            for outcome in self._set_up():
-                await _heard(outcome)
-        except (WorkerLost, asyncio.CancelledError):
-            raise
-        except BaseException:  # it cannot be made there
-            await self.close()
-            raise
+        """Take a place in a process; in another, where that one is lost meanwhile."""
+        while self.process is None:
+            try:
+                for outcome in self._set_up():
+                    await _heard(outcome)
+            except asyncio.CancelledError:
+                raise
+            except WorkerLost:
+                self._lose()
+            except BaseException:  # it cannot be made there
+                await self.close()
+                raise
 
     async def reset(self, task: Task, seed: int) -> Observation:
         self.played.clear()

@@ -21,15 +21,16 @@ class Workers:
     Args:
         kind: `auto`, `thread`, `process` or `none`; see `rollout.workers`.
         per_process: environments in one process; 0 divides them among the cores.
+        processes: where these come from, if not from this machine.
 
     Example:
         env, name = await workers.place(FrozenLake, "frozen_lake", seconds=30)
     """
 
-    def __init__(self, kind: str = "auto", per_process: int = 0):
+    def __init__(self, kind: str = "auto", per_process: int = 0, processes: Processes | None = None):
         self.kind = kind
         self.threads = Threads()
-        self.processes = Processes(per_process)
+        self.processes = processes or Processes(per_process)
         self.met: set[str | None] = set()
         self.near: set[str | None] = set()
         """Names of environments that said they do not block; None is the run's own."""

@@ -35,6 +35,9 @@ from arborl.types import Forest, Group, Metrics, Terms
 
 log = logging.getLogger(__name__)
 
+LOSSES = ("engine/lost", "engine/retried", "engine/seconds_lost")
+"""What is told of an engine whenever it happened."""
+
 
 class Hook(Protocol):
     """Something to do after a step. Each is one object in the list given to `Trainer`."""
@@ -148,8 +151,9 @@ class Trainer:
     async def train_step(self) -> None:
         """Sample, score, credit, learn, publish."""
         clock, seed = Clock(), derive(self.config.seed, "step", self.step)
-        if not self.pipeline.busy:
-            self.engine.metrics()  # what was counted between steps (an evaluation, say) is not this step's
+        between: Metrics = {}
+        if not self.pipeline.busy:  # what was counted between steps (an evaluation, say) is not this step's
+            between = {name: value for name, value in self.engine.metrics().items() if name in LOSSES}
 
         with clock("rollout"):
             await self.pipeline.begin(self.step)
@@ -164,7 +168,7 @@ class Trainer:
             beside = self.rollout.shown(self.source.beside(self.step))
             learn = await self._learning()
             with span("arborl.learn"):
-                metrics = self._engine_metrics(clock) | await learn(self._learn, groups, beside, seed)
+                metrics = self._engine_metrics(clock, between) | await learn(self._learn, groups, beside, seed)
         self.step += 1  # from here on the step counts as done, whatever interrupts
         self.pipeline.trained()
 
@@ -251,9 +255,10 @@ class Trainer:
             return forest, terms, {}
         return thin(kept, terms, config.max_samples_per_trajectory, config.downsample_mode, seed)
 
-    def _engine_metrics(self, clock: Clock) -> Metrics:
-        """What episodes of later steps have sampled meanwhile is told too, once."""
-        counted = self.engine.metrics() | self.rollout.metrics()
+    def _engine_metrics(self, clock: Clock, between: Metrics) -> Metrics:
+        """What episodes of later steps have sampled meanwhile is told too, once; and who was lost `between` steps."""
+        counted = self.engine.metrics() | self.rollout.metrics() | self.rewards.metrics()
+        counted |= {name: counted.get(name, 0.0) + value for name, value in between.items()}
         rate = counted.get("engine/sampled", 0.0) / max(clock.seconds["time/rollout"], 1e-9)
         return counted | {"rollout/sampled_per_second": rate}
 

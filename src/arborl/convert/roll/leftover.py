@@ -7,7 +7,7 @@ from typing import Any
 from arborl.convert.draft import Draft, Rule, every, idle, no, to
 from arborl.convert.parts import ENGINE, MICRO, REFERENCE
 
-PLACEMENT = "where a worker runs, and how its work is cut up, changes nothing but speed: one process, one device"
+PLACEMENT = "where a worker runs changes nothing but speed: one process, one device; placement=ray for more"
 TEMPLATE = "a model brings its own chat template; model.chat_template names another"
 NEVER = "nothing there reads it"
 POLICY = "the policy plays; `arborl env play --random` is for others"

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
 
 import httpx
 
 from arborl.chat import Renderer
 from arborl.engines.copies import label_of, versions_of
 from arborl.engines.draw_tokens import StopTexts
-from arborl.engines.http.servers import ChatServer, Client, Facts, Piece, Server, Unreachable
+from arborl.engines.http.servers import ChatServer, Client, Facts, Piece, Server
+from arborl.engines.replicas import Replica, Unreachable
 from arborl.errors import EngineError
 
 CONNECT = 10.0
@@ -26,31 +24,23 @@ WORDS = "Hello, world! 12 + 30 = 42\n\tdef f(x): return x ** 2  # éß 你好"
 
 
 @dataclass(eq=False, slots=True)
-class Replica:
-    """One server."""
+class ServerReplica(Replica):
+    """One server; its name is its address."""
 
-    url: str
     server: Server | None = None
     facts: Facts | None = None
-    up: bool = False
-    version: int | None = None
-    """Of the weights that it holds; None where they are not ours."""
-    busy: int = 0
-    """Requests under way."""
-    why: str = ""
-    """What was wrong when it was last tried."""
+
+    @property
+    def url(self) -> str:
+        return self.name
 
 
 @dataclass(slots=True)
-class Here:
-    """What belongs to one event loop."""
+class Clients:
+    """Connections of one event loop, by address."""
 
     loop: asyncio.AbstractEventLoop
-    clients: dict[str, Client] = field(default_factory=dict)
-    coming: dict[str, asyncio.Task[None]] = field(default_factory=dict)
-    """Attempts to get servers back."""
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when one is back."""
+    by_url: dict[str, Client] = field(default_factory=dict)
 
 
 def client_of(url: str, headers: dict[str, str], seconds: float, requests: int) -> Client:
@@ -60,7 +50,7 @@ def client_of(url: str, headers: dict[str, str], seconds: float, requests: int) 
     return httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout, limits=limits, trust_env=False)
 
 
-async def compare_tokenizers(replica: Replica, client: Client, renderer: Renderer) -> None:
+async def compare_tokenizers(replica: ServerReplica, client: Client, renderer: Renderer) -> None:
     """That a server cuts a text as we do; one that only chats need not."""
     if isinstance(replica.server, ChatServer):
         return
@@ -76,7 +66,7 @@ async def compare_tokenizers(replica: Replica, client: Client, renderer: Rendere
 
 
 async def versions_from(
-    replica: Replica, client: Client, last: Piece, count: int, began_at: int | None, run: str
+    replica: ServerReplica, client: Client, last: Piece, count: int, began_at: int | None, run: str
 ) -> list[int]:
     """The version that sampled each of `count` tokens; Unreachable where a server has forgotten our weights."""
     server = replica.server
@@ -105,9 +95,3 @@ def key_of(variable: str) -> str:
     if not (found := os.environ.get(variable)):
         raise EngineError(f"engine.api_key_env={variable}: there is no such environment variable. Set it to the key")
     return found
-
-
-def now(work: Coroutine[Any, Any, None]) -> None:
-    """Run it to its end, also where a loop is running already."""
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        thread.submit(asyncio.run, work).result()

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 
+from arborl.engines.replicas import Unreachable
 from arborl.errors import EngineError
 from arborl.types import Finish, Message, Sampling, ToolCall, ToolSpec
 
@@ -21,10 +22,6 @@ Client = httpx.AsyncClient
 FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH}
 UPDATE = 900.0
 """Seconds that an update may take."""
-
-
-class Unreachable(EngineError):
-    """The server is gone, or in no state to answer: another may."""
 
 
 @dataclass(slots=True)

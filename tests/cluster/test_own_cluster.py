@@ -1,0 +1,135 @@
+"""Runs whose cluster is their own, lose a node, are submitted, or learn: each takes its time."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from arborl.api import train
+from arborl.config.load import load
+from arborl.rollout.store import EpisodeStore
+from arborl.track.jsonl import read_metrics
+
+pytestmark = pytest.mark.slow
+
+PLACED = ["placement=ray", "placement.engines=2", "placement.env_workers=2", "threads=1", "model.device=cpu"]
+SMALL = [
+    "env.args.size=3", "rollout.tasks_per_step=4", "rollout.group_size=4", "evaluation.tasks=4", "track.gifs=0",
+    "track.tensorboard=false",
+]  # fmt: skip
+
+
+def ray_processes() -> set[int]:
+    found = set()
+    for process in psutil.process_iter(["name", "cmdline"]):
+        words = " ".join(process.info["cmdline"] or ())
+        if process.info["name"] in ("raylet", "gcs_server") or "ray::" in words or "default_worker.py" in words:
+            found.add(process.pid)
+    return found
+
+
+def begin(home: Path, *words: str) -> subprocess.Popen:
+    asked = [sys.executable, "-m", "arborl", "train", f"output_dir={home}", *PLACED, *SMALL, *words]
+    log = home.with_suffix(".txt").open("w")
+    return subprocess.Popen(asked, stdout=log, stderr=log, start_new_session=True)
+
+
+def wait_for_steps(home: Path, process: subprocess.Popen, steps: int, seconds: float = 600) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and process.poll() is None:
+        file = home / "metrics.jsonl"
+        if file.exists() and sum("time/step" in row for row in read_metrics(file)) >= steps:
+            return
+        time.sleep(0.2)
+    raise AssertionError(home.with_suffix(".txt").read_text())
+
+
+def none_left(before: set[int], seconds: float = 200) -> bool:  # Ray's agents look for their node once a while
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if not ray_processes() - before:
+            return True
+        time.sleep(0.5)
+    return False
+
+
+def test_a_run_starts_a_cluster_of_its_own_and_leaves_nothing_of_it(tmp_path):
+    before = ray_processes()
+    process = begin(tmp_path / "run", "trainer.steps=2")
+    assert process.wait(900) == 0, (tmp_path / "run.txt").read_text()
+    assert none_left(before)
+    said = (tmp_path / "run.txt").read_text()
+    assert "raylet" not in said  # what Ray says is in the run's log
+    assert "a Ray cluster of its own, 1 node(s): 2 engines, 2 environment workers" in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_run_that_is_told_to_stop_or_killed_leaves_nothing_on_the_machine(tmp_path, number):
+    before = ray_processes()
+    process = begin(tmp_path / "run", "trainer.steps=500")
+    wait_for_steps(tmp_path / "run", process, 1)
+    os.kill(process.pid, number)
+    process.wait(300)
+    assert none_left(before)
+    if number != signal.SIGKILL:
+        assert "Stopped at step" in (tmp_path / "run.txt").read_text()
+        assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
+
+
+def test_a_run_goes_on_when_a_node_is_cut_and_nothing_is_trained_twice(two_nodes, tmp_path):
+    home = tmp_path / "run"
+
+    class Cut:
+        """After the first step, from another thread: episodes are in play."""
+
+        async def after(self, trainer, groups, metrics):
+            if trainer.step == 1:
+                threading.Timer(0.5, lambda: two_nodes.cluster.remove_node(two_nodes.second, False)).start()
+
+    config = load(None, [f"output_dir={home}", *PLACED, *SMALL, "trainer.steps=8", "evaluation.tasks=0"])
+    try:
+        train(config, hooks=[Cut()])
+    finally:
+        two_nodes.second = two_nodes.add()
+    rows = [row for row in read_metrics(home / "metrics.jsonl") if "time/step" in row]
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert sum(row["engine/lost"] for row in rows) == 1
+    assert sum(row["engine/seconds_lost"] for row in rows) > 0
+    files = sorted((home / "episodes").glob("step-*.jsonl"))
+    seen = [episode.id for file in files for episode in EpisodeStore.read(file)]
+    assert len(seen) == len(set(seen)) == 8 * 16
+    assert all(row.get("dropped/failed", 0) == 0 for row in rows)
+
+
+def test_frozen_lake_is_learned_on_two_nodes(two_nodes, tmp_path):
+    summary = train(load(None, [f"output_dir={tmp_path / 'run'}", *PLACED, "track.gifs=0"])).summary
+    assert summary["after"]["success"] > 0.8 > summary["before"]["success"]
+
+
+def test_a_job_that_is_submitted_joins_the_cluster_it_is_submitted_to(tmp_path):
+    from ray.cluster_utils import Cluster
+    from ray.job_submission import JobStatus, JobSubmissionClient
+
+    about = {"num_cpus": 4, "include_dashboard": True, "dashboard_port": 0, "object_store_memory": 100 * 2**20}
+    cluster = Cluster(initialize_head=True, head_node_args=about)
+    try:
+        client = JobSubmissionClient(f"http://{cluster.head_node.webui_url}")
+        words = [f"output_dir={tmp_path / 'run'}", *PLACED, *SMALL, "trainer.steps=1"]
+        job = client.submit_job(entrypoint=" ".join([sys.executable, "-m", "arborl", "train", *words]))
+        until = time.monotonic() + 600
+        while time.monotonic() < until and not client.get_job_status(job).is_terminal():
+            time.sleep(1)
+        assert client.get_job_status(job) == JobStatus.SUCCEEDED, client.get_job_logs(job)
+        assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 1
+        assert "a Ray cluster joined at" in (tmp_path / "run" / "run.log").read_text()
+    finally:
+        cluster.shutdown()

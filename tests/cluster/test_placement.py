@@ -1,0 +1,230 @@
+"""Where the parts of a run are: what is refused, and what a run on a cluster of two nodes comes to."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import signal
+
+import pytest
+
+from arborl.api import train
+from arborl.build import build
+from arborl.cluster import connection
+from arborl.cluster.host import Host, OtherVersions, check_versions, versions
+from arborl.cluster.seats import Node, find_node, gpus_of
+from arborl.config.load import load
+from arborl.engines.replicas import Unreachable
+from arborl.errors import ConfigError
+from arborl.track.jsonl import read_metrics
+from arborl.types import Sampling
+
+SMALL = [
+    "deterministic=true", "threads=1", "model.device=cpu", "env.args.size=3", "env.args.max_steps=4",
+    "rollout.tasks_per_step=3", "rollout.group_size=4", "trainer.steps=2", "evaluation.tasks=0", "track.gifs=0",
+    "track.tensorboard=false", "learner.lr=0.002",
+]  # fmt: skip
+PLACED = ["placement=ray", "placement.engines=2", "placement.env_workers=2"]
+
+
+def config_of(*words):
+    return load(None, [*SMALL, *words])
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["placement.engines=2"], "engines is for placement=ray"),
+        (["placement=ray"], "places nothing"),
+        (["placement=ray", "placement.engines=2", "engine=scripted"], "copies of engine=local, and engine=scripted"),
+        (["placement=ray", "placement.engines=2", "engine.copy_weights=true"], "Leave engine.copy_weights out"),
+        (["placement=ray", "placement.env_workers=2", "rollout.workers=thread"], "rollout.workers=thread"),
+        (["placement=ray", "placement.engines=2", "placement.address=ray://head:10001"], "ray job submit"),
+        (["placement=ray", "placement.engines=1", "placement.device_mapping.engines=[0,1]"], "2 GPUs for engines=1"),
+        (["placement=ray", "placement.engines=1", "placement.device_mapping.engines='list(range(8))'"], "a list"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(words, said):
+    with pytest.raises(ConfigError, match=said.replace("(", r"\(")):
+        load(None, words)
+
+
+def test_a_cluster_that_does_not_answer_is_named_before_anything_is_written(tmp_path):
+    home = tmp_path / "run"
+    words = [f"output_dir={home}", "placement=ray", "placement.engines=1", "placement.address=127.0.0.1:9"]
+    with pytest.raises(ConfigError, match=r"placement.address=127.0.0.1:9: no Ray cluster answers there"):
+        train(config_of(*words))
+    assert not home.exists()
+
+
+def test_without_ray_it_is_said_what_to_install(monkeypatch):
+    monkeypatch.setattr(connection.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'arborl\[ray\]'"):
+        build(config_of("placement=ray", "placement.engines=1"))
+
+
+def test_a_node_with_other_versions_is_refused_by_name():
+    ours = versions()
+    check_versions(ours, dict(ours), "engine 0")
+    with pytest.raises(OtherVersions, match=r"engine 0 .* has torch 1.0 \(here"):
+        check_versions(ours, ours | {"torch": "1.0"}, "engine 0 (process 7 on 10.0.0.2)")
+
+
+def test_gpus_are_counted_over_all_nodes_and_a_node_that_is_back_is_found_by_its_address():
+    nodes = [Node("a", "10.0.0.1", 8, 2), Node("b", "10.0.0.2", 8, 2)]
+    seat = gpus_of(nodes)[3]
+    assert (seat.node.id, seat.index) == ("b", 1)
+    assert find_node(seat, [nodes[0], Node("c", "10.0.0.2", 8, 2)]).id == "c"
+    with pytest.raises(Unreachable, match=r"10.0.0.2 with its GPU 1 is gone"):
+        find_node(seat, nodes[:1])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["placement.engines=9"], r"asks for 9 cores .* the cluster has 8 on 2 node"),
+        (["placement.engines=2", "placement.device_mapping.engines=[0,2]"], r"names GPU 2, and the cluster has 2"),
+        (["placement.reward_workers=1"], "no reward but env"),
+    ],
+)
+def test_more_than_the_cluster_has_is_refused_before_anything_is_written(two_nodes, tmp_path, words, said):
+    home = tmp_path / "run"
+    with pytest.raises(ConfigError, match=said):
+        train(config_of(f"output_dir={home}", "model.device=auto", "placement=ray", *words))
+    assert not home.exists()
+
+
+# ------------------------------------------------------------------------------------------------ on two nodes
+
+
+def test_a_process_sees_the_gpu_that_the_mapping_gives_it(two_nodes):
+    class Looking(Host):  # the second node says that it has two
+        async def devices(self):
+            return os.environ["CUDA_VISIBLE_DEVICES"]
+
+    placement = config_of(
+        "model.device=auto", "placement=ray", "placement.engines=2", "placement.device_mapping.engines=[1,0]"
+    ).placement
+    cluster = connection.Cluster(placement)
+    try:
+        seats = cluster.seats(None)
+        actors = [cluster.start(Looking, seat=seat) for seat in seats]
+        assert cluster.ray.get([actor.devices.remote() for actor in actors]) == ["1", "0"]
+        told = cluster.ray.get(actors[0].told.remote())
+        assert told.node == two_nodes.second.node_id
+        assert told.versions == versions()
+    finally:
+        cluster.close()
+
+
+def episodes_of(home):
+    """Every training episode, without what clocks say."""
+    found = []
+    for file in sorted((home / "episodes").glob("step-*.jsonl")):
+        for line in file.read_text().splitlines():
+            row = json.loads(line)
+            row.pop("seconds", None)
+            for call in row.get("calls", ()):
+                call.pop("seconds", None)
+            found.append((file.name, row))
+    return found
+
+
+def weights_of(home):
+    last = sorted((home / "checkpoints").glob("step-*"))[-1]
+    return hashlib.sha256(next((last / "model").glob("*.safetensors")).read_bytes()).hexdigest()
+
+
+def test_a_run_on_two_nodes_that_loses_an_engine_and_a_worker_is_the_run_in_one_process(
+    two_nodes, tmp_path, monkeypatch, caplog
+):
+    from arborl.cluster.engine import RayEngine
+    from arborl.cluster.environments import RayHolder
+
+    ask, send, calls, killed = RayEngine._ask, RayHolder._send, [], []
+
+    async def asking(self, replica, prompt, sampling, session):
+        under_way = asyncio.ensure_future(ask(self, replica, prompt, sampling, session))
+        calls.append(session)
+        if len(calls) == 16:
+            killed.append((replica.told.pid, {one.told.node for one in self.replicas}))
+            os.kill(replica.told.pid, signal.SIGKILL)
+        return await under_way
+
+    def sending(self, packed):
+        send(self, packed)
+        if len(calls) > 30 and len(killed) == 1:
+            killed.append(self)
+            os.kill(int(self.name.split("process ")[1].split()[0]), signal.SIGKILL)
+
+    monkeypatch.setattr(RayEngine, "_ask", asking)
+    monkeypatch.setattr(RayHolder, "_send", sending)
+    train(config_of(f"output_dir={tmp_path / 'local'}"))
+    train(config_of(f"output_dir={tmp_path / 'ray'}", *PLACED))
+    assert len(killed) == 2
+    assert len(killed[0][1]) == 2, "the engines were on one node"
+    local, placed = episodes_of(tmp_path / "local"), episodes_of(tmp_path / "ray")
+    assert len(placed) == 24
+    assert placed == local  # bit for bit, and so nothing is there twice
+    assert weights_of(tmp_path / "ray") == weights_of(tmp_path / "local")
+    rows = [row for row in read_metrics(tmp_path / "ray" / "metrics.jsonl") if "time/step" in row]
+    assert sum(row["engine/lost"] for row in rows) == 1
+    assert sum(row["engine/retried"] for row in rows) >= 1
+    assert sum(row["engine/seconds_lost"] for row in rows) > 0
+    assert sum(row["rollout/processes_replaced"] for row in rows) == 1
+    assert sum(row["rollout/seconds_lost"] for row in rows) > 0
+    assert f"process {killed[0][0]}" in caplog.text  # who was lost is said by name
+
+
+@pytest.mark.slow
+def test_an_engine_in_the_place_of_a_dead_one_has_the_newest_weights_before_its_first_request(two_nodes, monkeypatch):
+    from arborl.engines import replicas
+
+    monkeypatch.setattr(replicas, "AGAIN", 0.05)
+    parts = build(config_of("placement=ray", "placement.engines=1"))
+    engine, how = parts.engine, Sampling(max_tokens=4, temperature=0.0)
+
+    async def run():
+        before = await engine.generate([1, 2, 3, 5, 8], how, session="a")
+        moved = {name: tensor + 0.02 * (tensor.ndim == 1) for name, tensor in parts.model.state_dict().items()}
+        await engine.load(moved, 7)
+        there = await engine.generate([1, 2, 3, 5, 8], how, session="a")
+        os.kill(engine.replicas[0].told.pid, signal.SIGKILL)
+        again = await engine.generate([1, 2, 3, 5, 8], how, session="a")
+        await parts.close()
+        return before, there, again
+
+    before, there, again = asyncio.run(run())
+    assert (before.version, there.version, again.version) == (0, 7, 7)
+    assert (again.tokens, again.logprobs) == (there.tokens, there.logprobs)
+    assert again.logprobs != before.logprobs
+
+
+def test_a_reward_on_the_cluster_that_breaks_costs_itself_and_is_named(two_nodes, tmp_path):
+    import arborl
+    from arborl.rollout.store import EpisodeStore
+
+    @arborl.reward
+    def brittle(episode):
+        if int(episode.id[-1]) == 1:
+            raise ArithmeticError(f"in process {os.getpid()}")
+        return {"pid": 1.0 / os.getpid()}
+
+    settings = dict(word.split("=", 1) for word in SMALL if not word.startswith(("env", "track")))
+    settings = {key: json.loads(value) if value[0].isdigit() else value for key, value in settings.items()}
+    done = arborl.run(
+        **settings | {"trainer.steps": 1, "deterministic": True, "output_dir": tmp_path / "run", "engine": "scripted"},
+        rewards=[brittle], placement="ray", **{"placement.reward_workers": 1, "track.tensorboard": False},
+    )  # fmt: skip
+    episodes = list(EpisodeStore.read(done.folder / "episodes" / "step-000001.jsonl"))
+    failed = [one for one in episodes if one.failure is not None]
+    assert len(failed) == 3
+    assert all(one.failure.where == "reward 'brittle'" and "ArithmeticError" in one.failure.kind for one in failed)
+    pids = {round(1 / one.rewards["brittle/pid"]) for one in episodes if one.failure is None}
+    assert len(pids) == 1
+    assert os.getpid() not in pids
