@@ -1,7 +1,8 @@
 """How much of a device's memory a run will take, told before it starts, and settings with which it fits.
 
-Arithmetic over the shapes of the model; nothing is run. N tokens go through the model at once; E model size, Q and K
-sizes of all query and all key heads, F size inside the layers' feed-forward part, V tokens of the vocabulary.
+Arithmetic over the shapes of the model; nothing is run, and who has the shapes needs no torch. N tokens go through the
+model at once; E model size, Q and K sizes of all query and all key heads, F size inside the layers' feed-forward part,
+V tokens of the vocabulary.
 """
 
 from __future__ import annotations
@@ -9,26 +10,34 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-from transformers import PreTrainedModel
-
-from arborl.algorithms.algorithm import Needs
 from arborl.config.run import LearnerConfig, RunConfig
-from arborl.engines.cache import default_kv_tokens, host_memory, token_bytes
-from arborl.learner.offload import AT_ONCE
-from arborl.learner.optimizer import COARSE
-from arborl.learner.score import rows_at_once
-from arborl.models.lean import KINDS
-from arborl.models.lora import has_lora
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 GIB = 2**30
+AT_ONCE = 2**28
+"""Numbers of masters that come from the host to the device at a time: 3 GiB with their moments."""
+LOGIT_SHARE = 64
+"""On a GPU, one logit for so many bytes of its memory: in bfloat16 a thirty-second part, and as much for gradients."""
 LADDER = (16_384, 8_192, 4_096, 2_048)
 """Tokens at once that are tried on a GPU, the quickest first."""
 SEQUENCES = 64
 """Fewer of full length in the engine's cache cost more time than smaller micro-batches or layers that run twice."""
 BESIDE = int(1.5 * GIB)
 """What the device's own libraries take, and memory that lies between tensors."""
+
+
+class Wants(Protocol):
+    """Of an algorithm's needs, those that take memory."""
+
+    @property
+    def value(self) -> bool: ...
+
+    @property
+    def reference(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +70,10 @@ class Sizes:
     @classmethod
     def of(cls, model: PreTrainedModel) -> Sizes:
         """Counted, and for what flows read from the configuration; of experts, those that a token goes through."""
+        from arborl.learner.optimizer import COARSE
+        from arborl.models.lean import KINDS
+        from arborl.models.lora import has_lora
+
         own = list(model.parameters())
         trained = [p for p in own if p.requires_grad]
         config = model.config.get_text_config()
@@ -188,7 +201,7 @@ class Planner:
 
     sizes: Sizes
     config: LearnerConfig
-    needs: Needs
+    needs: Wants
     context: int
     """Tokens of the longest branch: it is never cut."""
     limit: int
@@ -278,8 +291,13 @@ class Planner:
             yield from ((tokens, True) for tokens in ladder)
 
 
-def planned(model: PreTrainedModel, config: RunConfig, needs: Needs) -> Plan:
+def planned(model: PreTrainedModel, config: RunConfig, needs: Wants) -> Plan:
     """A run's plan. On a CPU what is asked for is done: its memory is not the run's alone."""
+    import torch
+
+    from arborl.engines.cache import default_kv_tokens, host_memory
+    from arborl.learner.score import rows_at_once
+
     sizes, cuda = Sizes.of(model), model.device.type == "cuda"
     context, engine, learner = config.sampling.max_context, config.engine, config.learner
     kv_token, drawn = _kv_token(model) if engine.name == "local" else 0, config.sampling
@@ -312,6 +330,8 @@ def planned(model: PreTrainedModel, config: RunConfig, needs: Needs) -> Plan:
 
 
 def _kv_token(model: PreTrainedModel) -> int:
+    from arborl.engines.cache import token_bytes
+
     try:
         return token_bytes(model)
     except ValueError:  # the engine refuses it, and says why

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from arborl.learner.host_copy import host_tensor
+from arborl.learner.memory import AT_ONCE
 
-AT_ONCE = 2**28
-"""Numbers of masters that come to the device at a time: 3 GiB with their moments."""
 COUNT = "step"
 """What AdamW holds of a parameter besides moments of its size."""
 
