@@ -34,8 +34,8 @@ if TYPE_CHECKING:  # what needs torch
     from transformers import PreTrainedModel
 
     from arborl.algorithms import Algorithm
+    from arborl.learner.forecast import Plan
     from arborl.learner.learner import Learner
-    from arborl.learner.memory import Plan
     from arborl.trainer.evaluate import Measures
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")

@@ -7,7 +7,8 @@ import random
 import pytest
 
 from arborl.cluster.plan_work import Turn
-from arborl.cluster.simulate import Setting, simulate
+from arborl.cluster.simulate import simulate
+from arborl.cluster.simulate_engine import Setting
 
 
 def setting(**more) -> Setting:

@@ -27,6 +27,8 @@ OPTIONS = (
 STRATEGIES = ("auto", "ddp", "fsdp2", "tensor")
 BRIEF = 3_000
 """Model calls of each simulation where many sizes are planned."""
+WIDTH = 118
+"""Columns of the table."""
 Number = Annotated[str | None, typer.Option(metavar="MEDIAN[,P99]", show_default=False)]
 
 
@@ -132,7 +134,10 @@ def show(first: Forecaster, placed: dict[int, list[Placed]], seconds: float) -> 
     """For people."""
     from rich.console import Console
 
-    terminal, sizes, device = Console(), first.shape.sizes, first.device.name.upper()
+    terminal = Console()
+    if terminal.width < WIDTH:  # a line that wraps is better than numbers that are cut off
+        terminal = Console(width=WIDTH)
+    sizes, device = first.shape.sizes, first.device.name.upper()
     many = f"{sizes.parameters / 1e9:.2f}B" if sizes.parameters >= 1e9 else f"{sizes.parameters / 1e6:.1f}M"
     rollout = first.config.rollout
     typer.echo(f"{first.shape.name}: {many} parameters in {first.config.model.dtype}, {device}")
@@ -144,8 +149,9 @@ def show(first: Forecaster, placed: dict[int, list[Placed]], seconds: float) -> 
     if first.work.measured:
         told = ", ".join(f"{name} {value:.2f} s" for name, value in first.work.measured.items())
         typer.echo(f"the earlier run, on its own device: {told}")
+    if without := [str(count) for count, ways in placed.items() if not ways]:
+        typer.echo(f"{', '.join(without)} GPUs: no way to place it has room; the lines above say what has.")
     if not any(placed.values()):
-        typer.echo("No way to place it has room. See which of the above fits, or take more GPUs.")
         return
     terminal.print(table([one for ways in placed.values() for one in ways]))
     if len(placed) == 1:
@@ -169,21 +175,20 @@ def table(rows: Sequence[Placed]) -> Table:
     from rich import box
     from rich.table import Table
 
-    shown = Table(box=box.SIMPLE_HEAD)
+    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
     names = (
-        "GPUs", "way", "engines", "learner", "GiB", "step s", "wait", "learn", "publish", "sampling", "learning",
-        "lag", "again", "tok/s",
+        "GPUs", "way", "engines", "learner", "GiB", "step s", "wait", "learn", "sampling", "learning", "lag", "tok/s",
     )  # fmt: skip
     for name in names:
-        shown.add_column(name, justify="left" if name in ("way", "engines", "learner") else "right")
+        shown.add_column(name, justify="left" if name in ("way", "engines", "learner") else "right", no_wrap=True)
     for one in rows:
         out = one.outcome
         engines = f"{one.engines}" + (f"×{one.split}" if one.split > 1 else "")
         both = f"{one.learner_bytes / 2**30:.0f}" + (f", {one.engine_bytes / 2**30:.0f}" if one.engine_bytes else "")
         shown.add_row(
             f"{one.devices}", one.way + ("*" if one.simulated < 1 else ""), engines, f"{one.strategy}×{one.ranks}",
-            both, f"{out.step:.3g}", f"{out.wait:.3g}", f"{out.learn:.3g}", f"{out.publish:.2g}",
-            f"{out.engine_busy:.0%}", f"{out.learner_busy:.0%}", f"{out.lag:.1f}", f"{out.again:.1f}",
+            both, f"{out.step:.3g}", f"{out.wait:.3g}", f"{out.learn:.3g}",
+            f"{out.engine_busy:.0%}", f"{out.learner_busy:.0%}", f"{out.lag:.1f}",
             f"{out.sampled:,.0f}",
         )  # fmt: skip
     return shown

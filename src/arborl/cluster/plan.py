@@ -16,10 +16,11 @@ from arborl.cluster.plan_memory import Needs, Strategy, engine_memory, learner_p
 from arborl.cluster.plan_model import Shape, shape_of
 from arborl.cluster.plan_times import Times
 from arborl.cluster.plan_work import Mean, Work
-from arborl.cluster.simulate import Outcome, Setting, simulate
+from arborl.cluster.simulate import Outcome, simulate
+from arborl.cluster.simulate_engine import Setting
 from arborl.config.run import RunConfig
 from arborl.errors import ConfigError
-from arborl.learner.memory import Plan
+from arborl.learner.forecast import Plan
 
 MOST = 4_096
 """Devices that are planned for."""
@@ -73,7 +74,7 @@ class Fit:
 
     def __str__(self) -> str:
         if self.fits:
-            return f"{self.what} yes, from {self.gib:.0f} GiB"
+            return f"{self.what} yes, from {self.gib:.{0 if self.gib >= 10 else 1}f} GiB"
         return f"{self.what} no, {self.gib:.0f} GiB at least and {self.limit:.0f} may be planned with"
 
 
@@ -127,7 +128,10 @@ class Forecaster:
         config = self.config.model_copy(
             update={"model": model, "learner": self.config.learner.model_copy(update=learner)}
         )
-        planner = rank_planner(shape_of(model), config, self.device, strategy, devices, sampling=True)
+        shape = shape_of(model)
+        engine = engine_memory(shape, config, self.device, devices)
+        split = engine.split if engine is not None else 1
+        planner = rank_planner(shape, config, self.device, strategy, devices, sampling=True, split=split)
         return Fit(what, planner.least <= planner.limit, planner.least / GIB, planner.limit / GIB)
 
     def learner(self, ranks: int, sampling: bool, split: int = 1) -> tuple[Strategy, Plan]:
@@ -230,10 +234,9 @@ class Forecaster:
         kv_tokens: int,
     ) -> Placed:
         config, engines = self.config.rollout, max(1, sampling // split)
-        part = self._part(lag)
+        count, part = self._part(engines, lag)
         groups = max(1, round(config.tasks_per_step * part))
         part = groups / config.tasks_per_step
-        count = max(1, round(engines * part))
         asked = config.concurrency if "concurrency" in config.model_fields_set else None
         concurrency = max(1, round(asked * part)) if isinstance(asked, int) else 1 << 30
 
@@ -270,12 +273,13 @@ class Forecaster:
         config = self.config.rollout
         return config.tasks_per_step * (config.group_size + config.redundancy) * (lag + 1) / engines
 
-    def _part(self, lag: int) -> float:
-        """How much of the run is simulated, so that it takes no longer than a second or so. The slowest of fewer
-        episodes is quicker: of a part, the waiting is a little too short."""
+    def _part(self, engines: int, lag: int) -> tuple[int, float]:
+        """Engines that are simulated, whole ones, and the part of the run that they are; so that it takes no longer
+        than a second or so. The slowest of fewer episodes is quicker: of a part, the waiting is a little too short."""
         config = self.config.rollout
         calls = config.tasks_per_step * config.group_size * self.mean.turns * (UPDATES + 2 * lag)
-        return min(1.0, max(self.calls / calls, 1 / config.tasks_per_step))
+        count = min(engines, math.ceil(engines * max(self.calls / calls, 1 / config.tasks_per_step)))
+        return count, count / engines
 
 
 def _whole(outcome: Outcome, part: float, used: float) -> Outcome:

@@ -14,7 +14,7 @@ from arborl.cluster.hardware import Device
 from arborl.cluster.plan_model import Shape
 from arborl.config.run import RunConfig
 from arborl.engines.cache_size import usual_tokens
-from arborl.learner.memory import BESIDE, LOGIT_SHARE, SEQUENCES, Forecast, Plan, Planner, Sizes
+from arborl.learner.forecast import BESIDE, LOGIT_SHARE, SEQUENCES, Forecast, Plan, Planner, Sizes
 
 Strategy = Literal["single", "ddp", "fsdp2", "tensor"]
 CONTEXT = int(0.5 * 2**30)

@@ -14,7 +14,7 @@ from typing import Any
 
 from arborl.config.run import ModelConfig
 from arborl.errors import ConfigError, did_you_mean
-from arborl.learner.memory import Sizes
+from arborl.learner.forecast import Sizes
 from arborl.models.find import EMBEDDED, described, holds_model, resolve
 
 ITEM = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}

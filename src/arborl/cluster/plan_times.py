@@ -1,13 +1,14 @@
 """How long a sampling step, an update and new weights take on a device.
 
-Roofs and overheads: the larger of bytes over bandwidth and operations over peak, each by the share of it that is
-reached, plus what every layer costs however little it does. The shares were fitted to the local engine and the learner
-on one H200 (`GPU`) and on two cores (`CPU`); `docs/results/planner.md` has what they were fitted to, and errors on what
-they were not.
+Roofs and overheads: bytes over bandwidth and operations over peak, each by the share of it that is reached, plus what a
+layer and a row cost however little they do. Where both roofs are near, neither is reached: they are added as the sides
+of a right angle. The shares were fitted to the local engine and the learner on one H200 (`GPU`) and on two cores
+(`CPU`); `docs/results/planner.md` has what they were fitted to, and errors on what they were not.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -30,16 +31,24 @@ class Shares:
     """Seconds a layer of a sampling step costs however little it does."""
     step: float
     """Seconds a sampling step costs besides."""
+    row: float
+    """Seconds each row of it costs besides: its logits, the draw, the host's bookkeeping."""
     piece: float
     """Seconds a layer of a micro-batch costs, forward and backward."""
-    adapter: float = 4e-6
+    adapter: float
     """Seconds of the further launch that adapters cost each of a layer's four products."""
     hop: float = 12e-6
     """Seconds that devices take to add up something small, twice a layer under tensor parallelism."""
 
 
-GPU = Shares(bandwidth=0.80, sampling=0.55, learning=0.86, half=1300, layer=38e-6, step=0.15e-3, piece=0.25e-3)
-CPU = Shares(bandwidth=0.80, sampling=0.80, learning=0.75, half=0, layer=20e-6, step=0.5e-3, piece=0.5e-3)
+GPU = Shares(
+    bandwidth=0.80, sampling=0.62, learning=0.60, half=600, layer=22e-6, step=0.3e-3, row=1.5e-6, piece=0.25e-3,
+    adapter=4e-6,
+)  # fmt: skip
+CPU = Shares(
+    bandwidth=0.80, sampling=0.70, learning=0.90, half=0, layer=20e-6, step=0.5e-3, row=10e-6, piece=0.5e-3,
+    adapter=10e-6,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +81,12 @@ class Times:
         moving, doing = shares.bandwidth * self.device.bandwidth * split, shares.sampling * self.peak * split
         read, token = shape.read / moving, shape.kv_token / moving
         row, seen = 2 * (shape.body + shape.head) / doing, 4 * sizes.layers * sizes.queries / doing
-        return lambda rows, context: always + max(read + context * token, rows * row + context * seen)
+
+        def seconds(rows: float, context: float) -> float:
+            work = math.hypot(read + context * token, rows * row + context * seen)
+            return always + rows * shares.row + work
+
+        return seconds
 
     def reading(self, tokens: float, split: int = 1) -> float:
         """Seconds to read tokens of prompts and observations, beside what a step takes anyway."""

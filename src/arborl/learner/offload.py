@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from arborl.learner.forecast import AT_ONCE
 from arborl.learner.host_copy import host_tensor
-from arborl.learner.memory import AT_ONCE
 
 COUNT = "step"
 """What AdamW holds of a parameter besides moments of its size."""

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from arborl.algorithms.token_losses import Said
 from arborl.learner.critic import Critic
 from arborl.learner.executor import Way, hidden
+from arborl.learner.forecast import LOGIT_SHARE
 from arborl.learner.fused_layers import fused_head
-from arborl.learner.memory import LOGIT_SHARE
 from arborl.learner.packing import MicroBatch
 from arborl.learner.upload import upload
 from arborl.models.attention import logit_cap, read_out
