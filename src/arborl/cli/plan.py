@@ -32,27 +32,32 @@ WIDTH = 118
 Number = Annotated[str | None, typer.Option(metavar="MEDIAN[,P99]", show_default=False)]
 
 
+Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="FILE a.b=c", help="A run's YAML file, and settings on top of it.", show_default=False),
+]
+Gpus = Annotated[int | None, typer.Option(help="How many; without, 1 to 4,096.", show_default=False)]
+Earlier = Annotated[
+    Path | None,
+    typer.Option("--from", metavar="RUN", help="Lengths and latencies of an earlier run.", show_default=False),
+]
+Turns = Annotated[int | None, typer.Option(help="Model calls an episode.", show_default=False)]
+Lag = Annotated[int | None, typer.Option(help="max_lag of the asynchronous way; the run's, or 1.", show_default=False)]
+
+
 def plan(
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="FILE a.b=c", help="A run's YAML file, and settings on top of it.", show_default=False),
-    ] = None,
-    gpus: Annotated[int | None, typer.Option(help="How many; without, 1 to 4,096.", show_default=False)] = None,
+    arguments: Arguments = None,
+    gpus: Gpus = None,
     gpu: Annotated[str, typer.Option(help="Of which kind; `cpu` is one core each.")] = "h200",
-    earlier: Annotated[
-        Path | None,
-        typer.Option("--from", metavar="RUN", help="Lengths and latencies of an earlier run.", show_default=False),
-    ] = None,
+    earlier: Earlier = None,
     prompt_tokens: Number = None,
     reply_tokens: Number = None,
     observed_tokens: Number = None,
-    turns: Annotated[int | None, typer.Option(help="Model calls an episode.", show_default=False)] = None,
+    turns: Turns = None,
     tool_seconds: Number = None,
-    lag: Annotated[
-        int | None, typer.Option(help="max_lag of the asynchronous way; the run's, or 1.", show_default=False)
-    ] = None,
+    lag: Lag = None,
     strategy: Annotated[str, typer.Option(help="Of the learner: auto, ddp, fsdp2 or tensor.")] = "auto",
-    weak: Annotated[bool, typer.Option("--weak", help="As many tasks more a step as there are GPUs.")] = False,
+    weak: Annotated[bool, typer.Option("--weak", help="As many times the tasks a step as there are GPUs.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Foretell memory, step time, utilisation and staleness on 1 to 4,096 GPUs. Nothing is started or downloaded.
@@ -63,11 +68,30 @@ def plan(
     file = one_path(paths, "file")
 
     from arborl.cluster.hardware import device_named
-    from arborl.cluster.plan import SWEEP, check_devices
-    from arborl.cluster.plan_work import given, of_run
+    from arborl.cluster.plan import SWEEP
     from arborl.config.load import load
 
     device = device_named(gpu)
+    check(gpus, strategy, lag)
+    config = load(Path(file) if file is not None else None, settings)
+    work = work_of(config, earlier, (prompt_tokens, reply_tokens, observed_tokens, turns, tool_seconds))
+    began = time.perf_counter()
+    made = [
+        (_forecaster(_grown(config, count) if weak else config, device, work, lag, strategy, gpus is None), count)
+        for count in ((gpus,) if gpus is not None else SWEEP)
+    ]
+    placed = {count: list(forecaster.place(count)) for forecaster, count in made}
+    first = made[0][0]
+    if as_json:
+        typer.echo(json.dumps(as_rows(first, placed), indent=2))
+    else:
+        show(first, placed, time.perf_counter() - began)
+
+
+def check(gpus: int | None, strategy: str, lag: int | None) -> None:
+    """Refuse what cannot be planned."""
+    from arborl.cluster.plan import check_devices
+
     if gpus is not None:
         check_devices(gpus)
     if strategy not in STRATEGIES:
@@ -76,23 +100,17 @@ def plan(
         )
     if lag is not None and lag < 1:
         raise ConfigError(f"--lag {lag}: the asynchronous way has at least 1; the synchronous one is planned anyway.")
-    config = load(Path(file) if file is not None else None, settings)
-    numbers = (prompt_tokens, reply_tokens, observed_tokens, turns, tool_seconds)
-    if earlier is not None and any(number is not None for number in numbers):
+
+
+def work_of(config: RunConfig, earlier: Path | None, numbers: tuple[Any, ...]) -> Work:
+    """Of an earlier run, or of the numbers that were given."""
+    from arborl.cluster.plan_work import given, of_run
+
+    if earlier is None:
+        return given(config, *numbers)
+    if any(number is not None for number in numbers):
         raise ConfigError("--from has lengths and latencies of its own. Leave it out, or the numbers.")
-    work = of_run(earlier.expanduser()) if earlier is not None else given(config, *numbers)
-    began = time.perf_counter()
-    sizes = (gpus,) if gpus is not None else SWEEP
-    made = [
-        (_forecaster(_grown(config, count) if weak else config, device, work, lag, strategy, gpus is None), count)
-        for count in sizes
-    ]
-    placed = {count: list(forecaster.place(count)) for forecaster, count in made}
-    first = made[0][0]
-    if as_json:
-        typer.echo(json.dumps(as_rows(first, placed), indent=2))
-    else:
-        show(first, placed, time.perf_counter() - began)
+    return of_run(earlier.expanduser())
 
 
 def _forecaster(config: RunConfig, device: Any, work: Work, lag: int | None, strategy: str, brief: bool) -> Forecaster:
