@@ -36,9 +36,9 @@ if TYPE_CHECKING:  # what needs torch
 
     from arborl.algorithms import Algorithm
     from arborl.cluster.connection import Cluster
+    from arborl.learner.forecast import Plan
     from arborl.learner.group import LearnerGroup
     from arborl.learner.learner import Learner
-    from arborl.learner.memory import Plan
     from arborl.models.scalar import Origin
     from arborl.trainer.evaluate import Measures
 

@@ -93,3 +93,10 @@ def test_a_turn_is_measured_at_each_length_and_an_episode_as_a_whole():
         assert (row["branches"], row["tokens"] > row["context"]) == (1, True)
     assert episode["calls"] == 5
     assert 0 < episode["kept_mb"] <= episode["running_mb"]
+
+
+def test_the_planner_is_compared_with_what_was_measured():
+    rows = measured("planner.py", "--only", "cpu")
+    assert {row["what"] for row in rows} == {"rollout s", "learn s"}
+    assert all(row["error"] == pytest.approx(row["foretold"] / row["measured"] - 1, abs=1e-3) for row in rows)
+    assert {row["fitted"] for row in rows} == {True, False}

@@ -11,8 +11,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from arborl.algorithms.algorithm import Needs
 from arborl.config.run import LearnerConfig, LoraConfig
+from arborl.learner.forecast import GIB, Planner
 from arborl.learner.learner import Learner
-from arborl.learner.memory import GIB, Planner, Sizes
+from arborl.learner.memory import sizes_of
 from arborl.learner.score import rows_at_once
 from arborl.models.attention import NAME
 from arborl.models.lora import add_lora
@@ -49,7 +50,7 @@ def test_an_update_takes_about_what_is_forecast_and_not_more(recompute, rank, of
         torch.cuda.reset_peak_memory_stats()
         learner.update(forest.trees, terms, algorithm)
     peak = torch.cuda.max_memory_allocated() - before
-    sizes = Sizes.of(model)
+    sizes = sizes_of(model)
     rows = rows_at_once(model.device, sizes.vocabulary)
     planner = Planner(sizes, learner_config, algorithm.needs, 2_500, 2**60, 0, 0, 0, 0, rows)
     forecast = planner.forecast(8_192, recompute, 0)

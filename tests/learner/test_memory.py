@@ -16,8 +16,9 @@ from arborl.config.load import load
 from arborl.config.run import LearnerConfig, LoraConfig
 from arborl.learner.attention_choice import sample
 from arborl.learner.executor import Way, hidden
+from arborl.learner.forecast import GIB, LADDER, Planner, Sizes
 from arborl.learner.learner import Learner
-from arborl.learner.memory import GIB, LADDER, Planner, Sizes, planned, told, warned
+from arborl.learner.memory import planned, sizes_of, told, warned
 from arborl.models.attention import NAME
 from arborl.models.load import load_model, resolve
 from arborl.models.lora import add_lora
@@ -69,7 +70,7 @@ def kept_bytes(model, way: Way) -> tuple[int, int]:
 def test_what_layers_keep_is_what_is_counted(kind, rank):
     model = model_of(kind, rank)
     tokens, counted = kept_bytes(model, Way("causal"))
-    sizes = Sizes.of(model)
+    sizes = sizes_of(model)
     assert counted == pytest.approx(tokens * sizes.layers * sizes.layer(fused=False, fused_norms=False), rel=0.08)
 
 
@@ -77,7 +78,7 @@ def test_what_layers_keep_is_what_is_counted(kind, rank):
 def test_with_recompute_only_what_goes_into_each_layer_is_kept(kind):
     model = model_of(kind)
     tokens, counted = kept_bytes(model, Way("causal", recompute=True))
-    sizes = Sizes.of(model)
+    sizes = sizes_of(model)
     edges = tokens * sizes.item * sizes.hidden * (sizes.layers + 2)
     assert counted == pytest.approx(edges, rel=0.15)
 
@@ -90,7 +91,7 @@ def test_what_the_optimizer_holds_is_what_is_counted(dtype, rank, more):
     model = model_of("llama").to(getattr(torch, dtype))
     if rank:
         add_lora(model, LoraConfig(rank=rank))
-    sizes, config = Sizes.of(model), LearnerConfig(lr=1e-3, **more)
+    sizes, config = sizes_of(model), LearnerConfig(lr=1e-3, **more)
     learner = Learner(model, config, SAMPLING)
     master = config.master == "float32"
     assert sum(g.nbytes for g in learner.optimizer.gradients()) == sizes.gradients(master)
@@ -103,11 +104,11 @@ def test_what_the_optimizer_holds_is_what_is_counted(dtype, rank, more):
 
 
 def test_the_sizes_of_a_model_are_those_of_its_configuration():
-    sizes = Sizes.of(model_of("qwen3"))
+    sizes = sizes_of(model_of("qwen3"))
     assert (sizes.layers, sizes.hidden, sizes.queries, sizes.keys, sizes.inner) == (12, 64, 64, 32, 160)
     assert sizes.head_norms
     assert sizes.lean
-    assert not Sizes.of(model_of("qwen2")).head_norms
+    assert not sizes_of(model_of("qwen2")).head_norms
 
 
 def planner(limit: float, sizes: Sizes = FOUR, reference: bool = False, **more) -> Planner:

@@ -47,6 +47,11 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "arborl export runs/frozen-lake-001 --out my-model",
         "arborl export runs/a/checkpoints/step-000020 --out my-model --dtype bfloat16 --json",
     ),
+    "plan": (
+        "arborl plan run.yaml                          # 1 to 4,096 H200: memory, step time, who waits",
+        "arborl plan run.yaml --from runs/a --gpus 8   # with the lengths and latencies of an earlier run",
+        "arborl plan model.name=7b model.dtype=bfloat16 --gpus 8 --gpu h100 --reply-tokens 500,4000",
+    ),
     "version": ("arborl version --json",),
     "data make": ("arborl data make arithmetic --out data",),
     "data prepare": ("arborl data prepare longbench-v2 --input data.json --out data",),

@@ -24,6 +24,7 @@ from arborl.cli.evaluate import evaluate
 from arborl.cli.examples import EXIT_CODES, add_examples
 from arborl.cli.export import export
 from arborl.cli.init import init
+from arborl.cli.plan import plan
 from arborl.cli.rollout import rollout
 from arborl.cli.serve import serve
 from arborl.cli.tools import tools
@@ -87,6 +88,7 @@ app.command(context_settings=SETTINGS)(train)
 app.command(context_settings=SETTINGS)(evaluate)
 app.command(context_settings=SETTINGS)(rollout)
 app.command(context_settings=SETTINGS)(tune)
+app.command(context_settings=SETTINGS)(plan)
 app.command(context_settings=SETTINGS)(serve)
 app.command(context_settings=SETTINGS)(chat)
 app.command(context_settings=SETTINGS)(doctor)

@@ -11,6 +11,7 @@ In reading order:
     draw_tokens.py    Drawing tokens
     executor.py       Running one step on a device: new tokens in, one sampled token out for each row that asked for one
     cache.py          Keys and values of what has been read
+    cache_size.py     How many tokens of them, where nobody has said
     lent_memory.py    Memory of a GPU that can be given back and taken again at the same address
     forward.py        The forward pass for sampling
     cpu_step.py       Running steps on a CPU with `sampling_step.c`

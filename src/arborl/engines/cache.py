@@ -16,15 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from arborl.engines.cache_size import usual_tokens
 from arborl.engines.lent_memory import LentMemory
 from arborl.models.attention import FREE, Bounds, attention, layout
 
 Array = NDArray[np.int64]
-
-SHARE = {"cpu": 0.1, "cuda": 0.3}
-"""Part of the memory (of a GPU, of what is free) that pages take when no size is given."""
-SEQUENCES = {"cpu": 128, "cuda": 1024}
-"""Sequences of full length that pages hold at most when no size is given."""
 
 
 class Cache:
@@ -105,8 +101,7 @@ def default_kv_tokens(model: PreTrainedModel, context: int) -> int:
         memory = torch.cuda.mem_get_info(model.device)[0]
     else:
         memory = host_memory()
-    share = int(memory * SHARE.get(kind, 0.1)) // token_bytes(model)
-    return max(context, min(share, SEQUENCES.get(kind, 128) * context))
+    return usual_tokens(kind, memory, token_bytes(model), context)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ In reading order:
     packing.py             Trees are laid end to end into micro-batches of bounded size; each term keeps its context
     micro_batches.py       Micro-batches that fit into memory: where they do not, everything again on smaller ones
     memory.py              How much of a device's memory a run will take, and settings with which it fits
+    forecast.py            The arithmetic of it, which needs a model's sizes and no torch
     score.py               Run the model once over a micro-batch of trees and read off what it says about every term
     apart.py               Asking once more, tree by tree and episode by episode, where an answer is not a number
     attention_choice.py    Which way to run a model: the quickest that has been shown to be right

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from arborl.learner.forecast import AT_ONCE
 from arborl.learner.host_copy import host_tensor
 
-AT_ONCE = 2**28
-"""Numbers of masters that come to the device at a time: 3 GiB with their moments."""
 COUNT = "step"
 """What AdamW holds of a parameter besides moments of its size."""
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from arborl.algorithms.token_losses import Said
 from arborl.learner.critic import Critic
 from arborl.learner.executor import Way, hidden
+from arborl.learner.forecast import LOGIT_SHARE
 from arborl.learner.fused_layers import fused_head
 from arborl.learner.packing import MicroBatch
 from arborl.learner.upload import upload
@@ -29,8 +30,6 @@ from arborl.types import Sampling
 LOGITS_AT_ONCE = 2**26
 """Logits held at a time on a CPU: a quarter of a gigabyte in float32."""
 ROWS_AT_ONCE = 4096
-MEMORY_SHARE = 64
-"""On a GPU, one logit for so many bytes of its memory: in bfloat16 a thirty-second part, and as much for gradients."""
 
 
 def score(
@@ -82,7 +81,7 @@ def _shape(sampling: Sampling, device: torch.device) -> Shape:
 def rows_at_once(device: torch.device, vocabulary: int) -> int:
     """Terms whose logits are there at a time."""
     if device.type == "cuda":
-        rows = torch.cuda.get_device_properties(device).total_memory // MEMORY_SHARE // vocabulary
+        rows = torch.cuda.get_device_properties(device).total_memory // LOGIT_SHARE // vocabulary
     else:
         rows = min(ROWS_AT_ONCE, LOGITS_AT_ONCE // vocabulary)
     return max(1, rows)

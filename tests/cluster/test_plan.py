@@ -1,0 +1,199 @@
+"""The planner: what it counts is what torch counts, its memory is the learner's forecast, more of anything helps."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from typer.testing import CliRunner
+
+from arborl.cli.main import app
+from arborl.cluster.hardware import DEVICES, GIB, device_named
+from arborl.cluster.plan import Forecaster
+from arborl.cluster.plan_memory import learner_plan
+from arborl.cluster.plan_model import KNOWN, shape_of, shaped
+from arborl.cluster.plan_work import given, of_run
+from arborl.config.load import from_kwargs
+from arborl.config.run import LoraConfig, ModelConfig
+from arborl.learner.memory import sizes_of
+from arborl.models.attention import NAME
+from arborl.models.lora import add_lora
+
+KINDS = {
+    "llama": (LlamaForCausalLM, LlamaConfig),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config),
+}
+SPEED = {
+    "rollout.tasks_per_step": 16, "rollout.group_size": 8, "engine.kv_tokens": 131_072, "engine.max_requests": 128,
+    "sampling.max_tokens": 48,
+}  # fmt: skip
+"""As `benchmarks/train_speed.py` has it."""
+RUNNER = CliRunner()
+
+
+def forecaster(model: str, gpu: str = "h200", work: dict | None = None, **settings) -> Forecaster:
+    config = from_kwargs(**{"model.name": model, "model.dtype": "bfloat16"} | settings)
+    told = {"prompt": "200", "reply": "48", "observed": "40", "turns": 4} | (work or {})
+    return replace(Forecaster.of(config, device_named(gpu), given(config, **told)), calls=1_500)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_model_counted_from_its_configuration_is_the_model_that_torch_counts(kind, rank):
+    model, config = KINDS[kind]
+    torch.manual_seed(0)
+    made = model(
+        config(
+            vocab_size=100, hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=16, tie_word_embeddings=kind == "qwen2",
+        )
+    )  # fmt: skip
+    made.set_attn_implementation(NAME)
+    if rank:
+        add_lora(made, LoraConfig(rank=rank))
+    said = ModelConfig(name="x", dtype="float32", lora=LoraConfig(rank=rank))
+    found, counted = shaped("x", made.config.to_dict(), said).sizes, sizes_of(made)
+    assert found == counted
+
+
+@pytest.mark.parametrize(("name", "billions"), [("Qwen2.5-0.5B", 0.494), ("Qwen2.5-7B", 7.616), ("Qwen3-4B", 4.022),
+                                                ("Llama-3.1-8B", 8.030), ("Qwen2.5-72B", 72.7)])  # fmt: skip
+def test_known_names_have_as_many_parameters_as_their_makers_say(name, billions):
+    found = shape_of(ModelConfig(name=f"somebody/{name}-Instruct", dtype="bfloat16"))
+    assert found.sizes.parameters / 1e9 == pytest.approx(billions, rel=0.001)
+    assert set(KNOWN[name]) >= {"hidden_size", "vocab_size"}
+
+
+@pytest.mark.parametrize(("share", "forecast"), [(0.9, 119.5), (0.68, 94.4)])
+def test_one_rank_is_planned_as_the_learner_plans_itself(share, forecast):
+    """The numbers are those that a run on an H200 told (docs/results/first-step.md)."""
+    made = forecaster("4b", **SPEED, **{"learner.memory_share": share})
+    plan = learner_plan(made.shape, made.config, made.device, "single", 1, sampling=True)
+    assert plan.forecast.total / GIB == pytest.approx(forecast, abs=0.1)
+    assert (plan.tokens, plan.recompute) == (8_192, share < 0.9)
+
+
+def test_ranks_share_what_their_strategy_divides():
+    made = forecaster("7b", **SPEED)
+
+    def rank(strategy, ranks):
+        return learner_plan(made.shape, made.config, made.device, strategy, ranks, sampling=False).forecast
+
+    alone = rank("single", 1)
+    assert rank("ddp", 8) == alone
+    for strategy in ("fsdp2", "tensor"):
+        totals = [rank(strategy, ranks).staying for ranks in (2, 4, 8)]
+        assert totals == sorted(totals, reverse=True)
+        assert totals[0] < alone.staying
+    assert rank("fsdp2", 8).optimizer == -(-alone.optimizer // 8)
+
+
+def test_what_fits_on_one_gpu_is_said_with_how_much():
+    told = {fit.what: fit for fit in forecaster("7b").fits(1)}
+    assert not told["full"].fits
+    assert told["full"].gib > told["full"].limit
+    assert told["LoRA"].fits
+    assert told["LoRA"].gib < 60
+    assert told["full with learner.offload=all"].fits
+    assert {fit.what: fit.fits for fit in forecaster("7b").fits(4)}["full with fsdp2"]
+
+
+def test_late_tools_cost_a_synchronous_run_more():
+    made = forecaster("0.5b", work={"tool": "0.5,8"}, **SPEED)
+    sync, ahead = made.place(2)
+    assert (sync.way, ahead.way) == ("sync", "async")
+    assert ahead.outcome.step < 0.7 * sync.outcome.step
+    assert sync.outcome.lag_max == 0
+    assert 0 < ahead.outcome.lag <= ahead.outcome.lag_max <= 1
+
+
+def test_the_same_seed_gives_the_same_plan_and_more_gpus_never_a_longer_step():
+    made = forecaster("1.5b", work={"reply": "40,48", "tool": "0.1,0.2"}, **SPEED)
+    steps = [[one.outcome.step for one in made.place(count)] for count in (1, 8, 4_096)]
+    assert steps[1] == [one.outcome.step for one in made.place(8)]
+    for way in zip(*steps, strict=True):
+        assert all(later <= 1.1 * before for before, later in pairwise(way))
+
+
+def test_every_known_device_can_be_planned_for():
+    for name in DEVICES:
+        settings = SPEED | {"engine.kv_tokens": 16_384}
+        placed = list(forecaster("0.5b", name, **settings).place(8))
+        assert all(0 < one.outcome.step < 1e5 for one in placed), name
+
+
+def run_folder(path):
+    """Two episodes of a step, as a run writes them."""
+    calls = [
+        {"prompt": [-1, 0, [1] * 100], "tokens": [2] * 20, "seconds": 0.2},
+        {"prompt": [0, 120, [3] * 30], "tokens": [2] * 10, "seconds": 0.1},
+    ]
+    rows = [{"id": "a#0", "calls": calls, "seconds": 1.3}, {"id": "a#1", "calls": calls[:1], "seconds": 0.7}]
+    (path / "episodes").mkdir(parents=True)
+    text = "\n".join(map(json.dumps, rows))
+    (path / "episodes/step-000001.jsonl").write_text(f'{text}\n{{"id": "torn')
+    steps = [{"step": at, "time/step": 9.0 - at, "time/learn": 2.0} for at in (1, 2, 3)]
+    (path / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)))
+    return path
+
+
+def test_lengths_and_latencies_are_those_of_an_earlier_run(tmp_path):
+    work = of_run(run_folder(tmp_path / "run"))
+    mean = work.mean(count=2_000)
+    assert mean.prompt == 100
+    assert mean.turns == pytest.approx(1.5, abs=0.05)
+    assert mean.outside == pytest.approx((1.0 + 0.5) / 2, abs=0.03)
+    assert work.measured == {"step": 6.5, "learn": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--gpu", "h2000"], "--gpu h2000: nothing is known of it. Did you mean 'h200'?"),
+        (["--gpus", "0"], "--gpus 0: must be between 1 and 4,096."),
+        (["--gpus", "5000"], "--gpus 5000: must be between"),
+        (["model.name=Qwen/Qwen9-7B"], "model.name=Qwen/Qwen9-7B: its shape is not known"),
+        (["--tool-seconds", "8,0.5"], "--tool-seconds 8,0.5: must be MEDIAN or MEDIAN,P99"),
+        (["--reply-tokens", "many"], "--reply-tokens many: must be"),
+        (["--turns", "0"], "--turns 0: an episode has at least 1."),
+        (["--lag", "0"], "--lag 0: the asynchronous way"),
+        (["--strategy", "fsdp"], "--strategy fsdp: must be one of auto, ddp, fsdp2, tensor"),
+        (["--from", "nowhere"], "--from nowhere: is no run's folder"),
+        (["--from", "nowhere", "--turns", "2"], "--from has lengths and latencies of its own"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_message(arguments, said):
+    done = RUNNER.invoke(app, ["plan", *arguments])
+    assert done.exit_code == 2, done.output
+    assert said in done.output.replace("\n", " ")
+    assert len(done.output.splitlines()) == 1
+
+
+def test_the_verb_tells_people_and_programs_the_same(tmp_path):
+    earlier = str(run_folder(tmp_path / "run"))
+    arguments = ["plan", "model.name=0.5b", "model.dtype=bfloat16", "--gpus", "2", "--from", earlier]
+    told = RUNNER.invoke(app, arguments)
+    assert told.exit_code == 0, told.output
+    assert "0.5b on 2×H200: full yes" in told.output
+    found = json.loads(RUNNER.invoke(app, [*arguments, "--json"]).output)
+    assert [one["way"] for one in found["plans"]] == ["sync", "async"]
+    assert found["measured"]["step"] == 6.5
+    assert all(fit["fits"] for fit in found["fits"]["2"])
+
+
+def test_planning_needs_no_torch():
+    code = (
+        "import sys; sys.argv = ['arborl', 'plan', 'model.name=0.5b', '--gpus', '1']\n"
+        "from arborl.cli.main import main\n"
+        "try: main()\n"
+        "except SystemExit as end: assert not end.code\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
