@@ -14,9 +14,10 @@ from arborl.algorithms.algorithm import Algorithm
 from arborl.config.run import LearnerConfig
 from arborl.errors import ConfigError
 from arborl.learner.blueprint import Blueprint
-from arborl.learner.group import LearnerGroup, serve_rank
+from arborl.learner.group import LearnerGroup
 from arborl.learner.learner import Learner
 from arborl.learner.meeting import Meeting
+from arborl.learner.member import serve_rank
 from arborl.learner.teacher import Teacher
 from arborl.models.load import device_of
 from arborl.models.scalar import Origin

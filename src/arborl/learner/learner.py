@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from arborl.algorithms.token_losses import Said, TermBatch
 from arborl.config.run import LearnerConfig
 from arborl.errors import ConfigError
 from arborl.learner import schedule
-from arborl.learner.apart import ask_apart
 from arborl.learner.attention_choice import Ways
 from arborl.learner.critic import Critic, check_critic
 from arborl.learner.files import Snapshot, load, parts_of
@@ -28,25 +26,23 @@ from arborl.learner.host_copy import HostCopies
 from arborl.learner.loss_scale import LossScale
 from arborl.learner.micro_batches import Fitting
 from arborl.learner.offload import Guest
-from arborl.learner.optimizer import local
-from arborl.learner.packing import MicroBatch, is_cut, places_of
-from arborl.learner.scorer import Asked, Scorer
+from arborl.learner.packing import MicroBatch, is_cut
+from arborl.learner.scorer import Scorer
 from arborl.learner.strategy import Strategy, strategy_of
-from arborl.learner.teacher import RemoteTeacher, Teacher, warn_of_equals
+from arborl.learner.teacher import Teacher
 from arborl.learner.term_log import TermLog
 from arborl.learner.trust_region import PolicyKL, natural_step
 from arborl.learner.update_metrics import Tally, anchored, columns, not_finite, summed_up, without
+from arborl.learner.voices import Voices
 from arborl.models.lora import (
-    adapter_of,
     dropout_on,
     export_merged,
     has_lora,
-    with_adapter,
 )
 from arborl.models.place import place_of
 from arborl.models.scalar import Origin
 from arborl.seeds import derive
-from arborl.types import Floats, Ints, Metrics, Sampling, Terms, TokenTree
+from arborl.types import Ints, Metrics, Sampling, Terms, TokenTree
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +50,7 @@ Heard = tuple[MicroBatch, Said, TermBatch | None]
 """No terms of what stands for nothing (`packing.spare`)."""
 
 
-class Learner:
+class Learner(Voices):
     """Holds the policy's weights, their optimiser, and the models an algorithm needs around the policy.
 
     Args:
@@ -122,11 +118,6 @@ class Learner:
         self.done = 0
         """Optimiser steps that the run has come past, those of skipped updates too: rates follow the run."""
 
-    @property
-    def steps(self) -> int:
-        """Optimiser steps an update."""
-        return self.config.epochs * self.config.minibatches
-
     def trained(self) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
         """Every parameter that learns, by name, with its master."""
         policy = [f"model.{name}" for name, p in self.model.named_parameters() if p.requires_grad]
@@ -139,109 +130,6 @@ class Learner:
     def scale(self) -> float:
         """What the rates are multiplied by at the next step."""
         return schedule.scale(self.config, self.done, self.total_steps * self.steps, self.config.min_lr / self.lr)
-
-    # -------------------------------------------------------------------------------------------- without gradient
-
-    def look(self, trees: Sequence[TokenTree], terms: Terms, needs: Needs, cut: Ints | None = None) -> Terms:
-        """The same terms with what `needs` asks for: what policy, reference and critic say before the update.
-
-        An anchor that only the loss reads is not looked up for an update of one step, which says it itself.
-
-        Args:
-            cut: rows of the terms that the critic is asked behind, too.
-        """
-        found: dict[str, Floats] = {}
-        proximal = needs.proximal or (needs.anchor and self.steps > 1)
-        if proximal or needs.value:
-            logprob, value = np.zeros(len(terms)), np.zeros(len(terms))
-            for numbers in self.minibatches_of(trees):  # packed as they will be: then rounding is the same, too
-                rows = np.isin(terms.tree, numbers)
-                logprob[rows], value[rows] = self._say(self.asked, trees, terms.pick(rows), needs.value)
-            found |= {"proximal": logprob} if proximal else {}
-            found |= {"value": value} if needs.value else {}
-        if needs.after and cut is not None and self.peers.any(len(cut) > 0):
-            last = terms.pick(cut)
-            behind = dataclasses.replace(last, position=places_of(trees, last))
-            after = found["after"] = terms.after.copy()
-            after[cut] = self._say(self.asked, trees, behind, value=True)[1]
-        if needs.reference:
-            here = self.strategy.here
-            with with_adapter(self.model, self.start, here) if self.start else self.with_reference():
-                found["reference"] = self._say(self.asked_reference or self.asked, trees, terms)[0]
-        if needs.teacher:
-            found["teacher"] = self._taught(trees, terms)
-        return dataclasses.replace(terms, **found)  # type: ignore[arg-type]
-
-    def _taught(self, trees: Sequence[TokenTree], terms: Terms) -> Floats:
-        if self.teacher is None:
-            raise ValueError("this learner was made without a teacher, and the algorithm asks for one")
-        if isinstance(self.teacher, RemoteTeacher):
-            said = self.teacher.logprobs(trees, terms)
-        else:
-            said = self._say(Asked.plain(self.teacher), trees, terms)[0]
-        if self.done == 0 and len(terms):
-            warn_of_equals(said - terms.logprob)
-        return said
-
-    def renew_reference(self) -> None:
-        """The reference policy is from now on the policy as it is."""
-        self._settle()
-        if self.start is not None:
-            self.start = self._adapters()
-        elif self.reference is not None:
-            with self.with_reference(), torch.no_grad():
-                policy = dict(self.model.named_parameters())
-                for name, own in self.reference.named_parameters():
-                    with self.strategy.here([policy[name]]):
-                        local(own).copy_(local(policy[name]))
-
-    def _adapters(self) -> dict[str, Tensor]:
-        with self.strategy.here([p for name, p in self.model.named_parameters() if "lora_" in name]):
-            return adapter_of(self.model)
-
-    def with_reference(self) -> AbstractContextManager[None]:
-        """Inside, a reference model's weights are on the device."""
-        return self.guest.here() if self.guest is not None else nullcontext()
-
-    def logprobs(self, trees: Sequence[TokenTree], terms: Terms) -> Tensor:
-        """Log-probability of every term under the present weights."""
-        return torch.from_numpy(self._say(self.asked, trees, terms)[0])
-
-    @torch.no_grad()
-    def _say(
-        self, asked: Asked, trees: Sequence[TokenTree], terms: Terms, value: bool = False
-    ) -> tuple[Floats, Floats]:
-        """Log-probabilities, and values where there is a critic and it is asked."""
-        if value:
-            self._critic()
-
-        def ask(trees: Sequence[TokenTree], terms: Terms) -> tuple[Floats, Floats]:
-            def work(batches: list[MicroBatch]) -> tuple[Floats, Floats]:
-                logprob, values = np.zeros(len(terms)), np.zeros(len(terms))
-                for batch in batches:
-                    said = asked(batch, self.sampling, self.ways(asked.model, batch), value)
-                    if not len(batch.rows):
-                        continue
-                    logprob[batch.rows] = said.logprob_M.double().cpu().numpy()
-                    if said.value_M is not None:
-                        values[batch.rows] = said.value_M.double().cpu().numpy()
-                return logprob, values
-
-            return self.fitting.run(trees, terms, work, self.optimizer.zero)
-
-        def announced(trees: Sequence[TokenTree], terms: Terms) -> tuple[Floats, Floats]:
-            self.strategy.meeting.any(True)
-            return ask(trees, terms)
-
-        found, nothing = ask_apart(announced, trees, terms), terms.pick(np.zeros(0, dtype=np.int64))
-        while self.strategy.meeting.any(False):  # others have something to ask once more, and cannot do so alone
-            ask(trees, nothing)
-        return found
-
-    def _critic(self) -> Critic:
-        if self.critic is None:
-            raise ValueError("this learner was made without a critic; give it the algorithm's `needs`")
-        return self.critic
 
     # -------------------------------------------------------------------------------------------- with gradient
 
@@ -284,10 +172,6 @@ class Learner:
                 seen.setdefault(name, []).append(value)
         self.done = began + self.steps
         return summed_up(seen)
-
-    def minibatches_of(self, trees: Sequence[TokenTree]) -> list[Ints]:
-        """The trees of each, about as many in one as in another."""
-        return np.array_split(np.arange(len(trees)), self.config.minibatches)
 
     def _step(self, trees: Sequence[TokenTree], terms: Terms, algorithm: Algorithm, whole: float) -> Metrics:
         """The gradients of all micro-batches and processes add up to those of the minibatch; then one step.
@@ -444,12 +328,6 @@ class Learner:
 
     def close(self) -> None:
         """There is nobody to let go."""
-
-    def _settle(self) -> None:
-        """Before weights change: what a snapshot still copies must have been copied."""
-        if self.leaving is not None:
-            self.leaving.hold()
-            self.leaving = None
 
     def export(self, folder: Path) -> None:
         """The policy as an ordinary Hugging Face model; adapters are added to the weights they correct."""

@@ -170,9 +170,9 @@ def rows_pay(tree: TokenTree, costs: Costs) -> bool:
 
 def spare() -> MicroBatch:
     """A micro-batch that stands for no row of any batch: what a process runs while others have more than it has."""
-    zero, number = np.zeros(1), np.zeros(1, dtype=np.int64)
-    terms = Terms(number, number, number, zero, zero, zero, number, number, number, number, *[zero] * 6)
-    return MicroBatch(number, number, number + 1, (1,), terms, np.zeros(0, dtype=np.int64))
+    a, n = np.zeros(1), np.zeros(1, dtype=np.int64)
+    terms = Terms(n, n, n, a, a, a, n, n, n, n, a, a, a, a, a, a)
+    return MicroBatch(n, n, n + 1, (1,), terms, np.zeros(0, dtype=np.int64))
 
 
 def is_cut(batches: Sequence[MicroBatch]) -> bool:
