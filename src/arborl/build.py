@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from arborl.chat import Renderer
 from arborl.checkpoint import check_model
-from arborl.config.run import RunConfig
+from arborl.config.run import LearnerConfig, RunConfig
 from arborl.data import TaskSource
 from arborl.data.demonstrations import with_demonstrations
 from arborl.engines import Engine
@@ -35,7 +35,9 @@ if TYPE_CHECKING:  # what needs torch
     from transformers import PreTrainedModel
 
     from arborl.algorithms import Algorithm
+    from arborl.algorithms.algorithm import Needs
     from arborl.cluster.connection import Cluster
+    from arborl.learner.blueprint import Blueprint
     from arborl.learner.forecast import Plan
     from arborl.learner.group import LearnerGroup
     from arborl.learner.learner import Learner
@@ -135,7 +137,6 @@ def _build(config: RunConfig, workshop: Workshop, training: bool) -> Parts:
 
     import torch
 
-    from arborl.learner.blueprint import Blueprint
     from arborl.learner.launch import check_ranks, make_learner
     from arborl.learner.memory import planned
     from arborl.learner.teacher import teacher_of
@@ -165,15 +166,8 @@ def _build(config: RunConfig, workshop: Workshop, training: bool) -> Parts:
     settings = plan.settings(config.learner)
     if not training:
         settings = settings.model_copy(update={"strategy": "single", "ranks": 1})
-    blueprint = Blueprint(
-        settings, sampling, algorithm.needs, steps, config.seed,
-        model=partial(_policy_on, config, folder),
-        origin=partial(_origin, began, folder),
-        teacher=partial(teacher_of, config, folder),
-        deterministic=config.deterministic,
-        threads=config.threads,
-    )  # fmt: skip
-    learner = make_learner(blueprint, model, origin, teacher)
+    drawn_up = _blueprint(config, settings, sampling, algorithm.needs, steps, folder, began)
+    learner = make_learner(drawn_up, model, origin, teacher)
     evaluator: Measures = (
         GivenEvaluator(source, rollout, algorithm, config, learner)
         if config.data.given
@@ -182,6 +176,24 @@ def _build(config: RunConfig, workshop: Workshop, training: bool) -> Parts:
     return Parts(
         config, folder, model, renderer, engine, trained, cast, rollout, rewards, algorithm, learner, evaluator, steps,
         found, workshop.open_tools, plan, behind, workshop.cluster,
+    )  # fmt: skip
+
+
+def _blueprint(
+    config: RunConfig, settings: LearnerConfig, sampling: Sampling, needs: Needs, steps: int, folder: Path,
+    began: Path | None,
+) -> Blueprint:  # fmt: skip
+    """What every rank makes its learner of."""
+    from arborl.learner.blueprint import Blueprint
+    from arborl.learner.teacher import teacher_of
+
+    return Blueprint(
+        settings, sampling, needs, steps, config.seed,
+        model=partial(_policy_on, config, folder),
+        origin=partial(_origin, began, folder),
+        teacher=partial(teacher_of, config, folder),
+        deterministic=config.deterministic,
+        threads=config.threads,
     )  # fmt: skip
 
 

@@ -80,7 +80,7 @@ def alone(model: PreTrainedModel, needs: Needs, config: LearnerConfig) -> Learne
 
 
 if __name__ == "__main__":
-    from arborl.learner.group import serve_rank
+    from arborl.learner.member import serve_rank
 
     torch.set_num_threads(1)
     serve_rank(int(sys.argv[3]), int(sys.argv[1]), sys.argv[2])

@@ -12,7 +12,6 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -21,16 +20,14 @@ from transformers import PreTrainedModel
 
 from arborl.engines.cache import Array, Reading, default_kv_tokens
 from arborl.engines.checks import check_sampling, read_prompt
-from arborl.engines.cpu_step import CpuExecutor, fits
 from arborl.engines.draw_tokens import StopTexts, Top
 from arborl.engines.engine import PROBE, Listener, Weights
-from arborl.engines.executor import Executor, Sampled, Step, TorchExecutor
-from arborl.engines.forward import Forward
+from arborl.engines.executor import Sampled, Step
+from arborl.engines.executors import executor_for
 from arborl.engines.pages import Pages
 from arborl.engines.rows import Request, Rows
 from arborl.engines.scheduler import Scheduler
 from arborl.errors import EngineError
-from arborl.models.attention import layout
 from arborl.spans import drawn
 from arborl.types import Completion, Finish, Metrics, Sampling
 
@@ -387,18 +384,3 @@ class LocalEngine:
         except Exception as error:
             self.scheduler.refuse(request, f"decode failed on its tokens: {type(error).__name__}: {error}", error)
             return False
-
-
-def executor_for(
-    model: PreTrainedModel, pages: Pages, context: int, requests: int, lends: bool, compiled: bool
-) -> Executor:
-    """Fused kernels and CUDA graphs where there is a GPU for them, compiled code on a CPU where there is a compiler;
-    torch everywhere else, and for attention within bounds, which neither knows."""
-    if model.device.type == "cuda" and find_spec("triton") is not None and layout(model).plain(context):
-        from arborl.engines.cuda_graphs import GraphExecutor
-
-        return GraphExecutor(model, pages.count, pages.size, context, requests, lends)
-    forward = Forward(model, context)
-    if compiled and fits(forward, context):
-        return CpuExecutor(forward, pages.count, pages.size, context)
-    return TorchExecutor(forward, pages.count, pages.size, lends)

@@ -36,6 +36,7 @@ In reading order:
     fsdp2.py               Every rank holds a part of each weight, its gradient and its moments
     tensor_parallel.py     Every rank holds some heads and some columns of each layer
     zero.py                DeepSpeed's ZeRO
+    strategies.py          The strategies by name
     spread.py              Which rank runs which trees
     blueprint.py           What every rank makes its learner of
     meeting.py             How ranks find each other, and notice when one is gone

@@ -46,7 +46,7 @@ from arborl.learner.micro_batches import costs_of
 from arborl.learner.peers import Peers
 from arborl.learner.sharded_files import ShardedSnapshot
 from arborl.learner.spread import owners, share
-from arborl.learner.strategy import strategy_of
+from arborl.learner.strategies import strategy_of
 from arborl.learner.teacher import Teacher
 from arborl.learner.term_log import TermLog
 from arborl.models.lora import export_merged, has_lora

@@ -28,7 +28,8 @@ from arborl.learner.micro_batches import Fitting
 from arborl.learner.offload import Guest
 from arborl.learner.packing import MicroBatch, is_cut
 from arborl.learner.scorer import Scorer
-from arborl.learner.strategy import Strategy, strategy_of
+from arborl.learner.strategies import strategy_of
+from arborl.learner.strategy import Strategy
 from arborl.learner.teacher import Teacher
 from arborl.learner.term_log import TermLog
 from arborl.learner.trust_region import PolicyKL, natural_step

@@ -1,4 +1,4 @@
-"""What every rank of a learner group does: its part of the batch, by its own learner. All but the first are told when."""
+"""What every rank of a learner group does: its part of the batch, by its own learner. All but one are told when."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from arborl.learner.learner import Learner
 from arborl.learner.meeting import Meeting, Watch
 from arborl.learner.peers import Peers
 from arborl.learner.sharded_files import Shelf
-from arborl.learner.strategy import strategy_of
+from arborl.learner.strategies import strategy_of
 from arborl.learner.term_log import TermLog
 from arborl.types import Ints, Metrics, Terms, TokenTree
 

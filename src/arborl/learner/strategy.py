@@ -127,25 +127,6 @@ class Replicated(Strategy):
     """Every rank holds all of it."""
 
 
-def strategy_of(config: LearnerConfig, ranks: Peers = ALONE) -> Strategy:
-    """The one that the configuration names."""
-    if config.strategy == "single":
-        return Strategy(config)
-    if config.strategy == "ddp":
-        return Replicated(config, ranks)
-    if config.strategy == "fsdp2":
-        from arborl.learner.fsdp2 import FullySharded
-
-        return FullySharded(config, ranks)
-    if config.strategy == "tensor":
-        from arborl.learner.tensor_parallel import TensorParallel
-
-        return TensorParallel(config, ranks)
-    from arborl.learner.zero import Zero
-
-    return Zero(config, ranks)
-
-
 def refuse(strategy: str, what: str, instead: str) -> ConfigError:
     """That a strategy cannot do something."""
     return ConfigError(f"learner.strategy={strategy}: {what}. Write {instead}.")

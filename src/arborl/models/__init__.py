@@ -6,6 +6,7 @@ In reading order:
 
     find.py       From a name to a model's folder: `seedling`, `smollm2`, a folder, or a Hugging Face id
     load.py       From a folder to a model that engine and learner share
+    place.py      Where and in which precision a model computes
     attention.py  One hook into every Hugging Face causal language model: who attends to whom is decided by the caller
     probe.py      Whether a model can be run over trees and caches at all
     lean.py       The forward pass of Llama and its relatives in few operations, over the model's own modules
