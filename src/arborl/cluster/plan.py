@@ -266,7 +266,6 @@ class Forecaster:
                 redundancy=config.redundancy,
                 shared=way == "sync" or devices == 1,
                 updates=updates + lag,
-                + lag,
                 seed=self.config.seed,
             )
         )
