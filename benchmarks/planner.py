@@ -205,7 +205,7 @@ def published() -> Iterator[Row]:
 
 
 def shown(number: float) -> str:
-    return f"{number:,.0f}" if number >= 1_000 else f"{number:.3g}"
+    return f"{number:,.0f}" if number >= 1_000 else f"{number:.1f}" if number >= 100 else f"{number:.3g}"
 
 
 def main() -> int:

@@ -18,7 +18,7 @@ from arborl.cluster.hardware import DEVICES, GIB, device_named
 from arborl.cluster.plan import Forecaster
 from arborl.cluster.plan_memory import learner_plan
 from arborl.cluster.plan_model import KNOWN, shape_of, shaped
-from arborl.cluster.plan_work import given, of_run
+from arborl.cluster.plan_work import given, of_run, slowest
 from arborl.config.load import from_kwargs
 from arborl.config.run import LoraConfig, ModelConfig
 from arborl.learner.memory import sizes_of
@@ -122,10 +122,27 @@ def test_the_same_seed_gives_the_same_plan_and_more_gpus_never_a_longer_step():
         assert all(later <= 1.1 * before for before, later in pairwise(way))
 
 
+def test_a_part_of_a_run_stands_for_all_of_it():
+    work = {"reply": "20,48", "tool": "0.5,2", "turns": 2}
+    made = forecaster("7b", work=work, **SPEED | {"rollout.tasks_per_step": 64})
+    some, every = (list(replace(made, calls=calls).place(16)) for calls in (1_500, 10_000))
+    assert some[0].simulated < 0.5
+    assert every[0].simulated == 1
+    for part, whole in zip(some, every, strict=True):  # tails differ from draw to draw
+        assert part.outcome.step == pytest.approx(whole.outcome.step, rel=0.25)
+
+
+def test_the_slowest_of_many_is_slower_than_the_slowest_of_few():
+    times = [at / 1_000 for at in range(1_001)]
+    assert slowest(times, 1) == pytest.approx(0.5)
+    assert slowest(times, 3) == pytest.approx(0.75, abs=0.001)
+    assert slowest(times, 10**9) == pytest.approx(1.0)
+
+
 def test_every_known_device_can_be_planned_for():
     for name in DEVICES:
         settings = SPEED | {"engine.kv_tokens": 16_384}
-        placed = list(forecaster("0.5b", name, **settings).place(8))
+        placed = list(replace(forecaster("0.5b", name, **settings), calls=300).place(8))
         assert all(0 < one.outcome.step < 1e5 for one in placed), name
 
 

@@ -176,7 +176,7 @@ def show(first: Forecaster, placed: dict[int, list[Placed]], seconds: float) -> 
         for one in next(iter(placed.values())):
             typer.echo(f"{one.way}, a learner's rank: {memory(one)}")
     if any(one.simulated < 1 for ways in placed.values() for one in ways):
-        typer.echo("* a part of the groups and engines was simulated: the wait for the slowest is a little too short")
+        typer.echo("* a part of the groups and engines was simulated; the slowest of all was worked out")
     typer.echo(f"simulated in {seconds:.1f} s; errors against measured runs: docs/results/planner.md")
 
 

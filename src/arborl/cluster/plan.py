@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from arborl.cluster.hardware import GIB, Device
 from arborl.cluster.plan_memory import Needs, Strategy, engine_memory, learner_plan, parts, rank_planner
 from arborl.cluster.plan_model import Shape, shape_of
 from arborl.cluster.plan_times import Times
-from arborl.cluster.plan_work import Mean, Work
+from arborl.cluster.plan_work import Mean, Work, slowest
 from arborl.cluster.simulate import Outcome, simulate
 from arborl.cluster.simulate_engine import Setting
 from arborl.config.run import RunConfig
@@ -27,8 +27,8 @@ MOST = 4_096
 SWEEP = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1_024, 2_048, 4_096)
 CALLS = 12_000
 """Model calls of one simulation: of a larger run, as large a part of groups and engines is simulated as has so many."""
-UPDATES = 4
-"""That are simulated, and one more for each version of lag."""
+UPDATES, MORE = 4, 16
+"""That are simulated, and one more for each version of lag: more where they are small."""
 SHARES = (0.25, 0.5, 0.75)
 """Of devices, those that sample in an asynchronous run: what is tried."""
 
@@ -88,6 +88,8 @@ class Forecaster:
     shape: Shape
     times: Times
     mean: Mean
+    alone: tuple[tuple[int, float], ...]
+    """Tokens and seconds outside of some episodes."""
     lag: int
     strategy: Strategy | None = None
     calls: int = CALLS
@@ -102,7 +104,8 @@ class Forecaster:
         """
         shape = shape_of(config.model)
         lag = lag or config.rollout.max_lag or 1
-        return cls(config, device, work, shape, Times.of(shape, device), work.mean(config.seed), lag, strategy)
+        times, seed = Times.of(shape, device), config.seed
+        return cls(config, device, work, shape, times, work.mean(seed), work.alone(seed), lag, strategy)
 
     # ------------------------------------------------------------------------------------------ memory
 
@@ -240,6 +243,9 @@ class Forecaster:
         asked = config.concurrency if "concurrency" in config.model_fields_set else None
         concurrency = max(1, round(asked * part)) if isinstance(asked, int) else 1 << 30
 
+        calls = groups * config.group_size * self.mean.turns
+        updates = max(UPDATES, min(MORE, round(self.calls / calls)))
+
         def learn(tokens: float, terms: float) -> float:
             return self.learn_seconds(tokens / part, terms / part, ranks, strategy, plan)
 
@@ -259,34 +265,48 @@ class Forecaster:
                 concurrency=concurrency,
                 redundancy=config.redundancy,
                 shared=way == "sync" or devices == 1,
-                updates=UPDATES + lag,
+                updates=updates + lag,
                 seed=self.config.seed,
             )
         )
         return Placed(
             devices, way, engines, split, strategy, ranks, lag, plan.tokens, plan.recompute, parts(plan.forecast),
-            plan.forecast.total, engine_bytes, _whole(outcome, part, min(1.0, self._used(engines, lag))), part,
+            plan.forecast.total, engine_bytes, self._whole(outcome, groups, engines, split, lag), part,
         )  # fmt: skip
 
-    def _used(self, engines: int, lag: int) -> float:
-        """Part of the engines that can have anything to do."""
+    def _whole(self, outcome: Outcome, groups: int, engines: int, split: int, lag: int) -> Outcome:
+        """Of the whole run, from a part of its groups and engines.
+
+        A synchronous step waits for the slowest of all episodes, who is slower than the slowest of some: by as much as
+        if each had an engine to itself, as the last one has. With lag nobody is waited for in this way.
+        """
         config = self.config.rollout
-        return config.tasks_per_step * (config.group_size + config.redundancy) * (lag + 1) / engines
+        members, size = config.group_size + config.redundancy, config.group_size
+        part = groups / config.tasks_per_step
+        longer = 0.0
+        if not lag and part < 1 and members == size:
+            step = self.times.sampling_step(split)(1, self.mean.tokens)
+            times = [tokens * step + outside for tokens, outside in self.alone]
+            longer = slowest(times, config.tasks_per_step * size) - slowest(times, groups * size)
+        shorter = outcome.step / (outcome.step + longer)
+        used = min(1.0, config.tasks_per_step * members * (lag + 1) / engines)
+        return replace(
+            outcome,
+            step=outcome.step + longer,
+            wait=outcome.wait + longer,
+            engine_busy=outcome.engine_busy * used * shorter,
+            learner_busy=outcome.learner_busy * shorter,
+            again=outcome.again / part,
+            sampled=outcome.sampled / part * shorter,
+        )
 
     def _part(self, engines: int, lag: int) -> tuple[int, float]:
         """Engines that are simulated, whole ones, and the part of the run that they are; so that it takes no longer
-        than a second or so. The slowest of fewer episodes is quicker: of a part, the waiting is a little too short."""
+        than a second or so."""
         config = self.config.rollout
         calls = config.tasks_per_step * config.group_size * self.mean.turns * (UPDATES + 2 * lag)
         count = min(engines, math.ceil(engines * max(self.calls / calls, 1 / config.tasks_per_step)))
         return count, count / engines
-
-
-def _whole(outcome: Outcome, part: float, used: float) -> Outcome:
-    """Of the whole run, from a part of its groups and engines."""
-    row = asdict(outcome)
-    return Outcome(**row | {"sampled": row["sampled"] / part, "engine_busy": row["engine_busy"] * used,
-                            "again": row["again"] / part})  # fmt: skip
 
 
 def check_devices(count: int) -> None:

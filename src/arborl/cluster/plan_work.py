@@ -74,6 +74,12 @@ class Work:
     measured: Mapping[str, float]
     """Seconds of an earlier run's steps by part: `step`, `rollout`, `learn`; empty where there was none."""
 
+    def alone(self, seed: int = 0, count: int = 4_096) -> tuple[tuple[int, float], ...]:
+        """Of some episodes, the tokens they sample and the seconds they spend outside."""
+        chance = random.Random(seed)
+        scripts = [self.draw(chance) for _ in range(count)]
+        return tuple((sum(turn.reply for turn in one), sum(turn.outside for turn in one)) for one in scripts)
+
     def mean(self, seed: int = 0, count: int = 256) -> Mean:
         """What an episode comes to on average."""
         chance = random.Random(seed)
@@ -86,6 +92,16 @@ class Work:
             outside=fmean(sum(turn.outside for turn in script) for script in scripts),
             longest=max(sum(turn.read + turn.reply for turn in script) for script in scripts),
         )
+
+
+def slowest(times: Sequence[float], of: int) -> float:
+    """How long the slowest of so many takes, on average, where each takes one of these times."""
+    ordered, count, below, found = sorted(times), len(times), 0.0, 0.0
+    for at, one in enumerate(ordered, 1):
+        upto = (at / count) ** of
+        found += one * (upto - below)
+        below = upto
+    return found
 
 
 @dataclass(frozen=True, slots=True)
