@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from arborl.cli.main import app
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").glob("*.md")))]
+RESULTS = [str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs" / "results").glob("*.md"))]
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -83,7 +87,37 @@ def test_commands_of_the_tools_page_are_understood(line, tmp_path, monkeypatch):
     assert done.exit_code == 0, done.output
 
 
-@pytest.mark.parametrize("name", PAGES)
+START = "docs/getting-started.md"
+
+
+@pytest.mark.parametrize("line", [line for block in blocks(START, "sh") for line in block.splitlines()])
+def test_commands_of_the_first_page_are_understood(line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert CliRunner().invoke(app, ["init", "--path", "run.yaml", "--preset", "tools"]).exit_code == 0
+    words = shlex.split(line, comments=True) if not line.endswith("\\") else []
+    if words[:1] != ["arborl"]:
+        return  # curl and kill
+    given = [*words[1:], "--print"] if words[1] == "train" and "--print" not in words else [*words[1:], "--help"]
+    done = CliRunner().invoke(app, [word for word in given if word not in ("&", "--stub")])
+    assert done.exit_code == 0, done.output
+
+
+@pytest.mark.slow
+def test_the_way_of_the_first_page_from_an_empty_folder(tmp_path):
+    """Its commands as they stand, one after the other; only the port is another."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = "\n".join(["set -em", *blocks(START, "sh")]).replace("8000", str(port))
+    found = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=found, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "<answer>42</answer>" in done.stdout
+    assert '"object":"chat.completion"' in done.stdout
+    assert (tmp_path / "my-model" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", [*PAGES, *RESULTS])
 def test_links_lead_to_files(name):
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", (ROOT / name).read_text()):
         assert ((ROOT / name).parent / target).exists(), target
