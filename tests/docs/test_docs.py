@@ -117,6 +117,15 @@ def test_the_way_of_the_first_page_from_an_empty_folder(tmp_path):
     assert (tmp_path / "my-model" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("notebook", sorted((ROOT / "docs" / "tutorials").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_a_notebook_runs(notebook, tmp_path, monkeypatch):
+    """Its code cells in one namespace, from the first to the last, as they stand."""
+    monkeypatch.chdir(tmp_path)
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    exec("\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"), {"__name__": "notebook"})
+
+
 @pytest.mark.parametrize("name", [*PAGES, *RESULTS])
 def test_links_lead_to_files(name):
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", (ROOT / name).read_text()):

@@ -163,6 +163,16 @@ def test_before_and_after_are_rows_with_intervals_and_what_was_not_measured_is_a
     assert ["after", "4", "93.0%", "-0.900", "(-1.00", "to", "0.50)", "100.0%"] in shown
 
 
+def test_in_a_narrow_terminal_no_number_of_before_and_after_is_cut_off():
+    measured = {"tasks": 20, "success": 0.6, "success_low": 0.387, "success_high": 0.781, "reward": -0.1,
+                "reward_low": -0.04, "reward_high": 0.24, "greedy_success": 0.9, "greedy_success_low": 0.699,
+                "greedy_success_high": 0.972}  # fmt: skip
+    rich = piped()
+    rich.print(table_before_after(measured, measured))
+    assert "…" not in rich.file.getvalue()
+    assert rich.file.getvalue().count("(69.9–97.2)") == 2
+
+
 def test_a_run_whose_episodes_all_failed_has_dashes_and_counts_in_its_table():
     rich = RichConsole(file=io.StringIO(), width=100)
     rich.print(table_before_after({"tasks": 20.0, "failed": 20.0}, {}))

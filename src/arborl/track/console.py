@@ -261,7 +261,7 @@ def table_before_after(before: Mapping[str, float], after: Mapping[str, float]) 
     table = Table(box=box.SIMPLE_HEAD, title="held-out tasks, with 95 % intervals", title_justify="left")
     table.add_column("", no_wrap=True)
     for name in names:
-        table.add_column(name.replace("_", " "), justify="right", no_wrap=True)
+        table.add_column(name.replace("_", " "), justify="right")  # in a narrow terminal the interval goes below
     table.add_row("before", *(measure(name, before) for name in names))
     table.add_row("after", *(measure(name, after) for name in names), style="bold")
     return table
