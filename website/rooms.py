@@ -22,13 +22,15 @@ ABOUT: dict[str, tuple[str, ...]] = {
     "chat": ("models.md", "concepts.md#text-is-text"),
     "checkpoint": ("resume.md",),
     "cli": ("command-line.md", "cli-reference.md"),
+    "cluster": ("scale-out.md", "planner.md"),
     "config": ("configuration.md",),
     "conversational": ("guide.md", "trl.md"),
     "convert": ("migrate.md",),
     "data": ("data.md",),
+    "doctor": ("doctor.md", "troubleshooting.md"),
     "engines": ("engines.md",),
     "envs": ("environments.md",),
-    "learner": ("memory-and-speed.md",),
+    "learner": ("memory-and-speed.md", "scale-out.md"),
     "models": ("models.md",),
     "rewards": ("rewards.md",),
     "rollout": ("run-folder.md",),
@@ -39,7 +41,7 @@ ABOUT: dict[str, tuple[str, ...]] = {
     "track": ("tracking.md", "run-folder.md"),
     "trainer": ("concepts.md#one-step", "async.md"),
     "tune": ("tuning.md",),
-    "view": ("run-folder.md",),
+    "view": ("viewer.md", "run-folder.md"),
 }
 """The pages on using each room."""
 

@@ -60,7 +60,7 @@ def nothing_is_sampled(request, monkeypatch):
 
         monkeypatch.setattr(Rollout, "play", no_playing)
 
-    async def no_pictures(parts, home, episodes):
+    async def no_pictures(parts, home, episodes, step):
         return {}
 
     if "[sft]" not in request.node.name:  # drawing takes longer than training here

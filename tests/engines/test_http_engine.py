@@ -187,7 +187,7 @@ def test_a_server_that_came_back_gets_its_share_of_episodes_that_are_named_as_ea
         await engine.load(seedling[0].state_dict(), 1)
         await asyncio.gather(*(ask(engine, session=name) for name in names))
         await engine.close()
-        return [sum(engine.sessions[name] is replica for name in names) for replica in engine.replicas]
+        return [sum(engine.routes.sessions[name] is replica for name in names) for replica in engine.replicas]
 
     assert asyncio.run(run()) == [3, 3]
 

@@ -14,6 +14,7 @@ from model_families import FAMILIES, LEAN, VOCABULARY, family, plain_logits
 from arborl.engines.local import LocalEngine
 from arborl.learner.attention_choice import Ways
 from arborl.learner.executor import Way
+from arborl.learner.fused_layers import fusing_fits
 from arborl.learner.packing import pack
 from arborl.learner.score import score
 from arborl.models.lean import is_lean
@@ -114,5 +115,5 @@ def test_the_quick_ways_are_chosen_and_the_lean_way_where_it_is_known(name, capl
     made = forest(played(name))
     batch = pack(made.trees, [0], made.terms)
     with torch.no_grad():
-        assert Ways("blocks")(model, batch) == Way("blocks")
+        assert Ways("blocks")(model, batch) == Way("blocks", fused=is_lean(model) and fusing_fits(model))
     assert "not used" not in caplog.text

@@ -111,7 +111,7 @@ class EngineHost(Host):
             raise EngineError("it was given a GPU that torch does not find there")
         self.version: int | None = None
         model = plan.blueprint.build("cuda" if gpu else "cpu")
-        self.engine = LocalEngine(model, decode=_decoder(plan.tokenizer), shared=False, **plan.settings)
+        self.engine = LocalEngine(model, decode=_decoder(plan.tokenizer), **plan.settings)
         self.engine.warm(plan.sampling)
 
     async def load(self, version: int, *parts: Arrays) -> int:

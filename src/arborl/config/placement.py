@@ -87,12 +87,11 @@ def check_placement(config: RunConfig) -> None:
                 f"placement.engines={placed.engines} are copies of engine=local, and engine={engine.name}. Leave it "
                 "out; several vLLM servers are written engine=http engine.urls=[…]."
             )
-        for key in ("copy_weights", "lends"):
-            if getattr(engine, key):
-                raise ValueError(
-                    f"engine.{key} is of an engine beside the learner, and placement.engines={placed.engines} have "
-                    f"their own copies and memory. Leave engine.{key} out."
-                )
+        if engine.lends:
+            raise ValueError(
+                f"engine.lends is of an engine beside the learner, and placement.engines={placed.engines} have their "
+                "own memory. Leave engine.lends out."
+            )
         if config.model.quantize != "none":
             raise ValueError(
                 f"model.quantize={config.model.quantize} with placement.engines={placed.engines}: quantised weights "
