@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -311,7 +312,9 @@ def test_a_stop_text_ends_the_completion_as_soon_as_it_is_written(seedling):
 
 def test_a_deadline_ends_a_request_with_what_has_been_sampled(qwen3):
     engine = LocalEngine(qwen3, max_context=250, max_requests=4, kv_tokens=1000)
-    late, free = generate(engine, [[1, 2], [3]], [Sampling(200, 0.0, seconds=0.05), Sampling(200, 0.0)])
+    launch = engine.executor.launch
+    engine.executor.launch = lambda step: (time.sleep(0.002), launch(step))[1]  # else all is said in less
+    late, free = generate(engine, [[1, 2], [3]], [Sampling(200, 0.0, seconds=0.1), Sampling(200, 0.0)])
     assert late.finish is Finish.ABORT
     assert 0 < len(late.tokens) < 200
     assert len(free.tokens) == 200

@@ -53,7 +53,7 @@ def assert_went_alike(ours, theirs) -> None:
     gap = sum(float((weights[name] - value).double().square().sum()) for name, value in other.items())
     went = sum(float((value - start[name]).double().square().sum()) for name, value in other.items())
     assert went > 0
-    assert gap < 2e-3 * went
+    assert gap < 1e-4 * went
 
 
 def assert_same_step(group, single, groups, algorithm) -> None:

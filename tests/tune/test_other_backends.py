@@ -100,6 +100,7 @@ def test_a_backend_whose_package_is_missing_says_what_to_install(
     assert f"pip install 'arborl[{extra}]'" in str(error.value)
 
 
+@pytest.mark.slow
 def test_ray_tries_the_plan(tmp_path: Path) -> None:
     pytest.importorskip("ray.tune")
 

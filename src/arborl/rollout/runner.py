@@ -103,6 +103,8 @@ class Rollout:
         self.counts: Counter[str] = Counter()
         self.firsts, self.lost = Firsts(log), list[Episode]()
         self.asked = Meter()
+        self.hung = left_behind.stuck()
+        """Calls of others in this process, which hang already."""
 
     async def collect(
         self,
@@ -242,7 +244,7 @@ class Rollout:
         """Since the last call: episodes cancelled, groups expired or filtered, environments left behind or replaced,
         and what code waited for a sandbox."""
         counts, self.counts = self.counts, Counter()
-        stuck = {"rollout/tool_calls_stuck": float(left_behind.stuck().total())}
+        stuck = {"rollout/tool_calls_stuck": float((left_behind.stuck() - self.hung).total())}
         limit = self._line.slots.limit if self._line is not None else self.concurrency or FIRST
         stuck["rollout/concurrency"] = float(int(limit))
         return named(counts) | self.workers.metrics() | sandbox.metrics() | stuck
