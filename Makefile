@@ -42,6 +42,7 @@ test: lint types layers
 
 test-slow: setup
 	@echo "== slow tests"
+	@VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv pip install --quiet --constraint constraints.txt --editable '.[dev,deepspeed]'
 	@$(ONCE) OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m slow
 
 test-long: setup

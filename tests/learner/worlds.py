@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import cloudpickle
 import learner_fakes
+import pytest
 import torch
 from forked import Forked
 from learner_fakes import SAMPLING
@@ -64,6 +65,8 @@ def world(
     strategy: str, ranks: int, model: PreTrainedModel, needs: Needs, config: LearnerConfig, **more: int
 ) -> Iterator[LearnerGroup]:
     """A learner of that strategy on so many ranks; each has a copy of the model as it is now."""
+    if strategy == "deepspeed":  # not for everyone: where it is installed, transformers imports it in every run
+        pytest.importorskip("deepspeed", reason="needs pip install 'arborl[deepspeed]'")
     settings = config.model_copy(update={"strategy": strategy, "ranks": ranks, **more})
     meeting, address = Meeting.host(ranks)
     blueprint = Blueprint(settings, SAMPLING, needs, 0, 0, lambda device: model)
