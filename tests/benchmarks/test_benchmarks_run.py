@@ -26,6 +26,7 @@ def measured(script: str, *arguments: str) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
+@pytest.mark.slow
 def test_the_engine_is_measured_with_adapters_beside_itself_without():
     pytest.importorskip("peft")
     row, _ = measured("engine.py", "--model", "tiny", "--lora", "4", "--case", "single", "--conversations", "2",
@@ -36,7 +37,8 @@ def test_the_engine_is_measured_with_adapters_beside_itself_without():
     assert row["ratio"] is None  # not measured is not 0
 
 
-@pytest.mark.parametrize("lora", [pytest.param("0", marks=pytest.mark.slow), "4"])
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", ["0", "4"])
 def test_a_run_is_measured_beside_its_engine_alone(lora, tmp_path):
     if lora != "0":
         pytest.importorskip("peft")

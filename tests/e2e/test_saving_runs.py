@@ -71,7 +71,8 @@ def whole(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("later", [0.0, *(pytest.param(wait, marks=pytest.mark.slow) for wait in (0.4, 0.9))])
+@pytest.mark.slow
+@pytest.mark.parametrize("later", [0.0, 0.4, 0.9])
 def test_a_run_killed_while_a_checkpoint_is_written_goes_on_from_the_one_before_and_ends_as_if_it_were_not(
     whole, tmp_path, later
 ):

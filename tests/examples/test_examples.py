@@ -9,7 +9,12 @@ import pytest
 from forked import forked
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+LONG = ("technical_support_agent.py", "custom_domain_agent.py", "sales_assistant.py")
+"""As `customer_service_bot.py`, which is always run."""
+EXAMPLES = [
+    pytest.param(path.name, marks=[pytest.mark.slow] if path.name in LONG else [])
+    for path in sorted((ROOT / "examples").glob("*.py"))
+]
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

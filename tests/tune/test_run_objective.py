@@ -265,6 +265,7 @@ class Stops:
         return True
 
 
+@pytest.mark.slow
 def test_a_trial_that_is_told_to_stop_ends_there(tmp_path: Path) -> None:
     report = Stops(tmp_path / "trials" / "000")
     value = asyncio.run(objective(*TINY)({"learner.lr": 1e-3}, report))
