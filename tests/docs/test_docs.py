@@ -123,7 +123,9 @@ def test_a_notebook_runs(notebook, tmp_path, monkeypatch):
     """Its code cells in one namespace, from the first to the last, as they stand."""
     monkeypatch.chdir(tmp_path)
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
-    exec("\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"), {"__name__": "notebook"})
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert code
+    exec("\n".join(code), {"__name__": "notebook"})
 
 
 @pytest.mark.parametrize("name", [*PAGES, *RESULTS])

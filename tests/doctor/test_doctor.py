@@ -144,7 +144,7 @@ def test_no_metrics_whatever_end_a_run_or_a_look_at_it():
             own = {name: chance.choice(odd) for name in kept if chance.random() < 0.8}
             rows.append(own | {"step": step, "words": "x", "list": [1]})
             streak.add(rows[-1])
-        notices(rows)
+        assert all(found.rule in RULES for found in notices(rows))
 
 
 # ------------------------------------------------------------------------------------------------ words

@@ -14,7 +14,7 @@ from worlds import alone, body, world
 
 from arborl.config.run import LearnerConfig
 from arborl.errors import ConfigError, LearnerLost
-from arborl.learner.meeting import check_alike
+from arborl.learner.rendezvous import check_alike
 
 CONFIG = LearnerConfig(lr=3e-5, decay="none", micro_batch_tokens=40)
 SLOW = pytest.mark.slow

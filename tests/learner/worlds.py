@@ -22,7 +22,7 @@ from arborl.config.run import LearnerConfig, LoraConfig
 from arborl.learner.blueprint import Blueprint
 from arborl.learner.group import LearnerGroup
 from arborl.learner.learner import Learner
-from arborl.learner.meeting import Meeting
+from arborl.learner.rendezvous import Meeting
 from arborl.models.attention import NAME
 from arborl.models.lora import add_lora
 
@@ -83,7 +83,7 @@ def alone(model: PreTrainedModel, needs: Needs, config: LearnerConfig) -> Learne
 
 
 if __name__ == "__main__":
-    from arborl.learner.member import serve_rank
+    from arborl.learner.rank_worker import serve_rank
 
     torch.set_num_threads(1)
     serve_rank(int(sys.argv[3]), int(sys.argv[1]), sys.argv[2])

@@ -3,7 +3,7 @@
 In reading order:
 
     learner.py             Optimiser steps from trees and terms
-    voices.py              What policy, reference, critic and teacher say about a batch, without gradient
+    precompute.py          What policy, reference, critic and teacher say about a batch, without gradient
     packing.py             Trees are laid end to end into micro-batches of bounded size; each term keeps its context
     micro_batches.py       Micro-batches that fit into memory: where they do not, everything again on smaller ones
     memory.py              How much of a device's memory a run will take, and settings with which it fits
@@ -37,11 +37,11 @@ In reading order:
     tensor_parallel.py     Every rank holds some heads and some columns of each layer
     zero.py                DeepSpeed's ZeRO
     strategies.py          The strategies by name
-    spread.py              Which rank runs which trees
+    balance.py             Which rank runs which trees
     blueprint.py           What every rank makes its learner of
-    meeting.py             How ranks find each other, and notice when one is gone
+    rendezvous.py          How ranks find each other, and notice when one is gone
     group.py               A learner in several processes that looks like one
-    member.py              What every rank of such a group does
+    rank_worker.py         What every rank of such a group does
     launch.py              From a configuration to a learner, with its ranks
     rank.py                A rank other than the first as a process of its own
     sharded_files.py       A sharded learner on disk

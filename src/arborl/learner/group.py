@@ -38,14 +38,14 @@ from transformers import PreTrainedModel
 
 from arborl.algorithms.algorithm import Algorithm, Needs
 from arborl.errors import ConfigError, LearnerLost
+from arborl.learner.balance import owners, share
 from arborl.learner.blueprint import Blueprint
 from arborl.learner.files import Snapshot
-from arborl.learner.meeting import Launcher, Meeting, Nobody, Watch
-from arborl.learner.member import LOST, Rank, say
 from arborl.learner.micro_batches import costs_of
 from arborl.learner.peers import Peers
+from arborl.learner.rank_worker import LOST, Rank, say
+from arborl.learner.rendezvous import Launcher, Meeting, Nobody, Watch
 from arborl.learner.sharded_files import ShardedSnapshot
-from arborl.learner.spread import owners, share
 from arborl.learner.strategies import strategy_of
 from arborl.learner.teacher import Teacher
 from arborl.learner.term_log import TermLog
@@ -313,7 +313,7 @@ class LearnerGroup:
 
 def unevenness(trees: Sequence[TokenTree], terms: Terms, owner: Ints, count: int, costs: Any) -> float:
     """How much more than the mean the rank with most has to do."""
-    from arborl.learner.spread import work_of
+    from arborl.learner.balance import work_of
 
     load = np.bincount(owner, work_of(trees, terms, costs), minlength=count)
     return float(load.max() / load.mean() - 1) if load.sum() > 0 else 0.0

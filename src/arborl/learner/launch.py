@@ -16,8 +16,8 @@ from arborl.errors import ConfigError
 from arborl.learner.blueprint import Blueprint
 from arborl.learner.group import LearnerGroup
 from arborl.learner.learner import Learner
-from arborl.learner.meeting import Meeting
-from arborl.learner.member import serve_rank
+from arborl.learner.rank_worker import serve_rank
+from arborl.learner.rendezvous import Meeting
 from arborl.learner.teacher import Teacher
 from arborl.models.load import device_of
 from arborl.models.scalar import Origin

@@ -27,6 +27,7 @@ from arborl.learner.loss_scale import LossScale
 from arborl.learner.micro_batches import Fitting
 from arborl.learner.offload import Guest
 from arborl.learner.packing import MicroBatch, is_cut
+from arborl.learner.precompute import Precompute
 from arborl.learner.scorer import Scorer
 from arborl.learner.strategies import strategy_of
 from arborl.learner.strategy import Strategy
@@ -34,7 +35,6 @@ from arborl.learner.teacher import Teacher
 from arborl.learner.term_log import TermLog
 from arborl.learner.trust_region import PolicyKL, natural_step
 from arborl.learner.update_metrics import Tally, anchored, columns, not_finite, summed_up, without
-from arborl.learner.voices import Voices
 from arborl.models.lora import (
     dropout_on,
     export_merged,
@@ -51,7 +51,7 @@ Heard = tuple[MicroBatch, Said, TermBatch | None]
 """No terms of what stands for nothing (`packing.spare`)."""
 
 
-class Learner(Voices):
+class Learner(Precompute):
     """Holds the policy's weights, their optimiser, and the models an algorithm needs around the policy.
 
     Args:

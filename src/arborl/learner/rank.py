@@ -16,7 +16,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the first rank is told, and tells the others
     threading.Thread(target=_watch_parent, daemon=True).start()
-    from arborl.learner.member import serve_rank
+    from arborl.learner.rank_worker import serve_rank
 
     serve_rank(int(rank), int(count), address, device)
 

@@ -30,8 +30,8 @@ from transformers import PreTrainedModel
 
 from arborl.errors import ConfigError
 from arborl.learner.host_copy import HostCopies
-from arborl.learner.meeting import PATIENT
 from arborl.learner.optimizer import COARSE, local
+from arborl.learner.rendezvous import PATIENT
 from arborl.models.load import quiet
 from arborl.models.lora import adapter_file, has_lora, name_in_file, save_adapter
 

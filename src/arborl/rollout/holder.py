@@ -6,6 +6,7 @@ import logging
 import pickle
 import threading
 import time
+from abc import ABC, abstractmethod
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ class Asked:
     due: float
 
 
-class Holder:
+class Holder(ABC):
     """What holds environments, wherever that is, and what it has been asked. Answers come to `_hear` or, when it is
     gone, to `_orphan`."""
 
@@ -64,17 +65,17 @@ class Holder:
                 outcome.set_exception(WorkerLost(self.why()))
         return outcome
 
+    @abstractmethod
     def _send(self, packed: bytes) -> None:
         """OSError where nobody is there."""
-        raise NotImplementedError
 
+    @abstractmethod
     def kill(self) -> None:
         """End it, whatever it does."""
-        raise NotImplementedError
 
+    @abstractmethod
     def gone(self) -> str:
         """What is known of its end, where nobody here has killed it."""
-        raise NotImplementedError
 
     def _hear(self, packed: bytes) -> None:
         number, worked, value = pickle.loads(packed)

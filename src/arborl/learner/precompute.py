@@ -29,7 +29,7 @@ from arborl.models.lora import adapter_of, with_adapter
 from arborl.types import Floats, Ints, Sampling, Terms, TokenTree
 
 
-class Voices:
+class Precompute:
     """The half of a learner that asks. It has no state of its own: a `Learner` gives it what it declares."""
 
     model: PreTrainedModel

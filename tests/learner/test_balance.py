@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from arborl.learner.balance import deal, owners, share, work_of
 from arborl.learner.packing import Costs
-from arborl.learner.spread import deal, owners, share, work_of
 from arborl.rollout.tree import plant
 from arborl.types import Call, Completion, Episode, Finish, Group, Task
 

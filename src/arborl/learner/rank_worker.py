@@ -17,8 +17,8 @@ from arborl.algorithms.algorithm import Needs
 from arborl.errors import ConfigError
 from arborl.learner.blueprint import Blueprint
 from arborl.learner.learner import Learner
-from arborl.learner.meeting import Meeting, Watch
 from arborl.learner.peers import Peers
+from arborl.learner.rendezvous import Meeting, Watch
 from arborl.learner.sharded_files import Shelf
 from arborl.learner.strategies import strategy_of
 from arborl.learner.term_log import TermLog
