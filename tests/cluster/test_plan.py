@@ -95,6 +95,21 @@ def test_ranks_share_what_their_strategy_divides():
     assert rank("fsdp2", 8).optimizer == -(-alone.optimizer // 8)
 
 
+@pytest.mark.parametrize(
+    ("learner", "planned"),
+    [
+        ({}, "ddp"),
+        ({"strategy": "fsdp2"}, "fsdp2"),
+        ({"strategy": "tensor"}, "tensor"),
+        ({"strategy": "deepspeed", "zero_stage": 3}, "fsdp2"),
+        ({"strategy": "deepspeed", "zero_stage": 1}, "ddp"),
+    ],
+)
+def test_the_strategy_of_a_configuration_is_the_one_that_is_planned(learner, planned):
+    made = forecaster("0.5b", **SPEED, **{f"learner.{key}": value for key, value in learner.items()})
+    assert made.learner(2, sampling=False)[0] == planned
+
+
 def test_what_fits_on_one_gpu_is_said_with_how_much():
     told = {fit.what: fit for fit in forecaster("7b").fits(1)}
     assert not told["full"].fits

@@ -56,7 +56,7 @@ def plan(
     turns: Turns = None,
     tool_seconds: Number = None,
     lag: Lag = None,
-    strategy: Annotated[str, typer.Option(help="Of the learner: auto, ddp, fsdp2 or tensor.")] = "auto",
+    strategy: Annotated[str, typer.Option(help="ddp, fsdp2 or tensor; auto: the run's, or the quickest.")] = "auto",
     weak: Annotated[bool, typer.Option("--weak", help="As many times the tasks a step as there are GPUs.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -12,7 +12,15 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from arborl.cluster.hardware import GIB, Device
-from arborl.cluster.plan_memory import Needs, Strategy, engine_memory, learner_plan, parts, rank_planner
+from arborl.cluster.plan_memory import (
+    Needs,
+    Strategy,
+    engine_memory,
+    learner_plan,
+    own_strategy,
+    parts,
+    rank_planner,
+)
 from arborl.cluster.plan_model import Shape, shape_of
 from arborl.cluster.plan_times import Times
 from arborl.cluster.plan_work import Mean, Work, slowest
@@ -100,11 +108,12 @@ class Forecaster:
     ) -> Forecaster:
         """Args:
         lag: of the asynchronous way; without one the run's own, or 1.
-        strategy: of the learner; without one, the quickest that fits.
+        strategy: of the learner; without one the run's own, or the quickest that fits.
         """
         shape = shape_of(config.model)
         lag = lag or config.rollout.max_lag or 1
         times, seed = Times.of(shape, device), config.seed
+        strategy = strategy or own_strategy(config)
         return cls(config, device, work, shape, times, work.mean(seed), work.alone(seed), lag, strategy)
 
     # ------------------------------------------------------------------------------------------ memory

@@ -14,13 +14,24 @@ from arborl.cluster.hardware import Device
 from arborl.cluster.plan_model import Shape
 from arborl.config.run import RunConfig
 from arborl.engines.cache_size import usual_tokens
-from arborl.learner.forecast import BESIDE, LOGIT_SHARE, SEQUENCES, Forecast, Plan, Planner, Sizes
+from arborl.learner.forecast import BESIDE, SEQUENCES, Forecast, Plan, Planner, Sizes, fused, learner_sizes, logit_rows
 
 Strategy = Literal["single", "ddp", "fsdp2", "tensor"]
 CONTEXT = int(0.5 * 2**30)
 """What a GPU's driver keeps for a process."""
+DIVIDES: tuple[Strategy, ...] = ("fsdp2", "tensor")
+"""Strategies with which a rank holds a part of each weight."""
 GATHERED = 2
 """Layers whose weights are whole at a time: one that works, and the next."""
+
+
+def own_strategy(config: RunConfig) -> Strategy | None:
+    """What a configuration asks for; None where it says nothing but one process. ZeRO's third stage divides what fsdp2
+    does; the first two are planned as if each rank had its own of everything, which is more than they take."""
+    learner = config.learner
+    if learner.strategy == "deepspeed":
+        return "fsdp2" if learner.zero_stage == 3 else "ddp"
+    return None if learner.strategy == "single" else learner.strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +131,7 @@ def rank_planner(
         sampling: whether the device samples too.
         split: devices that an engine is divided among, where it samples.
     """
-    sizes, learner, engine = shape.sizes, config.learner, config.engine
+    sizes, learner, engine = learner_sizes(shape.sizes, strategy in DIVIDES), config.learner, config.engine
     context, token = config.sampling.max_context, shape.kv_token if sampling else 0
     share = strategy in ("single", "ddp") and split == 1 and engine.name == "local"
     own = sizes.weights // (ranks if strategy != "ddp" else 1)
@@ -135,7 +146,7 @@ def rank_planner(
         kv_wanted=wanted,
         kv_least=wanted if engine.kv_tokens else min(wanted, SEQUENCES * context),
         kv_floor=wanted if engine.kv_tokens else min(wanted, context),
-        logit_rows=max(1, device.memory // LOGIT_SHARE // sizes.vocabulary) if device.cuda else 4_096,
+        logit_rows=logit_rows(device.memory, sizes.vocabulary, fused(sizes, learner, True)) if device.cuda else 4_096,
         cuda=device.cuda,
         truncates=config.sampling.top_k > 0 or config.sampling.top_p < 1 or config.sampling.min_p > 0,
         lends=device.cuda and sampling and (engine.lends or not share),

@@ -8,7 +8,7 @@ layers' feed-forward part, V tokens of the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from arborl.config.run import LearnerConfig
@@ -18,6 +18,8 @@ AT_ONCE = 2**28
 """Numbers of masters that come from the host to the device at a time: 3 GiB with their moments."""
 LOGIT_SHARE = 64
 """On a GPU, one logit for so many bytes of its memory: in bfloat16 a thirty-second part, and as much for gradients."""
+PLAIN_HEAD = 4
+"""Times as many bytes take the logits of a head that is not fused: so many times fewer are there at once."""
 LADDER = (16_384, 8_192, 4_096, 2_048)
 """Tokens at once that are tried on a GPU, the quickest first."""
 SEQUENCES = 64
@@ -97,6 +99,21 @@ class Sizes:
         kept = self.layers * edge + layer if recompute else self.layers * layer
         under_way = self.item * (2 * self.inner + 2 * self.queries + 2 * self.keys + 4 * self.hidden)
         return tokens * (kept + 2 * edge + under_way)
+
+
+def fused(sizes: Sizes, config: LearnerConfig, cuda: bool) -> bool:
+    """Whether layers and head run by fused kernels."""
+    return cuda and sizes.lean and config.attention in ("auto", "kernel", "causal")
+
+
+def logit_rows(memory: int, vocabulary: int, fused: bool) -> int:
+    """Terms whose logits are on a GPU with so many bytes at a time."""
+    return max(1, memory // LOGIT_SHARE // (1 if fused else PLAIN_HEAD) // vocabulary)
+
+
+def learner_sizes(sizes: Sizes, sharded: bool) -> Sizes:
+    """Of the model as the learner runs it: whose weights are in parts on several ranks runs by the library's code."""
+    return replace(sizes, lean=sizes.lean and not sharded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +202,7 @@ class Planner:
 
     @property
     def fused(self) -> bool:
-        return self.cuda and self.sizes.lean and self.config.attention in ("auto", "kernel", "causal")
+        return fused(self.sizes, self.config, self.cuda)
 
     def forecast(self, tokens: int, recompute: bool, kv_tokens: int, lent: bool = False) -> Forecast:
         """What these settings come to."""
@@ -201,6 +218,8 @@ class Planner:
             optimizer, gradients, others = optimizer // ranks, gradients // ranks, others // ranks
             masters = 4 * sizes.coarse if master and self.config.strategy == "fsdp2" else 0
             others += models * (sizes.weights - (2 * sizes.coarse if masters else 0)) // ranks
+            if self.config.strategy == "fsdp2":  # whole while they run: two layers, what tokens go in and out by
+                others += sizes.item * 2 * (sizes.largest + sizes.parameters // max(1, sizes.layers))
             if offload == "all":  # which is stepped where it rests
                 optimizer = gradients = 0
             elif offload == "optimizer":  # moments alone rest elsewhere

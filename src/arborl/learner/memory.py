@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from arborl.config.run import RunConfig
 from arborl.engines.cache import default_kv_tokens, host_memory, token_bytes
-from arborl.learner.forecast import GIB, SEQUENCES, Plan, Planner, Sizes, Wants
+from arborl.learner.forecast import GIB, SEQUENCES, Plan, Planner, Sizes, Wants, fused, learner_sizes
 from arborl.learner.optimizer import COARSE
 from arborl.learner.score import rows_at_once
 from arborl.models.lean import KINDS
@@ -51,8 +51,8 @@ def sizes_of(model: PreTrainedModel) -> Sizes:
 
 def planned(model: PreTrainedModel, config: RunConfig, needs: Wants) -> Plan:
     """A run's plan. On a CPU what is asked for is done: its memory is not the run's alone."""
-    sizes, cuda = sizes_of(model), model.device.type == "cuda"
     context, engine, learner = config.sampling.max_context, config.engine, config.learner
+    sizes, cuda = learner_sizes(sizes_of(model), learner.sharded), model.device.type == "cuda"
     kv_token, drawn = _kv_token(model) if engine.name == "local" else 0, config.sampling
     wanted = engine.kv_tokens or (default_kv_tokens(model, context) if kv_token else 0)
     if cuda:
@@ -68,7 +68,7 @@ def planned(model: PreTrainedModel, config: RunConfig, needs: Wants) -> Plan:
         kv_wanted=wanted,
         kv_least=wanted if engine.kv_tokens else min(wanted, SEQUENCES * context),
         kv_floor=wanted if engine.kv_tokens else min(wanted, context),
-        logit_rows=rows_at_once(model.device, sizes.vocabulary),
+        logit_rows=rows_at_once(model.device, sizes.vocabulary, fused(sizes, learner, cuda)),
         cuda=cuda,
         truncates=drawn.top_k > 0 or drawn.top_p < 1 or drawn.min_p > 0,
         lends=cuda and bool(kv_token) and engine.lends,

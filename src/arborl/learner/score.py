@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from arborl.algorithms.token_losses import Said
 from arborl.learner.critic import Critic
 from arborl.learner.executor import Way, hidden
-from arborl.learner.forecast import LOGIT_SHARE
+from arborl.learner.forecast import logit_rows
 from arborl.learner.fused_layers import fused_head
 from arborl.learner.packing import MicroBatch
 from arborl.learner.upload import upload
@@ -51,7 +51,7 @@ def score(
     hidden_ME = hidden(model, batch, way)
     run = _fused_head if way.fused else _head
     logprobs, entropies = [], []
-    for some_ME, token_M, shape in _chunks(model, hidden_ME, batch, sampling):
+    for some_ME, token_M, shape in _chunks(model, hidden_ME, batch, sampling, way):
         given = (model.get_output_embeddings(), logit_cap(model), some_ME, token_M, shape, entropy)
         alone = len(token_M) == len(batch.terms)  # then nothing is gained by letting its logits go
         logprob, spread = run(*given) if alone else checkpoint(run, *given, use_reentrant=False)
@@ -68,7 +68,7 @@ def distributions(model: PreTrainedModel, batch: MicroBatch, sampling: Sampling,
     return torch.cat(
         [
             log_distribution(read_out(model.get_output_embeddings(), logit_cap(model), some_ME), shape, token_M)
-            for some_ME, token_M, shape in _chunks(model, hidden(model, batch, way), batch, sampling)
+            for some_ME, token_M, shape in _chunks(model, hidden(model, batch, way), batch, sampling, way)
         ]
     )
 
@@ -78,21 +78,19 @@ def _shape(sampling: Sampling, device: torch.device) -> Shape:
     return Shape.of([sampling], device)
 
 
-def rows_at_once(device: torch.device, vocabulary: int) -> int:
+def rows_at_once(device: torch.device, vocabulary: int, fused: bool) -> int:
     """Terms whose logits are there at a time."""
     if device.type == "cuda":
-        rows = torch.cuda.get_device_properties(device).total_memory // LOGIT_SHARE // vocabulary
-    else:
-        rows = min(ROWS_AT_ONCE, LOGITS_AT_ONCE // vocabulary)
-    return max(1, rows)
+        return logit_rows(torch.cuda.get_device_properties(device).total_memory, vocabulary, fused)
+    return max(1, min(ROWS_AT_ONCE, LOGITS_AT_ONCE // vocabulary))
 
 
 def _chunks(
-    model: PreTrainedModel, hidden_ME: Tensor, batch: MicroBatch, sampling: Sampling
+    model: PreTrainedModel, hidden_ME: Tensor, batch: MicroBatch, sampling: Sampling, way: Way
 ) -> Iterator[tuple[Tensor, Tensor, Shape]]:
     """The terms in parts: what the model says, the token, and what it was drawn from: one shape where it is the run's
     for all, one row a term else."""
-    rows = rows_at_once(hidden_ME.device, model.config.vocab_size)
+    rows = rows_at_once(hidden_ME.device, model.config.vocab_size, way.fused)
     (token,) = upload(hidden_ME.device, batch.terms.token)
     if batch.terms.drawn is None:
         shapes: Iterator[Shape] = repeat(_shape(sampling, hidden_ME.device))
