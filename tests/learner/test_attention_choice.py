@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
 from learner_fakes import forest_of, random_groups
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from arborl.learner import attention_choice, executor
 from arborl.learner.attention_choice import Ways, agrees, sample
+from arborl.learner.compiled_attention import compiled_fits
 from arborl.learner.executor import DENSE, EXECUTORS, Executor, Way, hidden
 from arborl.learner.packing import branches, split
 from arborl.learner.tree_attention import DenseAttend
+from arborl.models.joined import NAME
 from arborl.models.lean import is_lean
+from arborl.models.place import place_of, stays_at
 from arborl.types import TokenTree
 
 
@@ -142,3 +148,23 @@ def test_a_way_is_checked_where_no_matrix_is_trained(model):
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.ndim == 1)
     assert agrees(model, Way("blocks"))
+
+
+def test_a_model_that_is_left_to_the_library_lets_go_of_joined_weights(model):
+    """A body of 7B kept 20 GiB of a GPU for products that it no longer ran."""
+    assert is_lean(model)
+    joined = weakref.ref(model.model.layers[0].self_attn.__dict__[NAME].weight)
+    Ways.settle(model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float()
+    gc.collect()
+    assert joined() is None
+
+
+def test_ways_are_those_of_the_precision_that_a_sharded_model_runs_in():
+    """Its own parts are float32, and to ask them what fits bfloat16 would run it in the middle of an update."""
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+                                         num_attention_heads=2)).bfloat16()  # fmt: skip
+    stays_at(model, place_of(model))
+    model.float()
+    assert not compiled_fits(model)

@@ -46,8 +46,11 @@ def is_lean(model: PreTrainedModel) -> bool:
 
 
 def leave_to_library(model: PreTrainedModel) -> None:
-    """From now on the library's own code runs this model: whoever shards it hooks into its modules' calls."""
+    """From now on the library's own code runs this model: whoever shards it hooks into its modules' calls. What was
+    joined of its weights is let go: it would keep their memory when they have gone elsewhere."""
     _trusted[model] = False
+    for module in model.modules():
+        module.__dict__.pop(JOINED, None)
 
 
 def lean(
