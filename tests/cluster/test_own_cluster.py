@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -28,19 +29,24 @@ SMALL = [
 ]  # fmt: skip
 
 
-def ray_processes() -> set[int]:
-    found = set()
-    for process in psutil.process_iter(["name", "cmdline"]):
-        words = " ".join(process.info["cmdline"] or ())
-        if process.info["name"] in ("raylet", "gcs_server") or "ray::" in words or "default_worker.py" in words:
-            found.add(process.pid)
-    return found
+MARK = "ARBORL_TEST_RUN"
+"""In the environment of a run and of all that it starts, and of nothing else on the machine: others may use Ray too."""
 
 
 def begin(home: Path, *words: str) -> subprocess.Popen:
     asked = [sys.executable, "-m", "arborl", "train", f"output_dir={home}", *PLACED, *SMALL, *words]
     log = home.with_suffix(".txt").open("w")
-    return subprocess.Popen(asked, stdout=log, stderr=log, start_new_session=True)
+    return subprocess.Popen(asked, stdout=log, stderr=log, start_new_session=True, env={**os.environ, MARK: str(home)})
+
+
+def processes_of(home: Path) -> list[str]:
+    """What the run has started and is still there."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(MARK) == str(home) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline())[:200])
+    return found
 
 
 def wait_for_steps(home: Path, process: subprocess.Popen, steps: int, seconds: float = 600) -> None:
@@ -53,20 +59,18 @@ def wait_for_steps(home: Path, process: subprocess.Popen, steps: int, seconds: f
     raise AssertionError(home.with_suffix(".txt").read_text())
 
 
-def none_left(before: set[int], seconds: float = 200) -> bool:  # Ray's agents look for their node once a while
+def left_of(home: Path, seconds: float = 200) -> list[str]:
+    """What does not end in a while: Ray's agents look for their node only now and then."""
     until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        if not ray_processes() - before:
-            return True
+    while (left := processes_of(home)) and time.monotonic() < until:
         time.sleep(0.5)
-    return False
+    return left
 
 
 def test_a_run_starts_a_cluster_of_its_own_and_leaves_nothing_of_it(tmp_path):
-    before = ray_processes()
     process = begin(tmp_path / "run", "trainer.steps=2")
     assert process.wait(900) == 0, (tmp_path / "run.txt").read_text()
-    assert none_left(before)
+    assert left_of(tmp_path / "run") == []
     said = (tmp_path / "run.txt").read_text()
     assert "raylet" not in said  # what Ray says is in the run's log
     assert "a Ray cluster of its own, 1 node(s): 2 engines, 2 environment workers" in said
@@ -74,12 +78,12 @@ def test_a_run_starts_a_cluster_of_its_own_and_leaves_nothing_of_it(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_run_that_is_told_to_stop_or_killed_leaves_nothing_on_the_machine(tmp_path, number):
-    before = ray_processes()
     process = begin(tmp_path / "run", "trainer.steps=500")
     wait_for_steps(tmp_path / "run", process, 1)
+    assert len(processes_of(tmp_path / "run")) > 4
     os.kill(process.pid, number)
     process.wait(300)
-    assert none_left(before)
+    assert left_of(tmp_path / "run") == []
     if number != signal.SIGKILL:
         assert "Stopped at step" in (tmp_path / "run.txt").read_text()
         assert list((tmp_path / "run" / "checkpoints").glob("step-*"))

@@ -88,7 +88,9 @@ class RayHolder(Holder):
             self._hear(outcome.result())
 
     def _lose(self, error: BaseException) -> None:
-        self.end, self.lost = self.end or _why(error), True
+        if not self.lost:
+            self.end, self.lost = _why(error), True
+            self._say_gone()
         self.noticed.set()
 
     def _watch(self) -> None:

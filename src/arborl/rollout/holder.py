@@ -99,6 +99,10 @@ class Holder(ABC):
             log.warning("%s did not answer in time: its process is killed and replaced", late[0].where)
             self.kill()
 
+    def _say_gone(self) -> None:
+        """Nobody here has ended it."""
+        log.warning("a process of %d environments is lost, and they are set up elsewhere: %s", self.envs, self.gone())
+
     def _orphan(self) -> None:
         """It is gone: whoever waits is told."""
         with self.lock:
