@@ -128,8 +128,14 @@ def test_a_job_that_is_submitted_joins_the_cluster_it_is_submitted_to(tmp_path):
     try:
         client = JobSubmissionClient(f"http://{cluster.head_node.webui_url}")
         words = [f"output_dir={tmp_path / 'run'}", *PLACED, *SMALL, "trainer.steps=1"]
-        job = client.submit_job(entrypoint=" ".join([sys.executable, "-m", "arborl", "train", *words]))
         until = time.monotonic() + 600
+        job = None
+        while job is None:
+            try:
+                job = client.submit_job(entrypoint=" ".join([sys.executable, "-m", "arborl", "train", *words]))
+            except RuntimeError as error:  # the dashboard answers before the node's agent is there
+                assert "No available agent" in str(error) and time.monotonic() < until
+                time.sleep(1)
         while time.monotonic() < until and not client.get_job_status(job).is_terminal():
             time.sleep(1)
         assert client.get_job_status(job) == JobStatus.SUCCEEDED, client.get_job_logs(job)
