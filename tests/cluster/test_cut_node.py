@@ -68,7 +68,8 @@ class TwoHosts:
             self.started.append(subprocess.Popen(words, stdout=out, stderr=out, start_new_session=True, env=self.env))
         until = time.monotonic() + 180
         while "Ray runtime started" not in log.read_text():
-            assert self.started[-1].poll() is None and time.monotonic() < until, log.read_text()
+            assert self.started[-1].poll() is None, log.read_text()
+            assert time.monotonic() < until, log.read_text()
             time.sleep(0.2)
 
     def pull(self) -> None:
@@ -102,7 +103,8 @@ def test_a_run_goes_on_when_the_network_of_a_node_is_cut_and_says_what_it_cost(t
             run = subprocess.Popen(asked, stdout=out, stderr=out, env=hosts.env)
         until = time.monotonic() + 300
         while not (home / "metrics.jsonl").exists() or '"step": 2' not in (home / "metrics.jsonl").read_text():
-            assert run.poll() is None and time.monotonic() < until, log.read_text()
+            assert run.poll() is None, log.read_text()
+            assert time.monotonic() < until, log.read_text()
             time.sleep(0.05)
         hosts.pull()
         assert run.wait(400) == 0, log.read_text()
