@@ -185,6 +185,13 @@ class Cluster:
                 f"{placed.cpus_per_engine}, env_workers={placed.env_workers}, reward_workers={placed.reward_workers}), "
                 f"and the cluster has {has:g} on {len(self.nodes)} node(s). Ask for fewer, or add nodes."
             )
+        each = self.placement.cpus_per_engine
+        if self.placement.engines > (room := sum(int(node.cpus // each) for node in self.nodes)):
+            have = ", ".join(f"{node.cpus:g}" for node in self.nodes)
+            raise ConfigError(
+                f"placement.engines={self.placement.engines} x cpus_per_engine={each}: an engine is on one node, and "
+                f"the cluster's have {have} cores, room for {room}. Ask for fewer cores each, or fewer engines."
+            )
         gpus = gpus_of(self.nodes)
         for number in self.placement.device_mapping.engines:
             if number >= len(gpus):

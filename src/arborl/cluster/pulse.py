@@ -54,6 +54,7 @@ class Pulse:
         self.watched: list[Watched] = []
         self.silent: dict[str, float] = {}
         """Nodes with a process that was silent, and when."""
+        self.looked = time.monotonic()
         self.ended = threading.Event()
         threading.Thread(target=self._watch, name="arborl-pulse", daemon=True).start()
 
@@ -73,18 +74,20 @@ class Pulse:
         return sorted(node for node, when in self.silent.items() if now - when < SHUNNED)
 
     def _watch(self) -> None:
-        looked = time.monotonic()
         while not self.ended.wait(BEAT):
-            now = time.monotonic()
-            if now - looked > BEAT + SILENT / 4:  # this process itself was stopped, or starved: nobody else is to blame
-                for one in self.watched:
-                    one.since = now
-            looked = now
-            for one in list(self.watched):
-                with suppress(Exception):  # the cluster itself is gone, or this process is no longer of it
-                    self._look(one, now)
+            self.look(time.monotonic())
 
-    def _look(self, one: Watched, now: float) -> None:
+    def look(self, now: float) -> None:
+        """Hear who has answered, and give up who has not for too long."""
+        if now - self.looked > BEAT + SILENT / 4:  # this process itself was stopped, or starved: nobody is to blame
+            for one in self.watched:
+                one.since = now
+        self.looked = now
+        for one in list(self.watched):
+            with suppress(Exception):  # the cluster itself is gone, or this process is no longer of it
+                self._hear(one, now)
+
+    def _hear(self, one: Watched, now: float) -> None:
         if self.ray.wait([one.answer], timeout=0)[0]:
             try:
                 said = self.ray.get(one.answer)
