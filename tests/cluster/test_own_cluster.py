@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -141,7 +142,11 @@ def test_a_job_that_is_submitted_joins_the_cluster_it_is_submitted_to(tmp_path):
     from ray.cluster_utils import Cluster
     from ray.job_submission import JobStatus, JobSubmissionClient
 
-    about = {"num_cpus": 4, "include_dashboard": True, "dashboard_port": 0, "object_store_memory": 100 * 2**20}
+    with socket.socket() as free:  # other clusters of this machine have the usual one
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    about = {"num_cpus": 4, "object_store_memory": 100 * 2**20, "dashboard_agent_listen_port": port}
+    about |= {"include_dashboard": True, "dashboard_port": 0}
     cluster = Cluster(initialize_head=True, head_node_args=about)
     try:
         client = JobSubmissionClient(f"http://{cluster.head_node.webui_url}")

@@ -111,6 +111,12 @@ class Holder(ABC):
         for one in orphans.values():
             _settle(one.outcome, None, WorkerLost(self.why()))
 
+    @property
+    def unborn(self) -> bool:
+        """Whether it was gone before it was ready: none of its environments was ever there. Where a process is started
+        on a node that is about to be missed, that is the node's doing."""
+        return not self.suspects and self.ready.done() and self.ready.exception() is not None
+
     def why(self) -> str:
         if self.killed_for:
             return f"its process was killed because {self.killed_for} hung"

@@ -195,7 +195,8 @@ class ProcessEnv(Env):
         self.place = 0
         self.alone = False
         """Its last process crashed, and this environment may be why: the next one it does not share."""
-        self.losses = 0
+        self.losses = self.crashes = 0
+        """Processes lost; and those of them that may have been its doing."""
         self.since: float | None = None
         """When the call began that it lost its process in, until it has another and is where it was."""
         self.stuck = False
@@ -228,9 +229,12 @@ class ProcessEnv(Env):
             process.envs -= 1
             if self.losses >= LOSSES:
                 raise WorkerLost(f"{process.why()}; it has lost {LOSSES} processes")
-            if self.alone and not process.killed_for:
+            if process.killed_for or process.unborn:
+                return
+            self.crashes += 1
+            if self.alone:
                 raise WorkerLost(f"{process.why()}, twice")
-            self.alone = self.alone or (not process.killed_for and (process.suspects or self.losses > 1))
+            self.alone = process.suspects or self.crashes > 1
 
     async def open(self) -> None:
         """Take a place in a process; in another, where that one is lost meanwhile."""
