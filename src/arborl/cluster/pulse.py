@@ -20,7 +20,7 @@ from arborl.cluster.host import Told
 
 log = logging.getLogger(__name__)
 
-BEAT = 2.0
+BEAT = 5.0
 """Seconds between two questions."""
 SILENT = 20.0
 """Seconds without an answer, after which a process is taken for lost."""
