@@ -68,6 +68,16 @@ def test_without_ray_it_is_said_what_to_install(monkeypatch):
         build(config_of("placement=ray", "placement.engines=1"))
 
 
+def test_evaluate_plays_in_its_own_process_unless_it_is_told_otherwise(tmp_path):
+    from arborl.api.measure import Asked, policies
+
+    file = tmp_path / "run.yaml"
+    file.write_text("placement: {name: ray, engines: 2}\n")
+    assert policies([str(file)], Asked())[0].config.placement.name == "local"
+    asked = policies([str(file)], Asked(["placement.engines=3"]))[0].config.placement
+    assert (asked.name, asked.engines) == ("ray", 3)
+
+
 def test_a_node_with_other_versions_is_refused_by_name():
     ours = versions()
     check_versions(ours, dict(ours), "engine 0")
@@ -88,6 +98,7 @@ def test_gpus_are_counted_over_all_nodes_and_a_node_that_is_back_is_found_by_its
     ("words", "said"),
     [
         (["placement.engines=9"], r"asks for 9 cores .* the cluster has 8 on 2 node"),
+        (["placement.engines=1", "placement.cpus_per_engine=5"], r"an engine is on one node, .* 4, 4 cores"),
         (["placement.engines=2", "placement.device_mapping.engines=[0,2]"], r"names GPU 2, and the cluster has 2"),
         (["placement.reward_workers=1"], "no reward but env"),
     ],
@@ -178,7 +189,11 @@ def test_a_run_on_two_nodes_that_loses_an_engine_and_a_worker_is_the_run_in_one_
     assert sum(row["engine/seconds_lost"] for row in rows) > 0
     assert sum(row["rollout/processes_replaced"] for row in rows) == 1
     assert sum(row["rollout/seconds_lost"] for row in rows) > 0
+    assert sum(row["rollout/processes_hung"] for row in rows) == 0
     assert f"process {killed[0][0]}" in caplog.text  # who was lost is said by name
+    assert killed[1].name in caplog.text
+    assert "Engines or workers were lost and replaced: 1 × engine, " in caplog.text  # and what it cost
+    assert "engines or workers were lost and replaced" in (tmp_path / "ray" / "report.html").read_text().lower()
 
 
 @pytest.mark.slow
@@ -205,6 +220,47 @@ def test_an_engine_in_the_place_of_a_dead_one_has_the_newest_weights_before_its_
     assert again.logprobs != before.logprobs
 
 
+def run_rewarded(tmp_path, reward, **more):
+    """A step with scripted replies, whose rewards are on the cluster."""
+    import arborl
+
+    settings = dict(word.split("=", 1) for word in SMALL if not word.startswith(("env", "track")))
+    settings = {key: json.loads(value) if value[0].isdigit() else value for key, value in settings.items()}
+    settings |= {"trainer.steps": 1, "deterministic": True, "output_dir": tmp_path / "run", "engine": "scripted"}
+    return arborl.run(**settings, rewards=[reward], placement="ray", **more, **{"track.tensorboard": False})
+
+
+@pytest.mark.slow
+def test_a_reward_worker_that_is_killed_costs_time_and_no_episode(two_nodes, tmp_path):
+    import arborl
+    from arborl.rollout.store import EpisodeStore
+
+    once, later = tmp_path / "once", tmp_path / "later"
+
+    @arborl.reward
+    def deadly(episode):
+        if not once.exists():
+            once.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        with later.open("a") as scored:  # by whom it was scored
+            scored.write(f"{episode.id} {os.getpid()}\n")
+        return 1.0 if int(episode.id[-1]) else 0.0
+
+    done = run_rewarded(tmp_path, deadly, **{"placement.reward_workers": 1})
+    episodes = list(EpisodeStore.read(done.folder / "episodes" / "step-000001.jsonl"))
+    assert len({one.id for one in episodes}) == len(episodes) == 12
+    assert all(one.failure is None and "deadly" in one.rewards for one in episodes)
+    scored = [line.split()[0] for line in later.read_text().splitlines()]
+    assert {one.id for one in episodes} <= set(scored)
+    row = next(row for row in read_metrics(done.folder / "metrics.jsonl") if "time/step" in row)
+    assert row["rewards/lost"] == 1
+    assert row["rewards/seconds_lost"] > 0
+    said = (done.folder / "run.log").read_text()
+    assert "a reward worker is left alone until it answers again" in said
+    assert "reward worker 0 answers again after" in said
+    assert "1 × reward worker, " in said
+
+
 def test_a_reward_on_the_cluster_that_breaks_costs_itself_and_is_named(two_nodes, tmp_path):
     import arborl
     from arborl.rollout.store import EpisodeStore
@@ -215,12 +271,7 @@ def test_a_reward_on_the_cluster_that_breaks_costs_itself_and_is_named(two_nodes
             raise ArithmeticError(f"in process {os.getpid()}")
         return {"pid": 1.0 / os.getpid()}
 
-    settings = dict(word.split("=", 1) for word in SMALL if not word.startswith(("env", "track")))
-    settings = {key: json.loads(value) if value[0].isdigit() else value for key, value in settings.items()}
-    done = arborl.run(
-        **settings | {"trainer.steps": 1, "deterministic": True, "output_dir": tmp_path / "run", "engine": "scripted"},
-        rewards=[brittle], placement="ray", **{"placement.reward_workers": 1, "track.tensorboard": False},
-    )  # fmt: skip
+    done = run_rewarded(tmp_path, brittle, **{"placement.reward_workers": 1})
     episodes = list(EpisodeStore.read(done.folder / "episodes" / "step-000001.jsonl"))
     failed = [one for one in episodes if one.failure is not None]
     assert len(failed) == 3

@@ -24,7 +24,7 @@ from arborl.engines.scripted import ScriptedEngine
 from arborl.envs.countdown import Countdown
 from arborl.envs.frozen_lake import FrozenLake
 from arborl.rollout import watchdog
-from arborl.rollout.processes import ProcessEnv, Processes
+from arborl.rollout.processes import Process, ProcessEnv, Processes
 from arborl.rollout.recorder import Limits
 from arborl.rollout.runner import Cast, Rollout
 from arborl.rollout.store import to_json
@@ -128,7 +128,7 @@ def test_a_hung_step_costs_its_episode_alone_and_is_counted(seedling, workers, w
         assert counted["rollout/threads_abandoned"] == 2.0
         assert counted["rollout/threads_stuck"] == 2.0
     else:
-        assert counted["rollout/processes_replaced"] >= 1.0
+        assert counted["rollout/processes_replaced"] == counted["rollout/processes_hung"] >= 1.0
 
 
 def test_a_thread_that_comes_back_after_all_closes_its_environment_and_ends(seedling):
@@ -504,3 +504,26 @@ def test_garbage_is_collected_as_before_when_a_rollout_is_over(seedling):
     before = gc.get_threshold()
     play(rollout(renderer, Sync), "a", "raise")
     assert gc.get_threshold() == before
+
+
+def test_processes_that_are_gone_before_they_are_ready_are_not_laid_to_their_environment():
+    started = []
+
+    class Remote(Process):
+        """On a node that is gone already, though nobody has missed it yet; the fourth is elsewhere."""
+
+        suspects = False
+
+        def __init__(self, alone):
+            super().__init__(alone)
+            started.append(alone)
+            if len(started) < 4:
+                self.kill()
+
+    pool = Processes(most=1, start=Remote)
+    env = ProcessEnv(FrozenLake(size=3), pool, "environment 'lake'", 30.0)
+    seen = asyncio.run(env.reset(Task("a"), 0))
+    pool.close()
+    assert seen is not None
+    assert started == [False] * 4
+    assert (env.losses, env.crashes) == (3, 0)

@@ -14,6 +14,7 @@ from arborl.api.located import located
 from arborl.build import Parts, build
 from arborl.config.base import validate
 from arborl.config.load import load
+from arborl.config.placement import PlacementConfig
 from arborl.config.run import RunConfig
 from arborl.data import TaskSource
 from arborl.data.reading.rows import Reader
@@ -84,7 +85,7 @@ def policies(names: Sequence[str], asked: Asked) -> list[Policy]:
 def settings_of(name: str, asked: Asked) -> RunConfig:
     """Of one policy, with the model that it stands for."""
     place = located(name, asked.overrides, asked.trust)
-    return _of_model(place.config, str(place.model))
+    return _of_model(_here(place.config, asked), str(place.model))
 
 
 def _own_settings(name: str, asked: Asked) -> RunConfig | None:
@@ -92,7 +93,7 @@ def _own_settings(name: str, asked: Asked) -> RunConfig | None:
     if name.startswith(REMOTE):
         return None
     place = located(name, asked.overrides, asked.trust)
-    return _of_model(place.config, str(place.model)) if place.run is not None else None
+    return _of_model(_here(place.config, asked), str(place.model)) if place.run is not None else None
 
 
 def _others_settings(name: str, common: RunConfig, asked: Asked) -> RunConfig:
@@ -103,6 +104,14 @@ def _others_settings(name: str, common: RunConfig, asked: Asked) -> RunConfig:
     key = asked.key or ("OPENAI_API_KEY" if url == OPENAI else None)
     where = {"urls": [url.removesuffix("/v1")], "model": name.removeprefix(REMOTE), "api_key_env": key}
     return validate(RunConfig, common.model_dump() | {"engine": {"name": "http", "chat": True} | where})
+
+
+def _here(config: RunConfig, asked: Asked) -> RunConfig:
+    """In this process, wherever the run was, unless this command places it: the cluster may be gone or busy, and what
+    is played does not depend on it."""
+    if any(word.startswith("placement") for word in asked.overrides):
+        return config
+    return config.model_copy(update={"placement": PlacementConfig()})
 
 
 def _of_model(config: RunConfig, model: str) -> RunConfig:

@@ -5,6 +5,7 @@ Nothing here is imported where `placement=local`. In reading order:
 
     connection.py       The cluster: joined, or started and stopped; what is asked of it is compared with what it has
     host.py             What every process on the cluster has in common: its name, its versions
+    pulse.py            Signs of life of these processes: one that gives none is ended
     seats.py            Which GPU of which node is whose
     arrays.py           Weights as plain arrays, which the object store shares between processes without a copy
     engine.py           Engines on the cluster, behind `Engine`

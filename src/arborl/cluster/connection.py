@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
 
 from arborl.cluster.host import versions
+from arborl.cluster.pulse import GROUP, Pulse
 from arborl.cluster.seats import Node, Seat, find_node, gpus_of
 from arborl.config.placement import PlacementConfig
 from arborl.errors import ConfigError
@@ -101,6 +102,7 @@ class Cluster:
             self._connect(weight_bytes)
             Cluster.mine = True
         Cluster.users += 1
+        self.pulse = Pulse(ray)
         try:
             self.nodes = self.alive()
             self._check()
@@ -183,6 +185,13 @@ class Cluster:
                 f"{placed.cpus_per_engine}, env_workers={placed.env_workers}, reward_workers={placed.reward_workers}), "
                 f"and the cluster has {has:g} on {len(self.nodes)} node(s). Ask for fewer, or add nodes."
             )
+        each = self.placement.cpus_per_engine
+        if self.placement.engines > (room := sum(int(node.cpus // each) for node in self.nodes)):
+            have = ", ".join(f"{node.cpus:g}" for node in self.nodes)
+            raise ConfigError(
+                f"placement.engines={self.placement.engines} x cpus_per_engine={each}: an engine is on one node, and "
+                f"the cluster's have {have} cores, room for {room}. Ask for fewer cores each, or fewer engines."
+            )
         gpus = gpus_of(self.nodes)
         for number in self.placement.device_mapping.engines:
             if number >= len(gpus):
@@ -230,6 +239,8 @@ class Cluster:
             "max_concurrency": CONCURRENCY,
             "scheduling_strategy": "SPREAD",
         }
+        if shunned := self.pulse.shunned:
+            options["label_selector"] = {"ray.io/node-id": f"!in({','.join(shunned)})"}
         if seat is not None:
             from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -244,14 +255,17 @@ class Cluster:
         with self.lock:
             if self.closed:
                 raise ConfigError("the cluster of the run was closed")
-            actor = self.ray.remote(kind).options(**options).remote(paths, unsafe_allowed(), *args, **more)
+            made = self.ray.remote(concurrency_groups={GROUP: 1})(kind)
+            actor = made.options(**options).remote(paths, unsafe_allowed(), *args, **more)
             self.started.append(actor)
+            self.pulse.add(actor)
         return actor
 
     def stop(self, actor: Actor) -> None:
         """End a process, whatever it does."""
         with self.lock:
             self.started = [other for other in self.started if other is not actor]
+        self.pulse.forget(actor)
         with suppress(Exception):  # it may be gone, or the cluster
             self.ray.kill(actor, no_restart=True)
 
@@ -261,6 +275,7 @@ class Cluster:
             if self.closed:
                 return
             self.closed, left, self.started = True, self.started, []
+        self.pulse.close()
         for actor in left:
             with suppress(Exception):
                 self.ray.kill(actor, no_restart=True)

@@ -49,12 +49,12 @@ class RayHolder(Holder):
 
     suspects = False  # nodes go, too
 
-    def __init__(self, cluster: Cluster, name: str, alone: bool):
+    def __init__(self, cluster: Cluster, name: str, alone: bool, cpus: int):
         super().__init__(alone, cluster.placement.seconds)
         self.cluster, self.name, self.end = cluster, name, ""
         self.noticed = threading.Event()
         """Something is to be done that must not be done in a thread of Ray's, where answers come."""
-        self.actor = cluster.start(EnvironmentHost, cpus=0 if alone else 1)
+        self.actor = cluster.start(EnvironmentHost, cpus=cpus)
         self.actor.told.remote().future().add_done_callback(self._begin)
         threading.Thread(target=self._watch, name="arborl-cluster", daemon=True).start()
 
@@ -88,7 +88,9 @@ class RayHolder(Holder):
             self._hear(outcome.result())
 
     def _lose(self, error: BaseException) -> None:
-        self.end, self.lost = self.end or _why(error), True
+        if not self.lost:
+            self.end, self.lost = _why(error), True
+            self._say_gone()
         self.noticed.set()
 
     def _watch(self) -> None:
@@ -113,11 +115,15 @@ def _why(error: BaseException) -> str:
 def environment_processes(cluster: Cluster) -> Processes:
     """As many as `placement.env_workers` says, on the cluster. The first is started now: what is wrong with the nodes
     is found before anything is written."""
-    numbers = count()
-    processes = Processes(
-        most=cluster.placement.env_workers,
-        start=lambda alone: RayHolder(cluster, f"environment worker {next(numbers)}", alone),
-    )
+    numbers, most = count(), cluster.placement.env_workers
+
+    def start(alone: bool) -> RayHolder:
+        """One that takes the place of another asks for no core: a cluster that has lost a node may have none left, and
+        episodes would wait for it."""
+        number = next(numbers)
+        return RayHolder(cluster, f"environment worker {number}", alone, cpus=1 if number < most and not alone else 0)
+
+    processes = Processes(most=most, start=start)
     first, _ = processes.take()
     first.envs -= 1
     try:

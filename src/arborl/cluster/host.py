@@ -74,5 +74,5 @@ class Host:
         return Told(versions(), os.getpid(), ray.util.get_node_ip_address(), node)
 
     async def present(self) -> bool:
-        """Answered unless the event loop is stuck."""
+        """Answered unless the event loop is stuck; asked by `Pulse`, in another one."""
         return True

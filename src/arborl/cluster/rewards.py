@@ -127,9 +127,10 @@ class RewardWorkers:
                 self.routes.lose(replica, f"{replica.name} hangs in a reward")
 
     async def _start(self, replica: RewardReplica) -> None:
-        if replica.actor is not None:
+        another = replica.actor is not None
+        if another:
             self.cluster.stop(replica.actor)
-        replica.actor = self.cluster.start(RewardHost, self.packed)
+        replica.actor = self.cluster.start(RewardHost, self.packed, cpus=0 if another else 1)  # there may be none left
         try:
             asked = asyncio.wrap_future(replica.actor.told.remote().future())
             told = await asyncio.wait_for(asked, self.cluster.placement.seconds)

@@ -48,6 +48,10 @@ class Replica:
     """Requests under way."""
     why: str = ""
     """What was wrong when it was last tried."""
+    heard: float = 0.0
+    """When it last answered; or was asked, where it had nothing else to do."""
+    since: float = 0.0
+    """Since when it has been gone: what was asked of it after it was last heard is lost too."""
     missed: float | None = None
     """Since when it has been gone and nobody was told of the time."""
 
@@ -102,9 +106,13 @@ class Replicas(Generic[R]):
         """What `work` gets from the session's replica, or from another where that one is gone."""
         while True:
             replica = await self.choose(session)
+            if not replica.busy:
+                replica.heard = time.perf_counter()
             replica.busy += 1
             try:
-                return await work(replica)
+                said = await work(replica)
+                replica.heard = time.perf_counter()
+                return said
             except Unreachable as error:
                 self.lose(replica, str(error))
                 self.counts["retried"] += 1
@@ -142,6 +150,8 @@ class Replicas(Generic[R]):
             task.cancel()  # it may be about to hand out the weights before these
         self.look_after()
         up = self.up
+        for replica in up:
+            replica.heard = replica.heard if replica.busy else time.perf_counter()
         outcomes = await asyncio.gather(*map(give, up), return_exceptions=True)
         errors: dict[R, EngineError] = {}
         for replica, outcome in zip(up, outcomes, strict=True):
@@ -166,7 +176,8 @@ class Replicas(Generic[R]):
         """Send nothing there until it has been given the newest weights."""
         replica.why = why
         if replica.up:
-            replica.up, replica.missed = False, time.perf_counter()
+            replica.up = False
+            replica.since = replica.missed = replica.heard or time.perf_counter()
             self.counts["lost"] += 1
             article = "an" if self.noun[0] in "aeiou" else "a"
             log.warning("%s %s is left alone until it answers again: %s", article, self.noun, why)
@@ -192,7 +203,8 @@ class Replicas(Generic[R]):
                 if replica.version == self.coming:
                     self._count(replica)
                     replica.up, replica.missed = True, None
-                    log.warning("%s answers again, with the weights of version %d", replica.name, self.coming)
+                    gone = f" after {time.perf_counter() - replica.since:.1f} s" if replica.since else ""
+                    log.warning("%s answers again%s", replica.name, gone)
                     self._in_loop().changed.set()
                     return
             await asyncio.sleep(AGAIN)
@@ -204,8 +216,8 @@ class Replicas(Generic[R]):
             replica.missed = now
 
     def metrics(self) -> Metrics:
-        """Since the last call: requests sent again, replicas lost, and the seconds that those were gone; and how many
-        answer now."""
+        """Since the last call: requests sent again, replicas lost, and the seconds that those were gone, from when they
+        were last heard; and how many answer now."""
         for replica in self.all:
             self._count(replica)
         counts = dict(self.counts)

@@ -99,6 +99,10 @@ class Holder(ABC):
             log.warning("%s did not answer in time: its process is killed and replaced", late[0].where)
             self.kill()
 
+    def _say_gone(self) -> None:
+        """Nobody here has ended it."""
+        log.warning("a process of %d environments is lost, and they are set up elsewhere: %s", self.envs, self.gone())
+
     def _orphan(self) -> None:
         """It is gone: whoever waits is told."""
         with self.lock:
@@ -106,6 +110,12 @@ class Holder(ABC):
             orphans, self.asked = self.asked, {}
         for one in orphans.values():
             _settle(one.outcome, None, WorkerLost(self.why()))
+
+    @property
+    def unborn(self) -> bool:
+        """Whether it was gone before it was ready: none of its environments was ever there. Where a process is started
+        on a node that is about to be missed, that is the node's doing."""
+        return not self.suspects and self.ready.done() and self.ready.exception() is not None
 
     def why(self) -> str:
         if self.killed_for:

@@ -87,10 +87,12 @@ class Process(Holder):
                     looked = time.monotonic()
         except (EOFError, OSError):
             pass
-        self.lost = True
+        ended, self.lost = self.lost, True
         with suppress(OSError):
             self.pipe.close()
         self.child.wait()
+        if not ended:
+            self._say_gone()
         self._orphan()
 
 
@@ -120,9 +122,9 @@ class Processes:
         self.most = None if per_process else most or os.cpu_count() or 1
         self.alive: list[Holder] = []
         self.places = 0
-        self.replaced = 0
+        self.replaced = self.hung = 0
         self.seconds_lost = 0.0
-        """That episodes waited for another process, and to be where they were."""
+        """That episodes lost with a process: from the call that was lost until they were where they had been."""
         weakref.finalize(self, _kill, self.alive)
 
     def take(self, alone: bool = False) -> tuple[Holder, int]:
@@ -141,17 +143,19 @@ class Processes:
     def _sweep(self) -> None:
         gone = [process for process in self.alive if process.lost]
         self.replaced += len(gone)
+        self.hung += sum(bool(process.killed_for) for process in gone)
         for process in gone:
             self.alive.remove(process)
 
     def metrics(self) -> Metrics:
-        """Since the last call: processes that were lost and replaced, and the seconds that episodes lost with them; and
-        how many there are."""
+        """Since the last call: processes that were lost and replaced, those of them that hung, and the seconds that
+        episodes lost with them; and how many there are."""
         self._sweep()
-        replaced, self.replaced = self.replaced, 0
+        replaced, hung, self.replaced, self.hung = self.replaced, self.hung, 0, 0
         seconds, self.seconds_lost = self.seconds_lost, 0.0
         return {
             "rollout/processes_replaced": float(replaced),
+            "rollout/processes_hung": float(hung),
             "rollout/processes": float(len(self.alive)),
             "rollout/seconds_lost": seconds,
         }
@@ -191,9 +195,10 @@ class ProcessEnv(Env):
         self.place = 0
         self.alone = False
         """Its last process crashed, and this environment may be why: the next one it does not share."""
-        self.losses = 0
+        self.losses = self.crashes = 0
+        """Processes lost; and those of them that may have been its doing."""
         self.since: float | None = None
-        """When it lost its process, until it has another and is where it was."""
+        """When the call began that it lost its process in, until it has another and is where it was."""
         self.stuck = False
         """A call was given up before it came back."""
         self.played: list[tuple[str, tuple[Any, ...]]] = []
@@ -214,18 +219,22 @@ class ProcessEnv(Env):
         assert self.process is not None
         return self.process.ask(self.where, self.seconds, self.place, method, *args)
 
-    def _lose(self) -> None:
-        """The process is gone. A second crash in a process of its own is this environment's doing."""
+    def _lose(self, began: float = math.inf) -> None:
+        """The process is gone, and with it the call that `began` then. A second crash in a process of its own is this
+        environment's doing."""
         process, self.process = self.process, None
         self.losses += 1
-        self.since = self.since if self.since is not None else time.monotonic()
+        self.since = self.since if self.since is not None else min(began, time.monotonic())
         if process is not None:
             process.envs -= 1
             if self.losses >= LOSSES:
                 raise WorkerLost(f"{process.why()}; it has lost {LOSSES} processes")
-            if self.alone and not process.killed_for:
+            if process.killed_for or process.unborn:
+                return
+            self.crashes += 1
+            if self.alone:
                 raise WorkerLost(f"{process.why()}, twice")
-            self.alone = self.alone or (not process.killed_for and (process.suspects or self.losses > 1))
+            self.alone = process.suspects or self.crashes > 1
 
     async def open(self) -> None:
         """Take a place in a process; in another, where that one is lost meanwhile."""
@@ -271,7 +280,7 @@ class ProcessEnv(Env):
                 answer = await _heard(self._ask(method, *args))
             except WorkerLost as error:
                 self.stuck = False
-                self._lose()
+                self._lose(began)
                 self._check_time(method, began, error)
             except Exception:
                 self.stuck = False
@@ -292,7 +301,7 @@ class ProcessEnv(Env):
                 began = time.monotonic()
                 return self._ask(method, *args).result()
             except WorkerLost as error:
-                self._lose()
+                self._lose(began)
                 self._check_time(method, began, error)
 
     def _check_time(self, method: str, began: float, error: WorkerLost) -> None:

@@ -239,11 +239,31 @@ def some_fail(course: Course) -> Seen | None:
 
 
 def hanging(course: Course) -> Seen | None:
-    for name in ("rollout/threads_stuck", "rollout/tool_calls_stuck", "rollout/processes_replaced"):
+    for name in ("rollout/threads_stuck", "rollout/tool_calls_stuck", "rollout/processes_hung"):
         own = course[name]
         if where := _where(own, lambda count: count > 0):
             return Seen(f"{name} is up to {max(own.values):.0f}", where)
     return None
+
+
+LOST = (
+    ("engine/lost", "engine/seconds_lost", "engine"),
+    ("rollout/processes_replaced", "rollout/seconds_lost", "process of environments"),
+    ("rewards/lost", "rewards/seconds_lost", "reward worker"),
+)
+"""How many, for how long, and what."""
+
+
+def parts_lost(course: Course) -> Seen | None:
+    """With the time that it cost: of engines and reward workers how long they were gone, of environments how long
+    episodes waited."""
+    found = [(_total(course[count]), _total(course[seconds]), what, course[count]) for count, seconds, what in LOST]
+    found = [one for one in found if one[0]]
+    if not found:
+        return None
+    told = [f"{count:.0f} × {what}, {seconds:.1f} s" for count, seconds, what, _ in found]
+    where = sorted({step for *_, own in found for step in _where(own, lambda count: count > 0)})
+    return Seen("; ".join(told), tuple(where))
 
 
 def groups_missing(course: Course) -> Seen | None:

@@ -134,6 +134,11 @@ TRENDS = (
         "rollout.step_seconds.",
     ),
     Trend(
+        "parts_lost", rules.parts_lost, "engines or workers were lost and replaced",
+        "Their requests were asked again elsewhere, and nothing is trained twice; the seconds are what that cost. "
+        "run.log names each: look at its node where one goes again and again.",
+    ),
+    Trend(
         "groups_missing", rules.groups_missing, "batches lack groups",
         "Groups ran out of rollout.group_seconds or did not pass rollout.group_filter: write more of the first, or "
         "rollout.spare_groups.",

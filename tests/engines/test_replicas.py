@@ -1,0 +1,44 @@
+"""What the loss of one of several places costs, and that it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from arborl.engines import replicas
+from arborl.engines.replicas import Replica, Replicas, Unreachable
+
+SILENT = 0.3
+
+
+def test_time_is_lost_from_when_a_replica_was_last_heard_and_not_from_when_it_is_found_gone(monkeypatch, caplog):
+    monkeypatch.setattr(replicas, "AGAIN", 0.01)
+    places = [Replica("a", up=True), Replica("b", up=True)]
+    dead = {"a"}
+
+    async def revive(replica):
+        dead.clear()
+        replica.version = 0
+
+    async def work(replica):
+        if replica.name in dead:
+            await asyncio.sleep(SILENT)  # its node is cut off: nobody says that it is gone
+            raise Unreachable(f"{replica.name} is gone")
+        return replica.name
+
+    async def run():
+        routes = Replicas(places, revive, 5.0)
+        said = await routes.ask("one", work)
+        while len(routes.up) < 2:
+            await asyncio.sleep(0.01)
+        return said, routes.metrics()
+
+    with caplog.at_level(logging.WARNING):
+        said, counts = asyncio.run(run())
+    assert said == "b"
+    assert counts["engine/lost"] == counts["engine/retried"] == 1
+    assert counts["engine/seconds_lost"] >= SILENT
+    told = next(record.getMessage() for record in caplog.records if "answers again after" in record.getMessage())
+    assert float(told.split()[-2]) == pytest.approx(counts["engine/seconds_lost"], abs=0.06)
