@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from arborl.learner.packing import MicroBatch
 from arborl.models.attention import FREE, Bounds, layout
 from arborl.models.compiled import at_once, compiled
+from arborl.models.place import place_of
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,8 @@ def library() -> ctypes.CDLL | None:
 
 def compiled_fits(model: PreTrainedModel) -> bool:
     """Whether the compiled attention can serve this model here."""
-    if model.device.type != "cpu" or model.dtype != torch.float32:
+    place = place_of(model)  # where and how it computes: of a sharded one, the weights may rest otherwise
+    if place.device.type != "cpu" or place.dtype != torch.float32:
         return False
     return not layout(model).capped and library() is not None
 
