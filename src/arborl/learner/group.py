@@ -90,6 +90,8 @@ class LearnerGroup:
         self.caller: int | None = None
         """The thread in which a call is under way, where one is."""
         self.closed, self.fresh, self.snapshots = False, True, 0
+        self.torn = False
+        """Whether a call has ended in the middle: then nobody knows what the others wait for, and they are not told."""
         self.watch = Watch(meeting, list(range(1, meeting.count)), self._gone, self.launcher)
         try:
             self._guard(lambda: self._begin(blueprint, origin, teacher))
@@ -220,7 +222,7 @@ class LearnerGroup:
             return
         self.closed = True
         try:
-            if self.lost is None and dist.is_initialized() and hasattr(self, "rank"):
+            if self.lost is None and not self.torn and dist.is_initialized() and hasattr(self, "rank"):
                 self.rank.shelf.close()
                 self._tell([cloudpickle.dumps(None)] * self.meeting.count)
         except Exception:  # then somebody is gone by now: there is nobody to be told
@@ -278,8 +280,12 @@ class LearnerGroup:
         except (RuntimeError, dist.DistError) as error:
             if self.meeting.count > 1 and not isinstance(error, torch.OutOfMemoryError):
                 self._wait_for_why()
+            self.torn = True
             if self.lost is not None:
                 raise self.lost from error
+            raise
+        except BaseException:
+            self.torn = True
             raise
         finally:
             self.caller = None
