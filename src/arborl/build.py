@@ -151,7 +151,7 @@ def _build(config: RunConfig, workshop: Workshop, training: bool) -> Parts:
     torch.manual_seed(config.seed)
     algorithm = workshop.algorithm()  # what is wrong with one's own need not wait for the weights
     if training:
-        check_ranks(config.learner, config.model.device, algorithm)
+        check_ranks(config.learner, config.model.device, algorithm, elsewhere=config.placement.name == "ray")
     model = _policy(config, folder)
     check_runs(model, config.model.name, config.sampling.max_context)
     _check_tokens(config, renderer, model)
@@ -159,7 +159,7 @@ def _build(config: RunConfig, workshop: Workshop, training: bool) -> Parts:
     teacher = teacher_of(config, folder)
     plan = planned(model, config, algorithm.needs)  # now that all models of others have their memory
     sampling, asked = sampling_of(config, renderer), config.rollout
-    workshop.connect(model, rewards)
+    workshop.connect(model, rewards, training)
     engine = workshop.engine(model, renderer, cast, sampling, plan.kv_tokens, plan.forecast.lent, training)
     limits = Limits(asked.max_turns, config.sampling.max_context, asked.episode_seconds, asked.step_seconds)
     rollout = workshop.rollout(engine, cast, sampling, limits, rewards, given)
@@ -167,7 +167,7 @@ def _build(config: RunConfig, workshop: Workshop, training: bool) -> Parts:
     if not training:
         settings = settings.model_copy(update={"strategy": "single", "ranks": 1})
     drawn_up = _blueprint(config, settings, sampling, algorithm.needs, steps, folder, began)
-    learner = make_learner(drawn_up, model, origin, teacher)
+    learner = make_learner(drawn_up, model, origin, teacher, workshop.ranks(model))
     evaluator: Measures = (
         GivenEvaluator(source, rollout, algorithm, config, learner)
         if config.data.given

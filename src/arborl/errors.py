@@ -35,7 +35,24 @@ class RunStopped(ArborError):
 
 
 class LearnerLost(RunStopped):
-    """A rank of the learner is gone: what the run has learned since its last checkpoint is gone with it."""
+    """A rank of the learner is gone: what the run has learned since its last checkpoint is gone with it.
+
+    Args:
+        what: who, and how: `learner rank 1 of 2 was killed by signal 9`.
+        again: whether whoever runs this can start the ranks anew.
+    """
+
+    def __init__(self, what: str, again: bool = False):
+        super().__init__(what)
+        self.what, self.again, self.counted = what, again, False
+        self.since = ""
+        """Why the run does not go on by itself, where there is more to say."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what}: the run has stopped{self.since}. Go on from its last checkpoint with arborl train --resume "
+            "latest."
+        )
 
 
 class CannotWrite(ConfigError):

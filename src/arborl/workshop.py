@@ -44,6 +44,7 @@ if TYPE_CHECKING:  # what needs torch
 
     from arborl.algorithms import Algorithm
     from arborl.cluster.connection import Cluster
+    from arborl.cluster.ranks import RankActors
 
 
 class Workshop:
@@ -82,12 +83,22 @@ class Workshop:
         if self.config.rollout.group_filter is not None:
             self.find(FILTERS, self.config.rollout.group_filter)
 
-    def connect(self, model: PreTrainedModel, rewards: Rewards) -> None:
+    def connect(self, model: PreTrainedModel, rewards: Rewards, training: bool = True) -> None:
         """Join the cluster of the run or start one, and have the rewards computed there that are to be."""
         if self.config.placement.name == "ray":
             from arborl.cluster.from_config import connected
 
-            self.cluster = connected(self.config.placement, model, rewards)
+            further = self.config.learner.ranks - 1 if training else 0
+            self.cluster = connected(self.config.placement, model, rewards, further)
+
+    def ranks(self, model: PreTrainedModel) -> RankActors | None:
+        """What starts the learner's further ranks on the cluster, where there is one."""
+        if self.cluster is None or not self.cluster.ranks:
+            return None
+        from arborl.cluster.ranks import RankActors, rank_seats
+
+        own = (model.device.index or 0) if model.device.type == "cuda" else None
+        return RankActors(self.cluster, rank_seats(self.cluster, self.cluster.ranks, own))
 
     def stop(self) -> None:
         """End what was started, where the run is not to be."""

@@ -7,6 +7,7 @@ In reading order:
     export.py        A run's policy as a folder that plain transformers loads, with a card
     session.py       One run, from its first evaluation to its last file
     resume.py        Going on from a checkpoint: from which, and with which settings
+    losses.py        A run whose learner has lost a rank goes on by itself
     located.py       What a path or a name on a command line stands for
     folder.py        The folder of a run
     objects.py       Parts given as Python objects, and what they are called in a configuration

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,14 +15,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rich.console import Console as Terminal
 
 from arborl.api import folder as folders
+from arborl.api.losses import Losses
 from arborl.api.measure import Asked, play, policies
 from arborl.api.objects import name_objects
 from arborl.api.resume import Start, find_start, finished, refuse
 from arborl.api.signals import Stops
 from arborl.build import build, count_steps
+from arborl.checkpoint import any_of
 from arborl.config.base import plain, validate
 from arborl.config.load import from_kwargs
 from arborl.config.run import RunConfig
+from arborl.errors import LearnerLost
 from arborl.track.tracing import traced
 
 if TYPE_CHECKING:
@@ -96,10 +100,24 @@ def train(
 
         if serve_launched(config.learner, config.model.device):
             return Run(config.output_dir or Path())
-    with Stops(config.trainer.stop_seconds) as stops, _prepared(config, resume, objects, hooks, stops.saving) as found:
-        if profile and not isinstance(found, Run):
-            found.profile()
-        return found if isinstance(found, Run) else Run(found.home, wait_for(found.run(), stops), objects)
+    plain(config)  # an object among the arguments, which no file can hold, is found before anything starts
+    losses = Losses(config.learner.restarts)
+
+    def once(home: Path, resume: str | None) -> Run | None:
+        try:
+            with _prepared(home, config, resume, objects, hooks, losses, stops.saving) as found:
+                if profile and not isinstance(found, Run):
+                    found.profile()
+                return found if isinstance(found, Run) else Run(home, wait_for(found.run(), stops), objects)
+        except LearnerLost as lost:
+            if not losses.count(lost) or stops.got is not None:
+                raise
+            return None
+
+    with Stops(config.trainer.stop_seconds) as stops, folders.claimed(config, resuming=resume is not None) as home:
+        while (done := once(home, resume)) is None:
+            resume = _again(home, resume)
+        return done
 
 
 async def train_here(
@@ -112,39 +130,58 @@ async def train_here(
         config, resume, objects: as of `train`.
         hooks: further things to do after a step.
     """
-    with _prepared(config, resume, objects, hooks) as found:
-        return found if isinstance(found, Run) else Run(found.home, await found.run(), objects)
+    plain(config)  # as in `train`
+    losses, task = Losses(config.learner.restarts), asyncio.current_task()
+    assert task is not None
+
+    async def once(home: Path, resume: str | None) -> Run | None:
+        try:
+            with _prepared(home, config, resume, objects, hooks, losses) as found:
+                return found if isinstance(found, Run) else Run(home, await found.run(), objects)
+        except LearnerLost as lost:
+            if not losses.count(lost) or task.cancelling():
+                raise
+            return None
+
+    with folders.claimed(config, resuming=resume is not None) as home:
+        while (done := await once(home, resume)) is None:
+            resume = _again(home, resume)
+        return done
+
+
+def _again(home: Path, resume: str | None) -> str | None:
+    """From where a run goes on that has lost a rank; where it has saved nothing yet, from where it had begun. What it
+    was made of is gone before the same is made once more: two models might not fit."""
+    gc.collect()
+    return "latest" if any_of(home / "checkpoints") else resume
 
 
 @contextmanager
 def _prepared(
+    home: Path,
     config: RunConfig,
     resume: str | None,
     objects: Mapping[str, Any],
     hooks: Sequence[Hook],
+    losses: Losses,
     saving: Callable[[], None] = lambda: None,
 ) -> Iterator[RunSession | Run]:
-    """The run, ready to begin or to go on, in a folder that is held for it; or what it came to, where it is finished
-    already."""
-    plain(config)  # an object among the arguments, which no file can hold, is found before anything starts
-    with folders.claimed(config, resuming=resume is not None) as home:
-        start = find_start(home, resume, config) if resume is not None else None
-        if start is not None:
-            steps = count_steps(config, objects)
-            if (summary := finished(home, start, steps)) is not None:
-                Terminal().print(_nothing_to_do(home, start, config), highlight=False, markup=False, soft_wrap=True)
-                yield Run(home, summary, objects)
-                return
-            refuse(start, config, steps, objects)
-        parts = build(config, objects)
-        from arborl.api.session import (
-            RunSession,  # needs torch, which takes seconds; what is wrong has been said by now
-        )
+    """The run, ready to begin or to go on, in its folder; or what it came to, where it is finished already."""
+    start = find_start(home, resume, config) if resume is not None else None
+    if start is not None:
+        steps = count_steps(config, objects)
+        if (summary := finished(home, start, steps)) is not None:
+            Terminal().print(_nothing_to_do(home, start, config), highlight=False, markup=False, soft_wrap=True)
+            yield Run(home, summary, objects)
+            return
+        refuse(start, config, steps, objects)
+    parts = build(config, objects)
+    from arborl.api.session import RunSession  # needs torch, which takes seconds; what is wrong has been said by now
 
-        try:
-            yield RunSession(parts, home, start, saving, hooks)
-        finally:
-            parts.leave()
+    try:
+        yield RunSession(parts, home, start, saving, hooks, losses)
+    finally:
+        parts.leave()
 
 
 def _nothing_to_do(home: Path, start: Start, config: RunConfig) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.console import Console as Terminal
 from arborl import checkpoint
 from arborl.api import folder as folders
 from arborl.api.artifacts import keepsakes
+from arborl.api.losses import Losses
 from arborl.api.render import Render
 from arborl.api.resume import Start, told
 from arborl.build import Parts
@@ -49,6 +51,7 @@ class RunSession:
         start: the checkpoint to go on from, if any.
         saving: called when the run was told to stop and comes to its last checkpoint.
         hooks: what else to do after a step, once all else is done.
+        losses: ranks of the learner that the run has lost so far.
     """
 
     def __init__(
@@ -58,9 +61,11 @@ class RunSession:
         start: Start | None,
         saving: Callable[[], None] = lambda: None,
         hooks: Sequence[Hook] = (),
+        losses: Losses | None = None,
     ):
         self.parts, self.config, self.home, self.start = parts, parts.config, home, start
-        self.saving, self.further = saving, list(hooks)
+        self.saving, self.further, self.losses = saving, list(hooks), losses or Losses(0)
+        self.began = time.monotonic()
         self.memory: dict[str, Any] = {"before": {}, "config": masked(plain(self.config))}
         self.log = RunLog(home / "run.log", plain(self.config))
         self.trackers = Trackers([])
@@ -88,7 +93,7 @@ class RunSession:
         try:
             self._begin(trainer)
         except BaseException:
-            self.parts.learner.close()
+            await self.parts.close()
             raise
         steps = self.config.track.timeline
         with self.log, traced(self.home.name), Timeline(self.home / "timeline.json", steps) if steps else nullcontext():
@@ -107,6 +112,8 @@ class RunSession:
             trainer.tracker = self.trackers = self._trackers(console, trainer.step)
             self.trackers.begin(Begun(self.home.name, self.home, self.memory["config"], trainer.step))
             for line in told(self.start) if self.start is not None else ():
+                console.note(line)
+            for line in self.losses.goes_on(trainer.step):
                 console.note(line)
             log.info("memory: %s", self.parts.plan.told)
             if self.parts.plan.warning:
@@ -128,8 +135,10 @@ class RunSession:
             except asyncio.CancelledError:
                 self._save(trainer, save, console)
                 raise
-            except LearnerLost:
-                self._summarise(trainer, {}, stopped=True)
+            except LearnerLost as lost:
+                begun = self.start.step if self.start is not None else 0
+                if not self.losses.count(lost, trainer.step, {begun: self.began} | save.moments):
+                    self._summarise(trainer, {}, stopped=True)
                 raise
             except RunStopped:
                 if trainer.step > 0:
@@ -158,7 +167,7 @@ class RunSession:
             hooks.append(RenewReference(config.demonstrations.steps))
         if (config.evaluation.every or config.demonstrations.steps) and config.evaluation.tasks:
             hooks.append(self.held_out)
-        hooks += self.further
+        hooks += [self.losses, *self.further]
         trainer = Trainer(
             config, parts.source, parts.rollout, parts.rewards, parts.algorithm, parts.learner, parts.engine,
             Trackers([]), hooks, save, parts.steps,

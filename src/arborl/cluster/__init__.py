@@ -12,6 +12,7 @@ Nothing here is imported where `placement=local`. In reading order:
     engine_host.py      The other side of it: the process that samples
     environments.py     Environments on the cluster, behind `Env`
     rewards.py          Rewards on the cluster, behind `Reward`
+    ranks.py            Further ranks of the learner on the cluster, behind `Launcher`
     from_config.py      What a configuration places on a cluster
     plan.py             Ways to place a run on N devices, each with memory, step time, utilisation and staleness
     plan_work.py        What is to be done a step: lengths, turns and tool latencies, given or of an earlier run

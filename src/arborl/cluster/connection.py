@@ -79,6 +79,7 @@ class Cluster:
     Args:
         placement: what the run wants of it.
         weight_bytes: of the model, for the size of an object store of our own.
+        ranks: of the learner, that are to be there.
 
     Example:
         cluster = Cluster(config.placement)
@@ -91,10 +92,10 @@ class Cluster:
     users: ClassVar[int] = 0
     """Runs that use it; the last ends it."""
 
-    def __init__(self, placement: PlacementConfig, weight_bytes: int = 0):
+    def __init__(self, placement: PlacementConfig, weight_bytes: int = 0, ranks: int = 0):
         import ray
 
-        self.ray, self.placement, self.whose = ray, placement, "that this process is in"
+        self.ray, self.placement, self.ranks, self.whose = ray, placement, ranks, "that this process is in"
         self.started: list[Actor] = []
         self.lock = threading.Lock()
         self.closed = False
@@ -149,7 +150,7 @@ class Cluster:
     def __str__(self) -> str:
         placed = self.placement
         parts = {"engines": placed.engines, "environment workers": placed.env_workers}
-        parts["reward workers"] = placed.reward_workers
+        parts |= {"reward workers": placed.reward_workers, "further ranks of the learner": self.ranks}
         there = ", ".join(f"{count} {name}" for name, count in parts.items() if count)
         return f"a Ray cluster {self.whose}, {len(self.nodes)} node(s): {there}"
 
@@ -158,7 +159,7 @@ class Cluster:
     @property
     def _cpus(self) -> int:
         placed = self.placement
-        return placed.engines * placed.cpus_per_engine + placed.env_workers + placed.reward_workers
+        return placed.engines * placed.cpus_per_engine + placed.env_workers + placed.reward_workers + self.ranks
 
     def alive(self) -> list[Node]:
         """Its nodes, the driver's first, the others by address."""
@@ -179,11 +180,11 @@ class Cluster:
         """That it is large enough. One that grows by itself is asked for no more than it has now."""
         has = sum(node.cpus for node in self.nodes)
         if self._cpus > has:
-            placed = self.placement
+            placed, ranks = self.placement, f", learner.ranks={self.ranks + 1} but one" if self.ranks else ""
             raise ConfigError(
                 f"placement asks for {self._cpus} cores (engines={placed.engines} x cpus_per_engine="
-                f"{placed.cpus_per_engine}, env_workers={placed.env_workers}, reward_workers={placed.reward_workers}), "
-                f"and the cluster has {has:g} on {len(self.nodes)} node(s). Ask for fewer, or add nodes."
+                f"{placed.cpus_per_engine}, env_workers={placed.env_workers}, reward_workers={placed.reward_workers}"
+                f"{ranks}), and the cluster has {has:g} on {len(self.nodes)} node(s). Ask for fewer, or add nodes."
             )
         each = self.placement.cpus_per_engine
         if self.placement.engines > (room := sum(int(node.cpus // each) for node in self.nodes)):

@@ -22,9 +22,9 @@ from arborl.rewards import Rewards
 from arborl.types import Sampling
 
 
-def connected(placement: PlacementConfig, model: PreTrainedModel, rewards: Rewards) -> Cluster:
-    """The cluster of a run, with its rewards on it where they are to be."""
-    cluster = Cluster(placement, size_of(model.state_dict()))
+def connected(placement: PlacementConfig, model: PreTrainedModel, rewards: Rewards, ranks: int = 0) -> Cluster:
+    """The cluster of a run, with its rewards on it where they are to be, and room for that many ranks of a learner."""
+    cluster = Cluster(placement, size_of(model.state_dict()), ranks)
     try:
         if placement.reward_workers:
             place_rewards(cluster, rewards)

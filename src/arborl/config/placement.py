@@ -35,7 +35,7 @@ class PlacementConfig(Config):
 
     name: Literal["local", "ray"] = "local"
     """`local`: in this process. `ray`: on a Ray cluster (needs the extra `ray`), as many of each as the keys below say;
-    the trainer and the learner stay here."""
+    the trainer and the learner's first rank stay here, and its further ranks (`learner.ranks`) go there."""
     address: str | None = None
     """The cluster to join, `HOST:6379`. Without it the one that `RAY_ADDRESS` names; without that, one of the run's own
     is started on this machine and stopped with the run."""
@@ -60,8 +60,6 @@ class PlacementConfig(Config):
                 default = type(self).model_fields[key].get_default(call_default_factory=True)
                 if getattr(self, key) != default:
                     raise ValueError(f"{key} is for placement=ray, and placement=local. Write placement=ray too.")
-        elif not any(getattr(self, key) for key in counts):
-            raise ValueError("placement=ray places nothing. Write placement.engines=2, or another of its counts.")
         if self.cpus_per_engine != 1 and not self.engines:
             raise ValueError("cpus_per_engine is of engines, and there are none. Write placement.engines=2 too.")
         named = len(self.device_mapping.engines)
@@ -81,6 +79,11 @@ class PlacementConfig(Config):
 def check_placement(config: RunConfig) -> None:
     """That what is placed is what the rest of the configuration is about."""
     placed, engine = config.placement, config.engine
+    counts = (placed.engines, placed.env_workers, placed.reward_workers, config.learner.ranks - 1)
+    if placed.name == "ray" and not any(counts):
+        raise ValueError(
+            "placement=ray places nothing. Write placement.engines=2, or another of its counts, or learner.ranks=2."
+        )
     if placed.engines:
         if engine.name != "local":
             raise ValueError(

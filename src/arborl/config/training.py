@@ -68,6 +68,9 @@ class LearnerConfig(Config):
     ranks: int = Field(1, ge=1)
     """Processes that learn. `arborl train` starts them itself, each with a GPU of its own where there are some; under
     `torchrun` or `accelerate launch`, 1 takes all of theirs."""
+    restarts: int = Field(2, ge=0)
+    """How often a run that has lost a rank starts all of them anew and goes on from its last checkpoint by itself. It
+    stops where one is lost at the same step again, and where `torchrun` or `accelerate launch` have started them."""
     zero_stage: Literal[1, 2, 3] = 2
     """With `strategy=deepspeed`, what each rank holds a part of: 1 moments, 2 gradients too, 3 weights too."""
     critic: Literal["auto", "none", "shared", "separate"] = "auto"
@@ -101,6 +104,8 @@ class LearnerConfig(Config):
                 f"offload={self.offload} with strategy={self.strategy}, which keeps its parts on the device. Write "
                 "strategy=fsdp2, or offload=none."
             )
+        if "restarts" in self.model_fields_set and self.restarts != 2 and self.strategy == "single":
+            raise ValueError(f"restarts={self.restarts} with strategy=single, which has no ranks. Leave it out.")
         if "zero_stage" in self.model_fields_set and self.zero_stage != 2 and self.strategy != "deepspeed":
             raise ValueError(f"zero_stage={self.zero_stage} with strategy={self.strategy}. Write strategy=deepspeed.")
         return self

@@ -59,7 +59,7 @@ def library() -> ctypes.CDLL | None:
 
 def compiled_fits(model: PreTrainedModel) -> bool:
     """Whether the compiled attention can serve this model here."""
-    place = place_of(model)  # as it was before it was sharded
+    place = place_of(model)  # where and how it computes: of a sharded one, the weights may rest otherwise
     if place.device.type != "cpu" or place.dtype != torch.float32:
         return False
     return not layout(model).capped and library() is not None

@@ -24,6 +24,7 @@ import copy
 import dataclasses
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -55,8 +56,9 @@ from arborl.types import Ints, Metrics, Terms, TokenTree
 
 T = TypeVar("T")
 
-LET_GO = 5.0
-"""Seconds in which a rank that waits for one that is lost must have noticed."""
+LET_GO = 60.0
+"""Seconds without any movement after which rank 0, with a rank lost and all others ended, counts as waiting on a line
+that nothing can cut. While it computes it moves, and notices at its next meeting."""
 
 
 class LearnerGroup:
@@ -85,9 +87,11 @@ class LearnerGroup:
         self.meeting, self.model, self.config = meeting, model, blueprint.config
         self.launcher = launcher or Nobody()
         self.lost: LearnerLost | None = None
-        self.calling = 0.0
-        """Since when a call has been under way; 0 where none is."""
+        self.caller: int | None = None
+        """The thread in which a call is under way, where one is."""
         self.closed, self.fresh, self.snapshots = False, True, 0
+        self.torn = False
+        """Whether a call has ended in the middle: then nobody knows what the others wait for, and they are not told."""
         self.watch = Watch(meeting, list(range(1, meeting.count)), self._gone, self.launcher)
         try:
             self._guard(lambda: self._begin(blueprint, origin, teacher))
@@ -218,7 +222,7 @@ class LearnerGroup:
             return
         self.closed = True
         try:
-            if self.lost is None and dist.is_initialized() and hasattr(self, "rank"):
+            if self.lost is None and not self.torn and dist.is_initialized() and hasattr(self, "rank"):
                 self.rank.shelf.close()
                 self._tell([cloudpickle.dumps(None)] * self.meeting.count)
         except Exception:  # then somebody is gone by now: there is nobody to be told
@@ -270,17 +274,21 @@ class LearnerGroup:
     def _guard(self, work: Callable[[], T]) -> T:
         """Do it, or say who is gone."""
         self._look()
-        self.calling = time.monotonic()
+        self.caller = threading.get_ident()
         try:
             return work()
         except (RuntimeError, dist.DistError) as error:
             if self.meeting.count > 1 and not isinstance(error, torch.OutOfMemoryError):
                 self._wait_for_why()
+            self.torn = True
             if self.lost is not None:
                 raise self.lost from error
             raise
+        except BaseException:
+            self.torn = True
+            raise
         finally:
-            self.calling = 0.0
+            self.caller = None
 
     def _look(self) -> None:
         if self.lost is not None:
@@ -293,22 +301,30 @@ class LearnerGroup:
             time.sleep(0.05)
 
     def _gone(self, rank: int, why: str) -> None:
-        """In the thread that watches: the run is over. What waits for the lost rank is let go by ending all others."""
-        self.lost = LearnerLost(
-            f"learner rank {rank} of {self.meeting.count} {why}: the run has stopped. Go on from its last checkpoint "
-            "with arborl train --resume latest."
-        )
+        """In the thread that watches: this learner is over. What waits for the lost rank is let go by ending all
+        others."""
+        mine = not isinstance(self.launcher, Nobody)
+        self.lost = LearnerLost(f"learner rank {rank} of {self.meeting.count} {why}", again=mine)
         if self.closed:
             return
         self.launcher.stop()
-        began = self.calling
-        until = time.monotonic() + LET_GO
-        while began and self.calling == began and time.monotonic() < until:
-            time.sleep(0.1)
-        if began and self.calling == began:  # it waits on a line that nothing can cut
+        if self._hangs():
             sys.stderr.write(f"{self.lost}\n")
             sys.stderr.flush()
             os._exit(LOST)
+
+    def _hangs(self) -> bool:
+        """Wait until the call that is under way has noticed; whether it never will."""
+        seen, since = None, time.monotonic()
+        while self.caller is not None:
+            frame = sys._current_frames().get(self.caller)
+            place = (id(frame), frame.f_lasti) if frame is not None else None
+            if place != seen:
+                seen, since = place, time.monotonic()
+            elif time.monotonic() - since > LET_GO:
+                return True
+            time.sleep(0.1)
+        return False
 
 
 def unevenness(trees: Sequence[TokenTree], terms: Terms, owner: Ints, count: int, costs: Any) -> float:

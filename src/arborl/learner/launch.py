@@ -17,7 +17,7 @@ from arborl.learner.blueprint import Blueprint
 from arborl.learner.group import LearnerGroup
 from arborl.learner.learner import Learner
 from arborl.learner.rank_worker import serve_rank
-from arborl.learner.rendezvous import Meeting
+from arborl.learner.rendezvous import Meeting, Starter
 from arborl.learner.teacher import Teacher
 from arborl.models.load import device_of
 from arborl.models.scalar import Origin
@@ -31,15 +31,27 @@ def launched() -> tuple[int, int] | None:
         return None
 
 
-def check_ranks(config: LearnerConfig, device: str, algorithm: Algorithm | None = None) -> None:
-    """ConfigError where there are not so many ranks to be had, or they could not do what is asked."""
+def check_ranks(
+    config: LearnerConfig, device: str, algorithm: Algorithm | None = None, elsewhere: bool = False
+) -> None:
+    """ConfigError where there are not so many ranks to be had, or they could not do what is asked.
+
+    Args:
+        config, device, algorithm: of the run.
+        elsewhere: whether further ranks are on a cluster, whose GPUs are counted once it is joined.
+    """
     around = launched()
     if around is not None and around[1] > 1:
         if config.strategy == "single":
             raise ConfigError(f"{around[1]} processes were launched, and learner.strategy=single. Write ddp or fsdp2.")
         if config.ranks not in (1, around[1]):
             raise ConfigError(f"learner.ranks={config.ranks}: {around[1]} processes were launched. Leave it out.")
-    elif device_of(device).type == "cuda" and config.ranks > torch.cuda.device_count():
+        if elsewhere and config.ranks > 1:
+            raise ConfigError(
+                f"placement=ray starts learner.ranks={config.ranks} itself, and {around[1]} processes were launched. "
+                "Start arborl train alone, or leave learner.ranks out."
+            )
+    elif not elsewhere and device_of(device).type == "cuda" and config.ranks > torch.cuda.device_count():
         count = torch.cuda.device_count()
         raise ConfigError(
             f"learner.ranks={config.ranks}: this machine has {count} GPU{'s' * (count != 1)}, and each rank takes one. "
@@ -53,9 +65,13 @@ def check_ranks(config: LearnerConfig, device: str, algorithm: Algorithm | None 
 
 
 def make_learner(
-    blueprint: Blueprint, model: PreTrainedModel, origin: Origin | None = None, teacher: Teacher | None = None
+    blueprint: Blueprint,
+    model: PreTrainedModel,
+    origin: Origin | None = None,
+    teacher: Teacher | None = None,
+    elsewhere: Starter | None = None,
 ) -> Learner | LearnerGroup:
-    """The learner of a run; other ranks are started, or have been."""
+    """The learner of a run; other ranks are started, here or elsewhere, or have been."""
     config, around = blueprint.config, launched()
     if config.strategy == "single":
         return blueprint.build(model, origin, teacher)
@@ -63,6 +79,10 @@ def make_learner(
         meeting = Meeting.around()
         assert meeting is not None
         return LearnerGroup(meeting, blueprint, model, None, origin, teacher)
+    if elsewhere is not None:
+        meeting, address = Meeting.host(config.ranks, elsewhere.host)
+        elsewhere.start(address)
+        return LearnerGroup(meeting, blueprint, model, elsewhere, origin, teacher)
     meeting, address = Meeting.host(config.ranks)
     others = Processes(config.ranks, address, model.device.type, blueprint.threads)
     return LearnerGroup(meeting, blueprint, model, others, origin, teacher)

@@ -47,6 +47,17 @@ class Launcher(Protocol):
         ...
 
 
+class Starter(Launcher, Protocol):
+    """Starts them on other machines."""
+
+    host: str
+    """The address of this one, as they reach it."""
+
+    def start(self, address: str) -> None:
+        """All further ranks; they come to the meeting there."""
+        ...
+
+
 class Nobody:
     """There are no others, or somebody else has started them and sees to their end."""
 

@@ -222,8 +222,8 @@ def shape_of(parameter: Tensor) -> torch.Size:
 
 
 def part_of(whole: Tensor, parameter: Tensor) -> Tensor:
-    """Of a whole, the part that a sharded parameter has here."""
-    if not isinstance(parameter, DTensor) or whole.ndim == 0:
+    """Of a whole, the part that a sharded parameter has here; what is such a part already stays as it is."""
+    if not isinstance(parameter, DTensor) or isinstance(whole, DTensor) or whole.ndim == 0:
         return whole
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     for axis, (size, start) in enumerate(zip(shape, offset, strict=True)):

@@ -7,6 +7,7 @@ is finite and the schedule stay ours: policy and critic have a norm each.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -94,6 +95,8 @@ class Zero(Strategy):
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         count = learner.optimizer.count()  # type: ignore[attr-defined]
+        if count:
+            learner.optimizer.link()  # type: ignore[attr-defined]
         for name, parameter, _ in learner.trained():
             found = {"value": safe_get_full_fp32_param(parameter), "step": torch.tensor(float(count))}
             for key in MOMENTS[:2]:
@@ -111,8 +114,13 @@ class Zero(Strategy):
         }
 
     def take(self, learner: Learner, state: State) -> None:
-        """Wholes, of which DeepSpeed takes what is a rank's own."""
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+        """Wholes, of which each rank takes its own."""
+        from deepspeed.utils import (
+            safe_set_full_fp32_param,
+            safe_set_full_optimizer_state,
+            safe_set_local_fp32_param,
+            safe_set_local_optimizer_state,
+        )
 
         optimizer: Any = learner.optimizer
         steps = {int(values["step"]) for values in state.values()}
@@ -121,9 +129,20 @@ class Zero(Strategy):
             values = state[name]
             with self.here([parameter]), torch.no_grad():
                 parameter.copy_(values["value"].to(parameter))
-            safe_set_full_fp32_param(parameter, values["value"].float())
-            for key in MOMENTS[:2]:
-                safe_set_full_optimizer_state(parameter, values[key], key)
+            if self.config.zero_stage < 3:
+                safe_set_full_fp32_param(parameter, values["value"].float())
+                for key in MOMENTS[:2]:
+                    safe_set_full_optimizer_state(parameter, values[key], key)
+            else:  # whose own way to take a part of a whole fails where ranks do not divide it evenly
+                safe_set_local_fp32_param(parameter, self._part(parameter, values["value"].float()))
+                for key in MOMENTS[:2]:
+                    safe_set_local_optimizer_state(parameter, self._part(parameter, values[key]), key)
+
+    def _part(self, parameter: Any, whole: Tensor) -> Tensor:
+        """This rank's of a whole in stage 3; the last is filled up with zeros."""
+        size = parameter.partition_numel()
+        filled = nn.functional.pad(whole.flatten(), (0, size * self.ranks.count - whole.numel()))
+        return filled[size * self.ranks.rank :][:size]
 
     def here(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[Any]:
         """All of them; what rank 0 changes is changed everywhere."""
@@ -228,10 +247,15 @@ class ZeroOptimizer(Optimizer):
             for flat in group["params"]:
                 fresh = {key: torch.zeros_like(flat) for key in MOMENTS[:2]}
                 self.adam.state[flat] = fresh | {"step": torch.tensor(0.0)} | self.adam.state.get(flat, {})
-        link = getattr(self.zero_optimizer, "_lazy_init_hp_params_optimizer_state", None)
-        if link is not None:
-            link()
+        self.link()
         self._set_step(steps)
+
+    def link(self) -> None:
+        """Below stage 3 DeepSpeed looks for moments once, after the step of the first of its groups, and then knows
+        those of no other: it is made to look again, now that all are there."""
+        if self.config.zero_stage < 3:
+            self.zero_optimizer._hp_optimizer_states_linked = False
+            self.zero_optimizer._lazy_init_hp_params_optimizer_state()
 
     def _set_step(self, steps: int) -> None:
         for state in self.adam.state.values():
@@ -257,6 +281,7 @@ def imported(device: torch.device) -> Any:
         one.setLevel(logging.ERROR)
     import deepspeed
     from deepspeed.comm import comm
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
     from deepspeed.utils import groups
 
     for one in loud:
@@ -264,7 +289,9 @@ def imported(device: torch.device) -> Any:
     if device.type == "cpu":  # its lines through shared memory would be compiled, and who is killed meanwhile locks all
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     comm.cdb = None
-    deepspeed.zero.Init.param_id = 0  # ranks compare these numbers
+    deepspeed.zero.Init.param_id = 0  # ranks compare these numbers, and those of modules
+    count = inspect.signature(DeepSpeedZeRoOffload._register_deepspeed_module).parameters["count"].default
+    count[0] = 0
     for name, value in vars(groups).items():  # groups of lines that a former learner has closed
         if name.startswith("_") and isinstance(value, dist.ProcessGroup):
             setattr(groups, name, None)

@@ -105,6 +105,8 @@ class Save:
         self.first, self.taking, self.due = True, False, False
         self.written: tuple[Path, dict[str, Any]] | None = None
         """The last one, and what it remembers."""
+        self.moments: dict[int, float] = {}
+        """By step, when what a checkpoint holds was copied."""
 
     def __call__(self, trainer: Trainer) -> None:
         self.background.look()
@@ -158,6 +160,7 @@ class Save:
         with self._waiting():
             self.background.wait()
             state, snapshot = self._state(trainer), trainer.learner.snapshot()
+            self.moments[trainer.step] = time.monotonic()
             self.background.start(partial(self._write, trainer.step, state, snapshot))
             if snapshot.live:
                 self.background.wait()

@@ -1,0 +1,144 @@
+"""Ranks of the learner on a Ray cluster, all but the first, which is the driver: `LearnerGroup` is told of their ends.
+
+They talk with each other directly, as ranks everywhere do; Ray starts them, spread over the nodes, and ends them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from arborl.cluster.connection import Actor, Cluster
+from arborl.cluster.host import Host
+from arborl.cluster.seats import Seat
+from arborl.errors import ConfigError
+
+GRACE = 1.0
+"""Seconds in which ranks that have been told to end may do so by themselves."""
+
+
+class RankHost(Host):
+    """The other side: is a rank until the run has ended."""
+
+    async def serve(self, rank: int, count: int, address: str, device: str) -> None:
+        """As `serve_rank`; beside the event loop, which goes on answering Ray."""
+        import ray
+
+        from arborl.learner.rank_worker import serve_rank
+
+        talk_by(ray.util.get_node_ip_address())
+        await asyncio.to_thread(serve_rank, rank, count, address, device)
+
+
+class RankActors:
+    """Starts the ranks, and knows which have ended.
+
+    Args:
+        cluster: where they are.
+        seats: the GPU of each but the first; None for one without.
+    """
+
+    def __init__(self, cluster: Cluster, seats: Sequence[Seat | None]):
+        self.cluster, self.seats = cluster, seats
+        self.host: str = cluster.ray.util.get_node_ip_address()
+        """Where the driver can be reached by all of them."""
+        self.all: dict[int, Actor] = {}
+        self.serving: dict[int, Any] = {}
+        self.stopped = False
+        talk_by(self.host)
+
+    def start(self, address: str) -> None:
+        """All ranks; they come to the meeting at that address."""
+        count = 1 + len(self.seats)
+        for rank, seat in enumerate(self.seats, 1):
+            actor = self.all[rank] = self.cluster.start(RankHost, cpus=1, seat=seat)
+            self.serving[rank] = actor.serve.remote(rank, count, address, "cpu" if seat is None else "cuda:0")
+
+    def lost(self) -> dict[int, str]:
+        """Ranks whose processes have ended, and how."""
+        if self.stopped:
+            return {}
+        ended, _ = self.cluster.ray.wait(list(self.serving.values()), num_returns=len(self.serving), timeout=0)
+        return {rank: self._ending(call) for rank, call in self.serving.items() if call in ended}
+
+    def _ending(self, call: Any) -> str:
+        from ray.exceptions import RayActorError, RayTaskError
+
+        try:
+            self.cluster.ray.get(call)
+        except RayTaskError as error:
+            said = str(error.cause).strip().splitlines() or [""]
+            return f"failed ({type(error.cause).__name__}: {said[0]})"
+        except RayActorError as error:  # Ray's reason stands among lines of ids and addresses
+            told = [line.strip() for line in str(error).splitlines() if "died" in line or "because" in line]
+            return f"was lost on the cluster ({' '.join(told[-1:]) or type(error).__name__})"
+        except Exception as error:
+            return f"was lost on the cluster ({type(error).__name__})"
+        return "ended before the run"
+
+    def stop(self) -> None:
+        """End them; those that have been told to end have a moment for it."""
+        if self.stopped:
+            return
+        self.stopped = True
+        until, calls = time.monotonic() + GRACE, list(self.serving.values())
+        with suppress(Exception):
+            self.cluster.ray.wait(calls, num_returns=len(calls), timeout=max(0.0, until - time.monotonic()))
+        for actor in self.all.values():
+            self.cluster.stop(actor)
+
+
+def rank_seats(cluster: Cluster, count: int, own: int | None) -> list[Seat | None]:
+    """The GPU of each further rank; None for one without. GPUs of engines are theirs.
+
+    Args:
+        cluster: where.
+        count: of ranks but the first.
+        own: the first rank's GPU on the driver's node, where it has one.
+    """
+    from arborl.cluster.seats import gpus_of
+
+    if own is None:
+        return [None] * count
+    gpus, engines = gpus_of(cluster.nodes), cluster.seats(own)
+    free = [seat for number, seat in enumerate(gpus) if number != own and seat not in engines]
+    if count > len(free):
+        raise ConfigError(
+            f"learner.ranks={count + 1}: each takes a GPU, and beside the engines' the cluster has {len(free) + 1}. "
+            f"Write learner.ranks={len(free) + 1}, or fewer engines."
+        )
+    return list(free[:count])
+
+
+def talk_by(address: str) -> None:
+    """Ranks of other nodes are reached by the network that has this address here, and not by whatever the host's own
+    name stands for; where somebody has said which (`GLOO_SOCKET_IFNAME`, `NCCL_SOCKET_IFNAME`), by that."""
+    name = interface_of(address)
+    if name is not None:
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(variable, name)
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has this address; None where there is none, or the system does not say.
+
+    Example:
+        interface_of("127.0.0.1")     # "lo"
+    """
+    try:
+        import fcntl
+    except ImportError:
+        return None
+    for _, name in socket.if_nameindex():
+        asked = struct.pack("256s", name.encode()[:15])
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line, suppress(OSError):
+            found = fcntl.ioctl(line.fileno(), 0x8915, asked)  # SIOCGIFADDR
+            if socket.inet_ntoa(found[20:24]) == address:
+                return name
+    return None
