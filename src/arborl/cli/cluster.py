@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -129,7 +130,8 @@ def submit(
     if detach:
         typer.echo(job.id)
         return
-    told = "" if job.status == "SUCCEEDED" else f", exit code {job.exit_code}. {job.message.strip()}"
+    why = job.message.strip().split(", last available logs")[0].splitlines()  # these have been printed
+    told = "" if job.status == "SUCCEEDED" else f", exit code {job.exit_code}. {why[0] if why else ''}".rstrip()
     typer.echo(f"job {job.id}: {job.status.lower()}{told}", err=True)
     raise typer.Exit(job.exit_code)
 
@@ -205,11 +207,10 @@ def show(found: ClusterState) -> None:
     if found.jobs:
         jobs = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
         for name in ("job", "status", "exit", "started", "command"):
-            jobs.add_column(name)
+            jobs.add_column(name, no_wrap=True)
         for job in found.jobs:
-            jobs.add_row(
-                job["id"] or "-", str(job["status"]).lower(), _text(job["exit_code"]), _when(job), job["command"]
-            )
+            command = textwrap.shorten(job["command"] or "", max(20, terminal.width - 70), placeholder=" …")
+            jobs.add_row(job["id"] or "-", str(job["status"]).lower(), _text(job["exit_code"]), _when(job), command)
         terminal.print(jobs)
     if found.dashboard:
         typer.echo(f"dashboard: {found.dashboard} on the head; {found.tunnel}")

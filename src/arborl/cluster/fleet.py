@@ -112,7 +112,7 @@ class Fleet:
         _all(stopped)
         for host in targets:
             if seen[host.address]["state"] != "none":
-                self.say(f"{host.address}: stopped")
+                self.say(f"{host.address}: {'stopped' if seen[host.address]['state'] == 'up' else 'was down'}")
             seen[host.address] = {**seen[host.address], "state": "none"}
         self._bring_up(seen, targets)
         return [str(error) for error in looked.values() if isinstance(error, HostError)]
@@ -281,10 +281,10 @@ class Fleet:
         role = "head" if host is self.spec.head else "worker"
         if isinstance(answer, HostError):
             return HostState(host.address, role, "refused" if answer.reachable else "unreachable", why=answer.what)
-        state, why, ip = answer["state"], answer["why"].strip().replace("\n", " "), answer["ip"] or ""
-        node = nodes.get(ip, {})
+        state, why, ip = answer["state"], answer["why"], answer["ip"] or ""
+        node = nodes.get(ip, {}) if state == "up" else {}
         if state == "up" and not node.get("alive"):
-            state, why = "lost", trouble or node.get("why") or "the head does not count it"
+            state, why, node = "lost", trouble or node.get("why") or "The head does not count it.", {}
         return HostState(host.address, role, state, ip, why, node.get("total", {}), node.get("used", {}))
 
     def cleanup(self) -> list[str]:

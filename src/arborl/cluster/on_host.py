@@ -42,6 +42,8 @@ VARIABLE = "ARBORL_CLUSTER"
 """In the environment of every process that a cluster has on a host."""
 SUBREAPER, DEATH_SIGNAL = 36, 1
 """Of prctl(2)."""
+ENDED = "arborl:"
+"""Begins what a keeper writes into Ray's log."""
 GRACE = 15.0
 """Seconds that Ray has to end by itself."""
 OVER = ("SUCCEEDED", "FAILED", "STOPPED")
@@ -124,6 +126,11 @@ class Folder:
                 if time.monotonic() > until:
                     raise Refused(f"another command is at work in {self.path}. Try again.") from None
             time.sleep(0.1)
+
+    def ended(self):
+        """How, as far as there was anybody to write it down."""
+        said = [line for line in last_lines(self.log, 50) if line.startswith(ENDED)]
+        return said[-1][len(ENDED) + 1 :] if said else "Its processes were killed, or the host was."
 
     def tail(self, lines=12):
         """The last lines of what `ray start` wrote."""
@@ -216,13 +223,17 @@ def keep(words, environment):
     while not (ended or told):
         ended = reap(ray)
         time.sleep(0.2)
-    send(signal.SIGTERM, [ray] if not ended else [])
+    os.write(1, f"{ENDED} Ray ended {'by itself' if ended else 'when it was told to'}.\n".encode())
+    send(signal.SIGTERM, [] if ended else [ray])
     until = time.monotonic() + GRACE
-    while below(keeper) and time.monotonic() < until:
-        reap(ray)
+    while not ended and time.monotonic() < until:
+        ended = reap(ray)
         time.sleep(0.1)
+    send(signal.SIGTERM, below(keeper))
+    until = time.monotonic() + 2
     while left := below(keeper):
-        send(signal.SIGKILL, left)
+        if time.monotonic() > until:
+            send(signal.SIGKILL, left)
         reap(ray)
         time.sleep(0.1)
 
@@ -259,7 +270,7 @@ def look(asked):
         "cpus": len(os.sched_getaffinity(0)),
         "gpus": count_gpus(),
         "state": state,
-        "why": folder.tail(3) if state == "down" else "",
+        "why": folder.ended() if state == "down" else "",
         **{key: record.get(key) for key in ("mark", "ip", "head", "settings", "role", "since", "joined")},
         **({"key": record.get("key")} if asked.get("with_key") else {}),
     }
@@ -353,6 +364,8 @@ def environment_of(asked):
     folder = os.path.dirname(sys.executable)
     own["PATH"] = folder + os.pathsep + own.get("PATH", os.defpath)
     own["PYTHONUNBUFFERED"] = "1"  # what a job prints is followed
+    own["TMPDIR"] = os.path.join(asked["folder"], "t")  # what Ray's processes leave there goes with the folder
+    os.makedirs(own["TMPDIR"], exist_ok=True)
     own.update(asked["env"])
     own.update({VARIABLE: asked["mark"], "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": asked["key"]})
     return own

@@ -112,7 +112,7 @@ class Hosts:
         if answer is not None and "answer" in answer:
             return dict(answer["answer"])
         if answer is not None:
-            raise HostError(host.address, self.veil(answer["refused"]))
+            raise HostError(host.address, answer["refused"])
         if late.is_set():
             raise HostError(host.address, f"no answer within {seconds:g} s.", reachable=False)
         raise self._failed(host, process.returncode, self.veil("".join(said)).strip())
@@ -131,12 +131,20 @@ class Hosts:
         for text in process.stdout:
             if not text.startswith(on_host.MARK):
                 continue  # a login shell's own
-            heard = json.loads(text[1:])
+            heard = dict(self._veiled(json.loads(text[1:])))
             if "answer" in heard or "refused" in heard:
                 _close(process.stdin)
-                return dict(heard)
-            told({name: self.veil(value) if isinstance(value, str) else value for name, value in heard.items()})
+                return heard
+            told(heard)
         return None
+
+    def _veiled(self, what: Any) -> Any:
+        """Without secrets, however deep: Ray repeats what a job has printed."""
+        if isinstance(what, dict):
+            return {name: self._veiled(value) for name, value in what.items()}
+        if isinstance(what, list):
+            return [self._veiled(value) for value in what]
+        return self.veil(what) if isinstance(what, str) else what
 
     def _failed(self, host: HostConfig, code: int, said: str) -> HostError:
         """What ssh or the host's shell means."""
