@@ -206,9 +206,6 @@ def test_a_host_that_died_is_told_and_brought_back_and_the_others_are_left_alone
     fleet.setup()
     record = next(file for file in (world.folder / "t").glob("*/record.json") if '"worker"' in file.read_text())
     os.kill(json.loads(record.read_text())["pid"], signal.SIGKILL)
-    for _ in range(100):
-        if fleet.status().hosts[1].state == "down":
-            break
     state = fleet.status()
     assert [(host.state, host.why) for host in state.hosts] == [
         ("up", ""),
@@ -217,9 +214,8 @@ def test_a_host_that_died_is_told_and_brought_back_and_the_others_are_left_alone
     assert not state.up
     assert fleet.restart() == []
     assert said[-4:-1] == [f"{FIRST}: was down", f"{HEAD}: is already up", f"{FIRST}: has joined, at {FIRST}"]
-    assert fleet.status().up
     world.mode(FIRST, "unreachable")
-    assert fleet.status().hosts[1].state == "unreachable"
+    assert [host.state for host in fleet.status().hosts] == ["up", "unreachable"]
     assert [line.partition(":")[0] for line in fleet.restart()] == [FIRST]
     assert [line.partition(":")[0] for line in fleet.cleanup()] == [FIRST]
     world.mode(FIRST, "")
@@ -349,8 +345,9 @@ def test_the_command_line_says_what_is_up_in_a_table_and_as_json_and_runs_a_file
     def ask(*words: str):
         return CliRunner().invoke(app, ["cluster", words[0], "--config", world.file(), *words[1:]])
 
-    assert ask("status").exit_code == 1
-    assert "2 of 2 host(s) not up: arborl cluster setup" in ask("status").stdout
+    said = ask("status")
+    assert said.exit_code == 1
+    assert "2 of 2 host(s) not up: arborl cluster setup" in said.stdout
     assert ask("setup").exit_code == 0
     said = ask("status", "--json")
     assert said.exit_code == 0, said.output

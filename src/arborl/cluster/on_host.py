@@ -18,8 +18,6 @@ import ctypes
 import fcntl
 import glob
 import hashlib
-import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -31,8 +29,6 @@ import stat
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 
 MARK = "\x1e"
 """Before every line that is an answer."""
@@ -254,6 +250,9 @@ def reap(pid):
 
 def look(asked):
     """What the host has: versions, cores, GPUs, and what of the cluster is here."""
+    import importlib.metadata
+    import importlib.util
+
     folder = Folder(asked)
     record = folder.record()
     state = "none" if not record else "up" if alive(record) else "down"
@@ -474,6 +473,9 @@ def sweep(folder, record, logs):
 
 def call(record, path, body=None, method=None, kind="application/json", seconds=30):
     """Ask the dashboard, which listens on this host alone."""
+    import urllib.error
+    import urllib.request
+
     address = f"http://127.0.0.1:{record['dashboard']}{path}"
     request = urllib.request.Request(address, body, method=method)
     request.add_header("Authorization", f"Bearer {record['key']}")

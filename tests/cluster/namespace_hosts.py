@@ -76,6 +76,7 @@ class Host:
         )
         with network.known.open("a") as known:
             known.write(f"{self.address} {(keys / 'host.pub').read_text()}")
+        (self.folder / "hosts").write_text(f"127.0.0.1 localhost\n{self.address} {name}\n")
         run("ip", "netns", "add", self.space)
         run("ip", "link", "add", self.link, "type", "veth", "peer", "name", "eth0", "netns", self.space)
         run("ip", "link", "set", self.link, "master", network.bridge, "up")
@@ -88,8 +89,9 @@ class Host:
         """Switch it on. What was in its memory is gone, what was on its disk is not."""
         folder = self.folder
         inside = (
-            f"mount --bind {folder}/run /run && mount -t tmpfs none /dev/shm && "
-            f"mount --bind {folder}/tmp /tmp && hostname {self.name} && exec {SSHD} -D -e -f /run/sshd/conf"
+            f"mount --bind {folder}/run /run && mount --bind {folder}/hosts /etc/hosts && "
+            f"mount -t tmpfs none /dev/shm && mount --bind {folder}/tmp /tmp && "
+            f"hostname {self.name} && exec {SSHD} -D -e -f /run/sshd/conf"
         )
         alone = ["unshare", "--pid", "--mount", "--uts", "--fork", "--kill-child", "--mount-proc", "sh", "-c", inside]
         log = (self.folder / "sshd.log").open("a")
