@@ -17,8 +17,9 @@ import pytest
 from typer.testing import CliRunner
 
 from arborl.cli.main import app
-from arborl.cluster import jobs, on_host
+from arborl.cluster import jobs
 from arborl.cluster.fleet import Fleet
+from arborl.cluster.on_host.processes import VARIABLE
 from arborl.cluster.spec import ClusterSpec, read_spec
 from arborl.config.base import validate
 from arborl.errors import ConfigError
@@ -72,7 +73,7 @@ class World:
         found = []
         for process in psutil.process_iter():
             try:
-                if process.environ().get("FAKE") == str(self.folder) and on_host.VARIABLE in process.environ():
+                if process.environ().get("FAKE") == str(self.folder) and VARIABLE in process.environ():
                     found.append(process)
             except psutil.Error:
                 continue

@@ -9,17 +9,30 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from arborl.cluster import on_host
+from arborl.cluster.on_host.answers import MARK
 from arborl.cluster.spec import ClusterSpec, HostConfig
 from arborl.config.secrets import Veil
 from arborl.errors import ConfigError
 
-PROGRAM = Path(on_host.__file__)
-FIRST = 'import json,sys;a=json.loads(sys.stdin.readline());exec(compile(a.pop("program"),"arborl","exec"),{"ASKED":a})'
+SENT = ("answers", "folder", "processes", "logs", "head", "start", "main")
+"""The files of `on_host`, each after those that it imports."""
+FIRST = 'import json,sys;a=json.loads(sys.stdin.readline());exec(a.pop("program"),{"asked":a})'
 """All that a host is told on a command line."""
+PROGRAM = """
+import sys, types
+for name, text in [("", ""), *asked.pop("modules")]:
+    module = types.ModuleType("arborl_on_host" + name)
+    module.__package__, module.__path__ = "arborl_on_host", []
+    sys.modules[module.__name__] = module
+    exec(compile(text, module.__name__, "exec"), module.__dict__)
+sys.modules["arborl_on_host.main"].main(asked)
+"""
+"""What the first line runs there: the files become modules that find each other, whatever is installed."""
 LOST, NO_FILE, NOT_RUN = 255, 127, 126
 """Exit codes: of ssh itself, and of a shell that finds no program or may not run it."""
 
@@ -71,13 +84,13 @@ class Hosts:
 
         Args:
             host: which.
-            verb: one of `on_host.VERBS`.
+            verb: one of `on_host.main.VERBS`.
             told: is given what it says before its answer.
             seconds: after which it is given up, from the moment that it is reached; None for never.
             more: of the request.
         """
         asked = {"verb": verb, "cluster": self.spec.name, "folder": self.spec.folder(host), "logs": self.spec.logs}
-        line = json.dumps({**asked, **more, "program": PROGRAM.read_text()}) + "\n"
+        line = json.dumps({**asked, **more, "program": PROGRAM, "modules": _modules()}) + "\n"
         try:
             process = subprocess.Popen(
                 self.words(host), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -129,7 +142,7 @@ class Hosts:
         except BrokenPipeError:
             return None  # ssh says why
         for text in process.stdout:
-            if not text.startswith(on_host.MARK):
+            if not text.startswith(MARK):
                 continue  # a login shell's own
             heard = dict(self._veiled(json.loads(text[1:])))
             if "answer" in heard or "refused" in heard:
@@ -197,6 +210,12 @@ class Hosts:
         """Leave whoever is being asked. What is being started there notices, and undoes it."""
         for process in list(self.open):
             process.kill()
+
+
+@cache
+def _modules() -> list[tuple[str, str]]:
+    folder = Path(on_host.__file__).parent
+    return [(f".{name}", (folder / f"{name}.py").read_text()) for name in SENT]
 
 
 def _close(stream: Any) -> None:
