@@ -52,6 +52,22 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "arborl plan run.yaml --from runs/a --gpus 8   # with the lengths and latencies of an earlier run",
         "arborl plan model.name=7b model.dtype=bfloat16 --gpus 8 --gpu h100 --reply-tokens 500,4000",
     ),
+    "cluster setup": ("arborl cluster setup --config cluster.yaml",),
+    "cluster status": ("arborl cluster status --json",),
+    "cluster logs": (
+        "arborl cluster logs                           # the last lines of all hosts",
+        "arborl cluster logs gpu2 --file 'worker-*.err' --lines 100",
+        "arborl cluster logs --job arborl-1a2b3c4d --follow",
+    ),
+    "cluster submit": (
+        "arborl cluster submit run.yaml placement=ray placement.engines=8    # a run, whose file travels",
+        "arborl cluster submit --working-dir . -- python my_training.py      # any command",
+    ),
+    "cluster restart": (
+        "arborl cluster restart                        # all that are down",
+        "arborl cluster restart gpu2                   # this one, whatever it does",
+    ),
+    "cluster cleanup": ("arborl cluster cleanup",),
     "version": ("arborl version --json",),
     "data make": ("arborl data make arithmetic --out data",),
     "data prepare": ("arborl data prepare longbench-v2 --input data.json --out data",),

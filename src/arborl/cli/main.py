@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from arborl.cli.chat import chat
+from arborl.cli.cluster import cluster
 from arborl.cli.convert import convert
 from arborl.cli.data import data
 from arborl.cli.doctor import doctor
@@ -98,6 +99,7 @@ app.command()(compare)
 app.command()(convert)
 app.command()(init)
 app.command(context_settings=SETTINGS)(export)
+app.add_typer(cluster)
 app.add_typer(data)
 app.add_typer(env)
 app.add_typer(tools)

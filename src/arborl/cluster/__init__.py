@@ -14,6 +14,11 @@ Nothing here is imported where `placement=local`. In reading order:
     rewards.py          Rewards on the cluster, behind `Reward`
     ranks.py            Further ranks of the learner on the cluster, behind `Launcher`
     from_config.py      What a configuration places on a cluster
+    spec.py             The file of a cluster that is started over ssh: hosts, environment, ports
+    ssh.py              Hosts over the system's ssh: a request in, an answer out
+    on_host/            The other side of it: what is sent to a host and runs there
+    fleet.py            Such a cluster: set up, looked at, brought back, removed
+    jobs.py             Its jobs and its logs
     plan.py             Ways to place a run on N devices, each with memory, step time, utilisation and staleness
     plan_work.py        What is to be done a step: lengths, turns and tool latencies, given or of an earlier run
     plan_model.py       A model's sizes from its name or its config.json

@@ -62,6 +62,14 @@ def load(file: Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
     return validate(RunConfig, data)
 
 
+def read_tree(file: Path) -> Any:
+    """Another file than a run's, as plain data; what is wrong with it is said in the same words."""
+    from omegaconf import OmegaConf
+
+    with _refusals(file), bounded():
+        return _resolved(OmegaConf.load(_checked(file.expanduser())))  # type: ignore[arg-type]
+
+
 def from_kwargs(**kwargs: Any) -> RunConfig:
     """The same, from Python keywords: nested dicts, dotted names, and the short forms of a file.
 

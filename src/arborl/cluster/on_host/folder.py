@@ -1,0 +1,90 @@
+"""The cluster's folder on a host, and the record in it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import stat
+import time
+
+from .answers import Refused
+
+ENDED = "arborl:"
+"""Begins what a keeper writes into Ray's log."""
+
+
+class Folder:
+    """The cluster's folder on this host, and what its record says."""
+
+    def __init__(self, asked):
+        self.path, self.cluster = asked["folder"], asked["cluster"]
+        self.record_file = os.path.join(self.path, "record.json")
+        self.log = os.path.join(self.path, "ray.log")
+
+    def record(self):
+        """What stands there; empty where the cluster has nothing here."""
+        try:
+            about = os.lstat(self.path)
+        except FileNotFoundError:
+            return {}
+        if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
+            raise Refused(f"{self.path} is somebody else's. Write another `temp` or another `name`.")
+        try:
+            with open(self.record_file) as file:
+                found = json.load(file)
+        except FileNotFoundError:
+            if not os.listdir(self.path):
+                return {}
+            raise Refused(
+                f"{self.path} is there and was not made by this command. Remove it, or write another `temp`."
+            ) from None
+        if found.get("cluster") != self.cluster:
+            raise Refused(f"{self.path} is of the cluster {found.get('cluster')!r}. Write another `temp`.")
+        return found
+
+    def write(self, record):
+        """Readable for its owner alone: the cluster's key is in it."""
+        handle = os.open(self.record_file + ".new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(handle, "w") as file:
+            json.dump(record, file)
+        os.replace(self.record_file + ".new", self.record_file)
+
+    def lock(self):
+        """Make it where it is not, and keep others that start or end something here waiting until this process ends."""
+        until = time.monotonic() + 60
+        while True:
+            os.makedirs(os.path.dirname(self.path), exist_ok=True)
+            try:
+                os.mkdir(self.path, 0o700)
+            except FileExistsError:
+                self.record()  # that it is ours
+            try:
+                handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(handle).st_ino == os.stat(self.path).st_ino:
+                    return handle
+            except FileNotFoundError:
+                pass  # whoever had it has removed it
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise Refused(f"another command is at work in {self.path}. Try again.") from None
+            time.sleep(0.1)
+
+    def ended(self):
+        """How, as far as there was anybody to write it down."""
+        said = [line for line in last_lines(self.log, 50) if line.startswith(ENDED)]
+        return said[-1][len(ENDED) + 1 :] if said else "Its processes were killed, or the host was."
+
+    def tail(self, lines=12):
+        """The last lines of what `ray start` wrote."""
+        return "\n".join(last_lines(self.log, lines))
+
+
+def last_lines(path, count):
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.path.getsize(path) - 200 * max(count, 1) - 20_000))
+            return file.read().decode(errors="replace").splitlines()[-count:] if count else []
+    except OSError:
+        return []

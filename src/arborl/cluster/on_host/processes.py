@@ -1,0 +1,118 @@
+"""The keeper of Ray's processes, and how processes of a cluster are known."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+
+from .folder import ENDED
+
+VARIABLE = "ARBORL_CLUSTER"
+"""In the environment of every process that a cluster has on a host."""
+SUBREAPER, DEATH_SIGNAL = 36, 1
+"""Of prctl(2)."""
+GRACE = 15.0
+"""Seconds that Ray has to end by itself."""
+
+
+def born(pid):
+    """When a process began, in ticks since the machine did; None where there is none."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return None if fields[0] == "Z" else int(fields[19])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def alive(record):
+    """Whether the keeper of a record is there: a number alone may be another process's by now."""
+    return bool(record.get("pid")) and born(record["pid"]) == record["born"]
+
+
+def below(pid):
+    """All descendants of a process."""
+    parents = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/stat") as file:
+                parents[int(name)] = int(file.read().rpartition(")")[2].split()[1])
+        except (OSError, ValueError, IndexError):
+            continue
+    found, more = [], [pid]
+    while more:
+        more = [child for child, parent in parents.items() if parent in more]
+        found += more
+    return found
+
+
+def marked(mark):
+    """Processes that have the mark in their environment."""
+    found = []
+    wanted = f"{VARIABLE}={mark}".encode()
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/environ", "rb") as file:
+                if wanted in file.read().split(b"\0") and int(name) != os.getpid():
+                    found.append(int(name))
+        except OSError:
+            continue
+    return found
+
+
+def send(number, pids):
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def prctl(option, value):
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def keep(words, environment):
+    """Run Ray until it ends or this process is told to; leave nothing that it started."""
+    prctl(SUBREAPER, 1)
+    told = []
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: told.append(True))
+    keeper, ray = os.getpid(), os.fork()
+    if ray == 0:
+        try:
+            prctl(DEATH_SIGNAL, signal.SIGTERM)  # should the keeper be killed
+            os.chdir(os.path.expanduser("~") if os.path.isdir(os.path.expanduser("~")) else "/")
+            os.execvpe(words[0], words, environment)
+        except OSError as error:
+            os.write(2, f"{words[0]}: {error}\n".encode())
+        os._exit(127)
+    ended = False
+    while not (ended or told):
+        ended = reap(ray)
+        time.sleep(0.2)
+    os.write(1, f"{ENDED} Ray ended {'by itself' if ended else 'when it was told to'}.\n".encode())
+    send(signal.SIGTERM, [] if ended else [ray])
+    until = time.monotonic() + GRACE
+    while not ended and time.monotonic() < until:
+        ended = reap(ray)
+        time.sleep(0.1)
+    send(signal.SIGTERM, below(keeper))
+    until = time.monotonic() + 2
+    while left := below(keeper):
+        if time.monotonic() > until:
+            send(signal.SIGKILL, left)
+        reap(ray)
+        time.sleep(0.1)
+
+
+def reap(pid):
+    """Whether this child has ended; other children that have are let go too."""
+    gone = False
+    try:
+        while (found := os.waitpid(-1, os.WNOHANG)[0]) != 0:
+            gone = gone or found == pid
+    except ChildProcessError:
+        return True
+    return gone

@@ -1,0 +1,240 @@
+"""The file of a cluster: its hosts, how they are reached, and what Ray is given there."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from arborl.config.base import Config, validate
+from arborl.config.load import read_tree
+from arborl.config.secrets import is_secret
+from arborl.errors import ConfigError
+
+HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.:-]*[A-Za-z0-9_])?")
+"""A name or an address; never something that ssh would read as an option."""
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+SOCKET = len("/r/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")
+"""What Ray puts behind its folder; a socket's path has at most 107 bytes."""
+Port = Annotated[int, Field(ge=1, le=65535)]
+RandomPort = Annotated[int, Field(ge=0, le=65535)]
+
+
+def _written(given: Any) -> Any:
+    """Numbers and truths of YAML as a shell would have them."""
+    if isinstance(given, Mapping):
+        return {str(name): _word(value) for name, value in given.items()}
+    return given
+
+
+def _word(value: Any) -> Any:
+    return str(value).lower() if isinstance(value, bool) else str(value) if isinstance(value, int | float) else value
+
+
+class SshConfig(Config):
+    """How hosts are reached: by the system's ssh, with whatever your own ~/.ssh/config says of them."""
+
+    user: str | None = Field(None, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.@-]*$")
+    """Who logs in; without it, whoever ssh would."""
+    key: Path | None = None
+    """The private key's file; without it, those that ssh would try. One with a passphrase must be in an agent."""
+    port: Port | None = None
+    """Of sshd."""
+    host_keys: Literal["known", "accept-new"] = "known"
+    """`known`: a host must be in known_hosts. `accept-new`: one that is met for the first time is believed and written
+    down. One whose key has changed is refused in either case."""
+    known_hosts: Path | None = None
+    """Another file than ~/.ssh/known_hosts."""
+    seconds: float = Field(5.0, ge=1, le=600)
+    """After which a host that does not answer is called unreachable."""
+
+
+class PortsConfig(Config):
+    """Where Ray listens. Hosts must reach each other at all of them but the dashboard's."""
+
+    gcs: Port = 6379
+    """The head's, which workers join."""
+    dashboard: Port = 8265
+    """On the head, for the head alone: reach it through ssh, as `status` says."""
+    client: Port = 10001
+    """On the head, of Ray's own client."""
+    agent: Port = 52365
+    """Of each host's agent."""
+    node_manager: RandomPort = 0
+    """0: any."""
+    object_manager: RandomPort = 0
+    """0: any."""
+    workers: tuple[Port, Port] | None = None
+    """First and last port of Ray's worker processes, for firewalls; without it, any."""
+
+
+class HostConfig(Config):
+    """A host, and what is special about it."""
+
+    shorthand: ClassVar[str] = "address"
+
+    address: str
+    """A name or an address that ssh reaches."""
+    ip: str | None = None
+    """The address that the other hosts reach it at, where that is another one than ssh's."""
+    user: str | None = Field(None, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.@-]*$")
+    port: Port | None = None
+    """Of sshd."""
+    python: str | None = None
+    num_cpus: int | None = Field(None, ge=0)
+    """Cores that Ray hands out; without it, all."""
+    num_gpus: int | None = Field(None, ge=0)
+    """GPUs that Ray hands out; without it, all."""
+
+    @model_validator(mode="after")
+    def _is_a_host(self) -> HostConfig:
+        for name in (self.address, self.ip):
+            if name is not None and not HOST.fullmatch(name):
+                raise ValueError(f"{name!r} is no host. Write a name or an address, and its port as `port`.")
+        return self
+
+
+class ClusterSpec(Config):
+    """A cluster that `arborl cluster` starts over ssh."""
+
+    name: str = Field("ray", pattern=r"^[A-Za-z0-9_-]{1,16}$")
+    """Two clusters on the same hosts need different names, ports too."""
+    head: HostConfig
+    workers: tuple[HostConfig, ...] = ()
+    ssh: SshConfig = SshConfig()
+    python: str = sys.executable
+    """On the hosts, with arborl[ray] installed; without it, the path of the one that runs this here."""
+    env: Annotated[dict[str, str], BeforeValidator(_written)] = {}
+    """Variables of Ray's processes and of every job: proxies, caches."""
+    secrets: tuple[str, ...] = ()
+    """Names of variables whose values are taken from your environment and sent through ssh. They are never written
+    down."""
+    ports: PortsConfig = PortsConfig()
+    temp: str = "/tmp"
+    """On each host: the cluster has one folder in it, which `cleanup` removes."""
+    logs: str | None = None
+    """On each host: where logs are kept when Ray ends there. Without it they go with the folder."""
+    num_cpus: int | None = Field(None, ge=0)
+    """Of every host that says nothing itself."""
+    num_gpus: int | None = Field(None, ge=0)
+    """Of every host that says nothing itself."""
+    object_store_gib: float | None = Field(None, ge=0.08)
+    """Of every host; without it, as much as Ray takes (30 % of the memory)."""
+    seconds: float = Field(90.0, gt=0)
+    """What the start of Ray on a host may take."""
+
+    @model_validator(mode="after")
+    def _can_be_started(self) -> ClusterSpec:
+        names = [host.address for host in self.hosts]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"{twice[0]} is named twice among head and workers. Name it once.")
+        for name in (*self.env, *self.secrets):
+            if not VARIABLE.fullmatch(name):
+                raise ValueError(f"{name!r} is no name of a variable. Write letters, digits and _.")
+            if name.startswith("RAY_AUTH"):
+                raise ValueError(f"{name}: the cluster has a key of its own, made by setup. Leave it out.")
+        for name, value in self.env.items():
+            if is_secret(name):
+                raise ValueError(
+                    f"env.{name}: is a secret, and this is a file. Write secrets: [{name}]; its value is taken from "
+                    "your environment."
+                )
+            if "\0" in value:
+                raise ValueError(f"env.{name}: holds a zero byte.")
+        if both := [name for name in self.secrets if name in self.env]:
+            raise ValueError(f"{both[0]} stands in env and in secrets. Keep one.")
+        for key in ("temp", "logs", "python"):
+            path = getattr(self, key)
+            if path is not None and not path.startswith(("/", "~/") if key == "logs" else "/"):
+                raise ValueError(f"{key}={path} is of the hosts, where there is no current folder. Write a whole path.")
+        if (over := len(self.folder(self.head).encode()) + SOCKET - 107) > 0:
+            raise ValueError(f"temp={self.temp}: too long for Ray's sockets, by {over} bytes. Write a shorter one.")
+        fixed = [port for port in self.ports.model_dump().values() if isinstance(port, int) and port]
+        if same := [port for port in fixed if fixed.count(port) > 1]:
+            raise ValueError(f"ports: {same[0]} is given twice.")
+        span = self.ports.workers
+        if span is not None and span[0] >= span[1]:
+            raise ValueError(f"ports.workers={list(span)}: the first must be below the last.")
+        return self
+
+    @property
+    def hosts(self) -> tuple[HostConfig, ...]:
+        """The head first."""
+        return (self.head, *self.workers)
+
+    def host(self, name: str) -> HostConfig:
+        """The one of that address."""
+        for host in self.hosts:
+            if name == host.address:
+                return host
+        raise ConfigError(f"{name}: no host of the cluster. It has: {', '.join(host.address for host in self.hosts)}.")
+
+    def folder(self, host: HostConfig) -> str:
+        """Where the cluster's files are on it. Hosts that share a disk have one each."""
+        short = hashlib.sha256(host.address.encode()).hexdigest()[:6]
+        return os.path.join(self.temp, f"arborl-{self.name}-{short}")
+
+    def python_of(self, host: HostConfig) -> str:
+        return host.python or self.python
+
+    def asks(self, host: HostConfig, what: str) -> int | None:
+        """Its `num_cpus` or `num_gpus`."""
+        own: int | None = getattr(host, what)
+        general: int | None = getattr(self, what)
+        return general if own is None else own
+
+    def values(self, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+        """The secrets, by name."""
+        if missing := [name for name in self.secrets if not environ.get(name)]:
+            raise ConfigError(
+                f"secrets: {', '.join(missing)} not set in your environment. Set it (`export {missing[0]}=…`), or "
+                "leave it out of the file."
+            )
+        return {name: environ[name] for name in self.secrets}
+
+    def options(self, host: HostConfig) -> list[str]:
+        """What `ray start` is told of ports and resources."""
+        ports, words = self.ports, []
+        if host is self.head:
+            words += [f"--port={ports.gcs}", f"--dashboard-port={ports.dashboard}"]
+            words += [f"--ray-client-server-port={ports.client}"]
+        words += [f"--dashboard-agent-listen-port={ports.agent}"]
+        words += [f"--node-manager-port={ports.node_manager}"] if ports.node_manager else []
+        words += [f"--object-manager-port={ports.object_manager}"] if ports.object_manager else []
+        if ports.workers:
+            words += [f"--min-worker-port={ports.workers[0]}", f"--max-worker-port={ports.workers[1]}"]
+        for name in ("num_cpus", "num_gpus"):
+            if (count := self.asks(host, name)) is not None:
+                words.append(f"--{name.replace('_', '-')}={count}")
+        if self.object_store_gib is not None:
+            words.append(f"--object-store-memory={int(self.object_store_gib * 2**30)}")
+        return words
+
+    def listens(self, host: HostConfig) -> dict[str, int]:
+        """The ports that must be free on it, by their keys."""
+        ports = self.ports
+        both = {"agent": ports.agent, "node_manager": ports.node_manager, "object_manager": ports.object_manager}
+        return (
+            {"gcs": ports.gcs, "dashboard": ports.dashboard, "client": ports.client, **both}
+            if (host is self.head)
+            else both
+        )
+
+
+def read_spec(file: Path) -> ClusterSpec:
+    """A cluster's file, or a `ConfigError` with one line for each mistake.
+
+    Example:
+        read_spec(Path("cluster.yaml")).hosts
+    """
+    try:
+        return validate(ClusterSpec, read_tree(file))
+    except ConfigError as error:
+        told = [line if line.startswith(str(file)) else f"{file}: {line}" for line in str(error).splitlines()]
+        raise ConfigError("\n".join(told)) from error
