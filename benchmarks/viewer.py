@@ -39,6 +39,7 @@ FILTERS = {
     "rare_word": {"text": "needle42"},
     "common_word": {"text": "answer"},
     "half_word": {"text": "rig"},
+    "common_word_by_reward": {"text": "answer", "order": "-reward", "reward_from": 0.5},
     "order_by_reward": {"order": "-reward"},
     "order_by_tokens": {"order": "-sampled"},
     "last_page": {"order": "step"},

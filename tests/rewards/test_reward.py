@@ -189,3 +189,16 @@ def test_a_reward_of_weight_zero_is_measured_and_shown_and_nothing_else():
     assert [one.metrics["reward/length"] for one in made.episodes] == [5.0, 5.0]
     assert [one.metrics["reward/several"] for one in made.episodes] == [1.0, 1.0]
     assert [one.metrics["success"] for one in made.episodes] == [1.0, 0.0]
+
+
+def test_success_that_nobody_judged_is_not_claimed_whatever_the_environments_reward_is_called():
+    named = REWARDS.get("env")
+    judge = ("right", right, 1.0)
+    for rewards, claimed in (([(named.name, named, 1.0)], False), ([(named.name, named, 1.0), judge], True)):
+        one = group("42", answer="42")
+        one.episodes[0].metrics["judged"] = 0.0  # as an environment says that does not know what success is
+        score([one], *rewards)
+        assert ("success" in one.episodes[0].metrics) == claimed
+    known = group("42")
+    score([known], (named.name, named, 1.0))
+    assert known.episodes[0].metrics["success"] == 0.0

@@ -181,7 +181,7 @@ class Rewards:
                 await self._compare(name, one, weight, group.survivors)
         for name, whole, weight in self.combined:
             await asyncio.gather(*(self._combine(name, whole, weight, episode) for episode in group.survivors))
-        judges = any(name != "env" for name, _, _ in self.rewards if name not in self.shown)
+        judges = any(weight != 0 and not getattr(one, "by_turn", False) for _, one, weight in self.rewards)
         for episode in group.survivors:
             for name in self.shown:
                 episode.metrics[f"reward/{name}"] = _taken(name, episode.rewards)

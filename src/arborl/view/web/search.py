@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sqlite3
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -18,8 +19,6 @@ question."""
 ROWS = f"SELECT number, {', '.join(SHOWN)} FROM episodes JOIN names USING (number)"
 MOST = 200
 """Rows of a page."""
-FEW = 500
-"""Hits of a search that are named one by one."""
 FACETS = ("kind", "stop", "source", "failure")
 
 
@@ -86,33 +85,32 @@ def page(rows: sqlite3.Connection, asked: Asked, order: str, first: int, count: 
     first, count = max(0, min(first, 2**40)), max(0, min(count, MOST))
     named = order.removeprefix("-").startswith(("episode", "task"))
     of = "episodes JOIN names USING (number)" if named else "episodes"
-    match = matching(asked.text or "")
-    said = saying(rows, match) if match else set()
-    if match and len(said) <= FEW:  # they are looked up, rather than all others passed by
-        where += f" AND number IN ({', '.join(map(str, said))})"
-    wanted = f"SELECT number FROM {of} WHERE {where} ORDER BY {ordered(order)}"
-    if match:
-        found = [number for (number,) in rows.execute(wanted, values) if number in said]
-        total, numbers = len(found), found[first : first + count]
-    else:
-        counted = (
-            "SELECT coalesce(sum(lines - bad), 0) FROM files"
-            if where == "1"
-            else f"SELECT count(*) FROM episodes WHERE {where}"
-        )
-        total = rows.execute(counted, values).fetchone()[0]
-        numbers = [number for (number,) in rows.execute(f"{wanted} LIMIT ? OFFSET ?", (*values, count, first))]
+    if match := matching(asked.text or ""):
+        find(rows, match)
+        where += " AND +number IN found"
+    counted = (
+        "SELECT coalesce(sum(lines - bad), 0) FROM files"
+        if where == "1"
+        else f"SELECT count(*) FROM episodes WHERE {where}"
+    )
+    total = rows.execute(counted, values).fetchone()[0]
+    wanted = f"SELECT number FROM {of} WHERE {where} ORDER BY {ordered(order)} LIMIT ? OFFSET ?"
+    numbers = [number for (number,) in rows.execute(wanted, (*values, count, first))]
     marks = ", ".join("?" * len(numbers))
     by_number = {row["number"]: dict(row) for row in rows.execute(f"{ROWS} WHERE number IN ({marks})", numbers)}
     return {"total": total, "rows": [by_number[number] for number in numbers if number in by_number]}
 
 
-def saying(rows: sqlite3.Connection, match: str) -> set[int]:
-    """Episodes in which this was said. A set, since SQLite would take three times as long over a frequent word."""
-    try:
-        return {number for (number,) in rows.execute("SELECT rowid FROM words WHERE words MATCH ?", (match,))}
-    except sqlite3.OperationalError:  # a word that is none to SQLite
-        return set()
+def find(rows: sqlite3.Connection, match: str) -> None:
+    """Put the episodes in which this was said into a table of this connection's own, `found`.
+
+    The words are looked up once: asked within a question, SQLite would look them up for the count and for the page.
+    """
+    rows.execute("PRAGMA temp_store = MEMORY")
+    rows.execute("CREATE TEMP TABLE IF NOT EXISTS found (number INTEGER PRIMARY KEY)")
+    rows.execute("DELETE FROM found")
+    with suppress(sqlite3.OperationalError):  # a word that is none to SQLite
+        rows.execute("INSERT INTO found SELECT rowid FROM words WHERE words MATCH ?", (match,))
 
 
 def ordered(order: str) -> str:

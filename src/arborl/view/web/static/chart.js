@@ -16,9 +16,9 @@ export function smoothed(values, much) {
   });
 }
 
-/** Round numbers between two, about so many. */
-export function ticks(low, high, count) {
-  const rough = (high - low) / Math.max(count, 1) || 1;
+/** Round numbers between two, about so many, and no closer than `apart`. */
+export function ticks(low, high, count, apart = 0) {
+  const rough = Math.max((high - low) / Math.max(count, 1), apart) || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
   const width = [1, 2, 5, 10].map((one) => one * power).find((one) => one >= rough);
   const found = [];
@@ -51,7 +51,7 @@ export function chart({ title, lines, much = 0, xName = "step", board = null, wi
     [y0, y1] = [zero && y0 === 0 ? 0 : y0 - pad, y1 + pad];
     const X = (x) => LEFT + ((x - x0) / (x1 - x0)) * (width - LEFT - RIGHT);
     const Y = (y) => height - BOTTOM - ((y - y0) / (y1 - y0)) * (height - TOP - BOTTOM);
-    const across = ticks(y0, y1, 4), along = ticks(x0, x1, Math.max(2, width / 110));
+    const across = ticks(y0, y1, 4), along = ticks(x0, x1, Math.max(2, width / 110), xs.every(Number.isInteger) ? 1 : 0);
     const picture = s("svg", { width, height, viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" },
       across.map((y) => [s("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: Y(y), y2: Y(y) }), s("text", { x: LEFT - 6, y: Y(y) + 4, "text-anchor": "end" }, number(y))]),
       along.map((x) => s("text", { x: X(x), y: height - 7, "text-anchor": "middle" }, number(x))),

@@ -68,7 +68,7 @@ export async function episodes(at) {
       h("td.name", { "data-label": "episode" }, h("a", { href: to }, visible(one.episode))),
       cell("reward", worth), cell("stop", visible(one.failure || one.stop), false), cell("source", visible(one.source || "–"), false),
       cell("turns", number(one.turns)), cell("calls", number(one.calls)), cell("tokens", number(one.sampled)), cell("context", number(one.context)),
-      cell("stale", number(one.lag)), cell("s", number(one.seconds, 2)),
+      cell("stale", number(one.lag)), cell("seconds", number(one.seconds, 2)),
       h("td.words", { "data-label": "last words" }, h("div.preview", {}, visible(one.preview))));
   }
 

@@ -45,7 +45,7 @@ export async function group(at) {
     h("h2", {}, "Tree"), h("p.faint", {}, "Left to right: tokens. Grey was read; green was sampled by episodes that earned more than the group's mean, red less, blue as much."),
     h("div.scroll.tree", { tabindex: 0, role: "region", "aria-label": "tree of tokens" }, picture(found, (stretch) => told(text, stretch, found, place))), text,
     h("div.two", {}, h("section", {}, h("h2", {}, "Episodes"), compare,
-      h("table.wide", {}, h("thead", {}, h("tr", {}, ["beside", "", "reward", "stop", "calls", "tokens", "context"].map((head) => h(["reward", "calls", "tokens", "context"].includes(head) ? "th.figure" : "th", { scope: "col" }, head)))), list)),
+      h("table.wide", {}, h("thead", {}, h("tr", {}, ["beside", "episode", "reward", "stop", "calls", "tokens", "context"].map((head) => h(["reward", "calls", "tokens", "context"].includes(head) ? "th.figure" : "th", { scope: "col" }, head)))), list)),
       h("section", {}, h("h2", {}, "Context"), longest.element)));
   return { element, title: `Group ${found.group[0].task}`, keys: { ...rowKeys(() => [...list.children]), b: () => { const [one, other] = [...chosen]; if (chosen.size === 2) go("beside", { ...place, line: one, other }); } } };
 }
