@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -66,19 +67,18 @@ class Fleet:
 
     def __init__(self, spec: ClusterSpec, say: Callable[[str], None] = lambda line: None):
         self.spec, self.say = spec, say
-        self.secrets: Mapping[str, str] = {}
-        self.hosts = Hosts(spec)
+        self.secrets = {name: os.environ[name] for name in spec.secrets if os.environ.get(name)}
+        self.hosts = Hosts(spec, self.secrets)
 
-    def know_secrets(self) -> None:
-        """From the caller's environment; from here on nothing that is printed holds them."""
+    def require_secrets(self) -> None:
+        """That the caller's environment has all that the file names: what is started needs them."""
         self.secrets = self.spec.values()
-        self.hosts = Hosts(self.spec, self.secrets)
 
     # ------------------------------------------------------------------------------------------ setup
 
     def setup(self) -> None:
         """Start what does not run. Whatever fails, what was started here is stopped."""
-        self.know_secrets()
+        self.require_secrets()
         seen = _all(self._look(self.spec.hosts))
         self._check(seen)
         self._bring_up(seen, [host for host in self.spec.hosts if not self._belongs(host, seen)])
@@ -89,7 +89,7 @@ class Fleet:
         Returns:
             Hosts that could not be brought back, with the reason.
         """
-        self.know_secrets()
+        self.require_secrets()
         chosen = None if name is None else self.spec.host(name)
         looked = self._look(self.spec.hosts)
         if isinstance(head := looked[self.spec.head.address], HostError):
@@ -108,7 +108,7 @@ class Fleet:
             targets = [host for host in reached if host.address in lost or not self._belongs(host, seen)]
         if self.spec.head in targets:
             targets = reached  # what a head knew is gone with it: its workers join the new one
-        stopped = self.hosts.each(targets, lambda host: self.hosts.ask(host, "stop"))
+        stopped = self.hosts.each(targets, self._stop)
         _all(stopped)
         for host in targets:
             if seen[host.address]["state"] != "none":
@@ -116,6 +116,12 @@ class Fleet:
             seen[host.address] = {**seen[host.address], "state": "none"}
         self._bring_up(seen, targets)
         return [str(error) for error in looked.values() if isinstance(error, HostError)]
+
+    def _stop(self, host: HostConfig, **more: Any) -> Answer:
+        def told(what: Answer) -> None:
+            self.say(f"{host.address}: {what['note']}")
+
+        return self.hosts.ask(host, "stop", told, **more)
 
     def _look(self, hosts: Iterable[HostConfig]) -> dict[str, Answer | HostError]:
         head = self.spec.head
@@ -230,9 +236,7 @@ class Fleet:
     def _undo(self, started: Mapping[str, str]) -> None:
         """Stop what this command has started, and nothing that somebody else has since."""
         hosts = [host for host in self.spec.hosts if host.address in started]
-        answers = self.hosts.each(
-            reversed(hosts), lambda host: self.hosts.ask(host, "stop", mark=started[host.address])
-        )
+        answers = self.hosts.each(reversed(hosts), lambda host: self._stop(host, mark=started[host.address]))
         for address, answer in answers.items():
             if isinstance(answer, HostError):
                 self.say(f"{answer} What was started there may still run: `arborl cluster cleanup`.")
@@ -293,8 +297,8 @@ class Fleet:
         Returns:
             Hosts where that was not possible, with the reason.
         """
-        answers = self.hosts.each(self.spec.workers, lambda host: self.hosts.ask(host, "stop"))
-        answers |= self.hosts.each([self.spec.head], lambda host: self.hosts.ask(host, "stop"))
+        answers = self.hosts.each(self.spec.workers, self._stop)
+        answers |= self.hosts.each([self.spec.head], self._stop)
         for address, answer in answers.items():
             if not isinstance(answer, HostError):
                 self.say(f"{address}: {'nothing was there' if answer['was'] == 'none' else 'stopped and removed'}")

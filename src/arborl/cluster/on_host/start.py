@@ -112,7 +112,7 @@ def start(asked):
         begin(folder, record, words, environment_of(asked), lock)
         return await_ready(folder, asked["seconds_to_start"])
     except BaseException:
-        sweep(folder, folder.record(), None)
+        sweep(folder, folder.record(), asked.get("logs"))
         raise
 
 
@@ -218,9 +218,12 @@ def sweep(folder, record, logs):
             time.sleep(0.1)
         if alive(record):
             send(signal.SIGKILL, [keeper, *known])
+    until = time.monotonic() + 20
     while record.get("mark") and (left := [pid for pid in marked(record["mark"]) if born(pid) is not None]):
         send(signal.SIGKILL, left)
         time.sleep(0.1)
+        if time.monotonic() > until:
+            raise Refused(f"processes {', '.join(map(str, left))} do not end, not even when killed.")
     if logs and record:
         kept = os.path.join(os.path.expanduser(logs), time.strftime("%Y%m%d-%H%M%S-") + os.path.basename(folder.path))
         try:
