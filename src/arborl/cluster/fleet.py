@@ -188,10 +188,25 @@ class Fleet:
             answers = _all(self.hosts.each(workers, one))
             if workers:
                 self._await(workers, [answer["ip"] for answer in answers.values()])
+        except ConfigError as error:
+            trouble = self._trouble(head) if head.address in started and len(started) > 1 else ""
+            self._undo(started)
+            raise ConfigError(f"{error}{trouble}") from error
         except BaseException:
             self._undo(started)
             raise
         self.say(f"{self.spec.name}: {len(self.spec.hosts)} host(s), `arborl cluster status` shows them")
+
+    def _trouble(self, head: HostConfig) -> str:
+        """What has become of a head that was up, where its workers fail: it may be why."""
+        try:
+            about = self.hosts.ask(head, "look", with_log=True)
+            if about["state"] == "up":
+                self.hosts.ask(head, "nodes")
+                return ""
+            return f"\n{head.address}: Ray has ended there since. It said:\n{about['said']}"
+        except HostError as error:
+            return f"\n{error}"
 
     def _say_of_running(self, seen: Mapping[str, Answer], targets: list[HostConfig]) -> None:
         for host in self.spec.hosts:

@@ -42,6 +42,7 @@ def look(asked):
         "gpus": count_gpus(),
         "state": state,
         "why": folder.ended() if state == "down" else "",
+        "said": folder.tail() if asked.get("with_log") else "",
         **{key: record.get(key) for key in ("mark", "ip", "head", "settings", "role", "since", "joined")},
         **({"key": record.get("key")} if asked.get("with_key") else {}),
     }
