@@ -190,6 +190,15 @@ def test_a_cluster_is_set_up_once_grows_runs_jobs_and_leaves_nothing(world):
     bystander.kill()
 
 
+def test_a_host_that_is_too_busy_for_ray_is_given_a_second_try(world):
+    world.mode(HEAD, "busy")
+    fleet, said = world.fleet(workers=[])
+    fleet.setup()
+    assert said[0].startswith(f"{HEAD}: the head is up")
+    fleet.cleanup()
+    assert world.left == []
+
+
 def test_settings_that_changed_are_told_and_taken_on_by_a_restart(world):
     world.fleet(workers=[])[0].setup()
     changed, said = world.fleet(workers=[], env={"THREADS": 2})
@@ -280,7 +289,7 @@ def test_what_was_started_is_stopped_where_a_later_host_fails(world):
     fleet, told = world.fleet()
     with pytest.raises(ConfigError) as refused:
         fleet.setup()
-    assert str(refused.value).startswith(f"{FIRST}: Ray ended at once. It said:\nboom: no room for the object store")
+    assert str(refused.value).startswith(f"{FIRST}: Ray ended at once. It said: boom: no room for the object store")
     assert told[-1] == f"{HEAD}: stopped again"
     assert world.left == []
 

@@ -125,7 +125,7 @@ class Fleet:
 
     def _look(self, hosts: Iterable[HostConfig]) -> dict[str, Answer | HostError]:
         head = self.spec.head
-        return self.hosts.each(hosts, lambda host: self.hosts.ask(host, "look", with_key=host is head))
+        return self.hosts.each(hosts, lambda host: self.hosts.ask(host, "look", seconds=20, with_key=host is head))
 
     def _belongs(self, host: HostConfig, seen: Mapping[str, Answer]) -> bool:
         """Whether it is up, and of the head that is."""
@@ -200,11 +200,11 @@ class Fleet:
     def _trouble(self, head: HostConfig) -> str:
         """What has become of a head that was up, where its workers fail: it may be why."""
         try:
-            about = self.hosts.ask(head, "look", with_log=True)
+            about = self.hosts.ask(head, "look")
             if about["state"] == "up":
                 self.hosts.ask(head, "nodes")
                 return ""
-            return f"\n{head.address}: Ray has ended there since. It said:\n{about['said']}"
+            return f"\n{head.address}: Ray has ended there since. It said: {about['said']}"
         except HostError as error:
             return f"\n{error}"
 

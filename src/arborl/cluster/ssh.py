@@ -162,7 +162,7 @@ class Hosts:
     def _failed(self, host: HostConfig, code: int, said: str) -> HostError:
         """What ssh or the host's shell means."""
         python, where = self.spec.python_of(host), host.address
-        last = said.splitlines()[-1] if said else f"ssh ended with code {code}"
+        last = said.splitlines()[-1].rstrip(".") if said else f"ssh ended with code {code}"
         if code in (NO_FILE, NOT_RUN):
             return HostError(where, f"there is no Python at {python} ({last}). Install it, or write `python: …`.")
         if code != LOST:
