@@ -18,7 +18,7 @@ def why_not() -> str | None:
     """What is missing to make hosts here."""
     if os.geteuid() != 0:
         return "network namespaces are root's to make"
-    missing = [name for name in ("ip", "unshare", "ssh", "ssh-keygen") if shutil.which(name) is None]
+    missing = [name for name in ("ip", "unshare", "setpriv", "ssh", "ssh-keygen") if shutil.which(name) is None]
     missing += [] if os.path.exists(SSHD) else ["sshd"]
     if missing:
         return f"{', '.join(missing)} is not installed (openssh-server, iproute2)"
@@ -96,7 +96,7 @@ class Host:
         alone = ["unshare", "--pid", "--mount", "--uts", "--fork", "--kill-child", "--mount-proc", "sh", "-c", inside]
         log = (self.folder / "sshd.log").open("a")
         clean = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
-        words = ["ip", "netns", "exec", self.space, *alone]
+        words = ["setpriv", "--pdeathsig", "KILL", "ip", "netns", "exec", self.space, *alone]  # it ends with the tests
         self.process = subprocess.Popen(words, stdout=log, stderr=log, env=clean, start_new_session=True)
         for _ in range(100):
             try:

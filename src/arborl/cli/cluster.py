@@ -141,7 +141,7 @@ def run_of(
 ) -> tuple[list[str], dict[str, bytes]]:
     """`arborl train` with a file that travels along; what is wrong in it is said here."""
     from arborl.cli.arguments import one_path, split
-    from arborl.config.load import load
+    from arborl.config.load import load, write_setting
 
     paths, settings = split(words, ("--config", "--working-dir", "--detach"))
     file = Path(one_path(paths, "file") or "")
@@ -157,6 +157,8 @@ def run_of(
         if not file.absolute().is_relative_to(folder.absolute()):
             raise ConfigError(f"{file} is not in --working-dir {folder}. Put it there.")
         name = str(file.absolute().relative_to(folder.absolute()))
+    if run.name and not any(text.startswith("name=") for text in settings):  # a folder of Ray's would give it its own
+        settings = [*settings, write_setting("name", run.name)]
     if run.output_dir is None:  # its folder is Ray's, and goes with the cluster
         settings = [*settings, f"output_dir=~/runs/{run.name or file.stem}-{time.strftime('%Y%m%d-%H%M%S')}"]
     elif not run.output_dir.is_absolute():

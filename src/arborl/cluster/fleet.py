@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -66,19 +67,18 @@ class Fleet:
 
     def __init__(self, spec: ClusterSpec, say: Callable[[str], None] = lambda line: None):
         self.spec, self.say = spec, say
-        self.secrets: Mapping[str, str] = {}
-        self.hosts = Hosts(spec)
+        self.secrets = {name: os.environ[name] for name in spec.secrets if os.environ.get(name)}
+        self.hosts = Hosts(spec, self.secrets)
 
-    def know_secrets(self) -> None:
-        """From the caller's environment; from here on nothing that is printed holds them."""
+    def require_secrets(self) -> None:
+        """That the caller's environment has all that the file names: what is started needs them."""
         self.secrets = self.spec.values()
-        self.hosts = Hosts(self.spec, self.secrets)
 
     # ------------------------------------------------------------------------------------------ setup
 
     def setup(self) -> None:
         """Start what does not run. Whatever fails, what was started here is stopped."""
-        self.know_secrets()
+        self.require_secrets()
         seen = _all(self._look(self.spec.hosts))
         self._check(seen)
         self._bring_up(seen, [host for host in self.spec.hosts if not self._belongs(host, seen)])
@@ -89,7 +89,7 @@ class Fleet:
         Returns:
             Hosts that could not be brought back, with the reason.
         """
-        self.know_secrets()
+        self.require_secrets()
         chosen = None if name is None else self.spec.host(name)
         looked = self._look(self.spec.hosts)
         if isinstance(head := looked[self.spec.head.address], HostError):
@@ -108,7 +108,7 @@ class Fleet:
             targets = [host for host in reached if host.address in lost or not self._belongs(host, seen)]
         if self.spec.head in targets:
             targets = reached  # what a head knew is gone with it: its workers join the new one
-        stopped = self.hosts.each(targets, lambda host: self.hosts.ask(host, "stop"))
+        stopped = self.hosts.each(targets, self._stop)
         _all(stopped)
         for host in targets:
             if seen[host.address]["state"] != "none":
@@ -117,9 +117,15 @@ class Fleet:
         self._bring_up(seen, targets)
         return [str(error) for error in looked.values() if isinstance(error, HostError)]
 
+    def _stop(self, host: HostConfig, **more: Any) -> Answer:
+        def told(what: Answer) -> None:
+            self.say(f"{host.address}: {what['note']}")
+
+        return self.hosts.ask(host, "stop", told, **more)
+
     def _look(self, hosts: Iterable[HostConfig]) -> dict[str, Answer | HostError]:
         head = self.spec.head
-        return self.hosts.each(hosts, lambda host: self.hosts.ask(host, "look", with_key=host is head))
+        return self.hosts.each(hosts, lambda host: self.hosts.ask(host, "look", seconds=20, with_key=host is head))
 
     def _belongs(self, host: HostConfig, seen: Mapping[str, Answer]) -> bool:
         """Whether it is up, and of the head that is."""
@@ -182,10 +188,25 @@ class Fleet:
             answers = _all(self.hosts.each(workers, one))
             if workers:
                 self._await(workers, [answer["ip"] for answer in answers.values()])
+        except ConfigError as error:
+            trouble = self._trouble(head) if head.address in started and len(started) > 1 else ""
+            self._undo(started)
+            raise ConfigError(f"{error}{trouble}") from error
         except BaseException:
             self._undo(started)
             raise
         self.say(f"{self.spec.name}: {len(self.spec.hosts)} host(s), `arborl cluster status` shows them")
+
+    def _trouble(self, head: HostConfig) -> str:
+        """What has become of a head that was up, where its workers fail: it may be why."""
+        try:
+            about = self.hosts.ask(head, "look")
+            if about["state"] == "up":
+                self.hosts.ask(head, "nodes")
+                return ""
+            return f"\n{head.address}: Ray has ended there since. It said: {about['said']}"
+        except HostError as error:
+            return f"\n{error}"
 
     def _say_of_running(self, seen: Mapping[str, Answer], targets: list[HostConfig]) -> None:
         for host in self.spec.hosts:
@@ -230,9 +251,7 @@ class Fleet:
     def _undo(self, started: Mapping[str, str]) -> None:
         """Stop what this command has started, and nothing that somebody else has since."""
         hosts = [host for host in self.spec.hosts if host.address in started]
-        answers = self.hosts.each(
-            reversed(hosts), lambda host: self.hosts.ask(host, "stop", mark=started[host.address])
-        )
+        answers = self.hosts.each(reversed(hosts), lambda host: self._stop(host, mark=started[host.address]))
         for address, answer in answers.items():
             if isinstance(answer, HostError):
                 self.say(f"{answer} What was started there may still run: `arborl cluster cleanup`.")
@@ -293,8 +312,8 @@ class Fleet:
         Returns:
             Hosts where that was not possible, with the reason.
         """
-        answers = self.hosts.each(self.spec.workers, lambda host: self.hosts.ask(host, "stop"))
-        answers |= self.hosts.each([self.spec.head], lambda host: self.hosts.ask(host, "stop"))
+        answers = self.hosts.each(self.spec.workers, self._stop)
+        answers |= self.hosts.each([self.spec.head], self._stop)
         for address, answer in answers.items():
             if not isinstance(answer, HostError):
                 self.say(f"{address}: {'nothing was there' if answer['was'] == 'none' else 'stopped and removed'}")

@@ -55,7 +55,6 @@ def submit(
         wait: until it ends.
         heard: is given each line that it prints.
     """
-    fleet.know_secrets()
     job, asked = f"arborl-{secrets.token_hex(4)}", dict[str, Any](command=shlex.join(command), wait=wait)
     if files is not None:
         asked["files"] = base64.b64encode(pack(files)).decode()
@@ -80,7 +79,8 @@ def submit(
         if not begun or not wait:
             raise
         raise HostError(
-            error.host, f"{error.what} The job goes on: `arborl cluster logs --job {job} --follow`."
+            error.host,
+            f"{error.what} Unless the head is gone the job goes on: `arborl cluster logs --job {job} --follow`.",
         ) from error
     if not wait:
         return Job(job, "RUNNING", 0)

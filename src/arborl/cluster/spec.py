@@ -126,7 +126,7 @@ class ClusterSpec(Config):
     """Of every host that says nothing itself."""
     object_store_gib: float | None = Field(None, ge=0.08)
     """Of every host; without it, as much as Ray takes (30 % of the memory)."""
-    seconds: float = Field(90.0, gt=0)
+    seconds: float = Field(120.0, gt=0)
     """What the start of Ray on a host may take."""
 
     @model_validator(mode="after")
@@ -219,12 +219,10 @@ class ClusterSpec(Config):
     def listens(self, host: HostConfig) -> dict[str, int]:
         """The ports that must be free on it, by their keys."""
         ports = self.ports
-        both = {"agent": ports.agent, "node_manager": ports.node_manager, "object_manager": ports.object_manager}
-        return (
-            {"gcs": ports.gcs, "dashboard": ports.dashboard, "client": ports.client, **both}
-            if (host is self.head)
-            else both
-        )
+        found = {"agent": ports.agent, "node_manager": ports.node_manager, "object_manager": ports.object_manager}
+        if host is self.head:
+            found |= {"gcs": ports.gcs, "dashboard": ports.dashboard, "client": ports.client}
+        return found
 
 
 def read_spec(file: Path) -> ClusterSpec:

@@ -7,7 +7,7 @@ import shlex
 import subprocess
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -102,7 +102,7 @@ class Hosts:
 
         def give_up() -> None:
             late.set()
-            process.kill()
+            _end(process)
 
         clock = threading.Timer((seconds or 0) + self.spec.ssh.seconds, give_up)
         said: list[str] = []
@@ -162,7 +162,7 @@ class Hosts:
     def _failed(self, host: HostConfig, code: int, said: str) -> HostError:
         """What ssh or the host's shell means."""
         python, where = self.spec.python_of(host), host.address
-        last = said.splitlines()[-1] if said else f"ssh ended with code {code}"
+        last = said.splitlines()[-1].rstrip(".") if said else f"ssh ended with code {code}"
         if code in (NO_FILE, NOT_RUN):
             return HostError(where, f"there is no Python at {python} ({last}). Install it, or write `python: …`.")
         if code != LOST:
@@ -196,26 +196,32 @@ class Hosts:
                 return error
 
         hosts = list(hosts)
-        pool = ThreadPoolExecutor(max(1, min(32, len(hosts))))
-        try:
-            return dict(zip([host.address for host in hosts], pool.map(one, hosts), strict=True))
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            self.hang_up()
-            raise
-        finally:
-            pool.shutdown()
+        with ThreadPoolExecutor(max(1, min(32, len(hosts)))) as pool:
+            asked = [pool.submit(one, host) for host in hosts]
+            try:
+                return {host.address: future.result() for host, future in zip(hosts, asked, strict=True)}
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                while wait(asked, 0.1).not_done:  # some may only be on their way
+                    self.hang_up()
+                raise
 
     def hang_up(self) -> None:
         """Leave whoever is being asked. What is being started there notices, and undoes it."""
         for process in list(self.open):
-            process.kill()
+            _end(process)
 
 
 @cache
 def _modules() -> list[tuple[str, str]]:
     folder = Path(on_host.__file__).parent
     return [(f".{name}", (folder / f"{name}.py").read_text()) for name in SENT]
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """A process below it may hold its output open: the end of standard input ends that one too."""
+    _close(process.stdin)
+    process.kill()
 
 
 def _close(stream: Any) -> None:

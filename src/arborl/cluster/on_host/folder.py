@@ -76,9 +76,10 @@ class Folder:
         said = [line for line in last_lines(self.log, 50) if line.startswith(ENDED)]
         return said[-1][len(ENDED) + 1 :] if said else "Its processes were killed, or the host was."
 
-    def tail(self, lines=12):
-        """The last lines of what `ray start` wrote."""
-        return "\n".join(last_lines(self.log, lines))
+    def said(self):
+        """The last thing that `ray start` wrote, without the frames of a traceback."""
+        lines = [line for line in last_lines(self.log, 50) if line.strip() and not line.startswith((" ", ENDED))]
+        return lines[-1] if lines else "nothing"
 
 
 def last_lines(path, count):

@@ -12,7 +12,7 @@ from .folder import ENDED
 
 VARIABLE = "ARBORL_CLUSTER"
 """In the environment of every process that a cluster has on a host."""
-SUBREAPER, DEATH_SIGNAL = 36, 1
+SUBREAPER, DEATH_SIGNAL, NAME = 36, 1, 15
 """Of prctl(2)."""
 GRACE = 15.0
 """Seconds that Ray has to end by itself."""
@@ -76,6 +76,7 @@ def prctl(option, value):
 def keep(words, environment):
     """Run Ray until it ends or this process is told to; leave nothing that it started."""
     prctl(SUBREAPER, 1)
+    prctl(NAME, b"arborl-keeper")  # what `ps -o comm` says of it
     told = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: told.append(True))

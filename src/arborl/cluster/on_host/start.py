@@ -21,6 +21,8 @@ from .processes import GRACE, VARIABLE, alive, below, born, keep, marked, send
 
 COMPARED = ("ray", "arborl", "torch", "transformers", "numpy")
 """Libraries that must be the same on all hosts."""
+BUSY = "timed out during startup"
+"""In what Ray says where a second try may succeed."""
 
 
 def look(asked):
@@ -42,6 +44,7 @@ def look(asked):
         "gpus": count_gpus(),
         "state": state,
         "why": folder.ended() if state == "down" else "",
+        "said": folder.said(),
         **{key: record.get(key) for key in ("mark", "ip", "head", "settings", "role", "since", "joined")},
         **({"key": record.get("key")} if asked.get("with_key") else {}),
     }
@@ -109,10 +112,14 @@ def start(asked):
         }  # fmt: skip
         folder.write(record)
         words = ray_words(asked, address, os.path.join(folder.path, "r"))
-        begin(folder, record, words, environment_of(asked), lock)
-        return await_ready(folder, asked["seconds_to_start"])
+        until = time.monotonic() + asked["seconds_to_start"]
+        while True:
+            begin(folder, record, words, environment_of(asked), lock)
+            if answer := await_ready(folder, until, asked["seconds_to_start"]):
+                return answer
+            shutil.rmtree(os.path.join(folder.path, "r"), ignore_errors=True)
     except BaseException:
-        sweep(folder, folder.record(), None)
+        sweep(folder, folder.record(), asked.get("logs"))
         raise
 
 
@@ -176,19 +183,22 @@ def begin(folder, record, words, environment, lock):
     os.close(reader)
 
 
-def await_ready(folder, seconds):
-    """Until Ray says that it runs, or has ended."""
-    until = time.monotonic() + seconds
+def await_ready(folder, until, seconds):
+    """Until Ray says that it runs, or has ended. None where it had too little time: it gives itself half a minute, and
+    a busy host may take longer."""
     while True:
         record = folder.record()
         with open(folder.log, errors="replace") as file:
-            said = file.read()
+            written = file.read()
         if not alive(record):
-            raise Refused(f"Ray ended at once. It said:\n{folder.tail()}")
-        if "Ray runtime started" in said and (record["role"] == "worker" or dashboard_answers(record)):
+            if BUSY in folder.said() and time.monotonic() < until:
+                os.remove(folder.log)
+                return None
+            raise Refused(f"Ray ended at once. It said: {folder.said()}")
+        if "Ray runtime started" in written and (record["role"] == "worker" or dashboard_answers(record)):
             return {"already": False, "ip": record["ip"], "mark": record["mark"]}
         if time.monotonic() > until:
-            raise Refused(f"Ray was not ready after {seconds:g} s. Write more as `seconds`. It said:\n{folder.tail()}")
+            raise Refused(f"Ray was not ready after {seconds:g} s. Write more as `seconds`. It said: {folder.said()}")
         pause(0.3)
 
 
@@ -218,9 +228,12 @@ def sweep(folder, record, logs):
             time.sleep(0.1)
         if alive(record):
             send(signal.SIGKILL, [keeper, *known])
+    until = time.monotonic() + 20
     while record.get("mark") and (left := [pid for pid in marked(record["mark"]) if born(pid) is not None]):
         send(signal.SIGKILL, left)
         time.sleep(0.1)
+        if time.monotonic() > until:
+            raise Refused(f"processes {', '.join(map(str, left))} do not end, not even when killed.")
     if logs and record:
         kept = os.path.join(os.path.expanduser(logs), time.strftime("%Y%m%d-%H%M%S-") + os.path.basename(folder.path))
         try:
