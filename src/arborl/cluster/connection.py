@@ -102,7 +102,7 @@ class Cluster:
             self._connect(weight_bytes)
             Cluster.mine = True
         Cluster.users += 1
-        self.pulse = Pulse(ray)
+        self.pulse = Pulse(ray, ray.get_runtime_context().get_node_id())
         try:
             self.nodes = self.alive()
             self._check()
