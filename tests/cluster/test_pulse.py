@@ -75,7 +75,7 @@ def test_a_process_that_was_there_and_is_silent_is_ended_and_its_node_shunned(mo
     rounds(watch, pulse.SHUNNED)
     assert watch.ray.killed == [cut]
     assert watch.shunned == []  # Ray has given the node up by now, or it is back
-    assert well in [one.actor for one in watch.watched]
+    assert list(watch.watched) == [well]
 
 
 def test_a_process_that_hangs_on_a_node_within_reach_is_ended_and_may_be_replaced_there(monkeypatch):
@@ -85,15 +85,15 @@ def test_a_process_that_hangs_on_a_node_within_reach_is_ended_and_may_be_replace
     rounds(watch, SILENT + 3 * BEAT)
     assert watch.ray.killed == [hung, own]
     assert watch.silent == {}
-    assert [one.actor for one in watch.watched] == [well]
+    assert list(watch.watched) == [well]
 
 
 def test_one_that_is_still_starting_may_take_its_time(monkeypatch):
     watch, (process,) = watched(monkeypatch, "node 0")
-    watch.watched[0].answer = None
+    watch.watched[process].answer = None
     rounds(watch, 10 * SILENT)
     assert watch.ray.killed == []
-    assert [one.actor for one in watch.watched] == [process]
+    assert list(watch.watched) == [process]
 
 
 def test_who_was_stopped_itself_blames_nobody(monkeypatch):

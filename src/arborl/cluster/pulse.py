@@ -52,7 +52,8 @@ class Pulse:
 
     def __init__(self, ray: Any, here: str):
         self.ray, self.here = ray, here
-        self.watched: list[Watched] = []
+        self.watched: dict[Any, Watched] = {}
+        """By their actors; several threads add and take away."""
         self.silent: dict[str, float] = {}
         """Nodes with a process that was silent, and when."""
         self.looked = time.monotonic()
@@ -60,10 +61,10 @@ class Pulse:
         threading.Thread(target=self._watch, name="arborl-pulse", daemon=True).start()
 
     def add(self, actor: Any) -> None:
-        self.watched.append(Watched(actor, actor.told.remote(), time.monotonic()))
+        self.watched[actor] = Watched(actor, actor.told.remote(), time.monotonic())
 
     def forget(self, actor: Any) -> None:
-        self.watched = [one for one in self.watched if one.actor is not actor]
+        self.watched.pop(actor, None)
 
     def close(self) -> None:
         self.ended.set()
@@ -81,10 +82,10 @@ class Pulse:
     def look(self, now: float) -> None:
         """Hear who has answered, and give up who has not for too long."""
         if now - self.looked > BEAT + SILENT / 4:  # this process itself was stopped, or starved: nobody is to blame
-            for one in self.watched:
+            for one in list(self.watched.values()):
                 one.since = now
         self.looked = now
-        for one in list(self.watched):
+        for one in list(self.watched.values()):
             with suppress(Exception):  # the cluster itself is gone, or this process is no longer of it
                 self._hear(one, now)
 
@@ -107,5 +108,5 @@ class Pulse:
 
     def _answers(self, node: str, since: float) -> bool:
         """Whether a node is within reach: the driver's own, and one of which a process has been heard since then."""
-        there = [one for one in self.watched if one.told is not None and one.told.node == node]
+        there = [one for one in list(self.watched.values()) if one.told is not None and one.told.node == node]
         return node == self.here or any(one.since > since + BEAT for one in there)
