@@ -239,16 +239,20 @@ class Cluster:
             "max_concurrency": CONCURRENCY,
             "scheduling_strategy": "SPREAD",
         }
-        if shunned := self.pulse.shunned:
-            options["label_selector"] = {"ray.io/node-id": f"!in({','.join(shunned)})"}
-        if seat is not None:
-            from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+        shunned = self.pulse.shunned
+        if shunned and cpus:
+            options["label_selector"] = {"ray.io/node-id": f"!in({','.join(shunned)})"}
+        elif shunned and (left := [node for node in self.alive() if node.id not in shunned]):
+            chosen = left[len(self.started) % len(left)]  # what asks for nothing, Ray would put anywhere
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(chosen.id, soft=True)
+        if seat is not None:
             node = find_node(seat, self.alive())
-            chosen = {"CUDA_VISIBLE_DEVICES": str(seat.index), "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+            shown = {"CUDA_VISIBLE_DEVICES": str(seat.index), "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
             options |= {
                 "num_gpus": 1 / sharing,
-                "runtime_env": {"env_vars": chosen},
+                "runtime_env": {"env_vars": shown},
                 "scheduling_strategy": NodeAffinitySchedulingStrategy(node.id, soft=False),
             }
         paths = [path or os.getcwd() for path in sys.path]
