@@ -235,19 +235,16 @@ class Cluster:
         """
         options: dict[str, Any] = {
             "num_cpus": cpus,
+            "memory": 1,  # a byte: who asks for nothing at all is sent to any node, be it cut off
             "max_restarts": 0,  # it is started anew by whoever knows what it must be given first
             "max_concurrency": CONCURRENCY,
             "scheduling_strategy": "SPREAD",
         }
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        shunned = self.pulse.shunned
-        if shunned and cpus:
+        if shunned := self.pulse.shunned:
             options["label_selector"] = {"ray.io/node-id": f"!in({','.join(shunned)})"}
-        elif shunned and (left := [node for node in self.alive() if node.id not in shunned]):
-            chosen = left[len(self.started) % len(left)]  # what asks for nothing, Ray would put anywhere
-            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(chosen.id, soft=True)
         if seat is not None:
+            from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
             node = find_node(seat, self.alive())
             shown = {"CUDA_VISIBLE_DEVICES": str(seat.index), "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
             options |= {
