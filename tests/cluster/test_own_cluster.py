@@ -136,6 +136,8 @@ def test_frozen_lake_is_learned_on_two_nodes_and_is_the_run_in_one_process(two_n
     curves = [[row["reward/mean"] for row in steps_of(tmp_path / name)] for name in ("local", "ray")]
     assert len(curves[0]) == local["steps"]
     assert curves[0] == curves[1]
+    last = f"checkpoints/step-{local['steps']:06d}/model/model.safetensors"
+    assert (tmp_path / "ray" / last).read_bytes() == (tmp_path / "local" / last).read_bytes()
 
 
 def test_a_job_that_is_submitted_joins_the_cluster_it_is_submitted_to(tmp_path):

@@ -23,9 +23,9 @@ class Answers:
 
 
 class Process:
-    def __init__(self, number):
+    def __init__(self, number, node):
         self.there = True
-        self.told = Answers(self, Told({}, number, "10.0.0.2", f"node {number}"))
+        self.told = Answers(self, Told({}, number, "10.0.0.2", node))
         self.present = Answers(self, True)
 
 
@@ -54,16 +54,16 @@ def rounds(watch, seconds):
         watch.look(began + BEAT * number)
 
 
-def watched(monkeypatch, count):
+def watched(monkeypatch, *nodes):
     monkeypatch.setattr(Pulse, "_watch", lambda self: None)
-    watch, processes = Pulse(Ray()), [Process(number) for number in range(count)]
+    watch, processes = Pulse(Ray(), "mine"), [Process(number, node) for number, node in enumerate(nodes)]
     for process in processes:
         watch.add(process)
     return watch, processes
 
 
 def test_a_process_that_was_there_and_is_silent_is_ended_and_its_node_shunned(monkeypatch):
-    watch, (well, cut) = watched(monkeypatch, 2)
+    watch, (well, cut) = watched(monkeypatch, "node 0", "node 1")
     rounds(watch, 3 * BEAT)
     cut.there = False
     rounds(watch, SILENT)
@@ -75,19 +75,29 @@ def test_a_process_that_was_there_and_is_silent_is_ended_and_its_node_shunned(mo
     rounds(watch, pulse.SHUNNED)
     assert watch.ray.killed == [cut]
     assert watch.shunned == []  # Ray has given the node up by now, or it is back
-    assert well in [one.actor for one in watch.watched]
+    assert list(watch.watched) == [well]
+
+
+def test_a_process_that_hangs_on_a_node_within_reach_is_ended_and_may_be_replaced_there(monkeypatch):
+    watch, (well, hung, own) = watched(monkeypatch, "node 0", "node 0", "mine")
+    rounds(watch, 3 * BEAT)
+    hung.there = own.there = False
+    rounds(watch, SILENT + 3 * BEAT)
+    assert watch.ray.killed == [hung, own]
+    assert watch.silent == {}
+    assert list(watch.watched) == [well]
 
 
 def test_one_that_is_still_starting_may_take_its_time(monkeypatch):
-    watch, (process,) = watched(monkeypatch, 1)
-    watch.watched[0].answer = None
+    watch, (process,) = watched(monkeypatch, "node 0")
+    watch.watched[process].answer = None
     rounds(watch, 10 * SILENT)
     assert watch.ray.killed == []
-    assert [one.actor for one in watch.watched] == [process]
+    assert list(watch.watched) == [process]
 
 
 def test_who_was_stopped_itself_blames_nobody(monkeypatch):
-    watch, (process,) = watched(monkeypatch, 1)
+    watch, (process,) = watched(monkeypatch, "node 0")
     rounds(watch, 3 * BEAT)
     process.there = False  # one question is on its way
     rounds(watch, BEAT)

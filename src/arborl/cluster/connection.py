@@ -103,7 +103,7 @@ class Cluster:
             self._connect(weight_bytes)
             Cluster.mine = True
         Cluster.users += 1
-        self.pulse = Pulse(ray)
+        self.pulse = Pulse(ray, ray.get_runtime_context().get_node_id())
         try:
             self.nodes = self.alive()
             self._check()
@@ -236,6 +236,7 @@ class Cluster:
         """
         options: dict[str, Any] = {
             "num_cpus": cpus,
+            "memory": 1,  # a byte: who asks for nothing at all is sent to any node, be it cut off
             "max_restarts": 0,  # it is started anew by whoever knows what it must be given first
             "max_concurrency": CONCURRENCY,
             "scheduling_strategy": "SPREAD",
@@ -246,10 +247,10 @@ class Cluster:
             from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
             node = find_node(seat, self.alive())
-            chosen = {"CUDA_VISIBLE_DEVICES": str(seat.index), "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+            shown = {"CUDA_VISIBLE_DEVICES": str(seat.index), "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
             options |= {
                 "num_gpus": 1 / sharing,
-                "runtime_env": {"env_vars": chosen},
+                "runtime_env": {"env_vars": shown},
                 "scheduling_strategy": NodeAffinitySchedulingStrategy(node.id, soft=False),
             }
         paths = [path or os.getcwd() for path in sys.path]

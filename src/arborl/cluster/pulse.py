@@ -4,7 +4,7 @@ A process that dies is told of at once. Of a node whose network is cut nobody te
 it up after a minute or more, and until then whoever waits for an answer from there waits. So every process is asked
 here, every few seconds, in a thread of its own that neither its work nor its requests hold up. One that has answered
 before and then is silent for `SILENT` seconds is ended, which everybody who waits for it is told of as of any other
-end; and what takes its place is not put on that node.
+end. Where nothing else on its node has answered meanwhile either, what takes its place is not put there.
 """
 
 from __future__ import annotations
@@ -47,11 +47,13 @@ class Pulse:
 
     Args:
         ray: the module.
+        here: the driver's node, by its id.
     """
 
-    def __init__(self, ray: Any):
-        self.ray = ray
-        self.watched: list[Watched] = []
+    def __init__(self, ray: Any, here: str):
+        self.ray, self.here = ray, here
+        self.watched: dict[Any, Watched] = {}
+        """By their actors; several threads add and take away."""
         self.silent: dict[str, float] = {}
         """Nodes with a process that was silent, and when."""
         self.looked = time.monotonic()
@@ -59,10 +61,10 @@ class Pulse:
         threading.Thread(target=self._watch, name="arborl-pulse", daemon=True).start()
 
     def add(self, actor: Any) -> None:
-        self.watched.append(Watched(actor, actor.told.remote(), time.monotonic()))
+        self.watched[actor] = Watched(actor, actor.told.remote(), time.monotonic())
 
     def forget(self, actor: Any) -> None:
-        self.watched = [one for one in self.watched if one.actor is not actor]
+        self.watched.pop(actor, None)
 
     def close(self) -> None:
         self.ended.set()
@@ -80,10 +82,10 @@ class Pulse:
     def look(self, now: float) -> None:
         """Hear who has answered, and give up who has not for too long."""
         if now - self.looked > BEAT + SILENT / 4:  # this process itself was stopped, or starved: nobody is to blame
-            for one in self.watched:
+            for one in list(self.watched.values()):
                 one.since = now
         self.looked = now
-        for one in list(self.watched):
+        for one in list(self.watched.values()):
             with suppress(Exception):  # the cluster itself is gone, or this process is no longer of it
                 self._hear(one, now)
 
@@ -99,6 +101,12 @@ class Pulse:
         elif one.told is not None and now - one.since > SILENT:
             where = f"process {one.told.pid} on {one.told.address}"
             log.warning("%s has given no sign of life for %.0f s and is given up", where, now - one.since)
-            self.silent[one.told.node] = now
             self.forget(one.actor)
+            if not self._answers(one.told.node, one.since):
+                self.silent[one.told.node] = now
             self.ray.kill(one.actor, no_restart=True)
+
+    def _answers(self, node: str, since: float) -> bool:
+        """Whether a node is within reach: the driver's own, and one of which a process has been heard since then."""
+        there = [one for one in list(self.watched.values()) if one.told is not None and one.told.node == node]
+        return node == self.here or any(one.since > since + BEAT for one in there)
