@@ -49,6 +49,8 @@ class LearnerLost(RunStopped):
         """Why the run does not go on by itself, where there is more to say."""
 
     def __str__(self) -> str:
+        if self.counted and self.again:
+            return f"{self.what}: all ranks are started anew"
         return (
             f"{self.what}: the run has stopped{self.since}. Go on from its last checkpoint with arborl train --resume "
             "latest."

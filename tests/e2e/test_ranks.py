@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from forked import Forked, forked
@@ -35,7 +37,8 @@ def test_a_run_whose_rank_dies_says_so_and_goes_on_from_its_checkpoint(tmp_path)
     code, said = forked("-m", "arborl", "train", *SMALL, *SHARDED, "output_dir=whole", cwd=tmp_path)
     assert code == 0, said
     assert all(row["learner/ranks"] == 2.0 for row in settled(tmp_path / "whole") if "learner/ranks" in row)
-    victim = Forked(["-m", "arborl", "train", *SMALL, *SHARDED, "output_dir=cut"], cwd=tmp_path)
+    by_hand = ["learner.restarts=0", "output_dir=cut"]
+    victim = Forked(["-m", "arborl", "train", *SMALL, *SHARDED, *by_hand], cwd=tmp_path)
     metrics, deadline = tmp_path / "cut" / "metrics.jsonl", time.monotonic() + 300
     while not (metrics.exists() and metrics.read_text().count("\n") >= 4):
         assert time.monotonic() < deadline
@@ -60,17 +63,48 @@ def test_a_run_whose_rank_dies_says_so_and_goes_on_from_its_checkpoint(tmp_path)
     assert code == 0, said
 
 
+LAUNCHERS = {
+    "torchrun": ["torch.distributed.run", "--nproc-per-node", "2"],
+    "accelerate": ["accelerate.commands.accelerate_cli", "launch", "--multi_gpu", "--num_processes", "2"],
+}
+
+
 @pytest.mark.slow
-def test_torchrun_starts_the_ranks_too(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    around = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    words = ["-m", "arborl", "train", *SMALL, "trainer.steps=2", "learner.strategy=ddp", "output_dir=both"]
-    both = [Forked(words, cwd=tmp_path, env=around | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in (0, 1)]
-    said = [one.communicate(timeout=300)[0] for one in both]
-    assert [one.returncode for one in both] == [0, 0], said
-    assert [row["learner/ranks"] for row in settled(tmp_path / "both") if "learner/ranks" in row] == [2.0, 2.0]
+def test_torchrun_and_accelerate_start_the_ranks_too(tmp_path):
+    """The same run as where it starts them itself."""
+    words = ["-m", "arborl", "train", *SMALL, "evaluation.tasks=0", "track.gifs=0", "learner.strategy=fsdp2"]
+    code, said = forked(*words, "learner.ranks=2", "output_dir=own", cwd=tmp_path)
+    assert code == 0, said
+    theirs = weights(tmp_path / "own")
+    for name, launcher in LAUNCHERS.items():
+        if name == "accelerate":
+            pytest.importorskip("accelerate")
+        asked = [sys.executable, "-m", *launcher, *words, f"output_dir={name}"]
+        done = subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        ours = weights(tmp_path / name)
+        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+        assert settled(tmp_path / name) == settled(tmp_path / "own")
+
+
+@pytest.mark.slow
+def test_a_rank_that_torchrun_started_ends_the_run_with_its_name(tmp_path):
+    """It is not ours to start anew."""
+    words = ["-m", "arborl", "train", *SMALL, "trainer.steps=500", "evaluation.tasks=0", "learner.strategy=ddp"]
+    asked = [sys.executable, "-m", *LAUNCHERS["torchrun"], *words, "output_dir=run"]
+    run = subprocess.Popen(asked, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 300
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+        assert time.monotonic() < deadline
+        assert run.poll() is None
+        time.sleep(0.05)
+    for child in psutil.Process(run.pid).children():
+        if child.environ().get("RANK") == "1":
+            child.kill()
+    said, _ = run.communicate(timeout=120)
+    assert run.returncode != 0
+    assert "exitcode  : -9" in said
+    assert not psutil.pid_exists(run.pid)
 
 
 @pytest.mark.parametrize(

@@ -85,5 +85,6 @@ def test_every_stage_of_zero_can_be_gone_on_from(stage, tmp_path):
     with world("deepspeed", 2, body(), ALGORITHM.needs, CONFIG, zero_stage=stage) as group:
         learn(group, 1)
         saved = kept(group, tmp_path)
+    with world("deepspeed", 2, body(), ALGORITHM.needs, CONFIG, zero_stage=stage) as group:
         group.load(saved)
         assert_goes_on(group, single)

@@ -5,18 +5,23 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import socket
+import threading
 
 import numpy as np
 import pytest
 import torch
-from learner_fakes import Fake, batch_of, random_groups
-from worlds import alone, body, world
+from learner_fakes import SAMPLING, Fake, batch_of, random_groups
+from worlds import Copies, alone, body, world
 
 from arborl.config.run import LearnerConfig
 from arborl.errors import ConfigError, LearnerLost
-from arborl.learner.rendezvous import check_alike
+from arborl.learner.blueprint import Blueprint
+from arborl.learner.group import LearnerGroup
+from arborl.learner.rendezvous import Meeting, check_alike, cut_lines
 
 CONFIG = LearnerConfig(lr=3e-5, decay="none", micro_batch_tokens=40)
+NEEDS = Fake("value").needs
 SLOW = pytest.mark.slow
 STRATEGIES = [
     ("ddp", 2, {}),
@@ -174,6 +179,25 @@ def test_a_rank_that_fails_says_why():
         pytest.raises(LearnerLost, match=r"rank 1 of 2 failed \(ValueError: a loss of my own\)"),
     ):
         group.update(forest.trees, terms, algorithm)
+
+
+def test_a_rank_with_other_versions_is_named_and_all_are_stopped():
+    meeting, address = Meeting.host(3)
+    others = Copies(3, address, '{"torch": "2.11.0", "host": "elsewhere"}')
+    blueprint = Blueprint(CONFIG.model_copy(update={"strategy": "ddp", "ranks": 3}), SAMPLING, NEEDS, 0, 0, body)
+    with pytest.raises(ConfigError, match=r"rank 1 on elsewhere runs torch 2.11.0, and rank 0 on .* Install the same"):
+        LearnerGroup(meeting, blueprint, body(), others)
+    assert all(rank.poll() is not None for rank in others.all.values())
+
+
+def test_who_waits_for_a_host_that_is_lost_is_let_go():
+    """127.0.0.2 is a host of its own, as far as connections go."""
+    with socket.create_server(("127.0.0.2", 0)) as there, socket.create_server(("127.0.0.1", 0)) as here:
+        lost, kept = (socket.create_connection(one.getsockname()) for one in (there, here))
+        with lost, kept:
+            threading.Timer(0.1, cut_lines, ["127.0.0.2"]).start()
+            assert lost.recv(1) == b""
+            kept.send(b"still there")
 
 
 def test_ranks_of_different_versions_are_refused():

@@ -30,11 +30,11 @@ cloudpickle.register_pickle_by_value(learner_fakes)
 
 
 class Copies:
-    """Ranks that are such copies."""
+    """Ranks that are such copies; `lies` is what they say of themselves instead of the truth, as JSON."""
 
-    def __init__(self, count: int, address: str):
+    def __init__(self, count: int, address: str, lies: str = "{}"):
         words = [str(Path(__file__)), str(count), address]
-        self.all = {rank: Forked([*words, str(rank)]) for rank in range(1, count)}
+        self.all = {rank: Forked([*words, str(rank), lies]) for rank in range(1, count)}
 
     def lost(self) -> dict[int, str]:
         return {rank: f"ended with {one.poll()}" for rank, one in self.all.items() if one.poll() is not None}
@@ -83,7 +83,12 @@ def alone(model: PreTrainedModel, needs: Needs, config: LearnerConfig) -> Learne
 
 
 if __name__ == "__main__":
+    import json
+
+    from arborl.learner import rendezvous
     from arborl.learner.rank_worker import serve_rank
 
+    truth, lies = rendezvous.about_me, json.loads(sys.argv[4])
+    rendezvous.about_me = lambda address: truth(address) | lies
     torch.set_num_threads(1)
     serve_rank(int(sys.argv[3]), int(sys.argv[1]), sys.argv[2])

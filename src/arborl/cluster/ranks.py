@@ -77,7 +77,7 @@ class RankActors:
             return f"failed ({type(error.cause).__name__}: {said[0]})"
         except RayActorError as error:  # Ray's reason stands among lines of ids and addresses
             told = [line.strip() for line in str(error).splitlines() if "died" in line or "because" in line]
-            return f"was lost on the cluster ({' '.join(told[-1:]) or type(error).__name__})"
+            return f"was lost on the cluster ({(told or [type(error).__name__])[-1].partition('. ')[0]})"
         except Exception as error:
             return f"was lost on the cluster ({type(error).__name__})"
         return "ended before the run"

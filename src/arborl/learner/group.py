@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import os
 import sys
 import threading
@@ -45,7 +46,7 @@ from arborl.learner.files import Snapshot
 from arborl.learner.micro_batches import costs_of
 from arborl.learner.peers import Peers
 from arborl.learner.rank_worker import LOST, Rank, say
-from arborl.learner.rendezvous import Launcher, Meeting, Nobody, Watch
+from arborl.learner.rendezvous import Launcher, Meeting, Nobody, Watch, cut_lines, own_address
 from arborl.learner.sharded_files import ShardedSnapshot
 from arborl.learner.strategies import strategy_of
 from arborl.learner.teacher import Teacher
@@ -308,6 +309,9 @@ class LearnerGroup:
         if self.closed:
             return
         self.launcher.stop()
+        there = json.loads(self.watch.store.get(f"hello/{rank}")) if self.watch.store.check([f"hello/{rank}"]) else {}
+        if (address := there.get("address")) not in (None, "", own_address(self.meeting.store)):
+            cut_lines(address)
         if self._hangs():
             sys.stderr.write(f"{self.lost}\n")
             sys.stderr.flush()

@@ -16,9 +16,13 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the first rank is told, and tells the others
     threading.Thread(target=_watch_parent, daemon=True).start()
+    from arborl.errors import ConfigError
     from arborl.learner.rank_worker import serve_rank
 
-    serve_rank(int(rank), int(count), address, device)
+    try:
+        serve_rank(int(rank), int(count), address, device)
+    except ConfigError:  # the first rank has been told, and says it
+        sys.exit(1)
 
 
 def _watch_parent() -> None:

@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
@@ -104,7 +105,7 @@ class Meeting:
         Args:
             look: called while waiting; raises where there is nobody to wait for any more.
         """
-        self.store.set(f"hello/{self.rank}", json.dumps(about_me()))
+        self.store.set(f"hello/{self.rank}", json.dumps(about_me(own_address(self.store))))
         until = time.monotonic() + START
         while missing := [rank for rank in range(self.count) if not self.store.check([f"hello/{rank}"])]:
             look()
@@ -123,14 +124,14 @@ class Meeting:
         )
 
 
-def about_me() -> dict[str, str]:
-    """What must be the same in all ranks, and where this one is."""
+def about_me(address: str = "") -> dict[str, str]:
+    """What must be the same in all ranks, and where this one is, by name and by address."""
     try:
         own = version("arborl")
     except PackageNotFoundError:  # used from its sources, without having been installed
         own = "0"
     versions = {"arborl": own, "torch": torch.__version__, "python": platform.python_version()}
-    return versions | {"host": socket.gethostname()}
+    return versions | {"host": socket.gethostname(), "address": address}
 
 
 def check_alike(everyone: list[dict[str, str]]) -> None:
@@ -143,6 +144,24 @@ def check_alike(everyone: list[dict[str, str]]) -> None:
                     f"learner rank {rank} on {one['host']} runs {what} {one[what]}, and rank 0 on {first['host']} runs "
                     f"{first[what]}. Install the same version on both."
                 )
+
+
+def own_address(store: Any) -> str:
+    """Of this host, where it talks with the one of the store; nothing where that cannot be said."""
+    host = getattr(getattr(store, "underlying_store", store), "host", "")
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line:
+        line.connect((host, 9))  # nothing is sent
+        return str(line.getsockname()[0])
+    return ""
+
+
+def cut_lines(address: str) -> None:
+    """Close all connections of this process to that host, which is lost: whoever waits for an answer from there notices
+    now, and not when the network gives up, many minutes later."""
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as line:
+            if line.getpeername()[0].removeprefix("::ffff:") == address:
+                line.shutdown(socket.SHUT_RDWR)
 
 
 def named(ranks: list[int]) -> str:

@@ -243,10 +243,11 @@ class ZeroOptimizer(Optimizer):
 
     def begin(self, steps: int) -> None:
         """Moments of zeros, after so many steps, ready to be filled."""
-        for group in self.adam.param_groups:
-            for flat in group["params"]:
-                fresh = {key: torch.zeros_like(flat) for key in MOMENTS[:2]}
-                self.adam.state[flat] = fresh | {"step": torch.tensor(0.0)} | self.adam.state.get(flat, {})
+        inner = self.zero_optimizer  # in stage 3 AdamW is given its parameters only while it steps
+        held = [flat for group in self.adam.param_groups for flat in group["params"]]
+        for flat in inner.fp32_partitioned_groups_flat if self.config.zero_stage == 3 else held:
+            fresh = {key: torch.zeros_like(flat) for key in MOMENTS[:2]}
+            self.adam.state[flat] = fresh | {"step": torch.tensor(0.0)} | self.adam.state.get(flat, {})
         self.link()
         self._set_step(steps)
 
