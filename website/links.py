@@ -2,7 +2,7 @@
 
 Pages are written to be read as plain files in the repository, where a link may lead to a README, a recipe or a source
 file. On the site such a file is a page too: Markdown as it is, anything else as a listing, a folder as the list of what
-is in it. The README is the home page.
+is in it. The README is the home page, and a notebook is a page with what it printed and drew.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from urllib.parse import urlsplit
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
+
+from website import notebooks
 
 ROOT = Path(__file__).parents[1]
 FRONT = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
@@ -31,13 +33,14 @@ origins: dict[str, str] = {}
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add every file of the repository that a page, or a page added for one, leads to."""
-    waiting = [*FRONT, *(f"docs/{file.src_uri}" for file in files.documentation_pages())]
+    books = [f"docs/tutorials/{path.name}" for path in sorted(notebooks.FOLDER.glob("*.ipynb"))]
+    waiting = [*FRONT, *books, *(f"docs/{file.src_uri}" for file in files.documentation_pages())]
     known = set(waiting)
     while waiting:
         origin = waiting.pop()
-        if not origin.startswith("docs/"):
+        if not origin.startswith("docs/") or origin in books:
             added = File.generated(config, place(origin), content=content(origin))
-            added.inclusion = InclusionLevel.INCLUDED if origin in FRONT else InclusionLevel.NOT_IN_NAV
+            added.inclusion = InclusionLevel.INCLUDED if origin in (*FRONT, *books) else InclusionLevel.NOT_IN_NAV
             files.append(added)
             origins[added.src_uri] = origin
         new = {found for found in targets(origin) if not found.startswith("docs/")} - known
@@ -57,6 +60,8 @@ def content(origin: str) -> str:
     if path.is_dir():
         inside = sorted(one.name for one in path.iterdir() if not one.name.startswith(("__", ".")))
         return f"# {origin}\n\n" + "".join(f"- [{name}]({name})\n" for name in inside)
+    if path.suffix == ".ipynb":
+        return notebooks.page(path)
     text = path.read_text(encoding="utf-8")
     return text if origin.endswith(".md") else f"# {origin}\n\n````{HIGHLIGHTED.get(path.suffix, '')}\n{text}````\n"
 
@@ -66,7 +71,7 @@ def place(origin: str) -> str:
     if origin == "README.md":
         return "index.md"
     if origin.startswith("docs/"):
-        return origin.removeprefix("docs/")
+        return origin.removeprefix("docs/").replace(".ipynb", ".md")
     if origin.endswith(".md"):
         return origin
     return f"source/{origin}.md" if (ROOT / origin).is_file() else f"source/{origin}/index.md"

@@ -1,8 +1,7 @@
 """The nouns of Arbor: plain records that every room shares.
 
-Frozen, slotted, no torch and no I/O. An agent's conversation is made of `Message`s; what crossed the line between
-program and model is a `Call`; the calls of all attempts at one `Task` are a `Group`; their unique tokens are a
-`TokenTree`; and every sampled token is one row of `Terms`.
+Frozen, slotted, no torch, no I/O. Agents exchange `Message`s; what crossed the line between program and model is a
+`Call`; calls of all attempts at a `Task` are a `Group`, their tokens a `TokenTree`, a sampled one a row of `Terms`.
 """
 
 from __future__ import annotations
@@ -197,6 +196,8 @@ class Call:
     """What was read out of the completion: its text, and the tool calls in it."""
     drawn: Drawn | None = None
     """The distribution its tokens are from, where that is not the run's."""
+    rivals: tuple[tuple[tuple[int, float], ...], ...] = ()
+    """Of each sampled token the likeliest others with their log-probabilities, where asked for: for people to read."""
 
     @property
     def whole(self) -> Tokens:
@@ -276,8 +277,7 @@ class Episode:
 
     @property
     def branches(self) -> list[int]:
-        """The branch of each call, counted in order of their last calls: a call that goes on from another's last tokens
-        is in its branch.
+        """The branch of each call, in order of their last calls: one that goes on from another's end is in its branch.
 
         Example (the second call forgets the first, the third goes on from the second):
             [1 | 2], [1 | 3], [1 3 9 | 4]   ->   0 1 1

@@ -261,7 +261,10 @@ class Workshop:
         training = Manner(asked.redundancy, asked.group_seconds, keep, rewards.judge, rewards.score)
         tape = Replay(asked.replay) if asked.replay else Recording(asked.record) if asked.record else None
         concurrency = None if asked.concurrency == "auto" else asked.concurrency
-        return Rollout(engine, given.renderer, cast, sampling, limits, concurrency, workers, training, tape, given)
+        rivals = self.config.track.rivals
+        return Rollout(
+            engine, given.renderer, cast, sampling, limits, concurrency, workers, training, tape, given, rivals
+        )
 
     def engine(
         self,

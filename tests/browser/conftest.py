@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "view"))
+sys.path[:0] = [str(Path(__file__).parents[1] / "view"), str(Path(__file__).parents[2] / "benchmarks")]
 
 
 @pytest.fixture(scope="session")

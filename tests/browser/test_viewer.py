@@ -86,6 +86,8 @@ def test_a_token_tells_everything_that_is_known_of_it(page, address):
         "version",
     ):
         expect(about).to_contain_text(name)
+    expect(about).to_contain_text("It won against")
+    expect(about).to_contain_text("Jump")
     expect(about).to_contain_text("Siblings chose here")
     expect(about).to_contain_text("Left")
     before = page.locator(".token.sampled").first.evaluate("one => getComputedStyle(one).backgroundColor")
@@ -175,6 +177,21 @@ def test_a_run_is_followed_while_it_goes_on(page, tmp_path, viewed):
     page.keyboard.press("1")
     expect(page.locator(".runs")).to_contain_text("4 / 4", timeout=30_000)
     expect(page.locator(".state")).to_have_text("finished", timeout=30_000)
+
+
+def test_a_hundred_thousand_episodes_are_there_before_they_are_read_and_are_filtered(page, tmp_path, viewed):
+    from viewer import make
+
+    make(tmp_path / "large", 100_000, 200, 5)
+    page.goto(f"{viewed(tmp_path)}/#/episodes?run=large")
+    expect(page.locator("tbody tr")).to_have_count(50)
+    expect(page.locator("main")).to_contain_text("reading the files")
+    expect(page.locator("main")).to_contain_text("1–50 of 100,000 episodes", timeout=300_000)
+    expect(page.locator("main")).not_to_contain_text("reading the files", timeout=300_000)
+    page.get_by_label("text").fill("needle42")
+    expect(page.locator("main")).to_contain_text("of 2,151 episodes")
+    page.get_by_role("button", name="next page").click()
+    expect(page.locator("main")).to_contain_text("51–100 of 2,151 episodes")
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

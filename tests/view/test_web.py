@@ -119,6 +119,7 @@ def test_an_episode_has_its_conversation_and_its_tokens_with_their_numbers(web):
     assert second["repeats"] == [0, first["prompt"] + len(first["sampled"]["ids"])]
     for name in ("logprob", "now", "advantage", "ratio", "weight", "entropy", "loss", "pull", "push", "version"):
         assert len(first["sampled"][name]) == len(first["sampled"]["ids"])
+    assert [one["text"] for one in first["sampled"]["against"][0]] == ["Jump", "Down"]
     rivals = first["rivals"]["1"]  # the first word that siblings did not share
     assert {one["text"] for one in rivals} == {"Left", "Up", "Down"}
 

@@ -237,6 +237,7 @@ def stubbed(config: RunConfig) -> RunConfig:
         few = min(config.rollout.tasks_per_step, 4)
         tree["rollout"] |= {"tasks_per_step": few, "envs": tree["rollout"]["envs"] | {"num_env_groups": None}}
     tree["learner"] |= {"minibatches": 1}
+    tree["track"] |= {"rivals": 0}  # a script has none
     tree["placement"] = {"name": "local"}  # there is nothing to gain elsewhere
     tree["evaluation"] |= {"tasks": min(config.evaluation.tasks, 8)}
     return validate(RunConfig, tree)

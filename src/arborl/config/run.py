@@ -254,6 +254,12 @@ class RunConfig(Config):
                     f"sampling.min_p={self.sampling.min_p:g} with sampling.top_p={self.sampling.top_p:g} and engine="
                     f"{name}: vLLM applies them in the other order. Write one of them, or engine=local."
                 )
+        if self.track.rivals and (name != "local" or self.placement.engines):
+            who = f"engine={name}" if name != "local" else "placement.engines"
+            raise ValueError(
+                f"track.rivals={self.track.rivals} with {who}, which does not tell them. Write engine=local in this "
+                "process, or track.rivals=0."
+            )
         if name in ("vllm", "http") and self.model.quantize != "none":
             raise ValueError(
                 f"model.quantize={self.model.quantize} with engine={name}: quantised weights are not sent. Write "

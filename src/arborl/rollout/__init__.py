@@ -11,6 +11,7 @@ In reading order:
     slots.py         How many episodes are in play: as many as was said, or as many as the engine can serve
     meter.py         How long somebody was asked for something, and how long nobody asked
     recorder.py      What an agent holds in its hands: a model and an environment that write down everything that passes
+    rivals.py        What else the model might have said: the likeliest tokens beside each one that was sampled
     call_order.py    Which call of an episode is which, when several are asked at once: their chance and their order
     deadlines.py     Calls that cross the border to somebody else's code: an environment, an engine
     watchdog.py      Says who holds the event loop while they do: from inside the loop nobody could

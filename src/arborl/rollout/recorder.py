@@ -28,6 +28,7 @@ from arborl.rollout.call_order import Asking, Place
 from arborl.rollout.deadlines import ENGINE, across
 from arborl.rollout.meter import Meter
 from arborl.rollout.processes import ProcessEnv
+from arborl.rollout.rivals import Rivals
 from arborl.seeds import derive
 from arborl.spans import span
 from arborl.types import (
@@ -78,6 +79,7 @@ class Recorder:
         episode: what is filled.
         drawn: is noted beside every call, where this episode draws otherwise than the run.
         asked: counts the seconds in which the engine is.
+        rivals: of each token, to be noted beside every call; the engine must stream.
     """
 
     def __init__(
@@ -89,8 +91,9 @@ class Recorder:
         episode: Episode,
         drawn: Drawn | None = None,
         asked: Meter | None = None,
+        rivals: int = 0,
     ):
-        self.asked = Meter() if asked is None else asked
+        self.asked, self.rivals = Meter() if asked is None else asked, rivals
         self.engine, self.renderer, self.sampling, self.drawn = engine, renderer, sampling, drawn
         self.limits, self.episode = limits, episode
         self.conversations = Conversations(renderer)
@@ -154,24 +157,27 @@ class Recorder:
             seed=seed,
             stop_texts=(*self.sampling.stop_texts, *((stop,) if isinstance(stop, str) else stop)),
         )
+        heard = Rivals(self.rivals)
         if (chat := getattr(self.engine, "chat", None)) is not None:
             completion, reply = await self._chatted(chat, shown, specs, sampling)
         else:
-            completion = await self._generate(prompt, sampling)
+            completion = await self._generate(prompt, sampling, heard)
             reply = self.renderer.read(completion, begins)
-        call = Call(prompt.tokens, completion, turn, messages=tuple(shown), reply=reply, drawn=self.drawn)
+        others = tuple(heard.heard[: len(completion.tokens)])
+        call = Call(prompt.tokens, completion, turn, True, tuple(shown), reply, self.drawn, others)
         self._record(prompt, call, place)
         return call
 
-    async def _generate(self, prompt: Prompt, sampling: Sampling) -> Completion:
+    async def _generate(self, prompt: Prompt, sampling: Sampling, heard: Rivals) -> Completion:
         task = asyncio.current_task()
         assert task is not None
         self._waiting.add(task)
         try:
-            generate, session = self.engine.generate, self.episode.id
+            generate, named = self.engine.generate, {"session": self.episode.id}
+            also = {"heard": heard} if heard.count else {}
             with span("chat", gen_ai__operation__name="chat", gen_ai__usage__input_tokens=len(prompt.tokens)) as told:
                 with self.asked:
-                    said: Completion = await across(ENGINE, None, generate, prompt.tokens, sampling, session=session)
+                    said: Completion = await across(ENGINE, None, generate, prompt.tokens, sampling, **named, **also)
                 told.note(
                     gen_ai__usage__output_tokens=len(said.tokens), gen_ai__response__finish_reasons=[said.finish.value]
                 )

@@ -79,6 +79,7 @@ class Rollout:
         training: how the groups of a training batch are made.
         tape: records training batches, or has them on record.
         given: makes episodes of tasks that say what was said.
+        rivals: likeliest other tokens that are noted beside each one.
     """
 
     def __init__(
@@ -93,13 +94,14 @@ class Rollout:
         training: Manner = PLAIN,
         tape: Tape | None = None,
         given: GivenEpisodes | None = None,
+        rivals: int = 0,
     ):
         self.engine, self.renderer, self.cast = engine, renderer, cast
         self.sampling, self.limits = sampling, limits
         self.concurrency = concurrency
         self._line: Line | None = None
         self.workers, self.training, self.tape = workers or Workers(), training, tape
-        self.given = given
+        self.given, self.rivals = given, rivals
         self.counts: Counter[str] = Counter()
         self.firsts, self.lost = Firsts(log), list[Episode]()
         self.asked = Meter()
@@ -225,7 +227,7 @@ class Rollout:
             inner, name = await self.workers.place(partial(self.cast.env, task), called, limits.step_seconds)
         env = RecordedEnv(inner, name, limits, episode)
         drawn = sampling.drawn if sampling.drawn != self.sampling.drawn else None
-        model = Recorder(self.engine, self.renderer, sampling, limits, episode, drawn, self.asked)
+        model = Recorder(self.engine, self.renderer, sampling, limits, episode, drawn, self.asked, self.rivals)
         async with boundary(f"agent {task.agent or 'of the run'}"):
             agent = self.cast.agent(task)
             try:

@@ -168,9 +168,15 @@ def _calls_to(calls: Sequence[Call]) -> list[dict[str, Any]]:
                 "seconds": call.completion.seconds,
             }
             | ({"versions": list(call.completion.versions)} if call.completion.versions else {})
+            | ({"rivals": [_rivals_to(others) for others in call.rivals]} if call.rivals else {})
         )
         seen.append(call.whole)
     return rows
+
+
+def _rivals_to(others: Sequence[tuple[int, float]]) -> list[float]:
+    """Id and log-probability in turns; three digits are enough to be read."""
+    return [number for token, logprob in others for number in (int(token), round(float(logprob), 3))]
 
 
 def _calls_from(rows: Sequence[Mapping[str, Any]]) -> list[Call]:
@@ -188,7 +194,8 @@ def _calls_from(rows: Sequence[Mapping[str, Any]]) -> list[Call]:
         )
         messages, reply = _spoken_from(row, spoken)
         drawn = Drawn(*row["drawn"]) if "drawn" in row else None
-        calls.append(Call(prompt, completion, row["turn"], row.get("trained", True), messages, reply, drawn))
+        rivals = tuple(tuple(zip(flat[::2], flat[1::2], strict=True)) for flat in row.get("rivals", ()))
+        calls.append(Call(prompt, completion, row["turn"], row.get("trained", True), messages, reply, drawn, rivals))
     return calls
 
 

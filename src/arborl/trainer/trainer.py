@@ -18,6 +18,7 @@ from arborl.engines.engine import Engine
 from arborl.learner.group import LearnerGroup
 from arborl.learner.learner import Learner
 from arborl.learner.term_log import TermLog
+from arborl.learner.update_metrics import GAP
 from arborl.rewards.reward import Rewards
 from arborl.rollout.downsample import thin
 from arborl.rollout.pipeline import Pipeline
@@ -169,6 +170,8 @@ class Trainer:
             learn = await self._learning()
             with span("arborl.learn"):
                 metrics = self._engine_metrics(clock, between) | await learn(self._learn, groups, beside, seed)
+        if not self.engine.follows_weights:  # its replies are nobody's policy: there is nothing to agree about
+            metrics = {name: value for name, value in metrics.items() if not name.startswith(GAP)}
         self.step += 1  # from here on the step counts as done, whatever interrupts
         self.pipeline.trained()
 

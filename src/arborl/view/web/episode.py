@@ -126,6 +126,11 @@ def _sampled(call: Call, number: int, decode: Decode | None, terms: Columns | No
         "logprob": [None] * count if given else list(said.logprobs),
         "version": list(said.versions) or [said.version] * count,
     }
+    if call.rivals:
+        columns["against"] = [
+            [{"text": pieces([token], decode)[0], "logprob": logprob} for token, logprob in others]
+            for others in call.rivals
+        ]
     if terms is None:
         return columns
     own = rows[terms["call"][rows] == number]

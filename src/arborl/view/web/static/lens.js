@@ -26,7 +26,7 @@ const clamp = (value) => Math.max(-1, Math.min(1, value));
 export function tokensOf(call) {
   const read = call.read.ids.map((id, at) => ({ call: call.number, at, sampled: false, id, text: call.read.text[at], logprob: null }));
   const sampled = call.sampled.ids.map((id, at) => {
-    const token = { call: call.number, at, sampled: true, trained: call.trained, id, text: call.sampled.text[at], rivals: call.rivals?.[at] };
+    const token = { call: call.number, at, sampled: true, trained: call.trained, id, text: call.sampled.text[at], rivals: call.rivals?.[at], against: call.sampled.against?.[at] };
     for (const name of NUMBERS) token[name] = call.sampled[name]?.[at] ?? null;
     return token;
   });
@@ -134,6 +134,9 @@ export function aboutToken(token, group, open) {
     h("p.faint", {}, `call ${token.call + 1}, number ${token.at + 1} of it`),
     h("dl.numbers", {}, token.logprob === null ? null : [h("dt", {}, "probability"), h("dd", {}, percent(Math.exp(token.logprob)))],
       known.map((name) => [h("dt", {}, LABELS[name]), h("dd", {}, number(token[name], 4))])),
+    token.against?.length
+      ? [h("h3", {}, "It won against"), h("ul.rivals", {}, token.against.map((rival) => h("li", {}, h("code", {}, visible(JSON.stringify(rival.text))), ` ${percent(Math.exp(rival.logprob))}`)))]
+      : null,
     token.rivals?.length
       ? [h("h3", {}, "Siblings chose here"), h("ul.rivals", {}, token.rivals.map((rival) => h("li", {}, h("code", {}, visible(JSON.stringify(rival.text))), ` ${percent(Math.exp(rival.logprob))} · `,
           rival.episodes.map((at) => h("button.link", { type: "button", onclick: () => open(group[at]) }, `#${at + 1} ${group[at].failure ? "failed" : number(group[at].reward)}`)))))]
