@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from arborl.cluster.connection import Actor, Cluster
 from arborl.cluster.host import Host
 from arborl.cluster.seats import Seat
@@ -92,6 +94,14 @@ class RankActors:
             self.cluster.ray.wait(calls, num_returns=len(calls), timeout=max(0.0, until - time.monotonic()))
         for actor in self.all.values():
             self.cluster.stop(actor)
+
+
+def ranks_of(cluster: Cluster | None, model: PreTrainedModel) -> RankActors | None:
+    """What starts the learner's further ranks, where they are to be on a cluster."""
+    if cluster is None or not cluster.ranks:
+        return None
+    own = (model.device.index or 0) if model.device.type == "cuda" else None
+    return RankActors(cluster, rank_seats(cluster, cluster.ranks, own))
 
 
 def rank_seats(cluster: Cluster, count: int, own: int | None) -> list[Seat | None]:
