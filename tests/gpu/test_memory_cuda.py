@@ -51,7 +51,7 @@ def test_an_update_takes_about_what_is_forecast_and_not_more(recompute, rank, of
         learner.update(forest.trees, terms, algorithm)
     peak = torch.cuda.max_memory_allocated() - before
     sizes = sizes_of(model)
-    rows = rows_at_once(model.device, sizes.vocabulary)
+    rows = rows_at_once(model.device, sizes.vocabulary, fused=True)
     planner = Planner(sizes, learner_config, algorithm.needs, 2_500, 2**60, 0, 0, 0, 0, rows)
     forecast = planner.forecast(8_192, recompute, 0)
     expected = forecast.total - forecast.beside
