@@ -23,6 +23,11 @@ into the folder of a run that is well. The same table is run by `tests/doctor/te
 that are well (FrozenLake, PPO, episodes played ahead, Sokoban, a shop, and a folder written by hand): nothing may be
 found there. What each finding means is in [doctor.md](../doctor.md).
 
+Once, 2026-11-16, it was also asked of 20 runs of other shapes, all of them well: the demo; three steps and one; GSPO,
+GiGPO, PPO, RLOO, DAPO; adapters; episodes played ahead; other seeds; groups of 2 and of 32; no evaluation; Sokoban,
+rooms, the shop, a calculator, three sources in one run, StateLM; and of 105 moments of 14 of them, as if each were
+still going on (the files up to a step). Nothing was found. A step size of 3 with GSPO was: `lr_too_high`.
+
 """
 
 
