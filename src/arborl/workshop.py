@@ -44,7 +44,6 @@ if TYPE_CHECKING:  # what needs torch
 
     from arborl.algorithms import Algorithm
     from arborl.cluster.connection import Cluster
-    from arborl.cluster.ranks import RankActors
 
 
 class Workshop:
@@ -90,15 +89,6 @@ class Workshop:
 
             further = self.config.learner.ranks - 1 if training else 0
             self.cluster = connected(self.config.placement, model, rewards, further)
-
-    def ranks(self, model: PreTrainedModel) -> RankActors | None:
-        """What starts the learner's further ranks on the cluster, where there is one."""
-        if self.cluster is None or not self.cluster.ranks:
-            return None
-        from arborl.cluster.ranks import RankActors, rank_seats
-
-        own = (model.device.index or 0) if model.device.type == "cuda" else None
-        return RankActors(self.cluster, rank_seats(self.cluster, self.cluster.ranks, own))
 
     def stop(self) -> None:
         """End what was started, where the run is not to be."""
