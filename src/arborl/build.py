@@ -137,7 +137,7 @@ def _build(config: RunConfig, workshop: Workshop, training: bool) -> Parts:
 
     import torch
 
-    from arborl.cluster.ranks import ranks_of
+    from arborl.cluster.ranks import ranks_on
     from arborl.learner.launch import check_ranks, make_learner
     from arborl.learner.memory import planned
     from arborl.learner.teacher import teacher_of
@@ -168,7 +168,7 @@ def _build(config: RunConfig, workshop: Workshop, training: bool) -> Parts:
     if not training:
         settings = settings.model_copy(update={"strategy": "single", "ranks": 1})
     drawn_up = _blueprint(config, settings, sampling, algorithm.needs, steps, folder, began)
-    learner = make_learner(drawn_up, model, origin, teacher, ranks_of(workshop.cluster, model))
+    learner = make_learner(drawn_up, model, origin, teacher, ranks_on(workshop.cluster, model))
     evaluator: Measures = (
         GivenEvaluator(source, rollout, algorithm, config, learner)
         if config.data.given

@@ -12,14 +12,15 @@ import struct
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
-
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING, Any
 
 from arborl.cluster.connection import Actor, Cluster
 from arborl.cluster.host import Host
-from arborl.cluster.seats import Seat
+from arborl.cluster.seats import Seat, gpus_of
 from arborl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 GRACE = 1.0
 """Seconds in which ranks that have been told to end may do so by themselves."""
@@ -96,8 +97,13 @@ class RankActors:
             self.cluster.stop(actor)
 
 
-def ranks_of(cluster: Cluster | None, model: PreTrainedModel) -> RankActors | None:
-    """What starts the learner's further ranks, where they are to be on a cluster."""
+def ranks_on(cluster: Cluster | None, model: PreTrainedModel) -> RankActors | None:
+    """What starts a learner's further ranks, where there is a cluster for them.
+
+    Args:
+        cluster: of the run.
+        model: the first rank's policy.
+    """
     if cluster is None or not cluster.ranks:
         return None
     own = (model.device.index or 0) if model.device.type == "cuda" else None
@@ -112,8 +118,6 @@ def rank_seats(cluster: Cluster, count: int, own: int | None) -> list[Seat | Non
         count: of ranks but the first.
         own: the first rank's GPU on the driver's node, where it has one.
     """
-    from arborl.cluster.seats import gpus_of
-
     if own is None:
         return [None] * count
     gpus, engines = gpus_of(cluster.nodes), cluster.seats(own)
