@@ -194,10 +194,13 @@ def test_who_waits_for_a_host_that_is_lost_is_let_go():
     """127.0.0.2 is a host of its own, as far as connections go."""
     with socket.create_server(("127.0.0.2", 0)) as there, socket.create_server(("127.0.0.1", 0)) as here:
         lost, kept = (socket.create_connection(one.getsockname()) for one in (there, here))
-        with lost, kept:
+        near, other = socket.socketpair()  # such as the event loop has: its ends have no address
+        with lost, kept, near, other:
+            lost.settimeout(20)
             threading.Timer(0.1, cut_lines, ["127.0.0.2"]).start()
             assert lost.recv(1) == b""
             kept.send(b"still there")
+            near.send(b"and there")
 
 
 def test_ranks_of_different_versions_are_refused():

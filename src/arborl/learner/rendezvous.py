@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import socket
+import stat
 import threading
 import time
 from collections.abc import Callable
@@ -159,9 +160,12 @@ def cut_lines(address: str) -> None:
     """Close all connections of this process to that host, which is lost: whoever waits for an answer from there notices
     now, and not when the network gives up, many minutes later."""
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as line:
-            if line.getpeername()[0].removeprefix("::ffff:") == address:
-                line.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError):  # some are closed meanwhile, or connected to nobody
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                with socket.socket(fileno=os.dup(int(name))) as line:
+                    far = line.family in (socket.AF_INET, socket.AF_INET6)
+                    if far and line.getpeername()[0].removeprefix("::ffff:") == address:
+                        line.shutdown(socket.SHUT_RDWR)
 
 
 def named(ranks: list[int]) -> str:
