@@ -129,7 +129,7 @@ def test_a_run_goes_on_when_a_node_dies_and_nothing_is_trained_twice(two_nodes, 
 
 def test_frozen_lake_is_learned_on_two_nodes_and_is_the_run_in_one_process(two_nodes, tmp_path):
     here = [*PLACED[3:], "deterministic=true", "track.gifs=0", "track.tensorboard=false"]
-    here += ["rollout.episode_seconds=3600", "rollout.step_seconds=600"]  # what a clock decides differs on a busy machine
+    here += ["rollout.episode_seconds=3600", "rollout.step_seconds=600"]  # clocks differ
     local = train(load(None, [f"output_dir={tmp_path / 'local'}", *here])).summary
     placed = train(load(None, [f"output_dir={tmp_path / 'ray'}", *here, *PLACED])).summary
     assert placed["after"]["success"] > 0.8 > placed["before"]["success"]
