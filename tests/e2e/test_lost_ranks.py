@@ -125,6 +125,15 @@ def test_a_run_goes_on_by_itself_as_often_as_it_may_and_then_by_hand(tmp_path, w
     assert_same_run(tmp_path / "run", whole)
 
 
+@pytest.fixture
+def control_c():
+    """Which a shell's background jobs have off."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("control_c")
 def test_control_c_while_ranks_are_started_anew_ends_the_run(tmp_path, whole, forks, monkeypatch):
     first = launch.Processes
 
