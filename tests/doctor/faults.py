@@ -243,6 +243,8 @@ WRITTEN = (
     written("an environment that hangs", "hanging", since(HALF, always(rollout__threads_stuck=3.0)), "warn"),
     written("a node that goes and comes back", "parts_lost",
             since(HALF, always(engine__lost=1.0, engine__seconds_lost=30.0)), "warn"),
+    written("a rank of the learner that is lost", "parts_lost",
+            since(HALF, always(learner__lost=1.0, learner__seconds_lost=16.0)), "warn"),
     written("half of the groups are missing", "groups_missing", always(rollout__missing=4.0), "warn"),
     written("a tool that times out now and then", "some_fail",
             always(**{"episode__failed": 4.0, "failed__tool 'search'": 4.0}), "warn", make=failing),

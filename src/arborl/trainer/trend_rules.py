@@ -250,6 +250,7 @@ LOST = (
     ("engine/lost", "engine/seconds_lost", "engine"),
     ("rollout/processes_replaced", "rollout/seconds_lost", "process of environments"),
     ("rewards/lost", "rewards/seconds_lost", "reward worker"),
+    ("learner/lost", "learner/seconds_lost", "rank of the learner"),
 )
 """How many, for how long, and what."""
 

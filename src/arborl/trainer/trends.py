@@ -134,8 +134,8 @@ TRENDS = (
         "rollout.step_seconds.",
     ),
     Trend(
-        "parts_lost", rules.parts_lost, "engines or workers were lost and replaced",
-        "Their requests were asked again elsewhere, and nothing is trained twice; the seconds are what that cost. "
+        "parts_lost", rules.parts_lost, "processes of the run were lost and replaced",
+        "What they were asked was asked again, and nothing is trained twice; the seconds are what that cost. "
         "run.log names each: look at its node where one goes again and again.",
     ),
     Trend(
