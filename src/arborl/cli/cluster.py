@@ -42,8 +42,8 @@ def fleet(file: Path) -> Fleet:
 
     if file == DEFAULT and not file.exists():
         raise ConfigError(
-            f"{file}: no such file. Name the cluster's with --config FILE, or write one; `head: HOST` is enough for one "
-            "host, and docs/scale-out.md has every key."
+            f"{file}: no such file. Name the cluster's with --config FILE, or write one: `head: HOST` is enough for "
+            "one host, and docs/scale-out.md has every key."
         )
     return Fleet(read_spec(file), lambda line: typer.echo(line, err=True))
 
