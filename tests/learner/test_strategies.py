@@ -18,6 +18,7 @@ from arborl.config.run import LearnerConfig
 from arborl.errors import ConfigError, LearnerLost
 from arborl.learner.blueprint import Blueprint
 from arborl.learner.group import LearnerGroup
+from arborl.learner.launch import check_ranks
 from arborl.learner.rendezvous import Meeting, check_alike, cut_lines
 
 CONFIG = LearnerConfig(lr=3e-5, decay="none", micro_batch_tokens=40)
@@ -208,3 +209,8 @@ def test_ranks_of_different_versions_are_refused():
     check_alike([here, here | {"host": "b"}])
     with pytest.raises(ConfigError, match=r"rank 1 on b runs torch 2.11.0, and rank 0 on a runs 2.13.0"):
         check_alike([here, here | {"host": "b", "torch": "2.11.0"}])
+
+
+def test_more_ranks_than_cores_are_told_to_take_turns(caplog):
+    check_ranks(CONFIG.model_copy(update={"strategy": "ddp", "ranks": 4_000}), "cpu")
+    assert "learner.ranks=4000 and this machine has" in caplog.text

@@ -118,7 +118,10 @@ class Cluster:
         more: dict[str, Any] = {"address": address}
         if address is None:
             store = max(STORE, STORE + 3 * weight_bytes)
-            cores = max(self._cpus, os.cpu_count() or 1)
+            here = os.cpu_count() or 1
+            cores = max(self._cpus, here)
+            if self._cpus > 2 * here:
+                log.warning("the run asks for %d cores and this machine has %d: processes take turns", self._cpus, here)
             more = {"address": "local", "num_cpus": cores, "object_store_memory": store, "include_dashboard": False}
         relay_output()
         until = time.monotonic() + self.placement.seconds

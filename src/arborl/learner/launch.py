@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -21,6 +22,8 @@ from arborl.learner.rendezvous import Meeting, Starter
 from arborl.learner.teacher import Teacher
 from arborl.models.load import device_of
 from arborl.models.scalar import Origin
+
+log = logging.getLogger(__name__)
 
 
 def launched() -> tuple[int, int] | None:
@@ -57,6 +60,8 @@ def check_ranks(
             f"learner.ranks={config.ranks}: this machine has {count} GPU{'s' * (count != 1)}, and each rank takes one. "
             f"Write learner.ranks={count}."
         )
+    elif not elsewhere and config.ranks > 2 * (os.cpu_count() or 1):
+        log.warning("learner.ranks=%d and this machine has %d cores: ranks take turns", config.ranks, os.cpu_count())
     if algorithm is not None and algorithm.trust_region is not None and config.strategy not in ("single", "ddp"):
         raise ConfigError(
             f"learner.strategy={config.strategy}: a trust region looks at all weights at once. Write "
