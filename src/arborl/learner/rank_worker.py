@@ -105,6 +105,7 @@ def _serve(meeting: Meeting, device: str) -> None:
     blueprint: Blueprint = _heard()
     if blueprint.threads:
         torch.set_num_threads(blueprint.threads)
+    torch.set_flush_denormal(True)  # as in rank 0, whose updates have a thread of their own
     torch.use_deterministic_algorithms(blueprint.deterministic)
     torch.manual_seed(blueprint.seed)
     try:

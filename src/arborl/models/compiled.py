@@ -18,6 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
+import torch
+
 log = logging.getLogger(__name__)
 
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-shared")
@@ -63,7 +65,7 @@ def _ask(*command: str) -> str:
 
 @cache
 def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="compiled")
+    return ThreadPoolExecutor(os.cpu_count() or 1, "compiled", torch.set_flush_denormal, (True,))  # as the learner's
 
 
 os.register_at_fork(after_in_child=_threads.cache_clear)  # it has the pool, and none of its threads
