@@ -58,6 +58,9 @@ def load(count: int, rate: float, burst: int, seconds: float, folder) -> list[li
     return [json.loads((folder / f"{number}.json").read_text()) for number in range(count)]
 
 
+USED = "nine tenths of the rate are used"
+
+
 def broken(count: int, rate: float, burst: int, seconds: float, folder) -> list[str]:
     """What a load of real processes shows to be wrong; nothing, if the limit holds and is used."""
     stamps = load(count, rate, burst, seconds, folder)
@@ -66,7 +69,7 @@ def broken(count: int, rate: float, burst: int, seconds: float, folder) -> list[
     held = {
         "no window holds more than rate x length + burst": over(granted, rate) <= burst + 1e-6,
         "nobody goes ahead before the grant": all(at >= grant for each in stamps for grant, at in each),
-        "nine tenths of the rate are used": len(granted) >= 0.9 * rate * seconds,
+        USED: len(granted) >= 0.9 * rate * seconds,
         "callers see no more than is granted": len(seen) <= rate * (max(seen) - min(seen)) + burst + 1,
         "everybody has a turn": all(stamps) or rate * seconds < count,
     }
@@ -84,7 +87,13 @@ CASES = [(1, 10, 5), (8, 10, 5), (64, 10, 5), (8, 1000, 20)]
 
 @pytest.mark.parametrize(("count", "rate", "burst"), CASES)
 def test_processes_together_keep_the_limit_and_use_it(count, rate, burst, tmp_path):
-    assert broken(count, rate, burst, 1, tmp_path) == []
+    for attempt in range(
+        4
+    ):  # whoever shares the processor may leave us too little of it to use the rate; none may break it
+        (folder := tmp_path / str(attempt)).mkdir()
+        if (wrong := broken(count, rate, burst, 1, folder)) != [USED]:
+            break
+    assert wrong == []
 
 
 @pytest.mark.slow
@@ -285,17 +294,12 @@ def test_who_is_cancelled_while_another_holds_the_lock_leaves_at_once(tmp_path):
 
 def test_turns_come_in_the_order_of_asking(tmp_path):
     limit = RateLimit(6000, 1, "order", folder=tmp_path)
-    order: list[int] = []
 
-    async def one(number: int) -> None:
-        await limit.acquire()
-        order.append(number)
+    async def play() -> list[float]:
+        return await asyncio.gather(*(limit.acquire() for _ in range(20)))
 
-    async def play() -> None:
-        await asyncio.gather(*(one(number) for number in range(20)))
-
-    asyncio.run(play())
-    assert order == sorted(order)
+    granted = asyncio.run(play())  # when each may go: a processor that is busy elsewhere may wake two of them late
+    assert granted == sorted(granted)
 
 
 def test_disagreeing_about_the_numbers_is_an_error(tmp_path):

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from weakref import finalize
 
+from filelock import FileLock, Timeout
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
@@ -15,9 +16,13 @@ from arborl.engines.engine import Weights
 from arborl.errors import EngineError, disk_refusal
 from arborl.models.lora import export_merged, has_lora
 
+NAME = "arborl-weights-"
+HELD = ".held"
+"""Locked for as long as the folder's process lives."""
+
 
 class WeightFiles:
-    """The newest weights.
+    """The newest weights. What runs that were killed have left in the same place goes first.
 
     Args:
         model: whose they are.
@@ -29,8 +34,8 @@ class WeightFiles:
         try:
             if root is not None:
                 root.mkdir(parents=True, exist_ok=True)
-            self.home = Path(tempfile.mkdtemp(prefix="arborl-weights-", dir=root))
-            self.home.chmod(0o755)  # a server may run as somebody else
+            _sweep(root or Path(tempfile.gettempdir()))
+            self.home, self.held = _home(root)
         except OSError as error:
             raise EngineError(f"engine.weights_dir={root}: cannot be written: {error.strerror}") from error
         self.close = finalize(self, shutil.rmtree, self.home, ignore_errors=True)  # at the latest when Python ends
@@ -58,6 +63,28 @@ class WeightFiles:
 
     def only(self, folder: Path) -> None:
         """Drop all others."""
-        for other in self.home.iterdir():
+        for other in self.home.glob("*-version-*"):
             if other != folder:
                 shutil.rmtree(other, ignore_errors=True)
+
+
+def _home(root: Path | None) -> tuple[Path, FileLock]:
+    """A new folder; it has its name only once it is held, so nobody takes it for a dead one's."""
+    made = Path(tempfile.mkdtemp(prefix=f".{NAME}", dir=root))
+    made.chmod(0o755)  # a server may run as somebody else
+    held = FileLock(made / HELD)
+    try:
+        held.acquire(timeout=0)
+    except (NotImplementedError, Timeout):  # a file system without locks: what is left there is not known to be dead
+        (made / HELD).unlink(missing_ok=True)
+    return made.rename(made.with_name(made.name[1:])), held
+
+
+def _sweep(root: Path) -> None:
+    """Remove the folders here that nobody holds any more."""
+    for left in root.glob(f"{NAME}*/{HELD}"):
+        try:
+            with FileLock(left, timeout=0, mode=0o644):
+                shutil.rmtree(left.parent, ignore_errors=True)
+        except (OSError, NotImplementedError, Timeout):  # somebody's: alive, or another user's
+            continue
