@@ -1,11 +1,13 @@
 import asyncio
 import fcntl
+import functools
 import json
 import logging
 import math
 import random
 import subprocess
 import sys
+import threading
 import time
 import zlib
 
@@ -13,7 +15,7 @@ import pytest
 
 from arborl.errors import ConfigError
 from arborl.tools import RateLimit
-from arborl.tools.host_limit import HEAD, MAGIC, PLACE, SUM, LimitTimeout
+from arborl.tools.host_limit import GRACE, HEAD, MAGIC, PLACE, SUM, LimitTimeout
 
 LOAD = """
 import json, os, sys, time
@@ -41,6 +43,58 @@ for _ in range(count):
 """
 
 
+class Late(AssertionError):
+    """Not as soon as it should be."""
+
+
+def soon(held: bool, what: str) -> None:
+    if not held:
+        raise Late(what)
+
+
+class Lateness(threading.Thread):
+    """How much later than asked for this machine wakes who sleeps, at worst, while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.worst, self.over = 0.0, threading.Event()
+
+    def run(self) -> None:
+        while not self.over.is_set():
+            start = time.monotonic()
+            time.sleep(0.001)
+            self.worst = max(self.worst, time.monotonic() - start - 0.001)
+
+    def __enter__(self) -> "Lateness":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.over.set()
+        self.join()
+
+
+def in_time(test):
+    """What is to happen soon is asked again where the machine itself was later than the limit forgives anybody, for
+    then the limit rightly passes those who are late; where it always is, nothing can be said. A limit that is not
+    kept is an error at once."""
+
+    @functools.wraps(test)
+    def tried(*, tmp_path, **more):
+        for attempt in range(5):
+            (folder := tmp_path / str(attempt)).mkdir()
+            with Lateness() as lateness:
+                try:
+                    return test(tmp_path=folder, **more)
+                except Late as error:
+                    late = error
+            if lateness.worst <= GRACE:
+                raise late
+        pytest.skip(f"this machine wakes sleepers {lateness.worst:.2f} s late, so how soon turns come cannot be told")
+
+    return tried
+
+
 def over(times: list[float], rate: float) -> float:
     """The largest number of events in any window, less rate times its length."""
     times = sorted(times)
@@ -58,22 +112,16 @@ def load(count: int, rate: float, burst: int, seconds: float, folder) -> list[li
     return [json.loads((folder / f"{number}.json").read_text()) for number in range(count)]
 
 
-USED = "nine tenths of the rate are used"
-
-
-def broken(count: int, rate: float, burst: int, seconds: float, folder) -> list[str]:
-    """What a load of real processes shows to be wrong; nothing, if the limit holds and is used."""
+def load_keeps_it(count: int, rate: float, burst: int, seconds: float, folder) -> None:
+    """A load of real processes: the limit holds, and is used."""
     stamps = load(count, rate, burst, seconds, folder)
     granted = [grant for each in stamps for grant, _ in each]
     seen = [at for each in stamps for _, at in each]
-    held = {
-        "no window holds more than rate x length + burst": over(granted, rate) <= burst + 1e-6,
-        "nobody goes ahead before the grant": all(at >= grant for each in stamps for grant, at in each),
-        USED: len(granted) >= 0.9 * rate * seconds,
-        "callers see no more than is granted": len(seen) <= rate * (max(seen) - min(seen)) + burst + 1,
-        "everybody has a turn": all(stamps) or rate * seconds < count,
-    }
-    return [rule for rule, kept in held.items() if not kept]
+    assert over(granted, rate) <= burst + 1e-6, "no window holds more than rate x length + burst"
+    assert all(at >= grant for each in stamps for grant, at in each), "nobody goes ahead before the grant"
+    assert len(seen) <= rate * (max(seen) - min(seen)) + burst + 1, "callers see no more than is granted"
+    soon(len(granted) >= 0.9 * rate * seconds, "nine tenths of the rate are used")
+    soon(all(stamps) or rate * seconds < count, "everybody has a turn")
 
 
 def test_the_measure_of_the_tests_can_fail():
@@ -86,20 +134,16 @@ CASES = [(1, 10, 5), (8, 10, 5), (64, 10, 5), (8, 1000, 20)]
 
 
 @pytest.mark.parametrize(("count", "rate", "burst"), CASES)
+@in_time
 def test_processes_together_keep_the_limit_and_use_it(count, rate, burst, tmp_path):
-    for attempt in range(
-        4
-    ):  # whoever shares the processor may leave us too little of it to use the rate; none may break it
-        (folder := tmp_path / str(attempt)).mkdir()
-        if (wrong := broken(count, rate, burst, 1, folder)) != [USED]:
-            break
-    assert wrong == []
+    load_keeps_it(count, rate, burst, 1, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "rate", "burst"), [*CASES, (8, 10, 1)])
+@in_time
 def test_processes_together_keep_the_limit_and_use_it_for_ten_seconds(count, rate, burst, tmp_path):
-    assert broken(count, rate, burst, 10, tmp_path) == []
+    load_keeps_it(count, rate, burst, 10, tmp_path)
 
 
 def test_tasks_of_one_process_share_it_too(tmp_path):
@@ -114,13 +158,14 @@ def test_tasks_of_one_process_share_it_too(tmp_path):
     assert 0.26 <= time.monotonic() - start < 2
 
 
+@in_time
 def test_a_burst_is_there_again_after_a_pause(tmp_path):
     limit = RateLimit(per_minute=600, burst=4, name="pause", folder=tmp_path)
     for _ in range(2):
         start = time.monotonic()
         for _ in range(4):
             limit.acquire_sync()
-        assert time.monotonic() - start < 0.09
+        soon(time.monotonic() - start < 0.09, "four calls at once")
         time.sleep(0.45)
 
 
@@ -145,6 +190,7 @@ def test_a_wait_that_is_refused_uses_nothing_up(tmp_path):
     assert time.monotonic() - start < 1.2
 
 
+@in_time
 def test_those_who_stop_waiting_leave_their_turn_to_others(tmp_path):
     limit = RateLimit(600, 1, "cancelled", folder=tmp_path)
 
@@ -159,7 +205,7 @@ def test_those_who_stop_waiting_leave_their_turn_to_others(tmp_path):
         await limit.acquire()
         return time.monotonic() - start
 
-    assert asyncio.run(play()) < 0.3
+    soon(asyncio.run(play()) < 0.3, "their turns are free")
 
 
 STORM = """
@@ -193,11 +239,12 @@ while begun:
 """
 
 
+@in_time
 def test_the_bound_holds_and_is_used_while_callers_are_killed(tmp_path):
     subprocess.run([sys.executable, "-c", STORM, str(tmp_path), "40", "4", "2"], check=True, timeout=60)
     granted = [float(line) for line in (tmp_path / "granted").read_text().splitlines()]
     assert over(granted, 40) <= 4 + 1e-6
-    assert len(granted) > 40  # half of the rate; one that waited for the dead came to a third
+    soon(len(granted) > 40, "half of the rate is used; one that waited for the dead came to a third")
 
 
 WAIT = """
@@ -292,14 +339,15 @@ def test_who_is_cancelled_while_another_holds_the_lock_leaves_at_once(tmp_path):
     assert time.monotonic() - start < 5
 
 
+@in_time
 def test_turns_come_in_the_order_of_asking(tmp_path):
     limit = RateLimit(6000, 1, "order", folder=tmp_path)
 
     async def play() -> list[float]:
         return await asyncio.gather(*(limit.acquire() for _ in range(20)))
 
-    granted = asyncio.run(play())  # when each may go: a processor that is busy elsewhere may wake two of them late
-    assert granted == sorted(granted)
+    granted = asyncio.run(play())
+    soon(granted == sorted(granted), "nobody is passed")
 
 
 def test_disagreeing_about_the_numbers_is_an_error(tmp_path):
