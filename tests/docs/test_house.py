@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,12 @@ def _run(node: ast.AST) -> list[ast.AST]:
     if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
         return []
     return [node, *(inner for child in ast.iter_child_nodes(node) for inner in _run(child))]
+
+
+def test_no_two_files_of_tests_have_one_name() -> None:
+    """pytest takes the second for the first, and in `make test` only where the packages of both are installed."""
+    names = Counter(file.name for file in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_there_is_no_circle_of_imports() -> None:

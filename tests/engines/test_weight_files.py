@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,57 +11,50 @@ import pytest
 from arborl.engines.http.files import HELD, WeightFiles
 from arborl.errors import EngineError
 
-OWNER = """
-import sys
-from pathlib import Path
-from arborl.engines.http.files import WeightFiles
-files = WeightFiles(None, Path(sys.argv[1]))
-print(files.home, flush=True)
-sys.stdin.read()
-"""
-
 
 @pytest.fixture
 def owner(tmp_path: Path):
     """Starts processes that have weights in this folder and say where."""
-    started: list[subprocess.Popen[str]] = []
+    started: list[int] = []
 
-    def start() -> tuple[subprocess.Popen[str], Path]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", OWNER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        started.append(process)
-        assert process.stdout is not None
-        home = Path(process.stdout.readline().strip())
+    def start() -> tuple[int, Path]:
+        (hears, says), (waits, lets_go) = os.pipe(), os.pipe()
+        if (child := os.fork()) == 0:
+            os.close(lets_go)
+            files = WeightFiles(None, tmp_path)  # type: ignore[arg-type]
+            os.write(says, str(files.home).encode())
+            os.read(waits, 1)
+            os._exit(0)
+        started.append(child)
+        for end in (says, waits):
+            os.close(end)
+        home = Path(os.read(hears, 4096).decode())
         (home / "000001-version-1").mkdir()
         (home / "000001-version-1" / "model.safetensors").write_bytes(b"much")
-        return process, home
+        return child, home
 
     yield start
-    for process in started:
-        process.kill()
-        process.communicate()
+    for child in started:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_what_a_killed_run_left_goes_when_the_next_begins_and_a_living_one_keeps_its_own(owner, tmp_path):
     dead, left = owner()
-    alive, kept = owner()
-    dead.send_signal(signal.SIGKILL)
-    dead.wait()
+    _, kept = owner()
+    os.kill(dead, signal.SIGKILL)
+    os.waitid(os.P_PID, dead, os.WEXITED | os.WNOWAIT)
     assert left.exists()
     mine = WeightFiles(None, tmp_path)  # type: ignore[arg-type]
     assert not left.exists()
     assert (kept / "000001-version-1" / "model.safetensors").exists()
-    assert mine.home.exists()
     assert mine.home.stat().st_mode & 0o777 == 0o755
     another = WeightFiles(None, tmp_path)  # type: ignore[arg-type]
     assert another.home != mine.home
     assert mine.home.exists(), "two in one process"
     mine.close()
-    assert not mine.home.exists()
-    alive.communicate("")  # it ends by itself, and takes its folder along
-    assert sorted(tmp_path.iterdir()) == [another.home]
     another.close()
+    assert list(tmp_path.iterdir()) == [kept]
 
 
 def test_folders_that_are_not_known_to_be_dead_are_left_alone(tmp_path):
