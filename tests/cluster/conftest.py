@@ -49,12 +49,13 @@ def two_nodes():
 
     import ray
 
-    from arborl.cluster.connection import relay_output
+    from arborl.cluster.connection import own_signals, relay_output
 
     nodes = TwoNodes()
     relay_output()
     try:
-        ray.init(address=nodes.address, logging_level=logging.ERROR)
+        with own_signals():
+            ray.init(address=nodes.address, logging_level=logging.ERROR)
         yield nodes
     finally:
         ray.shutdown()

@@ -127,7 +127,7 @@ class Cluster:
         until = time.monotonic() + self.placement.seconds
         while True:
             try:
-                with _own_signals():
+                with own_signals():
                     self.ray.init(logging_level=logging.ERROR, **more)
                 break
             except Exception as error:
@@ -296,7 +296,7 @@ class Cluster:
 
 
 @contextmanager
-def _own_signals() -> Iterator[None]:
+def own_signals() -> Iterator[None]:
     """Ray takes SIGTERM for itself; a run has its own way to end."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -56,10 +56,13 @@ def _connected(jobs: int) -> Iterator[None]:
     """To the cluster that this process is in, or `RAY_ADDRESS` names; else to one of its own, as long as it is used."""
     import ray
 
+    from arborl.cluster.connection import own_signals
+
     mine = not ray.is_initialized()
     if mine:
         alone = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": jobs, "include_dashboard": False}
-        ray.init(log_to_driver=False, logging_level="error", **alone)
+        with own_signals():
+            ray.init(log_to_driver=False, logging_level="error", **alone)
     try:
         yield
     finally:
