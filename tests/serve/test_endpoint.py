@@ -122,7 +122,6 @@ def test_a_process_is_told_the_task_and_what_it_prints_is_the_answer(opened):
         ("exits", "the very last words (exit code 3)\nthe first words"),
         ("killed", "(exit code -9)"),
         ("never_calls", "it never called the model"),
-        ("shouts", "printed more than"),
     ],
 )
 def test_a_program_that_dies_costs_its_episode_and_is_named(opened, name, words):
@@ -130,6 +129,11 @@ def test_a_program_that_dies_costs_its_episode_and_is_named(opened, name, words)
     assert episode.failure.where == f"program '{Path(sys.executable).name} endpoint_programs.py {name}'"
     assert words in episode.failure.message
     assert episode.stop is Stop.ERROR
+
+
+def test_programs_that_print_faster_than_they_are_listened_to_are_ended_at_once(opened):
+    episodes, _ = played(opened, size=8, command=process("shouts"))
+    assert all("printed more than 1,048,576 bytes" in episode.failure.message for episode in episodes)
 
 
 def test_a_program_that_dies_while_it_is_answered_leaves_the_others_alone(opened):

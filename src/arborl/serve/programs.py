@@ -103,13 +103,15 @@ class Command:
         return said.decode(errors="replace").strip() or None
 
     async def _said(self, child: asyncio.subprocess.Process, stream: asyncio.StreamReader) -> bytes:
-        """All that it prints; one that prints too much is ended."""
+        """What it prints; one that prints too much is ended. Listened to until the end of the pipe all the same:
+        asyncio tells nobody that a process ended while something of it is unread."""
         said = bytearray()
         while piece := await stream.read(2**16):
+            if len(said) > MOST_SAID:
+                continue
             said += piece
             if len(said) > MOST_SAID:
                 _kill(child)
-                break
         return bytes(said)
 
     def _environment(self, visit: Visit, at: str) -> dict[str, str]:
