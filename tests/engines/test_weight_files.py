@@ -63,9 +63,23 @@ def test_folders_that_are_not_known_to_be_dead_are_left_alone(tmp_path):
     other = tmp_path / "weights"
     other.mkdir()
     (other / HELD).touch()
+    elsewhere = tmp_path / "arborl-weights-of-another-host"
+    elsewhere.mkdir()
+    (elsewhere / f"{HELD}-too").touch()
+    link = tmp_path / "arborl-weights-link"
+    link.symlink_to(other)
     WeightFiles(None, tmp_path).close()  # type: ignore[arg-type]
-    assert stranger.exists()
-    assert other.exists()
+    assert sorted(tmp_path.iterdir()) == sorted([stranger, other, elsewhere, link])
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make another user's folder")
+def test_another_users_folder_is_not_touched(tmp_path):
+    theirs = tmp_path / "arborl-weights-theirs"
+    theirs.mkdir()
+    (theirs / HELD).touch()
+    os.chown(theirs, 1234, 1234)
+    WeightFiles(None, tmp_path).close()  # type: ignore[arg-type]
+    assert (theirs / HELD).exists()
 
 
 def test_only_the_newest_weights_stay_and_the_folder_stays_held(seedling, tmp_path):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import socket
 import tempfile
 from pathlib import Path
 from weakref import finalize
@@ -17,8 +19,9 @@ from arborl.errors import EngineError, disk_refusal
 from arborl.models.lora import export_merged, has_lora
 
 NAME = "arborl-weights-"
-HELD = ".held"
-"""Locked for as long as the folder's process lives."""
+HELD = f".held-{socket.gethostname()}"
+"""Locked for as long as the folder's process lives. Only its own host can tell: some shared file systems keep the locks
+of each host to itself."""
 
 
 class WeightFiles:
@@ -81,10 +84,13 @@ def _home(root: Path | None) -> tuple[Path, FileLock]:
 
 
 def _sweep(root: Path) -> None:
-    """Remove the folders here that nobody holds any more."""
-    for left in root.glob(f"{NAME}*/{HELD}"):
+    """Remove the folders here that are this user's, of this host, and that nobody holds any more."""
+    for left in root.glob(f"{NAME}*"):
         try:
-            with FileLock(left, timeout=0, mode=0o644):
-                shutil.rmtree(left.parent, ignore_errors=True)
-        except (OSError, NotImplementedError, Timeout):  # somebody's: alive, or another user's
+            held = left / HELD
+            if left.is_symlink() or left.stat().st_uid != os.getuid() or not held.exists():
+                continue  # a stranger's may hold a link to anything, and a lock writes to its file
+            with FileLock(held, timeout=0, mode=0o644):
+                shutil.rmtree(left, ignore_errors=True)
+        except (OSError, NotImplementedError, Timeout):  # alive, or gone meanwhile
             continue
