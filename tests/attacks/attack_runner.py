@@ -27,7 +27,7 @@ LIMITS = Limits(
     wall_seconds=1.0, cpu_seconds=0.6, memory_mb=128, file_mb=4, disk_mb=8, processes=8, output_bytes=10_000,
     open_files=64,
 )  # fmt: skip
-GRACE = 4.0
+GRACE = 15.0
 """Seconds beyond a limit that a busy machine may need to say so."""
 HELD, OPEN = "held", "open"
 
@@ -225,7 +225,7 @@ def harm(outcomes: list[Outcome], limits: Limits, seconds: float) -> str:
 
 def left(box: Sandbox, guests: Spaces) -> str:
     """What is still there of a sandbox that was closed."""
-    deadline = time.monotonic() + 3
+    deadline = time.monotonic() + 15
     while (here := guests.alive()) or os.path.exists(box._folder):
         if time.monotonic() > deadline:
             return f"left behind: {here or box._folder}"

@@ -90,7 +90,7 @@ def test_no_text_breaks_a_parser(format):
 
 @pytest.mark.parametrize("format", NAMES)
 def test_no_text_takes_long(format):
-    start = time.perf_counter()
+    start = time.thread_time()
     for mark in [mark for mark in MARKS if len(mark) < 30] + [
         "[f('",
         "```python\n",
@@ -99,7 +99,7 @@ def test_no_text_takes_long(format):
     ]:
         for text in (mark * 2_000, "<function=f>" + mark * 2_000 + "</function>", "[TOOL_CALLS]" * 99 + mark * 2_000):
             PARSERS[format]().parse(text)
-    assert time.perf_counter() - start < 10
+    assert time.thread_time() - start < 10
 
 
 @pytest.mark.parametrize("format", NAMES)

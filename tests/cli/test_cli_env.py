@@ -41,7 +41,7 @@ class Blocking(Env):
 
     def hang(self, here):
         if here == self.where:
-            time.sleep(60)
+            time.sleep(300)
 
     async def reset(self, task, seed):
         self.hang("reset")
@@ -115,7 +115,7 @@ def test_check_ends_with_the_call_that_hangs(where):
     assert done.exit_code == 1
     assert f"{where}() did not come back within 0.2 s" in done.output
     assert "(1 of 1 tasks)" in done.output
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
 
 
 def test_check_takes_a_function_that_makes_one_and_survives_one_that_ends_the_process():

@@ -154,7 +154,7 @@ def test_closing_ends_whoever_waits_and_refuses_whoever_comes(qwen3):
         tasks = [asyncio.create_task(engine.generate([i + 1], Sampling(50), session="")) for i in range(3)]
         await asyncio.sleep(0.01)
         await engine.close()
-        ended = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5)
+        ended = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 40)
         return [*ended, *await asyncio.gather(engine.generate([1], Sampling(), session=""), return_exceptions=True)]
 
     outcome = asyncio.run(run())
@@ -169,7 +169,7 @@ def test_a_worker_that_is_cancelled_leaves_nobody_waiting_and_is_replaced(qwen3)
         task = asyncio.create_task(engine.generate([1], Sampling(50), session=""))
         await asyncio.sleep(0.01)
         engine.worker.cancel()
-        (ended,) = await asyncio.wait_for(asyncio.gather(task, return_exceptions=True), 5)
+        (ended,) = await asyncio.wait_for(asyncio.gather(task, return_exceptions=True), 40)
         return ended, await engine.generate([2], Sampling(3), session="")
 
     ended, done = asyncio.run(run())

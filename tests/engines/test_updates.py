@@ -36,7 +36,7 @@ async def straddling(engine, landed: int = 5, **sampling):
     assert engine.counts["sampled"] == sampled
     assert not late.done()
     await engine.load(other_weights(engine.model), version=1)
-    probe = await asyncio.wait_for(engine.generate(PROMPT, Sampling(1), session=PROBE), 10)
+    probe = await asyncio.wait_for(engine.generate(PROMPT, Sampling(1), session=PROBE), 40)
     assert probe.version == 1
     assert not late.done()
     engine.release()

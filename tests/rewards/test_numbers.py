@@ -169,9 +169,9 @@ def test_any_two_texts_can_be_compared(a, b):
 
 
 def test_no_text_takes_long():
-    start = time.perf_counter()
+    start = time.thread_time()
     for piece in ("9", "1,", "1 ", "1/", "\\frac{", "\\boxed{", "{", "1e", "-", "$", "1 1/", ".1", "answer is "):
         final_part(piece * 20_000)
         last_number(piece * 20_000)
         read_number(piece * 20_000)
-    assert time.perf_counter() - start < 5
+    assert time.thread_time() - start < 5

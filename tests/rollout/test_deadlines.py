@@ -93,12 +93,12 @@ def test_a_cancelled_call_is_told_and_may_clean_up():
 
 def test_a_call_may_use_what_belongs_to_a_task():
     async def nested():
-        async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+        async with asyncio.timeout(40), asyncio.TaskGroup() as group:
             jobs = [group.create_task(late(i)) for i in range(3)]
         return [job.result() for job in jobs], asyncio.current_task()
 
     async def main():
-        values, task = await across("x", 5.0, nested)
+        values, task = await across("x", 40.0, nested)
         assert values == [0, 1, 2]
         assert task is asyncio.current_task()
 

@@ -83,8 +83,8 @@ def test_a_step_that_sleeps_holds_nobody_up(seedling, world):
     _, renderer = seedling
     run = rollout(renderer, world)
     began = time.perf_counter()
-    episodes = play(run, *["sleep:0.4"] * 10)
-    assert time.perf_counter() - began < 2.0  # one after the other they would take 4 s
+    episodes = play(run, *["sleep:2"] * 10)
+    assert time.perf_counter() - began < 15  # one after the other they would take 20 s
     assert all(episode.failure is None and len(episode.turns) == 3 for episode in episodes)
 
 
@@ -110,20 +110,20 @@ def test_a_hung_step_costs_its_episode_alone_and_is_counted(seedling, workers, w
     _, renderer = seedling
     run = rollout(renderer, world, workers, step_seconds=1.0)
     began = time.perf_counter()
-    groups = asyncio.run(run.collect([Task(n, env="world") for n in ("a", "sleep:30", "b", "c")], 0, 2))
+    groups = asyncio.run(run.collect([Task(n, env="world") for n in ("a", "sleep:90", "b", "c")], 0, 2))
     took = time.perf_counter() - began
     counted = Counter(run.metrics())
-    while workers == "process" and not counted["rollout/processes_replaced"] and time.perf_counter() - began < 15:
+    while workers == "process" and not counted["rollout/processes_replaced"] and time.perf_counter() - began < 60:
         time.sleep(0.05)  # who is overdue is looked for ten times a second
         counted += Counter(run.metrics())
     run.close()
-    good = [episode for group in groups for episode in group.episodes if group.task.id != "sleep:30"]
+    good = [episode for group in groups for episode in group.episodes if group.task.id != "sleep:90"]
     assert all(episode.failure is None and len(episode.turns) == 3 for episode in good)
     for episode in groups[1].episodes:
         assert episode.stop is Stop.TIMEOUT
         assert episode.failure.where == "environment 'world'"
         assert "longer than 1 s" in episode.failure.message
-    assert took < 15
+    assert took < 60
     if workers == "thread":
         assert counted["rollout/threads_abandoned"] == 2.0
         assert counted["rollout/threads_stuck"] == 2.0
@@ -142,7 +142,7 @@ def test_a_thread_that_comes_back_after_all_closes_its_environment_and_ends(seed
     run = rollout(renderer, Late, step_seconds=0.2)
     play(run, "sleep:0.6")
     assert closed == []
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 40
     while run.workers.threads.left.calls and time.monotonic() < deadline:
         time.sleep(0.05)
     assert closed == [2]
@@ -281,12 +281,12 @@ def test_who_holds_the_event_loop_is_named_while_they_do(seedling, caplog, monke
     monkeypatch.setattr(watchdog.Watchdog, "told", set())
     _, renderer = seedling
     began = time.time()
-    play(rollout(renderer, Promising, concurrency=1), "sleep:1", "sleep:0.5")
+    play(rollout(renderer, Promising, concurrency=1), "sleep:3", "sleep:0.5")
     (told,) = [record for record in caplog.records if "held the event loop" in record.getMessage()]
     assert "environment 'world'" in told.getMessage()
     assert "rollout_worlds.py, line " in told.getMessage()
     assert "in trouble" in told.getMessage()
-    assert told.created - began < 1.0  # not afterwards
+    assert told.created - began < 3.0  # not afterwards
 
 
 def test_an_agent_that_holds_the_event_loop_is_named_too_and_an_engine_that_computes_is_not(
@@ -402,7 +402,7 @@ def test_a_question_to_a_process_that_never_answers_ends_with_its_deadline():
         began = time.monotonic()
         with pytest.raises(TimeoutError, match=r"oracle\(\) took longer than 1 s"):
             env.oracle()
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 40
         pool.close()
 
     asyncio.run(main())
@@ -430,7 +430,7 @@ def test_ctrl_c_is_heard_at_the_first_try_while_an_async_environment_blocks(tmp_
     assert child.stdout.readline() == b"begun\n"
     time.sleep(0.2)
     child.send_signal(signal.SIGINT)
-    assert child.wait(10) != 0
+    assert child.wait(50) != 0
 
 
 def test_the_number_of_environments_in_a_process_is_kept(seedling):

@@ -11,7 +11,7 @@ import pytest
 from arborl.sandbox import LEVELS, Limits, Pool, Sandbox, SandboxError, try_level
 from arborl.sandbox.watch import Meter, size, usage
 
-TIGHT = Limits(wall_seconds=3, cpu_seconds=1, memory_mb=128, disk_mb=8, file_mb=4, processes=8)
+TIGHT = Limits(wall_seconds=12, cpu_seconds=1, memory_mb=128, disk_mb=8, file_mb=4, processes=8)
 
 
 def works(level: str) -> bool:
@@ -98,10 +98,10 @@ def test_children_whose_end_is_ignored_do_not_evade_the_limit(level, seconds):
     code = "import os, signal, time\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
     code += "while True:\n  if (child := os.fork()) == 0:\n" + BURN.format(seconds=seconds).replace("    ", "      ")
     code += "\n  try: os.waitpid(child, 0)\n  except OSError: pass"
-    with Sandbox(replace(TIGHT, cpu_seconds=0.5, wall_seconds=20), level) as box:
+    with Sandbox(replace(TIGHT, cpu_seconds=0.5, wall_seconds=60), level) as box:
         outcome = box.run_sync(code)
     assert outcome.stopped in ("children", "cpu")
-    assert outcome.seconds < 10
+    assert outcome.seconds < 40
 
 
 def test_time_that_was_seen_stays_counted():
@@ -197,7 +197,7 @@ def test_a_guest_cannot_outlive_a_cancelled_run(level):
         box.close()
 
     asyncio.run(play())
-    deadline = time.monotonic() + 3
+    deadline = time.monotonic() + 20
     while named(name) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert named(name) == []

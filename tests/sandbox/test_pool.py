@@ -5,7 +5,7 @@ import pytest
 
 from arborl.sandbox import Limits, Pool, SandboxError, run_code, run_code_sync
 
-LIMITS = Limits(wall_seconds=5, memory_mb=128)
+LIMITS = Limits(wall_seconds=20, memory_mb=128)
 
 
 @pytest.fixture
@@ -42,20 +42,19 @@ def test_leases_beyond_the_size_wait_their_turn(pool):
 
 def test_spares_are_started_ahead(pool):
     pool.run_sync("1")
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 40
     while len(pool._ready) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert len(pool._ready) == 2
-    start = time.perf_counter()
+    ready = list(pool._ready)
     with pool.lease_sync() as box:
-        taken = time.perf_counter() - start
+        assert box in ready
         assert box.run_sync("1 + 1").value == "2"
-    assert taken < 0.02
 
 
 def test_a_spare_that_died_is_passed_over(pool):
     pool.run_sync("1")
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 40
     while len(pool._ready) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
     for box in pool._ready:
@@ -95,7 +94,7 @@ def test_a_cancelled_lease_is_given_back():
     async def play() -> str:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(pool.run("import time; time.sleep(60)"), 0.3)
-        return (await asyncio.wait_for(pool.run("'free'"), 5)).value
+        return (await asyncio.wait_for(pool.run("'free'"), 40)).value
 
     assert asyncio.run(play()) == "'free'"
     pool.close()

@@ -72,7 +72,7 @@ def test_a_clock_stands_still_in_a_queue_and_goes_on_after_it():
     start = time.perf_counter()
     with pytest.raises(EpisodeError, match=r"took longer than 0\.3 s"):
         asyncio.run(play())
-    assert 0.7 < time.perf_counter() - start < 2
+    assert 0.7 < time.perf_counter() - start < 5
 
 
 def test_a_clock_stands_still_while_any_of_its_tasks_waits():

@@ -32,10 +32,10 @@ def test_a_slot_given_to_somebody_cancelled_is_not_lost():
         slots.give()
         waiting[1].cancel()  # after
         await asyncio.gather(*waiting[:2], return_exceptions=True)
-        await asyncio.wait([waiting[2]], timeout=2)
+        await asyncio.wait([waiting[2]], timeout=20)
         got = [task.done() and not task.cancelled() for task in waiting]
         slots.give()
-        await asyncio.wait([again := asyncio.ensure_future(slots.take())], timeout=2)
+        await asyncio.wait([again := asyncio.ensure_future(slots.take())], timeout=20)
         return [*got, again.done()]
 
     assert asyncio.run(play()) == [False, False, True, True]

@@ -79,11 +79,11 @@ def test_integers_stay_exact(a, b, sign):
 
 @given(st.text("0123456789.+-*/%()e, sqrtminaxboud", max_size=60))
 def test_any_text_is_answered_quickly_and_shortly(text):
-    start = time.perf_counter()
+    start = time.process_time()
     result = asyncio.run(calculator.run({"expression": text}))
     assert result.kind in ("ok", "exception")
     assert len(result.content) < 1000
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
 
 
 @pytest.mark.parametrize("expression", ["-" * 499 + "1", "(" * 240 + "1" + ")" * 240, "2" + "**2" * 160])

@@ -57,7 +57,7 @@ class Handler(BaseHTTPRequestHandler):
         Handler.asked.append(f"{self.server.server_port}{self.path}")
         Handler.hosts.append(self.headers["host"])
         if self.path == "/slow":
-            time.sleep(3)
+            time.sleep(60)
         if self.path == "/out":
             status, headers, body = 302, {"location": f"http://127.0.0.1:{self.server.other}/secret"}, b""
         else:
@@ -117,7 +117,7 @@ def test_size_and_time_are_limited(servers):
     start = time.perf_counter()
     result = ask(Fetch([f"127.0.0.1:{servers[0]}"], timeout=0.3, allow_private=True), f"{base}/slow")
     assert result.kind == "timeout" or "Timeout" in result.content
-    assert time.perf_counter() - start < 2
+    assert time.perf_counter() - start < 20
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_a_list_is_needed():
 def test_any_markup_becomes_words():
     assert as_plain("<p>a<b>b</b><br>c</p><!-- <p>no --><style>x") == "ab\nc"
     assert as_plain("1 < 2 <!doctype html><SCRIPT>if (a<b) c</Script >d &amp; <i class='x'>e</i") == "1 < 2 d & e"
-    start = time.perf_counter()
+    start = time.thread_time()
     for piece in ("<script", "<script>", "<!--", "<", "<p", "</", "<head></head>"):
         as_plain(piece * 20_000)
-    assert time.perf_counter() - start < 3
+    assert time.thread_time() - start < 3

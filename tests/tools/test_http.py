@@ -33,7 +33,7 @@ def talk(replies: list[bytes], requests: int, close_after_each: bool = False):
         http, said = Connections(f"http://127.0.0.1:{port}/base"), []
         for _ in range(requests):
             try:
-                said.append(await asyncio.wait_for(http.request("POST", "/x", b"{}"), 5))
+                said.append(await asyncio.wait_for(http.request("POST", "/x", b"{}"), 40))
             except Broken as error:
                 said.append(error)
             await asyncio.sleep(0.01)

@@ -147,7 +147,7 @@ def test_only_the_tools_asked_for_are_taken(foreign):
 
 
 def test_a_command_that_is_no_server_is_an_error_before_the_run():
-    made = McpServer([sys.executable, "-c", "pass"], timeout=10)
+    made = McpServer([sys.executable, "-c", "pass"], timeout=40)
     with pytest.raises(ConfigError, match="no MCP server answers at"):
         made.tools()
     made.close()
@@ -178,7 +178,7 @@ def test_our_tools_can_be_called_over_mcp(ours):
 def test_over_http_the_key_is_wanted_for_mcp_too(ours):
     if not isinstance(ours.server, str):
         pytest.skip("standard input has no key")
-    made = McpServer(ours.server, timeout=10)
+    made = McpServer(ours.server, timeout=40)
     with pytest.raises(ConfigError, match="no MCP server answers at"):
         made.tools()
     made.close()
@@ -190,7 +190,7 @@ def test_a_closed_connection_ends_its_command():
     mine = children_of_this_process()
     assert mine
     made.close()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 40
     while children_of_this_process() & mine and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not children_of_this_process() & mine

@@ -70,7 +70,7 @@ def test_the_interpreter_is_given_back_at_the_end_of_the_episode():
     async def play() -> None:
         for number in range(3):
             session = PythonSession(pool)
-            assert (await asyncio.wait_for(session.run(f"{number} + 1"), 10)).value == str(number + 1)
+            assert (await asyncio.wait_for(session.run(f"{number} + 1"), 40)).value == str(number + 1)
             await session.close()
             await session.close()
 

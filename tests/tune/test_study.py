@@ -7,7 +7,6 @@ import json
 import math
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -305,7 +304,7 @@ def test_a_killed_study_goes_on_with_what_is_missing(tmp_path: Path) -> None:
     killed.kill()
     killed.wait()
     again = process(tmp_path, 4, 0)
-    assert again.wait(60) == 0
+    assert again.wait(200) == 0
     trials = rows(tmp_path)
     assert [trial["state"] for trial in trials] == ["done", "done", "lost", "done", "done"]
     assert trials[2]["params"] == trials[3]["params"]  # it is tried again
@@ -332,14 +331,14 @@ def test_two_processes_share_a_study_and_one_takes_over_what_the_other_leaves(tm
     wait_for(two, "ended 4 done")
     one.kill()
     one.wait()
-    assert two.wait(60) == 0
+    assert two.wait(200) == 0
     assert [trial["state"] for trial in rows(tmp_path)] == ["lost", "done", "done", "done", "done", "done"]
 
 
 @pytest.mark.slow
 def test_two_processes_that_begin_at_once_try_no_more_than_asked(tmp_path: Path) -> None:
     both = [process(tmp_path, 5, 0.1) for _ in range(2)]
-    assert [one.wait(60) for one in both] == [0, 0]
+    assert [one.wait(200) for one in both] == [0, 0]
     trials = rows(tmp_path)
     assert [trial["state"] for trial in trials] == ["done"] * 5
     assert sum(trial["default"] for trial in trials) == 1
@@ -366,18 +365,23 @@ def test_a_study_may_be_kept_in_any_folder(tmp_path: Path, name: str) -> None:
 
 
 def test_an_interrupted_trial_is_tried_again(tmp_path: Path) -> None:
+    begun = asyncio.Event()
+
     async def slow(params: dict[str, Any], report: Report) -> float:
-        await asyncio.sleep(30 if report.trial == 1 else 0)
+        if report.trial == 1:
+            begun.set()
+            await asyncio.sleep(300)
         return 1.0
 
     async def main() -> None:
-        async with asyncio.timeout(1.5):
-            await search(plan(tmp_path, 3), slow)
+        searching = asyncio.create_task(search(plan(tmp_path, 3), slow))
+        await begun.wait()
+        searching.cancel()
+        async with asyncio.timeout(100):
+            await searching
 
-    began = time.monotonic()
-    with pytest.raises(TimeoutError):
+    with pytest.raises(asyncio.CancelledError):
         asyncio.run(main())
-    assert time.monotonic() - began < 20
     found = study(plan(tmp_path, 3))
     states = {trial.number: trial.state for trial in found.trials}
     assert list(states.values()).count("done") == 3
