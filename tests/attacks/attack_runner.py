@@ -27,7 +27,7 @@ LIMITS = Limits(
     wall_seconds=1.0, cpu_seconds=0.6, memory_mb=128, file_mb=4, disk_mb=8, processes=8, output_bytes=10_000,
     open_files=64,
 )  # fmt: skip
-GRACE = 15.0
+GRACE = 4.0
 """Seconds beyond a limit that a busy machine may need to say so."""
 HELD, OPEN = "held", "open"
 
@@ -225,7 +225,7 @@ def harm(outcomes: list[Outcome], limits: Limits, seconds: float) -> str:
 
 def left(box: Sandbox, guests: Spaces) -> str:
     """What is still there of a sandbox that was closed."""
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 3
     while (here := guests.alive()) or os.path.exists(box._folder):
         if time.monotonic() > deadline:
             return f"left behind: {here or box._folder}"
@@ -270,10 +270,14 @@ def began(pid: int) -> str:
 
 
 def outcomes(level: str, attacks: list[Attack] = ATTACKS) -> dict[str, tuple[str, str]]:
-    """Every attack at a level, six at a time; and after all of them, the world as it was."""
+    """Every attack at a level, six at a time, and alone once more where it took too long, which may have been the
+    others' doing; and after all of them, the world as it was."""
     with world() as there, ThreadPoolExecutor(6) as several:
         results = several.map(lambda attack: attempt(attack, level, there), attacks)
         found = dict(zip((attack.name for attack in attacks), results, strict=True))
+        for attack in attacks:
+            if found[attack.name][1].startswith("took "):
+                found[attack.name] = attempt(attack, level, there)
         after = there.state()
         changed = {key: after.get(key) for key in {*after, *there.before} if after.get(key) != there.before.get(key)}
         found["the world is as it was"] = (OPEN, str(changed)) if changed else (HELD, "")

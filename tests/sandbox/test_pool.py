@@ -1,5 +1,6 @@
 import asyncio
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -89,11 +90,11 @@ def test_the_same_pool_serves_one_event_loop_after_another():
 
 
 def test_a_cancelled_lease_is_given_back():
-    pool = Pool(LIMITS, size=1, spare=0)
+    pool = Pool(replace(LIMITS, wall_seconds=100), size=1, spare=0)
 
     async def play() -> str:
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(pool.run("import time; time.sleep(60)"), 0.3)
+            await asyncio.wait_for(pool.run("import time; time.sleep(100)"), 0.3)
         return (await asyncio.wait_for(pool.run("'free'"), 40)).value
 
     assert asyncio.run(play()) == "'free'"

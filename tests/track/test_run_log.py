@@ -193,5 +193,5 @@ def test_a_server_that_takes_no_spans_is_told_of_once_and_holds_nothing_up(monke
     began = time.monotonic()
     with tracing.traced("run"), span("arborl.step"):
         pass
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 10
     assert [record.name.partition(".")[0] for record in caplog.records] == ["opentelemetry"]
