@@ -67,11 +67,12 @@ class Cache:
         self.keys[:, target, :, :count] = self.keys[:, source, :, :count]
         self.values[:, target, :, :count] = self.values[:, source, :, :count]
 
-    def clear(self) -> None:
-        """Zeros everywhere again: a page that is handed out holds nothing that spoils what is masked."""
+    def clear(self, pages: int | None = None) -> None:
+        """Zeros in the first `pages` pages again, or in all: a page that is handed out holds nothing that spoils what is
+        masked."""
         if self.here:
-            self.keys.zero_()
-            self.values.zero_()
+            self.keys[:, :pages].zero_()
+            self.values[:, :pages].zero_()
 
 
 def untouched_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -2,8 +2,8 @@
 
 It works on a copy of the weights, laid out for its products, as they were when it was last told that they had changed:
 the learner may write into its own meanwhile. Adapters are added into that copy. Nothing goes through torch, so no
-thread waits in its pool, and a step costs few microseconds of Python. What it cannot run (`fits`) goes the torch way of
-`executor.py`, which its numbers are checked against.
+thread waits in its pool, and a step costs few microseconds of Python. What it cannot run (`why_not`) is run with torch
+(`executor.py`).
 """
 
 from __future__ import annotations
@@ -89,28 +89,33 @@ def library() -> ctypes.CDLL | None:
     return found
 
 
-def fits(forward: Forward, context: int) -> bool:
-    """Whether the compiled step can run this model: float32, Llama or a relative with plain attention and SiLU, and
-    weights small enough to be kept twice."""
+def why_not(forward: Forward, context: int) -> str | None:
+    """Why the compiled step cannot run this model; None where it can: float32, Llama or a relative with plain
+    attention and SiLU, and weights small enough to be kept twice."""
     model = forward.model
-    if model.device.type != "cpu" or not forward.fused or not layout(model).plain(context):
-        return False
+    if not forward.fused:
+        return forward.why_not() or "its layers are run by the library's code"
     base, head, blocks = model.base_model, model.get_output_embeddings(), forward.blocks
     norms = [base.norm, *(n for b in blocks for n in (b.before, b.between, b.q_norm, b.k_norm) if n is not None)]
     products = [p for b in blocks for p in (b.qkv, b.out, b.gate_up, b.down)]
-    return (
-        all(p.dtype == torch.float32 for p in model.parameters())
-        and type(base.embed_tokens) is nn.Embedding
+    needed = {
+        "it is not in float32": all(p.dtype == torch.float32 for p in model.parameters()),
+        "its attention has a window or capped scores": layout(model).plain(context),
+        "its embedding or its head is of an unknown kind": type(base.embed_tokens) is nn.Embedding
         and type(head) is nn.Linear
-        and logit_cap(model) is None
-        and model.config.hidden_act in ("silu", "swish")
-        and len({epsilon(module) for module in norms}) == 1
-        and len({block.scale for block in blocks}) == 1
-        and layout(model).size % 2 == 0
-        and all(effective(product) is not None for product in products)
-        and sum(p.nbytes for p in model.parameters()) <= SHARE * host_memory()
-        and library() is not None
-    )
+        and logit_cap(model) is None,
+        "its activation is not SiLU": model.config.hidden_act in ("silu", "swish"),
+        "its norms or the scales of its attention differ from layer to layer": len({epsilon(n) for n in norms}) == 1
+        and len({block.scale for block in blocks}) == 1,
+        "the size of its heads is odd": layout(model).size % 2 == 0,
+        "its linear layers are of an unknown kind": all(effective(product) is not None for product in products),
+        f"a second copy of its weights would take more than {SHARE:.0%} of the memory": sum(
+            p.nbytes for p in model.parameters()
+        )
+        <= SHARE * host_memory(),
+        "there is no C compiler (cc, gcc or clang) that can compile it": library() is not None,
+    }
+    return next((reason for reason, met in needed.items() if not met), None)
 
 
 @torch.no_grad()
@@ -141,14 +146,14 @@ class CpuCache(Stored):
         self.keys[:, target, ..., :count] = self.keys[:, source, ..., :count]
         self.values[:, target, :, :count] = self.values[:, source, :, :count]
 
-    def clear(self) -> None:
-        """Zeros everywhere again."""
-        self.keys[:] = 0
-        self.values[:] = 0
+    def clear(self, pages: int | None = None) -> None:
+        """Zeros in the first `pages` pages again, or in all."""
+        self.keys[:, :pages] = 0
+        self.values[:, :pages] = 0
 
 
 class CpuExecutor:
-    """Steps by the compiled code; for models that `fits`."""
+    """Steps by the compiled code; for models that `why_not` has nothing against."""
 
     ahead = False
     own_weights = True
@@ -182,6 +187,18 @@ class CpuExecutor:
             self._take_weights()
 
     def launch(self, step: Step) -> Sampled:
+        draws, count = step.draws, len(step.sampled)
+        drawn, logprob, logits = self.run_step(step, draws.apart)
+        top: Top | None = None
+        if logits is not None:
+            rows = np.arange(count) if draws.top else np.flatnonzero(draws.truncated_B)
+            token_B, logprob_B, top = draw(torch.from_numpy(logits[rows]), draws.some(rows))
+            cut = draws.truncated_B[rows]  # no token depends on whether another request wants the likeliest ones
+            drawn[rows[cut]], logprob[rows[cut]] = token_B.numpy()[cut], logprob_B.double().numpy()[cut]
+        return Ready(drawn, logprob, top)
+
+    def run_step(self, step: Step, with_logits: bool) -> tuple[NDArray[np.int64], NDArray[np.float64], Floats | None]:
+        """Tokens and log-probabilities of the sampled rows, and their logits."""
         self.warm(False)
         reading, draws = step.reading, step.draws
         counts = reading.counts
@@ -191,7 +208,7 @@ class CpuExecutor:
         bounds = self._parts(ends)
         drawn, logprob = np.zeros(count, np.int64), np.zeros(count)
         vocabulary = int(self.step.vocabulary)
-        logits = np.zeros((count, vocabulary), np.float32) if draws.apart else None
+        logits = np.zeros((count, vocabulary), np.float32) if with_logits else None
         s, parts = self.step, len(bounds) - 1
         s.tokens, s.table_width, s.sampled = len(tokens), reading.tables.shape[1], count
         s.parts, s.apart = parts, bool(np.isin(bounds[1:-1], ends).all())
@@ -205,13 +222,7 @@ class CpuExecutor:
         self._make_room(len(tokens), parts)
         self._run(parts)
         del held
-        top: Top | None = None
-        if logits is not None:
-            rows = np.arange(count) if draws.top else np.flatnonzero(draws.truncated_B)
-            token_B, logprob_B, top = draw(torch.from_numpy(logits[rows]), draws.some(rows))
-            cut = draws.truncated_B[rows]  # nobody's token depends on whether another wants to hear more
-            drawn[rows[cut]], logprob[rows[cut]] = token_B.numpy()[cut], logprob_B.double().numpy()[cut]
-        return Ready(drawn, logprob, top)
+        return drawn, logprob, logits
 
     # ------------------------------------------------------------------------------------------ threads
 

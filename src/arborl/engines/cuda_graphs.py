@@ -35,6 +35,7 @@ from arborl.engines.forward import Block, Forward, Rope
 from arborl.engines.sent import BUCKETS, Buffers, Sent, reachable, sent_at_once
 from arborl.engines.shared_prefix import Bundling
 from arborl.models.attention import FREE, Bounds, layout, library_hidden_states, logit_cap, raw_read_out
+from arborl.models.fallbacks import Path, first_line, report_fallback
 from arborl.models.lean import epsilon
 
 log = logging.getLogger(__name__)
@@ -217,6 +218,13 @@ class GraphExecutor:
             self._record(bucket, truncates)
             if self.broken:
                 return self._read(step, truncates)
+        self._fill(step, bucket)
+        self.graphs[bucket, truncates].replay()
+        return self.logits
+
+    def _fill(self, step: Step, bucket: int) -> None:
+        """Send the device what this step is, in a bucket of so many rows."""
+        count = len(step.tokens)
         reading, counts = step.reading, step.reading.counts
         sent = self._station(bucket)
         self._pad(sent, count, len(counts))
@@ -229,8 +237,14 @@ class GraphExecutor:
         sent.own[:count] = found.own_R
         sent.shared[: len(found.pages_M)], sent.member[: len(found.pages_M)] = found.pages_M, found.rows_MB
         self._send(step.draws, bucket)
-        self.graphs[bucket, truncates].replay()
-        return self.logits
+
+    def ops(self, step: Step, reads: bool) -> TritonOps:
+        """What runs between the products of a step, for checks: as a prompt is read, or as in a graph."""
+        if reads:
+            return ReadOps(self.cache, self.heads, step, self.model.device)
+        bucket = len(step.tokens)
+        self._fill(step, bucket)
+        return DecodeOps(self.cache, self.heads, self._sent(self.buffers.whole, bucket))
 
     def _layout(self, rows: int, of: Callable[..., T]) -> T:
         return of(rows, min(rows, self.requests), self.members, self.table_pages)
@@ -279,7 +293,7 @@ class GraphExecutor:
             with torch.cuda.graph(graph, pool=self.pool):
                 self._body(bucket, truncates)
         except RuntimeError as error:
-            log.warning("%s is run without CUDA graphs: %s", type(self.model).__name__, error)
+            report_fallback(self.model, Path.SAMPLING_GRAPHS, first_line(error))
             self.broken = True
             return
         finally:

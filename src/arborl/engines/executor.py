@@ -63,8 +63,8 @@ class Stored(Protocol):
         """Give page `target` the first `count` tokens of `source`."""
         ...
 
-    def clear(self) -> None:
-        """Zeros everywhere again."""
+    def clear(self, pages: int | None = None) -> None:
+        """Zeros in the first `pages` pages again, or in all."""
         ...
 
 
@@ -134,6 +134,11 @@ class TorchExecutor:
 
     def at_once(self, tokens: int) -> int:
         return self.many
+
+    def ops(self, step: Step, reads: bool) -> TorchOps:
+        """What runs between the products of a step, for checks; a prompt is read as tokens are sampled."""
+        positions = torch.from_numpy(step.reading.positions).to(self.model.device)
+        return TorchOps(self.model, TorchAttend(self.cache, step.reading), positions)
 
     def _hidden(self, tokens: Tensor, positions: Tensor, attend: TorchAttend) -> Tensor:
         if self.forward.fused:

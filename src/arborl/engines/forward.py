@@ -2,14 +2,13 @@
 
 Layers that read the same input run as one product (`models/joined.py`), under adapters as two (`models/adapted.py`).
 What is left between the products is done by `Ops`: with torch on a CPU, with fused kernels on a GPU. A model of another
-kind, or one whose numbers come out differently, is run by the library's own code.
+kind, or one for which `executor_check.py` finds other numbers, is run by the library's own code.
 
 N tokens, H query heads, K key heads, D head size, E model size.
 """
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,9 +19,7 @@ from transformers import PreTrainedModel
 from arborl.models.adapted import Adapted, product
 from arborl.models.attention import Attend, Bounds, layout
 from arborl.models.joined import Joined
-from arborl.models.lean import GATE_UP, KINDS, QKV, agrees, bounds_of, norm, signed, turn
-
-log = logging.getLogger(__name__)
+from arborl.models.lean import GATE_UP, KINDS, QKV, bounds_of, norm, signed, turn
 
 Product = Joined | Adapted | nn.Module
 
@@ -42,7 +39,10 @@ class Block:
     out: Product
     between: nn.Module
     gate_up: Product
+    activation: nn.Module
     down: Product
+    after: nn.Module
+    """The norm of what comes out: the next layer's first, or the model's last."""
     scale: float
     bounds: Bounds
 
@@ -92,30 +92,34 @@ class Forward:
         self.model, self.length = model, length
         self.blocks: list[Block] = []
         self.rope: Rope | None = None
-        if self._known():
+        if self.why_not() is None:
             self._join()
-            if not agrees(model, self._check):
-                self.blocks, self.rope = [], None
 
     @property
     def fused(self) -> bool:
         """Whether the model is run by this code and not by the library's."""
         return self.rope is not None
 
+    def leave_to_library(self) -> None:
+        """Have the library's code run this model."""
+        self.blocks, self.rope = [], None
+
     def __call__(self, tokens: Tensor, ops: Ops) -> Tensor:
         """The last layer's output for each token, `[N, E]`."""
-        base, rope = self.model.base_model, self.rope
-        assert rope is not None
-        x_NE = base.embed_tokens(tokens)
+        x_NE = self.model.base_model.embed_tokens(tokens)
         h_NE = ops.norm(x_NE, self.blocks[0].before)
-        activation = base.layers[0].mlp.act_fn
-        followers = [*(block.before for block in self.blocks[1:]), base.norm]
-        for block, follower in zip(self.blocks, followers, strict=True):
-            out_NE = block.out(ops.attention(block, block.qkv(h_NE), rope))
-            x_NE, h_NE = ops.add_norm(x_NE, out_NE, block.between)
-            out_NE = block.down(ops.gate(block.gate_up(h_NE), activation))
-            x_NE, h_NE = ops.add_norm(x_NE, out_NE, follower)
+        for block in self.blocks:
+            x_NE, h_NE = self.layer(block, x_NE, h_NE, ops)
         return h_NE
+
+    def layer(self, block: Block, x_NE: Tensor, h_NE: Tensor, ops: Ops) -> tuple[Tensor, Tensor]:
+        """One layer's output, and its norm as the next layer (or the head) wants it; `h_NE` is the norm of its input.
+        The input may be overwritten."""
+        assert self.rope is not None
+        out_NE = block.out(ops.attention(block, block.qkv(h_NE), self.rope))
+        x_NE, h_NE = ops.add_norm(x_NE, out_NE, block.between)
+        out_NE = block.down(ops.gate(block.gate_up(h_NE), block.activation))
+        return ops.add_norm(x_NE, out_NE, block.after)
 
     def refresh(self) -> bool:
         """After weights have changed: take the adapters anew. True where weights were given other memory, and were
@@ -129,28 +133,29 @@ class Forward:
                 part.refresh()
         return False
 
-    def _known(self) -> bool:
-        model = self.model
-        if type(model).__name__ not in KINDS:
-            return False
-        rope = getattr(model.config, "rope_parameters", None) or {}
-        return rope.get("rope_type", "default") in STATIC_ROPE
+    def why_not(self) -> str | None:
+        """Why this code cannot run such a model; None where it can."""
+        kind = type(self.model).__name__
+        if kind not in KINDS:
+            return f"{kind} is not one of {', '.join(KINDS)}"
+        rope = (getattr(self.model.config, "rope_parameters", None) or {}).get("rope_type", "default")
+        return None if rope in STATIC_ROPE else f"its position embedding ({rope}) depends on the length of a sequence"
 
     def _join(self) -> None:
         self.blocks = []
-        for number, layer in enumerate(self.model.base_model.layers):
+        base = self.model.base_model
+        after = [*(layer.input_layernorm for layer in base.layers[1:]), base.norm]
+        for number, (layer, follower) in enumerate(zip(base.layers, after, strict=True)):
             a, mlp = layer.self_attn, layer.mlp
             self.blocks.append(
                 Block(
                     number, layer.input_layernorm, product(a, *QKV), getattr(a, "q_norm", None),
                     getattr(a, "k_norm", None), product(a, "o_proj"), layer.post_attention_layernorm,
-                    product(mlp, *GATE_UP), product(mlp, "down_proj"), float(a.scaling), bounds_of(a),
+                    product(mlp, *GATE_UP), mlp.act_fn, product(mlp, "down_proj"), follower, float(a.scaling),
+                    bounds_of(a),
                 )
             )  # fmt: skip
         self.rope = Rope.of(self.model, self.length)
-
-    def _check(self, model: PreTrainedModel, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        return self(tokens, TorchOps(model, attend, positions))
 
 
 class TorchOps:

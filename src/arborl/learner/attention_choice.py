@@ -1,14 +1,14 @@
-"""Which way to run a model: the quickest that has been shown to be right.
+"""Which execution path a model is trained on: the fastest that has been shown to be right.
 
-The first time a model goes a way, the way is compared with the dense one on a small tree, log-probabilities and, where
-they are asked for, gradients; one that differs or breaks is not gone again, with a warning that says so.
-"""
+The first time a path is used for a model, it is compared with the library's code and dense attention on a small tree,
+layer by layer, in value and, where gradients are enabled, in gradient (`models/path_check.py`). A path that differs
+or fails is not used again, and is reported."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -17,19 +17,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from arborl.learner.executor import DENSE, EXECUTORS, Way, cheapest
-from arborl.learner.fused_layers import fusing_fits
+from arborl.learner.fused_layers import FUSED, fused_logprobs, fusing_fits
+from arborl.learner.kernel_attention import KernelAttend
 from arborl.learner.packing import MicroBatch
-from arborl.learner.score import score
-from arborl.models.lean import is_lean, leave_to_library
+from arborl.models.attention import Attend, layout, library_hidden_states, raw_read_out
+from arborl.models.fallbacks import Path, first_line, note_path, report_fallback
+from arborl.models.lean import is_lean, layer_runner, leave_to_library
+from arborl.models.path_check import HIGHER, Outputs, check_attention, check_layers, excess, sample_tokens
 from arborl.models.place import place_of
-from arborl.types import Sampling, Terms
+from arborl.types import Terms
 
-log = logging.getLogger(__name__)
-
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.03}
-"""Norm of the difference over the norm, of log-probabilities and of gradients. A wrong mask differs by far more."""
-PROBED = 8
-"""Parameters whose gradients are compared."""
+HEAD_ROWS = 16
+"""Tokens whose log-probabilities are compared."""
 
 _right: WeakKeyDictionary[PreTrainedModel, dict[tuple[Way, bool], bool]] = WeakKeyDictionary()
 
@@ -51,10 +50,18 @@ class Ways:
         for way in self._candidates(model, batch):
             key = (way, torch.is_grad_enabled())
             if key not in known:
-                known[key] = way == DENSE or agrees(model, way)
+                known[key] = way == DENSE or self._is_right(model, way)
             if known[key]:
+                note_path(model, "learner", str(way))
                 return replace(way, recompute=self.recompute)
         return replace(DENSE, recompute=self.recompute)
+
+    @staticmethod
+    def _is_right(model: PreTrainedModel, way: Way) -> bool:
+        why = why_wrong(model, way)
+        if why is not None:
+            report_fallback(model, Path.TRAINING_FUSED if way.fused else Path.TRAINING_TREES, f"{way}: {why}")
+        return why is None
 
     @staticmethod
     def settle(model: PreTrainedModel) -> None:
@@ -67,7 +74,7 @@ class Ways:
             for graded in (True, False):
                 with torch.set_grad_enabled(graded):
                     fits = EXECUTORS[way.attend].fits(model)
-                    known[way, graded] = fits and (way == DENSE or agrees(model, way))
+                    known[way, graded] = fits and (way == DENSE or Ways._is_right(model, way))
 
     def _candidates(self, model: PreTrainedModel, batch: MicroBatch) -> Iterator[Way]:
         if self.attention == "auto":
@@ -85,44 +92,60 @@ class Ways:
             yield Way(name)
 
 
-def agrees(model: PreTrainedModel, way: Way) -> bool:
-    """Whether this way gives the dense way's numbers for this model."""
+def why_wrong(model: PreTrainedModel, way: Way) -> str | None:
+    """Why this way gives other numbers than the library's code with dense attention; None where it does not."""
     large = way.attend == "kernel" and model.device.type != "cpu"  # so are the blocks of a GPU's kernels
-    batch = sample(model, chain=way.attend == "causal", size=200 if large else 40)
+    batch = sample(model, chain=way.attend == "causal", size=200 if large else 24)
+    device, dtype = place_of(model)
+    attend, dense = EXECUTORS[way.attend].make(batch, device), EXECUTORS[DENSE.attend].make(batch, device)
+    if isinstance(attend, KernelAttend):
+        attend.prepare(layout(model).windows, layout(model).size, dtype)
+    tokens, positions = batch.tokens.tolist(), batch.depth.tolist()
     try:
-        ours = _numbers(model, batch, way)
+        if not is_lean(model):
+            return check_attention(model, attend, dense, tokens, positions)
+        run = partial(layer_runner, ops=FUSED if way.fused else None)
+        why = check_layers(model, run, attend, dense, tokens, positions)
+        return _why_head_is_wrong(model, tokens, positions, dense) if way.fused and why is None else why
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # a kernel's compiler may fail in any way it likes
-        what = str(error).strip().splitlines()[0][:200] if str(error).strip() else ""
-        log.warning("%s is not used for %s: %s: %s", way, type(model).__name__, type(error).__name__, what)
-        return False
-    gap = max(_gap(a, b) for a, b in zip(ours, _numbers(model, batch, DENSE), strict=True))
-    if not gap <= TOLERANCE.get(place_of(model).dtype, 1e-3):
-        log.warning("%s is not used for %s: it differs from the dense way by %.1e", way, type(model).__name__, gap)
-        return False
-    return True
+    except Exception as error:  # a kernel's compiler may fail in any way
+        return first_line(error)
 
 
-def _numbers(model: PreTrainedModel, batch: MicroBatch, way: Way) -> list[Tensor]:
-    """Log-probabilities of the sample's terms, and gradients of some of the first parameters."""
-    logprob_M = score(model, batch, Sampling(), way).logprob_M
-    probed = [p for p in model.parameters() if p.requires_grad and p.ndim > 1][:PROBED]
-    if not (probed and torch.is_grad_enabled()):
-        return [logprob_M.detach()]
-    weight_M = torch.linspace(-1.0, 1.0, len(logprob_M), device=logprob_M.device)
-    return [logprob_M.detach(), *torch.autograd.grad((logprob_M * weight_M).sum(), probed)]
+def _why_head_is_wrong(model: PreTrainedModel, tokens: list[int], positions: list[int], attend: Attend) -> str | None:
+    """The same for log-probabilities and entropies, from identical logits."""
+    token_N, position_N = (torch.tensor(x, device=model.device) for x in (tokens, positions))
+    with torch.no_grad():
+        hidden_NE = library_hidden_states(model, token_N, position_N, attend)[-HEAD_ROWS:]
+        logit_NV = raw_read_out(model.get_output_embeddings(), None, hidden_NE)
+    graded, target_N = torch.is_grad_enabled(), token_N[-HEAD_ROWS:]
 
+    def numbers(run: Callable[[Tensor], tuple[Tensor, Tensor]], dtype: torch.dtype) -> Outputs:
+        given = logit_NV.to(dtype).requires_grad_(graded)
+        logprob_N, entropy_N = run(given)
+        found = {"log-probability": logprob_N.detach()[:, None], "entropy": entropy_N.detach()[:, None]}
+        if graded:
+            weight = torch.linspace(-1, 1, len(logprob_N), device=given.device)
+            found["gradient of logits"] = torch.autograd.grad((logprob_N * weight).sum(), given)[0]
+        return found
 
-def _gap(ours: Tensor, theirs: Tensor) -> float:
-    a, b = ours.double(), theirs.double()
-    size = float(b.norm())
-    return float((a - b).norm()) / size if size > 0 else float(a.norm())
+    def plain(logits: Tensor) -> tuple[Tensor, Tensor]:
+        log_NV = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
+        return log_NV.gather(1, target_N[:, None])[:, 0], -(log_NV.exp() * log_NV).sum(-1)
+
+    dtype = logit_NV.dtype
+    exact = numbers(plain, HIGHER.get(dtype, dtype))
+    found = numbers(
+        lambda logits: fused_logprobs(logits, target_N, torch.ones(len(target_N), device=logits.device)), dtype
+    )
+    ratio, name = excess(found, numbers(plain, dtype), exact, dtype)
+    return None if ratio <= 1.0 else f"{name} is {ratio:.1f} times as far off as rounding explains"
 
 
 def sample(model: PreTrainedModel, chain: bool, size: int) -> MicroBatch:
     """A small tree: a stem of `size` tokens and three branches, one of which branches again; or its first branch."""
-    chance = np.random.default_rng(0)  # never the run's own: resuming must not depend on when a way was checked
+    chance = np.random.default_rng(0)  # never the run's own: a resumed run would draw others
     twig = size // 3
     depth = [np.arange(size + twig)]
     if not chain:
@@ -134,7 +157,7 @@ def sample(model: PreTrainedModel, chain: bool, size: int) -> MicroBatch:
         after = np.flatnonzero(depth_N[k + 1 :] <= depth_N[k])
         end_N[k] = k + 1 + after[0] if len(after) else len(depth_N)
     position = np.arange(0, len(depth_N), 2)
-    tokens = chance.integers(0, model.config.vocab_size, len(depth_N))
+    tokens = np.asarray(sample_tokens(model, len(depth_N)))
     zeros, ints = np.zeros(len(position)), np.zeros(len(position), dtype=np.int64)
     target = chance.integers(0, model.config.vocab_size, len(position))
     terms = Terms(ints, position, target, zeros, zeros, zeros, ints, ints, ints, ints, *[zeros] * 6)  # type: ignore[arg-type]

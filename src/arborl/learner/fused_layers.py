@@ -112,5 +112,11 @@ FUSED = Ops(_Turn.apply, _gated, _normed)
 def fused_head(head: Any, hidden_ME: Tensor, token_M: Tensor, shape: Shape, entropy: bool) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies, for a shape that keeps the whole vocabulary, of logits that nothing caps."""
     heat_M = shape.temperature_B.float().expand(len(token_M)).contiguous()
-    logprob_M, entropy_M = _Say.apply(raw_read_out(head, None, hidden_ME), token_M, heat_M)
+    logprob_M, entropy_M = fused_logprobs(raw_read_out(head, None, hidden_ME), token_M, heat_M)
     return logprob_M, entropy_M if entropy else entropy_M.detach()
+
+
+def fused_logprobs(logit_MV: Tensor, token_M: Tensor, temperature_M: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probability of each token at its temperature, and the entropy there."""
+    found: tuple[Tensor, Tensor] = _Say.apply(logit_MV, token_M, temperature_M)
+    return found
