@@ -44,6 +44,12 @@ if TYPE_CHECKING:  # what needs torch
     from arborl.models.scalar import Origin
     from arborl.trainer.evaluate import Measures
 
+SAMPLE = (
+    Message("user", "What is 12 + 30? Explain each step, then give the answer."),
+    Message("assistant", "First I add the tens: 10 + 30 = 40. Then I add the ones: 40 + 2 = 42. The answer is 42."),
+    Message("user", "Good. Write one sentence about a frozen lake in winter."),
+)
+"""Text that execution paths are checked on."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
@@ -116,13 +122,14 @@ def build(config: RunConfig, objects: Mapping[str, Any] | None = None, training:
     """
     workshop = Workshop(config, objects or {}, connect=True)
     try:
-        return _build(config, workshop, training)
+        return _build(workshop, training)
     except BaseException:
         workshop.stop()
         raise
 
 
-def _build(config: RunConfig, workshop: Workshop, training: bool) -> Parts:
+def _build(workshop: Workshop, training: bool) -> Parts:
+    config = workshop.config
     cast, rewards = workshop.cast(), workshop.rewards()
     behind = followers(config.track, workshop.objects)
     workshop.check_names()
@@ -151,9 +158,11 @@ def _build(config: RunConfig, workshop: Workshop, training: bool) -> Parts:
     torch.use_deterministic_algorithms(config.deterministic)
     torch.manual_seed(config.seed)
     algorithm = workshop.algorithm()  # what is wrong with one's own need not wait for the weights
+    config = workshop.config = with_dtype(config)
     if training:
         check_ranks(config.learner, config.model.device, algorithm, elsewhere=config.placement.name == "ray")
     model = _policy(config, folder)
+    _use_sample_text(renderer, model)
     check_runs(model, config.model.name, config.sampling.max_context)
     _check_tokens(config, renderer, model)
     origin = load_origin(began, model, folder) if began is not None else None
@@ -232,7 +241,9 @@ def build_served(config: RunConfig, objects: Mapping[str, Any] | None = None) ->
 
         if config.threads:
             torch.set_num_threads(config.threads)
+        config = workshop.config = with_dtype(config)
         model = _policy(config, folder)
+        _use_sample_text(renderer, model)
         check_runs(model, config.model.name, config.sampling.max_context)
         _check_tokens(config, renderer, model)
         sampling = sampling_of(config, renderer)
@@ -282,6 +293,26 @@ def check(config: RunConfig) -> None:
     workshop.cast()
     workshop.rewards()
     workshop.check_names()
+
+
+def with_dtype(config: RunConfig) -> RunConfig:
+    """With the precision that `model.dtype=auto` stands for here, so that a run that is resumed elsewhere keeps it."""
+    from arborl.models.load import dtype_of
+
+    asked = config.model
+    if asked.dtype != "auto":
+        return config
+    dtype = "float32" if config.algorithm.loss == "trpo" else dtype_of(asked.dtype, asked.device)
+    return config.model_copy(update={"model": asked.model_copy(update={"dtype": dtype})})
+
+
+def _use_sample_text(renderer: Renderer, model: PreTrainedModel) -> None:
+    """Check the model's execution paths on a conversation in its own chat template."""
+    from arborl.models.path_check import use_sample_text
+
+    tokens = renderer.encode(renderer.render(SAMPLE))
+    known = model.get_input_embeddings().weight.shape[0]
+    use_sample_text(model, [token for token in tokens if token < known])
 
 
 def _policy(config: RunConfig, folder: Path) -> PreTrainedModel:

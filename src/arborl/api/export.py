@@ -14,7 +14,7 @@ from arborl.api.measure import Asked, settings_of
 from arborl.build import copy_tokenizer, renderer_of
 from arborl.config.run import RunConfig
 from arborl.errors import ConfigError, writing
-from arborl.models.find import check_supported, described, resolve
+from arborl.models.find import check_supported, described, resolve, stored_dtype
 from arborl.registry import short
 
 if TYPE_CHECKING:
@@ -55,7 +55,9 @@ def export(name: str, out: Path, overrides: tuple[str, ...] = (), dtype: str | N
         raise ConfigError(f"{out}: there already. Write a folder that is not.")
     config = settings_of(name, Asked(overrides, trust=True))  # nothing that it names is imported
     folder, dtype = checkpoint.check_model(resolve(config.model.name)), dtype or config.model.dtype
-    check_supported(described(folder), config.model.name, 1)
+    about = described(folder)
+    dtype = stored_dtype(about) if dtype == "auto" else dtype
+    check_supported(about, config.model.name, 1)
 
     from arborl.models.load import load_model
     from arborl.models.lora import export_merged, has_lora

@@ -152,6 +152,13 @@ def set_aside(path: Path, step: int) -> None:
         path.replace(path.with_name(f"{path.stem}.before-step-{step:06}{path.suffix}"))
 
 
+def write_execution(folder: Path, execution: dict[str, str]) -> None:
+    """Device, precision and execution paths, from the start of a run on."""
+    path = folder / "execution.json"
+    with writing(path):
+        path.write_text(json.dumps(execution, indent=2) + "\n")
+
+
 def write_summary(folder: Path, summary: dict[str, Any]) -> Path:
     path = folder / "summary.json"
     with writing(path):

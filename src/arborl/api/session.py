@@ -16,6 +16,7 @@ from rich.console import Console as Terminal
 from arborl import checkpoint
 from arborl.api import folder as folders
 from arborl.api.artifacts import keepsakes
+from arborl.api.execution import execution_of
 from arborl.api.losses import Losses
 from arborl.api.render import Render
 from arborl.api.resume import Start, told
@@ -70,6 +71,8 @@ class RunSession:
         self.log = RunLog(home / "run.log", plain(self.config))
         self.trackers = Trackers([])
         self.summary: dict[str, Any] = {}
+        self.execution: dict[str, str] = {}
+        """Device, precision and execution paths of the model."""
         self.ended = "failed"
         track = self.config.track
         self.render: Render | None = None
@@ -120,6 +123,10 @@ class RunSession:
                 log.warning("%s", self.parts.plan.warning)
             if (warm := getattr(self.parts.engine, "warm", None)) is not None:
                 warm(self.parts.rollout.sampling)
+            self.parts.learner.check_paths()
+            self.execution = execution_of(self.parts.model)
+            folders.write_execution(self.home, self.execution)
+            console.note(", ".join(f"{name}: {value}" for name, value in self.execution.items()))
             try:
                 first = trainer.step == 0 and self.config.evaluation.before
                 if first and not self.memory["before"]:  # also where it was stopped while measuring
@@ -239,6 +246,7 @@ class RunSession:
             "steps": trainer.step,
             "seed": self.config.seed,
             "failures": trainer.watch.failures.state(),
+            "execution": self.execution,
         } | more
         if self.parts.sandbox is not None:
             summary["sandbox"] = str(self.parts.sandbox)

@@ -17,7 +17,7 @@ from arborl.errors import ConfigError, did_you_mean
 from arborl.learner.forecast import Sizes
 from arborl.models.find import EMBEDDED, described, holds_model, resolve
 
-ITEM = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+ITEM = {"auto": 2, "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 LEAN = ("llama", "mistral", "qwen2", "qwen3")
 """Kinds whose layers run by our own code."""
 

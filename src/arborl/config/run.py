@@ -58,8 +58,9 @@ class ModelConfig(Named):
 
     name: str = "seedling"
     """`seedling`, `smollm2`, a folder, or a Hugging Face id such as `gpt2` or `Qwen/Qwen2.5-0.5B-Instruct`."""
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
-    """`float16` and `bfloat16` are trained with float32 copies of the weights (`learner.master`)."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
+    """`auto` is `bfloat16` on a GPU that has it, else `float32`; a trust region (`trpo`) has `float32`. `float16` and
+    `bfloat16` are trained with float32 copies of the weights (`learner.master`)."""
     device: str = "auto"
     """`auto` takes the GPU where there is one."""
     head: Literal["model", "float32"] = "model"

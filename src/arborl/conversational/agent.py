@@ -113,10 +113,9 @@ class AgentConfig(Settings):
         """What `torch_dtype` stands for here."""
         if self.torch_dtype != "auto":
             return self.torch_dtype
-        import torch
+        from arborl.models.load import dtype_of
 
-        gpu = torch.cuda.is_available() and self.device_map != "cpu"
-        return "bfloat16" if gpu else "float32"
+        return dtype_of("auto", self.device_map)
 
 
 def speaker_of(config: AgentConfig) -> Speaker:

@@ -29,7 +29,18 @@ def examine_run(folder: Path) -> list[Finding]:
     for rule in EPISODE_RULES:
         if (shown := rule.look(files)) is not None:
             found.append(Finding(rule.name, rule.state, shown.detail, rule.advice, shown.evidence))
-    return [_standing(files), *worst_first([*found, *_unread(files)])]
+    return [_standing(files), *_execution(files), *worst_first([*found, *_unread(files)])]
+
+
+def _execution(files: RunFiles) -> list[Finding]:
+    """What the run's model is executed on, and whether fast paths are missing."""
+    if not files.execution:
+        return []
+    detail = ", ".join(f"{name}: {value}" for name, value in files.execution.items())
+    slow = sum((files.rows[-1].get(f"{part}/fallbacks") or 0) for part in ("engine", "learner")) if files.rows else 0
+    if not slow:
+        return [Finding("execution", "ok", detail)]
+    return [Finding("execution", "warn", detail, "Faster execution paths are not used; run.log has one line for each.")]
 
 
 def _standing(files: RunFiles) -> Finding:

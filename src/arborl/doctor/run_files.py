@@ -62,6 +62,11 @@ class RunFiles:
         return self._mapping("summary.json", json.loads)
 
     @cached_property
+    def execution(self) -> dict[str, Any]:
+        """Device, precision and execution paths."""
+        return self._mapping("execution.json", json.loads)
+
+    @cached_property
     def rows(self) -> list[dict[str, Any]]:
         path = self.folder / "metrics.jsonl"
         return list(read_metrics(path)) if path.is_file() else []

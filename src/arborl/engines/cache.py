@@ -68,8 +68,8 @@ class Cache:
         self.values[:, target, :, :count] = self.values[:, source, :, :count]
 
     def clear(self, pages: int | None = None) -> None:
-        """Zeros in the first `pages` pages again, or in all: a page that is handed out holds nothing that spoils what is
-        masked."""
+        """Zeros in the first `pages` pages again, or in all: a page that is handed out holds nothing that spoils what
+        is masked."""
         if self.here:
             self.keys[:, :pages].zero_()
             self.values[:, :pages].zero_()

@@ -7,17 +7,29 @@ block must have as a power of two are padded and masked. Sums are in float32 wha
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-KEYS, WARPS, STAGES = 32, 2, 5
-"""Keys that attention looks at in one go for one query a row, and how. Small blocks, many under way: it waits for
-memory (`docs/results/engine.md`)."""
-READ_KEYS = 64
+
+class Tuning(NamedTuple):
+    """How attention is launched: keys in one block, warps, stages of the pipeline, precision of its products."""
+
+    keys: int
+    warps: int
+    stages: int
+    precision: str
+
+
+DECODE = {torch.float32: Tuning(32, 2, 1, "ieee")}
+"""For one query a row, by precision; others have `NARROW_DECODE`. Small blocks, many under way: it waits for memory
+(`docs/results/engine.md`)."""
+READ = {torch.float32: Tuning(32, 4, 1, "ieee")}
 """The same for many queries a row."""
+NARROW_DECODE, NARROW_READ = Tuning(32, 2, 5, "tf32"), Tuning(64, 4, 2, "tf32")
 QUERIES = 16
 """Queries of one row in a tile, when a row brings many."""
 
@@ -281,13 +293,13 @@ def decode(
     partial = q_RHD.new_empty(first + rest, rows, heads, size, dtype=torch.float32)
     state = q_RHD.new_empty(first + rest, rows, heads, 2, dtype=torch.float32)
     group = power(heads // key_heads)
-    wide = q_RHD.dtype == torch.float32
+    tuning = DECODE.get(q_RHD.dtype, NARROW_DECODE)
     _decode[((bundles * first + rows * rest) * key_heads,)](
         q_RHD, keys, values, table, sequence_R, position_R, shared.own_R, shared.pages_M, shared.rows_MB, partial,
         state, rows, bundles, first, rest, scale, keys.stride(0), table.stride(0), shared.rows_MB.stride(0),
         H=heads, K=key_heads, D=size, P=page, MEMBERS=members, GROUP=group, TILE=max(16, group),
-        SIZE=max(16, power(size)), BLOCK=KEYS, PRECISION=precision(q_RHD.dtype),
-        num_warps=WARPS, num_stages=1 if wide else STAGES,
+        SIZE=max(16, power(size)), BLOCK=tuning.keys, PRECISION=tuning.precision,
+        num_warps=tuning.warps, num_stages=tuning.stages,
     )  # fmt: skip
     out = torch.empty_like(q_RHD)
     _combine[(rows * heads,)](
@@ -331,15 +343,10 @@ def read(
     _, heads, size = q_NHD.shape
     _, key_heads, page, _ = keys.shape
     out = torch.empty_like(q_NHD)
-    wide = q_NHD.dtype == torch.float32
+    tuning = READ.get(q_NHD.dtype, NARROW_READ)
     _read[(len(tiles[0]), key_heads)](
         q_NHD, keys, values, table, *tiles, first_R, start_R, end_R, out, scale, keys.stride(0), table.stride(0),
         H=heads, K=key_heads, D=size, P=page, TILE=QUERIES, GROUP=power(heads // key_heads), SIZE=max(16, power(size)),
-        BLOCK=32 if wide else READ_KEYS, PRECISION=precision(q_NHD.dtype), num_warps=4, num_stages=1 if wide else 2,
+        BLOCK=tuning.keys, PRECISION=tuning.precision, num_warps=tuning.warps, num_stages=tuning.stages,
     )  # fmt: skip
     return out
-
-
-def precision(dtype: torch.dtype) -> str:
-    """Full float32 products for a float32 model: tokens must be those of any other way to run it."""
-    return "ieee" if dtype == torch.float32 else "tf32"

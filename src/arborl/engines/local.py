@@ -28,6 +28,7 @@ from arborl.engines.pages import Pages
 from arborl.engines.rows import Request, Rows
 from arborl.engines.scheduler import Scheduler
 from arborl.errors import EngineError
+from arborl.models.fallbacks import fallbacks
 from arborl.spans import drawn
 from arborl.types import Completion, Finish, Metrics, Sampling
 
@@ -230,6 +231,7 @@ class LocalEngine:
         return {f"engine/{name}": value for name, value in counts.items()} | {
             "engine/hit_rate": counts["reused"] / known if known else 0.0,
             "engine/pages_held": self.pages.held / self.pages.count,
+            "engine/fallbacks": float(fallbacks(self.model, "engine")),
         }
 
     # ------------------------------------------------------------------------------------------ at work

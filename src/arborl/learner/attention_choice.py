@@ -27,6 +27,8 @@ from arborl.models.path_check import HIGHER, Outputs, check_attention, check_lay
 from arborl.models.place import place_of
 from arborl.types import Terms
 
+CHECKED, LARGE = 24, 200
+"""Tokens of the tree's stem; the second for kernels whose blocks are large."""
 HEAD_ROWS = 16
 """Tokens whose log-probabilities are compared."""
 
@@ -95,7 +97,7 @@ class Ways:
 def why_wrong(model: PreTrainedModel, way: Way) -> str | None:
     """Why this way gives other numbers than the library's code with dense attention; None where it does not."""
     large = way.attend == "kernel" and model.device.type != "cpu"  # so are the blocks of a GPU's kernels
-    batch = sample(model, chain=way.attend == "causal", size=200 if large else 24)
+    batch = sample(model, chain=way.attend == "causal", size=LARGE if large else CHECKED)
     device, dtype = place_of(model)
     attend, dense = EXECUTORS[way.attend].make(batch, device), EXECUTORS[DENSE.attend].make(batch, device)
     if isinstance(attend, KernelAttend):

@@ -134,6 +134,9 @@ class LearnerGroup:
         """Optimiser steps that the run has come past."""
         return self.learner.done
 
+    def check_paths(self) -> None:
+        """Every rank has chosen its execution paths before its model was sharded."""
+
     def look(self, trees: Sequence[TokenTree], terms: Terms, needs: Needs, cut: Ints | None = None) -> Terms:
         """As `Learner.look`."""
         parts = self._parts(trees, terms)

@@ -19,7 +19,7 @@ from arborl.algorithms.token_losses import Said, TermBatch
 from arborl.config.run import LearnerConfig
 from arborl.errors import ConfigError
 from arborl.learner import schedule
-from arborl.learner.attention_choice import Ways
+from arborl.learner.attention_choice import CHECKED, Ways, sample
 from arborl.learner.critic import Critic, check_critic
 from arborl.learner.files import Snapshot, load, parts_of
 from arborl.learner.host_copy import HostCopies
@@ -35,6 +35,7 @@ from arborl.learner.teacher import Teacher
 from arborl.learner.term_log import TermLog
 from arborl.learner.trust_region import PolicyKL, natural_step
 from arborl.learner.update_metrics import Tally, anchored, columns, not_finite, summed_up, without
+from arborl.models.fallbacks import fallbacks
 from arborl.models.lora import (
     dropout_on,
     export_merged,
@@ -119,6 +120,11 @@ class Learner(Precompute):
         self.done = 0
         """Optimiser steps that the run has come past, those of skipped updates too: rates follow the run."""
 
+    def check_paths(self) -> None:
+        """Choose the execution path for trees now, and not in the first update."""
+        with torch.enable_grad():
+            self.ways(self.model, sample(self.model, chain=False, size=CHECKED))
+
     def trained(self) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
         """Every parameter that learns, by name, with its master."""
         policy = [f"model.{name}" for name, p in self.model.named_parameters() if p.requires_grad]
@@ -195,6 +201,7 @@ class Learner(Precompute):
         if self.log is not None and not metrics["learner/skipped"]:
             self.log.add(tally.noted)
         metrics["learner/steps"] = 1.0 - metrics["learner/skipped"]
+        metrics["learner/fallbacks"] = float(fallbacks(self.model, "learner"))
         metrics |= {"learner/lr": self.lr * scale, "learner/micro_batch_tokens": float(self.fitting.budget)}
         if self.place.device.type == "cuda":
             metrics["learner/memory_gib"] = torch.cuda.max_memory_allocated(self.place.device) / 2**30

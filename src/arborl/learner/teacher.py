@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from arborl.chat.tokenizer import FileTokenizer
 from arborl.config.run import RunConfig
 from arborl.errors import ConfigError
-from arborl.models.find import check_supported, described, resolve
+from arborl.models.find import check_supported, described, resolve, stored_dtype
 from arborl.models.load import load_model
 from arborl.types import Floats, Ints, Terms, TokenTree
 
@@ -178,8 +178,7 @@ def open_teacher(name: str, student: Path, device: str, max_context: int) -> Tea
     except ConfigError as error:
         raise ConfigError(f"algorithm.teacher={name}: {error}") from error
     check_tokenizer(student, folder, name)
-    dtype = str(about.get("dtype") or about.get("torch_dtype") or "float32")
-    return load_model(folder, dtype, device).requires_grad_(False)
+    return load_model(folder, stored_dtype(about), device).requires_grad_(False)
 
 
 def warn_of_equals(gap: Floats) -> None:

@@ -97,6 +97,11 @@ def vocabulary(folder: Path) -> Any:
         return None
 
 
+def stored_dtype(about: Mapping[str, Any]) -> str:
+    """The precision of a model's files, as its `config.json` has it."""
+    return str(about.get("dtype") or about.get("torch_dtype") or "float32")
+
+
 def check_supported(about: Mapping[str, Any], name: str, max_context: int) -> None:
     """Refuse what this model cannot do, before its weights are read where possible.
 

@@ -38,6 +38,17 @@ def device_of(name: str) -> torch.device:
     return device
 
 
+def dtype_of(name: str, device: str) -> str:
+    """`auto` is bfloat16 on a GPU that computes in it, else float32."""
+    if name != "auto":
+        return name
+    place = device_of(device)
+    if place.type != "cuda":
+        return "float32"
+    with torch.cuda.device(place):
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
+
+
 def tune_cpu() -> None:
     """On Arm, leave matrix products to the BLAS: oneDNN repacks the weights at every call, which doubles the time of
     the small batches that sampling is made of and gains nothing on large ones (docs/results/engine.md)."""
@@ -49,7 +60,7 @@ def load_model(folder: Path, dtype: str = "float32", device: str = "auto", headl
     """The model, ready for learner and engine; dropout off. `headless`: the layer that says tokens may be missing."""
     place = device_of(device)
     tune_cpu()
-    model = read_weights(folder, headless, dtype=getattr(torch, dtype))
+    model = read_weights(folder, headless, dtype=getattr(torch, dtype_of(dtype, device)))
     return model.to(place).eval()
 
 
