@@ -56,8 +56,10 @@ def write_gguf(file: Path) -> None:
     add("token_embd", len(tokens), hidden, kind=q8)
     add("output_norm", hidden, kind=float32)
     kv = hidden // heads * kv_heads
-    sizes = {"attn_q": (hidden, hidden), "attn_k": (kv, hidden), "attn_v": (kv, hidden),
-             "attn_output": (hidden, hidden), "ffn_gate": (inner, hidden), "ffn_up": (inner, hidden), "ffn_down": (hidden, inner)}  # fmt: skip
+    sizes = {
+        "attn_q": (hidden, hidden), "attn_k": (kv, hidden), "attn_v": (kv, hidden), "attn_output": (hidden, hidden),
+        "ffn_gate": (inner, hidden), "ffn_up": (inner, hidden), "ffn_down": (hidden, inner),
+    }  # fmt: skip
     for layer in range(layers):
         for name in ("attn_norm", "ffn_norm"):
             add(f"blk.{layer}.{name}", hidden, kind=float32)
