@@ -1,9 +1,10 @@
 """Models for benchmarks: real weights (`smollm2`, `seedling`, a folder), or random weights of well-known shapes, for
 which nothing is downloaded.
 
-`0.5b`, `1.5b`, `7b` are Qwen2.5's shapes, `4b` is Qwen3's, `tiny` is for trying a benchmark out. Random weights are given
-outliers (`add_outliers`), because code that is checked against a reference, or that depends on the size of activations,
-takes other paths on real weights than on plain random ones. `weights_of` is what a result's `weights` says.
+`0.5b`, `1.5b`, `7b` are Qwen2.5's shapes, `4b` is Qwen3's, `tiny` is for trying a benchmark out. Random weights are
+given outliers (`add_outliers`), because code that is checked against a reference, or that depends on the size of
+activations, takes other paths on real weights than on plain random ones. `weights_of` is what a result's `weights`
+says.
 """
 
 from __future__ import annotations
@@ -78,9 +79,7 @@ def weights_of(name: str, outliers: bool = True) -> str:
     return "random+outliers" if outliers else "random"
 
 
-def random_body(
-    name: str, device: str, dtype: torch.dtype | None = None, outliers: bool = True
-) -> PreTrainedModel:
+def random_body(name: str, device: str, dtype: torch.dtype | None = None, outliers: bool = True) -> PreTrainedModel:
     """The same weights at every call, made where they stay; no token ends a reply."""
     torch.manual_seed(0)
     before = torch.get_default_dtype()
@@ -104,9 +103,9 @@ def add_outliers(model: PreTrainedModel, seed: int = 0) -> None:
 
     Every `SINK_EVERY`th token, `SINK` first, has `MASSIVE` in a few channels of the residual stream, where others have
     about 1: normed, such tokens are almost alike. All tokens share a smaller constant in one further channel. From an
-    eighth of the layers on, that constant turns every query, and the massive channels turn the keys of those tokens, into
-    one direction, at the slowest rotary frequency: most attention goes to them, from however far. As in trained models
-    their values and MLPs ignore the massive channels, and so does the head.
+    eighth of the layers on, that constant turns every query, and the massive channels turn the keys of those tokens,
+    into one direction, at the slowest rotary frequency: most attention goes to them, from however far. As in trained
+    models their values and MLPs ignore the massive channels, and so does the head.
 
     Args:
         model: Llama's kind of layers, with random weights of standard deviation 0.02.
