@@ -1,6 +1,7 @@
 """The local engine beside transformers' `generate`, on the same work, in one run.
 
     python benchmarks/engine.py --device cpu --case multi-turn --json
+    python benchmarks/engine.py --device cuda --case single --model smollm2 --json
     python benchmarks/engine.py --device cuda --case single --model 7b --lora 16 --without-baseline --json
 
 Cases: `single` (one prompt, one completion each; several batch sizes), `multi-turn` (every turn adds an observation to
@@ -8,7 +9,8 @@ a growing conversation), `ragged` (the same, but each reply and each observation
 between a quarter and seven quarters of the mean: nobody is in step), `group` (eight attempts at each of a few long
 prompts). Both sides sample the same number of tokens at temperature 1 from the same weights; where lengths differ,
 `generate` pads on the left and runs until the longest reply is done. Tokens a second count sampled tokens that were
-asked for; the best of `--repeats` runs counts.
+asked for; the best of `--repeats` runs counts. Real weights (`smollm2`, `seedling`, a folder) read English text in
+their chat template; shapes read random ids, with weights that have outliers as real ones do (`bodies.add_outliers`).
 
 `--lora RANK` measures the same model with adapters at all linear layers beside itself: `lora_ratio` is its share of the
 speed without. `floor_share` is the share of what this device's bandwidth, measured in the same run, allows this model.
@@ -33,12 +35,13 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from bodies import SHAPES, endless, give_adapters, random_body, settle
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from bodies import SHAPES, give_adapters, load, settle, weights_of
+from texts import Texts, texts_of
+from transformers import GenerationConfig, PreTrainedModel
 
 from arborl.engines.cache import token_bytes
 from arborl.engines.local import LocalEngine
-from arborl.models.load import resolve, tune_cpu
+from arborl.models.load import tune_cpu
 from arborl.types import Sampling
 
 
@@ -93,17 +96,16 @@ CUDA = [
 ]
 
 
-def openings(case: Case, vocabulary: int, chance: np.random.Generator) -> list[list[int]]:
-    prompts = [chance.integers(0, vocabulary, case.prompt).tolist() for _ in range(case.conversations // case.siblings)]
+def openings(case: Case, texts: Texts, chance: np.random.Generator) -> list[list[int]]:
+    prompts = [texts.prompt(case.prompt, chance) for _ in range(case.conversations // case.siblings)]
     return [list(prompt) for prompt in prompts for _ in range(case.siblings)]
 
 
-def ours(engine: LocalEngine, case: Case, seed: int) -> list[float]:
+def ours(engine: LocalEngine, texts: Texts, case: Case, seed: int) -> list[float]:
     """All conversations at once, each asking for its next turn as soon as it has its answer; nothing cached before.
     Seconds until the last conversation has finished each turn."""
     finished = [0.0] * case.turns
     began = time.perf_counter()
-    vocabulary = engine.model.config.vocab_size
     chance = np.random.default_rng(seed)
     sampled, observed = case.lengths(seed)
 
@@ -113,21 +115,20 @@ def ours(engine: LocalEngine, case: Case, seed: int) -> list[float]:
             sampling = Sampling(int(sampled[number, turn]), seed=(seed * 1000 + number) * 100 + turn)
             done = await engine.generate(context, sampling, session=str(number))
             finished[turn] = time.perf_counter() - began
-            context += [*done.tokens, *own.integers(0, vocabulary, observed[number, turn]).tolist()]
+            context += [*done.tokens, *texts.observation(int(observed[number, turn]), own)]
 
     async def everyone() -> None:
         await engine.load({}, seed)
-        await asyncio.gather(*(converse(i, c) for i, c in enumerate(openings(case, vocabulary, chance))))
+        await asyncio.gather(*(converse(i, c) for i, c in enumerate(openings(case, texts, chance))))
 
     asyncio.run(everyone())
     return [after - before for before, after in pairwise([0.0, *finished])]
 
 
-def theirs(model: PreTrainedModel, case: Case, seed: int) -> None:
+def theirs(model: PreTrainedModel, texts: Texts, case: Case, seed: int) -> None:
     """`generate` on one batch, until the longest reply is done; every turn reads the whole conversation again."""
-    vocabulary = model.config.vocab_size
     chance = np.random.default_rng(seed)
-    contexts = openings(case, vocabulary, chance)
+    contexts = openings(case, texts, chance)
     for sampled, observed in zip(*(x.T for x in case.lengths(seed)), strict=True):
         width = max(map(len, contexts))
         ids = torch.tensor([[0] * (width - len(c)) + c for c in contexts], device=model.device)
@@ -138,15 +139,14 @@ def theirs(model: PreTrainedModel, case: Case, seed: int) -> None:
             max_new_tokens=longest, min_new_tokens=longest, pad_token_id=0,
         )[:, width:].tolist()  # fmt: skip
         for context, reply, kept, more in zip(contexts, done, sampled, observed, strict=True):
-            context += [*reply[:kept], *chance.integers(0, vocabulary, more).tolist()]
+            context += [*reply[:kept], *texts.observation(int(more), chance)]
 
 
-def continuous(model: PreTrainedModel, case: Case, seed: int) -> None:
+def continuous(model: PreTrainedModel, texts: Texts, case: Case, seed: int) -> None:
     """transformers' own continuous batching, on the same work."""
     model.set_attn_implementation("paged|sdpa")
-    vocabulary = model.config.vocab_size
     chance = np.random.default_rng(seed)
-    contexts = openings(case, vocabulary, chance)
+    contexts = openings(case, texts, chance)
     settings = GenerationConfig(
         do_sample=True, temperature=1.0, top_k=0, max_new_tokens=case.sampled, eos_token_id=-1, pad_token_id=0
     )
@@ -155,10 +155,7 @@ def continuous(model: PreTrainedModel, case: Case, seed: int) -> None:
     for _ in range(case.turns):
         done = model.generate_batch(inputs=contexts, generation_config=settings, progress_bar=False)
         answers = [done[key].generated_tokens for key in sorted(done, key=lambda k: int(str(k).split("_")[-1]))]
-        contexts = [
-            [*c, *a, *chance.integers(0, vocabulary, case.observed).tolist()]
-            for c, a in zip(contexts, answers, strict=True)
-        ]
+        contexts = [[*c, *a, *texts.observation(case.observed, chance)] for c, a in zip(contexts, answers, strict=True)]
 
 
 @cache
@@ -198,41 +195,32 @@ def best(run: Callable[[int], Any], case: Case, repeats: int, cuda: bool) -> flo
     return max(speeds)
 
 
-def load(name: str, device: str) -> PreTrainedModel:
-    if name in SHAPES:
-        model = random_body(name, device)
-    else:
-        dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        model = AutoModelForCausalLM.from_pretrained(resolve(name), dtype=dtype).to(device)
-        endless(model)
-    settle()
-    return model.eval()
-
-
-def speed_of(model: PreTrainedModel, case: Case, repeats: int) -> tuple[float, list[float]]:
+def speed_of(model: PreTrainedModel, texts: Texts, case: Case, repeats: int) -> tuple[float, list[float]]:
     """Tokens a second of our engine, and the seconds of each turn in one more run."""
     tune_cpu()
     engine = LocalEngine(model, case.length + 1, case.conversations, case.conversations * (case.length + 64))
-    mine = best(lambda seed: ours(engine, case, seed), case, repeats, model.device.type == "cuda")
-    return mine, ours(engine, case, 99) if case.turns > 1 else []
+    mine = best(lambda seed: ours(engine, texts, case, seed), case, repeats, model.device.type == "cuda")
+    return mine, ours(engine, texts, case, 99) if case.turns > 1 else []
 
 
-def generate_speed(model: PreTrainedModel, case: Case, repeats: int) -> float:
+def generate_speed(model: PreTrainedModel, texts: Texts, case: Case, repeats: int) -> float:
     """Tokens a second of the library's `generate`."""
     with torch.inference_mode():
         model.set_attn_implementation("sdpa")
         torch.backends.mkldnn.enabled = True  # as torch comes; ours turns it off on Arm
-        return best(lambda seed: theirs(model, case, seed), case, repeats, model.device.type == "cuda")
+        return best(lambda seed: theirs(model, texts, case, seed), case, repeats, model.device.type == "cuda")
 
 
 def measure(model: PreTrainedModel, adapted: PreTrainedModel | None, case: Case, args: argparse.Namespace) -> dict:
     """One line of results."""
-    baseline = None if args.without_baseline else generate_speed(model, case, args.repeats)
-    mine, turns = speed_of(model, case, args.repeats)
+    texts = texts_of(args.model, model.config.vocab_size)
+    baseline = None if args.without_baseline else generate_speed(model, texts, case, args.repeats)
+    mine, turns = speed_of(model, texts, case, args.repeats)
     seconds = case.conversations * case.turns * case.sampled / mine
     cuda = args.device == "cuda"
     row = {
-        "case": case.name, "model": args.model, "conversations": case.conversations, "turns": case.turns,
+        "case": case.name, "model": args.model, "weights": weights_of(args.model, args.outliers),
+        "dtype": str(model.dtype).removeprefix("torch."), "conversations": case.conversations, "turns": case.turns,
         "prompt": case.prompt, "sampled": case.sampled, "observed": case.observed, "ours_tok_s": round(mine, 1),
         "baseline_tok_s": baseline and round(baseline, 1), "ratio": baseline and round(mine / baseline, 2),
         "floor_share": round(floor_seconds(model, case) / seconds, 3),
@@ -242,10 +230,10 @@ def measure(model: PreTrainedModel, adapted: PreTrainedModel | None, case: Case,
     if turns:
         row["turn_seconds"] = [round(turn, 4) for turn in turns]
     if adapted is not None:
-        slower, _ = speed_of(adapted, case, args.repeats)
+        slower, _ = speed_of(adapted, texts, case, args.repeats)
         row |= {"lora": args.lora, "lora_tok_s": round(slower, 1), "lora_ratio": round(slower / mine, 3)}
     if args.continuous and not case.spread and case.tokens(0) < 40_000:
-        row["continuous_tok_s"] = round(best(lambda seed: continuous(model, case, seed), case, 1, cuda))
+        row["continuous_tok_s"] = round(best(lambda seed: continuous(model, texts, case, seed), case, 1, cuda))
     return row
 
 
@@ -261,7 +249,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--case", choices=["single", "multi-turn", "ragged", "group", "all"], default="all")
-    parser.add_argument("--model", help=f"{', '.join(SHAPES)} (random weights of these shapes), seedling or a folder")
+    parser.add_argument(
+        "--model", help=f"smollm2, seedling or a folder (real weights), {', '.join(SHAPES)} (random ones)"
+    )
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help="on a GPU bfloat16, else float32")
+    parser.add_argument("--outliers", action=argparse.BooleanOptionalAction, default=True, help="of random weights")
+    parser.add_argument("--prompt", type=int, help="tokens of a prompt, instead of the case's own number")
+    parser.add_argument("--sampled", type=int, help="tokens of a reply, instead of the case's own number")
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="also with adapters of this rank")
     parser.add_argument("--conversations", type=int, help="instead of the case's own number, for slow models")
     parser.add_argument("--repeats", type=int, default=3)
@@ -271,13 +265,17 @@ def main() -> int:
     args = parser.parse_args()
     args.model = args.model or ("seedling" if args.device == "cpu" else "0.5b")
     transformers.logging.set_verbosity_error()
-    model = load(args.model, args.device)
+    model = load(args.model, args.device, args.dtype and getattr(torch, args.dtype), args.outliers)
+    settle()
     adapted = give_adapters(copy.deepcopy(model), args.lora) if args.lora else None
     for case in CUDA if args.device == "cuda" else CPU:
         if args.case not in (case.name, "all"):
             continue
         conversations = args.conversations or case.conversations
-        case = dataclasses.replace(case, conversations=conversations, siblings=min(case.siblings, conversations))
+        case = dataclasses.replace(
+            case, conversations=conversations, siblings=min(case.siblings, conversations),
+            prompt=args.prompt or case.prompt, sampled=args.sampled or case.sampled,
+        )  # fmt: skip
         row = measure(model, adapted, case, args)
         print(json.dumps(row) if args.json else describe(row))
         sys.stdout.flush()

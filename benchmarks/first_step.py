@@ -1,12 +1,14 @@
 """How long until the first update is done: from the start of a process to the end of its first update, and after.
 
     python benchmarks/first_step.py --model 0.5b
+    python benchmarks/first_step.py --model smollm2
     python benchmarks/first_step.py --model 7b --lora 16 --ways kernel-fused kernel-plain
 
 Each way is a process of its own that begins with empty caches of compiled code, and then another that finds what the
-first has left. Models are random, in bfloat16. An update is four groups of eight answers of 256 tokens to a prompt of
-2,048; the second is as large, the third smaller, the fourth as the third: by then nothing should be new. One JSON line
-a process. `way` is what the learner really did: one that failed its comparison is not the one that was asked for.
+first has left. Models are random unless real ones are named, in bfloat16 on a GPU. An update is four groups of eight
+answers of 256 tokens to a prompt of 2,048; the second is as large, the third smaller, the fourth as the third: by then
+nothing should be new. One JSON line a process. `way` is what the learner really did: one that failed its comparison is
+not the one that was asked for.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
     # isort: split
     import numpy as np
     import torch
-    from bodies import random_body
+    from bodies import load, weights_of
     from learner import Likelier
+    from texts import texts_of
 
     from arborl.config.run import LearnerConfig, LoraConfig
     from arborl.learner import attention_choice
@@ -55,11 +58,11 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
             return float(len(terms))
 
     def forest_of(groups: int, prompt: int, answer: int) -> Forest:
-        some = lambda count: tuple(chance.integers(0, 500, count).tolist())  # noqa: E731
         made = []
         for _ in range(groups):
-            opening = some(prompt)
-            calls = [Call(opening, Completion(some(answer), (-6.0,) * answer, Finish.STOP), 0) for _ in range(8)]
+            opening = tuple(texts.prompt(prompt, chance))
+            answers = [tuple(texts.text(answer, chance)) for _ in range(8)]
+            calls = [Call(opening, Completion(said, (-6.0,) * answer, Finish.STOP), 0) for said in answers]
             made.append(Group(Task("t"), [Episode(str(i), Task("t"), calls=[call]) for i, call in enumerate(calls)]))
         forest = plant(made)
         forest.terms.advantage[:] = np.cos(forest.terms.call)
@@ -67,7 +70,8 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
         return forest
 
     cuda = args.device == "cuda"
-    model = random_body(args.model, args.device)
+    model = load(args.model, args.device, outliers=args.outliers)
+    texts = texts_of(args.model, model.config.vocab_size)
     if args.lora:
         add_lora(model, LoraConfig(rank=args.lora))
     learner = Learner(model, LearnerConfig(attention=attention, master=args.master), Sampling())
@@ -86,6 +90,7 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
         row.setdefault("first_done_s", time.time() - args.began)
     row |= {"updates_s": seconds, "way": str(learner.ways(model, learner.fitting.split(forest.trees, forest.terms)[0]))}
     row |= {"micro_batch_tokens": learner.fitting.budget, "torch": torch.__version__, "device": args.device}
+    row |= {"weights": weights_of(args.model, args.outliers), "dtype": str(model.dtype).removeprefix("torch.")}
     if cuda:
         row |= {"peak_gib": torch.cuda.max_memory_allocated() / 2**30, "device": torch.cuda.get_device_name()}
     return row
@@ -96,6 +101,7 @@ def started(way: str, cache: Path, args: argparse.Namespace) -> dict[str, Any]:
     environment = os.environ | {"TRITON_CACHE_DIR": str(cache / "triton")}
     command = [sys.executable, __file__, "--way", way, "--model", args.model, "--lora", str(args.lora)]
     command += ["--device", args.device, "--master", args.master, "--began", str(time.time())]
+    command += [] if args.outliers else ["--no-outliers"]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=args.timeout)
     except subprocess.TimeoutExpired:
@@ -115,11 +121,15 @@ def rounded(value: Any) -> Any:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=("0.5b", "1.5b", "4b", "7b", "tiny"), default="0.5b")
+    parser.add_argument(
+        "--model", default="0.5b", help="smollm2, seedling or a folder; 0.5b, 1.5b, 4b, 7b, tiny (random)"
+    )
+    parser.add_argument("--outliers", action=argparse.BooleanOptionalAction, default=True, help="of random weights")
     parser.add_argument("--lora", type=int, default=0, help="rank of adapters; 0 trains the whole model")
     parser.add_argument("--ways", nargs="*", choices=WAYS, default=["kernel-fused"])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--master", choices=["float32", "none"], default="float32", help="none where memory is short")
+    parser.add_argument("--json", action="store_true", help="as always: one JSON line a process")
     parser.add_argument("--timeout", type=int, default=240, help="seconds a process may take")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--began", type=float, default=0.0, help=argparse.SUPPRESS)

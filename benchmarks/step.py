@@ -1,11 +1,13 @@
 """One whole GRPO step of ours beside TRL's `GRPOTrainer`, on the same work, in one run.
 
     python benchmarks/step.py --device cpu --case single --json
+    python benchmarks/step.py --device cuda --case W1 --model smollm2 --json
 
 A step is rollout, scoring and update. Cases on a CPU, with a Llama of 5 million parameters: `single` (4 prompts x 8, 64
 tokens each) and `multi-turn` (4 frozen lakes x 8, four turns of 15 tokens). On a GPU, with a random Qwen2.5-0.5B in
-bfloat16 or another `--model`: `W1` (32 prompts of 512 tokens x 8, 128 sampled), `W2` (8 of 2,048 x 8, 256 sampled) and
-`multi-turn` (16 lakes x 8, four turns of 64). `--lora RANK` trains adapters at all linear layers, on both sides.
+bfloat16 or another `--model`, real weights (`smollm2`, a folder) with prompts of text among them: `W1` (32 prompts of
+512 tokens x 8, 128 sampled), `W2` (8 of 2,048 x 8, 256 sampled) and `multi-turn` (16 lakes x 8, four turns of 64).
+`--lora RANK` trains adapters at all linear layers, on both sides.
 
 Equal by construction: no token ends a reply, and in `multi-turn` none is sampled that controls anything, so both sides
 sample the same number of tokens, which is checked; both play the same environment for the same number of turns;
@@ -68,9 +70,10 @@ def compare(case: Case, body: Body, micro_batch_tokens: int) -> dict[str, Any]:
     print(f"{case.name}: TRL {baseline.seconds:.3f} s a step, {tried}; now ours", file=sys.stderr, flush=True)
     mine, share = in_a_process("ours", case)
     bf16 = case.device == "cuda"
-    grown = "seedling grown to 5M" if case.turns > 1 else "random 5M Llama"
+    five = "seedling grown to 5M" if case.turns > 1 else "random 5M Llama"
     return {
-        "case": case.name, "model": body.name if bf16 else grown, "lora": body.lora, "prompts": case.prompts,
+        "case": case.name, "model": five if body.name == "5m" else body.name, "weights": body.weights(case),
+        "lora": body.lora, "prompts": case.prompts,
         "group": case.group, "turns": case.turns, "prompt": case.prompt, "sampled_a_turn": case.sampled,
         "ours_s": round(mine.seconds, 4), "baseline_s": round(baseline.seconds, 4),
         "ratio": round(baseline.seconds / mine.seconds, 2),
@@ -96,7 +99,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--case", choices=[case.name for case in CASES], help="without one, all of the device")
-    parser.add_argument("--model", choices=[*SHAPES, "5m"], help="on a GPU 0.5b, on a CPU 5m; tiny tries a GPU's out")
+    parser.add_argument(
+        "--model", help=f"smollm2 or a folder (real weights), {', '.join(SHAPES)} (random ones, on a GPU; tiny tries "
+        "one out), 5m (on a CPU); on a GPU 0.5b, on a CPU 5m by default",
+    )  # fmt: skip
+    parser.add_argument("--outliers", action=argparse.BooleanOptionalAction, default=True, help="of random weights")
+    for name in ("prompts", "group", "prompt", "sampled"):
+        parser.add_argument(f"--{name}", type=int, help="instead of the case's own number, for slow models")
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters of this rank")
     parser.add_argument("--repeats", type=int, help="3 on a CPU, 2 on a GPU")
     parser.add_argument("--micro-batch-tokens", type=int, help="ours: 4,096 on a CPU, 16,384 on a GPU")
@@ -111,8 +120,8 @@ def main() -> int:
     hf.logging.disable_progress_bar()
     datasets.disable_progress_bars()
     cuda = args.device == "cuda"
-    body = Body(args.model or ("0.5b" if cuda else "5m"), args.lora)
-    if (body.name == "5m") == cuda:
+    body = Body(args.model or ("0.5b" if cuda else "5m"), args.lora, args.outliers)
+    if not body.is_real and (body.name == "5m") == cuda:
         parser.error(f"--model {body.name} is not for --device {args.device}")
     for case in cases:
         if args.tried:
@@ -120,6 +129,8 @@ def main() -> int:
         if body.name == "tiny":
             prompt = case.prompt if case.turns > 1 else 16  # a lake's is what it is
             case = dataclasses.replace(case, prompts=2, prompt=prompt, sampled=8, tried=tuple(args.tried or (16, 8)))
+        sizes = {name: getattr(args, name) for name in ("prompts", "group", "prompt", "sampled")}
+        case = dataclasses.replace(case, **{name: size for name, size in sizes.items() if size})
         repeats, tokens = args.repeats or (2 if cuda else 3), args.micro_batch_tokens or (16384 if cuda else 4096)
         if args.side:
             timing, more = measure(args.side, case, body, repeats, tokens)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import transformers as hf
@@ -31,7 +33,7 @@ from arborl.engines.local import LocalEngine
 from arborl.envs.env import Env
 from arborl.learner.learner import Learner
 from arborl.models.attention import NAME
-from arborl.models.load import resolve, tune_cpu
+from arborl.models.load import tune_cpu
 from arborl.rollout.recorder import Limits
 from arborl.rollout.runner import Cast, Rollout
 from arborl.rollout.tree import plant
@@ -52,7 +54,7 @@ async def walk(task: Task, env: Env, model: Model) -> None:
 class Ours:
     """Engine and learner on one model, put together as a run does."""
 
-    def __init__(self, case: Case, model: hf.PreTrainedModel, micro_batch_tokens: int):
+    def __init__(self, case: Case, body: Body, model: hf.PreTrainedModel, micro_batch_tokens: int):
         model.set_attn_implementation(NAME)
         self.case, self.model = case, model.eval()
         context = case.context or case.prompt + case.sampled
@@ -64,7 +66,9 @@ class Ours:
         self.learner = Learner(model, config, self.sampling, self.algorithm.needs)
         self.share = 1.0
         """Tokens that were learned from, over those that rows of their own would have had."""
-        self.renderer = Renderer.from_folder(resolve("seedling"))
+        self.texts = body.texts(model.config.vocab_size)
+        with tempfile.TemporaryDirectory() as folder:
+            self.renderer = Renderer.from_folder(body.tokenizer_folder(Path(folder)))
 
     async def step(self, number: int) -> Timing:
         """Sample, score, credit, learn, publish."""
@@ -101,7 +105,7 @@ class Ours:
             numbers = range(size * number, size * number + size)
             return Group(task, list(await asyncio.gather(*(episode(task, prompt, n) for n in numbers))))
 
-        prompts = prompts_of(self.case, self.model.config.vocab_size, step)
+        prompts = prompts_of(self.case, self.texts, step)
         return list(await asyncio.gather(*(group(number, prompt) for number, prompt in enumerate(prompts))))
 
     async def _converse(self, step: int) -> list[Group]:
@@ -116,7 +120,7 @@ def measure_ours(case: Case, body: Body, repeats: int, micro_batch_tokens: int) 
     tune_cpu()
     model = body.adapted(case)
     began = time.perf_counter()
-    ours = Ours(case, model, micro_batch_tokens)
+    ours = Ours(case, body, model, micro_batch_tokens)
     ready = time.perf_counter() - began
     with asyncio.Runner() as runner:
         timings = [runner.run(ours.step(number)) for number in range(repeats + 1)]

