@@ -48,11 +48,14 @@ class LayeredExecutor(Protocol):
     def ops(self, step: Step, reads: bool) -> Ops: ...
 
 
-def sample_steps(tokens: list[int], page_size: int) -> list[Step]:
-    """A prompt, some further tokens, and one more, of one sequence; the last token of each samples."""
+def sample_steps(tokens: list[int], page_size: int, context: int) -> list[Step]:
+    """A prompt, some further tokens, and one more, of one sequence; the last token of each samples. Its pages do not
+    lie in order."""
     count = len(tokens)
     cuts = sorted({0, max(1, count - 9), count - 1, count} - {-1})
-    table = np.arange(-(-count // page_size), dtype=np.int32)[::-1][None].copy()
+    used = -(-count // page_size)
+    table = np.zeros((1, -(-context // page_size)), dtype=np.int32)
+    table[0, :used] = np.arange(used)[::-1]
     one, none = np.ones(1), np.zeros(1, dtype=np.int64)
     steps = []
     for start, end in pairwise(cuts):
@@ -68,7 +71,8 @@ def why_layers_are_wrong(executor: LayeredExecutor, context: int) -> str | None:
     """Why this executor's layers give other numbers than the library's; None where they do not."""
     model, forward = executor.model, executor.forward
     tokens = sample_tokens(model, min(TOKENS, context))
-    steps = sample_steps(tokens, executor.cache.size)
+    steps = sample_steps(tokens, executor.cache.size, context)
+    pages = steps[0].reading.tables[0, : -(-len(tokens) // executor.cache.size)]
     try:
         for case in layer_cases(model, tokens, range(len(tokens)), Causal()):
             block, outs, norms = forward.blocks[case.number], [], []
@@ -78,13 +82,13 @@ def why_layers_are_wrong(executor: LayeredExecutor, context: int) -> str | None:
                 y_NE, h_NE = forward.layer(block, x_NE, ops.norm(x_NE, block.before), ops)
                 outs.append(y_NE)
                 norms.append((h_NE, block.after(y_NE)))
-            keys = _keys(executor.cache, case.number, steps[0].reading.tables[0], len(tokens))
+            keys = _keys(executor.cache, case.number, pages, len(tokens))
             why = check_case(case, {"output": difference(torch.cat(outs), case.x), "key": keys})
             why = why or _why_norms_differ(*(torch.cat(some) for some in zip(*norms, strict=True)))
             if why is not None:
                 return why
     finally:
-        executor.cache.clear(len(steps[0].reading.tables[0]))
+        executor.cache.clear(len(pages))
     return None
 
 
@@ -104,7 +108,8 @@ def why_compiled_is_wrong(executor: CpuExecutor, context: int) -> str | None:
     """Why the compiled step gives other numbers than the library's code; None where it does not."""
     model = executor.model
     tokens = sample_tokens(model, min(TOKENS, context))
-    steps = sample_steps(tokens, executor.cache.size)
+    steps = sample_steps(tokens, executor.cache.size, context)
+    pages = steps[0].reading.tables[0, : -(-len(tokens) // executor.cache.size)]
     recorder = InputRecorder(Causal())
     place = torch.arange(len(tokens))
     hidden_NE = library_hidden_states(model, torch.tensor(tokens), place, recorder)
@@ -115,9 +120,9 @@ def why_compiled_is_wrong(executor: CpuExecutor, context: int) -> str | None:
         found["logits"] = torch.cat([torch.from_numpy(_logits(executor, step)) for step in steps])
         for layer in spread(len(recorder.inputs), LAYERS):
             exact[f"key of layer {layer}"] = recorder.inputs[layer][0][1].flatten(1)
-            found[f"key of layer {layer}"] = _compiled_keys(executor, layer, steps[0].reading.tables[0], len(tokens))
+            found[f"key of layer {layer}"] = _compiled_keys(executor, layer, pages, len(tokens))
     finally:
-        executor.cache.clear(len(steps[0].reading.tables[0]))
+        executor.cache.clear(len(pages))
     gap, name = max((float(error(found[name], exact[name]).max()), name) for name in exact)
     return None if gap <= COMPILED else f"{name} differ by {gap:.1e}"
 

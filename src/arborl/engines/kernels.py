@@ -24,7 +24,7 @@ class Tuning(NamedTuple):
     precision: str
 
 
-DECODE = {torch.float32: Tuning(32, 2, 1, "ieee")}
+DECODE = {torch.float32: Tuning(64, 2, 2, "tf32x3")}
 """For one query a row, by precision; others have `NARROW_DECODE`. Small blocks, many under way: it waits for memory
 (`docs/results/engine.md`)."""
 READ = {torch.float32: Tuning(32, 4, 1, "ieee")}

@@ -23,7 +23,7 @@ from arborl.learner.packing import MicroBatch
 from arborl.models.attention import Attend, layout, library_hidden_states, raw_read_out
 from arborl.models.fallbacks import Path, first_line, note_path, report_fallback
 from arborl.models.lean import is_lean, layer_runner, leave_to_library
-from arborl.models.path_check import HIGHER, Outputs, check_attention, check_layers, excess, sample_tokens
+from arborl.models.path_check import HIGHER, Outputs, check_attention, check_layers, excess, norm_error, sample_tokens
 from arborl.models.place import place_of
 from arborl.types import Terms
 
@@ -141,7 +141,7 @@ def _why_head_is_wrong(model: PreTrainedModel, tokens: list[int], positions: lis
     found = numbers(
         lambda logits: fused_logprobs(logits, target_N, torch.ones(len(target_N), device=logits.device)), dtype
     )
-    ratio, name = excess(found, numbers(plain, dtype), exact, dtype)
+    ratio, name = excess(found, numbers(plain, dtype), exact, dtype, norm_error)
     return None if ratio <= 1.0 else f"{name} is {ratio:.1f} times as far off as rounding explains"
 
 

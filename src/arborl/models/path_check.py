@@ -176,12 +176,24 @@ def error(found: Tensor, exact: Tensor) -> Tensor:
     return torch.nan_to_num(relative, nan=1.0, posinf=1.0).clamp(max=1.0).mean(1)
 
 
-def excess(found: Outputs, library: Outputs, exact: Outputs, dtype: torch.dtype) -> tuple[float, str]:
+def norm_error(found: Tensor, exact: Tensor) -> Tensor:
+    """Of each row, the norm of the error over the norm: for numbers of very different sizes in one column."""
+    exact = exact.double()
+    return (found.double() - exact).norm(dim=1) / exact.norm(dim=1).clamp(min=1e-30)
+
+
+def excess(
+    found: Outputs,
+    library: Outputs,
+    exact: Outputs,
+    dtype: torch.dtype,
+    measure: Callable[[Tensor, Tensor], Tensor] = error,
+) -> tuple[float, str]:
     """The largest error over what is allowed, and where it is: above 1 the path is wrong. Rows are tokens and looked
     at one by one, except those of a matrix's gradient, in which every token has its part."""
     worst = (0.0, "")
     for name, true in exact.items():
-        ours, theirs = error(found[name], true), error(library[name], true)
+        ours, theirs = measure(found[name], true), measure(library[name], true)
         if name.startswith(MATRIX):
             ours, theirs = ours.mean(0, keepdim=True), theirs.mean(0, keepdim=True)
         allowed = FACTOR * torch.maximum(theirs, theirs.median()) + FLOOR.get(dtype, FLOOR[torch.float32])
