@@ -41,6 +41,8 @@ class Renderer:
     quoting: Quoting = field(init=False, repr=False, compare=False)
     unspoken: frozenset[int] = field(init=False, repr=False, compare=False)
     """Ids of control tokens that have no place within a reply."""
+    anchor: str = field(init=False, repr=False, compare=False)
+    """Text of the first of the stop tokens."""
 
     def __post_init__(self) -> None:
         known, source = self.tokenizer, "\n".join(self.template.sources)
@@ -49,6 +51,7 @@ class Renderer:
         unspoken = frozenset(found for text in known.control - spoken if (found := known.token_id(text)) is not None)
         object.__setattr__(self, "quoting", quoting)
         object.__setattr__(self, "unspoken", unspoken)
+        object.__setattr__(self, "anchor", known.decode(self.stop[:1]))
 
     @classmethod
     def from_folder(
@@ -100,7 +103,9 @@ class Renderer:
             return messages
         if tools:
             _tell()
-        return messages if shown.calls else [spelt_out(message, self.parser) for message in messages]
+        if shown.calls or not any([message.tool_calls and not message.sampled for message in messages]):
+            return messages
+        return [spelt_out(message, self.parser) for message in messages]
 
     def text(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> str:
         """The text of that alone, for people."""
@@ -132,8 +137,7 @@ class Renderer:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of sampled ids, or of some of them in a row."""
         # Some decoders drop a space at the very start of a text; behind a control token it is not at the start.
-        anchor = self.stop[:1]
-        return self.tokenizer.decode((*anchor, *ids)).removeprefix(self.tokenizer.decode(anchor))
+        return self.tokenizer.decode((*self.stop[:1], *ids)).removeprefix(self.anchor)
 
 
 def _with_tools(
