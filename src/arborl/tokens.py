@@ -92,6 +92,10 @@ class Tokens(Sequence[int]):
                 return Tokens._of(line, self._size + len(ids))
         return Tokens._of(_Line(np.concatenate([self.array, ids])), self._size + len(ids))
 
+    def copy(self) -> Tokens:
+        """The same ids on a line of their own."""
+        return Tokens._of(_Line(self.array.copy()), self._size)
+
     @property
     def line(self) -> object:
         """Of two on the same line, the shorter is the beginning of the longer."""

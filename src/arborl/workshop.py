@@ -293,7 +293,7 @@ class Workshop:
             return engine(
                 model,
                 config.sampling.max_context,
-                asked.max_requests,
+                asked.requests(model.device.type),
                 kv_tokens,
                 asked.page_size,
                 config.deterministic,
@@ -319,7 +319,7 @@ class Workshop:
             return engine(
                 model,
                 config.sampling.max_context,
-                asked.max_requests,
+                asked.requests(),
                 asked.kv_tokens,
                 asked.dtype,
                 asked.python,
@@ -345,7 +345,7 @@ class Workshop:
                 model,
                 asked.urls,
                 config.sampling.max_context,
-                asked.max_requests,
+                asked.requests(),
                 asked.dtype,
                 asked.model,
                 asked.weights_dir,

@@ -91,6 +91,14 @@ class Growing:
         self._talks = [*self._talks[1 - TALKS :], Talk(template, said, calls, shown, render.kept)]
         return text
 
+    @property
+    def latest(self) -> Talk | None:
+        return self._talks[-1] if self._talks else None
+
+    def begin(self, talk: Talk) -> None:
+        """Later renders may go on from a conversation that was rendered elsewhere."""
+        self._talks.append(talk)
+
     def _nearest(
         self, template: jinja2.Template, said: tuple[Message, ...], calls: tuple[str, ...] | None
     ) -> tuple[Talk, int]:

@@ -12,6 +12,7 @@ from typing import Any
 from arborl.chat.built_in import BUILT_IN, chosen, usual
 from arborl.chat.control import THINKING, Quoting, Rendered, undivided
 from arborl.chat.formats import Parser, choose
+from arborl.chat.openings import Openings
 from arborl.chat.template import Template
 from arborl.chat.tokenizer import END_OF_TURN, FileTokenizer, Tokenizer
 from arborl.chat.tool_section import Shown, shown_by, spelt_out, with_tools
@@ -41,6 +42,8 @@ class Renderer:
     quoting: Quoting = field(init=False, repr=False, compare=False)
     unspoken: frozenset[int] = field(init=False, repr=False, compare=False)
     """Ids of control tokens that have no place within a reply."""
+    openings: Openings = field(init=False, repr=False, compare=False)
+    """First prompts that were rendered already."""
     anchor: str = field(init=False, repr=False, compare=False)
     """Text of the first of the stop tokens."""
 
@@ -51,6 +54,7 @@ class Renderer:
         unspoken = frozenset(found for text in known.control - spoken if (found := known.token_id(text)) is not None)
         object.__setattr__(self, "quoting", quoting)
         object.__setattr__(self, "unspoken", unspoken)
+        object.__setattr__(self, "openings", Openings(self))
         object.__setattr__(self, "anchor", known.decode(self.stop[:1]))
 
     @classmethod
@@ -124,7 +128,10 @@ class Renderer:
     def read(self, completion: Completion, begins: str = "") -> Message:
         """The message that was sampled, behind what it was given to begin with. Its content is the text exactly, white
         space included."""
-        content = begins + self.written(completion)[0]
+        return self.message(begins + self.written(completion)[0])
+
+    def message(self, content: str) -> Message:
+        """The message that a sampled text is."""
         return Message("assistant", content, tool_calls=self.parser.parse(content), sampled=True)
 
     def written(self, completion: Completion) -> tuple[str, str]:
