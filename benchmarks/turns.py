@@ -1,6 +1,10 @@
 """What a turn costs the host as its episode grows, and what an episode keeps: everything but the model.
 
     python benchmarks/turns.py --json
+    python benchmarks/turns.py --case episodes --model smollm2 --json
+
+The case `episodes` plays batches of short episodes through the rollout of a run; see `rollout_host.py`. The case
+`turns` is about one long conversation.
 
 A conversation is brought to about so many tokens; then further turns of the same size are timed one by one: messages
 rendered and tokenised, the engine's door and bookkeeping (pages of 64 tokens, as on a GPU), the call recorded. Behind
@@ -26,6 +30,7 @@ import jinja2
 import numpy as np
 import tokenizers
 import torch
+from rollout_host import many_turns, one_turn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from arborl.chat.renderer import Renderer
@@ -195,6 +200,15 @@ def main() -> None:
     parser.add_argument("--observed", type=int, default=64, help="tokens the model is told in a timed turn")
     parser.add_argument("--reply", type=int, default=8, help="tokens it says")
     parser.add_argument("--step", type=int, default=1600, help="tokens it is told in each turn before that")
+    parser.add_argument("--case", choices=["turns", "episodes", "all"], default="all")
+    parser.add_argument("--episodes", type=int, default=512, help="of several turns, played at once")
+    parser.add_argument("--rows", type=int, default=1024, help="episodes of one turn, played at once")
+    parser.add_argument("--group", type=int, default=16, help="episodes of one task")
+    parser.add_argument("--episode-turns", type=int, nargs="+", default=[2, 4, 6, 8], help="turns of an episode, by batch")
+    parser.add_argument("--requests", type=int, default=1024, help="requests that the engine samples at once")
+    parser.add_argument("--concurrency", default="auto", help="rollout.concurrency")
+    parser.add_argument("--repeats", type=int, default=3, help="batches of which the quickest counts")
+    parser.add_argument("--profile", type=int, default=0, help="print so many of the most expensive functions")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -204,9 +218,13 @@ def main() -> None:
         "cores": os.cpu_count(), "python": platform.python_version(), "numpy": np.__version__,
         "tokenizers": tokenizers.__version__, "jinja2": jinja2.__version__,
     }  # fmt: skip
-    for length in args.contexts:
-        asyncio.run(at(length, args, renderer, about))
-    asyncio.run(kept(max(args.contexts), args, renderer, about))
+    if args.case != "turns":
+        say(many_turns(args, renderer) | about, args.json)
+        say(one_turn(args, renderer) | about, args.json)
+    if args.case != "episodes":
+        for length in args.contexts:
+            asyncio.run(at(length, args, renderer, about))
+        asyncio.run(kept(max(args.contexts), args, renderer, about))
 
 
 if __name__ == "__main__":

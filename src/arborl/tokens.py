@@ -77,17 +77,24 @@ class Tokens(Sequence[int]):
         return seen
 
     def __add__(self, more: Sequence[int]) -> Tokens:
-        if not isinstance(more, Sequence):
+        if type(more) not in (tuple, list) and not isinstance(more, Sequence):
             return NotImplemented
         if not self._size:
             return more if isinstance(more, Tokens) else Tokens(more)
         ids, line = _read(more), self._line
         with _growing:
+            if self._size == line.size:
+                line.extend(ids)
+                return Tokens._of(line, line.size)
             there = line.ids[self._size : min(self._size + len(ids), line.size)]
             if np.array_equal(there, ids[: len(there)]):
                 line.extend(ids[len(there) :])
                 return Tokens._of(line, self._size + len(ids))
         return Tokens._of(_Line(np.concatenate([self.array, ids])), self._size + len(ids))
+
+    def copy(self) -> Tokens:
+        """The same ids on a line of their own."""
+        return Tokens._of(_Line(self.array.copy()), self._size)
 
     @property
     def line(self) -> object:
@@ -160,6 +167,7 @@ def _read(ids: Sequence[int]) -> Ids:
     if isinstance(ids, Tokens):
         return ids.array
     found = np.asarray(ids) if len(ids) else np.zeros(0, dtype=np.int32)
-    if found.ndim != 1 or found.dtype.kind not in "iu" or found.min(initial=0) < 0 or found.max(initial=0) >= 2**31:
+    sound = found.ndim == 1 and found.dtype.kind in "iu"
+    if not sound or found.astype(np.uint64, copy=False).max(initial=0) >= 2**31:  # a negative one becomes very large
         raise ValueError(f"token ids are whole numbers from 0 to 2**31-1, in a flat list; these are {str(ids)[:80]}")
     return found.astype(np.int32)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from arborl import sandbox
 from arborl.agents import AGENTS, Agent, called_here
-from arborl.agents.agent import as_agent, is_async, refuse_plain_function
+from arborl.agents.agent import refuse_plain_function
 from arborl.agents.context.policy import check_takes
 from arborl.chat import Renderer
 from arborl.cluster.connection import check_there
@@ -29,6 +28,7 @@ from arborl.rewards.reward import opened as parts_of
 from arborl.rollout.by_source import Seat, differences, seats_of
 from arborl.rollout.given import GivenEpisodes
 from arborl.rollout.groups import FILTERS, Manner
+from arborl.rollout.part_maker import PartMaker, agent_maker, env_maker
 from arborl.rollout.recorder import Limits
 from arborl.rollout.replay import Recording, Replay
 from arborl.rollout.runner import Cast, Rollout
@@ -60,16 +60,9 @@ class Workshop:
     def find(self, registry: Registry, name: str) -> Any:
         return self.objects[name] if name in self.objects else registry[name]
 
-    def make(self, registry: Registry, part: Part, where: str, **more: Any) -> Any:
-        """A fresh object where the name leads to a class or a function that makes one, else the object it leads to."""
-        found = self.find(registry, part.name)
-        makes = inspect.isclass(found) or (inspect.isfunction(found) and not is_async(found))
-        if not makes:
-            if part.args:
-                raise ConfigError(f"{where}.args: {part.name!r} is an object already and takes no arguments.")
-            return found
-        takes = inspect.signature(found).parameters
-        return call_checked(found, part.args | {k: v for k, v in more.items() if k in takes}, f"{where}.args")
+    def maker(self, registry: Registry, part: Part, where: str, **more: Any) -> PartMaker:
+        """Makes objects of a part; that its arguments are what it takes is checked here, once."""
+        return PartMaker(self.find(registry, part.name), part.name, part.args, where, more)
 
     def check_names(self) -> None:
         """That there is what only comes up once there is a model. Engines of the library are not imported yet."""
@@ -113,32 +106,38 @@ class Workshop:
         def seat_of(task: Task) -> str:
             return task.source if task.source in seats else ""
 
-        def env(task: Task) -> Env:
-            seat = seats[seat_of(task)]
-            own = task.env in (None, seat.env.name)
-            part = seat.env if own else Part(name=str(task.env))
-            found: Env = self.make(ENVS, part, f"{seat.where}env")
-            fresh = copy.deepcopy(found)  # an object that was handed in must not play two episodes at once
-            system = getattr(part_of(task), "system", None)
-            system = config.agent.system if system is None else system
-            return prompted(fresh, seat.env.prompt if own else NO_PROMPT, system, seat.sizes)
-
-        def part_of(task: Task) -> Part:
-            name = seat_of(task)
+        def part_of(name: str, asked: str | None) -> Part:
             chosen = name in sources and sources[name].agent is not None
-            if not task.agent or chosen or called_here(task.agent, config.data.agents) == seats[name].agent.name:
+            if not asked or chosen or called_here(asked, config.data.agents) == seats[name].agent.name:
                 return seats[name].agent
-            return config.data.agents.get(task.agent) or Part(name=called_here(task.agent))
+            return config.data.agents.get(asked) or Part(name=called_here(asked))
 
-        def agent(task: Task) -> Agent:
-            name, part = seat_of(task), part_of(task)
-            where = f"{seats[name].where}agent"
+        @cache
+        def envs_of(name: str, asked: str | None, agent: str | None) -> Callable[[], Env]:
+            seat = seats[name]
+            own = asked in (None, seat.env.name)
+            part = seat.env if own else Part(name=str(asked))
+            make = env_maker(self.maker(ENVS, part, f"{seat.where}env"))
+            system = getattr(part_of(name, agent), "system", None)
+            system = config.agent.system if system is None else system
+            prompt = seat.env.prompt if own else NO_PROMPT
+            return lambda: prompted(make(), prompt, system, seat.sizes)
+
+        @cache
+        def agents_of(name: str, asked: str | None) -> Callable[[], Agent]:
+            part, where = part_of(name, asked), f"{seats[name].where}agent"
             said = f"{where}={part.name}"
             found, policy = self.find(AGENTS, part.name), seats[name].context
             refuse_plain_function(found, {*part.args, "tools"}, said)
             check_takes(found, said, policy)
             more: dict[str, Any] = {"tools": tools[name]} | ({"context": policy} if policy is not None else {})
-            return as_agent(self.make(AGENTS, part, where, **more), said)
+            return agent_maker(self.maker(AGENTS, part, where, **more), said)
+
+        def env(task: Task) -> Env:
+            return envs_of(seat_of(task), task.env, task.agent)()
+
+        def agent(task: Task) -> Agent:
+            return agents_of(seat_of(task), task.agent)()
 
         made = Cast(agent, env, *differences(sources)) if sources else Cast(agent, env)
         for name, seat in seats.items():
@@ -294,7 +293,7 @@ class Workshop:
             return engine(
                 model,
                 config.sampling.max_context,
-                asked.max_requests,
+                asked.requests(model.device.type),
                 kv_tokens,
                 asked.page_size,
                 config.deterministic,
@@ -320,7 +319,7 @@ class Workshop:
             return engine(
                 model,
                 config.sampling.max_context,
-                asked.max_requests,
+                asked.requests(),
                 asked.kv_tokens,
                 asked.dtype,
                 asked.python,
@@ -346,7 +345,7 @@ class Workshop:
                 model,
                 asked.urls,
                 config.sampling.max_context,
-                asked.max_requests,
+                asked.requests(),
                 asked.dtype,
                 asked.model,
                 asked.weights_dir,

@@ -15,6 +15,7 @@ from arborl.chat.built_in import CHATML
 from arborl.chat.control import DIVIDER, Joined
 from arborl.chat.growing import Growing
 from arborl.chat.tool_section import shown_by, with_tools
+from arborl.models.find import resolve
 from arborl.types import Completion, Finish, Message, ToolCall, ToolSpec
 
 FOLDER = Path(__file__).parent.parent / "fixtures" / "templates"
@@ -163,6 +164,9 @@ class Whole(Conversations):
     def render(self, messages, tools=()):
         return Joined([self.renderer.render(messages, tools)])
 
+    def _opening(self, messages, tools):
+        return None
+
 
 @pytest.mark.parametrize("name", ["chatml_hermes", "llama3", "mistral", "thinking", "seedling", "chatml+"])
 @settings(max_examples=15)
@@ -215,3 +219,34 @@ def test_conversations_that_are_gone_through_in_turns_are_each_kept(tokenizer):
             after = growing.render(messages)
             assert len({id(part) for part in after.parts} - {id(part) for part in before[name].parts}) <= 4
             before[name] = after
+
+
+def test_the_first_prompt_of_a_group_is_rendered_and_tokenised_once(monkeypatch):
+    renderer = Renderer.from_folder(resolve("seedling"))
+    asked = []
+    monkeypatch.setattr(type(renderer.tokenizer), "encode", counted(asked, type(renderer.tokenizer).encode))
+    opening = (Message("system", "Play."), Message("user", "A board."))
+    prompts = [Conversations(renderer).prompt(opening) for _ in range(5)]
+    assert len(asked) == 1
+    assert all(prompt.tokens == prompts[0].tokens for prompt in prompts)
+    assert len({id(prompt.tokens.line) for prompt in prompts}) == 5  # no episode's ids are on another's line
+
+
+def counted(calls, function):
+    return lambda *args, **more: calls.append(args) or function(*args, **more)
+
+
+def test_conversations_that_begin_alike_go_their_own_ways():
+    renderer = Renderer.from_folder(resolve("seedling"))
+    opening = (Message("user", "Which way?"),)
+    for text in ("Left", "Right", "Left"):
+        conversations = Conversations(renderer)
+        prompt = conversations.prompt(opening)
+        ids = (*renderer.encode(renderer.said(text)), renderer.stop[0])
+        said = Completion(ids, (0.0,) * len(ids), Finish.STOP)
+        reply = renderer.read(said)
+        conversations.sampled(prompt, said, said=reply)
+        later = (*opening, reply, Message("user", "And now?"))
+        following = conversations.prompt(later)
+        assert following.text == renderer.text(later)
+        assert following.reused == len(prompt.tokens) + len(said.tokens)

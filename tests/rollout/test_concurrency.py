@@ -6,11 +6,20 @@ import asyncio
 
 import pytest
 
+from arborl.agents.chat import ChatAgent
+from arborl.chat import Renderer
 from arborl.config.load import load
+from arborl.engines.local import LocalEngine
+from arborl.envs.frozen_lake import FrozenLake
 from arborl.errors import ConfigError
+from arborl.models.load import load_model, resolve
 from arborl.rollout import slots as module
 from arborl.rollout.meter import Meter
+from arborl.rollout.recorder import Limits
+from arborl.rollout.runner import Cast, Rollout
 from arborl.rollout.slots import Slots
+from arborl.rollout.workers import Workers
+from arborl.types import Sampling, Task
 
 
 class Engine:
@@ -35,7 +44,7 @@ class Engine:
 def play(limit: int | None, room: int, episodes: int, tool: float) -> tuple[Slots, Engine, int]:
     async def all_of_them():
         engine = Engine(room)
-        slots = Slots(limit, lambda: engine.crowded)
+        slots = Slots(limit, lambda: engine.crowded, first=32)
         meter, most = Meter(slots.look), 0
 
         async def episode():
@@ -63,8 +72,8 @@ def test_auto_lets_more_in_while_there_is_room_and_fewer_where_requests_wait(mon
     monkeypatch.setattr(module, "PATIENCE", 0.002)
     _, _, many = play(None, room=200, episodes=150, tool=0.01)
     crowd, _engine, _ = play(None, room=4, episodes=150, tool=0.0)
-    assert many > 2 * module.FIRST  # late tools: many are in play, and the engine has room for all
-    assert crowd.limit < module.FIRST / 2
+    assert many > 64  # late tools: many are in play, and the engine has room for all
+    assert crowd.limit < 16
 
 
 def test_who_is_cancelled_in_line_or_on_the_way_in_takes_no_slot():
@@ -88,3 +97,56 @@ def test_concurrency_is_a_number_or_auto():
     for wrong in ("0", "many"):
         with pytest.raises(ConfigError, match=r"rollout\.concurrency"):
             load(None, [f"rollout.concurrency={wrong}"])
+
+
+def rollout(engine, renderer, workers="auto", concurrency=None):
+    cast = Cast(lambda task: ChatAgent(), lambda task: FrozenLake(max_steps=1))
+    return Rollout(engine, renderer, cast, Sampling(2, stop=renderer.stop), Limits(), concurrency, Workers(workers))
+
+
+class Counting(LocalEngine):
+    """Notes how many requests it had when it made its first step."""
+
+    begun = 0
+
+    def _step(self):
+        self.begun = self.begun or len(self.scheduler.waiting) + len(self.scheduler.live)
+        super()._step()
+
+
+@pytest.fixture(scope="module")
+def model():
+    folder = resolve("seedling")
+    return load_model(folder), Renderer.from_folder(folder)
+
+
+def test_the_engine_can_serve_as_many_as_it_has_rows_and_pages_for(model):
+    def capacity(requests, tokens):
+        return LocalEngine(model[0], 128, max_requests=requests, kv_tokens=tokens, page_size=16).capacity
+
+    assert capacity(300, 300 * 128) == 300
+    assert capacity(300, 200 * 128) == 200
+    assert capacity(8, 300 * 128) == 8
+
+
+def test_auto_begins_with_what_the_engine_can_hold_and_all_are_asked_before_its_first_step(model):
+    engine = Counting(model[0], 1024, max_requests=300, kv_tokens=300 * 1024, page_size=64)
+    tasks = [Task(f"{seed}", seed=seed) for seed in range(15)]
+    playing = rollout(engine, model[1])
+    asyncio.run(playing.collect(tasks, 0, 20))
+    assert engine.begun == 300
+
+
+def test_auto_keeps_to_the_usual_number_where_environments_take_threads_or_processes(model):
+    engine = LocalEngine(model[0], 128, max_requests=300, kv_tokens=300 * 128, page_size=16)
+    assert rollout(engine, model[1]).metrics()["rollout/concurrency"] == 300
+    for workers in ("thread", "process"):
+        assert rollout(engine, model[1], workers).metrics()["rollout/concurrency"] == module.FIRST
+    assert rollout(engine, model[1], concurrency=7).metrics()["rollout/concurrency"] == 7
+
+
+def test_auto_is_the_default_and_a_gpu_takes_more_requests_at_once():
+    config = load(None, [])
+    assert config.rollout.concurrency == "auto"
+    assert (config.engine.requests("cpu"), config.engine.requests("cuda")) == (256, 1024)
+    assert load(None, ["engine.max_requests=8"]).engine.requests("cuda") == 8

@@ -63,8 +63,8 @@ class Joined:
     __slots__ = ("parts", "size")
 
     def __init__(self, parts: Iterable[Rendered]):
-        self.parts = tuple(part for part in parts if part.text)
-        self.size = sum(len(part.text) for part in self.parts)
+        self.parts = tuple([part for part in parts if part.text])
+        self.size = sum([len(part.text) for part in self.parts])
 
     @property
     def whole(self) -> Rendered:
@@ -74,8 +74,11 @@ class Joined:
         """Whether this goes on from `beginning`: the same text, and the same of it quoted."""
         if beginning.size > self.size:
             return False
-        pairs = enumerate(zip(self.parts, beginning.parts, strict=False))
-        at = next((at for at, (one, other) in pairs if one is not other), len(beginning.parts))
+        at = 0
+        for one, other in zip(self.parts, beginning.parts, strict=False):
+            if one is not other:
+                break
+            at += 1
         own, others = self.parts[at:], beginning.parts[at:]
         if own and others:
             size = min(len(own[0].text), len(others[0].text))
@@ -92,13 +95,18 @@ class Joined:
         return joined(self.parts[count:]).after(size - at, before)
 
     def __add__(self, more: Rendered) -> Joined:
-        return Joined((*self.parts, more))
+        made = Joined(())
+        made.parts = (*self.parts, more) if more.text else self.parts
+        made.size = self.size + len(more.text)
+        return made
 
 
 def joined(parts: Sequence[Rendered]) -> Rendered:
     """One text of several."""
-    if not any(part.quoted for part in parts):
-        return Rendered("".join(part.text for part in parts))
+    if len(parts) == 1:
+        return parts[0]
+    if not any([part.quoted for part in parts]):
+        return Rendered("".join([part.text for part in parts]))
     ends = accumulate(len(part.text) for part in parts)
     quoted = (end - len(part.text) + place for end, part in zip(ends, parts, strict=True) for place in part.quoted)
     return Rendered("".join(part.text for part in parts), tuple(quoted))

@@ -18,6 +18,7 @@ from functools import cache
 
 from arborl.chat.control import Joined, Rendered
 from arborl.chat.growing import Growing
+from arborl.chat.openings import Opening
 from arborl.chat.renderer import Renderer
 from arborl.tokens import Tokens
 from arborl.types import Completion, Message, ToolSpec
@@ -75,6 +76,8 @@ class Conversations:
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), begins: str = "") -> Prompt:
         """The ids to sample from, for these messages; with `begins`, behind the beginning of the reply."""
+        if not self._branches and not begins and (opening := self._opening(messages, tools)) is not None:
+            return Prompt(opening.tokens.copy(), opening.shown, reused=0)
         shown, branch, rest = self._new(messages, tools, begins)
         return Prompt(branch.tokens + rest, shown, reused=len(branch.tokens))
 
@@ -82,6 +85,13 @@ class Conversations:
         """How many ids these messages would make."""
         _, branch, rest = self._new(messages, tools)
         return len(branch.tokens) + len(rest)
+
+    def _opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Opening | None:
+        """The first prompt, where it is kept: other episodes of the group have the same."""
+        opening = self.renderer.openings.find(messages, tools)
+        if opening is not None and opening.talk is not None:
+            self._growing.begin(opening.talk)
+        return opening
 
     def _new(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], begins: str = ""
@@ -109,7 +119,12 @@ class Conversations:
         return best
 
     def sampled(
-        self, prompt: Prompt, completion: Completion, at: int | None = None, said: Message | None = None
+        self,
+        prompt: Prompt,
+        completion: Completion,
+        at: int | None = None,
+        said: Message | None = None,
+        written: tuple[str, str] | None = None,
     ) -> None:
         """Record what the model answered to `prompt`. Earlier branches stay: a later prompt may leave from them.
 
@@ -118,9 +133,10 @@ class Conversations:
             completion: what it sampled.
             at: the call's place among the others, where they overlap; without one it is the latest.
             said: the message that the agent was given.
+            written: what `Renderer.written` gives for the completion, where that is known.
         """
         renderer, ids = self.renderer, completion.tokens
-        content, end = renderer.written(completion)
+        content, end = renderer.written(completion) if written is None else written
         within = ids[:-1] if ids and ids[-1] in renderer.stop else ids
         branch = START
         if renderer.unspoken.isdisjoint(within):

@@ -31,19 +31,25 @@ class Talk:
     """A conversation as it was last rendered."""
 
     template: jinja2.Template | None = None
-    said: list[tuple[Message, str]] = field(default_factory=list)
-    """Its messages, and what may change in one that stays the same object: calls that were written by hand."""
-    messages: list[dict[str, Any]] = field(default_factory=list)
+    said: tuple[Message, ...] = ()
+    """Its messages."""
+    calls: tuple[str, ...] | None = None
+    """What may change in messages that stay the same objects: the tool calls of each, written out; None where no
+    message has calls that were written by hand."""
+    messages: Sequence[dict[str, Any]] = ()
     """As templates read them."""
     kept: Kept = field(default_factory=dict)
 
-    def common(self, template: jinja2.Template, said: Sequence[tuple[Message, str]]) -> int:
+    def common(self, template: jinja2.Template, said: tuple[Message, ...], calls: tuple[str, ...] | None) -> int:
         """Messages at the beginning that are these."""
         if self.template is not template:
             return -1
-        pairs = enumerate(zip(self.said, said, strict=False))
-        differ = (at for at, (one, other) in pairs if not ((one[0] is other[0] or one == other) and one[1] == other[1]))
-        return next(differ, min(len(self.said), len(said)))
+        size = min(len(self.said), len(said))
+        if calls is self.calls is None and self.said[:size] == said[:size]:  # mostly the very same objects
+            return size
+        ours, theirs = self.calls or ("",) * size, calls or ("",) * size
+        same = (self.said[at] == said[at] and ours[at] == theirs[at] for at in range(size))
+        return next((at for at, alike in enumerate(same) if not alike), size)
 
 
 class Growing:
@@ -66,10 +72,12 @@ class Growing:
         renderer, template = self.renderer, self.renderer.template.with_rounds(tools)
         if template is None or template in self._unfit:
             return Joined([renderer.render(messages, tools)])
-        adapted = renderer.adapted(messages, tools)
-        said = [(one, repr(one.tool_calls) if one.tool_calls and not one.sampled else "") for one in adapted]
-        talk, common = self._nearest(template, said)
-        shown = [*talk.messages[:common], *(renderer.quoting.message(one) for one in adapted[common:])]
+        said = tuple(renderer.adapted(messages, tools))
+        calls = None
+        if any([one.tool_calls and not one.sampled for one in said]):
+            calls = tuple([repr(one.tool_calls) if one.tool_calls and not one.sampled else "" for one in said])
+        talk, common = self._nearest(template, said, calls)
+        shown = [*talk.messages[:common], *map(renderer.quoting.message, said[common:])]
         known = renderer.template.known(tools, True, renderer.quoting)
         render = Render(template, known, shown, talk.kept, common)
         try:
@@ -80,11 +88,27 @@ class Growing:
             return Joined([whole])
         if talk in self._talks and common == len(talk.said):
             self._talks.remove(talk)
-        self._talks = [*self._talks[1 - TALKS :], Talk(template, said, shown, render.kept)]
+        self._talks = [*self._talks[1 - TALKS :], Talk(template, said, calls, shown, render.kept)]
         return text
 
-    def _nearest(self, template: jinja2.Template, said: Sequence[tuple[Message, str]]) -> tuple[Talk, int]:
+    @property
+    def latest(self) -> Talk | None:
+        return self._talks[-1] if self._talks else None
+
+    def begin(self, talk: Talk) -> None:
+        """Later renders may go on from a conversation that was rendered elsewhere."""
+        self._talks.append(talk)
+
+    def _nearest(
+        self, template: jinja2.Template, said: tuple[Message, ...], calls: tuple[str, ...] | None
+    ) -> tuple[Talk, int]:
         """The conversation that has most in common with this one, and how many messages that is."""
-        talks = [(talk.common(template, said), talk) for talk in reversed(self._talks)]
-        common, talk = max(talks, key=lambda one: one[0], default=(0, Talk()))
-        return (talk, common) if common > 0 else (Talk(), 0)
+        best, most = NO_TALK, 0
+        for talk in reversed(self._talks):
+            common = talk.common(template, said, calls)
+            if common > most:
+                best, most = talk, common
+        return best, most
+
+
+NO_TALK = Talk()

@@ -12,6 +12,7 @@ from typing import Any
 from arborl.chat.built_in import BUILT_IN, chosen, usual
 from arborl.chat.control import THINKING, Quoting, Rendered, undivided
 from arborl.chat.formats import Parser, choose
+from arborl.chat.openings import Openings
 from arborl.chat.template import Template
 from arborl.chat.tokenizer import END_OF_TURN, FileTokenizer, Tokenizer
 from arborl.chat.tool_section import Shown, shown_by, spelt_out, with_tools
@@ -41,6 +42,10 @@ class Renderer:
     quoting: Quoting = field(init=False, repr=False, compare=False)
     unspoken: frozenset[int] = field(init=False, repr=False, compare=False)
     """Ids of control tokens that have no place within a reply."""
+    openings: Openings = field(init=False, repr=False, compare=False)
+    """First prompts that were rendered already."""
+    anchor: str = field(init=False, repr=False, compare=False)
+    """Text of the first of the stop tokens."""
 
     def __post_init__(self) -> None:
         known, source = self.tokenizer, "\n".join(self.template.sources)
@@ -49,6 +54,8 @@ class Renderer:
         unspoken = frozenset(found for text in known.control - spoken if (found := known.token_id(text)) is not None)
         object.__setattr__(self, "quoting", quoting)
         object.__setattr__(self, "unspoken", unspoken)
+        object.__setattr__(self, "openings", Openings(self))
+        object.__setattr__(self, "anchor", known.decode(self.stop[:1]))
 
     @classmethod
     def from_folder(
@@ -100,7 +107,9 @@ class Renderer:
             return messages
         if tools:
             _tell()
-        return messages if shown.calls else [spelt_out(message, self.parser) for message in messages]
+        if shown.calls or not any([message.tool_calls and not message.sampled for message in messages]):
+            return messages
+        return [spelt_out(message, self.parser) for message in messages]
 
     def text(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> str:
         """The text of that alone, for people."""
@@ -119,7 +128,10 @@ class Renderer:
     def read(self, completion: Completion, begins: str = "") -> Message:
         """The message that was sampled, behind what it was given to begin with. Its content is the text exactly, white
         space included."""
-        content = begins + self.written(completion)[0]
+        return self.message(begins + self.written(completion)[0])
+
+    def message(self, content: str) -> Message:
+        """The message that a sampled text is."""
         return Message("assistant", content, tool_calls=self.parser.parse(content), sampled=True)
 
     def written(self, completion: Completion) -> tuple[str, str]:
@@ -132,8 +144,7 @@ class Renderer:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of sampled ids, or of some of them in a row."""
         # Some decoders drop a space at the very start of a text; behind a control token it is not at the start.
-        anchor = self.stop[:1]
-        return self.tokenizer.decode((*anchor, *ids)).removeprefix(self.tokenizer.decode(anchor))
+        return self.tokenizer.decode((*self.stop[:1], *ids)).removeprefix(self.anchor)
 
 
 def _with_tools(

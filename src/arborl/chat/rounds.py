@@ -27,6 +27,7 @@ SCALARS = (str, int, float, bool, type(None))
 NEVER = 1 << 60
 """Further than any conversation goes: a round that looked so far is not kept."""
 ANYTHING, MISSING = object(), object()
+EMPTY = Rendered("")
 
 
 class Unfit(Exception):
@@ -83,7 +84,7 @@ class Round:
     """A loop's way with one item."""
 
     item: Any
-    text: Rendered = field(default_factory=lambda: Rendered(""))
+    text: Rendered = EMPTY
     following: Any = ANYTHING
     """The item behind it, where it looked at that."""
     furthest: int = -1
@@ -98,7 +99,7 @@ class Rounds:
     """Those of one loop, and what was seen from all of them."""
 
     names: Mapping[str, Any] = field(default_factory=dict)
-    before: Rendered = field(default_factory=lambda: Rendered(""))
+    before: Rendered = EMPTY
     """The text in front of the loop."""
     rounds: list[Round] = field(default_factory=list)
 
@@ -137,8 +138,9 @@ class Render:
         """Raises Unfit, or whatever a template raises that meets what it does not expect."""
         own = {"messages": Messages(self, self.messages, 0), "namespace": self._namespace, ROUNDS: self._rounds}
         context = self.template.new_context({**self.known, **own}, shared=True)
-        for text in self.template.root_render_func(context):
-            self._written.append(text)
+        write = self._written.append
+        for text in self.template.root_render_func(context):  # one by one: rounds are cut while it goes on
+            write(text)
         self._parts.append(self._cut())
         return Joined(self._parts)
 
@@ -160,7 +162,7 @@ class Render:
         count = self._unchanged(earlier, items, names)
         rounds = earlier.rounds[:count]
         self.kept[number] = Rounds(names, self._parts[-1], rounds)
-        self._parts.extend(round.text for round in rounds)
+        self._parts.extend([round.text for round in rounds])
         for index in range(count, len(items)):
             self.round = round = Round(items[index])
             yield items[index], Loop(self, items, index)
@@ -176,10 +178,11 @@ class Render:
             return 0
         count = 0
         for index, round in enumerate(earlier.rounds[: max(len(items) - 1, 0)]):
-            sees = round.furthest < self.common and (
-                round.following is ANYTHING or _same_item(round.following, items[index + 1])
-            )
-            if not (sees and _same_item(round.item, items[index]) and self._reads_the_same(round)):
+            if round.furthest >= self.common or not _same_item(round.item, items[index]):
+                break
+            if round.following is not ANYTHING and not _same_item(round.following, items[index + 1]):
+                break
+            if round.read and not self._reads_the_same(round):
                 break
             for space, name, value in round.written:
                 self.spaces[space][name] = value
@@ -200,8 +203,8 @@ class Render:
 
     def looked_at(self, index: int) -> None:
         """Of the messages."""
-        if self.round is not None:
-            self.round.furthest = max(self.round.furthest, index)
+        if self.round is not None and index > self.round.furthest:
+            self.round.furthest = index
 
     def undefined(self, why: str) -> jinja2.Undefined:
         return self.template.environment.undefined(why)
@@ -222,8 +225,10 @@ def _same(one: Any, other: Any) -> bool:
 
 def _same_item(one: Any, other: Any) -> bool:
     """Templates may rewrite a message, and then it is another object each time."""
+    if one is other:
+        return True
     texts = isinstance(one, dict) and all(type(value) is str for value in one.values())
-    return one is other or (texts and type(other) is dict and one == other)
+    return texts and type(other) is dict and one == other
 
 
 # ------------------------------------------------------------------------------------------------ what a round sees

@@ -50,7 +50,7 @@ def engines_of(
         kept = max(context, default_kv_tokens(model, context) // placed.engines)
     settings = {
         "max_context": context,
-        "max_requests": asked.max_requests,
+        "max_requests": asked.requests(model.device.type),
         "kv_tokens": kept,
         "page_size": asked.page_size,
         "deterministic": config.deterministic,

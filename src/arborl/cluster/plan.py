@@ -264,7 +264,7 @@ class Forecaster:
                 groups=groups,
                 members=config.group_size,
                 engines=min(count, groups * (config.group_size + config.redundancy) * (lag + 1)),
-                slots=self.config.engine.max_requests,
+                slots=self.config.engine.requests("cuda" if self.times.device.cuda else "cpu"),
                 room=kv_tokens or plan.kv_tokens,
                 sampling_step=self.times.sampling_step(split),
                 reading=lambda tokens: self.times.reading(tokens, split),

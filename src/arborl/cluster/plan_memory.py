@@ -179,7 +179,7 @@ def engine_memory(shape: Shape, config: RunConfig, device: Device, most: int) ->
     while split <= min(most, device.per_host):
         weights = shape.sizes.weights // split
         room = int(0.9 * device.memory) - weights - beside
-        asked = config.engine.kv_tokens or config.engine.max_requests * context
+        asked = config.engine.kv_tokens or config.engine.requests() * context
         tokens = min(asked, max(0, room) * split // max(1, shape.kv_token))
         if tokens >= min(asked, 8 * context):
             return EngineMemory(weights, tokens * shape.kv_token // split, beside, tokens, split)

@@ -20,9 +20,9 @@ class EngineConfig(Named):
     name: str = "local"
     """`local` (in this process, sharing the learner's weights), `vllm` (vLLM in a process of its own), `http` (servers
     that run already) or `scripted` (fixed replies). With `data.given` it is `none`. See docs/engines.md."""
-    max_requests: int = Field(256, ge=1)
+    max_requests: int = Field(0, ge=0)
     """Requests `local` and `vllm` sample at once; others wait their turn. Where every server of `http` has so many, no
-    further episodes are begun."""
+    further episodes are begun. 0 chooses: 1,024 for `local` on a GPU, else 256."""
     kv_tokens: int = Field(0, ge=0)
     """Tokens whose keys and values `local` and `vllm` keep. 0 takes a share of the memory: 30 % of what a GPU has free,
     or less where the learner needs it; 10 % of a machine's. When it runs out the youngest request is put back and goes
@@ -81,6 +81,10 @@ class EngineConfig(Named):
         if len(set(self.urls)) != len(self.urls):
             raise ValueError("urls: a server is named twice. Name each once.")
         return self
+
+    def requests(self, device: str = "cpu") -> int:
+        """`max_requests`, or what 0 stands for on a device of this type."""
+        return self.max_requests or (1024 if self.name == "local" and device == "cuda" else 256)
 
     def scripted(self) -> EngineConfig:
         """Fixed replies, whatever samples now."""

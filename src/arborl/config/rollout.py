@@ -156,8 +156,10 @@ class RolloutConfig(Config):
     """Versions that a token may be older than the weights that train on it. 0: each step plays, then learns. From 1 on
     so many batches are played ahead: learning does not wait for the slowest episode, nor playing for learning. What
     would grow too old is begun again (`dropped/stale`). See docs/async.md."""
-    concurrency: Concurrency = 128
-    """Episodes in flight. `auto` follows the engine: more while it has room, fewer while requests wait for some."""
+    concurrency: Concurrency = "auto"
+    """Episodes in flight. `auto` follows the engine: it begins with as many as the engine can serve (128 where that is
+    not known, or where environments run in threads or processes), more while there is room, fewer while requests wait
+    for some. With `workers=process` it stays at 128 or less."""
     workers: Literal["auto", "thread", "process", "none"] = "auto"
     """Where environments run. `auto`: those that say `blocking = False`, as ours do, in the event loop, the others in
     threads. `thread`, `process`: all of them; `none`: all in the event loop."""

@@ -160,6 +160,11 @@ class LocalEngine:
         return self.executor.own_weights
 
     @property
+    def capacity(self) -> int:
+        """Requests of full length that there are rows and pages for."""
+        return max(1, min(self.rows.count, self.pages.count // self.pages.needed(self.max_context)))
+
+    @property
     def crowded(self) -> bool:
         """Whether requests wait that there is no room for: it is better not to begin further episodes now."""
         return self.scheduler.crowded

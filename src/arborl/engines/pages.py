@@ -8,6 +8,7 @@ go longest ago goes first, leaves before what they grew from. Bookkeeping only: 
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
@@ -27,11 +28,13 @@ class Node:
     parent: Node | None = None
     tokens: Tokens = field(default_factory=lambda: NONE)
     """What others may find here; empty until it is known to have been read."""
+    text: bytes = b""
+    """The same, as bytes: they are compared at once."""
     holders: int = 0
     full: dict[bytes, Node] = field(default_factory=dict)
     """Children that are full, by all their tokens."""
     children: dict[int, list[Node]] = field(default_factory=dict)
-    """All children, by the first of their tokens."""
+    """All children, by the first of their tokens, sorted by `text`: those that begin alike lie side by side."""
 
 
 @dataclass(slots=True, eq=False)
@@ -139,7 +142,7 @@ class Pages:
         found = [self.root]
         for node in found:  # grows meanwhile: whatever is not free hangs on the root
             found.extend(child for some in node.children.values() for child in some)
-            node.tokens, node.parent = NONE, None
+            node.tokens, node.text, node.parent = NONE, b"", None
             node.full.clear()
             node.children.clear()
         self.idle.clear()
@@ -148,12 +151,19 @@ class Pages:
 
     def _longest(self, node: Node, tokens: Tokens) -> tuple[Node | None, int]:
         """The child that shares most with `tokens`, and how much; of equals, one that nobody is writing to."""
-        best, most = None, 0
-        for child in node.children.get(int(tokens[0]), ()) if len(tokens) else ():
-            common = common_prefix(child.tokens, tokens)
-            if common > most or (common == most and best is not None and best.holders and not child.holders):
-                best, most = child, common
-        return best, most
+        children = node.children.get(int(tokens[0]), []) if len(tokens) else []
+        if not children:
+            return None, 0
+        text = tokens.tobytes()
+        at = bisect_left(children, text, key=_text)
+        most = max(common_prefix(child.tokens, tokens) for child in children[max(at - 1, 0) : at + 1])
+        shared = text[: most * tokens.itemsize]
+        first = at = bisect_left(children, shared, key=_text)
+        while at < len(children) and children[at].text.startswith(shared):
+            if not children[at].holders:
+                return children[at], most
+            at += 1
+        return children[first], most
 
     def _fork(self, path: Path, source: Node, count: int, tokens: Tokens) -> Path:
         """Take a copy of part of a page, if there is room. The source is held meanwhile, so that none is made of it.
@@ -173,9 +183,22 @@ class Pages:
     def _outgrown(self, source: Node, tokens: Tokens) -> Node | None:
         """A page beside `source` that nobody needs and all of whose tokens these begin with."""
         assert source.parent is not None
-        beside = source.parent.children[int(source.tokens[0])]
-        idle = (node for node in beside if node.page in self.idle)
-        return next((node for node in idle if common_prefix(node.tokens, tokens) == len(node.tokens)), None)
+        beside, text = source.parent.children[int(source.tokens[0])], tokens.tobytes()
+        while text:
+            at = bisect_right(beside, text, key=_text)
+            if not at:
+                return None
+            node = beside[at - 1]  # what begins `text` is this, or shorter
+            size = len(node.text)
+            if text.startswith(node.text):
+                same = beside[bisect_left(beside, node.text, key=_text) : at]
+                if (idle := next((one for one in same if one.page in self.idle), None)) is not None:
+                    return idle
+                size -= tokens.itemsize
+            else:  # what both begin with
+                size = common_prefix(node.tokens, tokens) * tokens.itemsize
+            text = text[:size]
+        return None
 
     def _hold(self, node: Node) -> None:
         if not node.holders:
@@ -196,11 +219,13 @@ class Pages:
 
     def _show(self, node: Node, tokens: Tokens) -> None:
         assert node.parent is not None
-        if not len(node.tokens):
-            node.parent.children.setdefault(int(tokens[0]), []).append(node)
+        siblings = node.parent.children.setdefault(int(tokens[0]), [])
+        if len(node.tokens):
+            siblings.remove(node)
+        node.tokens, node.text = tokens, tokens.tobytes()
+        insort(siblings, node, key=_text)
         if len(tokens) == self.size:
-            node.parent.full.setdefault(tokens.tobytes(), node)
-        node.tokens = tokens
+            node.parent.full.setdefault(node.text, node)
 
     def _forget(self, node: Node) -> None:
         """Free a page that is idle."""
@@ -211,16 +236,20 @@ class Pages:
         siblings.remove(node)
         if not siblings:
             del parent.children[int(node.tokens[0])]
-        if parent.full.get(key := node.tokens.tobytes()) is node:
+        if parent.full.get(key := node.text) is node:
             del parent.full[key]
-            twin = next((n for n in siblings if len(n.tokens) == self.size and n.tokens.tobytes() == key), None)
+            twin = next((n for n in siblings if n.text == key), None)
             if twin is not None:
                 parent.full[key] = twin
-        node.tokens, node.parent = NONE, None
+        node.tokens, node.text, node.parent = NONE, b"", None
         self.free.append(node.page)
         if parent is not self.root and not parent.children and not parent.holders:
             self.idle[parent.page] = None
             self.idle.move_to_end(parent.page, last=False)
+
+
+def _text(node: Node) -> bytes:
+    return node.text
 
 
 def common_prefix(a: NDArray[np.integer], b: NDArray[np.integer]) -> int:

@@ -74,26 +74,34 @@ class RewardFunction(Reward):
         self.weight = weight
         self.by_turn = False
         """Whether its number is the sum of what the turns were given, so that credit may go to them."""
+        self.plain = not inspect.iscoroutinefunction(function)
+        """Whether its number is there as soon as it is called."""
         self._parameters = inspect.signature(function).parameters
         if "episode" not in self._parameters:
             raise TypeError(f"reward {self.name!r} takes no `episode`; write def {self.name}(episode, …)")
         for parameter in self._parameters.values():
             if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
                 raise TypeError(f"reward {self.name!r}: {str(parameter)!r} cannot be filled by name; drop the * or /")
+        kinds = [parameter.kind for parameter in self._parameters.values()]
+        self._takes_all = inspect.Parameter.VAR_KEYWORD in kinds
         functools.update_wrapper(self, function, updated=())
 
+    def begin(self, episode: Episode) -> Any:
+        """What the function returns: a number, or something to await."""
+        return self.function(episode=episode, **self._fields(episode))
+
     async def __call__(self, episode: Episode) -> float | dict[str, float]:
-        value = self.function(episode=episode, **self._fields(episode))
+        value = self.begin(episode)
         return await value if inspect.isawaitable(value) else value  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
         return f"RewardFunction({self.name!r})"
 
     def _fields(self, episode: Episode) -> dict[str, Any]:
+        if not self._takes_all:
+            return self._named(episode.task.fields, episode)
         has = {name: value for name, value in episode.task.fields.items() if name != "episode"}
-        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in self._parameters.values()):
-            return has | self._named(has, episode)
-        return self._named(has, episode)
+        return has | self._named(has, episode)
 
     def _named(self, has: Mapping[str, Any], episode: Episode) -> dict[str, Any]:
         filled = {}
@@ -103,7 +111,7 @@ class RewardFunction(Reward):
             if name in has:
                 filled[name] = has[name]
             elif parameter.default is parameter.empty:
-                fields = ", ".join(has) or "no fields"
+                fields = ", ".join(name for name in has if name != "episode") or "no fields"
                 raise LookupError(
                     f"reward {self.name!r} wants the field {name!r}; task {episode.task.id!r} has: {fields}"
                 )
@@ -150,10 +158,17 @@ class Rewards:
         """Those made of others, inner ones first."""
         self.shown = [name for name, _, weight in self.rewards if weight == 0]
         """Those of weight 0."""
+        by_turn = [weight for _, one, weight in self.rewards if getattr(one, "by_turn", False)]
+        self.turn_weight = sum(by_turn)
         self.seconds = seconds
         self.firsts = Firsts(log)
         self.elsewhere: Counting | None = None
         """Where they are computed, if not here."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether all answer at once, so that nothing is gained by asking them at the same time."""
+        return all([isinstance(one, RewardFunction) and one.plain for _, one, _ in self.asked])
 
     def metrics(self) -> Metrics:
         """Of where they are computed, since the last call; nothing of what is computed here."""
@@ -175,7 +190,11 @@ class Rewards:
             episode.judged = True
 
     async def _score_group(self, group: Group) -> None:
-        await asyncio.gather(*(self.judge(episode) for episode in group.survivors))
+        if self.plain:
+            for episode in group.survivors:
+                await self.judge(episode)
+        else:
+            await asyncio.gather(*(self.judge(episode) for episode in group.survivors))
         for name, one, weight in self.asked:
             if isinstance(one, GroupReward):
                 await self._compare(name, one, weight, group.survivors)
@@ -214,24 +233,46 @@ class Rewards:
             self.firsts.tell(episode)
 
     async def _score(self, episode: Episode) -> None:
-        asked = (self._ask(name, one, weight, episode) for name, one, weight in self.asked)
-        answers = await asyncio.gather(*asked)
+        asked = [self._ask(name, one, weight, episode) for name, one, weight in self.asked]
+        answers = [await one for one in asked] if self.plain else await asyncio.gather(*asked)
         for answer in answers:
             if isinstance(answer, EpisodeError):  # the first by the order of the rewards, not of time
                 episode.fail(answer)
                 self.firsts.tell(episode)
                 return
             episode.rewards.update(answer)
-        by_turn = {name: weight for name, one, weight in self.rewards if getattr(one, "by_turn", False)}
-        episode.turn_weight = sum(by_turn.values())
+        episode.turn_weight = self.turn_weight
 
-    async def _ask(self, name: str, one: Reward, weight: float, episode: Episode) -> dict[str, float] | EpisodeError:
-        weight = 1.0 if isinstance(one, GroupReward) else weight or 1.0  # such a one's is applied when it saw the group
+    async def _ask(self, name: str, one: Any, weight: float, episode: Episode) -> dict[str, float] | EpisodeError:
         try:
+            if isinstance(one, RewardFunction) and one.plain:
+                value = _begun(name, one, episode)
+                if not inspect.isawaitable(value):
+                    return _weighted(name, value, weight or 1.0)
+                async with boundary(f"reward {name!r}", self.seconds):
+                    value = await value
+                return _weighted(name, value, weight or 1.0)
+            # The weight of one that compares episodes is applied when it has seen the group.
+            weight = 1.0 if isinstance(one, GroupReward) else weight or 1.0
             async with boundary(f"reward {name!r}", self.seconds):
                 return {key: weight * value for key, value in numbers(name, await one(episode)).items()}
         except EpisodeError as error:
             return error
+
+
+def _begun(name: str, one: RewardFunction, episode: Episode) -> Any:
+    """What a plain function returns: no deadline could strike while it holds the event loop."""
+    try:
+        return one.begin(episode)
+    except (Exception, SystemExit) as error:
+        raise EpisodeError(f"reward {name!r}", error) from error
+
+
+def _weighted(name: str, value: Any, weight: float) -> dict[str, float]:
+    try:
+        return {key: weight * number for key, number in numbers(name, value).items()}
+    except Exception as error:
+        raise EpisodeError(f"reward {name!r}", error) from error
 
 
 def opened(one: Any) -> list[Any]:

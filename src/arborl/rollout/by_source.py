@@ -19,14 +19,19 @@ def differences(
     sources: Mapping[str, SourceConfig],
 ) -> tuple[Callable[[Task, Sampling], Sampling], Callable[[Task, Limits], Limits]]:
     """What sources sample, and allow, otherwise than the run."""
+    sampled = {name: source.sampling.model_dump(exclude_none=True) for name, source in sources.items()}
+    allowed = {name: source.limits.model_dump(exclude_none=True) for name, source in sources.items()}
 
     def sampling(task: Task, run: Sampling) -> Sampling:
-        asked = sources[task.source].sampling.model_dump(exclude_none=True) if task.source in sources else {}
-        return replace(run, stop_texts=(*run.stop_texts, *asked.pop("stop", ())), **asked)
+        asked = sampled.get(task.source)
+        if not asked:
+            return run
+        stop = (*run.stop_texts, *asked.get("stop", ()))
+        return replace(run, **{name: value for name, value in asked.items() if name != "stop"}, stop_texts=stop)
 
     def limits(task: Task, run: Limits) -> Limits:
-        asked = sources[task.source].limits.model_dump(exclude_none=True) if task.source in sources else {}
-        return replace(run, **asked)
+        asked = allowed.get(task.source)
+        return replace(run, **asked) if asked else run
 
     return sampling, limits
 

@@ -94,6 +94,8 @@ class Recorder:
         rivals: int = 0,
     ):
         self.asked, self.rivals = Meter() if asked is None else asked, rivals
+        self.tokenizer = TextTokenizer(renderer.tokenizer)
+        """The model's, for text: limits on what tools answer are counted in its tokens."""
         self.engine, self.renderer, self.sampling, self.drawn = engine, renderer, sampling, drawn
         self.limits, self.episode = limits, episode
         self.conversations = Conversations(renderer)
@@ -104,11 +106,6 @@ class Recorder:
         """Of the calls, which are kept in this order."""
         self._waiting: set[asyncio.Task[Any]] = set()
         self._silent, self._over = True, False
-
-    @property
-    def tokenizer(self) -> TextTokenizer:
-        """The model's, for text: limits on what tools answer are counted in its tokens."""
-        return TextTokenizer(self.renderer.tokenizer)
 
     async def chat(
         self,
@@ -160,12 +157,14 @@ class Recorder:
         heard = Rivals(self.rivals)
         if (chat := getattr(self.engine, "chat", None)) is not None:
             completion, reply = await self._chatted(chat, shown, specs, sampling)
+            written = self.renderer.written(completion)
         else:
             completion = await self._generate(prompt, sampling, heard)
-            reply = self.renderer.read(completion, begins)
-        others = tuple(heard.heard[: len(completion.tokens)])
+            written = self.renderer.written(completion)
+            reply = self.renderer.message(begins + written[0])
+        others = tuple(heard.heard[: len(completion.tokens)]) if self.rivals else ()
         call = Call(prompt.tokens, completion, turn, True, tuple(shown), reply, self.drawn, others)
-        self._record(prompt, call, place)
+        self._record(prompt, call, place, written)
         return call
 
     async def _generate(self, prompt: Prompt, sampling: Sampling, heard: Rivals) -> Completion:
@@ -194,12 +193,12 @@ class Recorder:
         tokens = (*ids, *(self.renderer.stop[:1] if finish is Finish.STOP else ()))
         return Completion(tokens, (math.nan,) * len(tokens), finish, GIVEN), reply
 
-    def _record(self, prompt: Prompt, call: Call, place: Place) -> None:
+    def _record(self, prompt: Prompt, call: Call, place: Place, written: tuple[str, str]) -> None:
         self._check_open()
         at = bisect(self._places, place)
         self._places.insert(at, place)
         self.episode.calls.insert(at, call)
-        self.conversations.sampled(prompt, call.completion, at, call.reply)
+        self.conversations.sampled(prompt, call.completion, at, call.reply, written)
 
     def leave_out(self, message: Message) -> None:
         """What the model said here is on record, and not trained on."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -182,10 +183,16 @@ class Rollout:
     def _in_line(self) -> Line:
         """What episodes wait in, of this event loop."""
         if self._line is None or self._line.loop is not asyncio.get_running_loop():
-            slots = Slots(self.concurrency, self._crowded)
+            most = FIRST if self.workers.kind == "process" else math.inf  # a machine holds only so many of these
+            slots = Slots(self.concurrency, self._crowded, self._first(), most)
             self._line = Line(asyncio.get_running_loop(), slots, asyncio.Lock())
             self.asked.after = slots.look
         return self._line
+
+    def _first(self) -> int:
+        """Episodes to begin with: as many as the engine can serve. The usual number where it does not say, or where
+        each environment takes a thread or a process."""
+        return FIRST if self.workers.costly else max(FIRST, int(getattr(self.engine, "capacity", 0)))
 
     def _crowded(self) -> bool:
         """Whether the engine says so; one that does not say has room."""
@@ -247,7 +254,7 @@ class Rollout:
         and what code waited for a sandbox."""
         counts, self.counts = self.counts, Counter()
         stuck = {"rollout/tool_calls_stuck": float((left_behind.stuck() - self.hung).total())}
-        limit = self._line.slots.limit if self._line is not None else self.concurrency or FIRST
+        limit = self._line.slots.limit if self._line is not None else self.concurrency or self._first()
         stuck["rollout/concurrency"] = float(int(limit))
         return named(counts) | self.workers.metrics() | sandbox.metrics() | stuck
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 
-FIRST = 32
-"""Episodes at once, before anything is known of the engine."""
+FIRST = 128
+"""Episodes at once, where the engine does not say how many requests it can serve."""
 LESS, PATIENCE = 0.9, 0.25
 """What the limit is multiplied by where the engine is crowded, and the seconds until it may be again."""
 
@@ -17,22 +18,27 @@ LESS, PATIENCE = 0.9, 0.25
 class Slots:
     """Lets so many in at a time, in the order they came.
 
-    Without a fixed limit it follows the engine: with every answered model call that found no crowd the limit grows by
-    one, as long as it is reached; where requests wait that the engine has no room for, it shrinks. Episodes that wait
-    for their tools are no load, so slow tools lead to more episodes in play.
+    Without a fixed limit it follows the engine: it begins with what the engine can serve; with every answered model
+    call that found no crowd the limit grows by one, as long as it is reached; where requests wait that the engine has
+    no room for, it shrinks. Episodes that wait for their tools are no load, so slow tools lead to more episodes in
+    play.
 
     Args:
         limit: how many; None follows the engine.
         crowded: whether the engine has requests it has no room for.
+        first: the limit to begin with, where it follows the engine.
+        most: the highest limit, where it follows the engine.
 
     Example:
         async with slots:
             await play()
     """
 
-    def __init__(self, limit: int | None, crowded: Callable[[], bool]):
-        self.follows, self.limit = limit is None, float(limit or FIRST)
-        self.crowded = crowded
+    def __init__(
+        self, limit: int | None, crowded: Callable[[], bool], first: int = FIRST, most: float = math.inf
+    ):
+        self.follows, self.limit = limit is None, float(limit or first)
+        self.crowded, self.most = crowded, most
         self.inside, self.shrunk = 0, 0.0
         self.line: deque[asyncio.Future[None]] = deque()
 
@@ -59,7 +65,7 @@ class Slots:
         if not self.follows:
             return
         if not self.crowded():
-            self.limit += self.inside >= int(self.limit)
+            self.limit = min(self.limit + (self.inside >= int(self.limit)), self.most)
             self._let_in()
         elif time.monotonic() - self.shrunk > PATIENCE:
             self.limit = max(1.0, LESS * min(self.limit, self.inside))

@@ -35,6 +35,11 @@ class Workers:
         self.near: set[str | None] = set()
         """Names of environments that said they do not block; None is the run's own."""
 
+    @property
+    def costly(self) -> bool:
+        """Whether environments have threads or processes of their own."""
+        return self.kind in ("thread", "process") or (self.kind == "auto" and not self.met <= self.near)
+
     async def meet(self, make: Callable[[], Env], name: str | None, seconds: float) -> None:
         """Find out, with one that is never played, whether environments of a name block; before the first is placed."""
         if self.kind != "auto" or name in self.met:
