@@ -10,7 +10,7 @@ from fractions import Fraction
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -166,11 +166,11 @@ class GivenRows:
 
 
 def open_given(
-    path: Path, name: str, overlong: Literal["drop", "cut", "refuse"], seed: int, rows: GivenRows
+    config: RowsConfig, name: str, seed: int, rows: GivenRows, objects: Mapping[str, Any] | None = None
 ) -> Mixture:
-    """The rows of one file, of which none is held out."""
-    table = open_table(path)
-    reader, filters = _reading(name, RowsConfig(path=path, overlong=overlong), None, rows)
+    """The rows of one file or function, of which none is held out."""
+    table = _table(config) if config.rows is None else _given_table(config.rows, objects or {}, seed)
+    reader, filters = _reading(name, config, None, rows)
     pool = RowPool(table, reader, split_table(table, reader, 0.0, "auto", filters), seed, filters)
     return Mixture([pool], {name: 1}, seed)
 
