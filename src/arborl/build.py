@@ -186,7 +186,7 @@ def _blueprint(
 ) -> Blueprint:  # fmt: skip
     """What every rank makes its learner of."""
     from arborl.learner.blueprint import Blueprint
-    from arborl.learner.schedule import FirstSteps
+    from arborl.learner.schedule import NONE, FirstSteps
     from arborl.learner.teacher import teacher_of
 
     shown = config.demonstrations
@@ -197,7 +197,7 @@ def _blueprint(
         teacher=partial(teacher_of, config, folder),
         deterministic=config.deterministic,
         threads=config.threads,
-        first=FirstSteps() if shown.lr is None else FirstSteps(shown.steps, shown.lr),
+        first=NONE if shown.lr is None else FirstSteps(shown.steps, shown.lr),
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from arborl.config.data import DataConfig, RowsConfig, SourceConfig
 from arborl.config.parts import Part as RowsPart
 from arborl.data.mixing.mixture import Band, Mixture
 from arborl.data.mixing.streams import EnvPool, Pool, RowPool, StreamPool, call_rows
-from arborl.data.reading.files import MEMORY_BYTES, MEMORY_ROWS, objects_only, open_table, open_tables
+from arborl.data.reading.files import MEMORY_BYTES, MEMORY_ROWS, objects_only, open_tables
 from arborl.data.reading.given import GivenReader, Kind
 from arborl.data.reading.rows import Reader
 from arborl.data.reading.splits import EVALUATION_SEED, Filters, Length, Picked, split_table

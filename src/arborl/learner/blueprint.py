@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from arborl.algorithms.algorithm import Needs
 from arborl.config.run import LearnerConfig
 from arborl.learner.learner import Learner
-from arborl.learner.schedule import FirstSteps
+from arborl.learner.schedule import NONE, FirstSteps
 from arborl.learner.strategy import Strategy
 from arborl.learner.teacher import Teacher
 from arborl.models.scalar import Origin
@@ -32,7 +32,7 @@ class Blueprint:
     teacher: Callable[[], Teacher | None] = lambda: None
     deterministic: bool = False
     threads: int = 0
-    first: FirstSteps = FirstSteps()
+    first: FirstSteps = NONE
 
     def build(
         self,

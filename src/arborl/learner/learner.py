@@ -82,7 +82,7 @@ class Learner(Precompute):
         origin: Origin | None = None,
         teacher: Teacher | None = None,
         strategy: Strategy | None = None,
-        first: schedule.FirstSteps = schedule.FirstSteps(),
+        first: schedule.FirstSteps = schedule.NONE,
     ):
         needs = needs or Needs()
         self.teacher = teacher

@@ -20,6 +20,9 @@ class FirstSteps:
     lr: float = 0.0
 
 
+NONE = FirstSteps()
+
+
 def warmup(config: LearnerConfig, total: int) -> int:
     """Steps of the warm-up.
 
