@@ -140,7 +140,7 @@ def _build(workshop: Workshop, training: bool) -> Parts:
     renderer = renderer_of(config, folder)
     given = GivenEpisodes.of(config, renderer)
     source, steps = workshop.source(renderer, given)
-    trained = with_demonstrations(source, config, given.rows("sft"))
+    trained = with_demonstrations(source, config, given.rows("sft"), workshop.objects)
 
     import torch
 
@@ -195,8 +195,10 @@ def _blueprint(
 ) -> Blueprint:  # fmt: skip
     """What every rank makes its learner of."""
     from arborl.learner.blueprint import Blueprint
+    from arborl.learner.schedule import NONE, FirstSteps
     from arborl.learner.teacher import teacher_of
 
+    shown = config.demonstrations
     return Blueprint(
         settings, sampling, needs, steps, config.seed,
         model=partial(_policy_on, config, folder),
@@ -204,6 +206,7 @@ def _blueprint(
         teacher=partial(teacher_of, config, folder),
         deterministic=config.deterministic,
         threads=config.threads,
+        first=NONE if shown.lr is None else FirstSteps(shown.steps, shown.lr),
     )  # fmt: skip
 
 

@@ -234,7 +234,7 @@ class Workshop:
         weights = {name: source.weight for name, source in self.config.data.sources.items()}
         made = SourceWeights(made, weights) if len(set(weights.values())) > 1 else made
         shown = self.config.demonstrations
-        return Demonstrated(made, shown.weight) if shown.path is not None else made
+        return Demonstrated(made, shown.weight) if shown.given else made
 
     def rollout(
         self, engine: Engine, cast: Cast, sampling: Sampling, limits: Limits, rewards: Rewards, given: GivenEpisodes

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from arborl.agents.tool import ToolAgent
+from arborl.chat import Renderer
 from arborl.chat.formats import choose
 from arborl.data.reading.given import GivenReader
 from arborl.engines.scripted import ScriptedEngine
@@ -135,3 +136,12 @@ def test_what_goes_beyond_the_context_is_cut_off(renderer_for, tokenizer):
     task = GivenReader("rows").task(row, "here")
     last = whole.calls[-1]
     assert GivenEpisodes(renderer, 8).length(task) == len(last.prompt) + len(last.completion.tokens)
+
+
+def test_calls_are_imitated_where_the_chat_template_leaves_them_out(model_folder):
+    folder = model_folder(config={}, tokenizer_config={"eos_token": "<|im_end|>"})
+    renderer = Renderer.from_folder(folder, "hermes", chat_template="chatml")
+    (episode,) = given(renderer, {"messages": TRANSCRIPT[1:5], "tools": TOOLS}).episodes
+    said = renderer.decode(episode.calls[0].completion.tokens[:-1])
+    assert [call.arguments for call in renderer.parser.parse(said)] == [{"a": 1, "b": 2}]
+    assert said in renderer.tokenizer.decode(episode.calls[1].prompt)

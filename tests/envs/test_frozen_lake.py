@@ -162,6 +162,21 @@ def test_an_unknown_split_and_a_lake_without_maps_are_errors_not_hangs():
         draw_map(0, "held_out", 2, 1.0, 10)  # all ice, two by two: four grids, none of them held out
 
 
+def test_cells_may_be_shown_apart_and_the_state_is_named_as_ever():
+    plain, apart = FrozenLake(), FrozenLake(spaced=True)
+    for action in ("", "<answer>Up</answer>", "Hm."):
+        seen = []
+        for lake in (plain, apart):
+            task = Task("t", seed=3)
+            step = asyncio.run(lake.step(Message("assistant", action)) if action else lake.reset(task, 0))
+            seen.append(step.observation if action else step)
+        assert seen[0].state_key == seen[1].state_key
+        assert seen[0].messages[-1].content.splitlines()[-4:] == [
+            row.replace(" ", "") for row in seen[1].messages[-1].content.splitlines()[-4:]
+        ]
+        assert all(row[1::2] == "   " for row in seen[1].messages[-1].content.splitlines()[-4:])
+
+
 def test_it_can_be_seen():
     env = FrozenLake()
     asyncio.run(env.reset(task(3), 0))

@@ -98,10 +98,16 @@ class DemonstrationsConfig(Config):
 
     path: Path | None = None
     """File or folder of transcripts, as `algorithm=sft` takes them (docs/offline.md)."""
+    rows: Part | None = None
+    """Instead of a path, a function that gives transcripts: `package.module:function`, with `args`. It is called with
+    the run's seed where it takes a `seed` that `args` does not give."""
     batch: int = Field(16, ge=1)
     """Rows a step."""
     steps: int = Field(0, ge=0)
     """The first of `trainer.steps`, which learn from demonstrations alone."""
+    lr: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Learning rate of those first steps; the schedule of `learner.lr` then begins after them. Without one, that
+    schedule goes over all steps."""
     weight: float = Field(0.0, ge=0)
     """Of the demonstrations' loss in every step after those; 0 leaves them out."""
     overlong: Literal["drop", "cut", "refuse"] = "drop"
@@ -110,11 +116,23 @@ class DemonstrationsConfig(Config):
     @model_validator(mode="after")
     def _fits_together(self) -> DemonstrationsConfig:
         used = self.steps > 0 or self.weight > 0
-        if used and self.path is None:
+        if self.path is not None and self.rows is not None:
+            raise ValueError("path and rows are given, and transcripts come from one of them. Leave the other out.")
+        if used and not self.given:
             raise ValueError("demonstrations are asked for, and there are none. Write path=FILE.")
-        if self.path is not None and not used:
-            raise ValueError("path is given, and nothing says when it is learned from. Write steps=20, or weight=0.1.")
+        if self.lr is not None and not self.steps:
+            raise ValueError("lr is the rate of the steps that learn from demonstrations alone. Write steps=20 too.")
+        if self.given and not used:
+            name = "path" if self.rows is None else "rows"
+            raise ValueError(
+                f"{name} is given, and nothing says when it is learned from. Write steps=20, or weight=0.1."
+            )
         return self
+
+    @property
+    def given(self) -> bool:
+        """Whether there are demonstrations."""
+        return self.path is not None or self.rows is not None
 
 
 class SourceSampling(Config):

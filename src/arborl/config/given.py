@@ -108,7 +108,7 @@ def _check_read(run: RunConfig) -> None:
 
 def _check_demonstrations(run: RunConfig) -> None:
     asked = run.demonstrations
-    if asked.path is None:
+    if not asked.given:
         return
     if run.data.given:
         raise ValueError("demonstrations beside given rows: both are transcripts. Write one of them.")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from arborl.config.data import DemonstrationsConfig
+from arborl.config.data import DemonstrationsConfig, RowsConfig
 from arborl.config.run import RunConfig
 from arborl.data.from_config import GivenRows, open_given
 from arborl.data.mixing.mixture import Mixture
@@ -16,12 +16,22 @@ NAME = "demonstrations"
 """What their source is called."""
 
 
-def with_demonstrations(source: TaskSource, config: RunConfig, rows: GivenRows) -> TaskSource:
-    """A run's source with demonstrations before its tasks, and beside them, where so asked."""
+def with_demonstrations(
+    source: TaskSource, config: RunConfig, rows: GivenRows, objects: Mapping[str, Any] | None = None
+) -> TaskSource:
+    """A run's source with demonstrations before its tasks, and beside them, where so asked.
+
+    Args:
+        source: of the tasks that are played.
+        config: of the run.
+        rows: how transcripts are read.
+        objects: parts handed in by Python code, by the name the configuration uses for them.
+    """
     asked = config.demonstrations
-    if asked.path is None:
+    if not asked.given:
         return source
-    return WithDemonstrations(source, open_given(asked.path, NAME, asked.overlong, config.seed, rows), asked)
+    read = RowsConfig(path=asked.path, rows=asked.rows, overlong=asked.overlong)
+    return WithDemonstrations(source, open_given(read, NAME, config.seed, rows, objects), asked)
 
 
 class WithDemonstrations(TaskSource):

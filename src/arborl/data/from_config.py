@@ -10,7 +10,7 @@ from fractions import Fraction
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from arborl.config.data import DataConfig, RowsConfig, SourceConfig
 from arborl.config.parts import Part as RowsPart
 from arborl.data.mixing.mixture import Band, Mixture
 from arborl.data.mixing.streams import EnvPool, Pool, RowPool, StreamPool, call_rows
-from arborl.data.reading.files import MEMORY_BYTES, MEMORY_ROWS, objects_only, open_table, open_tables
+from arborl.data.reading.files import MEMORY_BYTES, MEMORY_ROWS, objects_only, open_tables
 from arborl.data.reading.given import GivenReader, Kind
 from arborl.data.reading.rows import Reader
 from arborl.data.reading.splits import EVALUATION_SEED, Filters, Length, Picked, split_table
@@ -166,11 +166,11 @@ class GivenRows:
 
 
 def open_given(
-    path: Path, name: str, overlong: Literal["drop", "cut", "refuse"], seed: int, rows: GivenRows
+    config: RowsConfig, name: str, seed: int, rows: GivenRows, objects: Mapping[str, Any] | None = None
 ) -> Mixture:
-    """The rows of one file, of which none is held out."""
-    table = open_table(path)
-    reader, filters = _reading(name, RowsConfig(path=path, overlong=overlong), None, rows)
+    """The rows of one file or function, of which none is held out."""
+    table = _table(config) if config.rows is None else _given_table(config.rows, objects or {}, seed)
+    reader, filters = _reading(name, config, None, rows)
     pool = RowPool(table, reader, split_table(table, reader, 0.0, "auto", filters), seed, filters)
     return Mixture([pool], {name: 1}, seed)
 

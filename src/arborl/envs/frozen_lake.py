@@ -50,6 +50,8 @@ class FrozenLake(Env):
         slippery: a move goes astray, to one side or the other, with chance 2/3.
         max_steps: the episode is truncated after this many.
         format_penalty: reward of a message that is not a move; the player stays.
+        spaced: cells are shown with a space between them. Tokenizers of large vocabularies join neighbouring cells
+            otherwise (`____` is one token), and a small model cannot tell columns apart.
     """
 
     blocking = False
@@ -62,6 +64,7 @@ class FrozenLake(Env):
         slippery: bool = False,
         max_steps: int = 10,
         format_penalty: float = -0.01,
+        spaced: bool = False,
     ):
         if size < 2:
             raise ValueError(f"size={size}: give 2 or more")
@@ -72,7 +75,7 @@ class FrozenLake(Env):
         if format_penalty > 0:
             raise ValueError(f"format_penalty={format_penalty}: a penalty is negative or zero")
         self.size, self.frozen, self.slippery = size, frozen, slippery
-        self.max_steps, self.format_penalty = max_steps, format_penalty
+        self.max_steps, self.format_penalty, self.spaced = max_steps, format_penalty, spaced
 
     async def reset(self, task: Task, seed: int) -> Observation:
         split = wanted_split(task, "frozen_lake")
@@ -80,7 +83,7 @@ class FrozenLake(Env):
         self.chance = generator(seed, "frozen_lake") if self.slippery else None  # making one takes a while
         self.steps = self.valid = self.effective = 0
         board = self.render()
-        return Observation((Message("system", RULES), Message("user", board)), state_key=board)
+        return Observation((Message("system", RULES), Message("user", self._shown(board))), state_key=board)
 
     async def step(self, action: Message) -> Step:
         move = read_move(action.content)
@@ -93,7 +96,7 @@ class FrozenLake(Env):
         self.effective += effective
         cell = self.grid[self.player[0]][self.player[1]]
         board = self.render()
-        text = board if move else f"{INVALID}\n{board}"
+        text = self._shown(board) if move else f"{INVALID}\n{self._shown(board)}"
         return Step(
             Observation((Message("user", text),), state_key=board),
             reward=self.format_penalty if move is None else float(cell == "G"),
@@ -101,6 +104,10 @@ class FrozenLake(Env):
             truncated=cell not in "GO" and self.steps >= self.max_steps,
             info={"valid": float(move is not None), "effective": float(effective)},
         )
+
+    def _shown(self, board: str) -> str:
+        """The board as the agent sees it."""
+        return "\n".join(" ".join(row) for row in board.split("\n")) if self.spaced else board
 
     def _slide(self, move: str) -> Cell:
         names = list(MOVES)

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from arborl.algorithms.algorithm import Needs
 from arborl.config.run import LearnerConfig
 from arborl.learner.learner import Learner
+from arborl.learner.schedule import NONE, FirstSteps
 from arborl.learner.strategy import Strategy
 from arborl.learner.teacher import Teacher
 from arborl.models.scalar import Origin
@@ -31,6 +32,7 @@ class Blueprint:
     teacher: Callable[[], Teacher | None] = lambda: None
     deterministic: bool = False
     threads: int = 0
+    first: FirstSteps = NONE
 
     def build(
         self,
@@ -41,5 +43,6 @@ class Blueprint:
     ) -> Learner:
         """The learner of one process."""
         return Learner(
-            model, self.config, self.sampling, self.needs, self.total_steps, self.seed, origin, teacher, strategy
-        )
+            model, self.config, self.sampling, self.needs, self.total_steps, self.seed, origin, teacher, strategy,
+            self.first,
+        )  # fmt: skip

@@ -66,6 +66,7 @@ class Learner(Precompute):
         teacher: whom the policy is distilled from, where the algorithm needs one.
         strategy: how all of this lies in one or several processes. Where it takes weights apart, `model` is taken
             apart, and is of no more use to others.
+        first: updates before the schedule of the learning rate begins.
     """
 
     log: TermLog | None = None
@@ -82,6 +83,7 @@ class Learner(Precompute):
         origin: Origin | None = None,
         teacher: Teacher | None = None,
         strategy: Strategy | None = None,
+        first: schedule.FirstSteps = schedule.NONE,
     ):
         needs = needs or Needs()
         self.teacher = teacher
@@ -89,7 +91,7 @@ class Learner(Precompute):
         strategy.check(model)
         self.peers, self.place = strategy.peers, place_of(model)
         self.model, self.config, self.sampling = model, config, sampling
-        self.total_steps, self.seed = total_steps, seed
+        self.total_steps, self.seed, self.first = total_steps, seed, first
         adapted = has_lora(model)
         self.lr = config.lr or config.lr_scale * schedule.usual_rate(model.num_parameters()) * (10 if adapted else 1)
         if config.min_lr > self.lr:
@@ -136,7 +138,11 @@ class Learner(Precompute):
     @property
     def scale(self) -> float:
         """What the rates are multiplied by at the next step."""
-        return schedule.scale(self.config, self.done, self.total_steps * self.steps, self.config.min_lr / self.lr)
+        before = self.first.count * self.steps
+        if self.done < before:
+            return self.first.lr / self.lr
+        total = max(self.total_steps * self.steps - before, 0)
+        return schedule.scale(self.config, self.done - before, total, self.config.min_lr / self.lr)
 
     # -------------------------------------------------------------------------------------------- with gradient
 

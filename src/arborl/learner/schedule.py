@@ -7,8 +7,20 @@ and `linear` its `polynomial` of power 1.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from arborl.config.training import LearnerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class FirstSteps:
+    """Updates at the start of a run that have a constant learning rate of their own."""
+
+    count: int = 0
+    lr: float = 0.0
+
+
+NONE = FirstSteps()
 
 
 def warmup(config: LearnerConfig, total: int) -> int:

@@ -105,7 +105,7 @@ class GivenEpisodes:
     def said(self, prompt: Prompt, messages: Sequence[Message], message: Message, task: GivenTask) -> list[int]:
         """The ids of a message as the model would have sampled it behind the prompt, the end of the turn included."""
         renderer = self.renderer
-        shown = renderer.template.quoted([*messages, message], task.tools, False, renderer.quoting)
+        shown = renderer.render([*messages, message], task.tools, generation=False)
         if shown.starts_with(prompt.shown):
             rest = shown.after(len(prompt.text))
         elif message.tool_calls:

@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any, Protocol
 
@@ -239,6 +240,7 @@ class StreamPool:
 
 
 def call_rows(make: Callable[..., Iterable[Row]], seed: int) -> Iterator[Row]:
-    """The rows of a function, told the seed where it takes one."""
+    """The rows of a function, called with the seed where it takes one that its arguments do not give."""
     takes: Any = inspect.signature(make).parameters
-    return iter(make(seed=seed) if "seed" in takes else make())
+    given = isinstance(make, partial) and "seed" in make.keywords
+    return iter(make(seed=seed) if "seed" in takes and not given else make())

@@ -1,0 +1,220 @@
+"""Recipes of a real model, several seeds of each: training runs beside one another, and what they learned.
+
+    python benchmarks/real_model.py smollm2-frozen-lake smollm2-sums --seeds 0 1 2 --parallel 3 --out runs/real-model
+    python benchmarks/real_model.py smollm2-sums --minutes 9 --set trainer.steps=100
+    python benchmarks/real_model.py smollm2-sums --out runs/real-model --collect
+
+A recipe is a folder of `recipes/`, or `FOLDER/FILE` for another file than `run.yaml`. Each run is a process of its own;
+its folder is `OUT/RECIPE-SEED`, its console output `OUT/RECIPE-SEED.log`. Runs that have not ended after `--minutes`
+are stopped with SIGTERM: they write a checkpoint, and their last held-out evaluation counts. A folder that holds a
+stopped run is resumed. Prints one JSON line a run, and writes `OUT/curves.json` and `OUT/curves.png`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from arborl.track.jsonl import read_metrics
+from arborl.trainer.intervals import wilson
+
+ROOT = Path(__file__).parents[1]
+GRACE = 60.0
+"""Seconds that a stopped run has for its checkpoint before it is killed."""
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One training run."""
+
+    recipe: str
+    seed: int
+    out: Path
+
+    @property
+    def name(self) -> str:
+        return f"{self.recipe.replace('/', '-')}-{self.seed}"
+
+    @property
+    def folder(self) -> Path:
+        return self.out / self.name
+
+    @property
+    def file(self) -> Path:
+        """The recipe's configuration."""
+        path = ROOT / "recipes" / self.recipe
+        return path / "run.yaml" if path.is_dir() else path.with_suffix(".yaml")
+
+    def command(self, settings: Sequence[str]) -> list[str]:
+        """What trains, or goes on training where the folder holds a run."""
+        base = [sys.executable, "-m", "arborl", "train"]
+        if (self.folder / "config.yaml").exists():
+            return [*base, "--resume", "latest", f"output_dir={self.folder}", *settings]
+        return [*base, str(self.file), f"seed={self.seed}", f"output_dir={self.folder}", *settings]
+
+
+# ------------------------------------------------------------------------------------------------ training
+
+
+def train(job: Job, settings: Sequence[str], deadline: float) -> Row:
+    """Run one job until it ends or the deadline has passed; how it ended."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        return {"exit": None}
+    job.out.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    with (job.out / f"{job.name}.log").open("a") as log:
+        process = subprocess.Popen(job.command(settings), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        timer = threading.Timer(min(left, threading.TIMEOUT_MAX), process.send_signal, [signal.SIGTERM])
+        timer.start()
+        try:
+            process.wait(None if left > threading.TIMEOUT_MAX else left + GRACE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        finally:
+            timer.cancel()
+    return {"exit": process.returncode, "process_s": round(time.monotonic() - began, 1)}
+
+
+# ------------------------------------------------------------------------------------------------ results
+
+
+def collected(job: Job) -> Row:
+    """What a run's folder says of it."""
+    rows = list(read_metrics(job.folder / "metrics.jsonl")) if (job.folder / "metrics.jsonl").exists() else []
+    if not rows:
+        return {"recipe": job.recipe, "seed": job.seed, "error": "the run wrote no metrics"}
+    measured = [row for row in rows if "evaluation/success" in row]
+    imitated = max((row["step"] for row in rows if "sft/loss" in row and "reward/mean" not in row), default=0)
+    after_imitation = next((row for row in measured if imitated and row["step"] == imitated), None)
+    summary = job.folder / "summary.json"
+    return {
+        "recipe": job.recipe,
+        "seed": job.seed,
+        "steps": rows[-1]["step"],
+        "imitation_steps": imitated,
+        "ended": summary.exists(),
+        "train_s": round(sum(row.get("time/step", 0.0) for row in rows), 1),
+        "imitation_s": round(sum(row.get("time/step", 0.0) for row in rows if row["step"] <= imitated), 1),
+        "sampled_tokens": int(sum(row.get("engine/sampled", 0.0) for row in rows)),
+        "episodes": int(sum(row.get("episode/count", 0.0) for row in rows if "reward/mean" in row)),
+        "held_out": {
+            "before": held_out(job, measured[0]) if measured and measured[0]["step"] == 0 else None,
+            "after_imitation": held_out(job, after_imitation) if after_imitation else None,
+            "after": held_out(job, measured[-1]) if measured else None,
+        },
+    }
+
+
+def held_out(job: Job, row: Mapping[str, float]) -> Row:
+    """Success on held-out tasks at one step, with 95 % intervals; of several sources each; and how many used a tool."""
+    names = [name.removeprefix("evaluation/") for name in row if name.startswith("evaluation/")]
+    found: Row = {"step": int(row["step"]), "tasks": int(row["evaluation/tasks"])}
+    for name in names:
+        way, slash, source = name.partition("/")
+        if way in ("success", "greedy_success"):
+            ends = [row.get(f"evaluation/{way}_{end}{slash}{source}") for end in ("low", "high")]
+            found[name] = [None if value is None else round(value, 4) for value in (row[f"evaluation/{name}"], *ends)]
+    used = tool_use(job.folder / "episodes" / "evaluation" / f"step-{found['step']:06d}.jsonl")
+    return found | ({"tool_used": used} if used else {})
+
+
+def tool_use(file: Path) -> list[float] | None:
+    """The share of sampled held-out episodes with tools that called one, and its interval; None without tools."""
+    if not file.exists():
+        return None
+    with file.open(encoding="utf-8") as lines:
+        metrics = [json.loads(line)["metrics"] for line in lines]
+    used = [one.get("tool/used", 0.0) for one in metrics if one.get("tool/offered")]
+    return [round(value, 4) for value in (fmean(used), *wilson(fmean(used), len(used)))] if used else None
+
+
+def curve(job: Job) -> dict[str, list[list[float]]]:
+    """Success of training episodes and of held-out tasks by step."""
+    rows = list(read_metrics(job.folder / "metrics.jsonl"))
+    names = {
+        "training": "episode/success", "held_out": "evaluation/success", "held_out_greedy": "evaluation/greedy_success"
+    }  # fmt: skip
+    return {
+        short: [[row["step"], round(row[name], 4)] for row in rows if row.get(name) is not None]
+        for short, name in names.items()
+    }
+
+
+def draw(curves: Mapping[str, Mapping[str, dict[str, list[list[float]]]]], out: Path) -> None:
+    """One picture a recipe: the held-out success of each seed, and faintly that of its training episodes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    wide = min(len(curves), 3)
+    figure, axes = pyplot.subplots(-(-len(curves) // wide), wide, figsize=(5 * wide, 3.6 * -(-len(curves) // wide)),
+                                   squeeze=False, layout="constrained")  # fmt: skip
+    for axis in axes.flat[len(curves) :]:
+        axis.set_visible(False)
+    for axis, (recipe, seeds) in zip(axes.flat, curves.items(), strict=False):
+        for number, (seed, lines) in enumerate(seeds.items()):
+            colour = f"C{number}"
+            for name, style in (("training", {"alpha": 0.3, "lw": 0.8}), ("held_out", {"marker": "o", "ms": 3})):
+                if lines[name]:
+                    label = f"seed {seed}" if name == "held_out" else None
+                    axis.plot(*zip(*lines[name], strict=True), color=colour, label=label, **style)
+        axis.set(title=recipe, xlabel="step", ylabel="success", ylim=(-0.03, 1.03))
+        axis.grid(alpha=0.3)
+        axis.legend(loc="lower right", fontsize=8)
+    figure.savefig(out, dpi=120)
+    pyplot.close(figure)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipes", nargs="+", help="folders of recipes/")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--parallel", type=int, default=1, help="runs at once")
+    parser.add_argument("--out", type=Path, default=Path("runs/real-model"))
+    parser.add_argument("--minutes", type=float, help="runs are stopped after so many; further ones are not started")
+    parser.add_argument("--set", nargs="*", default=[], metavar="a.b=c", help="settings for all runs")
+    parser.add_argument("--collect", action="store_true", help="train nothing: read the folders that are there")
+    args = parser.parse_args()
+    out = args.out.resolve()
+    jobs = [Job(recipe, seed, out) for recipe in args.recipes for seed in args.seeds]
+    if missing := [str(job.file) for job in jobs if not job.file.exists()]:
+        parser.error(f"no such recipe: {missing[0]}")
+    deadline = float("inf") if args.minutes is None else time.monotonic() + 60 * args.minutes
+
+    def one(job: Job) -> Row:
+        ended = {} if args.collect else train(job, args.set, deadline)
+        row = collected(job) | ended
+        print(json.dumps(row), flush=True)
+        return row
+
+    with ThreadPoolExecutor(args.parallel) as pool:
+        rows = list(pool.map(one, jobs))
+    done = [job for job, row in zip(jobs, rows, strict=True) if "error" not in row]
+    curves: dict[str, dict[str, Any]] = {}
+    for job in done:
+        curves.setdefault(job.recipe, {})[str(job.seed)] = curve(job)
+    if curves:
+        (out / "curves.json").write_text(json.dumps({"runs": rows, "curves": curves}) + "\n")
+        draw(curves, out / "curves.png")
+    return int(any("error" in row or row.get("exit") not in (0, 143, -signal.SIGTERM, None) for row in rows))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    sys.exit(main())

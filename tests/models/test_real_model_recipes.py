@@ -1,0 +1,119 @@
+"""The recipes for SmolLM2: their files are understood, their demonstrations are right, and a small run of each ends."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from arborl.api import train
+from arborl.config.load import load
+from arborl.config.run import RunConfig
+from arborl.envs.answers import read_answer
+from arborl.envs.frozen_lake import read_move
+from arborl.seedling.rows import mixed_transcript_rows, transcript_rows
+from arborl.seedling.sum_transcripts import working
+from arborl.tools.library.calculator import calculator
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+FILES = sorted(str(file.relative_to(RECIPES)) for file in RECIPES.glob("smollm2-*/*.yaml"))
+SMALL = ("track.tensorboard=false", "track.gifs=0", "evaluation.tasks=4", "rollout.group_size=2", "trainer.steps=2",
+         "rollout.tasks_per_step=4")  # fmt: skip
+
+
+def needs(config: RunConfig) -> None:
+    sources = [config.env, *(source.env for source in config.data.sources.values() if source.env is not None)]
+    if any(env.name == "reasoning_gym" for env in sources):
+        pytest.importorskip("reasoning_gym")
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_recipe_is_understood_and_has_a_readme_that_names_its_command(file):
+    config = load(RECIPES / file)
+    assert config.model.name == "smollm2"
+    assert config.evaluation.tasks >= 48
+    assert f"arborl train recipes/{file}" in (RECIPES / file).with_name("README.md").read_text()
+    assert f"arborl train recipes/{file}" in (RECIPES / file).read_text()
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_small_run_of_a_recipe_with_the_embedded_model_ends(file, tmp_path):
+    shown = load(RECIPES / file).demonstrations
+    few = ["demonstrations.steps=1", "demonstrations.batch=2"] if shown.given else []
+    if shown.rows is not None:
+        parts = [part | {"count": 4} for part in shown.rows.args.get("parts", [])]
+        few.append(
+            f"demonstrations.rows.args={json.dumps({'parts': parts} if parts else shown.rows.args | {'count': 4})}"
+        )
+    own = ["model.lora.rank=0"] if "laptop" in file else []
+    config = load(RECIPES / file, ["model.name=seedling", *SMALL, *few, *own, f"output_dir={tmp_path / 'run'}"])
+    needs(config)
+    train(config, stub=True)
+    assert (tmp_path / "run" / "summary.json").exists()
+
+
+# ------------------------------------------------------------------------------------------------ demonstrations
+
+
+def sums(count: int) -> list[str]:
+    chance = random.Random(0)
+    made = []
+    for _ in range(count):
+        high, terms = 10 ** chance.randint(1, 4) - 1, chance.randint(2, 3)
+        signs = ["", *(f" {chance.choice('+-')} " for _ in range(terms - 1))]
+        made.append("".join(f"{sign}{chance.randint(0, high)}" for sign in signs))
+    return made
+
+
+def test_every_step_of_a_worked_sum_is_right():
+    for expression in sums(2000):
+        said = working(expression)
+        assert read_answer(said) == str(eval(expression))
+        for left, right in re.findall(r"([\d+-]+)=(-?\d+)", said):
+            assert eval(re.sub(r"\b0+(?=\d)", "", left)) == int(right), said
+        for line in said.splitlines()[:-1]:
+            first, *equal = line.partition(":")[0].split(" = ")
+            assert all(eval(first) == eval(other) for other in equal), said
+            assert f"So {eval(first)}." in line
+
+
+def test_worked_sums_ask_what_the_environment_asks_and_never_a_held_out_problem():
+    pytest.importorskip("reasoning_gym")
+    from arborl.envs.splits import split_of
+
+    rows = transcript_rows(40, 1, "worked_sums", None, {"min_terms": 2, "max_terms": 3})
+    for row in rows:
+        system, user, assistant = row["messages"]
+        assert "<answer>answer</answer>" in system["content"]
+        assert split_of(user["content"]) == "train"
+        expression = user["content"].partition(": ")[2].removesuffix(" =")
+        assert read_answer(assistant["content"]) == str(eval(expression))
+    assert rows == transcript_rows(40, 1, "worked_sums", None, {"min_terms": 2, "max_terms": 3})
+    assert {len(re.findall(r" [+-] ", row["messages"][1]["content"])) for row in rows} == {1, 2}
+
+
+def test_players_of_a_lake_move_in_every_message():
+    for row in transcript_rows(20, 0, "frozen_lake", 0.5, {"spaced": True}):
+        said = [message["content"] for message in row["messages"] if message["role"] == "assistant"]
+        assert said
+        assert all(read_move(text) for text in said)
+
+
+def test_calls_of_a_calculator_are_answered_as_the_tool_answers_them():
+    used = 0
+    for row in transcript_rows(60, 0, "calculator"):
+        calls = [call for message in row["messages"] for call in message.get("tool_calls", ())]
+        answers = [message["content"] for message in row["messages"] if message["role"] == "tool"]
+        arguments = [re.search(r'"expression": "([^"]+)"', call["function"]["arguments"]) for call in calls]
+        assert [str(calculator(found.group(1))) for found in arguments] == answers
+        used += bool(calls)
+    assert 20 < used < 50  # careless players: some guess
+
+
+def test_several_kinds_are_mixed_by_their_counts():
+    parts = [{"kind": "frozen_lake", "count": 3, "skill": 1.0}, {"kind": "calculator", "count": 2}]
+    rows = mixed_transcript_rows(parts, seed=5)
+    assert rows == [*transcript_rows(3, 5, "frozen_lake", 1.0), *transcript_rows(2, 5, "calculator")]
