@@ -12,7 +12,7 @@ from learner_fakes import forest_of, random_groups
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from arborl.learner import attention_choice, executor
-from arborl.learner.attention_choice import Ways, agrees, sample
+from arborl.learner.attention_choice import Ways, sample, why_wrong
 from arborl.learner.compiled_attention import compiled_fits
 from arborl.learner.executor import DENSE, EXECUTORS, Executor, Way, hidden
 from arborl.learner.packing import branches, split
@@ -54,7 +54,8 @@ def test_an_executor_that_differs_in_value_or_gradient_is_left_with_a_warning(mo
     monkeypatch.setitem(EXECUTORS, "blocks", Executor(wrong))
     choose = Ways(attention="blocks")
     assert choose(model, batch) == DENSE
-    assert "blocks attention is not used for LlamaForCausalLM: it differs" in caplog.text
+    assert "learner runs LlamaForCausalLM without tree kernels" in caplog.text
+    assert "as far off as rounding explains" in caplog.text
     caplog.clear()
     assert choose(model, batch) == DENSE
     assert not caplog.text  # said once
@@ -68,12 +69,12 @@ class Broken(DenseAttend):
 def test_one_that_breaks_is_left_and_the_warning_says_how(monkeypatch, caplog, model, batch):
     monkeypatch.setitem(EXECUTORS, "blocks", Executor(Broken))
     assert Ways(attention="blocks")(model, batch) == DENSE
-    assert "blocks attention is not used for LlamaForCausalLM: NotImplementedError: no such device" in caplog.text
+    assert "blocks attention: NotImplementedError: no such device" in caplog.text
 
 
 def test_one_that_agrees_is_used_and_not_checked_again(monkeypatch, model, batch):
     checked = []
-    monkeypatch.setattr(attention_choice, "agrees", lambda model, way: checked.append(way) or True)
+    monkeypatch.setattr(attention_choice, "why_wrong", lambda model, way: checked.append(way))
     choose = Ways(attention="blocks", recompute=True)
     assert [choose(model, batch), choose(model, batch)] == [Way("blocks", recompute=True)] * 2
     assert checked == [Way("blocks")]
@@ -82,14 +83,14 @@ def test_one_that_agrees_is_used_and_not_checked_again(monkeypatch, model, batch
 def test_kernels_that_fail_leave_blocks(monkeypatch, model, batch):
     monkeypatch.setattr(attention_choice, "cheapest", lambda batch, device: "kernel")
     monkeypatch.setitem(EXECUTORS, "kernel", Executor(DenseAttend))
-    monkeypatch.setattr(attention_choice, "agrees", lambda model, way: way.attend == "blocks")
+    monkeypatch.setattr(attention_choice, "why_wrong", lambda model, way: None if way.attend == "blocks" else "so")
     assert Ways()(model, batch) == Way("blocks")
 
 
 def test_layers_are_fused_where_they_can_be_and_plain_at_last(monkeypatch, model, batch):
     assert is_lean(model)
     monkeypatch.setattr(attention_choice, "fusing_fits", lambda model: True)
-    monkeypatch.setattr(attention_choice, "agrees", lambda model, way: tried.append(way))
+    monkeypatch.setattr(attention_choice, "why_wrong", lambda model, way: tried.append(way) or "so")
     tried = []
     assert Ways("blocks")(model, batch) == DENSE
     assert tried == [Way("blocks", fused=True), Way("blocks")]
@@ -97,7 +98,7 @@ def test_layers_are_fused_where_they_can_be_and_plain_at_last(monkeypatch, model
 
 def test_checking_leaves_gradients_and_the_random_state_alone(model):
     before = torch.get_rng_state()
-    assert agrees(model, Way("blocks"))
+    assert why_wrong(model, Way("blocks")) is None
     assert torch.equal(torch.get_rng_state(), before)
     assert all(p.grad is None for p in model.parameters())
 
@@ -133,11 +134,11 @@ def test_recomputation_gives_the_same_gradients_and_keeps_less(model, batch, kin
 
 
 def test_a_way_that_fails_with_gradients_may_still_be_gone_without(monkeypatch, model, batch):
-    def agreed(model, way):
-        return not (way.fused and torch.is_grad_enabled())
+    def why(model, way):
+        return "gradients" if way.fused and torch.is_grad_enabled() else None
 
     monkeypatch.setattr(attention_choice, "fusing_fits", lambda model: True)
-    monkeypatch.setattr(attention_choice, "agrees", agreed)
+    monkeypatch.setattr(attention_choice, "why_wrong", why)
     chosen = Ways(attention="blocks")
     assert chosen(model, batch) == Way("blocks")
     with torch.no_grad():
@@ -147,7 +148,7 @@ def test_a_way_that_fails_with_gradients_may_still_be_gone_without(monkeypatch, 
 def test_a_way_is_checked_where_no_matrix_is_trained(model):
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.ndim == 1)
-    assert agrees(model, Way("blocks"))
+    assert why_wrong(model, Way("blocks")) is None
 
 
 def test_a_model_that_is_left_to_the_library_lets_go_of_joined_weights(model):
