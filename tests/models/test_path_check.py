@@ -1,4 +1,4 @@
-"""A fast path is accepted for every kind of weights in every precision, and rejected as soon as it computes anything else."""
+"""A fast path is accepted for all weights in every precision, and rejected once it computes anything else."""
 
 from __future__ import annotations
 

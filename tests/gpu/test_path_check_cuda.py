@@ -1,0 +1,126 @@
+"""On a GPU, kernels are accepted for all weights in every precision, and rejected once they compute anything else."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "models"))
+from test_path_check import CONTEXT, DTYPES, KINDS, flipped_rotation, model_of, shifted_position, smollm2
+
+from arborl.engines import kernels
+from arborl.engines.executor_check import why_layers_are_wrong
+from arborl.engines.local import LocalEngine
+from arborl.learner import tree_kernels
+from arborl.learner.attention_choice import why_wrong
+from arborl.learner.executor import Way
+from arborl.models.fallbacks import fallbacks
+
+pytestmark = pytest.mark.gpu
+
+
+def engine_check(model) -> str | None:
+    from arborl.engines.cuda_graphs import GraphExecutor
+
+    return why_layers_are_wrong(GraphExecutor(model, 8, 32, CONTEXT, 16), CONTEXT)
+
+
+def learner_check(model) -> str | None:
+    ways = (Way("kernel"), Way("kernel", fused=True))
+    return next((why for way in ways if (why := why_wrong(model, way)) is not None), None)
+
+
+CHECKS = (engine_check, learner_check)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weights", ["random", "outliers"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_right_kernels_are_accepted(device, kind, weights, dtype, check):
+    assert check(model_of(kind, dtype, weights).to(device)) is None
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_smollm2_runs_on_all_fast_paths(device, dtype, adapters):
+    model = smollm2(dtype, adapters).to(device)
+    LocalEngine(model, 512, 64)
+    assert fallbacks(model, "engine") == 0
+    assert learner_check(model) is None
+
+
+def wrong_scale(patch):
+    for name in ("decode", "read"):
+        real = getattr(kernels, name)
+        patch.setattr(kernels, name, lambda *given, real=real: real(*given[:-1], 1.25 * given[-1]))
+
+
+def swapped_heads(patch):
+    real = kernels.rotate_store
+    patch.setattr(kernels, "rotate_store", lambda *given: real(*given)[:, [2, 1, 0, 3]].contiguous())
+
+
+def missing_norm(patch):
+    patch.setattr(kernels, "add_norm", lambda x, y, weight, eps: (x.add_(y), x * weight))
+
+
+def wrong_mask(patch):
+    """A token does not see itself."""
+    real = kernels.decode
+    patch.setattr(kernels, "decode", lambda *given: real(*given[:5], given[5] - 1, *given[6:]))
+
+
+def dropped_bias(patch):
+    from arborl.models import joined
+
+    patch.setattr(joined.Joined, "__call__", lambda self, x: torch.nn.functional.linear(x, self.weight))
+
+
+DEFECTS = (flipped_rotation, shifted_position, wrong_scale, swapped_heads, missing_norm, wrong_mask, dropped_bias)
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weights", ["random", "outliers"])
+def test_wrong_sampling_kernels_are_rejected(device, weights, dtype, defect, monkeypatch):
+    model = model_of("qwen2", dtype, weights).to(device)
+    defect(monkeypatch)
+    assert engine_check(model) is not None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("wrong", ["scale", "heads", "mask", "gradient"])
+def test_wrong_tree_kernels_are_rejected(device, wrong, dtype, monkeypatch):
+    model = model_of("llama", dtype).to(device)
+    forward, backward = tree_kernels.forward, tree_kernels.backward
+
+    def bent(q, k, v, plan, scale, *rest):
+        if wrong == "scale":
+            scale = 1.25 * scale
+        if wrong == "heads":
+            q = q[:, [2, 1, 0, 3]].contiguous()
+        return forward(q, k, v, plan, scale, *rest)
+
+    def other_gradient(*given):
+        to_q, to_k, to_v = backward(*given)
+        return to_q, to_k, 0.5 * to_v
+
+    if wrong == "gradient":
+        monkeypatch.setattr(tree_kernels, "backward", other_gradient)
+    elif wrong == "mask":
+        from arborl.learner.kernel_attention import KernelAttend
+
+        real = KernelAttend.__init__
+
+        def ahead(self, batch, device):
+            real(self, dataclasses.replace(batch, end=batch.end.clip(max=len(batch.end) - 1)), device)
+
+        monkeypatch.setattr(KernelAttend, "__init__", ahead)
+    else:
+        monkeypatch.setattr(tree_kernels, "forward", bent)
+    assert why_wrong(model, Way("kernel")) is not None
