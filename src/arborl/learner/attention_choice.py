@@ -126,10 +126,10 @@ def _why_head_is_wrong(model: PreTrainedModel, tokens: list[int], positions: lis
     def numbers(run: Callable[[Tensor], tuple[Tensor, Tensor]], dtype: torch.dtype) -> Outputs:
         given = logit_NV.to(dtype).requires_grad_(graded)
         logprob_N, entropy_N = run(given)
-        found = {"log-probability": logprob_N.detach()[:, None], "entropy": entropy_N.detach()[:, None]}
+        found = {"log-probabilities": logprob_N.detach()[None], "entropies": entropy_N.detach()[None]}
         if graded:
             weight = torch.linspace(-1, 1, len(logprob_N), device=given.device)
-            found["gradient of logits"] = torch.autograd.grad((logprob_N * weight).sum(), given)[0]
+            found["gradients of logits"] = torch.autograd.grad((logprob_N * weight).sum(), given)[0]
         return found
 
     def plain(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,7 +142,7 @@ def _why_head_is_wrong(model: PreTrainedModel, tokens: list[int], positions: lis
         lambda logits: fused_logprobs(logits, target_N, torch.ones(len(target_N), device=logits.device)), dtype
     )
     ratio, name = excess(found, numbers(plain, dtype), exact, dtype, norm_error)
-    return None if ratio <= 1.0 else f"{name} is {ratio:.1f} times as far off as rounding explains"
+    return None if ratio <= 1.0 else f"{name} are {ratio:.1f} times as far off as rounding explains"
 
 
 def sample(model: PreTrainedModel, chain: bool, size: int) -> MicroBatch:
