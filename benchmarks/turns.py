@@ -204,7 +204,9 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=512, help="of several turns, played at once")
     parser.add_argument("--rows", type=int, default=1024, help="episodes of one turn, played at once")
     parser.add_argument("--group", type=int, default=16, help="episodes of one task")
-    parser.add_argument("--episode-turns", type=int, nargs="+", default=[2, 4, 6, 8], help="turns of an episode, by batch")
+    parser.add_argument(
+        "--episode-turns", type=int, nargs="+", default=[2, 4, 6, 8], help="turns of an episode, by batch"
+    )
     parser.add_argument("--requests", type=int, default=1024, help="requests that the engine samples at once")
     parser.add_argument("--concurrency", default="auto", help="rollout.concurrency")
     parser.add_argument("--repeats", type=int, default=3, help="batches of which the quickest counts")

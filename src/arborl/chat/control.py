@@ -105,7 +105,7 @@ def joined(parts: Sequence[Rendered]) -> Rendered:
     """One text of several."""
     if len(parts) == 1:
         return parts[0]
-    if not any([part.quoted for part in parts]):
+    if not any(part.quoted for part in parts):
         return Rendered("".join([part.text for part in parts]))
     ends = accumulate(len(part.text) for part in parts)
     quoted = (end - len(part.text) + place for end, part in zip(ends, parts, strict=True) for place in part.quoted)

@@ -74,7 +74,7 @@ class Growing:
             return Joined([renderer.render(messages, tools)])
         said = tuple(renderer.adapted(messages, tools))
         calls = None
-        if any([one.tool_calls and not one.sampled for one in said]):
+        if any(one.tool_calls and not one.sampled for one in said):
             calls = tuple([repr(one.tool_calls) if one.tool_calls and not one.sampled else "" for one in said])
         talk, common = self._nearest(template, said, calls)
         shown = [*talk.messages[:common], *map(renderer.quoting.message, said[common:])]

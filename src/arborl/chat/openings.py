@@ -58,7 +58,7 @@ class Openings:
 
     def find(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Opening | None:
         """The opening with these messages. Calls that were written by hand may change, so they are rendered anew."""
-        if any([message.tool_calls for message in messages]):
+        if any(message.tool_calls for message in messages):
             return None
         if sum([len(message.content) for message in messages]) > SHORT:
             return None

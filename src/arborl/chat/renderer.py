@@ -107,7 +107,7 @@ class Renderer:
             return messages
         if tools:
             _tell()
-        if shown.calls or not any([message.tool_calls and not message.sampled for message in messages]):
+        if shown.calls or not any(message.tool_calls and not message.sampled for message in messages):
             return messages
         return [spelt_out(message, self.parser) for message in messages]
 

@@ -39,9 +39,7 @@ def faults_of_observation(where: str, observation: Any) -> list[str]:
         elif not isinstance(message.content, str):
             found.append(f"{where} returned a message whose content is {show(message.content)}: return a str.")
         elif message.role not in ROLES:
-            found.append(
-                f"{where} returned a message of role {message.role!r}: return one of {', '.join(ROLES)}."
-            )
+            found.append(f"{where} returned a message of role {message.role!r}: return one of {', '.join(ROLES)}.")
     return found
 
 

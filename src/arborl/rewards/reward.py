@@ -168,7 +168,7 @@ class Rewards:
     @property
     def plain(self) -> bool:
         """Whether all answer at once, so that nothing is gained by asking them at the same time."""
-        return all([isinstance(one, RewardFunction) and one.plain for _, one, _ in self.asked])
+        return all(isinstance(one, RewardFunction) and one.plain for _, one, _ in self.asked)
 
     def metrics(self) -> Metrics:
         """Of where they are computed, since the last call; nothing of what is computed here."""

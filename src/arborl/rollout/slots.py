@@ -34,9 +34,7 @@ class Slots:
             await play()
     """
 
-    def __init__(
-        self, limit: int | None, crowded: Callable[[], bool], first: int = FIRST, most: float = math.inf
-    ):
+    def __init__(self, limit: int | None, crowded: Callable[[], bool], first: int = FIRST, most: float = math.inf):
         self.follows, self.limit = limit is None, float(limit or first)
         self.crowded, self.most = crowded, most
         self.inside, self.shrunk = 0, 0.0
