@@ -23,7 +23,6 @@ import numpy as np
 
 from arborl.agents.chat import ChatAgent
 from arborl.algorithms import make_algorithm
-from arborl.build import replies
 from arborl.chat import Renderer
 from arborl.config.algorithm import AlgorithmConfig
 from arborl.engines.scripted import ScriptedEngine
@@ -37,6 +36,7 @@ from arborl.rollout.tree import plant
 from arborl.rollout.workers import Workers
 from arborl.seeds import generator
 from arborl.types import Group, Message, Sampling, Task
+from arborl.workshop import replies
 
 MOVES = [f"<answer>{move}</answer>" for move in ("Left", "Down", "Right", "Up")]
 

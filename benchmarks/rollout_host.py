@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import cProfile
+import gc
 import pstats
 import tempfile
 import time
@@ -185,6 +186,7 @@ def best_of(args: argparse.Namespace, rollout: Rollout, rewards: Rewards, tasks:
     """The quickest of several batches, after one that is not counted."""
 
     async def all_of_them() -> list[Timed]:
+        gc.freeze()  # as `Trainer.fit` does
         return [await played(rollout, rewards, tasks, args.group, seed) for seed in range(args.repeats + 1)]
 
     return min(asyncio.run(all_of_them())[1:], key=lambda one: one.host)

@@ -87,7 +87,7 @@ class Tokens(Sequence[int]):
                 line.extend(ids)
                 return Tokens._of(line, line.size)
             there = line.ids[self._size : min(self._size + len(ids), line.size)]
-            if np.array_equal(there, ids[: len(there)]):
+            if there.tobytes() == ids[: len(there)].tobytes():
                 line.extend(ids[len(there) :])
                 return Tokens._of(line, self._size + len(ids))
         return Tokens._of(_Line(np.concatenate([self.array, ids])), self._size + len(ids))

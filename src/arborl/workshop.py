@@ -32,6 +32,7 @@ from arborl.rollout.part_maker import PartMaker, agent_maker, env_maker
 from arborl.rollout.recorder import Limits
 from arborl.rollout.replay import Recording, Replay
 from arborl.rollout.runner import Cast, Rollout
+from arborl.rollout.slots import FIRST
 from arborl.rollout.workers import Workers
 from arborl.sandbox import Found
 from arborl.tools import TOOLS, AnyTool
@@ -250,6 +251,8 @@ class Workshop:
         training = Manner(asked.redundancy, asked.group_seconds, keep, rewards.judge, rewards.score)
         tape = Replay(asked.replay) if asked.replay else Recording(asked.record) if asked.record else None
         concurrency = None if asked.concurrency == "auto" else asked.concurrency
+        if concurrency is None and self.config.deterministic:
+            concurrency = FIRST  # what follows the engine depends on time, and so would the metrics
         rivals = self.config.track.rivals
         return Rollout(
             engine, given.renderer, cast, sampling, limits, concurrency, workers, training, tape, given, rivals

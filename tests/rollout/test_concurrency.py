@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from arborl.agents.chat import ChatAgent
+from arborl.build import build
 from arborl.chat import Renderer
 from arborl.config.load import load
 from arborl.engines.local import LocalEngine
@@ -150,3 +151,9 @@ def test_auto_is_the_default_and_a_gpu_takes_more_requests_at_once():
     assert config.rollout.concurrency == "auto"
     assert (config.engine.requests("cpu"), config.engine.requests("cuda")) == (256, 1024)
     assert load(None, ["engine.max_requests=8"]).engine.requests("cuda") == 8
+
+
+def test_auto_is_a_fixed_number_in_deterministic_mode():
+    """What follows the engine depends on time: metrics of two equal runs would differ."""
+    rollout = build(load(None, ["deterministic=true", "rollout.concurrency=auto"])).rollout
+    assert rollout.concurrency == module.FIRST

@@ -1,4 +1,4 @@
-"""What is known of an agent or an environment is worked out once per run; each episode still has its own objects."""
+"""What is known of an agent or an environment is worked out once per run; each episode has objects of its own."""
 
 from __future__ import annotations
 

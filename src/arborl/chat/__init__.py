@@ -10,6 +10,7 @@ In reading order:
     control.py       Control tokens belong to the template: what looks like one in a message is text, and stays text
     growing.py       Rendering a conversation that has grown: what a template wrote for its earlier messages is kept
     rounds.py        A template's loops, round by round
+    openings.py      First prompts of episodes: those of a group are rendered and tokenised once
     conversation.py  The token bookkeeping of one episode
     messages.py      Messages in OpenAI's shape
     fit.py           Whether messages can fit a context at all, told before they are tokenised

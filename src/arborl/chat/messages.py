@@ -22,9 +22,12 @@ def read_messages(given: Any, where: str) -> tuple[Message, ...]:
     """
     if isinstance(given, str | bytes | Mapping | Message) or not hasattr(given, "__iter__"):
         raise ValueError(f"{where}: {type(given).__name__}, not a list of messages. Write [{EXAMPLE}].")
+    messages = tuple(given)
+    if all(type(one) is Message and type(one.content) is str and one.role in ROLES for one in messages):
+        return messages
     return tuple(
         one if isinstance(one, Message) and _is_sound(one) else read_message(one, f"{where}[{index}]")
-        for index, one in enumerate(given)
+        for index, one in enumerate(messages)
     )
 
 

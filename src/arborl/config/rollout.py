@@ -159,7 +159,7 @@ class RolloutConfig(Config):
     concurrency: Concurrency = "auto"
     """Episodes in flight. `auto` follows the engine: it begins with as many as the engine can serve (128 where that is
     not known, or where environments run in threads or processes), more while there is room, fewer while requests wait
-    for some. With `workers=process` it stays at 128 or less."""
+    for some. With `workers=process` it stays at 128 or less; with `deterministic` it is 128."""
     workers: Literal["auto", "thread", "process", "none"] = "auto"
     """Where environments run. `auto`: those that say `blocking = False`, as ours do, in the event loop, the others in
     threads. `thread`, `process`: all of them; `none`: all in the event loop."""

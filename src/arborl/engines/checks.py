@@ -80,6 +80,8 @@ def _check_stops(sampling: Sampling) -> None:
 
 def _is_whole(value: Any) -> bool:
     """A whole number of any kind and size; what is true or false is none."""
+    if type(value) is int:
+        return True
     if isinstance(value, bool | np.bool_):
         return False
     try:
@@ -91,6 +93,8 @@ def _is_whole(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     """A finite number of any kind."""
+    if type(value) is float:
+        return math.isfinite(value)
     if isinstance(value, bool | np.bool_ | str | bytes):
         return False
     try:

@@ -32,10 +32,17 @@ class Engine(Protocol):
 
     One that also has a property `crowded` says with it that requests wait which it has no room for: no further
     episodes are begun while that is so. One that has a property `capacity` says how many requests it can serve at
+<<<<<<< HEAD
     once: so many episodes are begun together. One that has a method `warm` is told with it, before a run's first
     step, how tokens will be drawn (a `Sampling`), and makes what it needs for that. One whose `proves_weights` is
     true compares its copy with the learner's at every `load`, and raises. One whose `chat` is not None is given
     messages instead of tokens, and can be measured only.
+=======
+    once: so many episodes are begun together. One that has a method `warm` is told with it, before a run's first step,
+    how tokens will be drawn (a `Sampling`), and makes what it needs for that. One whose `proves_weights` is true
+    compares its copy with the learner's at every `load`, and raises. One whose `chat` is not None is given messages
+    instead of tokens, and can be measured only.
+>>>>>>> host
 
     One that has `hold` and `release` samples nothing between them: requests wait, new ones too, and go on afterwards.
     Only those of the session `PROBE` are answered, once new weights are loaded. It is held while it is given weights;

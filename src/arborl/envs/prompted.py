@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +69,7 @@ class PromptedEnv(PassingEnv):
         self.env, self.prompt, self.system, self.sizes = awaited(env), prompt, system, sizes
         self.blocking = blocks(env)
         self.pattern = re.compile(prompt.action_pattern, re.DOTALL) if prompt.action_pattern is not None else None
-        self.places = {*places(prompt.observation or ""), *places(prompt.system or "")}
+        self.places = _places(prompt.observation or "", prompt.system or "")
         self.tagged = bool(word_of(env, "tagged", False))
         self.turns = self.matched = 0
         self.rules = ""
@@ -181,6 +182,12 @@ class PromptedEnv(PassingEnv):
     def restore(self, snapshot: Any) -> None:
         inner, self.turns, self.matched, self.rules = snapshot
         self.env.restore(inner)
+
+
+@lru_cache(maxsize=256)
+def _places(*templates: str) -> frozenset[str]:
+    """The names in braces of all of them."""
+    return frozenset(name for template in templates for name in places(template))
 
 
 def written(pattern: re.Pattern[str], action: str) -> str:

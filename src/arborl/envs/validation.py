@@ -16,6 +16,7 @@ from arborl.types import Message, Role
 
 NUMBERS, TRUTHS = (int, float, np.number, np.bool_), (bool, np.bool_)
 """NumPy's own count as well: environments compute with it."""
+ROLES = get_args(Role)
 GYMNASIUM = 5
 """Gymnasium's `step` returns a tuple of this length."""
 
@@ -37,10 +38,8 @@ def faults_of_observation(where: str, observation: Any) -> list[str]:
             found.append(f"{where} returned {show(message)} among messages: return Message(role, content).")
         elif not isinstance(message.content, str):
             found.append(f"{where} returned a message whose content is {show(message.content)}: return a str.")
-        elif message.role not in get_args(Role):
-            found.append(
-                f"{where} returned a message of role {message.role!r}: return one of {', '.join(get_args(Role))}."
-            )
+        elif message.role not in ROLES:
+            found.append(f"{where} returned a message of role {message.role!r}: return one of {', '.join(ROLES)}.")
     return found
 
 

@@ -5,6 +5,7 @@ Never computes rewards or gradients.
 In reading order:
 
     runner.py        Episodes are played concurrently
+    part_maker.py    Makers of the agents and environments of a run
     groups.py        Groups: which episodes are played for a batch, which of them count, and which groups are kept
     pipeline.py      Groups are played ahead of the updates that train on them, within a bound on how old a token may be
     filters.py       Which groups are worth training on: functions of a scored group

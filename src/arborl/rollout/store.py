@@ -12,7 +12,6 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -161,8 +160,8 @@ def _calls_to(calls: Sequence[Call]) -> list[dict[str, Any]]:
             | {
                 "turn": call.turn,
                 "prompt": [best, repeated, list(prompt[repeated:])],
-                "tokens": [int(token) for token in call.completion.tokens],
-                "logprobs": [float(logprob) for logprob in call.completion.logprobs],
+                "tokens": list(map(int, call.completion.tokens)),
+                "logprobs": list(map(float, call.completion.logprobs)),
                 "finish": call.completion.finish.value,
                 "version": call.completion.version,
                 "seconds": call.completion.seconds,
@@ -227,8 +226,10 @@ def _spoken_from(
 
 def _alike(one: Sequence[Message], other: Sequence[Message]) -> int:
     """Length of the common beginning. The messages of one conversation are mostly the very same objects."""
-    pairs = zip(one, other, strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1] or pair[0] == pair[1], pairs))
+    size = min(len(one), len(other))
+    if one[:size] == other[:size]:
+        return size
+    return next((at for at in range(size) if one[at] != other[at]), size)
 
 
 # ------------------------------------------------------------------------------------------------ the rest
