@@ -66,7 +66,7 @@ def make_run(folder: Path, **settings: Any) -> Path:
 BAD: dict[str, tuple[list[str], str]] = {
     "missing file": (["train", "rnu.yaml"], "rnu.yaml: no such file. Near it: run.yaml."),
     "yaml syntax": (["train", "bad.yaml"], "bad.yaml: line 2, column 5: not valid YAML"),
-    "unknown key": (["train", "lr=1"], "lr: unknown key. Did you mean 'learner.lr' or 'demonstrations.lr'?"),
+    "unknown key": (["train", "lr=1"], "lr: unknown key. Did you mean 'learner.lr'?"),
     "unknown key in a file": (["train", "typo.yaml"], "learner.lrr: unknown key. Did you mean 'learner.lr'?"),
     "wrong type": (["train", "run.yaml", "trainer.steps=many"], "trainer.steps: must be a whole number >= 1"),
     "out of range": (["train", "learner.lr=-1"], "learner.lr: must be a number > 0, given -1."),
@@ -268,7 +268,7 @@ def test_help_and_print_load_nothing_heavy() -> None:
 def test_python_dash_m_is_the_same_program(here: Path) -> None:
     ran = subprocess.run([sys.executable, "-m", "arborl", "train", "lr=1"], capture_output=True, text=True)
     assert (ran.returncode, ran.stdout) == (2, "")
-    assert ran.stderr == "arborl: lr: unknown key. Did you mean 'learner.lr' or 'demonstrations.lr'?\n"
+    assert ran.stderr == "arborl: lr: unknown key. Did you mean 'learner.lr'?\n"
 
 
 def test_parts_in_a_module_of_the_current_folder_are_found_by_every_verb(here: Path) -> None:

@@ -36,7 +36,7 @@ def test_a_bare_string_is_short_for_a_sections_name_or_path() -> None:
 @pytest.mark.parametrize(
     ("data", "line"),
     [
-        ({"lr": 1}, "lr: unknown key. Did you mean 'learner.lr' or 'demonstrations.lr'?"),
+        ({"lr": 1}, "lr: unknown key. Did you mean 'learner.lr'?"),
         ({"learner": {"lrr": 1}}, "learner.lrr: unknown key. Did you mean 'learner.lr'?"),
         (
             {"learner": {"steps": 1}},

@@ -182,7 +182,7 @@ def test_a_key_for_hydra_is_not_silently_ignored(folder: Path) -> None:
         ("name=???", "name: has no value yet (???). Write name=VALUE."),
         ("name=${nope}", "name: Interpolation key 'nope' not found. Set that key as well."),
         ("env@there=x", "'env@there=x': no folder 'env' of YAML files is beside the configuration file."),
-        ("lr=1", "lr: unknown key. Did you mean 'learner.lr' or 'demonstrations.lr'?"),
+        ("lr=1", "lr: unknown key. Did you mean 'learner.lr'?"),
     ],
 )  # fmt: skip
 def test_a_malformed_override_says_what_to_write(override: str, line: str) -> None:
@@ -230,7 +230,7 @@ def test_keywords_leave_the_callers_dicts_alone() -> None:
 @pytest.mark.parametrize(
     ("keywords", "line"),
     [
-        ({"lr": 1}, "lr: unknown key. Did you mean 'learner.lr' or 'demonstrations.lr'?"),
+        ({"lr": 1}, "lr: unknown key. Did you mean 'learner.lr'?"),
         ({"step": 3}, "step: unknown key. Did you mean 'trainer.steps'?"),
         ({"steps": 3, "trainer": {"steps": 4}}, "trainer.steps: given twice, as 3 and 4. Keep one."),
         ({"env": 3, "env.args": {"a": 1}}, "env: given twice, as 3 and with args."),

@@ -129,7 +129,7 @@ def test_trials_are_measured_at_the_same_numbers_of_episodes() -> None:
     [
         ({"learner.lrr": "log:1e-5:1e-2"}, "learner.lrr: unknown key. Did you mean 'learner.lr'?"),
         ({"learner.learning_rate": "log:1e-5:1"}, "learner.learning_rate: unknown key. Did you mean 'learner.lr'?"),
-        ({"lr": "log:1e-5:1e-2"}, "lr: unknown key. Did you mean 'learner.lr' or 'demonstrations.lr'?"),
+        ({"lr": "log:1e-5:1e-2"}, "lr: unknown key. Did you mean 'learner.lr'?"),
         ({"learner.lr": "uniform:-1:1"}, "learner.lr: must be a number > 0, given -1.0."),
         ({"sampling.top_p": "uniform:0.5:1.5"}, "sampling.top_p: must be a number > 0 and <= 1, given 1.5."),
         ({"rollout.group_size": "uniform:4:8.5"}, "rollout.group_size: must be a whole number"),
