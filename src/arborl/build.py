@@ -206,7 +206,7 @@ def _blueprint(
         teacher=partial(teacher_of, config, folder),
         deterministic=config.deterministic,
         threads=config.threads,
-        first=NONE if shown.lr is None else FirstSteps(shown.steps, shown.lr),
+        first=NONE if shown.imitation_lr is None else FirstSteps(shown.steps, shown.imitation_lr),
     )  # fmt: skip
 
 

@@ -65,6 +65,26 @@ def test_a_step_is_measured_beside_trls_on_replies_of_equal_length(case, lora):
 
 
 @pytest.mark.slow
+def test_recipes_are_trained_beside_one_another_and_what_they_learned_is_collected(tmp_path):
+    command = [sys.executable, FOLDER / "real_model.py", "smollm2-calculator", "--seeds", "0", "1", "--parallel", "2",
+               "--out", tmp_path]  # fmt: skip
+    small = ["model.name=seedling", "trainer.steps=2", "evaluation.tasks=4", "rollout.tasks_per_step=2",
+             "rollout.group_size=2", "track.gifs=0", "demonstrations.steps=1", "demonstrations.batch=2",
+             "demonstrations.rows.args.count=8", "threads=1"]  # fmt: skip
+    for more in (["--set", *small], ["--collect"]):
+        done = subprocess.run([*command, *more], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        rows = [json.loads(line) for line in done.stdout.splitlines()]
+        assert [row["seed"] for row in sorted(rows, key=lambda row: row["seed"])] == [0, 1]
+        for row in rows:
+            assert (row["steps"], row["imitation_steps"], row["episodes"], row["ended"]) == (2, 1, 4, True)
+            assert [row["held_out"][when]["step"] for when in ("before", "after_imitation", "after")] == [0, 1, 2]
+            assert all(len(row["held_out"]["after"][name]) == 3 for name in ("success", "greedy_success", "tool_used"))
+    assert set(json.loads((tmp_path / "curves.json").read_text())["curves"]["smollm2-calculator"]) == {"0", "1"}
+    assert (tmp_path / "curves.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
 def test_streams_of_a_server_are_measured():
     (row,) = measured("serve.py", "--clients", "6", "--tokens", "4", "--sides", "arborl")
     assert (row["whole"], row["others"]) == (6, {})

@@ -257,3 +257,16 @@ def test_an_algorithm_for_an_unknown_source_is_refused(files):
     with pytest.raises(ConfigError, match=r"algorithm\.by_source\.sum: no such source\. Did you mean 'sums'\?"):
         from_kwargs(**settings(files), algorithm={"by_source": {"sum": "rloo"}})
     assert isinstance(build(from_kwargs(**settings(files), algorithm={"by_source": {"sums": "rloo"}})).source, Mixture)
+
+
+def test_a_seed_among_the_arguments_of_a_function_of_rows_counts_and_not_the_runs():
+    from functools import partial
+
+    from arborl.data.mixing.streams import call_rows
+
+    def rows(seed: int, count: int = 1):
+        return [{"question": str(seed)}] * count
+
+    assert list(call_rows(rows, 7)) == [{"question": "7"}]
+    assert list(call_rows(partial(rows, count=2), 7)) == [{"question": "7"}] * 2
+    assert list(call_rows(partial(rows, seed=3), 7)) == [{"question": "3"}]

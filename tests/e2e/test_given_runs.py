@@ -140,7 +140,7 @@ def test_demonstrations_come_first_then_beside_and_both_phases_go_on_exactly(fil
 
 def test_demonstrations_may_come_from_a_function_and_have_a_learning_rate_of_their_own(tmp_path):
     asked = "demonstrations.rows={name: 'arborl.seedling.rows:transcript_rows', args: {kind: frozen_lake, count: 12}}"
-    own = [asked, "demonstrations.rows.args.skill=0.5", "demonstrations.lr=3e-3", "learner.lr=1e-4"]
+    own = [asked, "demonstrations.rows.args.skill=0.5", "demonstrations.imitation_lr=3e-3", "learner.lr=1e-4"]
     train(load(None, [*DEMONSTRATED, *own, f"output_dir={tmp_path / 'run'}"]))
     steps = [row for row in settled(tmp_path / "run") if "policy/loss" in row]
     assert [row["learner/lr"] for row in steps] == pytest.approx([3e-3, 3e-3, 1e-4, 5e-5])
@@ -151,7 +151,7 @@ def test_demonstrations_may_come_from_a_function_and_have_a_learning_rate_of_the
     ("words", "says"),
     [
         (["demonstrations={path: FILE, rows: a:b, steps: 3}"], "transcripts come from one of them"),
-        (["demonstrations={path: FILE, weight: 0.1, lr: 1e-3}"], "Write steps=20 too"),
+        (["demonstrations={path: FILE, weight: 0.1, imitation_lr: 1e-3}"], "Write steps=20 too"),
         (["algorithm=sft", "data.path=FILE", "rollout.group_size=4"], "rollout.group_size: with given rows nothing"),
         (["algorithm=sft", "data.path=FILE", "engine=local"], "engine=local: with given rows nothing is sampled"),
         (["algorithm=sft", "data.path=FILE", "tools=[calculator]"], "tools: with given rows nothing is sampled"),

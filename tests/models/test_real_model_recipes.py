@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from pathlib import Path
@@ -20,7 +19,7 @@ from arborl.tools.library.calculator import calculator
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 FILES = sorted(str(file.relative_to(RECIPES)) for file in RECIPES.glob("smollm2-*/*.yaml"))
-SMALL = ("track.tensorboard=false", "track.gifs=0", "evaluation.tasks=4", "rollout.group_size=2", "trainer.steps=2",
+SMALL = ("track.tensorboard=false", "track.gifs=0", "evaluation.tasks=4", "rollout.group_size=2", "trainer.steps=200",
          "rollout.tasks_per_step=4")  # fmt: skip
 
 
@@ -41,18 +40,20 @@ def test_a_recipe_is_understood_and_has_a_readme_that_names_its_command(file):
 
 @pytest.mark.parametrize("file", FILES)
 def test_a_small_run_of_a_recipe_with_the_embedded_model_ends(file, tmp_path):
-    shown = load(RECIPES / file).demonstrations
-    few = ["demonstrations.steps=1", "demonstrations.batch=2"] if shown.given else []
-    if shown.rows is not None:
-        parts = [part | {"count": 4} for part in shown.rows.args.get("parts", [])]
-        few.append(
-            f"demonstrations.rows.args={json.dumps({'parts': parts} if parts else shown.rows.args | {'count': 4})}"
-        )
-    own = ["model.lora.rank=0"] if "laptop" in file else []
-    config = load(RECIPES / file, ["model.name=seedling", *SMALL, *few, *own, f"output_dir={tmp_path / 'run'}"])
+    few = ["model.name=seedling", *SMALL, *(["model.lora.rank=0"] if "laptop" in file else [])]
+    config = load(RECIPES / file, [*few, f"output_dir={tmp_path / 'run'}"])
     needs(config)
-    train(config, stub=True)
+    train(with_few_demonstrations(config), stub=True)
     assert (tmp_path / "run" / "summary.json").exists()
+
+
+def with_few_demonstrations(config: RunConfig) -> RunConfig:
+    shown = config.demonstrations
+    if shown.rows is None:
+        return config
+    parts = [part | {"count": 4} for part in shown.rows.args.get("parts", [])]
+    rows = shown.rows.model_copy(update={"args": {"parts": parts} if parts else shown.rows.args | {"count": 4}})
+    return config.model_copy(update={"demonstrations": shown.model_copy(update={"rows": rows, "steps": 1, "batch": 2})})
 
 
 # ------------------------------------------------------------------------------------------------ demonstrations

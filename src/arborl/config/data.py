@@ -105,7 +105,7 @@ class DemonstrationsConfig(Config):
     """Rows a step."""
     steps: int = Field(0, ge=0)
     """The first of `trainer.steps`, which learn from demonstrations alone."""
-    lr: float | None = Field(None, gt=0, allow_inf_nan=False)
+    imitation_lr: float | None = Field(None, gt=0, allow_inf_nan=False)
     """Learning rate of those first steps; the schedule of `learner.lr` then begins after them. Without one, that
     schedule goes over all steps."""
     weight: float = Field(0.0, ge=0)
@@ -120,8 +120,10 @@ class DemonstrationsConfig(Config):
             raise ValueError("path and rows are given, and transcripts come from one of them. Leave the other out.")
         if used and not self.given:
             raise ValueError("demonstrations are asked for, and there are none. Write path=FILE.")
-        if self.lr is not None and not self.steps:
-            raise ValueError("lr is the rate of the steps that learn from demonstrations alone. Write steps=20 too.")
+        if self.imitation_lr is not None and not self.steps:
+            raise ValueError(
+                "imitation_lr is the rate of the steps that learn from demonstrations alone. Write steps=20 too."
+            )
         if self.given and not used:
             name = "path" if self.rows is None else "rows"
             raise ValueError(

@@ -8,6 +8,7 @@ In reading order:
     corpus.py                What seedling learned to speak from
     transcript.py            What every writer of transcripts needs
     game_transcripts.py      Transcripts of games
+    sum_transcripts.py       Sums with their working, column by column
     tool_transcripts.py      Transcripts of questions that tools answer: a calculator, a search, a piece of code
     document_transcripts.py  Transcripts of players who work through long documents
     rows.py                  Transcripts as rows of a file
