@@ -157,10 +157,15 @@ def layout(model: PreTrainedModel) -> Layout:
     return _layouts[model]
 
 
-def library_hidden_states(model: PreTrainedModel, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-    """The last layer's output for each token, `[N, hidden]`, by the library's own code."""
+def use_hook(model: PreTrainedModel) -> None:
+    """Have the model's layers hand queries, keys and values to the `Attend` object of a call."""
     if model.config._attn_implementation != NAME:
         model.set_attn_implementation(NAME)
+
+
+def library_hidden_states(model: PreTrainedModel, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    """The last layer's output for each token, `[N, hidden]`, by the library's own code."""
+    use_hook(model)
     out = model.base_model(input_ids=tokens[None], position_ids=positions[None], use_cache=False, attend=attend)
     return out.last_hidden_state[0]
 

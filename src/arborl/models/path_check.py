@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from arborl.models.attention import FREE, Attend, Bounds, library_hidden_states
+from arborl.models.attention import FREE, Attend, Bounds, library_hidden_states, use_hook
 
 Outputs = dict[str, Tensor]
 """What a layer computed, by name; each `[rows, columns]`."""
@@ -86,6 +86,7 @@ def layer_cases(
 ) -> Iterator[LayerCase]:
     """Layers of Llama or a relative, with their inputs in the library's own run over these tokens: the first, the
     last, and some between. Gradients, where they are enabled, are computed for three of them."""
+    use_hook(model)
     base, device, graded = model.base_model, model.device, torch.is_grad_enabled()
     token_N, position_N = (torch.as_tensor(x, dtype=torch.long, device=device) for x in (tokens, positions))
     with torch.no_grad():
