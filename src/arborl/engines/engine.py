@@ -30,29 +30,22 @@ class Listener(Protocol):
 class Engine(Protocol):
     """Sees only tokens.
 
-        One that also has a property `crowded` says with it that requests wait which it has no room for: no further
-        episodes are begun while that is so. One that has a property `capacity` says how many requests it can serve at
-    <<<<<<< HEAD
-        once: so many episodes are begun together. One that has a method `warm` is told with it, before a run's first
-        step, how tokens will be drawn (a `Sampling`), and makes what it needs for that. One whose `proves_weights` is
-        true compares its copy with the learner's at every `load`, and raises. One whose `chat` is not None is given
-        messages instead of tokens, and can be measured only.
-    =======
-        once: so many episodes are begun together. One that has a method `warm` is told with it, before a run's first step,
-        how tokens will be drawn (a `Sampling`), and makes what it needs for that. One whose `proves_weights` is true
-        compares its copy with the learner's at every `load`, and raises. One whose `chat` is not None is given messages
-        instead of tokens, and can be measured only.
-    >>>>>>> host
+    One that also has a property `crowded` says with it that requests wait which it has no room for: no further
+    episodes are begun while that is so. One that has a property `capacity` says how many requests it can serve at
+    once: so many episodes are begun together. One that has a method `warm` is told with it, before a run's first step,
+    how tokens will be drawn (a `Sampling`), and makes what it needs for that. One whose `proves_weights` is true
+    compares its copy with the learner's at every `load`, and raises. One whose `chat` is not None is given messages
+    instead of tokens, and can be measured only.
 
-        One that has `hold` and `release` samples nothing between them: requests wait, new ones too, and go on afterwards.
-        Only those of the session `PROBE` are answered, once new weights are loaded. It is held while it is given weights;
-        and, unless it says `shared = False`, while the learner computes, since weights or device are the learner's too:
-        then one that has an async method `sleep` is told with it that nothing will be sampled until it is given weights.
-        One that is not held meanwhile, and says `threaded = True`, shares this process's threads with the learner: each
-        has half of them.
+    One that has `hold` and `release` samples nothing between them: requests wait, new ones too, and go on afterwards.
+    Only those of the session `PROBE` are answered, once new weights are loaded. It is held while it is given weights;
+    and, unless it says `shared = False`, while the learner computes, since weights or device are the learner's too:
+    then one that has an async method `sleep` is told with it that nothing will be sampled until it is given weights.
+    One that is not held meanwhile, and says `threaded = True`, shares this process's threads with the learner: each
+    has half of them.
 
-        One that says `streams = True` takes a `Listener` as `generate(…, heard=…)` and tells it every token as it is
-        sampled.
+    One that says `streams = True` takes a `Listener` as `generate(…, heard=…)` and tells it every token as it is
+    sampled.
     """
 
     follows_weights: bool
