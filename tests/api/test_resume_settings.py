@@ -185,3 +185,10 @@ def test_a_run_killed_before_its_first_checkpoint_goes_on_from_its_beginning(run
     (run / "summary.json").unlink()
     assert again(run).summary["steps"] == 2
     assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1, 2]
+
+
+def test_a_precision_that_is_left_to_be_chosen_stays_that_of_the_checkpoint(run):
+    """What a run of another device would choose is not what its weights are."""
+    assert load(run / "config.yaml").model.dtype == "float32"
+    again(run, "trainer.steps=3", "model.dtype=auto")
+    assert load(run / "config.yaml").model.dtype == "float32"

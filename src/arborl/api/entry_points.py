@@ -18,7 +18,7 @@ from arborl.api import folder as folders
 from arborl.api.losses import Losses
 from arborl.api.measure import Asked, play, policies
 from arborl.api.objects import name_objects
-from arborl.api.resume import Start, find_start, finished, refuse
+from arborl.api.resume import Start, find_start, finished, keep_dtype, refuse
 from arborl.api.signals import Stops
 from arborl.build import build, count_steps
 from arborl.checkpoint import any_of
@@ -168,6 +168,7 @@ def _prepared(
 ) -> Iterator[RunSession | Run]:
     """The run, ready to begin or to go on, in its folder; or what it came to, where it is finished already."""
     start = find_start(home, resume, config) if resume is not None else None
+    config = config if start is None else keep_dtype(start.before, config)
     if start is not None:
         steps = count_steps(config, objects)
         if (summary := finished(home, start, steps)) is not None:

@@ -85,7 +85,14 @@ def find_start(home: Path, which: str, config: RunConfig) -> Start | None:
         if not isinstance(state.get(key), kind):
             raise checkpoint.Damaged(f"{folder / 'state.json'}: {key!r} is {state.get(key)!r}, which no run wrote.")
     before = _made_with(state, home)
-    return Start(folder, state, before, tuple(changes(before, config)))
+    return Start(folder, state, before, tuple(changes(before, keep_dtype(before, config))))
+
+
+def keep_dtype(before: RunConfig, config: RunConfig) -> RunConfig:
+    """With the precision of the checkpoint, where the settings leave it to be chosen."""
+    if config.model.dtype != "auto":
+        return config
+    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": before.model.dtype})})
 
 
 def refuse(start: Start, config: RunConfig, steps: int, objects: Mapping[str, Any] | None = None) -> None:
