@@ -140,7 +140,7 @@ def _build(workshop: Workshop, training: bool) -> Parts:
     renderer = renderer_of(config, folder)
     given = GivenEpisodes.of(config, renderer)
     source, steps = workshop.source(renderer, given)
-    trained = with_demonstrations(source, config, given.rows("sft"), workshop.objects)
+    trained = with_demonstrations(source, config, given.rows("sft"), workshop.objects) if training else source
 
     import torch
 

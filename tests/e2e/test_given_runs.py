@@ -10,7 +10,7 @@ from click.testing import Result
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from arborl.api import train
+from arborl.api import Asked, measure, train
 from arborl.cli.main import app
 from arborl.config.load import load
 from arborl.errors import ConfigError
@@ -145,6 +145,12 @@ def test_demonstrations_may_come_from_a_function_and_have_a_learning_rate_of_the
     steps = [row for row in settled(tmp_path / "run") if "policy/loss" in row]
     assert [row["learner/lr"] for row in steps] == pytest.approx([3e-3, 3e-3, 1e-4, 5e-5])
     assert [row.get("data/demonstrations/unseen") for row in steps[:2]] == [9, 6]
+
+
+def test_measuring_a_run_does_not_make_its_demonstrations_again():
+    asked = "demonstrations={rows: 'no_such_package:rows', steps: 2}"
+    (played,) = measure(["seedling"], Asked([*QUIET, asked, "evaluation.tasks=1"], [1.0]))
+    assert played.metrics["tasks"] == 1
 
 
 @pytest.mark.parametrize(
