@@ -6,6 +6,7 @@ In reading order:
     measure.py       Policies on the same held-out tasks, or on prompts of one's own
     export.py        A run's policy as a folder that plain transformers loads, with a card
     session.py       One run, from its first evaluation to its last file
+    execution.py     How the model of a run is executed: device, precision, execution paths
     resume.py        Going on from a checkpoint: from which, and with which settings
     losses.py        A run whose learner has lost a rank goes on by itself
     located.py       What a path or a name on a command line stands for

@@ -10,7 +10,8 @@ In reading order:
     checks.py         What an engine refuses at its door
     draw_tokens.py    Drawing tokens
     executor.py       Running one step on a device: new tokens in, one sampled token out for each row that asked for one
-    executors.py      Which one a model has on its device
+    executors.py      Which executor a model has on its device
+    executor_check.py Whether an executor computes what the library computes
     cache.py          Keys and values of what has been read
     cache_size.py     How many tokens of them, where nobody has said
     lent_memory.py    Memory of a GPU that can be given back and taken again at the same address

@@ -9,6 +9,8 @@ In reading order:
     place.py      Where and in which precision a model computes
     attention.py  One hook into every Hugging Face causal language model: who attends to whom is decided by the caller
     probe.py      Whether a model can be run over trees and caches at all
+    path_check.py Whether a fast execution path computes what the library computes, layer by layer
+    fallbacks.py  Which execution paths a model runs on, and which faster ones it does not
     lean.py       The forward pass of Llama and its relatives in few operations, over the model's own modules
     joined.py     Linear layers that read the same input, run as one product
     low_rank.py   A linear layer under an adapter, differentiated
