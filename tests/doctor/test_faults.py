@@ -69,16 +69,16 @@ HEALTHY = {
 @pytest.mark.parametrize("name", list(HEALTHY))
 def test_small_runs_that_learn_are_left_in_peace(name, tmp_path):
     arborl.run(output_dir=tmp_path / "run", **SMALL | HEALTHY[name])
-    assert [finding.name for finding in examine_run(tmp_path / "run")] == ["run"]
+    assert [finding.name for finding in examine_run(tmp_path / "run")] == ["run", "execution"]
 
 
 def test_two_steps_of_the_demo_are_left_in_peace(tmp_path):
     arborl.run(output_dir=tmp_path / "run", steps=2, **SMALL)
-    (alone,) = examine_run(tmp_path / "run")
+    alone, execution = examine_run(tmp_path / "run")
     assert alone.state == "ok"
 
 
 def test_scripted_replies_are_nobodys_policy_and_so_nothing_the_learner_could_disagree_with(tmp_path, caplog):
     arborl.run(output_dir=tmp_path / "run", stub=True, **SMALL | {"evaluation.tasks": 0})
-    assert [finding.name for finding in examine_run(tmp_path / "run")] == ["run"]
+    assert [finding.name for finding in examine_run(tmp_path / "run")] == ["run", "execution"]
     assert "disagree" not in caplog.text

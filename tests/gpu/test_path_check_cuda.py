@@ -12,13 +12,15 @@ import torch
 sys.path.append(str(Path(__file__).parents[1] / "models"))
 from test_path_check import CONTEXT, DTYPES, KINDS, flipped_rotation, model_of, shifted_position, smollm2
 
-from arborl.engines import kernels
 from arborl.engines.executor_check import why_layers_are_wrong
 from arborl.engines.local import LocalEngine
-from arborl.learner import tree_kernels
 from arborl.learner.attention_choice import why_wrong
 from arborl.learner.executor import Way
 from arborl.models.fallbacks import fallbacks
+
+pytest.importorskip("triton", reason="kernels need Triton")
+from arborl.engines import kernels
+from arborl.learner import tree_kernels
 
 pytestmark = pytest.mark.gpu
 

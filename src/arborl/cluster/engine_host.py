@@ -52,7 +52,7 @@ class Blueprint:
         return cls(type(model), model.config, dtypes, head == "float32", adapters, threads, deterministic)
 
     def build(self, device: str) -> PreTrainedModel:
-        """The model, with whatever is in its memory for weights."""
+        """The model, with random weights until it is given some: execution paths are checked on them."""
         import torch
 
         from arborl.models.load import bare_model
@@ -63,8 +63,11 @@ class Blueprint:
         model = bare_model(self.kind, self.config)
         if self.adapters is not None:
             model.add_adapter(self.adapters, ADAPTER)
+        chance = torch.Generator().manual_seed(0)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(False)
+            mean, spread = (0.0, 0.02) if parameter.ndim > 1 else (1.0, 0.1)
+            parameter.normal_(mean, spread, generator=chance)
             parameter.data = parameter.data.to(self.dtypes[name])
         if self.float32_head:
             from arborl.models.heads import float32_head
