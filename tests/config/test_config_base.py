@@ -65,7 +65,8 @@ def test_a_bare_string_is_short_for_a_sections_name_or_path() -> None:
         ({"deterministic": "maybe"}, "deterministic: must be true or false, given 'maybe'."),
         (
             {"model": {"dtype": "float3"}},
-            "model.dtype: must be one of auto, float32, bfloat16, float16, float64; given 'float3'. Did you mean 'float32'?",
+            "model.dtype: must be one of auto, float32, bfloat16, float16, float64; given 'float3'. "
+            "Did you mean 'float32'?",
         ),
         ({"tools": "calculator"}, "tools: must be a list, given 'calculator'. Write tools=[calculator]."),
         (

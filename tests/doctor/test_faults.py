@@ -75,6 +75,7 @@ def test_small_runs_that_learn_are_left_in_peace(name, tmp_path):
 def test_two_steps_of_the_demo_are_left_in_peace(tmp_path):
     arborl.run(output_dir=tmp_path / "run", steps=2, **SMALL)
     alone, execution = examine_run(tmp_path / "run")
+    assert (execution.name, execution.state) == ("execution", "ok")
     assert alone.state == "ok"
 
 
