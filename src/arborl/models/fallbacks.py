@@ -17,9 +17,9 @@ log = logging.getLogger(__name__)
 
 class Path(Enum):
     """A faster way of running a model: the part that has it, its name, and how much slower that part is without it, by
-    device, as measured with SmolLM2-135M (docs/results/real-model.md)."""
+    device. The engine's figures are measured (docs/results/real-model.md, engine.md), the learner's are estimates."""
 
-    SAMPLING_LAYERS = ("engine", "fused layers", {"cuda": "about 4 times", "cpu": "about 2 times"})
+    SAMPLING_LAYERS = ("engine", "fused layers", {"cuda": "about 3 times", "cpu": "about 2 times"})
     SAMPLING_GRAPHS = ("engine", "CUDA graphs", {"cuda": "about 7 times"})
     SAMPLING_COMPILED = ("engine", "compiled steps", {"cpu": "about 2 times"})
     TRAINING_LAYERS = ("learner", "short forward pass", {"cuda": "about 2 times", "cpu": "about 1.3 times"})
