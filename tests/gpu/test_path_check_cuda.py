@@ -6,12 +6,16 @@ import dataclasses
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
 from test_path_check import CONTEXT, DTYPES, KINDS, flipped_rotation, model_of, shifted_position, smollm2
 
+from arborl.engines.cache import Reading
+from arborl.engines.draw_tokens import Draws
+from arborl.engines.executor import Step
 from arborl.engines.executor_check import why_layers_are_wrong
 from arborl.engines.local import LocalEngine
 from arborl.learner.attention_choice import why_wrong
@@ -54,6 +58,47 @@ def test_smollm2_runs_on_all_fast_paths(device, dtype, adapters):
     LocalEngine(model, 512, 64)
     assert fallbacks(model, "engine") == 0
     assert learner_check(model) is None
+
+
+BUSY = 2_000_000_000
+"""Clock cycles, about a second: work of others that is queued on the GPU before ours."""
+
+
+def test_a_busy_gpu_does_not_change_the_verdict(device):
+    from arborl.engines.cuda_graphs import GraphExecutor
+
+    executor = GraphExecutor(model_of("llama", "bfloat16").to(device), 8, 32, CONTEXT, 16)
+    assert why_layers_are_wrong(executor, CONTEXT) is None
+    torch.cuda._sleep(BUSY)
+    assert why_layers_are_wrong(executor, CONTEXT) is None
+
+
+def test_steps_that_sample_nothing_reach_a_busy_gpu_unchanged(device):
+    """Such steps have no outcome that the host waits for, so many of them are queued."""
+    from arborl.engines.cuda_graphs import GraphExecutor
+
+    executor = GraphExecutor(model_of("llama", "bfloat16").to(device), 8, 32, CONTEXT, 16)
+    executor.warm(False)
+    table = np.arange(CONTEXT // 32, dtype=np.int32)[None]
+    none = np.zeros(0)
+    pieces = [
+        Step(np.full(5, i, np.int32), Reading(np.array([5 * i]), np.array([5 * i + 5]), table), none.astype(np.int64),
+             Draws(none, none.astype(np.int64), none, none, none))
+        for i in range(8)
+    ]  # fmt: skip
+    keys = []
+    for busy in (False, True):
+        executor.cache.clear(4)
+        torch.cuda.synchronize()
+        if busy:
+            torch.cuda._sleep(BUSY)
+        for piece in pieces:
+            executor.launch(piece)
+            if not busy:
+                torch.cuda.synchronize()
+        keys.append(executor.cache.keys[:, :4].clone())
+    assert torch.equal(*keys)
+    assert keys[0].abs().sum() > 0
 
 
 def wrong_scale(patch):

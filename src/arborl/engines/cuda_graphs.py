@@ -156,6 +156,8 @@ class GraphExecutor:
         self.bundling = Bundling(self.members)
         self.stations: dict[tuple[int, int], Sent] = {}
         """By turn and bucket: where the host writes what it sends."""
+        self.copied = (torch.cuda.Event(), torch.cuda.Event())
+        """By turn: the device has copied what was sent, and the host's memory may be written again."""
         self.graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         """By bucket, and by whether they leave the drawing of tokens to what follows."""
         self.logits: Tensor | None = None
@@ -243,6 +245,7 @@ class GraphExecutor:
         if reads:
             return ReadOps(self.cache, self.heads, step, self.model.device)
         bucket = len(step.tokens)
+        self.turn ^= 1
         self._fill(step, bucket)
         return DecodeOps(self.cache, self.heads, self._sent(self.buffers.whole, bucket))
 
@@ -253,7 +256,9 @@ class GraphExecutor:
         return self._layout(rows, partial(Sent.of, flat))
 
     def _station(self, rows: int) -> Sent:
-        """Where the host writes what it sends this time."""
+        """Where the host writes what it sends this time. The copy from two steps ago may still be pending: steps that
+        sample nothing have no outcome that the host waits for."""
+        self.copied[self.turn].synchronize()
         key = (self.turn, rows)
         if key not in self.stations:
             self.stations[key] = self._sent(self.buffers.sent[self.turn][0].numpy(), rows)
@@ -278,6 +283,7 @@ class GraphExecutor:
         size = self._layout(rows, Sent.size)
         self.buffers.whole[:size].copy_(whole[:size], non_blocking=True)
         self.buffers.real.copy_(real, non_blocking=True)
+        self.copied[self.turn].record()
 
     def _record(self, bucket: int, truncates: bool) -> None:
         """Run once to compile what is needed, then record. Its rows are padding: they write to the spare page only."""
