@@ -6,7 +6,8 @@ On a CPU, `turns`: eight attempts at one task, four turns each, the thinking of 
 so that every turn is a row of its own (13,312 tokens in 32 rows). On a GPU, `group`: eight answers of 256 tokens to one
 prompt of 2,048, in bfloat16, with a random Qwen2.5-0.5B unless `--model smollm2`, or another, is given. The baseline is
 what one would write with transformers: rows padded to the longest, its own attention, logits at sampled tokens only, in
-float32. The best of `--repeats` counts.
+float32. The best of `--repeats` counts. `--without` also times the learner with each of its fast paths switched off:
+how many times longer it takes (`models/fallbacks.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import arborl  # noqa: F401  # before torch, as everyone does who starts a run; both sides have what it sets
@@ -32,8 +33,12 @@ from transformers import PreTrainedModel
 
 from arborl.algorithms import Needs
 from arborl.config.run import LearnerConfig
+from arborl.learner.attention_choice import Ways
+from arborl.learner.executor import Way
 from arborl.learner.learner import Learner
+from arborl.learner.packing import MicroBatch
 from arborl.models.attention import NAME
+from arborl.models.lean import leave_to_library
 from arborl.models.load import tune_cpu
 from arborl.rollout.tree import plant
 from arborl.types import Call, Completion, Episode, Finish, Forest, Group, Sampling, Task
@@ -136,6 +141,35 @@ def measure(run: Callable[[], None], model: PreTrainedModel, repeats: int) -> tu
     return min(seconds), peak, gradients
 
 
+class RestrictedWays(Ways):
+    """The learner's choice among the execution paths that `allows` accepts."""
+
+    def __init__(self, allows: Callable[[Way], bool]):
+        super().__init__()
+        self.allows = allows
+
+    def _candidates(self, model: PreTrainedModel, batch: MicroBatch) -> Iterator[Way]:
+        return filter(self.allows, super()._candidates(model, batch))
+
+
+def without_fast_paths(learner: Learner, forest: Forest, repeats: int) -> dict[str, float]:
+    """Seconds of forward and backward without each fast path, and without all of them. Leaves the model to the
+    library's code."""
+    restrictions = {
+        "fused layers": lambda way: not way.fused,
+        "tree kernels": lambda way: way.attend != "kernel",
+        "short forward pass": lambda way: True,
+        "all of them": lambda way: way.attend != "kernel",
+    }
+    found = {}
+    for name, allows in restrictions.items():
+        if name == "short forward pass":
+            leave_to_library(learner.model)
+        learner.ways = RestrictedWays(allows)
+        found[name] = measure(lambda: ours(learner, forest), learner.model, repeats)[0]
+    return found
+
+
 def gap(mine: list[torch.Tensor], other: list[torch.Tensor]) -> float:
     """Norm of the difference over the norm."""
     difference = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(mine, other, strict=True))
@@ -152,6 +186,7 @@ def main() -> int:
     parser.add_argument("--outliers", action=argparse.BooleanOptionalAction, default=True, help="of random weights")
     parser.add_argument("--episodes", type=int, help="instead of the case's own number, for slow models")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--without", action="store_true", help="also without each fast path")
     parser.add_argument("--json", action="store_true", help="one JSON line, nothing else")
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
@@ -184,6 +219,9 @@ def main() -> int:
     if args.device == "cuda":
         row |= {"ours_gib": round(peak, 2), "baseline_gib": round(baseline_peak, 2)}
         row |= {"memory_ratio": round(peak / baseline_peak, 3)}
+    if args.without:
+        slower = without_fast_paths(learner, forest, args.repeats)
+        row["slower_without"] = {name: round(seconds / mine, 2) for name, seconds in slower.items()}
     print(json.dumps(row) if args.json else "\n".join(f"{key:>14}  {value}" for key, value in row.items()))
     allowed = 1e-3 if model.dtype == torch.float32 and args.device == "cpu" else 0.1
     return 0 if row["gradient_gap"] < allowed else 1

@@ -35,7 +35,7 @@ from arborl.engines.forward import Block, Forward, Rope
 from arborl.engines.sent import BUCKETS, Buffers, Sent, reachable, sent_at_once
 from arborl.engines.shared_prefix import Bundling
 from arborl.models.attention import FREE, Bounds, layout, library_hidden_states, logit_cap, raw_read_out
-from arborl.models.fallbacks import Path, first_line, report_fallback
+from arborl.models.fallbacks import FastPath, first_line, report_fallback
 from arborl.models.lean import epsilon
 
 log = logging.getLogger(__name__)
@@ -299,7 +299,7 @@ class GraphExecutor:
             with torch.cuda.graph(graph, pool=self.pool):
                 self._body(bucket, truncates)
         except RuntimeError as error:
-            report_fallback(self.model, Path.SAMPLING_GRAPHS, first_line(error))
+            report_fallback(self.model, FastPath.SAMPLING_GRAPHS, first_line(error))
             self.broken = True
             return
         finally:

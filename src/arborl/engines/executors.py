@@ -13,7 +13,7 @@ from arborl.engines.executor_check import LayeredExecutor, why_compiled_is_wrong
 from arborl.engines.forward import Forward
 from arborl.engines.pages import Pages
 from arborl.models.attention import layout
-from arborl.models.fallbacks import Path, first_line, note_path, report_fallback
+from arborl.models.fallbacks import FastPath, first_line, note_path, report_fallback
 
 KINDS = "The kinds that have it are listed in docs/models.md."
 
@@ -32,7 +32,7 @@ def executor_for(
         _settle_layers(graphs, context, "fused kernels")
         return graphs
     if device == "cuda":
-        report_fallback(model, Path.SAMPLING_GRAPHS, str(why), KINDS)
+        report_fallback(model, FastPath.SAMPLING_GRAPHS, str(why), KINDS)
     forward = Forward(model, context)
     if device == "cpu" and compiled and (found := _compiled(forward, pages, context)) is not None:
         note_path(model, "engine", "compiled steps")
@@ -54,7 +54,7 @@ def _settle_layers(executor: LayeredExecutor, context: int, title: str) -> None:
     """Leave the layers to the library's code where the executor's own are not for this model, or wrong."""
     model, forward = executor.model, executor.forward
     if not forward.fused:
-        report_fallback(model, Path.SAMPLING_LAYERS, str(forward.why_not()), KINDS)
+        report_fallback(model, FastPath.SAMPLING_LAYERS, str(forward.why_not()), KINDS)
         return
     try:
         why = why_layers_are_wrong(executor, context)
@@ -66,7 +66,7 @@ def _settle_layers(executor: LayeredExecutor, context: int, title: str) -> None:
         note_path(model, "engine", title)
     else:
         forward.leave_to_library()
-        report_fallback(model, Path.SAMPLING_LAYERS, why)
+        report_fallback(model, FastPath.SAMPLING_LAYERS, why)
 
 
 def _compiled(forward: Forward, pages: Pages, context: int) -> CpuExecutor | None:
@@ -76,5 +76,5 @@ def _compiled(forward: Forward, pages: Pages, context: int) -> CpuExecutor | Non
         why = why_compiled_is_wrong(executor, context)
         if why is None:
             return executor
-    report_fallback(model, Path.SAMPLING_COMPILED, why, KINDS)
+    report_fallback(model, FastPath.SAMPLING_COMPILED, why, KINDS)
     return None

@@ -21,7 +21,7 @@ from arborl.learner.fused_layers import FUSED, fused_logprobs, fusing_fits
 from arborl.learner.kernel_attention import KernelAttend
 from arborl.learner.packing import MicroBatch
 from arborl.models.attention import Attend, layout, library_hidden_states, raw_read_out
-from arborl.models.fallbacks import Path, first_line, note_path, report_fallback
+from arborl.models.fallbacks import FastPath, first_line, note_path, report_fallback
 from arborl.models.lean import is_lean, layer_runner, leave_to_library
 from arborl.models.path_check import HIGHER, Outputs, check_attention, check_layers, excess, norm_error, sample_tokens
 from arborl.models.place import place_of
@@ -62,7 +62,7 @@ class Ways:
     def _is_right(model: PreTrainedModel, way: Way) -> bool:
         why = why_wrong(model, way)
         if why is not None:
-            report_fallback(model, Path.TRAINING_FUSED if way.fused else Path.TRAINING_TREES, f"{way}: {why}")
+            report_fallback(model, FastPath.TRAINING_FUSED if way.fused else FastPath.TRAINING_TREES, f"{way}: {why}")
         return why is None
 
     @staticmethod

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 log = logging.getLogger(__name__)
 
 
-class Path(Enum):
+class FastPath(Enum):
     """A faster way of running a model: the part that has it, its name, and how much slower that part is without it, by
     device. The engine's figures are measured (docs/results/real-model.md, engine.md), the learner's are estimates."""
 
@@ -42,7 +42,7 @@ class Path(Enum):
 class _Paths:
     used: dict[str, dict[str, None]] = field(default_factory=dict)
     """By part; names in order."""
-    missing: dict[Path, str] = field(default_factory=dict)
+    missing: dict[FastPath, str] = field(default_factory=dict)
     """Why each is not used."""
 
 
@@ -54,7 +54,7 @@ def note_path(model: PreTrainedModel, part: str, name: str) -> None:
     _paths.setdefault(model, _Paths()).used.setdefault(part, {})[name] = None
 
 
-def report_fallback(model: PreTrainedModel, path: Path, why: str, remedy: str = "") -> None:
+def report_fallback(model: PreTrainedModel, path: FastPath, why: str, remedy: str = "") -> None:
     """This path is not used for the model: say so, once."""
     known = _paths.setdefault(model, _Paths())
     if path in known.missing:

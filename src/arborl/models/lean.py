@@ -18,7 +18,7 @@ from torch.nn.functional import rms_norm
 from transformers import PreTrainedModel
 
 from arborl.models.attention import Attend, Bounds, Causal
-from arborl.models.fallbacks import Path, first_line, report_fallback
+from arborl.models.fallbacks import FastPath, first_line, report_fallback
 from arborl.models.joined import NAME as JOINED
 from arborl.models.joined import joined
 from arborl.models.low_rank import through
@@ -52,7 +52,7 @@ def _is_right(model: PreTrainedModel) -> bool:
     except Exception as error:  # code of others, which may have been changed in any way
         why = first_line(error)
     if why is not None:
-        report_fallback(model, Path.TRAINING_LAYERS, why)
+        report_fallback(model, FastPath.TRAINING_LAYERS, why)
     return why is None
 
 
