@@ -20,12 +20,14 @@ from arborl.chat.control import Joined, Rendered
 from arborl.chat.growing import Growing
 from arborl.chat.openings import Opening
 from arborl.chat.renderer import Renderer
+from arborl.fast_init import fast_init
 from arborl.tokens import Tokens
 from arborl.types import Completion, Message, ToolSpec
 
 log = logging.getLogger(__name__)
 
 
+@fast_init
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """What the model is given."""
@@ -44,6 +46,7 @@ class Prompt:
         return self.shown.text
 
 
+@fast_init
 @dataclass(frozen=True, slots=True)
 class Branch:
     """What one call was shown and wrote."""
@@ -52,6 +55,8 @@ class Branch:
     tokens: Tokens
     said: Message | None = None
     """What it wrote, as the agent was given it."""
+    last: int | None = None
+    """The last of the tokens."""
 
 
 START = Branch(Joined(()), Tokens())
@@ -98,7 +103,7 @@ class Conversations:
     ) -> tuple[Joined, Branch, list[int]]:
         """The text, the branch it goes on from, and the ids that are new."""
         shown = self._growing.render(messages, tools)
-        shown = shown + self.renderer.said(begins) if begins else shown
+        shown = shown.plus(self.renderer.said(begins)) if begins else shown
         branch = self._begun(shown, messages)
         return shown, branch, self._encode(shown, branch)
 
@@ -140,7 +145,8 @@ class Conversations:
         within = ids[:-1] if ids and ids[-1] in renderer.stop else ids
         branch = START
         if renderer.unspoken.isdisjoint(within):
-            branch = Branch(prompt.parts + renderer.said(content) + Rendered(end), prompt.tokens + ids, said)
+            parts = prompt.parts.plus(renderer.said(content), Rendered(end))
+            branch = Branch(parts, prompt.tokens + ids, said, ids[-1] if ids else None)
         else:
             _tell(renderer.tokenizer.decode([next(token for token in within if token in renderer.unspoken)]))
         self._branches.insert(len(self._branches) if at is None else at, branch)
@@ -151,10 +157,10 @@ class Conversations:
         A stop token is a hard border, so the ids behind it do not depend on what is before it, but they may depend on
         its being there: some tokenizers mark the start of a text, and some control tokens take white space after them.
         """
-        renderer, last, size = self.renderer, after.tokens[-1:], after.shown.size
-        if last and last[0] in renderer.stop and size < shown.size:
-            ids = renderer.encode(shown.after(size, before=renderer.tokenizer.decode(last)))
-            if ids[:1] == [*last]:
+        renderer, last, size = self.renderer, after.last, after.shown.size
+        if last is not None and last in renderer.stop and size < shown.size:
+            ids = renderer.encode(shown.after(size, before=renderer.tokenizer.decode((last,))))
+            if ids[:1] == [last]:
                 return ids[1:]
         return renderer.encode(shown.after(size))
 
