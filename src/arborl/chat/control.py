@@ -146,8 +146,10 @@ class Divide:
         self._longest = max(map(len, controls), default=1) - 1
 
     def __call__(self, text: str) -> str:
-        if any(sign in text for sign in self._signs):
-            text = self._whole.sub(lambda found: found[0][0] + DIVIDER + found[0][1:], text)
+        for sign in self._signs:
+            if sign in text:
+                text = self._whole.sub(lambda found: found[0][0] + DIVIDER + found[0][1:], text)
+                break
         end = len(text.rstrip())
         for first in self._first:
             at = text.find(first, max(0, end - self._longest), end)

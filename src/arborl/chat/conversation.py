@@ -52,14 +52,18 @@ class Branch:
     """What one call was shown and wrote."""
 
     shown: Joined
-    tokens: Tokens
+    prompt: Tokens
+    sampled: tuple[int, ...]
     said: Message | None = None
     """What it wrote, as the agent was given it."""
-    last: int | None = None
-    """The last of the tokens."""
+
+    @property
+    def size(self) -> int:
+        """Tokens of both."""
+        return len(self.prompt) + len(self.sampled)
 
 
-START = Branch(Joined(()), Tokens())
+START = Branch(Joined(()), Tokens(), ())
 
 
 class Conversations:
@@ -84,12 +88,13 @@ class Conversations:
         if not self._branches and not begins and (opening := self._opening(messages, tools)) is not None:
             return Prompt(opening.tokens.copy(), opening.shown, reused=0)
         shown, branch, rest = self._new(messages, tools, begins)
-        return Prompt(branch.tokens + rest, shown, reused=len(branch.tokens))
+        further = [*branch.sampled, *rest]
+        return Prompt(branch.prompt + further, shown, reused=branch.size)
 
     def count(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> int:
         """How many ids these messages would make."""
         _, branch, rest = self._new(messages, tools)
-        return len(branch.tokens) + len(rest)
+        return branch.size + len(rest)
 
     def _opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Opening | None:
         """The first prompt, where it is kept: other episodes of the group have the same."""
@@ -146,7 +151,7 @@ class Conversations:
         branch = START
         if renderer.unspoken.isdisjoint(within):
             parts = prompt.parts.plus(renderer.said(content), Rendered(end))
-            branch = Branch(parts, prompt.tokens + ids, said, ids[-1] if ids else None)
+            branch = Branch(parts, prompt.tokens, ids, said)
         else:
             _tell(renderer.tokenizer.decode([next(token for token in within if token in renderer.unspoken)]))
         self._branches.insert(len(self._branches) if at is None else at, branch)
@@ -157,10 +162,10 @@ class Conversations:
         A stop token is a hard border, so the ids behind it do not depend on what is before it, but they may depend on
         its being there: some tokenizers mark the start of a text, and some control tokens take white space after them.
         """
-        renderer, last, size = self.renderer, after.last, after.shown.size
-        if last is not None and last in renderer.stop and size < shown.size:
-            ids = renderer.encode(shown.after(size, before=renderer.tokenizer.decode((last,))))
-            if ids[:1] == [last]:
+        renderer, last, size = self.renderer, after.sampled[-1:], after.shown.size
+        if last and last[0] in renderer.stop and size < shown.size:
+            ids = renderer.encode(shown.after(size, before=renderer.tokenizer.decode(last)))
+            if ids[:1] == [*last]:
                 return ids[1:]
         return renderer.encode(shown.after(size))
 

@@ -32,7 +32,7 @@ async def across(where: str, seconds: float | None, function: Callable[..., Any]
         args, more: its arguments.
     """
     if seconds is None:
-        return await _untimed(where, function, *args, **more)
+        return await untimed(where, function, *args, **more)
     began = time.perf_counter()
     try:
         value = function(*args, **more)
@@ -48,13 +48,14 @@ async def across(where: str, seconds: float | None, function: Callable[..., Any]
         raise EpisodeError(where, error) from error
     if waits is not None:
         async with boundary(where, seconds):
-            value = await _untimed(where, lambda: waits)
+            value = await untimed(where, lambda: waits)
     if time.perf_counter() - began > seconds:
         raise EpisodeError(where, TimeoutError(f"took longer than {seconds:g} s, and nothing else ran meanwhile"))
     return value
 
 
-async def _untimed(where: str, function: Callable[..., Any], *args: Any, **more: Any) -> Any:
+async def untimed(where: str, function: Callable[..., Any], *args: Any, **more: Any) -> Any:
+    """The same without a deadline."""
     try:
         value = function(*args, **more)
         return await value if isawaitable(value) else value

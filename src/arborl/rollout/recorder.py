@@ -25,7 +25,7 @@ from arborl.envs.validation import faults_of_numbers, faults_of_observation, fau
 from arborl.envs.wrapper import PassingEnv
 from arborl.errors import ContextFull, EpisodeError, MaxTurns
 from arborl.rollout.call_order import Asking, Place
-from arborl.rollout.deadlines import ENGINE, across
+from arborl.rollout.deadlines import ENGINE, across, untimed
 from arborl.rollout.meter import Meter
 from arborl.rollout.processes import ProcessEnv
 from arborl.rollout.rivals import Rivals
@@ -178,8 +178,8 @@ class Recorder:
         try:
             with span("chat", gen_ai__operation__name="chat", gen_ai__usage__input_tokens=len(prompt.tokens)) as told:
                 with self.asked:
-                    said: Completion = await across(
-                        ENGINE, None, self.engine.generate, prompt.tokens, sampling, session=self.episode.id, **more
+                    said: Completion = await untimed(
+                        ENGINE, self.engine.generate, prompt.tokens, sampling, session=self.episode.id, **more
                     )
                 told.note(
                     gen_ai__usage__output_tokens=len(said.tokens), gen_ai__response__finish_reasons=[said.finish.value]
@@ -192,7 +192,7 @@ class Recorder:
         self, chat: Callable[..., Any], messages: Sequence[Message], tools: Sequence[ToolSpec], sampling: Sampling
     ) -> tuple[Completion, Message]:
         """From an engine that takes messages: what was said is on record, and nobody knows how likely it was."""
-        reply, finish = await across(ENGINE, None, chat, messages, tools, sampling, session=self.episode.id)
+        reply, finish = await untimed(ENGINE, chat, messages, tools, sampling, session=self.episode.id)
         ids = self.renderer.encode(self.renderer.said(reply.content))
         tokens = (*ids, *(self.renderer.stop[:1] if finish is Finish.STOP else ()))
         return Completion(tokens, (math.nan,) * len(tokens), finish, GIVEN), reply
