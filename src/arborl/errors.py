@@ -135,7 +135,8 @@ class boundary:
                 whose = "" if struck == self.where else f"{self.where} "
                 raise EpisodeError(struck, TimeoutError(f"{whose}took longer than {self.seconds:g} s")) from expired
         if isinstance(error, asyncio.CancelledError):
-            error.add_note(self.where)  # so that an outer deadline can say where it struck
+            if self.where not in getattr(error, "__notes__", ()):
+                error.add_note(self.where)  # so that an outer deadline can say where it struck
         elif isinstance(error, Exception | SystemExit) and not isinstance(error, EpisodeError | EpisodeOver):
             raise EpisodeError(self.where, error) from error  # those two are attributed already, or no failure
 

@@ -8,6 +8,7 @@ gets a line of its own.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from threading import Lock
 from typing import Any, overload
@@ -25,13 +26,15 @@ class _Line:
     """Ids that are added to at the end, and never changed. Room is made by moving to a larger array, so that whoever
     looks at the old one goes on seeing what was there."""
 
-    __slots__ = ("ids", "size")
+    __slots__ = ("ids", "largest", "size")
 
-    def __init__(self, ids: Ids):
-        self.ids, self.size = ids, len(ids)
+    def __init__(self, ids: Ids, largest: int):
+        self.ids, self.size, self.largest = ids, len(ids), largest
 
-    def extend(self, ids: Ids) -> None:
+    def extend(self, ids: Ids, largest: int) -> None:
         needed = self.size + len(ids)
+        if largest > self.largest:
+            self.largest = largest
         if needed > len(self.ids):
             larger = np.empty(needed + needed // 4, dtype=np.int32)
             larger[: self.size] = self.ids[: self.size]
@@ -40,7 +43,7 @@ class _Line:
         self.size = needed
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Line, (self.ids[: self.size],)
+        return _Line, (self.ids[: self.size], self.largest)
 
 
 class Tokens(Sequence[int]):
@@ -60,7 +63,7 @@ class Tokens(Sequence[int]):
     __slots__ = ("_line", "_size")
 
     def __init__(self, ids: Sequence[int] = ()):
-        self._line: _Line = ids._line if isinstance(ids, Tokens) else _Line(_read(ids))
+        self._line: _Line = ids._line if isinstance(ids, Tokens) else _Line(*_read(ids))
         self._size = len(ids)
 
     @classmethod
@@ -68,6 +71,11 @@ class Tokens(Sequence[int]):
         made = cls.__new__(cls)
         made._line, made._size = line, size
         return made
+
+    @property
+    def bound(self) -> int:
+        """No id is above it. It may be that of a later token of the line, so it is not always the largest of these."""
+        return self._line.largest
 
     @property
     def array(self) -> Ids:
@@ -81,20 +89,21 @@ class Tokens(Sequence[int]):
             return NotImplemented
         if not self._size:
             return more if isinstance(more, Tokens) else Tokens(more)
-        ids, line = _read(more), self._line
+        (ids, largest), line = _read(more), self._line
         with _growing:
             if self._size == line.size:
-                line.extend(ids)
+                line.extend(ids, largest)
                 return Tokens._of(line, line.size)
             there = line.ids[self._size : min(self._size + len(ids), line.size)]
             if there.tobytes() == ids[: len(there)].tobytes():
-                line.extend(ids[len(there) :])
+                line.extend(ids[len(there) :], largest)
                 return Tokens._of(line, self._size + len(ids))
-        return Tokens._of(_Line(np.concatenate([self.array, ids])), self._size + len(ids))
+        longer = np.concatenate([line.ids[: self._size], ids])
+        return Tokens._of(_Line(longer, max(line.largest, largest)), self._size + len(ids))
 
     def copy(self) -> Tokens:
         """The same ids on a line of their own."""
-        return Tokens._of(_Line(self.array.copy()), self._size)
+        return Tokens._of(_Line(self._line.ids[: self._size].copy(), self._line.largest), self._size)
 
     @property
     def line(self) -> object:
@@ -163,11 +172,17 @@ class Tokens(Sequence[int]):
         return Tokens._of, (self._line, self._size)  # those of one line are sent with it once
 
 
-def _read(ids: Sequence[int]) -> Ids:
+def _read(ids: Sequence[int]) -> tuple[Ids, int]:
+    """The ids as an array, and a number that none is above."""
     if isinstance(ids, Tokens):
-        return ids.array
-    found = np.asarray(ids) if len(ids) else np.zeros(0, dtype=np.int32)
-    sound = found.ndim == 1 and found.dtype.kind in "iu"
-    if not sound or found.astype(np.uint64, copy=False).max(initial=0) >= 2**31:  # a negative one becomes very large
-        raise ValueError(f"token ids are whole numbers from 0 to 2**31-1, in a flat list; these are {str(ids)[:80]}")
-    return found.astype(np.int32)
+        return ids.array, ids.bound
+    if isinstance(ids, np.ndarray) and ids.dtype.kind in "iu":
+        ids = ids.tolist()
+    try:
+        found = array("I", ids)  # refuses all but whole numbers from 0 on
+        largest = max(found, default=-1)
+        if largest < 2**31 and bool not in map(type, ids):
+            return np.frombuffer(found, dtype=np.int32), largest
+    except (TypeError, OverflowError):
+        pass
+    raise ValueError(f"token ids are whole numbers from 0 to 2**31-1, in a flat list; these are {str(ids)[:80]}")

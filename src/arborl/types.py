@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arborl.errors import EpisodeError
+from arborl.fast_init import fast_init
 from arborl.tokens import Tokens
 
 Metrics = dict[str, float]
@@ -47,6 +48,7 @@ class Stop(StrEnum):
     """Something broke; `Episode.failure` says what and where."""
 
 
+@fast_init
 @dataclass(frozen=True, slots=True)
 class ToolCall:
     """A tool call the model wrote. One that did not parse is still a call, with its `error`."""
@@ -66,6 +68,7 @@ class ToolSpec:
     parameters: dict[str, Any]
 
 
+@fast_init
 @dataclass(frozen=True, slots=True)
 class ToolResult:
     """What a tool answered. A failure is a result too: the model reads `content` either way."""
@@ -77,6 +80,7 @@ class ToolResult:
     seconds: float = 0.0
 
 
+@fast_init
 @dataclass(frozen=True, slots=True)
 class Message:
     """One message in OpenAI's shape.
@@ -117,6 +121,7 @@ class Drawn(NamedTuple):
     min_p: float
 
 
+@fast_init
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How to draw tokens. `temperature=0` takes the likeliest token."""
@@ -153,6 +158,7 @@ GIVEN = -1
 """The version of what no policy sampled: it was given."""
 
 
+@fast_init
 @dataclass(frozen=True, slots=True)
 class Completion:
     """What an engine sampled."""
@@ -179,6 +185,7 @@ class Completion:
         return min(self.versions, default=self.version)
 
 
+@fast_init
 @dataclass(frozen=True, slots=True)
 class Call:
     """One model call, exactly as it happened: the ids the engine was given and what it sampled."""
@@ -205,6 +212,7 @@ class Call:
         return Tokens(self.prompt) + self.completion.tokens
 
 
+@fast_init
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One step of the agent: its message and the environment's answer."""

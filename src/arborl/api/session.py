@@ -81,6 +81,7 @@ class RunSession:
             self.render = Render(
                 parts.cast, decode, track.render_save_dir, track.render_every, track.render_episodes, self._drawn
             )
+        self.episodes = KeepEpisodes(home / "episodes")
         also = self.config.demonstrations.steps
         self.held_out = Evaluate(parts.evaluator, self.config.evaluation.every, self._show, also)
 
@@ -138,6 +139,7 @@ class RunSession:
                 console.progress("measuring on held-out tasks, after training")
                 after = await self._measure(trainer)
                 trainer.watch.failures.add(after.episodes, "the last evaluation")
+                self.episodes.flush()
                 save.finish()
             except asyncio.CancelledError:
                 self._save(trainer, save, console)
@@ -155,6 +157,7 @@ class RunSession:
                 console.note(f"What happened is in {written.get('report', self.home)}")
                 raise
             finally:
+                self.episodes.close()
                 save.close()
                 await self.parts.close()
         return await self._finish(trainer, after)
@@ -162,9 +165,10 @@ class RunSession:
     def _trainer(self) -> tuple[Trainer, Save]:
         parts, config = self.parts, self.config
         save = Save(
-            self.home / "checkpoints", config.trainer.save_every, config.trainer.keep, self.memory, parts.copy_tokenizer
-        )
-        hooks: list[Hook] = [KeepEpisodes(self.home / "episodes")] if config.track.episodes else []
+            self.home / "checkpoints", config.trainer.save_every, config.trainer.keep, self.memory,
+            parts.copy_tokenizer, self.episodes.flush,
+        )  # fmt: skip
+        hooks: list[Hook] = [self.episodes] if config.track.episodes else []
         if config.track.episodes and config.track.terms:
             hooks.append(KeepTerms(self.home / "terms", config.track.terms))
         hooks += [ShowEpisodes(config.track.render_every)] if parts.followers else []

@@ -15,6 +15,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
+from arborl.fast_init import fast_init
 from arborl.types import Message, ToolCall, ToolSpec
 
 DIVIDER = "\U000f0000"
@@ -28,6 +29,7 @@ REMEMBERED, SHORT_TEXT = 8192, 2048
 KNOWN_TOOLS = 64
 
 
+@fast_init
 @dataclass(frozen=True, slots=True)
 class Rendered:
     """A text, and where in it a control token is none."""
@@ -94,10 +96,11 @@ class Joined:
             at -= len(self.parts[count].text)
         return joined(self.parts[count:]).after(size - at, before)
 
-    def __add__(self, more: Rendered) -> Joined:
-        made = Joined(())
-        made.parts = (*self.parts, more) if more.text else self.parts
-        made.size = self.size + len(more.text)
+    def plus(self, *more: Rendered) -> Joined:
+        """The text with these at its end; what is there already is shared."""
+        made = Joined.__new__(Joined)
+        made.parts = (*self.parts, *[part for part in more if part.text])
+        made.size = self.size + sum([len(part.text) for part in more])
         return made
 
 
@@ -143,8 +146,10 @@ class Divide:
         self._longest = max(map(len, controls), default=1) - 1
 
     def __call__(self, text: str) -> str:
-        if any(sign in text for sign in self._signs):
-            text = self._whole.sub(lambda found: found[0][0] + DIVIDER + found[0][1:], text)
+        for sign in self._signs:
+            if sign in text:
+                text = self._whole.sub(lambda found: found[0][0] + DIVIDER + found[0][1:], text)
+                break
         end = len(text.rstrip())
         for first in self._first:
             at = text.find(first, max(0, end - self._longest), end)

@@ -20,12 +20,14 @@ from arborl.chat.control import Joined, Rendered
 from arborl.chat.growing import Growing
 from arborl.chat.openings import Opening
 from arborl.chat.renderer import Renderer
+from arborl.fast_init import fast_init
 from arborl.tokens import Tokens
 from arborl.types import Completion, Message, ToolSpec
 
 log = logging.getLogger(__name__)
 
 
+@fast_init
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """What the model is given."""
@@ -44,17 +46,24 @@ class Prompt:
         return self.shown.text
 
 
+@fast_init
 @dataclass(frozen=True, slots=True)
 class Branch:
     """What one call was shown and wrote."""
 
     shown: Joined
-    tokens: Tokens
+    prompt: Tokens
+    sampled: tuple[int, ...]
     said: Message | None = None
     """What it wrote, as the agent was given it."""
 
+    @property
+    def size(self) -> int:
+        """Tokens of both."""
+        return len(self.prompt) + len(self.sampled)
 
-START = Branch(Joined(()), Tokens())
+
+START = Branch(Joined(()), Tokens(), ())
 
 
 class Conversations:
@@ -79,12 +88,13 @@ class Conversations:
         if not self._branches and not begins and (opening := self._opening(messages, tools)) is not None:
             return Prompt(opening.tokens.copy(), opening.shown, reused=0)
         shown, branch, rest = self._new(messages, tools, begins)
-        return Prompt(branch.tokens + rest, shown, reused=len(branch.tokens))
+        further = [*branch.sampled, *rest]
+        return Prompt(branch.prompt + further, shown, reused=branch.size)
 
     def count(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> int:
         """How many ids these messages would make."""
         _, branch, rest = self._new(messages, tools)
-        return len(branch.tokens) + len(rest)
+        return branch.size + len(rest)
 
     def _opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Opening | None:
         """The first prompt, where it is kept: other episodes of the group have the same."""
@@ -98,7 +108,7 @@ class Conversations:
     ) -> tuple[Joined, Branch, list[int]]:
         """The text, the branch it goes on from, and the ids that are new."""
         shown = self._growing.render(messages, tools)
-        shown = shown + self.renderer.said(begins) if begins else shown
+        shown = shown.plus(self.renderer.said(begins)) if begins else shown
         branch = self._begun(shown, messages)
         return shown, branch, self._encode(shown, branch)
 
@@ -140,7 +150,8 @@ class Conversations:
         within = ids[:-1] if ids and ids[-1] in renderer.stop else ids
         branch = START
         if renderer.unspoken.isdisjoint(within):
-            branch = Branch(prompt.parts + renderer.said(content) + Rendered(end), prompt.tokens + ids, said)
+            parts = prompt.parts.plus(renderer.said(content), Rendered(end))
+            branch = Branch(parts, prompt.tokens, ids, said)
         else:
             _tell(renderer.tokenizer.decode([next(token for token in within if token in renderer.unspoken)]))
         self._branches.insert(len(self._branches) if at is None else at, branch)
@@ -151,7 +162,7 @@ class Conversations:
         A stop token is a hard border, so the ids behind it do not depend on what is before it, but they may depend on
         its being there: some tokenizers mark the start of a text, and some control tokens take white space after them.
         """
-        renderer, last, size = self.renderer, after.tokens[-1:], after.shown.size
+        renderer, last, size = self.renderer, after.sampled[-1:], after.shown.size
         if last and last[0] in renderer.stop and size < shown.size:
             ids = renderer.encode(shown.after(size, before=renderer.tokenizer.decode(last)))
             if ids[:1] == [*last]:

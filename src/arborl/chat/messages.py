@@ -20,7 +20,9 @@ def read_messages(given: Any, where: str) -> tuple[Message, ...]:
     Example:
         read_messages([Message("system", "Be brief."), {"role": "user", "content": "6*7?"}], "messages")
     """
-    if isinstance(given, str | bytes | Mapping | Message) or not hasattr(given, "__iter__"):
+    if type(given) not in (tuple, list) and (
+        isinstance(given, str | bytes | Mapping | Message) or not hasattr(given, "__iter__")
+    ):
         raise ValueError(f"{where}: {type(given).__name__}, not a list of messages. Write [{EXAMPLE}].")
     messages = tuple(given)
     if all(type(one) is Message and type(one.content) is str and one.role in ROLES for one in messages):

@@ -3,77 +3,40 @@
 What a round can see is: names from outside the loop (compared as a whole), a namespace (each value it read, and what it
 wrote), other messages (the furthest it looked at), and the loop itself (whether it asked for what lies ahead). Where
 all of that is as it was, so is what it writes, and it need not be gone through again.
+
+A round that looked at none of this, and only wrote the content of its message, is the same for every message of that
+role but for the content: what stands around it is kept as a `Form`, and later messages of the role need no round.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import meta, nodes
 from jinja2.runtime import Macro
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from arborl.chat.control import DIVIDER, Joined, Rendered, undivided
+from arborl.chat.loops import ROUNDS
+from arborl.fast_init import fast_init
 
-ROUNDS, LOOP = "arbor_rounds", "arbor_loop"
-"""Names that a template is given for its loops; none of its own."""
-OWN_TEXT = (nodes.Block, nodes.Extends, nodes.Include, nodes.Import, nodes.FromImport)
-"""What a template that consists of others has."""
 SCALARS = (str, int, float, bool, type(None))
 NEVER = 1 << 60
 """Further than any conversation goes: a round that looked so far is not kept."""
 ANYTHING, MISSING = object(), object()
 EMPTY = Rendered("")
+CONTENT_HERE = f"\U000f0001{secrets.token_hex(16)}\U000f0001"
+"""Stands for the content of a message while its round is rendered; no text has it."""
+PLAIN = {"role", "content"}
+"""Keys of a message that is nothing but its text."""
+MOST_FORMS = 64
 
 
 class Unfit(Exception):
     """The template does something that is not followed here."""
-
-
-# ------------------------------------------------------------------------------------------------ the template
-
-
-def with_rounds(environment: ImmutableSandboxedEnvironment, source: str) -> jinja2.Template | None:
-    """The same template, which asks for the rounds of its loops; None where it has none that can be told apart."""
-    tree = environment.parse(source)
-    loops = [] if any(tree.find_all(OWN_TEXT)) else list(_loops(tree.body))
-    macros = nodes.Template(list(tree.find_all(nodes.Macro))).set_environment(environment)
-    outside = meta.find_undeclared_variables(macros)  # type: ignore[arg-type]
-    for number, loop in enumerate(loops):
-        alone = nodes.For(loop.target, nodes.List([]), loop.body, [], None, False)
-        inside = meta.find_undeclared_variables(nodes.Template([alone]).set_environment(environment))  # type: ignore[arg-type]
-        names = sorted({*inside, *outside} - {"namespace"})
-        seen = nodes.Dict([nodes.Pair(nodes.Const(name), nodes.Name(name, "load")) for name in names])
-        for name in list(_meaning_this(loop.body)):
-            name.name = LOOP
-        loop.target = nodes.Tuple([loop.target, nodes.Name(LOOP, "store")], "store")
-        loop.iter = nodes.Call(nodes.Name(ROUNDS, "load"), [nodes.Const(number), loop.iter, seen], [], None, None)
-    tree.set_lineno(1).set_environment(environment)
-    return environment.from_string(tree) if loops else None  # type: ignore[arg-type]
-
-
-def _loops(body: Iterable[nodes.Node]) -> Iterator[nodes.For]:
-    """Loops that write straight into the template's text."""
-    for node in body:
-        if isinstance(node, nodes.If):
-            yield from _loops([*node.body, *node.elif_, *node.else_])
-        elif isinstance(node, nodes.For) and node.test is None and not node.recursive:
-            yield from [node] if node.find(nodes.Output) is not None and node.find(nodes.Macro) is None else []
-
-
-def _meaning_this(body: Iterable[nodes.Node]) -> Iterator[nodes.Name]:
-    """Where `loop` is that of this body, and not of one within it."""
-    for node in body:
-        if isinstance(node, nodes.Name) and node.name == "loop":
-            yield node
-        elif isinstance(node, nodes.For):
-            yield from _meaning_this([node.iter, *node.else_])
-        else:
-            yield from _meaning_this(node.iter_child_nodes())
 
 
 # ------------------------------------------------------------------------------------------------ what is kept
@@ -92,6 +55,14 @@ class Round:
     read: list[tuple[int, str, Any]] = field(default_factory=list)
     """Of namespaces, by number: names and values."""
     written: list[tuple[int, str, Any]] = field(default_factory=list)
+    alone: bool = True
+    """Whether it looked neither at its place in the loop nor into the content."""
+
+    @property
+    def has_form(self) -> bool:
+        """Whether it would go alike for another message of the same role."""
+        seen = self.furthest >= 0 or self.read or self.written or self.following is not ANYTHING
+        return self.alone and not seen and self.item.keys() == PLAIN
 
 
 @dataclass(slots=True)
@@ -106,6 +77,44 @@ class Rounds:
 
 Kept = dict[int, Rounds]
 """Of a whole render, by the number of the loop."""
+Form = list[str]
+"""The text around the content of a message."""
+
+
+@dataclass(slots=True)
+class Forms:
+    """Those of a loop whose rounds see the same names."""
+
+    seen: list[Any]
+    """What the names are; that these objects are held keeps their ids theirs."""
+    by_role: dict[str, Form] = field(default_factory=dict)
+
+
+@fast_init
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """How a rendered conversation goes on with further messages, without its template."""
+
+    number: int
+    """Of the loop that goes through the messages."""
+    forms: Mapping[str, Form]
+    front: Joined
+    """All parts but the last."""
+    behind: Rendered
+    """The last: what the template writes behind the messages."""
+
+    def texts(self, messages: Iterable[Mapping[str, Any]]) -> list[Rendered] | None:
+        """What is written of these; None where only the template can say."""
+        found = []
+        for message in messages:
+            form = self.forms.get(message["role"]) if len(message) == len(PLAIN) else None
+            if form is None:
+                return None
+            text = message["content"].join(form)
+            if DIVIDER in text:
+                return None
+            found.append(Rendered(text))
+        return found
 
 
 # ------------------------------------------------------------------------------------------------ one render
@@ -120,17 +129,28 @@ class Render:
         messages: as templates read them.
         kept: of an earlier render.
         common: messages at the beginning that are those of that render.
+        forms: of all renders; found ones are added.
     """
 
     def __init__(
-        self, template: jinja2.Template, known: Mapping[str, Any], messages: list[Any], kept: Kept, common: int
+        self,
+        template: jinja2.Template,
+        known: Mapping[str, Any],
+        messages: list[Any],
+        kept: Kept,
+        common: int,
+        forms: dict[tuple[Any, ...], Forms],
     ):
         self.template, self.known, self.messages, self.earlier = template, known, messages, kept
-        self.common = common
+        self.common, self.forms = common, forms
         self.kept: Kept = {}
+        self.growing: tuple[int, Mapping[str, Form]] | None = None
+        """The number of the last loop and its forms, where it went through all messages."""
+        self.outside = Round(None)
+        """What is looked at outside of the rounds."""
         self.spaces: list[Space] = []
         self.round: Round | None = None
-        """The one on its way; what is looked at outside of rounds is looked at anew each time."""
+        """The one on its way."""
         self._written: list[str] = []
         self._parts: list[Rendered] = []
 
@@ -141,22 +161,32 @@ class Render:
         write = self._written.append
         for text in self.template.root_render_func(context):  # one by one: rounds are cut while it goes on
             write(text)
-        self._parts.append(self._cut())
+        self._parts.append(_rendered(self._cut()))
         return Joined(self._parts)
 
-    def _cut(self) -> Rendered:
+    def growth(self) -> Growth | None:
+        """How what was rendered goes on; None where the template has to be gone through again."""
+        if self.growing is None or self.spaces or self.outside.furthest == NEVER:
+            return None
+        number, forms = self.growing
+        if any(round.furthest == NEVER for rounds in self.kept.values() for round in rounds.rounds):
+            return None
+        return Growth(number, forms, Joined(self._parts[:-1]), self._parts[-1])
+
+    def _cut(self) -> str:
         """What has been written since the last cut."""
         text = "".join(self._written)
         self._written.clear()
-        if text.startswith(DIVIDER):
-            raise Unfit("a divider that belongs to what is before it")
-        return undivided(text)
+        return text
 
-    def _rounds(self, number: int, items: Iterable[Any], names: Mapping[str, Any]) -> Iterator[tuple[Any, Loop]]:
+    def _rounds(
+        self, number: int, items: Iterable[Any], names: Mapping[str, Any], apart: bool
+    ) -> Iterator[tuple[Any, Loop, Any]]:
         if number in self.kept:
             raise Unfit("a loop within a loop")
-        self.round = None
-        items, before = list(items), self._cut()
+        self.round = self.growing = None
+        forms = self._forms(number, items, names) if apart and isinstance(items, Messages) else None
+        items, before = items.rest if isinstance(items, Messages) else list(items), _rendered(self._cut())
         earlier = self.earlier.get(number, Rounds())
         self._parts.append(earlier.before if earlier.before == before else before)  # the very same, to be found again
         count = self._unchanged(earlier, items, names)
@@ -164,13 +194,43 @@ class Render:
         self.kept[number] = Rounds(names, self._parts[-1], rounds)
         self._parts.extend([round.text for round in rounds])
         for index in range(count, len(items)):
-            self.round = round = Round(items[index])
-            yield items[index], Loop(self, items, index)
-            text, past = self._cut(), earlier.rounds[index].text if index < len(earlier.rounds) else None
+            item, self.round = items[index], (round := Round(items[index]))
+            hidden = forms is not None and type(item) is dict and type(item.get("content")) is str
+            yield item, Loop(self, items, index), CONTENT_HERE if hidden else self.content_of(item) if apart else None
+            form = self._cut().split(CONTENT_HERE) if hidden else [self._cut()]
+            if forms is not None and hidden and index and round.has_form:
+                forms[item["role"]] = form
+            text = _rendered(item["content"].join(form) if hidden else form[0])
+            past = earlier.rounds[index].text if index < len(earlier.rounds) else None
             round.text = past if past is not None and past == text else text
             self._parts.append(round.text)
             rounds.append(round)
         self.round = None
+        self.growing = None if forms is None else (number, forms)
+
+    def _forms(self, number: int, items: Messages, names: Mapping[str, Any]) -> dict[str, Form] | None:
+        """Those of the loop, where what its rounds see by name cannot change but for the messages."""
+        key: list[Any] = [self.template, number, items.begin]
+        seen = []
+        for name, value in names.items():
+            if isinstance(value, Messages):
+                key.append(value.begin)
+            elif isinstance(value, SCALARS):
+                key.append((type(value), value))
+            elif isinstance(value, jinja2.Undefined) or self.known.get(name, MISSING) is value:
+                key.append(type(value) if isinstance(value, jinja2.Undefined) else id(value))
+                seen.append(value)
+            else:
+                return None
+        if (found := self.forms.get(tuple(key))) is None:
+            if len(self.forms) >= MOST_FORMS:
+                self.forms.clear()
+            found = self.forms[tuple(key)] = Forms(seen)
+        return found.by_role
+
+    def content_of(self, item: Any) -> Any:
+        """What a template means by `item.content`."""
+        return self.template.environment.getattr(item, "content")
 
     def _unchanged(self, earlier: Rounds, items: Sequence[Any], names: Mapping[str, Any]) -> int:
         """Rounds that would go as they went; what they wrote is written. The last item's is always gone through."""
@@ -203,11 +263,23 @@ class Render:
 
     def looked_at(self, index: int) -> None:
         """Of the messages."""
-        if self.round is not None and index > self.round.furthest:
-            self.round.furthest = index
+        round = self.round or self.outside
+        if index > round.furthest:
+            round.furthest = index
+
+    def placed(self) -> None:
+        """A round looked at its place in the loop, or into the content of its item."""
+        if self.round is not None:
+            self.round.alone = False
 
     def undefined(self, why: str) -> jinja2.Undefined:
         return self.template.environment.undefined(why)
+
+
+def _rendered(text: str) -> Rendered:
+    if text.startswith(DIVIDER):
+        raise Unfit("a divider that belongs to what is before it")
+    return undivided(text)
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -215,7 +287,7 @@ def _same(one: Any, other: Any) -> bool:
     if one is other:
         return True
     if isinstance(one, Messages) and isinstance(other, Messages):
-        return one._begin == other._begin  # which of them were looked at is noted
+        return one.begin == other.begin  # which of them were looked at is noted
     if isinstance(one, Space) and isinstance(other, Space):
         return number_of(one) == number_of(other)
     if isinstance(one, jinja2.Undefined | Macro):
@@ -238,22 +310,27 @@ class Messages(Sequence[Any]):
     """The messages from one of them on, noting which are looked at."""
 
     def __init__(self, render: Render, items: list[Any], begin: int):
-        self._render, self._items, self._begin = render, items, begin
+        self._render, self._items, self.begin = render, items, begin
+
+    @property
+    def rest(self) -> list[Any]:
+        """The messages, for a loop that goes through them."""
+        return self._items[self.begin :]
 
     def _all(self) -> list[Any]:
         self._render.looked_at(NEVER)
-        return self._items[self._begin :]
+        return self.rest
 
     def __getitem__(self, at: Any) -> Any:
         if isinstance(at, slice):
             begin = at.start or 0
             if at.stop is None and at.step in (None, 1) and isinstance(begin, int) and begin >= 0:
-                return Messages(self._render, self._items, self._begin + begin)
+                return Messages(self._render, self._items, self.begin + begin)
             return self._all()[at]
-        if not isinstance(at, int) or not 0 <= at < len(self._items) - self._begin:
+        if not isinstance(at, int) or not 0 <= at < len(self._items) - self.begin:
             return self._all()[at]
-        self._render.looked_at(self._begin + at)
-        return self._items[self._begin + at]
+        self._render.looked_at(self.begin + at)
+        return self._items[self.begin + at]
 
     def __len__(self) -> int:
         return len(self._all())
@@ -318,8 +395,22 @@ class Loop:
     depth, depth0 = 1, 0
 
     def __init__(self, render: Render, items: Sequence[Any], index: int):
-        self._render, self._items, self.index0 = render, items, index
-        self.index, self.first = index + 1, index == 0
+        self._render, self._items, self._at, self.first = render, items, index, index == 0
+
+    @property
+    def index0(self) -> int:
+        self._render.placed()
+        return self._at
+
+    @property
+    def index(self) -> int:
+        return self.index0 + 1
+
+    @property
+    def content(self) -> Any:
+        """Of the item, for what does more with it than write it."""
+        self._render.placed()
+        return self._render.content_of(self._items[self._at])
 
     def _ahead(self) -> int:
         """Rounds to come, which will be more."""

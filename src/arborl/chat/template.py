@@ -20,7 +20,8 @@ from jinja2.parser import Parser as JinjaParser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from arborl.chat.control import DIVIDER, PLAIN, Quoting, Rendered, undivided
-from arborl.chat.rounds import with_rounds
+from arborl.chat.loops import DICT, with_rounds
+from arborl.chat.rounds import Forms
 from arborl.errors import ConfigError, did_you_mean
 from arborl.types import Message, ToolSpec
 
@@ -65,6 +66,8 @@ class Template:
         self._arguments = dict(arguments or {})
         self._check_arguments(environment)
         self._rounds: dict[bool, jinja2.Template | None] = {}
+        self.forms: dict[tuple[Any, ...], Forms] = {}
+        """What stands around the content of messages, as renders found it."""
 
     def _check_arguments(self, environment: ImmutableSandboxedEnvironment) -> None:
         if not self._arguments:
@@ -135,7 +138,6 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-DICT = frozenset(dir(dict))
 ESCAPED_DIVIDER = json.dumps(DIVIDER)[1:-1]
 
 

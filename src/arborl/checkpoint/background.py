@@ -16,15 +16,18 @@ class Background:
     A job that fails raises its own error from the next `look`, `wait` or `start`, whichever comes first, once.
 
     Example:
-        background = Background()
+        background = Background("a checkpoint")
         background.start(lambda: save(root, 12, copied.write, state, keep=2))
         ...                  # the run goes on
         background.look()    # raises where it has failed by now
         background.close()   # waits
+
+    Args:
+        what: what is written, in messages.
     """
 
-    def __init__(self) -> None:
-        self.thread = ThreadPoolExecutor(1, "checkpoint")
+    def __init__(self, what: str = "a checkpoint") -> None:
+        self.what, self.thread = what, ThreadPoolExecutor(1, "arborl-writer")
         self.job: Future[Any] | None = None
 
     @property
@@ -60,5 +63,5 @@ class Background:
         try:
             self.wait()
         except Exception as error:
-            log.error("a checkpoint is not written: %s", error)
+            log.error("%s is not written: %s", self.what, error)
         self.thread.shutdown()

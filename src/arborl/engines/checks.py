@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from arborl.errors import EngineError
+from arborl.tokens import Tokens
 from arborl.types import Sampling
 
 LARGEST_ID = 2**31 - 1
@@ -23,6 +25,9 @@ def read_prompt(prompt: Sequence[int], vocabulary: int | None = None, context: i
 
     `Tokens` are such an array already, and are not copied.
     """
+    most = LARGEST_ID if vocabulary is None else vocabulary - 1
+    if isinstance(prompt, Tokens) and 0 <= prompt.bound <= most and 0 < len(prompt) < (context or math.inf):
+        return prompt.array
     try:
         found = np.asarray(prompt)
     except (TypeError, ValueError) as error:
@@ -34,7 +39,7 @@ def read_prompt(prompt: Sequence[int], vocabulary: int | None = None, context: i
     if found.dtype.kind not in "iu":
         odd = next((token for token in found.tolist() if not _is_whole(token)), found[0])
         raise EngineError(f"the prompt holds {odd!r}, which is no token id; give whole numbers")
-    low, high, most = int(found.min()), int(found.max()), LARGEST_ID if vocabulary is None else vocabulary - 1
+    low, high = int(found.min()), int(found.max())
     if low < 0 or high > most:
         raise EngineError(f"token id {low if low < 0 else high} is outside the vocabulary of {most + 1}")
     if context is not None and len(found) >= context:
@@ -44,34 +49,41 @@ def read_prompt(prompt: Sequence[int], vocabulary: int | None = None, context: i
 
 def check_sampling(sampling: Sampling) -> None:
     """Refuse what cannot be sampled."""
-    if not (_is_number(sampling.temperature) and (sampling.temperature == 0 or sampling.temperature >= COLDEST)):
-        raise EngineError(
-            f"temperature={sampling.temperature!r}; give 0 (the likeliest token), or a number from {COLDEST:g} up"
-        )
     if not (_is_whole(sampling.max_tokens) and sampling.max_tokens >= 1):
         raise EngineError(f"max_tokens={sampling.max_tokens!r}; give a whole number, at least 1")
-    if not (_is_whole(sampling.top_k) and sampling.top_k >= 0):
-        raise EngineError(f"top_k={sampling.top_k!r}; give a whole number, 0 (all tokens) or more")
-    if not (_is_number(sampling.top_p) and 0 < sampling.top_p <= 1):
-        raise EngineError(f"top_p={sampling.top_p!r}; give a number above 0 and up to 1")
-    if not (_is_number(sampling.min_p) and 0 <= sampling.min_p <= 1):
-        raise EngineError(f"min_p={sampling.min_p!r}; give a number from 0 to 1")
     if not _is_whole(sampling.seed):
         raise EngineError(f"seed={sampling.seed!r}; give a whole number")
-    if sampling.seconds is not None and not (_is_number(sampling.seconds) and sampling.seconds > 0):
-        raise EngineError(f"seconds={sampling.seconds!r}; give a number above 0, or None for no deadline")
-    _check_stops(sampling)
+    same = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.seconds)
+    try:
+        _check_drawing(*same)
+    except TypeError:  # it cannot be hashed
+        _check_drawing.__wrapped__(*same)
+    _check_stops(sampling.stop, sampling.stop_texts)
 
 
-def _check_stops(sampling: Sampling) -> None:
-    for name in ("stop", "stop_texts"):
-        given = getattr(sampling, name)
-        if isinstance(given, str | bytes) or not isinstance(given, Sequence):
+@lru_cache(256, typed=True)
+def _check_drawing(temperature: Any, top_k: Any, top_p: Any, min_p: Any, seconds: Any) -> None:
+    """The same for nearly all requests of a run, so each combination is checked once."""
+    if not (_is_number(temperature) and (temperature == 0 or temperature >= COLDEST)):
+        raise EngineError(f"temperature={temperature!r}; give 0 (the likeliest token), or a number from {COLDEST:g} up")
+    if not (_is_whole(top_k) and top_k >= 0):
+        raise EngineError(f"top_k={top_k!r}; give a whole number, 0 (all tokens) or more")
+    if not (_is_number(top_p) and 0 < top_p <= 1):
+        raise EngineError(f"top_p={top_p!r}; give a number above 0 and up to 1")
+    if not (_is_number(min_p) and 0 <= min_p <= 1):
+        raise EngineError(f"min_p={min_p!r}; give a number from 0 to 1")
+    if seconds is not None and not (_is_number(seconds) and seconds > 0):
+        raise EngineError(f"seconds={seconds!r}; give a number above 0, or None for no deadline")
+
+
+def _check_stops(stop: Any, stop_texts: Any) -> None:
+    for name, given in (("stop", stop), ("stop_texts", stop_texts)):
+        if type(given) is not tuple and (isinstance(given, str | bytes) or not isinstance(given, Sequence)):
             raise EngineError(f"{name}={given!r}; give a tuple: stop of token ids, stop_texts of texts")
-    for token in sampling.stop:
+    for token in stop:
         if not (_is_whole(token) and 0 <= token <= LARGEST_ID):
             raise EngineError(f"stop holds {token!r}, which is no token id; texts that end a completion are stop_texts")
-    for text in sampling.stop_texts:
+    for text in stop_texts:
         if not isinstance(text, str):
             raise EngineError(f"stop_texts holds {text!r}; give texts")
         if not text:

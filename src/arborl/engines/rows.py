@@ -15,6 +15,8 @@ from arborl.engines.engine import Listener
 from arborl.engines.pages import Path, Tokens
 from arborl.types import Completion, Sampling
 
+NO_LOGPROBS, NO_VERSIONS = np.zeros(0), np.zeros(0, np.int64)
+
 
 @dataclass(slots=True, eq=False)
 class Request:
@@ -28,8 +30,8 @@ class Request:
     began: float
     stop_texts: StopTexts | None = None
     heard: Listener | None = None
-    logprobs: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
-    versions: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    logprobs: NDArray[np.float64] = field(default_factory=lambda: NO_LOGPROBS)
+    versions: NDArray[np.int64] = field(default_factory=lambda: NO_VERSIONS)
     """Of what had been sampled by then, as the log-probabilities."""
     row: int = -1
     path: Path | None = None

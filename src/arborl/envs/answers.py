@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 
 def read_answer(text: str) -> str | None:
@@ -21,7 +22,12 @@ def read_choice(text: str, choices: Iterable[str]) -> str | None:
     said = read_answer(text)
     if said is None:
         return None
-    return {choice.lower(): choice for choice in choices}.get(said.lower())
+    return _by_lower(tuple(choices)).get(said.lower())
+
+
+@lru_cache(maxsize=256)
+def _by_lower(choices: tuple[str, ...]) -> dict[str, str]:
+    return {choice.lower(): choice for choice in choices}
 
 
 def answer(text: str) -> str:

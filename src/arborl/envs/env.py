@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from arborl.fast_init import fast_init
 from arborl.types import Message, Metrics, Task
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
+@fast_init
 @dataclass(frozen=True, slots=True)
 class Observation:
     """What the agent is shown."""
@@ -23,6 +25,7 @@ class Observation:
     """Equal for equal states of the same task; algorithms that compare states (GiGPO) group by it."""
 
 
+@fast_init
 @dataclass(frozen=True, slots=True)
 class Step:
     """The environment's answer to one message."""

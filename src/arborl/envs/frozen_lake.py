@@ -110,10 +110,11 @@ class FrozenLake(Env):
         return "\n".join(" ".join(row) for row in board.split("\n")) if self.spaced else board
 
     def _slide(self, move: str) -> Cell:
-        names = list(MOVES)
         if self.chance is not None:
+            names = list(MOVES)
             move = names[(names.index(move) + int(self.chance.integers(-1, 2))) % 4]
-        row, column = self.player[0] + MOVES[move][0], self.player[1] + MOVES[move][1]
+        down, right = MOVES[move]
+        row, column = self.player[0] + down, self.player[1] + right
         return min(max(row, 0), self.size - 1), min(max(column, 0), self.size - 1)
 
     def metrics(self) -> Metrics:

@@ -67,7 +67,7 @@ def faults_of_step(step: Any) -> list[str]:
 
 def faults_of_numbers(where: str, given: Any, name: str) -> list[str]:
     """What is wrong with a mapping of names to numbers."""
-    if not isinstance(given, Mapping):
+    if type(given) is not dict and not isinstance(given, Mapping):
         return [f"{where} returned {name}={show(given)}: return a dict of numbers by name."]
     return [
         f"{where} returned {name}[{key!r}]={show(value)}: return a finite number under a str."
@@ -77,7 +77,7 @@ def faults_of_numbers(where: str, given: Any, name: str) -> list[str]:
 
 
 def _finite(value: Any) -> bool:
-    return isinstance(value, NUMBERS) and math.isfinite(value)
+    return (type(value) is float or isinstance(value, NUMBERS)) and math.isfinite(value)
 
 
 def faults_of_metrics(metrics: Any) -> list[str]:

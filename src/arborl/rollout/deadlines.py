@@ -31,37 +31,44 @@ async def across(where: str, seconds: float | None, function: Callable[..., Any]
         function: plain or async.
         args, more: its arguments.
     """
+    if seconds is None:
+        return await untimed(where, function, *args, **more)
     began = time.perf_counter()
-    value = await _across(where, seconds, function, *args, **more)
-    if seconds is not None and time.perf_counter() - began > seconds:
-        raise EpisodeError(where, TimeoutError(f"took longer than {seconds:g} s, and nothing else ran meanwhile"))
-    return value
-
-
-async def _across(where: str, seconds: float | None, function: Callable[..., Any], *args: Any, **more: Any) -> Any:
     try:
-        begun = function(*args, **more)
-        if not isinstance(begun, CoroutineType):
-            waits: Awaitable[Any] | None = begun if isawaitable(begun) else None
-            if waits is None:
-                return begun
-        else:
-            done, value = _first(begun)
-            if done:
-                return value
-            waits = Resumed(begun, value)
+        value = function(*args, **more)
+        waits: Awaitable[Any] | None = None
+        if isinstance(value, CoroutineType):
+            done, first = _first(value)
+            value, waits = (first, None) if done else (None, Resumed(value, first))
+        elif isawaitable(value):
+            waits = value
     except (EpisodeError, EpisodeOver, KeyboardInterrupt):
         raise
     except BaseException as error:  # `sys.exit` too; and before the first wait nobody but itself can have cancelled it
         raise EpisodeError(where, error) from error
-    async with boundary(where, seconds):
-        try:
-            return await waits
-        except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is not None and not task.cancelling():  # it cancelled itself: that is a failure of its own
-                raise EpisodeError(where, error) from error
-            raise
+    if waits is not None:
+        async with boundary(where, seconds):
+            value = await untimed(where, lambda: waits)
+    if time.perf_counter() - began > seconds:
+        raise EpisodeError(where, TimeoutError(f"took longer than {seconds:g} s, and nothing else ran meanwhile"))
+    return value
+
+
+async def untimed(where: str, function: Callable[..., Any], *args: Any, **more: Any) -> Any:
+    """The same without a deadline."""
+    try:
+        value = function(*args, **more)
+        return await value if isawaitable(value) else value
+    except (EpisodeError, EpisodeOver, KeyboardInterrupt):
+        raise
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or not task.cancelling():  # it cancelled itself: that is a failure of its own
+            raise EpisodeError(where, error) from error
+        error.add_note(where)  # so that an outer deadline can say where it struck
+        raise
+    except BaseException as error:
+        raise EpisodeError(where, error) from error
 
 
 def _first(coroutine: Coroutine[Any, Any, Any]) -> tuple[bool, Any]:

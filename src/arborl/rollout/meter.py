@@ -23,13 +23,15 @@ class Meter:
         self.seconds, self.since = 0.0, time.perf_counter()
 
     def __enter__(self) -> None:
-        self._count()
+        if not self.inside:
+            self._count()
         self.inside += 1
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._count()
+        if self.inside == 1:
+            self._count()
         self.inside -= 1
         self.after()
 

@@ -25,7 +25,7 @@ from arborl.envs.validation import faults_of_numbers, faults_of_observation, fau
 from arborl.envs.wrapper import PassingEnv
 from arborl.errors import ContextFull, EpisodeError, MaxTurns
 from arborl.rollout.call_order import Asking, Place
-from arborl.rollout.deadlines import ENGINE, across
+from arborl.rollout.deadlines import ENGINE, across, untimed
 from arborl.rollout.meter import Meter
 from arborl.rollout.processes import ProcessEnv
 from arborl.rollout.rivals import Rivals
@@ -137,11 +137,11 @@ class Recorder:
         """
         self._check_open()
         self._silent = False
-        shown = read_messages(messages, "model.chat, messages")
+        shown = read_messages(messages, where="model.chat, messages")
         if cannot_fit(shown, self.tokenizer, self.limits.max_context):
             size = sum(len(message.content) for message in shown)
             raise ContextFull(f"the messages have {size:,} characters, the context {self.limits.max_context} tokens")
-        specs = read_tools(tools, "model.chat, tools") if tools else ()
+        specs = read_tools(tools, where="model.chat, tools") if tools else ()
         prompt = self.conversations.prompt(shown, specs, begins)
         room = self.limits.max_context - len(prompt.tokens)
         if room < 1:
@@ -154,41 +154,45 @@ class Recorder:
             seed=seed,
             stop_texts=(*self.sampling.stop_texts, *((stop,) if isinstance(stop, str) else stop)),
         )
-        heard = Rivals(self.rivals)
+        others: tuple[tuple[tuple[int, float], ...], ...] = ()
         if (chat := getattr(self.engine, "chat", None)) is not None:
             completion, reply = await self._chatted(chat, shown, specs, sampling)
             written = self.renderer.written(completion)
         else:
-            completion = await self._generate(prompt, sampling, heard)
+            completion, others = await self._generate(prompt, sampling)
             written = self.renderer.written(completion)
             reply = self.renderer.message(begins + written[0])
-        others = tuple(heard.heard[: len(completion.tokens)]) if self.rivals else ()
-        call = Call(prompt.tokens, completion, turn, True, tuple(shown), reply, self.drawn, others)
+        call = Call(prompt.tokens, completion, turn, True, shown, reply, self.drawn, others)
         self._record(prompt, call, place, written)
         return call
 
-    async def _generate(self, prompt: Prompt, sampling: Sampling, heard: Rivals) -> Completion:
+    async def _generate(
+        self, prompt: Prompt, sampling: Sampling
+    ) -> tuple[Completion, tuple[tuple[tuple[int, float], ...], ...]]:
+        """What was sampled, and the rivals of each token where the run asks for them."""
         task = asyncio.current_task()
         assert task is not None
         self._waiting.add(task)
+        heard = Rivals(self.rivals) if self.rivals else None
+        more = {} if heard is None else {"heard": heard}
         try:
-            generate, named = self.engine.generate, {"session": self.episode.id}
-            also = {"heard": heard} if heard.count else {}
             with span("chat", gen_ai__operation__name="chat", gen_ai__usage__input_tokens=len(prompt.tokens)) as told:
                 with self.asked:
-                    said: Completion = await across(ENGINE, None, generate, prompt.tokens, sampling, **named, **also)
+                    said: Completion = await untimed(
+                        ENGINE, self.engine.generate, prompt.tokens, sampling, session=self.episode.id, **more
+                    )
                 told.note(
                     gen_ai__usage__output_tokens=len(said.tokens), gen_ai__response__finish_reasons=[said.finish.value]
                 )
-                return said
         finally:
             self._waiting.discard(task)
+        return said, () if heard is None else tuple(heard.heard[: len(said.tokens)])
 
     async def _chatted(
         self, chat: Callable[..., Any], messages: Sequence[Message], tools: Sequence[ToolSpec], sampling: Sampling
     ) -> tuple[Completion, Message]:
         """From an engine that takes messages: what was said is on record, and nobody knows how likely it was."""
-        reply, finish = await across(ENGINE, None, chat, messages, tools, sampling, session=self.episode.id)
+        reply, finish = await untimed(ENGINE, chat, messages, tools, sampling, session=self.episode.id)
         ids = self.renderer.encode(self.renderer.said(reply.content))
         tokens = (*ids, *(self.renderer.stop[:1] if finish is Finish.STOP else ()))
         return Completion(tokens, (math.nan,) * len(tokens), finish, GIVEN), reply
@@ -246,13 +250,11 @@ class RecordedEnv(PassingEnv):
         self.key = ""
         self.opened = False
 
-    async def _ask(self, function: Callable[..., Any], *args: Any) -> Any:
-        return await across(self.where, self.seconds, function, *args)
-
     async def reset(self, task: Task, seed: int) -> Observation:
         """Open the episode with its own seed, whatever the agent passes."""
         self.opened = True
-        observation = await self._ask(self.env.reset, task, derive(self.episode.seed, "environment"))
+        own = derive(self.episode.seed, "environment")
+        observation = await across(self.where, self.seconds, self.env.reset, task, own)
         self._check(faults_of_observation("reset()", observation))
         self.episode.opening = observation.messages
         self.key = observation.state_key
@@ -264,7 +266,7 @@ class RecordedEnv(PassingEnv):
             raise RuntimeError(
                 "env.step before env.reset: an agent begins with `observation = await env.reset(task, task.seed)`"
             )
-        step: Step = await self._ask(self.env.step, action)
+        step: Step = await across(self.where, self.seconds, self.env.step, action)
         self._check(faults_of_step(step))
         episode, observation = self.episode, step.observation
         episode.turns.append(Turn(action, observation.messages, float(step.reward), self.key, dict(step.info)))
@@ -277,12 +279,12 @@ class RecordedEnv(PassingEnv):
 
     async def finish(self) -> None:
         """Take the environment's own numbers."""
-        metrics = await self._ask(self.env.metrics)
+        metrics = await across(self.where, self.seconds, self.env.metrics)
         self._check(faults_of_numbers("metrics()", metrics, "metrics"))
         self.episode.metrics.update({name: float(value) for name, value in metrics.items()})
 
     async def close(self) -> None:
-        await self._ask(self.env.close)
+        await across(self.where, self.seconds, self.env.close)
 
     def _check(self, faults: Sequence[str]) -> None:
         """What the environment returned is what its record promises, or the episode is over."""

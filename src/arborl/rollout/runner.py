@@ -215,7 +215,7 @@ class Rollout:
         with span("arborl.episode", inside_arborl__episode=name, arborl__source=task.source or None) as told:
             try:
                 async with boundary("episode", limits.episode_seconds):
-                    await self._act(episode, replace(usual, **(sampling or {})), limits)
+                    await self._act(episode, replace(usual, **sampling) if sampling else usual, limits)
             except EpisodeError as error:
                 episode.fail(error)
                 self.firsts.tell(episode)

@@ -63,8 +63,9 @@ class Slots:
         if not self.follows:
             return
         if not self.crowded():
-            self.limit = min(self.limit + (self.inside >= int(self.limit)), self.most)
-            self._let_in()
+            if self.inside >= int(self.limit):
+                self.limit = min(self.limit + 1, self.most)
+                self._let_in()
         elif time.monotonic() - self.shrunk > PATIENCE:
             self.limit = max(1.0, LESS * min(self.limit, self.inside))
             self.shrunk = time.monotonic()

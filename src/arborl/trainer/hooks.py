@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -27,13 +28,28 @@ Show = Callable[[int, Sequence[Group]], Awaitable[object]]
 
 
 class KeepEpisodes:
-    """Write every episode of the step."""
+    """Write every episode of the step, while the run goes on. A failure ends the run a step later.
+
+    The file of a step may come a moment after its metrics, and is there before a checkpoint of the step is.
+    """
 
     def __init__(self, folder: Path):
         self.store = EpisodeStore(folder)
+        self.background = checkpoint.Background("an episode file")
+        self.latest: Future[Any] | None = None
 
     async def after(self, trainer: Trainer, groups: Sequence[Group], metrics: Metrics) -> None:
-        self.store.write(trainer.step, groups)
+        self.background.start(partial(self.store.write, trainer.step, groups))
+        self.latest = self.background.job
+
+    def flush(self) -> None:
+        """Wait until all files are written; raise where one could not be. May be called in any thread."""
+        if self.latest is not None:
+            self.latest.result()
+
+    def close(self) -> None:
+        """The run is over, for whatever reason."""
+        self.background.close()
 
 
 class Evaluate:
@@ -94,11 +110,20 @@ class Save:
         keep: how many to keep.
         extra: more to remember (the evaluation before training, …).
         beside: writes further files into the model's folder, such as its tokenizer.
+        flush: waits, in the thread that writes, for files that a checkpoint must not be ahead of.
     """
 
-    def __init__(self, root: Path, every: int, keep: int, extra: dict[str, Any], beside: Callable[[Path], None]):
+    def __init__(
+        self,
+        root: Path,
+        every: int,
+        keep: int,
+        extra: dict[str, Any],
+        beside: Callable[[Path], None],
+        flush: Callable[[], None] = lambda: None,
+    ):
         self.root, self.every, self.keep = root, every, keep
-        self.extra, self.beside = extra, beside
+        self.extra, self.beside, self.flush = extra, beside, flush
         self.background = checkpoint.Background()
         self.spent = {"time/checkpoint": 0.0, "time/checkpoint_written": 0.0}
         self.told = dict(self.spent)
@@ -171,6 +196,7 @@ class Save:
         def write(folder: Path) -> None:
             snapshot.write(folder)
             self.beside(folder / "model")
+            self.flush()
 
         path = checkpoint.save(self.root, step, write, state, self.keep)
         took = time.perf_counter() - began

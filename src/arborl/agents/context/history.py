@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from arborl.fast_init import fast_init
 from arborl.types import Message, ToolCall
 
 STUB = "Content has been deleted to save space."
@@ -31,6 +32,7 @@ class ContextError(ValueError):
 # ------------------------------------------------------------------------------------------------ history
 
 
+@fast_init
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A message and its number, which it keeps for ever."""
@@ -48,6 +50,7 @@ class Entry:
     """Whether the call that it answers worked."""
 
 
+@fast_init
 @dataclass(frozen=True, slots=True)
 class History:
     """Everything that was said. `add` returns a longer one."""
@@ -68,8 +71,10 @@ class History:
 
     def hear(self, message: Message) -> History:
         """The history with a message of the environment's; one of a tool answers the model's latest."""
+        if message.role != "tool":
+            return self.add(message)
         spoke = (entry.id for entry in reversed(self.entries) if entry.message.role == "assistant")
-        return self.add(message, next(spoke, 0) if message.role == "tool" else 0)
+        return self.add(message, next(spoke, 0))
 
     def add(
         self, message: Message, caller: int = 0, room: int | None = None, tag: str = "", ok: bool = True
@@ -80,7 +85,10 @@ class History:
     @property
     def last(self) -> int:
         """The highest number given so far; 0 before any."""
-        return next((entry.id for entry in reversed(self.entries) if entry.id), 0)
+        for entry in reversed(self.entries):
+            if entry.id:
+                return entry.id
+        return 0
 
     @property
     def asked(self) -> int:

@@ -99,7 +99,7 @@ class Talk:
     def messages(self) -> tuple[Message, ...]:
         """What the model is shown next."""
         if not self.edits and self.style is PLAIN:
-            return tuple(entry.message for entry in self.history.entries)
+            return tuple([entry.message for entry in self.history.entries])
         return self.shown(self.history, self.edits)
 
     def shown(self, history: History, edits: Sequence[Edit]) -> tuple[Message, ...]:
