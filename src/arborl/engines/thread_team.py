@@ -34,6 +34,13 @@ class ThreadTeam:
         self.name = name
         self._reset()
 
+    def _reset(self) -> None:
+        self.pid, self.size = os.getpid(), 1
+        self.refused = False
+        """The system has started no more."""
+        self.parts: Parts = SimpleQueue()
+        weakref.finalize(self, self.parts.put, None)
+
     def start(self, wanted: int) -> int:
         """Start threads until there are `wanted`, this one included; how many of these there are."""
         if self.pid != os.getpid():  # a forked process has this object and none of its threads
@@ -71,13 +78,6 @@ class ThreadTeam:
         for error in errors:
             if error is not None:
                 raise error
-
-    def _reset(self) -> None:
-        self.pid, self.size = os.getpid(), 1
-        self.refused: bool = False
-        """The system has started no more."""
-        self.parts: Parts = SimpleQueue()
-        weakref.finalize(self, self.parts.put, None)
 
 
 def _error_of(work: Callable[[int], object], number: int) -> BaseException | None:
