@@ -224,7 +224,7 @@ class Rewards:
         else:
             await asyncio.gather(*(self.judge(episode) for episode in group.survivors))
         for name, one, weight in self.asked:
-            if _compares(type(one)):
+            if _compares(one):
                 with self.busy_time:
                     await self._compare(name, one, weight, group.survivors)
         for name, whole, weight in self.combined:
@@ -286,15 +286,20 @@ class Rewards:
                     value = await value
             async with boundary(where):
                 # The weight of one that compares episodes is applied when it has seen the group.
-                scale = 1.0 if _compares(type(one)) else weight or 1.0
+                scale = 1.0 if _compares(one) else weight or 1.0
                 return {key: scale * number for key, number in numbers(name, value).items()}
         except EpisodeError as error:
             return error
 
 
+def _compares(one: object) -> bool:
+    """Whether it is a group reward."""
+    return _kind_compares(type(one))
+
+
 @functools.cache
-def _compares(kind: type) -> bool:
-    """Whether rewards of that class are group rewards; remembered, since asking a protocol takes 30 us."""
+def _kind_compares(kind: type) -> bool:
+    """Whether rewards of that class are; remembered, since asking a protocol takes 30 us."""
     return issubclass(kind, GroupReward)
 
 
