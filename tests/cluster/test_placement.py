@@ -282,6 +282,7 @@ def test_a_reward_on_the_cluster_that_breaks_costs_itself_and_is_named(two_nodes
     assert os.getpid() not in pids
 
 
+@pytest.mark.slow
 def test_plain_rewards_on_one_worker_wait_at_the_same_time_and_one_that_hangs_is_named(two_nodes, tmp_path):
     import arborl
     from arborl.rollout.store import EpisodeStore

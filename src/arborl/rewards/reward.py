@@ -292,15 +292,16 @@ class Rewards:
             return error
 
 
+_compare_kinds: dict[type, bool] = {}
+"""Whether rewards of a class are group rewards; remembered, since asking a protocol takes 30 us."""
+
+
 def _compares(one: object) -> bool:
     """Whether it is a group reward."""
-    return _kind_compares(type(one))
-
-
-@functools.cache
-def _kind_compares(kind: type) -> bool:
-    """Whether rewards of that class are; remembered, since asking a protocol takes 30 us."""
-    return issubclass(kind, GroupReward)
+    kind = type(one)
+    if kind not in _compare_kinds:
+        _compare_kinds[kind] = issubclass(kind, GroupReward)
+    return _compare_kinds[kind]
 
 
 def of_reward(whose: str) -> bool:
