@@ -27,8 +27,9 @@ MANY = 256
 """Calls that run at once at most."""
 LOOK = 0.02
 """Seconds between two looks at the processor time, while calls wait for a slot."""
-BUSY = 0.5
-"""Processor seconds a second above which the calls are said to compute."""
+BUSY = 0.005
+"""Processor seconds between two looks above which the calls are said to compute. Not a share of the time between them:
+where the machine is overloaded, a look comes late and a call that computes gets little."""
 SECONDS = 30.0
 """What a call may take before it is said to hang, where no deadline is around it."""
 MAIN_THREAD = "signal only works in main thread"
@@ -87,8 +88,8 @@ class CallSlots:
         """Threads in a call, and the processor time that each had used before it."""
         self.used = 0.0
         """Processor seconds of the calls that have returned."""
-        self.seen: tuple[float, float] | None = None
-        """When the processor time was last looked at, and what it was; None where no look is planned."""
+        self.seen: float | None = None
+        """The processor time at the last look; None where no look is planned."""
 
     async def take(self) -> None:
         """Wait for a slot; meanwhile the deadlines around stand still."""
@@ -133,15 +134,14 @@ class CallSlots:
 
     def _plan_look(self) -> None:
         if self.seen is None:
-            self.seen = time.monotonic(), self._processor_seconds()
+            self.seen = self._processor_seconds()
             asyncio.get_running_loop().call_later(LOOK, self._look)
 
     def _look(self) -> None:
         """Let more run at once where the threads have computed little since the last look, fewer where much."""
         assert self.seen is not None
-        began, before = self.seen
-        share = (self._processor_seconds() - before) / max(time.monotonic() - began, 1e-9)
-        self.limit = min(MANY, 2 * self.limit) if share < BUSY else max(FEW, self.limit // 2)
+        computed = self._processor_seconds() - self.seen
+        self.limit = min(MANY, 2 * self.limit) if computed < BUSY else max(FEW, self.limit // 2)
         self.seen = None
         self._admit()
         if self.waiting:
