@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from types import TracebackType
+from typing import Any
 
 
 class ArborError(Exception):
@@ -91,6 +92,9 @@ class EpisodeError(ArborError):
         self.where = where
         self.cause = cause
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return EpisodeError, (self.where, self.cause)
+
     @property
     def kind(self) -> str:
         return "timeout" if isinstance(self.cause, TimeoutError) else type(self.cause).__name__
@@ -159,6 +163,12 @@ class boundary:
 
 _clock: ContextVar[boundary | None] = ContextVar("clock", default=None)
 """The innermost boundary with a deadline; its `outer` is the next."""
+
+
+def current_deadline() -> tuple[str, float] | None:
+    """The innermost `boundary` with a deadline: whose it is, and how many seconds it allows."""
+    clock = _clock.get()
+    return None if clock is None or clock.seconds is None else (clock.where, clock.seconds)
 
 
 class queued:

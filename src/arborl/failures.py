@@ -17,7 +17,13 @@ from arborl.types import Episode, Failure
 FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+)')
 BEGINS = "Traceback (most recent call last):"
 HERE = f"{Path(__file__).parent}{os.sep}"
-FRAMEWORK = (f"{HERE}rollout{os.sep}", f"{HERE}errors.py", f"{HERE}rewards{os.sep}reward.py")
+FRAMEWORK = tuple(
+    f"{HERE}{place}"
+    for place in (
+        f"rollout{os.sep}", "errors.py", f"rewards{os.sep}reward.py", f"rewards{os.sep}plain_calls.py",
+        f"tools{os.sep}threads.py",
+    )
+)  # fmt: skip
 """Files that every call passes on its way to somebody's code."""
 MOST = 50
 """Causes that are kept apart; what else happens is counted with the nearest of them."""

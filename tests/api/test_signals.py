@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+from forked import Forked
 
 SCRIPT = """
 import asyncio, sys, time
@@ -90,3 +91,51 @@ def test_a_terminal_that_is_closed_does_not_keep_a_run_from_saving(tmp_path):
     process.send_signal(signal.SIGHUP)
     assert process.wait(timeout=20) == 129
     assert (tmp_path / "saved").exists()
+
+
+BLOCKED = """
+import pathlib, sys, time, arborl
+
+folder = pathlib.Path(sys.argv[2])
+
+def judge(episode):
+    (folder / f"asked-{episode.seed}").touch()
+    time.sleep(600)
+
+async def holding(episode):
+    judge(episode)  # which holds the event loop
+
+arborl.run(
+    data=[{"question": "What?"}], rewards=[globals()[sys.argv[1]]], steps=1, output_dir=folder / "run",
+    engine="scripted",
+    **{"rollout.group_size": 2, "rollout.tasks_per_step": 1, "rollout.step_seconds": 500, "trainer.stop_seconds": 400,
+       "rollout.episode_seconds": 500, "evaluation.tasks": 0, "track.tensorboard": False} | eval(sys.argv[3]),
+)
+"""
+
+
+def stopped(tmp_path, reward: str, asked: int, settings: str = "{}") -> tuple[str, int | None]:
+    """What a run says that gets SIGTERM while so many calls of its reward do not return, and its exit code."""
+    script = tmp_path / "blocked.py"
+    script.write_text(BLOCKED)
+    run = Forked([str(script), reward, str(tmp_path), settings])
+    while len(list(tmp_path.glob("asked*"))) < asked:
+        assert run.poll() is None, run.communicate()
+        time.sleep(0.05)
+    run.send_signal(signal.SIGTERM)
+    said, _ = run.communicate(timeout=200)
+    return said, run.returncode
+
+
+def test_a_reward_that_blocks_neither_holds_up_the_stop_nor_goes_unnamed(tmp_path):
+    said, code = stopped(tmp_path, "judge", 2)
+    assert code == 143, said
+    assert "saved" in said
+    assert "SIGTERM: calls in threads had not returned: reward 'judge' ×2" in said
+
+
+def test_a_reward_that_holds_the_event_loop_is_named_where_the_run_is_given_up(tmp_path):
+    said, code = stopped(tmp_path, "holding", 1, '{"trainer.stop_seconds": 1}')
+    assert code == 143, said
+    assert "1 s after SIGTERM, reward 'holding' (" in said
+    assert "in judge) still runs" in said

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import signal
+import time
 
 import pytest
 
@@ -279,3 +280,28 @@ def test_a_reward_on_the_cluster_that_breaks_costs_itself_and_is_named(two_nodes
     pids = {round(1 / one.rewards["brittle/pid"]) for one in episodes if one.failure is None}
     assert len(pids) == 1
     assert os.getpid() not in pids
+
+
+@pytest.mark.slow
+def test_plain_rewards_on_one_worker_wait_at_the_same_time_and_one_that_hangs_is_named(two_nodes, tmp_path):
+    import arborl
+    from arborl.rollout.store import EpisodeStore
+
+    asked = tmp_path / "asked"
+    asked.mkdir()
+
+    @arborl.reward
+    def judge(episode):
+        (asked / f"{episode.task.id}-{episode.id[-1]}".replace("/", "-")).touch()
+        until = time.monotonic() + 120
+        while len(list(asked.iterdir())) < 12 and time.monotonic() < until:
+            time.sleep(0.02)
+        if int(episode.id[-1]) == 1:
+            time.sleep(600)
+        return 1.0
+
+    done = run_rewarded(tmp_path, judge, **{"placement.reward_workers": 1, "rollout.step_seconds": 25})
+    episodes = list(EpisodeStore.read(done.folder / "episodes" / "step-000001.jsonl"))
+    failures = [str(one.failure) for one in episodes if one.failure is not None]
+    assert failures == ["reward 'judge': timeout: took longer than 25 s"] * 3
+    assert [one.reward for one in episodes if one.failure is None] == [1.0] * 9

@@ -11,6 +11,7 @@ import logging
 import random
 
 import pytest
+import yaml
 
 import arborl
 from arborl import (
@@ -48,6 +49,7 @@ from arborl import (
     train,
     train_with_gspo,
 )
+from arborl.conversational import trainers
 
 BAKERY = [
     {"id": "opening", "topic": "hours", "user_responses": ["When do you open?", "And on Sunday?"]},
@@ -464,13 +466,31 @@ def test_every_name_of_a_search_space_is_a_setting_of_training_or_of_the_agent(n
 # ------------------------------------------------------------------------------------------------ advanced
 
 
-def test_a_distributed_trainer_trains_on_one_device_and_says_so_of_more(tmp_path):
+def test_a_distributed_trainer_trains_on_one_device_and_refuses_more_than_there_are(tmp_path, monkeypatch):
     trainer = DistributedTrainer(
         agent=agent(), environment=bakery(), reward_fn=letters, config=small(tmp_path), num_gpus=1, strategy="ddp"
     )
     assert asyncio.run(trainer.train()).summary["steps"] == 2
-    with pytest.raises(arborl.errors.ConfigError, match="num_gpus=4"):
-        asyncio.run(DistributedTrainer(agent(), bakery(), letters, num_gpus=4).train())
+    refused = {0: "no GPU. Write num_gpus=1", 1: "1 GPU. Write num_gpus=1", 2: "2 GPUs. Write num_gpus=2"}
+    for count, words in refused.items():
+        monkeypatch.setattr(trainers, "gpu_count", lambda count=count: count)
+        with pytest.raises(arborl.errors.ConfigError, match=f"num_gpus=4: this machine has {words}"):
+            asyncio.run(DistributedTrainer(agent(), bakery(), letters, num_gpus=4).train())
+    ranks = DistributedTrainer(agent(), bakery(), letters, small(tmp_path), num_gpus=4).config.overrides
+    assert ranks == {"track.gifs": 0, "learner.strategy": "ddp", "learner.ranks": 4}
+    with pytest.raises(arborl.errors.ConfigError, match=r"num_gpus=4: overrides has learner.ranks=2"):
+        DistributedTrainer(agent(), bakery(), letters, small(tmp_path, overrides={"learner.ranks": 2}), num_gpus=4)
+
+
+@pytest.mark.slow
+def test_a_distributed_trainer_gives_the_learner_a_rank_on_each_device(tmp_path, monkeypatch):
+    monkeypatch.setattr(trainers, "gpu_count", lambda: 2)  # where there is none, ranks are processes on the CPU
+    trainer = DistributedTrainer(agent(), bakery(), letters, small(tmp_path), num_gpus=2)
+    trained = asyncio.run(trainer.train())
+    assert trained.summary["steps"] == 2
+    config = yaml.safe_load((trained.run_folder / "config.yaml").read_text())
+    assert (config["learner"]["ranks"], config["learner"]["strategy"]) == (2, "ddp")
+    assert config["track"]["gifs"] == 0  # which the configuration says
 
 
 @pytest.mark.parametrize("strategy", ["summary", "truncate", "sliding_window"])

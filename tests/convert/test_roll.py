@@ -407,15 +407,8 @@ def test_questions_of_a_dataset_are_rows_with_a_reward_and_a_tool_is_an_agent(re
     assert (both.data.sources["Ice"].agent.name, both.data.sources["Puzzle"].agent.name) == ("code", "chat")
 
 
-def test_asynchronous_rollout_is_said_loudly_where_this_version_has_none(read):
-    draft = read(async_generation_ratio=1)
-    (line,) = [line for line in draft.lines if line.key == "async_generation_ratio"]
-    if line.kind == "later":
-        assert line.path == "rollout.max_lag"
-        assert draft.report().startswith("NOT YET")
-        assert "SYNCHRONOUS" in draft.report().upper()
-    else:
-        assert draft.settings["rollout.max_lag"] == 1
+def test_asynchronous_rollout_becomes_max_lag(read):
+    assert read(async_generation_ratio=1).settings["rollout.max_lag"] == 1
 
 
 def test_keys_and_passwords_are_not_shown(read):

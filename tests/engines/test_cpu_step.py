@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import numpy as np
 import peft
 import pytest
 import torch
+from forked import Forked
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from arborl.engines.cpu_step import SOURCE, CpuExecutor, library
@@ -101,6 +103,55 @@ def test_a_prompt_in_the_hands_of_several_threads_is_read_as_by_one(seedling, th
     model, _ = seedling
     ours = converse(LocalEngine(model, 400), [{}], [333])
     same(ours, converse(LocalEngine(model, 400, compiled=False), [{}], [333]), 5e-5)
+
+
+MANY_THREADS = """
+import asyncio, torch
+from arborl.engines.cpu_step import CpuExecutor
+from arborl.engines.local import LocalEngine
+from arborl.models.load import load_model, resolve
+from arborl.types import Sampling
+
+model = load_model(resolve("seedling"), device="cpu")
+engines = [LocalEngine(model, 450), LocalEngine(model, 450)]
+assert all(isinstance(engine.executor, CpuExecutor) for engine in engines)
+first = {}
+for threads in (1, 2, 7, 8, 33, 64, 2, 40):
+    torch.set_num_threads(threads)
+    for engine in engines:
+        asyncio.run(engine.load({}, threads))  # so that nothing of the prompt is known
+        said = asyncio.run(engine.generate([3 + n % 90 for n in range(400)], Sampling(3, seed=7), session="a"))
+        assert said.tokens == first.setdefault("tokens", said.tokens), threads
+    print(threads, flush=True)
+"""
+
+
+def test_a_long_prompt_is_read_on_more_threads_than_cores_and_their_number_may_change(tmp_path):
+    script = tmp_path / "many_threads.py"
+    script.write_text(MANY_THREADS)
+    said, _ = Forked([str(script)]).communicate(timeout=120)  # a process that can be killed where it hangs
+    assert said.split()[-8:] == ["1", "2", "7", "8", "33", "64", "2", "40"], said
+
+
+def test_where_the_system_starts_no_more_threads_fewer_read_the_prompt(seedling, monkeypatch):
+    model, _ = seedling
+    alone = converse(LocalEngine(model, 400), [{}], [333])
+    start, started = threading.Thread.start, []
+
+    def refusing(thread):
+        if thread.name.startswith("sampling") and len(started) >= 2:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refusing)
+    before = torch.get_num_threads()
+    torch.set_num_threads(6)
+    try:
+        same(converse(LocalEngine(model, 400), [{}], [333]), alone, 0.0)
+    finally:
+        torch.set_num_threads(before)
+    assert len(started) == 2
 
 
 def test_adapters_are_in_what_is_sampled_and_follow_an_update():

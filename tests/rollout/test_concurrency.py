@@ -8,6 +8,7 @@ import pytest
 
 from arborl.agents.chat import ChatAgent
 from arborl.build import build
+from arborl.busy_time import BusyTime
 from arborl.chat import Renderer
 from arborl.config.load import load
 from arborl.engines.local import LocalEngine
@@ -15,7 +16,6 @@ from arborl.envs.frozen_lake import FrozenLake
 from arborl.errors import ConfigError
 from arborl.models.load import load_model, resolve
 from arborl.rollout import slots as module
-from arborl.rollout.meter import Meter
 from arborl.rollout.recorder import Limits
 from arborl.rollout.runner import Cast, Rollout
 from arborl.rollout.slots import Slots
@@ -46,7 +46,7 @@ def play(limit: int | None, room: int, episodes: int, tool: float) -> tuple[Slot
     async def all_of_them():
         engine = Engine(room)
         slots = Slots(limit, lambda: engine.crowded, first=32)
-        meter, most = Meter(slots.look), 0
+        meter, most = BusyTime(slots.look), 0
 
         async def episode():
             nonlocal most

@@ -9,7 +9,7 @@ import pytest
 
 from arborl.config.load import load
 from arborl.errors import ConfigError
-from arborl.rewards import Rewards
+from arborl.rewards import Rewards, reward
 from arborl.types import Episode, Group, Message, Task
 from arborl.workshop import Workshop
 
@@ -101,12 +101,13 @@ def test_tasks_may_name_other_environments_and_agents():
             made.env(Task("c", env="nowhere"))
 
 
-def test_plain_rewards_are_computed_without_a_task_each():
+def test_rewards_that_do_not_block_are_computed_without_a_task_each():
     tasks = []
 
     async def score():
         loop = asyncio.get_running_loop()
-        rewards = Rewards([("long", lambda episode: float(episode.sampled), 1.0)], seconds=1.0)
+        long = reward(name="long", blocking=False)(lambda episode: float(episode.sampled))
+        rewards = Rewards([("long", long, 1.0)], seconds=1.0)
         groups = [Group(Task("task"), [Episode(f"{n}", Task("task")) for n in range(8)])]
         create = loop.create_task
         loop.create_task = lambda *args, **more: tasks.append(args) or create(*args, **more)

@@ -13,11 +13,17 @@ import signal
 import sys
 import threading
 from collections.abc import Coroutine
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
+from arborl.rollout.watchdog import holder
+from arborl.tools.threads import left_behind
+
 T = TypeVar("T")
 
+NAMES = 5
+"""Names that are listed of calls that had not returned."""
 SIGNALS = [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
 
 
@@ -56,6 +62,9 @@ class Stops:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self.got is not None and isinstance(error, asyncio.CancelledError):
+            if running := left_behind.running():
+                names = ", ".join(f"{name} ×{count}" for name, count in running.most_common(NAMES))
+                self._say(f"{signal.Signals(self.got).name}: calls in threads had not returned: {names}.")
             self._leave()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -105,9 +114,14 @@ class Stops:
     def _give_up(self) -> None:
         assert self.got is not None
         name = signal.Signals(self.got).name
-        sys.stderr.write(
-            f"arborl: {self.seconds:g} s after {name} an update or an environment has not let go. Ends without saving; "
-            "--resume latest goes on from the last checkpoint.\n"
+        held = holder(sys._current_frames().get(threading.main_thread().ident or 0)) or "an update or an environment"
+        self._say(
+            f"{self.seconds:g} s after {name}, {held} still runs. Ends without saving; --resume latest goes on from "
+            "the last checkpoint."
         )
-        sys.stderr.flush()
         os._exit(128 + self.got)
+
+    def _say(self, words: str) -> None:
+        with suppress(OSError):
+            sys.stderr.write(f"arborl: {words}\n")
+            sys.stderr.flush()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +10,13 @@ from typing import Any
 from arborl.cluster.connection import Actor, Cluster
 from arborl.cluster.host import Host, check_versions
 from arborl.engines.replicas import Replica, Replicas, Unreachable, now
-from arborl.errors import ConfigError
+from arborl.errors import ConfigError, EpisodeError, boundary
 from arborl.rewards import Rewards
 from arborl.rewards.by_source import RewardsBySource
+from arborl.rewards.plain_calls import call
 from arborl.rewards.reward import GroupReward, Reward
 from arborl.rewards.rules import environment
+from arborl.tools.threads import MOST, left_behind
 from arborl.types import Episode, Metrics
 
 PRESENT = 5.0
@@ -29,15 +30,22 @@ class RewardHost(Host):
         super().__init__(paths, allow_unsafe)
         from ray import cloudpickle
 
-        self.rewards: list[Reward] = cloudpickle.loads(packed)
+        self.rewards: list[tuple[str, Reward, float]] = cloudpickle.loads(packed)
+        """Each with its name and its deadline in seconds."""
 
     async def score(self, index: int, episode: Episode) -> tuple[Any, BaseException | None, Metrics]:
         """What the reward says, or raised; and the episode's metrics, which it may have added to."""
+        name, reward, seconds = self.rewards[index]
         try:
-            value = self.rewards[index](episode)
-            return (await value if inspect.isawaitable(value) else value), None, episode.metrics
-        except Exception as error:
-            return None, _sendable(error), episode.metrics
+            async with boundary(f"reward {name!r}", seconds):
+                return await call(reward, episode), None, episode.metrics
+        except EpisodeError as error:  # whoever asked attributes it again, to the same reward
+            cause = error.cause
+            return None, _sendable(cause if isinstance(cause, Exception) else error), episode.metrics
+
+    async def left_behind(self) -> int:
+        """Calls of plain rewards that hang in threads of this process."""
+        return left_behind.running().total()
 
 
 def _sendable(error: Exception) -> Exception:
@@ -63,13 +71,13 @@ class RewardWorkers:
 
     Args:
         cluster: where they are.
-        rewards: what each of them can compute.
+        rewards: what each of them can compute: name, reward, and what it may take for one episode, in seconds.
     """
 
-    def __init__(self, cluster: Cluster, rewards: Sequence[tuple[str, Reward]]):
+    def __init__(self, cluster: Cluster, rewards: Sequence[tuple[str, Reward, float]]):
         from ray import cloudpickle
 
-        for name, reward in rewards:
+        for name, reward, _ in rewards:
             try:
                 cloudpickle.dumps(reward)
             except Exception as error:
@@ -79,7 +87,7 @@ class RewardWorkers:
                     "write placement.reward_workers=0."
                 ) from error
         self.cluster = cluster
-        self.packed = cluster.ray.put(cloudpickle.dumps([reward for _, reward in rewards]))
+        self.packed = cluster.ray.put(cloudpickle.dumps(list(rewards)))
         count, seconds = cluster.placement.reward_workers, cluster.placement.seconds
         self.replicas = [RewardReplica(f"reward worker {number}") for number in range(count)]
         self.routes = Replicas(self.replicas, self._start, seconds, "reward worker")
@@ -119,12 +127,14 @@ class RewardWorkers:
         task.add_done_callback(self.tasks.discard)
 
     async def _check(self, replica: RewardReplica, actor: Actor) -> None:
+        """Replace a process whose event loop is held, or in which so many calls hang that it may begin no more."""
         try:
-            await asyncio.wait_for(asyncio.wrap_future(actor.present.remote().future()), PRESENT)
+            hang = await asyncio.wait_for(asyncio.wrap_future(actor.left_behind.remote().future()), PRESENT)
         except (TimeoutError, self.cluster.ray.exceptions.RayError):
-            if replica.actor is actor:
-                self.cluster.stop(actor)
-                self.routes.lose(replica, f"{replica.name} hangs in a reward")
+            hang = MOST
+        if hang >= MOST and replica.actor is actor:
+            self.cluster.stop(actor)
+            self.routes.lose(replica, f"{replica.name} hangs in a reward")
 
     async def _start(self, replica: RewardReplica) -> None:
         another = replica.actor is not None
@@ -166,7 +176,7 @@ class PlacedGroupReward(PlacedReward):
 def place_rewards(cluster: Cluster, rewards: Rewards) -> None:
     """Have all rewards but `env` computed on the cluster."""
     everything = [rewards, *(rewards.sources.values() if isinstance(rewards, RewardsBySource) else ())]
-    chosen = [(name, one) for some in everything for name, one, _ in some.asked if one is not environment]
+    chosen = [(name, one, some.seconds) for some in everything for name, one, _ in some.asked if one is not environment]
     if not chosen:
         count = cluster.placement.reward_workers
         raise ConfigError(f"placement.reward_workers={count}: this run has no reward but env, which is not computed.")

@@ -371,18 +371,6 @@ def as_name(text: str) -> str:
     return re.sub(r"[^\w.-]+", "-", text).strip("-.")
 
 
-def _brings_rows(data: Any) -> bool:
-    """Whether `data`, as given, has rows: its own, or those of a source."""
-    if isinstance(data, DataConfig):
-        return data.has_rows or any(source.has_rows for source in data.sources.values())
-    if not isinstance(data, Mapping):
-        return False
-    sources = data.get("sources")
-    own = any(data.get(key) is not None for key in ("path", "hub", "rows"))
-    inner = [spelt_out(SourceConfig, one) for one in sources.values()] if isinstance(sources, Mapping) else []
-    return own or any(_brings_rows(one) for one in inner)
-
-
 def _needs_every_branch(algorithm: AlgorithmConfig) -> bool:
     """Whether the loss adds up an episode's tokens before anything else: a part of them cannot stand for all."""
     return algorithm.loss in ("dpo", "ipo", "kto") or (algorithm.loss == "gspo" and algorithm.sequence == "episode")

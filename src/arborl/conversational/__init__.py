@@ -21,9 +21,7 @@ In reading order:
     settings.py     The base of all settings here
     preferences.py  Pairs of a better and a worse conversation, from Python and from files
     neural.py       A reward learned from such pairs
-    trajectory.py  What was said, as plain turns
-    reward.py      Rewards that read turns; each is a reward of `arborl.rewards` too
-    hpo.py         Hyper-parameter search for conversational agents
+    hpo.py          Hyper-parameter search for conversational agents
 """
 
 from arborl.conversational.agent import AgentConfig, MultiTurnAgent

@@ -11,7 +11,7 @@ from arborl.conversational.agent import MultiTurnAgent
 from arborl.conversational.callbacks import Callback
 from arborl.conversational.config import TrainingConfig
 from arborl.conversational.environment import Environment
-from arborl.conversational.training import train
+from arborl.conversational.training import changed, train
 from arborl.conversational.value import ValueFunction
 from arborl.errors import ConfigError
 
@@ -57,13 +57,16 @@ class MultiTurnGRPOTrainer:
 
 
 class DistributedTrainer(MultiTurnGRPOTrainer):
-    """The same on several devices of one machine.
+    """The same on several GPUs of one machine: a learner of as many ranks (`learner.ranks`).
 
     Args:
         agent, environment, config: as of `MultiTurnGRPOTrainer`.
         reward_fn: what a conversation is worth.
         num_gpus: how many.
         strategy: `ddp`: a copy of the model on each, gradients added up.
+
+    Raises:
+        ConfigError: from `train`, where this machine has fewer GPUs.
     """
 
     def __init__(
@@ -75,21 +78,42 @@ class DistributedTrainer(MultiTurnGRPOTrainer):
         num_gpus: int = 1,
         strategy: Literal["ddp"] = "ddp",
     ):
-        super().__init__(agent, environment, reward_fn, config)
         if strategy != "ddp":
             raise ConfigError(f"DistributedTrainer, strategy={strategy!r}: must be one of ddp.")
         if isinstance(num_gpus, bool) or not isinstance(num_gpus, int) or num_gpus < 1:
             raise ConfigError(f"DistributedTrainer, num_gpus={num_gpus!r}: must be a whole number >= 1. Write 1.")
+        super().__init__(agent, environment, reward_fn, _with_ranks(config or TrainingConfig(), num_gpus, strategy))
         self.num_gpus, self.strategy = num_gpus, strategy
 
     async def train(self, callbacks: Sequence[Callback] = ()) -> Any:
         """The trained agent."""
-        if self.num_gpus > 1:
+        count = gpu_count()
+        if self.num_gpus > max(count, 1):
+            has = f"{count or 'no'} GPU{'s' * (count > 1)}"
             raise ConfigError(
-                f"DistributedTrainer, num_gpus={self.num_gpus}: a run trains on one device in this version. Write "
-                "num_gpus=1."
+                f"DistributedTrainer, num_gpus={self.num_gpus}: this machine has {has}. Write num_gpus={max(count, 1)}."
             )
         return await super().train(callbacks)
+
+
+def gpu_count() -> int:
+    """GPUs of this machine that torch can use."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _with_ranks(config: TrainingConfig, count: int, strategy: str) -> TrainingConfig:
+    """The configuration of a run whose learner has so many ranks."""
+    if count == 1:
+        return config
+    asked = {"learner.strategy": strategy, "learner.ranks": count}
+    for key, value in asked.items():
+        if config.overrides.get(key, value) != value:
+            raise ConfigError(
+                f"DistributedTrainer, num_gpus={count}: overrides has {key}={config.overrides[key]!r}. Leave it out."
+            )
+    return changed(config, {"overrides": {**config.overrides, **asked}})
 
 
 class GSPOConfig(TrainingConfig):

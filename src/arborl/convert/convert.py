@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from arborl.config.algorithm import AlgorithmConfig, reads_of
-from arborl.config.base import paths, validate
+from arborl.config.base import validate
 from arborl.config.run import RunConfig
 from arborl.convert import agentfly
 from arborl.convert.draft import Draft, Rule
@@ -130,7 +130,7 @@ def _unknown(draft: Draft, key: str, value: Any) -> None:
 
 
 def _finish(draft: Draft) -> None:
-    """Take out what the chosen algorithm would not read and what this version does not have, and check the rest."""
+    """Take out what the chosen algorithm would not read, and check the rest."""
     settings = draft.settings
     base = AlgorithmConfig(name=_known_preset(settings.get("algorithm.name", "grpo")))
     own = {key.removeprefix("algorithm."): value for key, value in settings.items() if key.startswith("algorithm.")}
@@ -140,14 +140,7 @@ def _finish(draft: Draft) -> None:
     for key in own:
         if key.partition(".")[0] not in reads and key.partition(".")[0] in type(base).model_fields:
             draft.undo(f"algorithm.{key}", f"algorithm={base.name} does not read it")
-    for path, why in LATER.items():
-        if path in settings and path not in paths(RunConfig):
-            draft.postpone(path, why)
     validate(RunConfig, draft.tree())
-
-
-LATER = {"rollout.max_lag": "ROLLOUT AND TRAINING TAKE TURNS here: the converted run is synchronous"}
-"""Keys that are written as soon as there is a version that has them, and what happens without them."""
 
 
 def _known_preset(name: Any) -> Any:

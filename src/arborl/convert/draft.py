@@ -37,7 +37,7 @@ class Draft:
     @property
     def dropped(self) -> list[Line]:
         """Keys without a counterpart, in this version or at all, and those that need none."""
-        return [line for line in self.lines if line.kind in ("later", "dropped", "idle")]
+        return [line for line in self.lines if line.kind in ("dropped", "idle")]
 
     def set(self, key: str, value: Any, path: str, ours: Any, why: str = "") -> None:
         """Their `key` is our `path`; `why` says what it means here, where that is not quite the same."""
@@ -72,13 +72,6 @@ class Draft:
         """Without this there is no run: nothing is converted, and `why` says what to do."""
         self.drop(key, value, why)
         self.problems.append(f"{key}={short(shown(key, value))}: {why}")
-
-    def postpone(self, path: str, why: str) -> None:
-        """Take our `path` out again: this version does not have it."""
-        self.settings.pop(path, None)
-        self.lines = [
-            dataclasses.replace(line, kind="later", why=why) if line.path == path else line for line in self.lines
-        ]
 
     def undo(self, path: str, why: str) -> None:
         """Take our `path` out again: as things are, it has no effect."""

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import yaml  # type: ignore[import-untyped]
 
-Kind = Literal["mapped", "changed", "later", "dropped", "idle"]
+Kind = Literal["mapped", "changed", "dropped", "idle"]
 """Means the same here; means something else, or something near; has a key that this version does not have yet; has no
 counterpart; needs none, for it has no effect on what is learned."""
 
@@ -40,7 +40,6 @@ class Line:
 
 
 TITLES = {
-    "later": "NOT YET: this version has no such key. Without it the run computes something else",
     "changed": "Changed in meaning",
     "mapped": "Mapped",
     "dropped": "Not mapped",
@@ -92,7 +91,7 @@ def table(lines: Sequence[Line], width: int = 140) -> str:
 
 
 WORDS = {
-    "mapped": "mapped", "changed": "changed in meaning", "later": "not yet", "dropped": "not mapped",
+    "mapped": "mapped", "changed": "changed in meaning", "dropped": "not mapped",
     "idle": "without effect",
 }  # fmt: skip
 

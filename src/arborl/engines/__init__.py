@@ -17,6 +17,7 @@ In reading order:
     lent_memory.py    Memory of a GPU that can be given back and taken again at the same address
     forward.py        The forward pass for sampling
     cpu_step.py       Running steps on a CPU with `sampling_step.c`
+    thread_team.py    Threads that run the parts of one job at the same time
     cuda_graphs.py    Running steps on a GPU
     sent.py           What a step on a GPU is sent and gives back
     kernels.py        What happens between the matrix products of a sampling step on a GPU

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from concurrent.futures import Future, ThreadPoolExecutor
 from ctypes import POINTER, Structure, addressof, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from arborl.engines.cache import host_memory
 from arborl.engines.draw_tokens import Top, draw
 from arborl.engines.executor import Ready, Sampled, Step, Stored
 from arborl.engines.forward import Forward, Product
+from arborl.engines.thread_team import ThreadTeam
 from arborl.errors import EngineError
 from arborl.models.adapted import Adapted
 from arborl.models.attention import layout, logit_cap
@@ -169,7 +169,7 @@ class CpuExecutor:
         self.held: list[Any] = []
         """What the step points to and nobody else may hold."""
         self.taken = False
-        self.pool: ThreadPoolExecutor | None = None
+        self.threads = ThreadTeam("sampling")
         self.scratch: Floats = np.zeros((0, 0), dtype=np.float32)
         self.between: Floats = np.zeros(0, dtype=np.float32)
         self.step = self._described()
@@ -220,7 +220,7 @@ class CpuExecutor:
         }  # fmt: skip
         held = [self._point(name, column) for name, column in columns.items()]
         self._make_room(len(tokens), parts)
-        self._run(parts)
+        self.threads.run(lambda part: self.library.run(s, part), parts)
         del held
         return drawn, logprob, logits
 
@@ -229,23 +229,11 @@ class CpuExecutor:
     def _parts(self, ends: NDArray[np.int64]) -> NDArray[np.int64]:
         """Where each thread's tokens begin and end: at the ends of rows, where that costs little balance."""
         tokens = int(ends[-1])
-        parts = max(1, min(torch.get_num_threads(), tokens // TOKENS_A_THREAD))
+        parts = self.threads.start(max(1, min(torch.get_num_threads(), tokens // TOKENS_A_THREAD)))
         cuts = np.arange(parts + 1) * tokens // parts
         near = np.concatenate([[0], ends])
         nearest = near[np.abs(near[None] - cuts[:, None]).argmin(1)]
         return np.where(np.abs(nearest - cuts) * 16 * parts <= tokens, nearest, cuts).astype(np.int64)
-
-    def _run(self, parts: int) -> None:
-        """All parts at once, the first in this thread; the interpreter's lock is free meanwhile."""
-        if parts > 1 and self.pool is None:
-            self.pool = ThreadPoolExecutor(thread_name_prefix="sampling")
-        others: list[Future[None]] = []
-        for part in range(1, parts):
-            assert self.pool is not None
-            others.append(self.pool.submit(self.library.run, self.step, part))
-        self.library.run(self.step, 0)
-        for other in others:
-            other.result()
 
     def _make_room(self, tokens: int, parts: int) -> None:
         s = self.step

@@ -3,6 +3,7 @@
 In reading order:
 
     reward.py       What a reward is, `@reward` for plain functions, and `Rewards`, which scores groups
+    plain_calls.py  Plain functions of rewards in threads: one that blocks holds up neither the event loop nor another
     by_source.py    Other rewards for the tasks of some sources
     rules.py        Rewards that follow a rule
     tags.py         Text between tags, found in one pass: a model may open a tag ten thousand times and close none

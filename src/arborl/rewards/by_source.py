@@ -15,6 +15,8 @@ class RewardsBySource(Rewards):
     def __init__(self, run: Rewards, sources: Mapping[str, Rewards]):
         super().__init__(run.rewards, run.seconds)
         self.sources = dict(sources)
+        for own in self.sources.values():
+            own.busy_time = self.busy_time
 
     async def judge(self, episode: Episode) -> None:
         own = self.sources.get(episode.task.source)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from arborl.rewards.by_name import find_reward
+from arborl.rewards.plain_calls import call
 from arborl.rewards.reward import Reward, as_reward, numbers
 from arborl.types import Episode
 
@@ -53,7 +54,7 @@ class Efficient:
 
     async def __call__(self, episode: Episode) -> float:
         """The base reward; `across` scales it once the whole group has one."""
-        return sum(numbers(self.name, await self.base(episode)).values())
+        return sum(numbers(self.name, await call(self.base, episode)).values())
 
     def across(self, episodes: Sequence[Episode], values: Sequence[float]) -> list[float]:
         """The rewards of one group's episodes, scaled. Success is the base's: a detour is no failure."""

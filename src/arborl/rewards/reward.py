@@ -15,9 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any, Protocol, overload, runtime_checkable
 
+from arborl.busy_time import BusyTime
 from arborl.errors import EpisodeError, boundary
 from arborl.failures import Firsts
+from arborl.rewards.plain_calls import call, is_async, threaded
 from arborl.spans import scored
+from arborl.tools.threads import left_behind
 from arborl.types import Episode, Group, Metrics
 
 log = logging.getLogger(__name__)
@@ -33,7 +36,10 @@ class Reward(Protocol):
 
 @runtime_checkable
 class GroupReward(Protocol):
-    """A reward that also looks across the episodes of a task, once each of them has its own number."""
+    """A reward that also looks across the episodes of a task, once each of them has its own number.
+
+    `across` is called in a thread.
+    """
 
     async def __call__(self, episode: Episode) -> float:
         """The episode's own number."""
@@ -66,16 +72,26 @@ class RewardFunction(Reward):
     """A function as a reward. Made by `@reward`.
 
     Its parameter `episode` is the episode; every other one is filled from the fields of the task, by name.
+
+    Args:
+        function: plain or async.
+        name: what it is called in metrics; the function's name by default.
+        weight: of this reward among others.
+        blocking: False for a plain function that is called in the event loop, and not in a thread.
     """
 
-    def __init__(self, function: Callable[..., Any], name: str | None = None, weight: float = 1.0):
+    def __init__(
+        self, function: Callable[..., Any], name: str | None = None, weight: float = 1.0, blocking: bool = True
+    ):
         self.function = function
         self.name = name or str(getattr(function, "__name__", type(function).__name__))
         self.weight = weight
         self.by_turn = False
         """Whether its number is the sum of what the turns were given, so that credit may go to them."""
-        self.plain = not inspect.iscoroutinefunction(function)
-        """Whether its number is there as soon as it is called."""
+        self.threaded = blocking and not is_async(function)
+        """Whether it is a plain function that is called in a thread."""
+        self.inline = not blocking and not is_async(function)
+        """Whether it is a plain function that is called in the event loop."""
         self._parameters = inspect.signature(function).parameters
         if "episode" not in self._parameters:
             raise TypeError(f"reward {self.name!r} takes no `episode`; write def {self.name}(episode, …)")
@@ -91,6 +107,8 @@ class RewardFunction(Reward):
         return self.function(episode=episode, **self._fields(episode))
 
     async def __call__(self, episode: Episode) -> float | dict[str, float]:
+        if self.threaded:
+            return await threaded(self.function, episode=episode, **self._fields(episode))  # type: ignore[no-any-return]
         value = self.begin(episode)
         return await value if inspect.isawaitable(value) else value  # type: ignore[no-any-return]
 
@@ -121,13 +139,17 @@ class RewardFunction(Reward):
 @overload
 def reward(function: Callable[..., Any], /) -> RewardFunction: ...
 @overload
-def reward(*, name: str | None = None, weight: float = 1.0) -> Callable[[Callable[..., Any]], RewardFunction]: ...
+def reward(
+    *, name: str | None = None, weight: float = 1.0, blocking: bool = True
+) -> Callable[[Callable[..., Any]], RewardFunction]: ...
 def reward(
     function: Callable[..., Any] | None = None, /, **options: Any
 ) -> RewardFunction | Callable[[Callable[..., Any]], RewardFunction]:
     """Make a reward of a function, plain or async. Registers nothing.
 
-    A plain function is called where it is: keep it quick, or make it async.
+    A plain function is called in a thread and may block. It is called for several episodes at the same time, so what
+    it shares between calls needs a lock. With `blocking=False` it is called in the event loop, one call at a time: it
+    must be quick, since nothing else runs meanwhile. An async function always runs in the event loop.
 
     Example:
         @reward
@@ -162,17 +184,22 @@ class Rewards:
         self.turn_weight = sum(by_turn)
         self.seconds = seconds
         self.firsts = Firsts(log)
+        self.busy_time = BusyTime()
+        self.hung = left_behind.stuck()
+        """Calls of others in this process, which hang already."""
         self.elsewhere: Counting | None = None
         """Where they are computed, if not here."""
 
     @property
-    def plain(self) -> bool:
+    def inline(self) -> bool:
         """Whether all answer at once, so that nothing is gained by asking them at the same time."""
-        return all(isinstance(one, RewardFunction) and one.plain for _, one, _ in self.asked)
+        return all(isinstance(one, RewardFunction) and one.inline for _, one, _ in self.asked)
 
     def metrics(self) -> Metrics:
-        """Of where they are computed, since the last call; nothing of what is computed here."""
-        return self.elsewhere.metrics() if self.elsewhere is not None else {}
+        """Since the last call: seconds in which a reward was under way; and how many calls hang in threads now."""
+        stuck = sum(count for whose, count in (left_behind.stuck() - self.hung).items() if of_reward(whose))
+        own = {"time/rewards": self.busy_time.busy(), "rewards/calls_stuck": float(stuck)}
+        return own | (self.elsewhere.metrics() if self.elsewhere is not None else {})
 
     async def score(self, groups: Sequence[Group]) -> None:
         """Fill `rewards` and `metrics["success"]` of every surviving episode; all at once.
@@ -186,18 +213,20 @@ class Rewards:
     async def judge(self, episode: Episode) -> None:
         """Ask every reward about one finished episode, while its siblings still play; `score` does not ask again."""
         if episode.failure is None and not episode.judged:
-            await self._score(episode)
+            with self.busy_time:
+                await self._score(episode)
             episode.judged = True
 
     async def _score_group(self, group: Group) -> None:
-        if self.plain:
+        if self.inline:
             for episode in group.survivors:
                 await self.judge(episode)
         else:
             await asyncio.gather(*(self.judge(episode) for episode in group.survivors))
         for name, one, weight in self.asked:
-            if isinstance(one, GroupReward):
-                await self._compare(name, one, weight, group.survivors)
+            if _compares(one):
+                with self.busy_time:
+                    await self._compare(name, one, weight, group.survivors)
         for name, whole, weight in self.combined:
             await asyncio.gather(*(self._combine(name, whole, weight, episode) for episode in group.survivors))
         judges = any(weight != 0 and not getattr(one, "by_turn", False) for _, one, weight in self.rewards)
@@ -208,11 +237,11 @@ class Rewards:
                 episode.metrics.setdefault("success", float(episode.reward >= 1))
         scored(group.episodes)
 
-    async def _compare(self, name: str, one: GroupReward, weight: float, episodes: Sequence[Episode]) -> None:
+    async def _compare(self, name: str, one: Any, weight: float, episodes: Sequence[Episode]) -> None:
         """Let a reward look at all episodes of the task. One that raises there costs them all."""
         try:
             async with boundary(f"reward {name!r}", self.seconds):
-                values = one.across(episodes, [episode.rewards[name] for episode in episodes])
+                values = await call(one.across, episodes, [episode.rewards[name] for episode in episodes])
                 scaled = [(weight or 1.0) * numbers(name, value)[name] for value in values]
                 for episode, value in zip(episodes, scaled, strict=True):
                     episode.rewards[name] = value
@@ -234,7 +263,8 @@ class Rewards:
 
     async def _score(self, episode: Episode) -> None:
         asked = [self._ask(name, one, weight, episode) for name, one, weight in self.asked]
-        answers = [await one for one in asked] if self.plain else await asyncio.gather(*asked)
+        alone = len(asked) == 1 or self.inline
+        answers = [await one for one in asked] if alone else await asyncio.gather(*asked)
         for answer in answers:
             if isinstance(answer, EpisodeError):  # the first by the order of the rewards, not of time
                 episode.fail(answer)
@@ -244,35 +274,39 @@ class Rewards:
         episode.turn_weight = self.turn_weight
 
     async def _ask(self, name: str, one: Any, weight: float, episode: Episode) -> dict[str, float] | EpisodeError:
+        where = f"reward {name!r}"  # the watchdog reads it
         try:
-            if isinstance(one, RewardFunction) and one.plain:
-                value = _begun(name, one, episode)
-                if not inspect.isawaitable(value):
-                    return _weighted(name, value, weight or 1.0)
-                async with boundary(f"reward {name!r}", self.seconds):
+            if isinstance(one, RewardFunction) and one.inline:
+                async with boundary(where):  # no deadline can strike while it holds the event loop
+                    value = one.begin(episode)
+            else:
+                value = one(episode) if isinstance(one, RewardFunction) else call(one, episode)
+            if inspect.isawaitable(value):
+                async with boundary(where, self.seconds):
                     value = await value
-                return _weighted(name, value, weight or 1.0)
-            # The weight of one that compares episodes is applied when it has seen the group.
-            weight = 1.0 if isinstance(one, GroupReward) else weight or 1.0
-            async with boundary(f"reward {name!r}", self.seconds):
-                return {key: weight * value for key, value in numbers(name, await one(episode)).items()}
+            async with boundary(where):
+                # The weight of one that compares episodes is applied when it has seen the group.
+                scale = 1.0 if _compares(one) else weight or 1.0
+                return {key: scale * number for key, number in numbers(name, value).items()}
         except EpisodeError as error:
             return error
 
 
-def _begun(name: str, one: RewardFunction, episode: Episode) -> Any:
-    """What a plain function returns: no deadline could strike while it holds the event loop."""
-    try:
-        return one.begin(episode)
-    except (Exception, SystemExit) as error:
-        raise EpisodeError(f"reward {name!r}", error) from error
+_compare_kinds: dict[type, bool] = {}
+"""Whether rewards of a class are group rewards; remembered, since asking a protocol takes 30 us."""
 
 
-def _weighted(name: str, value: Any, weight: float) -> dict[str, float]:
-    try:
-        return {key: weight * number for key, number in numbers(name, value).items()}
-    except Exception as error:
-        raise EpisodeError(f"reward {name!r}", error) from error
+def _compares(one: object) -> bool:
+    """Whether it is a group reward."""
+    kind = type(one)
+    if kind not in _compare_kinds:
+        _compare_kinds[kind] = issubclass(kind, GroupReward)
+    return _compare_kinds[kind]
+
+
+def of_reward(whose: str) -> bool:
+    """Whether a call that hangs (`arborl.tools.threads`) is a reward's, by its name."""
+    return whose.startswith("reward ")
 
 
 def opened(one: Any) -> list[Any]:

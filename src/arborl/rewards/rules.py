@@ -9,7 +9,7 @@ from arborl.rewards.reward import reward
 from arborl.types import Episode
 
 
-@reward
+@reward(blocking=False)
 def environment(episode: Episode) -> float:
     """What the environment gave, summed over the turns. Its short name is `env`."""
     return sum(turn.reward for turn in episode.turns)
@@ -21,7 +21,7 @@ POSTED = "endpoint/reward"
 """The metric that holds what a program of agent `endpoint` said its episode was worth."""
 
 
-@reward
+@reward(blocking=False)
 def posted(episode: Episode) -> float:
     """What the program that played said it was worth, with agent `endpoint`."""
     if POSTED not in episode.metrics:
@@ -32,7 +32,7 @@ def posted(episode: Episode) -> float:
     return episode.metrics[POSTED]
 
 
-@reward
+@reward(blocking=False)
 def exact(episode: Episode, answer: Any) -> float:
     """1 where the final answer is the task's `answer`, else 0.
 

@@ -6,6 +6,7 @@ where there is none: the row's source decides the rule, and a source without a r
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import re
@@ -17,6 +18,7 @@ from arborl.rewards.choice import exactly
 from arborl.rewards.code import CodeTests
 from arborl.rewards.fields import field_of
 from arborl.rewards.numbers import equal, final_part, last_boxed
+from arborl.rewards.plain_calls import call
 from arborl.rewards.tags import last_tagged
 from arborl.types import Episode, Message
 
@@ -49,7 +51,7 @@ def _text(message: Message) -> str:
 class ScoreFunction:
     """What a function in verl's form says: `compute_score(data_source, solution_str, ground_truth, extra_info)`.
 
-    It gives a number, or an object whose `score` counts. It may be async. Keep it quick: it runs where it is called.
+    It gives a number, or an object whose `score` counts. It may be async; a plain one is called in a thread.
 
     Example:
         rewards: [{name: score_function, args: {function: "my_package.reward_fn:compute_score"}}]
@@ -57,27 +59,33 @@ class ScoreFunction:
     Args:
         function: `package.module:function`, or the function itself.
         kwargs: further arguments.
+        blocking: False to call a plain function in the event loop. It must be quick there; one that keeps its time with
+            `signal.alarm` works nowhere else.
     """
 
     name = "score"
 
-    def __init__(self, function: str | Callable[..., Any], kwargs: Mapping[str, Any] | None = None):
+    def __init__(
+        self, function: str | Callable[..., Any], kwargs: Mapping[str, Any] | None = None, blocking: bool = True
+    ):
         self.function = load(function, "function") if isinstance(function, str) else function
         if not callable(self.function):
             raise ValueError(f"function={function!r} cannot be called; name a function")
-        self.kwargs = dict(kwargs or {})
+        self.kwargs, self.blocking = dict(kwargs or {}), blocking
 
     async def __call__(self, episode: Episode) -> float:
         fields = episode.task.fields
         model = fields.get("reward_model")
         truth = model.get("ground_truth") if isinstance(model, Mapping) else None
-        found = self.function(
+        scores = functools.partial(
+            self.function,
             data_source=fields.get("data_source", episode.task.source),
             solution_str=solution(episode),
             ground_truth=field_of(episode, "answer", "reward 'score_function'") if truth is None else truth,
             extra_info=fields.get("extra_info") or {},
             **self.kwargs,
         )
+        found = await call(scores) if self.blocking else scores()
         found = await found if inspect.isawaitable(found) else found
         return float(found["score"] if isinstance(found, Mapping) else found)
 

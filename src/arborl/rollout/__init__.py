@@ -10,7 +10,6 @@ In reading order:
     pipeline.py      Groups are played ahead of the updates that train on them, within a bound on how old a token may be
     filters.py       Which groups are worth training on: functions of a scored group
     slots.py         How many episodes are in play: as many as was said, or as many as the engine can serve
-    meter.py         How long somebody was asked for something, and how long nobody asked
     recorder.py      What an agent holds in its hands: a model and an environment that write down everything that passes
     rivals.py        What else the model might have said: the likeliest tokens beside each one that was sampled
     call_order.py    Which call of an episode is which, when several are asked at once: their chance and their order

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from arborl.busy_time import BusyTime
 from arborl.chat.conversation import Conversations, Prompt
 from arborl.chat.fit import cannot_fit
 from arborl.chat.messages import read_messages, read_tools
@@ -26,7 +27,6 @@ from arborl.envs.wrapper import PassingEnv
 from arborl.errors import ContextFull, EpisodeError, MaxTurns
 from arborl.rollout.call_order import Asking, Place
 from arborl.rollout.deadlines import ENGINE, across, untimed
-from arborl.rollout.meter import Meter
 from arborl.rollout.processes import ProcessEnv
 from arborl.rollout.rivals import Rivals
 from arborl.seeds import derive
@@ -90,10 +90,10 @@ class Recorder:
         limits: Limits,
         episode: Episode,
         drawn: Drawn | None = None,
-        asked: Meter | None = None,
+        asked: BusyTime | None = None,
         rivals: int = 0,
     ):
-        self.asked, self.rivals = Meter() if asked is None else asked, rivals
+        self.asked, self.rivals = BusyTime() if asked is None else asked, rivals
         self.tokenizer = TextTokenizer(renderer.tokenizer)
         """The model's, for text: limits on what tools answer are counted in its tokens."""
         self.engine, self.renderer, self.sampling, self.drawn = engine, renderer, sampling, drawn

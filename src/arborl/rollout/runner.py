@@ -16,6 +16,7 @@ from typing import Any
 
 from arborl import sandbox
 from arborl.agents.agent import Agent
+from arborl.busy_time import BusyTime
 from arborl.chat.renderer import Renderer
 from arborl.data.reading.given import GivenTask
 from arborl.engines.engine import Engine
@@ -23,9 +24,9 @@ from arborl.envs.env import Env
 from arborl.errors import EpisodeError, EpisodeOver, boundary
 from arborl.failures import Firsts
 from arborl.registry import short
+from arborl.rewards.reward import of_reward
 from arborl.rollout.given import GivenEpisodes
 from arborl.rollout.groups import PLAIN, Manager, Manner, named
-from arborl.rollout.meter import Meter
 from arborl.rollout.recorder import Limits, RecordedEnv, Recorder
 from arborl.rollout.replay import Tape
 from arborl.rollout.slots import FIRST, Slots
@@ -105,7 +106,7 @@ class Rollout:
         self.given, self.rivals = given, rivals
         self.counts: Counter[str] = Counter()
         self.firsts, self.lost = Firsts(log), list[Episode]()
-        self.asked = Meter()
+        self.asked = BusyTime()
         self.hung = left_behind.stuck()
         """Calls of others in this process, which hang already."""
 
@@ -253,7 +254,8 @@ class Rollout:
         """Since the last call: episodes cancelled, groups expired or filtered, environments left behind or replaced,
         and what code waited for a sandbox."""
         counts, self.counts = self.counts, Counter()
-        stuck = {"rollout/tool_calls_stuck": float((left_behind.stuck() - self.hung).total())}
+        hang = left_behind.stuck() - self.hung
+        stuck = {"rollout/tool_calls_stuck": float(sum(n for whose, n in hang.items() if not of_reward(whose)))}
         limit = self._line.slots.limit if self._line is not None else self.concurrency or self._first()
         stuck["rollout/concurrency"] = float(int(limit))
         return named(counts) | self.workers.metrics() | sandbox.metrics() | stuck

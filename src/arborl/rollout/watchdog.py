@@ -1,8 +1,8 @@
 """Says who holds the event loop while they do: from inside the loop nobody could.
 
-Environments that may block run in threads. What else is `async` (an agent, a tool, an environment that said it would
-not block) runs in the event loop, and one that calls `time.sleep` there stops every episode, every deadline and Ctrl-C.
-It cannot be stopped from here, but it can be named.
+Environments that may block run in threads. What else is `async` (an agent, a tool, a reward, an environment that said
+it would not block) runs in the event loop, and one that calls `time.sleep` there stops every episode, every deadline
+and Ctrl-C. It cannot be stopped from here, but it can be named.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import ClassVar
 
+from arborl.rewards.reward import Rewards
 from arborl.rollout.deadlines import ENGINE, across
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,10 @@ OURS = str(Path(__file__).parents[1])
 LIBRARIES = ("<", *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 LOOPS = ("asyncio/events.py", "asyncio/base_events.py", "asyncio/runners.py")
 """Where what runs in a loop ends and what runs the loop begins."""
+
+
+NAMED = (across.__code__, Rewards._ask.__code__)
+"""Functions whose local `where` says whose code they call."""
 
 
 class Watchdog:
@@ -72,21 +77,22 @@ class Watchdog:
         log.warning(
             "%s has held the event loop for %.1f s, and nothing else can run meanwhile: no other episode, no deadline, "
             "no Ctrl-C. What waits there must be awaited. Environments that do not say `blocking = False`, and tools "
-            "that are plain functions, run in threads and may block.",
+            "and rewards that are plain functions, run in threads and may block.",
             place,
             seconds,
         )
 
 
 def holder(frame: FrameType | None) -> str | None:
-    """Whose code a thread is in: the line that is neither ours nor a library's, and the environment it was called for.
+    """Whose code a thread is in: the line that is neither ours nor a library's, and the environment or reward it was
+    called for.
 
-    None where the innermost line is ours and no environment's: a computation of ours is no news.
+    None where the innermost line is ours and of neither: a computation of ours is no news.
     """
     line = ours = None
     while frame is not None and not frame.f_code.co_filename.endswith(LOOPS):
         code = frame.f_code
-        if code is across.__code__:
+        if code in NAMED:
             where = frame.f_locals["where"]
             return None if where == ENGINE else f"{where}{f' ({line})' if line else ''}"
         if line is ours is None and not code.co_filename.startswith(LIBRARIES):

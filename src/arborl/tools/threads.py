@@ -9,17 +9,21 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from queue import Empty, SimpleQueue
+from typing import Any, ClassVar
 
 log = logging.getLogger(__name__)
 
 MOST = 32
 """Threads of one name that may hang before no more are begun for it."""
+IDLE = 10.0
+"""Seconds after which an idle thread ends."""
 
 
 class TooManyStuck(RuntimeError):
@@ -48,6 +52,11 @@ class LeftBehind:
         """The call has returned after all, or never was left."""
         with self.lock:
             self.calls.pop(call, None)
+
+    def running(self) -> Counter[str]:
+        """How many calls of each name have not returned, stuck or not."""
+        with self.lock:
+            return Counter(name for name, _ in self.calls.values())
 
     def stuck(self) -> Counter[str]:
         """How many calls of each name hang."""
@@ -81,8 +90,56 @@ def stuck_calls(tool: str) -> int:
     return left_behind.stuck()[f"tool {tool!r}"]
 
 
+class DaemonThread:
+    """A thread that runs one job after another, and ends when it has had none for `IDLE` seconds.
+
+    Starting a thread takes four times as long as giving a job to one that is there.
+    """
+
+    idle: ClassVar[list[DaemonThread]] = []
+    lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self) -> None:
+        self.jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self.thread = threading.Thread(target=self._work, name="arborl-idle", daemon=True)
+        self.thread.start()
+
+    @classmethod
+    def run(cls, job: Callable[[], None], name: str) -> None:
+        """Run the job in an idle thread, or in a new one."""
+        with cls.lock:
+            found = cls.idle.pop() if cls.idle else None
+        found = found or cls()
+        found.thread.name = name
+        found.jobs.put(job)
+
+    def _work(self) -> None:
+        while True:
+            try:
+                job = self.jobs.get(timeout=IDLE)
+            except Empty:
+                with self.lock:
+                    if self in self.idle:
+                        self.idle.remove(self)
+                        return
+                continue  # it was taken just now
+            job()
+            del job  # with what it refers to
+            self.thread.name = "arborl-idle"
+            with self.lock:
+                self.idle.append(self)
+
+
+def _forget_threads() -> None:
+    DaemonThread.idle, DaemonThread.lock = [], threading.Lock()
+    left_behind.calls, left_behind.lock = {}, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_threads)  # a forked process has none of these threads
+
+
 async def in_thread(function: Callable[[], Any], whose: str = "", seconds: float = 30.0) -> Any:
-    """`function()` in a daemon thread of its own.
+    """`function()` in a daemon thread that runs nothing else meanwhile.
 
     Not in asyncio's pool: a few functions that never return would fill it, and leaving the event loop waits for it.
 
@@ -118,7 +175,7 @@ async def in_thread(function: Callable[[], Any], whose: str = "", seconds: float
         with suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(settle, value, error)
 
-    threading.Thread(target=work, name=f"arborl-{name}", daemon=True).start()
+    DaemonThread.run(work, f"arborl-{name}")
     try:
         value, error = await outcome
     except asyncio.CancelledError:

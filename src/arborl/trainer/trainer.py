@@ -155,6 +155,7 @@ class Trainer:
         between: Metrics = {}
         if not self.pipeline.busy:  # what was counted between steps (an evaluation, say) is not this step's
             between = {name: value for name, value in self.engine.metrics().items() if name in LOSSES}
+            self.rewards.busy_time.busy()
 
         with clock("rollout"):
             await self.pipeline.begin(self.step)

@@ -239,7 +239,7 @@ def some_fail(course: Course) -> Seen | None:
 
 
 def hanging(course: Course) -> Seen | None:
-    for name in ("rollout/threads_stuck", "rollout/tool_calls_stuck", "rollout/processes_hung"):
+    for name in ("rollout/threads_stuck", "rollout/tool_calls_stuck", "rewards/calls_stuck", "rollout/processes_hung"):
         own = course[name]
         if where := _where(own, lambda count: count > 0):
             return Seen(f"{name} is up to {max(own.values):.0f}", where)

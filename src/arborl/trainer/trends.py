@@ -130,8 +130,8 @@ TRENDS = (
     ),
     Trend(
         "hanging", rules.hanging, "something hangs",
-        "A call of an environment or a tool does not come back: give it a time limit of its own, or write a smaller "
-        "rollout.step_seconds.",
+        "A call of an environment, a tool or a reward does not come back: give it a time limit of its own, or write a "
+        "smaller rollout.step_seconds.",
     ),
     Trend(
         "parts_lost", rules.parts_lost, "processes of the run were lost and replaced",

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from arborl.registry import call_checked
 from arborl.rewards.by_name import find_reward
 from arborl.rewards.endpoint import Endpoint
+from arborl.rewards.plain_calls import call
 from arborl.rewards.reward import numbers
 from arborl.rewards.text.base import Context, RewardFunction, RewardResult, Turns
 from arborl.rewards.text.turns import ConversationTurn, Exchange, as_turns, episode_of, exchanges
@@ -46,8 +47,8 @@ class TextReward(RewardFunction):
         name: what it is called in metrics; by default after the class.
         judge: asks a model instead, with this reward's rubric: the arguments of `Endpoint` (`{"model": …, "base_url":
             …}`; `{}` takes them from `OPENAI_MODEL` and `OPENAI_BASE_URL`), or a function from a prompt to a reply,
-            plain or async. Its number from 0 to 10 becomes 0 to 1. A judge that cannot be reached, or gives no number,
-            costs the episode.
+            plain (called in a thread) or async. Its number from 0 to 10 becomes 0 to 1. A judge that cannot be
+            reached, or gives no number, costs the episode.
         model: asks a trained reward model instead: its folder. Its number goes through the logistic function.
     """
 
@@ -100,8 +101,7 @@ class _Verdicts:
         known = f"What is known about the task:\n{told}\n" if told else ""
         prompt = ASK.format(rubric=rubric, known=known, line=LINE, conversation=talk)
         if prompt not in self.known:
-            reply = self.complete(prompt)
-            verdict = read_verdict(await reply if inspect.isawaitable(reply) else reply)
+            verdict = read_verdict(await call(self.complete, prompt))
             while len(self.known) >= KEPT:
                 self.known.pop(next(iter(self.known)))
             self.known[prompt] = verdict

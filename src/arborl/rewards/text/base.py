@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, overload
 
+from arborl.rewards.plain_calls import call
 from arborl.rewards.reward import numbers
 from arborl.rewards.text.turns import ConversationTurn, turns_of
 from arborl.types import Episode
@@ -68,8 +68,7 @@ class _OfFunction(RewardFunction):
         functools.update_wrapper(self, function, updated=())
 
     async def compute_reward(self, turns: Turns, context: Context | None = None) -> RewardResult | float:
-        found: RewardResult | float | Awaitable[Any] = self.function(turns, context)
-        return await found if inspect.isawaitable(found) else found  # type: ignore[return-value]
+        return await call(self.function, turns, context)  # type: ignore[no-any-return]
 
 
 @overload
@@ -79,7 +78,7 @@ def reward_function(weight: float = 1.0, name: str | None = None) -> Callable[[C
 def reward_function(
     weight: float | Callable[..., Any] = 1.0, name: str | None = None
 ) -> RewardFunction | Callable[[Callable[..., Any]], RewardFunction]:
-    """Make a reward of a function of turns and context, plain or async.
+    """Make a reward of a function of turns and context, plain or async. A plain one is called in a thread.
 
     Example:
         @reward_function(weight=0.5)

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from arborl.errors import boundary, did_you_mean
 from arborl.rewards.by_name import find_reward
+from arborl.rewards.plain_calls import call
 from arborl.rewards.reward import Reward, as_reward, numbers
 from arborl.rewards.text.base import Context, RewardFunction, RewardResult, Turns, finite
 from arborl.rewards.text.turns import as_turns, episode_of
@@ -61,14 +62,14 @@ class Combined(RewardFunction):
             if isinstance(part.reward, RewardFunction):
                 found = await part.reward.compute_reward(turns, context)
                 return found.score if isinstance(found, RewardResult) else found
-            return await part.reward(episode_of(turns, context))
+            return await call(part.reward, episode_of(turns, context))
 
         scores = {part.name: await self._asked(part, ask) for part in self.parts}
         return RewardResult(self.combine(scores), scores)
 
     async def __call__(self, episode: Episode) -> float:
         async def ask(part: Part) -> Any:
-            return await part.reward(episode)
+            return await call(part.reward, episode)
 
         scores = {part.name: await self._asked(part, ask) for part in self.parts}
         episode.metrics |= numbers(f"reward/{self.name}", scores)

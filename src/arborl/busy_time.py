@@ -1,4 +1,4 @@
-"""How long somebody was asked for something, and how long nobody asked."""
+"""How long at least one call of a kind was under way."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable
 from types import TracebackType
 
 
-class Meter:
+class BusyTime:
     """Seconds in which at least one caller is inside, those left out in which it is held.
 
     Example:
-        with meter:
+        with busy_time:
             await engine.generate(...)
-        meter.busy()      # since the last call
+        busy_time.busy()      # since the last call
     """
 
     def __init__(self, after: Callable[[], None] = lambda: None):
