@@ -57,8 +57,8 @@ for line in sys.stdin:
     print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], **answer}), flush=True)
 time.sleep(0 if "gentle" in sys.argv[1] else 600)
 """
-"""One that starts at once, by hand; it has two children, one of them in a session of its own, and unless it is gentle ends
-neither with its input nor at SIGTERM."""
+"""One that starts at once, by hand; it has two children, one of them in a session of its own, and unless it is gentle
+ends neither with its input nor at SIGTERM."""
 
 
 def free_port() -> int:

@@ -204,8 +204,8 @@ def _path() -> str:
 
 @asynccontextmanager
 async def output_pipe() -> AsyncIterator[tuple[asyncio.StreamReader, int]]:
-    """A pipe for what a program prints: a reader, and the descriptor to write to, which the caller closes. It is not one
-    of asyncio's own pipes, since asyncio reports the end of a process only when those are closed at the other end."""
+    """A pipe for what a program prints: a reader, and the descriptor to write to, which the caller closes. It is not
+    one of asyncio's own pipes: asyncio reports the end of a process only when those are closed at the other end."""
     reading, writing = os.pipe()
     reader = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
