@@ -110,7 +110,8 @@ def test_with_a_host_given_the_store_listens_there_and_nowhere_else():
 # ------------------------------------------------------------------------------------------------ strangers
 
 
-def test_a_client_without_the_secret_is_told_nothing(serve):
+def test_a_client_without_the_secret_is_told_nothing(serve, monkeypatch):
+    monkeypatch.setattr(run_store, "HANDSHAKE", 1.0)
     server = serve("127.0.0.1")
     with pytest.raises((EOFError, OSError)):
         connect(JoinInfo(server.info.address, "another secret"))
@@ -139,9 +140,10 @@ def test_strangers_that_send_rubbish_or_nothing_keep_no_rank_out(serve, monkeypa
     monkeypatch.setattr(run_store, "HANDSHAKE", 1.0)
     server = serve("127.0.0.1")
     host, _, port = server.info.address.rpartition(":")
-    strangers = [socket.create_connection((host, int(port))) for _ in range(64)]
+    strangers = [socket.create_connection((host, int(port))) for _ in range(300)]
     for one in strangers:
-        one.sendall(said)
+        with suppress(OSError):  # turned away
+            one.sendall(said)
     assert RunStore(server.info).add("n", 1) == 1
     for one in strangers:
         one.settimeout(60)

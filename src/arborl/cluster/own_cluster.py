@@ -7,6 +7,7 @@ the cluster. What Ray does with its environment is checked once it has started.
 
 from __future__ import annotations
 
+import importlib
 import os
 import secrets
 import shutil
@@ -91,17 +92,15 @@ def reread_environment() -> None:
 
         ray_constants.ENABLE_RAY_CLUSTER = os.environ.get(ON_LOOPBACK, "1") != "0"
     with suppress(ImportError, AttributeError):
-        from ray._raylet import AuthenticationTokenLoader, Config
-
-        Config.initialize("")
-        AuthenticationTokenLoader.instance().reset_cache()
+        raylet: Any = importlib.import_module("ray._raylet")
+        raylet.Config.initialize("")
+        raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def uses_token() -> bool:
     """Whether this process authenticates itself to the cluster, and the cluster to it."""
     try:
-        from ray._raylet import AuthenticationMode, get_authentication_mode
-
-        return bool(get_authentication_mode() == AuthenticationMode.TOKEN)
-    except ImportError:
+        raylet: Any = importlib.import_module("ray._raylet")
+        return bool(raylet.get_authentication_mode() == raylet.AuthenticationMode.TOKEN)
+    except (ImportError, AttributeError):
         return False

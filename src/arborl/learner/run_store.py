@@ -33,6 +33,8 @@ LONGEST_PATH = 100
 """Bytes of a Unix socket's path; Linux takes 107."""
 HANDSHAKE = 10.0
 """Seconds that a client has to prove that it holds the secret."""
+PENDING = 256
+"""Clients that may be about to prove it; further ones are turned away, and ranks try again."""
 GRACE = 2.0
 """Seconds that clients have to leave before the server closes their connections."""
 UNREACHABLE_MS = 60_000
@@ -124,7 +126,7 @@ class StoreServer:
     def __init__(self, host: str = "", secret: str = ""):
         self.data, self.folder = StoreData(), ""
         self.lines: set[Connection] = set()
-        self.lock = threading.Lock()
+        self.lock, self.pending = threading.Lock(), threading.Semaphore(PENDING)
         self.closed = False
         if host:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -148,14 +150,25 @@ class StoreServer:
                 if not self.closed:
                     time.sleep(0.05)  # no descriptor is free
                 continue
+            if not self.pending.acquire(blocking=False):
+                line.close()
+                continue
             threading.Thread(target=self._serve, args=(line,), name="arborl-store", daemon=True).start()
+
+    def _admit(self, line: Connection) -> bool:
+        """Whether the client holds the secret."""
+        try:
+            admitted = admits(line, self.info.secret)
+            unlimited(line)
+            return admitted
+        finally:
+            self.pending.release()
 
     def _serve(self, accepted: socket.socket) -> None:
         limit_waits(accepted, HANDSHAKE)
         with Connection(accepted.detach()) as line, suppress(OSError, EOFError, ValueError, KeyError, TypeError):
-            if not admits(line, self.info.secret):
+            if not self._admit(line):
                 return
-            unlimited(line)
             with self.lock:
                 if self.closed:
                     return
@@ -213,7 +226,7 @@ class RunStore(dist.Store):
     def line(self) -> Connection:
         """This thread's connection."""
         if not hasattr(self.mine, "line"):
-            self.mine.line = connect(self.info)
+            self.mine.line = connect_patiently(self.info)
         return self.mine.line  # type: ignore[no-any-return]
 
     def _ask(self, name: str, *given: Any) -> Any:
@@ -302,6 +315,18 @@ def connect(info: JoinInfo) -> Connection:
         raise ConnectionError(f"what listens at {info.address} does not hold the secret of this run")
     unlimited(line)
     return line
+
+
+def connect_patiently(info: JoinInfo) -> Connection:
+    """As `connect`, again for a while where the server has too many clients."""
+    until = time.monotonic() + HANDSHAKE
+    while True:
+        try:
+            return connect(info)
+        except (EOFError, ConnectionResetError, BrokenPipeError):
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.1)
 
 
 def limit_waits(line: socket.socket, seconds: float) -> None:
