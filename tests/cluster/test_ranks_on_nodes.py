@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from arborl.api import train
-from arborl.cluster.ranks import interface_of
 from arborl.config.load import load
+from arborl.learner.lines import interface_of
 from arborl.track.jsonl import read_metrics
 
 SMALL = [

@@ -20,6 +20,7 @@ from arborl.api import train
 from arborl.config.load import load
 from arborl.errors import LearnerLost
 from arborl.learner import launch
+from arborl.learner.run_store import JoinInfo
 from arborl.rollout.store import EpisodeStore
 
 TWO = [*SMALL, "learner.ranks=2", "evaluation.tasks=0", "track.gifs=0"]
@@ -43,8 +44,8 @@ def forks(monkeypatch):
     """Ranks that need not import torch; all that were ever started."""
     started: list[Copies] = []
 
-    def processes(count: int, address: str, device: str, threads: int) -> Copies:
-        started.append(Copies(count, address))
+    def processes(count: int, info: JoinInfo, device: str, threads: int) -> Copies:
+        started.append(Copies(count, info))
         return started[-1]
 
     monkeypatch.setattr(launch, "Processes", processes)
@@ -57,7 +58,7 @@ def whole(tmp_path_factory) -> Path:
     """A run that has lost none."""
     home = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "Processes", lambda count, address, device, threads: Copies(count, address))
+        patch.setattr(launch, "Processes", lambda count, info, device, threads: Copies(count, info))
         train(load(None, [*TWO, "learner.strategy=ddp", f"output_dir={home / 'run'}"]))
     return home / "run"
 

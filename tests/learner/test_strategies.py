@@ -19,7 +19,8 @@ from arborl.errors import ConfigError, LearnerLost
 from arborl.learner.blueprint import Blueprint
 from arborl.learner.group import LearnerGroup
 from arborl.learner.launch import check_ranks
-from arborl.learner.rendezvous import Meeting, check_alike, cut_lines
+from arborl.learner.lines import cut_lines
+from arborl.learner.rendezvous import Meeting, check_alike
 
 CONFIG = LearnerConfig(lr=3e-5, decay="none", micro_batch_tokens=40)
 NEEDS = Fake("value").needs
@@ -183,8 +184,8 @@ def test_a_rank_that_fails_says_why():
 
 
 def test_a_rank_with_other_versions_is_named_and_all_are_stopped():
-    meeting, address = Meeting.host(3)
-    others = Copies(3, address, '{"torch": "2.11.0", "host": "elsewhere"}')
+    meeting, info = Meeting.host(3)
+    others = Copies(3, info, '{"torch": "2.11.0", "host": "elsewhere"}')
     blueprint = Blueprint(CONFIG.model_copy(update={"strategy": "ddp", "ranks": 3}), SAMPLING, NEEDS, 0, 0, body)
     with pytest.raises(ConfigError, match=r"rank 1 on elsewhere runs torch 2.11.0, and rank 0 on .* Install the same"):
         LearnerGroup(meeting, blueprint, body(), others)

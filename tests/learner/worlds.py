@@ -23,6 +23,7 @@ from arborl.learner.blueprint import Blueprint
 from arborl.learner.group import LearnerGroup
 from arborl.learner.learner import Learner
 from arborl.learner.rendezvous import Meeting
+from arborl.learner.run_store import JoinInfo
 from arborl.models.attention import NAME
 from arborl.models.lora import add_lora
 
@@ -32,8 +33,8 @@ cloudpickle.register_pickle_by_value(learner_fakes)
 class Copies:
     """Ranks that are such copies; `lies` is what they say of themselves instead of the truth, as JSON."""
 
-    def __init__(self, count: int, address: str, lies: str = "{}"):
-        words = [str(Path(__file__)), str(count), address]
+    def __init__(self, count: int, info: JoinInfo, lies: str = "{}"):
+        words = [str(Path(__file__)), str(count), f"{info.address} {info.secret}"]
         self.all = {rank: Forked([*words, str(rank), lies]) for rank in range(1, count)}
 
     def lost(self) -> dict[int, str]:
@@ -68,9 +69,9 @@ def world(
     if strategy == "deepspeed":  # not for everyone: where it is installed, transformers imports it in every run
         pytest.importorskip("deepspeed", reason="needs pip install 'arborl[deepspeed]'")
     settings = config.model_copy(update={"strategy": strategy, "ranks": ranks, **more})
-    meeting, address = Meeting.host(ranks)
+    meeting, info = Meeting.host(ranks)
     blueprint = Blueprint(settings, SAMPLING, needs, 0, 0, lambda device: model)
-    group = LearnerGroup(meeting, blueprint, model, Copies(ranks, address))
+    group = LearnerGroup(meeting, blueprint, model, Copies(ranks, info))
     try:
         yield group
     finally:
@@ -91,4 +92,4 @@ if __name__ == "__main__":
     truth, lies = rendezvous.about_me, json.loads(sys.argv[4])
     rendezvous.about_me = lambda address: truth(address) | lies
     torch.set_num_threads(1)
-    serve_rank(int(sys.argv[3]), int(sys.argv[1]), sys.argv[2])
+    serve_rank(int(sys.argv[3]), int(sys.argv[1]), JoinInfo(*sys.argv[2].split()))

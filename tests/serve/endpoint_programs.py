@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -172,6 +173,20 @@ def lingers(question, base_url):
     subprocess.Popen([sys.executable, "-c", f"import time; time.sleep(600)  # {question}"])
     once(question, base_url)
     time.sleep(600)
+
+
+def leaves_a_daemon(question, base_url):
+    """It holds standard output, in a session of its own."""
+    subprocess.Popen([sys.executable, "-c", f"import time; time.sleep(600)  # {question}"], start_new_session=True)
+    sys.stdout.write(once(question, base_url) or "done")
+
+
+def hands_over_its_output(question, base_url):
+    """To a process that it did not start, and that holds it from then on."""
+    with socket.socket(socket.AF_UNIX) as line:
+        line.connect(question)
+        socket.send_fds(line, [b"x"], [1])
+    sys.stdout.write(once("Hello", base_url) or "done")
 
 
 if __name__ == "__main__":

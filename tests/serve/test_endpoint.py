@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import socket
 import subprocess
 import sys
 import threading
@@ -162,6 +164,34 @@ def test_nothing_that_a_program_started_outlives_its_episode(opened):
 
     asyncio.run(cancelled())
     assert not there()
+
+
+def test_a_daemon_that_holds_the_output_of_a_program_ends_with_it_and_costs_no_deadline(opened):
+    mark = uuid.uuid4().hex
+    task = Task("t", (Message("user", mark),))
+    limits = Limits(max_context=512, episode_seconds=60.0)
+    (episode,), _ = played(opened, [task], limits=limits, command=process("leaves_a_daemon"))
+    assert episode.failure is None
+    assert episode.answer
+    assert mark not in subprocess.run(["ps", "axww", "-o", "args"], capture_output=True, text=True).stdout
+
+
+def test_output_that_a_stranger_process_holds_costs_no_deadline(opened, tmp_path):
+    """Its descriptor was sent to a process that the program did not start, and that nothing ends."""
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "s"))
+        listening.listen()
+        task = Task("t", (Message("user", str(tmp_path / "s")),))
+        limits = Limits(max_context=512, episode_seconds=60.0)
+        (episode,), _ = played(opened, [task], limits=limits, command=process("hands_over_its_output"))
+        line, _ = listening.accept()
+        held = socket.recv_fds(line, 1, 1)[1]
+        line.close()
+        for handle in held:
+            os.close(handle)
+    assert held
+    assert episode.failure is None
+    assert episode.answer
 
 
 def test_one_that_takes_too_long_is_ended_by_the_episodes_deadline(opened):

@@ -156,7 +156,7 @@ def test_told_to_stop_a_run_leaves_no_process_behind(tmp_path):
     said = train(file)
     stopper.join()
     assert said.exit_code == 143, said.output
-    assert len(lived) == 3  # the server, its child, and the guard
+    assert len(lived) == 5  # the server, its children, and the two processes of the guard
     assert gone(command[-1])
     assert "this is said aside" not in said.output
 
@@ -168,7 +168,7 @@ def test_no_process_outlives_a_real_run_however_that_ends(tmp_path, stop):
     file = config(tmp_path, [{"mcp": {"command": command}}], [call("echo", text="x")], trainer={"steps": 10**6})
     run = subprocess.Popen([sys.executable, "-m", "arborl", "train", str(file)], stdout=subprocess.DEVNULL)
     first_step(tmp_path)
-    assert len(marked(command[-1])) == 3
+    assert len(marked(command[-1])) == 5
     run.send_signal(stop)
     assert run.wait(60) in (130, 143, -9)
     assert gone(command[-1])

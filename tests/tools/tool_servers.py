@@ -30,7 +30,9 @@ STUBBORN = """
 import json, os, signal, subprocess, sys, time
 
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, 1); time.sleep(600)", sys.argv[1]])
+child = [sys.executable, "-c", "import signal, time; signal.signal(15, 1); time.sleep(600)", sys.argv[1]]
+subprocess.Popen(child)
+subprocess.Popen(child, start_new_session=True)  # leaves the process group
 print("this is no message", flush=True)
 print("this is said aside", file=sys.stderr, flush=True)
 TOOL = {"name": "echo", "inputSchema": {"type": "object", "properties": {"text": {"type": "string"}}}}
@@ -55,8 +57,8 @@ for line in sys.stdin:
     print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], **answer}), flush=True)
 time.sleep(0 if "gentle" in sys.argv[1] else 600)
 """
-"""One that starts at once, by hand; it has a child, and unless it is gentle ends neither with its input nor at
-SIGTERM."""
+"""One that starts at once, by hand; it has two children, one of them in a session of its own, and unless it is gentle
+ends neither with its input nor at SIGTERM."""
 
 
 def free_port() -> int:

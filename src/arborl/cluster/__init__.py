@@ -4,6 +4,7 @@ are not here. It knows no algorithm and no agent.
 Nothing here is imported where `placement=local`. In reading order:
 
     connection.py       The cluster: joined, or started and stopped; what is asked of it is compared with what it has
+    own_cluster.py      One that is started: on the loopback interface, with a token and a folder of its own
     host.py             What every process on the cluster has in common: its name, its versions
     pulse.py            Signs of life of these processes: one that gives none is ended
     seats.py            Which GPU of which node is whose

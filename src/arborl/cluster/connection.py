@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
 
 from arborl.cluster.host import versions
+from arborl.cluster.own_cluster import OwnCluster
 from arborl.cluster.pulse import GROUP, Pulse
 from arborl.cluster.seats import Node, Seat, find_node, gpus_of
 from arborl.config.placement import PlacementConfig
@@ -91,6 +92,8 @@ class Cluster:
     """Whether this process was connected here, and not by its caller: a process has one connection."""
     users: ClassVar[int] = 0
     """Runs that use it; the last ends it."""
+    own: ClassVar[OwnCluster | None] = None
+    """Where it was started here, what it was started with."""
 
     def __init__(self, placement: PlacementConfig, weight_bytes: int = 0, ranks: int = 0):
         import ray
@@ -123,6 +126,8 @@ class Cluster:
             if self._cpus > 2 * here:
                 log.warning("the run asks for %d cores and this machine has %d: processes take turns", self._cpus, here)
             more = {"address": "local", "num_cpus": cores, "object_store_memory": store, "include_dashboard": False}
+            Cluster.own = OwnCluster()
+            more |= Cluster.own.options
         relay_output()
         until = time.monotonic() + self.placement.seconds
         while True:
@@ -133,7 +138,18 @@ class Cluster:
             except Exception as error:
                 self.ray.shutdown()
                 if address is not None or time.monotonic() > until:  # a busy machine may start one at a second try
+                    self._close_own()
                     raise ConfigError(self._refused(address, error)) from error
+            except BaseException:
+                self._close_own()
+                raise
+        try:
+            if Cluster.own is not None:
+                Cluster.own.check(self.ray)
+        except ConfigError:
+            self.ray.shutdown()
+            self._close_own()
+            raise
         self.whose = f"joined at {address}" if address else "of its own"
 
     def _refused(self, address: str | None, error: Exception) -> str:
@@ -288,6 +304,12 @@ class Cluster:
         if Cluster.mine and not Cluster.users:
             Cluster.mine = False
             self.ray.shutdown()
+            self._close_own()
+
+    def _close_own(self) -> None:
+        own, Cluster.own = Cluster.own, None
+        if own is not None:
+            own.close()
 
     @property
     def versions(self) -> Mapping[str, str]:

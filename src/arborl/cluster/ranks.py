@@ -6,9 +6,6 @@ They talk with each other directly, as ranks everywhere do; Ray starts them, spr
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
-import struct
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,6 +19,8 @@ from arborl.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from arborl.learner.run_store import JoinInfo
+
 GRACE = 1.0
 """Seconds in which ranks that have been told to end may do so by themselves."""
 
@@ -29,14 +28,11 @@ GRACE = 1.0
 class RankHost(Host):
     """The other side: is a rank until the run has ended."""
 
-    async def serve(self, rank: int, count: int, address: str, device: str) -> None:
+    async def serve(self, rank: int, count: int, info: JoinInfo, device: str) -> None:
         """As `serve_rank`; beside the event loop, which goes on answering Ray."""
-        import ray
-
         from arborl.learner.rank_worker import serve_rank
 
-        talk_by(ray.util.get_node_ip_address())
-        await asyncio.to_thread(serve_rank, rank, count, address, device)
+        await asyncio.to_thread(serve_rank, rank, count, info, device)
 
 
 class RankActors:
@@ -54,14 +50,13 @@ class RankActors:
         self.all: dict[int, Actor] = {}
         self.serving: dict[int, Any] = {}
         self.stopped = False
-        talk_by(self.host)
 
-    def start(self, address: str) -> None:
-        """All ranks; they come to the meeting at that address."""
+    def start(self, info: JoinInfo) -> None:
+        """All ranks; they come to the meeting there. Ray carries the secret to them."""
         count = 1 + len(self.seats)
         for rank, seat in enumerate(self.seats, 1):
             actor = self.all[rank] = self.cluster.start(RankHost, cpus=1, seat=seat)
-            self.serving[rank] = actor.serve.remote(rank, count, address, "cpu" if seat is None else "cuda:0")
+            self.serving[rank] = actor.serve.remote(rank, count, info, "cpu" if seat is None else "cuda:0")
 
     def lost(self) -> dict[int, str]:
         """Ranks whose processes have ended, and how."""
@@ -128,31 +123,3 @@ def rank_seats(cluster: Cluster, count: int, own: int | None) -> list[Seat | Non
             f"Write learner.ranks={len(free) + 1}, or fewer engines."
         )
     return list(free[:count])
-
-
-def talk_by(address: str) -> None:
-    """Ranks of other nodes are reached by the network that has this address here, and not by whatever the host's own
-    name stands for; where somebody has said which (`GLOO_SOCKET_IFNAME`, `NCCL_SOCKET_IFNAME`), by that."""
-    name = interface_of(address)
-    if name is not None:
-        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(variable, name)
-
-
-def interface_of(address: str) -> str | None:
-    """The network interface that has this address; None where there is none, or the system does not say.
-
-    Example:
-        interface_of("127.0.0.1")     # "lo"
-    """
-    try:
-        import fcntl
-    except ImportError:
-        return None
-    for _, name in socket.if_nameindex():
-        asked = struct.pack("256s", name.encode()[:15])
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line, suppress(OSError):
-            found = fcntl.ioctl(line.fileno(), 0x8915, asked)  # SIOCGIFADDR
-            if socket.inet_ntoa(found[20:24]) == address:
-                return name
-    return None

@@ -10,9 +10,9 @@ The other ranks run `serve_rank`. They are started in one of three ways, and kno
     by torchrun or Accelerate, which start the whole command several times: `Meeting.around` finds the others
     by anything else that can call a function elsewhere, such as a Ray actor:
 
-        meeting, address = Meeting.host(count, address="10.0.0.7")   # in the driver, rank 0
+        meeting, info = Meeting.host(count, address="10.0.0.7")      # in the driver, rank 0; `info` holds a secret
         for rank in range(1, count):                                 # each a call that lasts as long as the run
-            actors[rank].call.remote(serve_rank, rank, count, address, device="cuda:0")
+            actors[rank].call.remote(serve_rank, rank, count, info, device="cuda:0")
         learner = LearnerGroup(meeting, blueprint, model, launcher)  # waits for them
 
     where `launcher` (a `Launcher`) says which of them have ended, and ends them when the run does.
@@ -43,10 +43,10 @@ from arborl.errors import ConfigError, LearnerLost
 from arborl.learner.balance import owners, share
 from arborl.learner.blueprint import Blueprint
 from arborl.learner.files import Snapshot
+from arborl.learner.lines import cut_lines
 from arborl.learner.micro_batches import costs_of
-from arborl.learner.peers import Peers
 from arborl.learner.rank_worker import LOST, Rank, say
-from arborl.learner.rendezvous import Launcher, Meeting, Nobody, Watch, cut_lines, own_address
+from arborl.learner.rendezvous import Launcher, Meeting, Nobody, Watch
 from arborl.learner.sharded_files import ShardedSnapshot
 from arborl.learner.strategies import strategy_of
 from arborl.learner.teacher import Teacher
@@ -103,7 +103,7 @@ class LearnerGroup:
     def _begin(self, blueprint: Blueprint, origin: Origin | None, teacher: Teacher | None) -> None:
         self.meeting.begin(self.model.device, self._look)
         self._tell([cloudpickle.dumps(blueprint)] * self.meeting.count)
-        strategy = strategy_of(blueprint.config, Peers(dist.group.WORLD))
+        strategy = strategy_of(blueprint.config, self.meeting.peers())
         strategy.check(self.model)
         own = copy.deepcopy(self.model) if strategy.apart else self.model
         self.costs = costs_of(self.model)
@@ -113,7 +113,7 @@ class LearnerGroup:
 
     def ready(self) -> None:
         """Wait until every rank has its learner; who could not make one has said why."""
-        troubles = [trouble for trouble in Peers(dist.group.WORLD).gather("") if trouble]
+        troubles = [trouble for trouble in self.meeting.peers().gather("") if trouble]
         if troubles:
             raise ConfigError(troubles[0])
 
@@ -237,6 +237,7 @@ class LearnerGroup:
             self.launcher.stop()
             if dist.is_initialized():
                 dist.destroy_process_group()
+            self.meeting.close()
 
     # -------------------------------------------------------------------------------------------- to all ranks
 
@@ -264,7 +265,7 @@ class LearnerGroup:
 
         def call() -> list[Any]:
             self._tell(self._orders(name, given))
-            return Peers(dist.group.WORLD).collect(getattr(self.rank, name)(*given[0]))
+            return self.meeting.peers().collect(getattr(self.rank, name)(*given[0]))
 
         return self._guard(call)
 
@@ -313,7 +314,7 @@ class LearnerGroup:
             return
         self.launcher.stop()
         there = json.loads(self.watch.store.get(f"hello/{rank}")) if self.watch.store.check([f"hello/{rank}"]) else {}
-        if (address := there.get("address")) not in (None, "", own_address(self.meeting.store)):
+        if (address := there.get("address")) not in (None, "", self.meeting.store.local_address):
             cut_lines(address)
         if self._hangs():
             sys.stderr.write(f"{self.lost}\n")

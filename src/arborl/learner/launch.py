@@ -16,9 +16,11 @@ from arborl.config.run import LearnerConfig
 from arborl.errors import ConfigError
 from arborl.learner.blueprint import Blueprint
 from arborl.learner.group import LearnerGroup
+from arborl.learner.launched_secret import SECRET
 from arborl.learner.learner import Learner
 from arborl.learner.rank_worker import serve_rank
 from arborl.learner.rendezvous import Meeting, Starter
+from arborl.learner.run_store import JoinInfo
 from arborl.learner.teacher import Teacher
 from arborl.models.load import device_of
 from arborl.models.scalar import Origin
@@ -85,11 +87,11 @@ def make_learner(
         assert meeting is not None
         return LearnerGroup(meeting, blueprint, model, None, origin, teacher)
     if elsewhere is not None:
-        meeting, address = Meeting.host(config.ranks, elsewhere.host)
-        elsewhere.start(address)
+        meeting, info = Meeting.host(config.ranks, elsewhere.host)
+        elsewhere.start(info)
         return LearnerGroup(meeting, blueprint, model, elsewhere, origin, teacher)
-    meeting, address = Meeting.host(config.ranks)
-    others = Processes(config.ranks, address, model.device.type, blueprint.threads)
+    meeting, info = Meeting.host(config.ranks)
+    others = Processes(config.ranks, info, model.device.type, blueprint.threads)
     return LearnerGroup(meeting, blueprint, model, others, origin, teacher)
 
 
@@ -113,20 +115,21 @@ class Processes:
 
     Args:
         count: of all ranks.
-        address: where they meet.
+        info: what they need to join.
         device: `cpu` or `cuda`; then each has a GPU of its own.
         threads: of each; 0 deals out the machine's cores.
     """
 
-    def __init__(self, count: int, address: str, device: str, threads: int = 0):
+    def __init__(self, count: int, info: JoinInfo, device: str, threads: int = 0):
         here = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
         here |= {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         cores = max(1, (os.cpu_count() or 1) // count)
         here["OMP_NUM_THREADS"] = str(threads or os.environ.get("OMP_NUM_THREADS") or cores)
+        here[SECRET] = info.secret  # not on the command line, which other users can read
         self.stopped = False
         self.all = {
             rank: subprocess.Popen(
-                [sys.executable, "-m", "arborl.learner.rank", str(rank), str(count), address, _own(device, rank)],
+                [sys.executable, "-m", "arborl.learner.rank", str(rank), str(count), info.address, _own(device, rank)],
                 env=here, stdin=subprocess.PIPE, start_new_session=True,
             )
             for rank in range(1, count)

@@ -6,14 +6,19 @@ Terms carry their share of the whole step's loss, so gradients are summed and ne
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from arborl.learner.lines import prove_lines
+
 T = TypeVar("T")
 
+PATIENT = timedelta(days=30)
+"""What a rank waits for its next order: signs of life say that there is somebody to wait for."""
 BUCKET = 2**25
 """Numbers that travel together."""
 
@@ -23,10 +28,11 @@ class Peers:
 
     Args:
         group: theirs; without one, there are no others.
+        session: the key that all of them hold.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None):
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup | None = None, session: str = ""):
+        self.group, self.session = group, session
         self.count: int = 1 if group is None else group.size()
         self.rank: int = 0 if group is None else group.rank()
 
@@ -34,6 +40,13 @@ class Peers:
     def together(self) -> bool:
         """Whether there are others."""
         return self.count > 1
+
+    def second_group(self) -> dist.ProcessGroup:
+        """Another group of the same processes, for a second thread of each."""
+        made = dist.new_group(backend="gloo", timeout=PATIENT)
+        assert made is not None
+        prove_lines(made, self.session)
+        return made
 
     def gather(self, mine: T) -> list[T]:
         """What each process has, in order of rank."""

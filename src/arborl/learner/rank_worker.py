@@ -17,8 +17,8 @@ from arborl.algorithms.algorithm import Needs
 from arborl.errors import ConfigError
 from arborl.learner.blueprint import Blueprint
 from arborl.learner.learner import Learner
-from arborl.learner.peers import Peers
 from arborl.learner.rendezvous import Meeting, Watch
+from arborl.learner.run_store import JoinInfo
 from arborl.learner.sharded_files import Shelf
 from arborl.learner.strategies import strategy_of
 from arborl.learner.term_log import TermLog
@@ -73,16 +73,16 @@ class Rank:
                         places[name].copy_(whole)
 
 
-def serve_rank(rank: int, count: int, address: str | Meeting, device: str = "cpu") -> None:
+def serve_rank(rank: int, count: int, where: JoinInfo | Meeting, device: str = "cpu") -> None:
     """Be a rank other than the first, until the run has ended. It says why on stderr where it ends otherwise.
 
     Args:
         rank: 1, 2, …
         count: of all ranks.
-        address: where rank 0 is host, as `Meeting.host` gave it; or the meeting itself.
+        where: what `Meeting.host` gave in rank 0; or the meeting itself.
         device: where this rank computes.
     """
-    meeting = address if isinstance(address, Meeting) else Meeting.visit(rank, count, address)
+    meeting = where if isinstance(where, Meeting) else Meeting.visit(rank, count, where)
 
     def alone(_: int, why: str) -> None:
         os._exit(0 if why == "the run has ended" else LOST)
@@ -97,11 +97,13 @@ def serve_rank(rank: int, count: int, address: str | Meeting, device: str = "cpu
         watch.close()
         if dist.is_initialized():
             dist.destroy_process_group()
+        meeting.close()
 
 
 def _serve(meeting: Meeting, device: str) -> None:
     place = torch.device(device)
     meeting.begin(place)
+    peers = meeting.peers()
     blueprint: Blueprint = _heard()
     if blueprint.threads:
         torch.set_num_threads(blueprint.threads)
@@ -110,17 +112,17 @@ def _serve(meeting: Meeting, device: str) -> None:
     torch.manual_seed(blueprint.seed)
     try:
         model = blueprint.model(device)
-        strategy = strategy_of(blueprint.config, Peers(dist.group.WORLD))
+        strategy = strategy_of(blueprint.config, peers)
         served = Rank(blueprint.build(model, blueprint.origin(model), blueprint.teacher(), strategy))
     except ConfigError as error:
-        Peers(dist.group.WORLD).gather(str(error))
+        peers.gather(str(error))
         raise
-    Peers(dist.group.WORLD).gather("")
+    peers.gather("")
     while (order := _heard()) is not None:
         name, given = order
         said = getattr(served, name)(*given)
         if name != "publish":
-            Peers(dist.group.WORLD).collect(said)
+            peers.collect(said)
     served.shelf.close()
 
 
@@ -133,6 +135,6 @@ def _heard() -> Any:
 def say(meeting: Meeting, rank: int, words: str) -> None:
     """Last words, for whoever watches."""
     try:
-        meeting.store.clone().set(f"died/{rank}", words)
+        meeting.store.set(f"died/{rank}", words)
     except Exception:  # nobody hears them
         return

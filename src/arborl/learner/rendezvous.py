@@ -1,8 +1,8 @@
 """How ranks find each other, and notice when one is gone.
 
-Ranks meet at a store, a small server in the process that drives (or torchrun's). There each says which versions it
-runs, before anything else is said; and every second that it is alive, so that one that has died, or whose host cannot
-be reached any more, is named within seconds and nobody waits for it.
+Ranks meet at a `RunStore`, served by the process that drives. A rank is let in with the secret of the run. There each
+says which versions it runs, before anything else is said; and every second that it is alive, so that one that has died,
+or whose host cannot be reached any more, is named within seconds and nobody waits for it.
 """
 
 from __future__ import annotations
@@ -10,21 +10,24 @@ from __future__ import annotations
 import json
 import os
 import platform
+import secrets
 import socket
-import stat
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from arborl.errors import ConfigError
+from arborl.learner.launched_secret import join_launched
+from arborl.learner.lines import prove_lines, use_interface_of
+from arborl.learner.peers import PATIENT, Peers
+from arborl.learner.run_store import JoinInfo, RunStore, StoreServer, seal
 
 BEAT = 1.0
 """Seconds between two signs of life."""
@@ -33,8 +36,6 @@ SILENT = 60.0
 is lost at once."""
 START = 300.0
 """Seconds in which all ranks must have come."""
-PATIENT = timedelta(days=30)
-"""What a rank waits for its next order: signs of life say that there is somebody to wait for."""
 
 
 class Launcher(Protocol):
@@ -55,7 +56,7 @@ class Starter(Launcher, Protocol):
     host: str
     """The address of this one, as they reach it."""
 
-    def start(self, address: str) -> None:
+    def start(self, info: JoinInfo) -> None:
         """All further ranks; they come to the meeting there."""
         ...
 
@@ -70,35 +71,45 @@ class Nobody:
         """It is not ours to end them: they find out at the store."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Meeting:
     """Where ranks meet, and which one this is."""
 
-    store: Any
+    store: RunStore
     rank: int
     count: int
+    session: str = field(default="", repr=False)
+    """The key with which ranks prove who they are, once the meeting has begun."""
+    undo: Callable[[], None] = lambda: None
+    """Undoes the choice of a network interface."""
 
     @classmethod
-    def host(cls, count: int, address: str = "127.0.0.1") -> tuple[Meeting, str]:
-        """A meeting that this process, rank 0, is host to; and where others come to."""
-        limit = timedelta(seconds=START)
-        store = dist.TCPStore(address, 0, count, is_master=True, wait_for_workers=False, timeout=limit)
-        return cls(store, 0, count), f"{address}:{store.port}"
+    def host(cls, count: int, address: str = "", secret: str = "") -> tuple[Meeting, JoinInfo]:
+        """A meeting that this process, rank 0, is host to; and what the others need to join it.
+
+        Args:
+            count: of all ranks.
+            address: of this host, where other ranks are on other hosts; without one all are on this one.
+            secret: of the run; without one it is made here.
+        """
+        server = StoreServer(address, secret)
+        server.data.set("nonce", secrets.token_bytes(32))
+        return cls(RunStore(server.info, server, START), 0, count), server.info
 
     @classmethod
-    def visit(cls, rank: int, count: int, address: str) -> Meeting:
+    def visit(cls, rank: int, count: int, info: JoinInfo) -> Meeting:
         """The meeting at that address."""
-        host, _, port = address.rpartition(":")
-        store = dist.TCPStore(host, int(port), count, is_master=False, timeout=timedelta(seconds=START))
-        return cls(store, rank, count)
+        return cls(RunStore(info, seconds=START), rank, count)
 
     @classmethod
     def around(cls) -> Meeting | None:
-        """Where torchrun or Accelerate have started this process, the one they have prepared."""
+        """Where torchrun or Accelerate have started this process, a meeting of all processes that they have started.
+        Their store, which serves every client, is used only to find it."""
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ or "MASTER_ADDR" not in os.environ:
             return None
         store, rank, count = next(dist.rendezvous("env://", timeout=timedelta(seconds=START)))
-        return cls(dist.PrefixStore("arborl", store), rank, count)
+        found = join_launched(dist.PrefixStore("arborl", store), rank, lambda *given: cls.host(count, *given))
+        return found if isinstance(found, Meeting) else cls.visit(rank, count, found)
 
     def begin(self, device: torch.device, look: Callable[[], None] = lambda: None) -> None:
         """Wait until all are here, make sure that they are alike, and open the lines between them.
@@ -106,7 +117,9 @@ class Meeting:
         Args:
             look: called while waiting; raises where there is nobody to wait for any more.
         """
-        self.store.set(f"hello/{self.rank}", json.dumps(about_me(own_address(self.store))))
+        here = self.store.local_address
+        self.session = seal(self.store.info.secret, "session", self.store.get("nonce")).hex()
+        self.store.set(f"hello/{self.rank}", json.dumps(about_me(here)))
         until = time.monotonic() + START
         while missing := [rank for rank in range(self.count) if not self.store.check([f"hello/{rank}"])]:
             look()
@@ -120,9 +133,22 @@ class Meeting:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         if device.type == "cuda":
             torch.cuda.set_device(device)
+        self.undo = use_interface_of(here)
         dist.init_process_group(
             backend, store=dist.PrefixStore("lines", self.store), rank=self.rank, world_size=self.count, timeout=PATIENT
         )
+        assert dist.group.WORLD is not None
+        prove_lines(dist.group.WORLD, self.session)
+
+    def peers(self) -> Peers:
+        """The processes that have met."""
+        return Peers(dist.group.WORLD, self.session)
+
+    def close(self) -> None:
+        """Leave it; rank 0 ends it."""
+        self.undo()
+        if self.store.server is not None:
+            self.store.server.close()
 
 
 def about_me(address: str = "") -> dict[str, str]:
@@ -147,27 +173,6 @@ def check_alike(everyone: list[dict[str, str]]) -> None:
                 )
 
 
-def own_address(store: Any) -> str:
-    """Of this host, where it talks with the one of the store; nothing where that cannot be said."""
-    host = getattr(getattr(store, "underlying_store", store), "host", "")
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line:
-        line.connect((host, 9))  # nothing is sent
-        return str(line.getsockname()[0])
-    return ""
-
-
-def cut_lines(address: str) -> None:
-    """Close all connections of this process to that host, which is lost: whoever waits for an answer from there notices
-    now, and not when the network gives up, many minutes later."""
-    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        with suppress(OSError):  # some are closed meanwhile, or connected to nobody
-            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                with socket.socket(fileno=os.dup(int(name))) as line:
-                    far = line.family in (socket.AF_INET, socket.AF_INET6)
-                    if far and line.getpeername()[0].removeprefix("::ffff:") == address:
-                        line.shutdown(socket.SHUT_RDWR)
-
-
 def named(ranks: list[int]) -> str:
     """In words."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
@@ -187,7 +192,7 @@ class Watch:
         self, meeting: Meeting, others: list[int], gone: Callable[[int, str], None], launcher: Launcher | None = None
     ):
         self.meeting, self.others, self.gone, self.launcher = meeting, others, gone, launcher or Nobody()
-        self.store = meeting.store.clone()  # a connection of its own: whoever waits on one, holds it
+        self.store = meeting.store
         self.over = threading.Event()
         self.heard: dict[int, tuple[bytes, float]] = {}
         self.thread = threading.Thread(target=self._watch, name="arborl-ranks", daemon=True)

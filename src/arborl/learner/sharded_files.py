@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from arborl.errors import ConfigError
 from arborl.learner.host_copy import HostCopies
 from arborl.learner.optimizer import COARSE, local
-from arborl.learner.rendezvous import PATIENT
+from arborl.learner.peers import PATIENT
 from arborl.models.load import quiet
 from arborl.models.lora import adapter_file, has_lora, name_in_file, save_adapter
 
@@ -60,7 +60,7 @@ class Shelf:
         self.copies: HostCopies | None = None
         self.group: Any = None
         if learner.strategy.apart and learner.strategy.ranks.together:
-            self.group = dist.new_group(backend="gloo", timeout=PATIENT)  # writing meets while training does
+            self.group = learner.strategy.ranks.second_group()  # writing meets while training does
         self.staged: dict[str, Tensor] = {}
         self.number = 0
         self.rest: dict[str, Any] = {}

@@ -14,8 +14,9 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,6 +34,11 @@ MOST_SAID = 2**20
 """Bytes that a program may print."""
 MOST_TASK = 100_000
 """Bytes of a variable of the environment; Linux takes 128 KiB."""
+HELD = 1.0
+"""Seconds that a program's output is read after the program and its process tree have ended: a process outside that
+tree may hold the pipe open."""
+GRACE = 15.0
+"""Seconds that the guard has to end a program's process tree before it is killed itself."""
 KEY = "arborl"
 """Clients want some key; the address says who asks."""
 BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -82,37 +88,29 @@ class Command:
     async def _run(self, question: str, environment: Mapping[str, str]) -> str | None:
         guarded = [sys.executable, "-I", "-S", str(Path(guard.__file__)), *self.words]
         pipe = asyncio.subprocess.PIPE
-        child = await asyncio.create_subprocess_exec(
-            *guarded, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, start_new_session=True
-        )
-        try:
-            assert child.stdin is not None
-            assert child.stdout is not None
-            assert child.stderr is not None
-            child.stdin.write(question.encode("utf-8", "replace"))
-            child.stdin.close()
-            said, words = await asyncio.gather(self._said(child, child.stdout), child.stderr.read())
-            await child.wait()
-        finally:
-            await _end(child)
+        async with output_pipe() as (printed, writing):
+            child = await asyncio.create_subprocess_exec(
+                *guarded, stdin=pipe, stdout=writing, stderr=pipe, env=environment, start_new_session=True
+            )
+            os.close(writing)
+            said = bytearray()
+            reading = asyncio.create_task(_read(printed, said, child))
+            try:
+                assert child.stdin is not None
+                assert child.stderr is not None
+                child.stdin.write(question.encode("utf-8", "replace"))
+                child.stdin.close()
+                words = await child.stderr.read()  # only the guard holds this pipe: it closes when the guard ends
+                await asyncio.wait([reading], timeout=HELD)
+            finally:
+                reading.cancel()
+                await _end(child)
         if len(said) > MOST_SAID:
             raise ProgramFailed(f"it printed more than {MOST_SAID:,} bytes; what it prints is its answer")
         if words:  # the guard's, which speaks where there was an error
             *before, last = words.decode(errors="replace").strip().split("\n")
             raise ProgramFailed("\n".join([last, *before]))
         return said.decode(errors="replace").strip() or None
-
-    async def _said(self, child: asyncio.subprocess.Process, stream: asyncio.StreamReader) -> bytes:
-        """What it prints; one that prints too much is ended. Listened to until the end of the pipe all the same:
-        asyncio tells nobody that a process ended while something of it is unread."""
-        said = bytearray()
-        while piece := await stream.read(2**16):
-            if len(said) > MOST_SAID:
-                continue
-            said += piece
-            if len(said) > MOST_SAID:
-                _kill(child)
-        return bytes(said)
 
     def _environment(self, visit: Visit, at: str) -> dict[str, str]:
         task = json.dumps(visit.told())
@@ -204,17 +202,42 @@ def _path() -> str:
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
+@asynccontextmanager
+async def output_pipe() -> AsyncIterator[tuple[asyncio.StreamReader, int]]:
+    """A pipe for what a program prints: a reader, and the descriptor to write to, which the caller closes. It is not
+    one of asyncio's own pipes: asyncio reports the end of a process only when those are closed at the other end."""
+    reading, writing = os.pipe()
+    reader = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(reading, "rb", 0)
+    )
+    try:
+        yield reader, writing
+    finally:
+        transport.close()
+
+
+async def _read(printed: asyncio.StreamReader, said: bytearray, child: asyncio.subprocess.Process) -> None:
+    """Add what a program prints to `said`. One that prints too much is ended."""
+    while piece := await printed.read(2**16):
+        if len(said) > MOST_SAID:
+            continue
+        said += piece
+        if len(said) > MOST_SAID:
+            _signal(child, signal.SIGTERM)
+
+
 async def _end(child: asyncio.subprocess.Process) -> None:
-    """Until it is gone; who is cancelled again meanwhile waits all the same, for these milliseconds."""
-    _kill(child)
+    """End the guard, and with it the program and all that it started. A second cancellation does not interrupt this."""
+    _signal(child, signal.SIGTERM)
+    until = time.monotonic() + GRACE
     while child.returncode is None:
         with suppress(asyncio.CancelledError):
             await asyncio.sleep(0.002)
-    with suppress(TimeoutError, asyncio.CancelledError):  # what it wrote last is in the pipes; somebody may hold them
-        await asyncio.wait_for(child.communicate(), 1.0)
+        if time.monotonic() > until:
+            _signal(child, signal.SIGKILL)
 
 
-def _kill(child: asyncio.subprocess.Process) -> None:
-    """It and all that it started."""
+def _signal(child: asyncio.subprocess.Process, number: int) -> None:
     with suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
+        child.send_signal(number)

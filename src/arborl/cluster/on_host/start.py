@@ -114,7 +114,7 @@ def start(asked):
         words = ray_words(asked, address, os.path.join(folder.path, "r"))
         until = time.monotonic() + asked["seconds_to_start"]
         while True:
-            begin(folder, record, words, environment_of(asked), lock)
+            begin(folder, record, words, environment_of(asked, address), lock)
             if answer := await_ready(folder, until, asked["seconds_to_start"]):
                 return answer
             shutil.rmtree(os.path.join(folder.path, "r"), ignore_errors=True)
@@ -133,7 +133,7 @@ def ray_words(asked, address, temp):
     return words + asked["options"]
 
 
-def environment_of(asked):
+def environment_of(asked, address):
     """The login's, with what the cluster's file adds."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(("SSH_", "RAY_", VARIABLE))}
     folder = os.path.dirname(sys.executable)
@@ -143,6 +143,8 @@ def environment_of(asked):
     os.makedirs(own["TMPDIR"], exist_ok=True)
     own.update(asked["env"])
     own.update({VARIABLE: asked["mark"], "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": asked["key"]})
+    if address == "127.0.0.1":  # else Ray would replace it by another of this host's, and listen on all interfaces
+        own["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     return own
 
 
