@@ -335,6 +335,11 @@ class Messages(Sequence[Any]):
     def __len__(self) -> int:
         return len(self._all())
 
+    def __bool__(self) -> bool:
+        some = len(self._items) > self.begin
+        self._render.looked_at(self.begin if some else NEVER)
+        return some
+
     def __iter__(self) -> Iterator[Any]:
         return iter(self._all())
 
