@@ -40,7 +40,7 @@ def fast_init(cls: type[T]) -> type[T]:
     made, old = names["__init__"], cls.__init__
     made.__qualname__, made.__module__, made.__doc__ = old.__qualname__, cls.__module__, old.__doc__
     made.__annotations__ = old.__annotations__
-    cls.__init__ = made  # type: ignore[misc]
+    setattr(cls, "__init__", made)  # noqa: B010
     return cls
 
 

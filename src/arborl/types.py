@@ -48,7 +48,6 @@ class Stop(StrEnum):
     """Something broke; `Episode.failure` says what and where."""
 
 
-@fast_init
 @dataclass(frozen=True, slots=True)
 class ToolCall:
     """A tool call the model wrote. One that did not parse is still a call, with its `error`."""
@@ -68,7 +67,6 @@ class ToolSpec:
     parameters: dict[str, Any]
 
 
-@fast_init
 @dataclass(frozen=True, slots=True)
 class ToolResult:
     """What a tool answered. A failure is a result too: the model reads `content` either way."""
@@ -193,8 +191,7 @@ class Call:
     prompt: Sequence[int]
     """Of a recorded call `Tokens`: a line of ids, shared with the calls that go on from it, and a length."""
     completion: Completion
-    turn: int
-    """Index of the agent's turn this call served."""
+    turn: int  # index of the agent's turn this call served
     trained: bool = True
     """Whether its tokens become loss terms; not, where an agent says that they are not its own doing."""
     messages: tuple[Message, ...] = ()
@@ -231,8 +228,7 @@ class Failure:
 
     where: str
     """The border it crossed, by name: `environment 'frozen_lake'`, `tool 'search'`, `reward 'exact'`."""
-    kind: str
-    """Exception type, or `timeout`."""
+    kind: str  # exception type, or `timeout`
     message: str
     traceback: str = ""
 
@@ -248,8 +244,7 @@ class Episode:
     task: Task
     seed: int = 0
     """Decides the environment's chance and the sampling; with `task` and the messages it replays the episode."""
-    opening: tuple[Message, ...] = ()
-    """What the environment said at the start."""
+    opening: tuple[Message, ...] = ()  # what the environment said at the start
     turns: list[Turn] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     stop: Stop = Stop.DONE
@@ -355,8 +350,7 @@ class TokenTree:
 class Terms:
     """One row per sampled token, as equal-length columns."""
 
-    tree: Ints
-    """Index of the tree the token lives in."""
+    tree: Ints  # index of the tree the token lives in
     position: Ints
     """Index in that tree of the token whose output predicts this one."""
     token: Ints
@@ -367,10 +361,8 @@ class Terms:
     """Share of this term in the step's loss; the loss is the weighted sum, whatever the split into micro-batches."""
     episode: Ints
     """Counts the episodes of the whole batch, 0, 1, 2, …"""
-    call: Ints
-    """Counts the calls of the whole batch."""
-    turn: Ints
-    """The turn within its episode."""
+    call: Ints  # counts the calls of the whole batch
+    turn: Ints  # the turn within its episode
     version: Ints
     """Of the weights that sampled it; `GIVEN` where none did."""
     proximal: Floats

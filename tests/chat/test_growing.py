@@ -14,6 +14,7 @@ from arborl.chat import Conversations, HermesParser, Renderer, Template
 from arborl.chat.built_in import CHATML
 from arborl.chat.control import DIVIDER, Joined
 from arborl.chat.growing import Growing
+from arborl.chat.rounds import Render
 from arborl.chat.tool_section import shown_by, with_tools
 from arborl.models.find import resolve
 from arborl.types import Completion, Finish, Message, ToolCall, ToolSpec
@@ -72,6 +73,16 @@ ODD = {
     "refuses": loop("{% if m.content == 'stop' %}{{ raise_exception('no') }}{% endif %}" + SHORT),
     "writes no text": "{% for m in messages %}{% endfor %}hello",
     "is bare": loop("{{ m.content }}"),
+    "writes it twice": loop("{{ m.content ~ '|' + (m.content or '') }}{{ m['content'] }}"),
+    "looks into it": loop("{% if 'a' in m.content %}!{% endif %}" + SHORT),
+    "chooses by it": loop("{{ m.content if m.content else '-' }}{{ 'x' if m.role == 'user' else m.content }}"),
+    "alternates": loop("{% if loop.index0 % 2 %}!{% endif %}" + SHORT),
+    "names a copy": loop("{% set c = m.content %}{{ c }}{{ c | length }}"),
+    "says what it is": loop("{{ 's' if m.content is string }}" + SHORT + "{{ 'k' if 'tool_calls' in m else m.name }}"),
+    "prints the item": loop(SHORT + "{{ m }}{{ m.get('content') }}"),
+    "filters the text": loop("{% filter upper %}{{ m.content }}{% endfilter %}" + SHORT),
+    "begins with another": loop("{{ first }}" + SHORT, "{% set first = messages[0].content %}"),
+    "says it behind": loop(SHORT, "", "{{ messages[0].content }}{{ messages[-1].role }}"),
 }  # fmt: skip
 SOURCES = {path.stem: path.read_text() for path in FOLDER.glob("*.jinja")} | {"seedling": SEEDLING.read_text()} | ODD
 HERMES = HermesParser()
@@ -206,6 +217,21 @@ def test_a_turn_goes_through_what_is_new_and_the_message_before_it(name, tokeniz
         new = {id(part) for part in after.parts} - {id(part) for part in before.parts}
         assert len(new) <= 4  # what was last, the two messages, and what is behind them
         before = after
+
+
+@pytest.mark.parametrize("name", ["chatml_hermes", "seedling", "chatml+", "says what it is"])
+def test_a_role_that_was_seen_before_needs_no_template(name, tokenizer, monkeypatch):
+    renderer = renderer_of(name, tokenizer)
+    for episode in range(2):
+        growing, messages = Growing(renderer), [Message("user", f"Hi {episode}")]
+        growing.render(messages)
+        for turn in range(3):
+            if turn or episode:
+                monkeypatch.setattr(Render, "text", lambda self: pytest.fail("the template was gone through"))
+            messages += [Message("assistant", f"say {turn}", sampled=True), Message("user", f"hear {turn}")]
+            shown = growing.render(messages).whole
+            assert shown == renderer.render(messages)
+        monkeypatch.undo()
 
 
 def test_conversations_that_are_gone_through_in_turns_are_each_kept(tokenizer):

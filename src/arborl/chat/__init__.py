@@ -9,7 +9,9 @@ In reading order:
     tokenizer.py     Text to token ids and back
     control.py       Control tokens belong to the template: what looks like one in a message is text, and stays text
     growing.py       Rendering a conversation that has grown: what a template wrote for its earlier messages is kept
+    loops.py         A template's loops, as its syntax tree has them
     rounds.py        A template's loops, round by round
+    round_views.py   What a round of a template's loop sees
     openings.py      First prompts of episodes: those of a group are rendered and tokenised once
     conversation.py  The token bookkeeping of one episode
     messages.py      Messages in OpenAI's shape

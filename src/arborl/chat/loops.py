@@ -38,9 +38,9 @@ def with_rounds(environment: ImmutableSandboxedEnvironment, source: str) -> jinj
         for name in list(_meaning_this(loop.body)):
             name.name = LOOP
         apart = _content_apart(loop)
-        stored: list[nodes.Expr] = [loop.target, nodes.Name(LOOP, "store"), nodes.Name(CONTENT, "store")]
+        stored: list[Any] = [loop.target, nodes.Name(LOOP, "store"), nodes.Name(CONTENT, "store")]
         loop.target = nodes.Tuple(stored, "store")
-        given: list[nodes.Expr] = [nodes.Const(number), loop.iter, seen, nodes.Const(apart)]
+        given: list[Any] = [nodes.Const(number), loop.iter, seen, nodes.Const(apart)]
         loop.iter = nodes.Call(nodes.Name(ROUNDS, "load"), given, [], None, None)
     tree.set_lineno(1).set_environment(environment)
     return environment.from_string(tree) if loops else None  # type: ignore[arg-type]
@@ -75,7 +75,8 @@ def _content_apart(loop: nodes.For) -> bool:
     if not isinstance(loop.target, nodes.Name):
         return False
     item, body = loop.target.name, nodes.Template(loop.body)
-    by_key = {id(one.node) for one in body.find_all((nodes.Getattr, nodes.Getitem)) if _key(one, item) is not None}
+    lookups: Iterator[Any] = body.find_all((nodes.Getattr, nodes.Getitem))
+    by_key = {id(one.node) for one in lookups if _key(one, item) is not None}
     by_key |= {id(asked.expr) for one in body.find_all(nodes.Compare) for asked in one.ops if _asks_for_key(one, asked)}
     if any(name.name == item and id(name) not in by_key for name in body.find_all(nodes.Name)):
         return False
