@@ -26,7 +26,7 @@ from arborl.errors import ArborError
 from arborl.sandbox.inside.clear import remove
 from arborl.sandbox.limits import Limits, Outcome, Stopped
 from arborl.sandbox.protocol import OK, RAISED, READY, Answer, Line, request
-from arborl.sandbox.watch import Meter, Usage, freeze, shared_out, size, thaw
+from arborl.sandbox.watch import Meter, Usage, buffers, freeze, shared_out, size, thaw
 
 Level = Literal["bubblewrap", "namespaces", "rlimits"]
 LEVELS: tuple[Level, ...] = ("bubblewrap", "namespaces", "rlimits")
@@ -257,15 +257,17 @@ class SandboxProcess:
     def _passed(self, before: Usage, now: Usage) -> Stopped:
         """The limit on all processes together that has been passed, if any."""
         limits = self.limits
+        memory, disk = limits.memory_mb * MB, limits.disk_mb * MB
         if now.cpu - before.cpu > limits.cpu_seconds:
             return "cpu"
         if now.uncounted:
             return "children"
         if now.processes > limits.processes + 4:  # the guest itself and what keeps it
             return "processes"
-        if now.memory > limits.memory_mb * MB and shared_out(self._keeper.pid) > limits.memory_mb * MB:
+        held = buffers(self._keeper.pid, limits.open_files)
+        if now.memory + held > memory and shared_out(self._keeper.pid) + held > memory:
             return "memory"
-        if self.level == "rlimits" and size(self._folder, self._keeper.pid, limits.disk_mb * MB) > limits.disk_mb * MB:
+        if self.level == "rlimits" and size(self._folder, self._keeper.pid, disk, limits.file_mb * MB) > disk:
             return "disk"
         return ""
 

@@ -127,7 +127,7 @@ def seal(plan: dict) -> list[str]:
     alone = plan["level"] == "rlimits"
     fences = []
     if alone and landlock_version():
-        fence_files([*plan["readable"], "/dev/urandom", "/dev/zero"], [plan["home"], "/dev/null"])
+        fence_files([*plan["readable"], "/dev/urandom"], [plan["home"], "/dev/null"])
         fences.append("landlock")
     if calls.supported():
         calls.install(libc, alone)

@@ -79,7 +79,8 @@ def start_bubblewrap(plan: dict) -> int:
                 command += ["--perms", "0755", "--dir", "/".join(parts[:end])]
             command += ["--ro-bind", path, path]
             shown.add(path)
-    command += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(plan["disk"])]
+    command += ["--proc", "/proc", "--dev", "/dev", "--dev-bind", f"/dev/{mounts.DEVICES['zero']}", "/dev/zero"]
+    command += ["--perms", "1777", "--size", str(plan["disk"])]
     command += ["--tmpfs", plan["home"], "--remount-ro", "/dev"]
     command += [] if any(path.startswith("/tmp/") for path in shown) else ["--symlink", plan["home"], "/tmp"]
     told = marshal.dumps({**plan, "packages": mounts.places(plan)}).hex()
