@@ -37,6 +37,8 @@ HOME = "/box"
 MB = 2**20
 TICK = 0.05
 START_SECONDS = 20.0
+OUT_OF_MEMORY = 250
+"""The exit code of `inside/keeper.py` where the kernel ended a guest at the limit of its cgroup."""
 
 
 class SandboxError(ArborError):
@@ -298,6 +300,8 @@ class SandboxProcess:
         self._drain(said)
         self.close()
         code, limits = self._keeper.returncode or 0, self.limits
+        if why == "died" and code == OUT_OF_MEMORY:
+            why = "memory"
         how = f"signal {code - 128}" if code > 128 else f"exit code {code}"
         error = {
             "wall": f"stopped: ran longer than {limits.wall_seconds:g} s",
