@@ -87,3 +87,13 @@ def test_a_guest_is_in_a_limited_group_that_is_gone_with_it():
         assert (found / "cgroup.procs").read_text().split()
         assert box.run_sync("6 * 7").value == "42"
     assert not found.exists()
+
+
+@pytest.mark.skipif("cgroup" not in try_level("rlimits"), reason="no memory cgroup can be made here")
+def test_a_guest_that_the_kernel_ended_at_the_limit_used_too_much_memory():
+    with Sandbox(Limits(memory_mb=128), "rlimits") as box:
+        (found,) = Path("/sys/fs/cgroup").rglob(os.path.basename(box._folder))
+        limit = next(found.glob("memory.max"), found / "memory.limit_in_bytes")
+        limit.write_text(str(24 * 2**20))  # below what the host watches for
+        outcome = box.run_sync("x = bytearray(60 * 2**20); x[::4096] = x[::4096].replace(b'\\0', b'1'); len(x)")
+    assert (outcome.ok, outcome.stopped) == (False, "memory")
