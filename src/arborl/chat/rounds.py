@@ -18,6 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from arborl.chat.control import DIVIDER, Joined, Rendered, undivided
+from arborl.chat.render_deadline import DEADLINE
 
 ROUNDS, LOOP = "arbor_rounds", "arbor_loop"
 """Names that a template is given for its loops; none of its own."""
@@ -139,8 +140,9 @@ class Render:
         own = {"messages": Messages(self, self.messages, 0), "namespace": self._namespace, ROUNDS: self._rounds}
         context = self.template.new_context({**self.known, **own}, shared=True)
         write = self._written.append
-        for text in self.template.root_render_func(context):  # one by one: rounds are cut while it goes on
-            write(text)
+        with DEADLINE.watch():
+            for text in self.template.root_render_func(context):  # one by one: rounds are cut while it goes on
+                write(text)
         self._parts.append(self._cut())
         return Joined(self._parts)
 
