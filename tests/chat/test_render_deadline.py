@@ -1,5 +1,6 @@
 """A chat template is a program of its author's: one that does not end is ended, and no other render notices."""
 
+import os
 import threading
 import time
 
@@ -88,28 +89,42 @@ def test_only_the_render_that_is_late_is_ended(soon):
 
 
 def test_an_exception_that_comes_too_late_comes_to_nobody():
-    """The render has ended when the deadline strikes: what was still to come is taken back."""
-    deadline = RenderDeadline(seconds=-1.0, look_seconds=60)
-    for _ in range(200):
-        with deadline.watch() as render:
-            pass
-        deadline._end_if_late(id(render), render)  # over: nothing happens
-        sum(range(100))
+    """The render has ended when the deadline strikes, or ends at that moment: nothing is raised behind it."""
+    deadline = RenderDeadline()
     came = 0
-    for _ in range(200):
+    for _ in range(300):
+        mark = deadline.begin()
+        striking = threading.Thread(target=deadline.strike, args=(mark,))
         try:
-            with deadline.watch() as render:
-                striking = threading.Thread(target=deadline._end_if_late, args=(id(render), render))
+            try:
                 striking.start()
-            striking.join()
+            finally:
+                deadline.end(mark)
         except RenderTimeout:
             came += 1
-        sum(range(100))  # what was left over would be raised here, outside of the block
-    assert came <= 200
+        for _ in range(10):  # what was left over would be raised here
+            sum(range(100))
+        striking.join()
+        deadline.strike(mark)  # it is over: nothing happens
+    assert 0 <= came <= 300
+    assert deadline._renders == {}
 
 
 def test_waiting_is_not_counted():
     """Processor time is: a machine that is busy with other things ends no honest render."""
     deadline = RenderDeadline(seconds=0.2, look_seconds=0.02)
-    with deadline.watch():
-        time.sleep(0.6)
+    mark = deadline.begin()
+    time.sleep(0.6)
+    deadline.end(mark)
+
+
+def test_a_forked_process_has_a_deadline_of_its_own(soon):
+    Template("{{ messages[0].content }}", None, None).render(TALK, (), True)  # its thread is running
+    child = os.fork()
+    if child == 0:
+        try:
+            Template(ENDLESS["loops in loops"], None, None).render(TALK, (), True)
+        except ConfigError:
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7

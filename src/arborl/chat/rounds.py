@@ -140,9 +140,12 @@ class Render:
         own = {"messages": Messages(self, self.messages, 0), "namespace": self._namespace, ROUNDS: self._rounds}
         context = self.template.new_context({**self.known, **own}, shared=True)
         write = self._written.append
-        with DEADLINE.watch():
+        mark = DEADLINE.begin()
+        try:
             for text in self.template.root_render_func(context):  # one by one: rounds are cut while it goes on
                 write(text)
+        finally:
+            DEADLINE.end(mark)
         self._parts.append(self._cut())
         return Joined(self._parts)
 

@@ -102,9 +102,12 @@ class Template:
         template = self._with_tools if tools else self._plain
         known = self.known(tools, generation, quoting)
         known["messages"] = [quoting.message(message) for message in messages]
+        mark = DEADLINE.begin()
         try:  # what `template.render(**known)` does, without looking each global up in a chain of tables
-            with DEADLINE.watch():
+            try:
                 text = "".join(template.root_render_func(template.new_context(known, shared=True)))
+            finally:
+                DEADLINE.end(mark)
             return undivided(text)
         except RenderTimeout:
             raise without_end() from None
