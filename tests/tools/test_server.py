@@ -441,7 +441,7 @@ def test_a_body_of_many_values_is_refused_before_it_is_parsed(body):
 
     answer, seconds = serving(play)
     assert answer.status_code == 422
-    assert answer.json()["detail"] == "body: the JSON has more than 65,536 values and keys"
+    assert answer.json()["detail"].startswith("body: the JSON has more than 65,536 ")
     assert seconds < 1.0  # of processor time; parsed and checked, most of these took several
 
 
