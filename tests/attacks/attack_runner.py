@@ -63,7 +63,9 @@ class World:
         self._listen(socket.AF_UNIX, str(self.folder / "socket"))
         self.abstract = self.folder.name
         self._listen(socket.AF_UNIX, f"\0{self.abstract}")
-        (self.folder / "socket").chmod(0o666)
+        self._receive(str(self.folder / "datagram"))
+        for name in ("socket", "datagram"):
+            (self.folder / name).chmod(0o666)
         self.before = self.state()
 
     _sockets: list[socket.socket] = []
@@ -81,6 +83,17 @@ class World:
                     self.reached.append(str(address))
             except OSError:
                 pass
+
+        threading.Thread(target=serve, daemon=True).start()
+
+    def _receive(self, address: str) -> None:
+        receiving = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        receiving.bind(address)
+        self._sockets = [*self._sockets, receiving]
+
+        def serve() -> None:
+            while receiving.recv(100):
+                self.reached.append(address)
 
         threading.Thread(target=serve, daemon=True).start()
 
@@ -103,6 +116,7 @@ class World:
         for name, value in (
             ("SECRET", self.secret), ("FOLDER", self.folder), ("HOST", os.getpid()), ("VICTIM", self.victim.pid),
             ("PORT", self.port), ("SOCKET", self.folder / "socket"), ("ABSTRACT", self.abstract),
+            ("DATAGRAM", self.folder / "datagram"),
             ("STDLIB", os.__file__),
         ):  # fmt: skip
             code = code.replace(name, str(value))
@@ -114,7 +128,7 @@ class World:
         for listening in self._sockets:
             listening.shutdown(socket.SHUT_RDWR)  # or who accepts would hold it
             listening.close()
-        for path in (self.secret, self.folder / "socket"):
+        for path in (self.secret, self.folder / "socket", self.folder / "datagram"):
             path.unlink(missing_ok=True)
         self.folder.rmdir()
 

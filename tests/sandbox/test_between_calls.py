@@ -148,7 +148,7 @@ def test_files_that_were_removed_and_are_held_open_are_counted(tmp_path):
     held.write(bytes(3 * 2**20))
     held.flush()
     (tmp_path / "b").unlink()
-    whole = size(str(tmp_path), os.getppid(), 2**30)
+    whole = size(str(tmp_path), os.getppid(), 2**30, 2**20)
     assert whole >= 3 * 2**20 + 100_000
     held.close()
 
@@ -156,14 +156,14 @@ def test_files_that_were_removed_and_are_held_open_are_counted(tmp_path):
 def test_empty_files_and_folders_too_deep_to_name_count(tmp_path):
     for n in range(100):
         (tmp_path / str(n)).touch()
-    assert size(str(tmp_path), os.getpid(), 2**30) == 100 * 4096
+    assert size(str(tmp_path), os.getpid(), 2**30, 2**20) == 100 * 4096
     here = os.getcwd()
     os.chdir(tmp_path)
     for _ in range(30):
         os.mkdir("d" * 200)
         os.chdir("d" * 200)
     os.chdir(here)
-    assert size(str(tmp_path), os.getpid(), 2**30) > 2**30
+    assert size(str(tmp_path), os.getpid(), 2**30, 2**20) > 2**30
     from arborl.sandbox.inside.clear import remove
 
     remove(str(tmp_path))

@@ -1,6 +1,7 @@
 import asyncio
 import contextlib
 import json
+import time
 from typing import Annotated
 
 import httpx
@@ -17,6 +18,7 @@ from arborl.tools.journal import Journal
 from arborl.tools.library.calculator import calculator
 from arborl.tools.library.python import python
 from arborl.tools.protocol import CallRequest, bearer
+from arborl.tools.schema import ArgumentError
 from arborl.tools.server import make_app
 
 RUNS: list[str] = []
@@ -416,7 +418,63 @@ def test_arguments_that_nest_too_deep_are_no_request():
 
     answer = serving(play)
     assert answer.status_code == 422
-    assert "nested more than 64 deep" in answer.json()["detail"]
+    assert "nested more than" in answer.json()["detail"]
+
+
+MANY = {
+    "empty objects": '"arguments": {"seconds": [' + ",".join(["{}"] * 600_000) + "]}",
+    "wrong values": '"arguments": {"seconds": [' + ",".join(['""'] * 600_000) + "]}",
+    "unknown arguments": '"arguments": {' + ",".join(f'"{n}": 1' for n in range(180_000)) + "}",
+    "unknown keys": ",".join(f'"{n}": 1' for n in range(180_000)),
+    "fields": '"fields": {' + ",".join(f'"{n}": 1' for n in range(180_000)) + "}",
+}
+
+
+@pytest.mark.parametrize("body", MANY.values(), ids=MANY)
+def test_a_body_of_many_values_is_refused_before_it_is_parsed(body):
+    async def play(http, desk):
+        text = '{"name": "nap", ' + body + "}"
+        assert 1_700_000 < len(text) < 2**21
+        before = time.process_time()
+        answer = await http.post("/call", content=text, headers={"Content-Type": "application/json"})
+        return answer, time.process_time() - before
+
+    answer, seconds = serving(play)
+    assert answer.status_code == 422
+    assert answer.json()["detail"].startswith("body: the JSON has more than 65,536 ")
+    assert seconds < 1.0  # of processor time; parsed and checked, most of these took several
+
+
+def test_arguments_have_fewer_values_than_fields():
+    async def play(http, desk):
+        many = [1] * 20_000
+        refused = await post(http, "/call", name="nap", arguments={"seconds": many})
+        return refused, await post(http, "/call", name="nap", arguments={"seconds": 0}, fields={"document": many})
+
+    refused, answered = serving(play)
+    assert refused.status_code == 422
+    assert "more than 8,192 values and keys" in refused.json()["detail"]
+    assert answered.json()["ok"]
+
+
+def test_an_error_names_some_of_many_wrong_arguments():
+    async def play(http, desk):
+        return await post(http, "/call", name="nap", arguments={f"a{n}": 1 for n in range(1000)})
+
+    content = serving(play).json()["content"]
+    assert "argument 'a0' is unknown" in content
+    assert "and 993 more" in content
+    assert len(content) < 1000
+
+
+def test_json_within_a_text_is_read_within_bounds():
+    """A text where something else is wanted is read as JSON; one with too many values stays a text."""
+    takes = nap._arguments
+    assert takes.check({"seconds": "3"}) == {"seconds": 3}
+    before = time.process_time()
+    with pytest.raises(ArgumentError, match="seconds"):
+        takes.check({"seconds": "[" + ",".join(["{}"] * 600_000) + "]"})
+    assert time.process_time() - before < 1.0
 
 
 def test_a_client_that_hangs_up_does_not_stop_a_call_that_has_begun():

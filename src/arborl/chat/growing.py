@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 
 from arborl.chat.control import Joined, Rendered
+from arborl.chat.render_deadline import RenderTimeout, without_end
 from arborl.chat.rounds import Growth, Kept, Render, Round, Rounds
 from arborl.fast_init import fast_init
 from arborl.types import Message, ToolSpec
@@ -114,6 +115,8 @@ class Growing:
         render = Render(template, known, shown, talk.all_kept(), common, renderer.template.forms)
         try:
             text = render.text()
+        except RenderTimeout:
+            raise without_end() from None
         except Exception:  # what a template can stumble over here is its own affair; refusals are told by the whole
             whole = renderer.render(messages, tools)
             self._unfit.add(template)

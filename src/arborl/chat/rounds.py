@@ -21,6 +21,7 @@ from jinja2.utils import Namespace
 
 from arborl.chat.control import DIVIDER, Joined, Rendered, undivided
 from arborl.chat.loops import ROUNDS
+from arborl.chat.render_deadline import DEADLINE
 from arborl.chat.round_views import MISSING, NEVER, SCALARS, Loop, Messages, Space, Unfit, number_of, values_of
 from arborl.fast_init import fast_init
 
@@ -153,8 +154,12 @@ class Render:
         own = {"messages": Messages(self, self.messages, 0), "namespace": self._namespace, ROUNDS: self._rounds}
         context = self.template.new_context({**self.known, **own}, shared=True)
         write = self._written.append
-        for text in self.template.root_render_func(context):  # one by one: rounds are cut while it goes on
-            write(text)
+        mark = DEADLINE.begin()
+        try:
+            for text in self.template.root_render_func(context):  # one by one: rounds are cut while it goes on
+                write(text)
+        finally:
+            DEADLINE.end(mark)
         self._parts.append(_rendered(self._cut()))
         return Joined(self._parts)
 

@@ -17,10 +17,12 @@ from jinja2 import meta
 from jinja2.ext import Extension
 from jinja2.nodes import Node
 from jinja2.parser import Parser as JinjaParser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from arborl.chat.control import DIVIDER, PLAIN, Quoting, Rendered, undivided
 from arborl.chat.loops import DICT, with_rounds
+from arborl.chat.render_deadline import DEADLINE, RenderTimeout, without_end
 from arborl.chat.rounds import Forms
 from arborl.errors import ConfigError, did_you_mean
 from arborl.types import Message, ToolSpec
@@ -103,8 +105,15 @@ class Template:
         template = self._with_tools if tools else self._plain
         known = self.known(tools, generation, quoting)
         known["messages"] = [quoting.message(message) for message in messages]
+        mark = DEADLINE.begin()
         try:  # what `template.render(**known)` does, without looking each global up in a chain of tables
-            return undivided("".join(template.root_render_func(template.new_context(known, shared=True))))
+            try:
+                text = "".join(template.root_render_func(template.new_context(known, shared=True)))
+            finally:
+                DEADLINE.end(mark)
+            return undivided(text)
+        except RenderTimeout:
+            raise without_end() from None
         except jinja2.TemplateError as error:
             roles = ", ".join(message.role for message in messages)
             raise ValueError(f"the chat template refused the messages ({roles}): {error}") from error
@@ -138,11 +147,17 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+MOST_IN_POWER, MOST_REPEATED = 1000, 1_000_000
 ESCAPED_DIVIDER = json.dumps(DIVIDER)[1:-1]
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """`message.role` is nearly always a key of a dict; Jinja looks for an attribute first, which costs an exception."""
+    """`message.role` is nearly always a key of a dict; Jinja looks for an attribute first, which costs an exception.
+
+    `*` and `**` are bounded: the one makes texts without end, the other numbers, within a single instruction.
+    """
+
+    intercepted_binops = frozenset({"*", "**"})
 
     def __init__(self, **options: Any):
         super().__init__(**options)
@@ -156,6 +171,15 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         if attribute not in self._lacks:  # what it says of itself is the same for every dict
             self._lacks[attribute] = self.undefined(obj={}, name=attribute)
         return self._lacks[attribute]
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**" and (abs(left) > MOST_IN_POWER or abs(right) > MOST_IN_POWER):
+            raise jinja2.TemplateError(f"a power of numbers beyond {MOST_IN_POWER:,}")
+        if operator == "*":
+            count, repeated = (left, right) if isinstance(left, int) else (right, left)
+            if hasattr(repeated, "__len__") and isinstance(count, int) and count * len(repeated) > MOST_REPEATED:
+                raise jinja2.TemplateError(f"a text or list repeated to more than {MOST_REPEATED:,}")
+        return super().call_binop(context, operator, left, right)
 
 
 def _environment(now: datetime) -> ImmutableSandboxedEnvironment:

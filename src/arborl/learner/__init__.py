@@ -29,6 +29,7 @@ In reading order:
     loss_scale.py          What the loss of a float16 model is multiplied by
     trust_region.py        TRPO's step
     files.py               A learner on disk: the policy as a model anyone can load, and what is needed to go on
+    optimizer_file.py      `optimizer.pt` of a checkpoint, refused in one line where it is foreign
     host_copy.py           A copy of tensors in the host's memory, made at one moment
     peers.py               Several processes, each with its own trees: sums over all of them
     strategy.py            How a learner's weights, gradients and optimiser lie in one process or in several

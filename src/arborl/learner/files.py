@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from arborl.learner.host_copy import Copied, HostCopies
-from arborl.learner.sharded_files import SHARDS, load_sharded
+from arborl.learner.optimizer_file import NAME, check_moments, one_line, read_optimizer
+from arborl.learner.sharded_files import SHARDS, load_sharded, ordered, shape_of
 from arborl.models.load import quiet
 from arborl.models.lora import adapter_file, has_lora, load_adapter, save_adapter
 
@@ -60,7 +61,7 @@ class Snapshot:
         with self.visit():
             for name, write in self.writers.items():
                 write(folder / name, self.copied.tree[name])
-        torch.save(self.copied.tree["state"], folder / "optimizer.pt")
+        torch.save(self.copied.tree["state"], folder / NAME)
 
 
 def parts_of(learner: Learner) -> dict[str, Any]:
@@ -93,11 +94,21 @@ def load(learner: Learner, folder: Path) -> None:
     if learner.reference is not None:
         with learner.with_reference():
             _read(learner.reference, folder / "reference")
-    state = torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu")
+    state = read_optimizer(folder)
+    with one_line(folder / NAME):
+        _take(learner, state)
+
+
+def _take(learner: Learner, state: dict[str, Any]) -> None:
+    """What `optimizer.pt` holds."""
+    check_moments(state["optimizer"]["adam"]["state"], [shape_of(parameter) for _, parameter, _ in ordered(learner)])
     if learner.critic is not None:
         learner.critic.load(state["critic"])
     if learner.start is not None and state.get("reference") is not None:
-        learner.start = {name: value.to(learner.model.device) for name, value in state["reference"].items()}
+        own = learner.start
+        learner.start = {name: value.to(own[name].device) for name, value in state["reference"].items()}
+        if any(value.shape != own[name].shape for name, value in learner.start.items()):
+            raise ValueError("the reference is of other shapes")
     learner.optimizer.load_state_dict(state["optimizer"])
     if "loss_scale" in state:
         learner.loss_scale.load_state_dict(state["loss_scale"])

@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 from arborl.errors import ConfigError
 from arborl.learner.host_copy import HostCopies
 from arborl.learner.optimizer import COARSE, local
+from arborl.learner.optimizer_file import NAME, check_moments, one_line, read_optimizer
 from arborl.learner.peers import PATIENT
 from arborl.models.load import quiet
 from arborl.models.lora import adapter_file, has_lora, name_in_file, save_adapter
@@ -180,7 +181,14 @@ def load_whole(learner: Learner, folder: Path) -> None:
     _fill(learner, learner.model, saved)
     if learner.reference is not None:
         _fill(learner, learner.reference, _weights(learner.reference, folder / "reference"))
-    state = torch.load(folder / "optimizer.pt", weights_only=True, map_location="cpu")
+    state = read_optimizer(folder)
+    with one_line(folder / NAME):
+        _take_whole(learner, state, saved)
+
+
+def _take_whole(learner: Learner, state: dict[str, Any], saved: dict[str, Tensor]) -> None:
+    """What `optimizer.pt` holds, beside the weights that were saved with it."""
+    check_moments(state["optimizer"]["adam"]["state"], [shape_of(parameter) for _, parameter, _ in ordered(learner)])
     if learner.start is not None and state.get("reference") is not None:
         for name, value in state["reference"].items():
             local(learner.start[name]).copy_(part_of(value, learner.start[name]))

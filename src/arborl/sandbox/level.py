@@ -15,7 +15,7 @@ ABOUT: dict[Level, str] = {
     "namespaces": "kernel name spaces: own file system, processes and network",
     "rlimits": "resource limits: one process in a folder of its own",
 }
-FENCES = {"user": "a user of its own"}
+FENCES = {"user": "a user of its own", "cgroup": "a memory cgroup"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,8 @@ class Found:
 
     name: Level
     fences: tuple[str, ...]
-    """`seccomp`: system calls are filtered. At the level without a file system also `landlock`: files are fenced; and
+    """`seccomp`: system calls are filtered. `cgroup`: the kernel bounds the memory of all its processes together, with
+    what it holds for them. At the level without a file system also `landlock`: files are fenced; and
     `user`: root's guest is another user, which it stays only where the interpreter is nobody else's to read."""
     better: dict[str, str]
     """Why no better level works here."""

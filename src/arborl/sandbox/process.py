@@ -26,7 +26,7 @@ from arborl.errors import ArborError
 from arborl.sandbox.inside.clear import remove
 from arborl.sandbox.limits import Limits, Outcome, Stopped
 from arborl.sandbox.protocol import OK, RAISED, READY, Answer, Line, request
-from arborl.sandbox.watch import Meter, Usage, freeze, shared_out, size, thaw
+from arborl.sandbox.watch import Meter, Usage, buffers, freeze, shared_out, size, thaw
 
 Level = Literal["bubblewrap", "namespaces", "rlimits"]
 LEVELS: tuple[Level, ...] = ("bubblewrap", "namespaces", "rlimits")
@@ -37,6 +37,8 @@ HOME = "/box"
 MB = 2**20
 TICK = 0.05
 START_SECONDS = 20.0
+OUT_OF_MEMORY = 250
+"""The exit code of `inside/keeper.py` where the kernel ended a guest at the limit of its cgroup."""
 
 
 class SandboxError(ArborError):
@@ -257,15 +259,17 @@ class SandboxProcess:
     def _passed(self, before: Usage, now: Usage) -> Stopped:
         """The limit on all processes together that has been passed, if any."""
         limits = self.limits
+        memory, disk = limits.memory_mb * MB, limits.disk_mb * MB
         if now.cpu - before.cpu > limits.cpu_seconds:
             return "cpu"
         if now.uncounted:
             return "children"
         if now.processes > limits.processes + 4:  # the guest itself and what keeps it
             return "processes"
-        if now.memory > limits.memory_mb * MB and shared_out(self._keeper.pid) > limits.memory_mb * MB:
+        held = buffers(self._keeper.pid, limits.open_files)
+        if now.memory + held > memory and shared_out(self._keeper.pid) + held > memory:
             return "memory"
-        if self.level == "rlimits" and size(self._folder, self._keeper.pid, limits.disk_mb * MB) > limits.disk_mb * MB:
+        if self.level == "rlimits" and size(self._folder, self._keeper.pid, disk, limits.file_mb * MB) > disk:
             return "disk"
         return ""
 
@@ -296,6 +300,8 @@ class SandboxProcess:
         self._drain(said)
         self.close()
         code, limits = self._keeper.returncode or 0, self.limits
+        if why == "died" and code == OUT_OF_MEMORY:
+            why = "memory"
         how = f"signal {code - 128}" if code > 128 else f"exit code {code}"
         error = {
             "wall": f"stopped: ran longer than {limits.wall_seconds:g} s",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import stat
@@ -14,6 +15,8 @@ TICKS = os.sysconf("SC_CLK_TCK")
 PAGE = os.sysconf("SC_PAGE_SIZE")
 BLOCK, MAX_DEPTH = 4096, 64
 CHILD_ENDS = 1 << (signal.SIGCHLD - 1)
+PIPE_BYTES = 16 * PAGE
+"""What a pipe holds; no guest can make one larger."""
 STILL = "TtZXx"
 """States of processes that do nothing: stopped, or dead."""
 FREEZE_SECONDS = 2.0
@@ -78,6 +81,37 @@ def shared_out(pid: int) -> int:
     return total
 
 
+def buffers(pid: int, open_files: int) -> int:
+    """The most that the sockets and pipes of all descendants can hold in the kernel, which no process's memory shows.
+
+    A process whose descriptors cannot be looked at counts for `open_files` sockets: it may hide them.
+    """
+    sockets, pipes, hidden = set[str](), set[str](), 0
+    for child in descendants(pid):
+        try:
+            with os.scandir(f"/proc/{child}/fd") as entries:
+                for entry in entries:
+                    target = os.readlink(entry.path)
+                    if target.startswith("socket:["):
+                        sockets.add(target)
+                    elif target.startswith("pipe:["):
+                        pipes.add(target)
+        except PermissionError:
+            hidden += open_files
+        except OSError:  # it has ended, or closed one
+            continue
+    return (len(sockets) + hidden) * socket_bytes() + len(pipes) * PIPE_BYTES
+
+
+@functools.cache
+def socket_bytes() -> int:
+    """What can wait to be read from one socket; the kernel lets one message pass beyond its limit."""
+    try:
+        return int(Path("/proc/sys/net/core/wmem_default").read_text()) + 2**15
+    except (OSError, ValueError):
+        return 2**18
+
+
 def descendants(pid: int) -> Iterator[int]:
     """Children, their children, and so on."""
     waiting = children(pid)
@@ -138,11 +172,14 @@ def state(pid: int) -> str:
         return "X"
 
 
-def size(folder: str, pid: int, most: int) -> int:
-    """Bytes on disk below `folder`, and of files that descendants of `pid` have removed and still hold open.
+def size(folder: str, pid: int, most: int, largest: int) -> int:
+    """Bytes on disk below `folder`, and of files that descendants of `pid` have removed and still hold.
 
     Every entry counts as a block at least. The look ends beyond `most`, and what cannot be looked at (a closed folder,
     folders in folders without end) counts as more: whoever hides files has none to spare.
+
+    Args:
+        largest: the most that one file may have.
     """
     total, waiting = 0, [(folder, 0)]
     while waiting and total <= most:
@@ -161,17 +198,21 @@ def size(folder: str, pid: int, most: int) -> int:
             continue
         except OSError:
             return most + 1
-    return total + sum(unlinked(child) for child in descendants(pid))
+    return total + sum(unlinked(child, folder, largest) for child in descendants(pid))
 
 
-def unlinked(pid: int) -> int:
-    """Bytes of files that a process holds open and that no folder holds any more."""
-    held: dict[tuple[int, int], int] = {}
+def unlinked(pid: int, folder: str, largest: int) -> int:
+    """Bytes of files that a process holds open or mapped and that no folder holds any more. The size of one that is
+    only mapped cannot be seen: it counts as the largest that there may be."""
+    held: dict[int, int] = {}
     try:
+        for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
+            if line.endswith(" (deleted)") and f" {folder}/" in line:
+                held[int(line.split(maxsplit=5)[4])] = largest
         for descriptor in os.listdir(f"/proc/{pid}/fd"):
             found = os.stat(f"/proc/{pid}/fd/{descriptor}")
             if stat.S_ISREG(found.st_mode) and not found.st_nlink:
-                held[found.st_dev, found.st_ino] = found.st_blocks * 512
+                held[found.st_ino] = found.st_blocks * 512
     except OSError:
         pass
     return sum(held.values())

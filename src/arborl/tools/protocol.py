@@ -20,18 +20,40 @@ MOST_DEEP = 64
 """Lists and objects inside one another: what goes deeper is no argument, and exhausts whatever walks it."""
 
 
+MOST_VALUES = 2**16
+"""Values and keys of a request."""
+MOST_ARGUMENT_VALUES = 2**13
+"""Values and keys of the arguments alone, which the event loop checks against the tool's schema."""
+
+
 def shallow(value: dict[str, Any]) -> dict[str, Any]:
     """The same value, unless it nests too deep."""
+    _count(value)
+    return value
+
+
+def small(value: dict[str, Any]) -> dict[str, Any]:
+    """The same value, unless it nests too deep or has too many values."""
+    if _count(value) > MOST_ARGUMENT_VALUES:
+        raise ValueError(f"more than {MOST_ARGUMENT_VALUES:,} values and keys")
+    return value
+
+
+def _count(value: dict[str, Any]) -> int:
+    """How many values and keys there are."""
     level: list[Any] = [value]
+    count = 0
     for _ in range(MOST_DEEP):
         inner = [each.values() if isinstance(each, Mapping) else each for each in level]
+        count += sum(len(each) * (2 if isinstance(each, Mapping) else 1) for each in level)
         level = [item for each in inner for item in each if isinstance(item, Mapping | list)]
         if not level:
-            return value
+            return count
     raise ValueError(f"nested more than {MOST_DEEP} deep")
 
 
-Object = Annotated[dict[str, Any], AfterValidator(shallow)]
+Fields = Annotated[dict[str, Any], AfterValidator(shallow)]
+CallArguments = Annotated[dict[str, Any], AfterValidator(small)]
 
 
 class Shape(BaseModel):
@@ -44,12 +66,12 @@ class CallRequest(Shape):
     """One call."""
 
     name: str = Field(max_length=200)
-    arguments: Object = Field(default_factory=dict)
+    arguments: CallArguments = Field(default_factory=dict)
     key: str | None = Field(None, max_length=200, pattern=PLAIN)
     """The same key is the same call: sent again, it is answered again and not run again."""
     session: str | None = Field(None, max_length=200, pattern=PLAIN)
     """Calls of one session share the state of stateful tools."""
-    fields: Object = Field(default_factory=dict)
+    fields: Fields = Field(default_factory=dict)
     """Those of the task that the tool asks for."""
 
     @cached_property

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
@@ -15,6 +16,10 @@ from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 
 from arborl.errors import did_you_mean
+from arborl.tools.json_bounds import load_json
+
+FAULTS_NAMED = 8
+"""Arguments that an error names; a model that got more of them wrong mends these first."""
 
 
 class ArgumentError(ValueError):
@@ -77,7 +82,9 @@ class Arguments:
         by_argument: dict[str, list[Any]] = {}
         for fault in error.errors(include_url=False):
             by_argument.setdefault(str(fault["loc"][0]) if fault["loc"] else "", []).append(fault)
-        return ", ".join(self._fault(name, faults) for name, faults in by_argument.items())
+        named = [self._fault(name, faults) for name, faults in islice(by_argument.items(), FAULTS_NAMED)]
+        more = len(by_argument) - len(named)
+        return ", ".join([*named, f"and {more:,} more"] if more else named)
 
     def _fault(self, name: str, faults: list[Any]) -> str:
         first = faults[0]
@@ -177,7 +184,7 @@ def _decoded(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return load_json(value.encode("utf-8", "surrogatepass"))
     except (ValueError, RecursionError):
         return value
 

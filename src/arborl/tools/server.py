@@ -10,8 +10,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
+from fastapi.exceptions import HTTPException, RequestValidationError
 from fastapi.responses import PlainTextResponse
+from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from arborl.errors import ConfigError
@@ -19,8 +20,11 @@ from arborl.sandbox import POOLS, level_in_force
 from arborl.tools.dispatcher import Busy, Desk, Draining, Reused
 from arborl.tools.gate import Gate, HalfOpen, listening, say
 from arborl.tools.journal import Unusable
+from arborl.tools.json_bounds import JsonBounds, JsonBoundsError, load_json
 from arborl.tools.limit import LimitTimeout, RateLimit
 from arborl.tools.protocol import (
+    MOST_DEEP,
+    MOST_VALUES,
     PLAIN,
     About,
     CallAnswer,
@@ -34,13 +38,17 @@ from arborl.tools.protocol import (
     encodable,
     key_bytes,
 )
-from arborl.tools.threads import stuck_calls
+from arborl.tools.threads import in_thread, stuck_calls
 from arborl.types import ToolResult
 
 if TYPE_CHECKING:
     import uvicorn
 
 MAX_LIMITS = 1000
+BODY_BOUNDS = JsonBounds(depth=MOST_DEEP + 2, values=MOST_VALUES)
+PARSED_AT_ONCE = 2**16
+"""Bytes of a body that is parsed on the event loop; a larger one is parsed in a thread."""
+FAULTS_NAMED = 20
 RESPONSES: dict[int | str, dict[str, Any]] = {
     401: {"model": Problem, "description": "wrong or missing API key; nothing was run"},
     409: {"model": Problem, "description": "the same name or key is in use for something else; nothing was run"},
@@ -78,6 +86,7 @@ def make_app(
         title="Arbor tool server", responses=RESPONSES, lifespan=_lifespan(desk, drain_seconds, extra, limits)
     )
     app.state.half_open = half_open
+    app.router.route_class = BoundedRoute
     app.add_middleware(Gate, key=None if api_key is None else key_bytes(api_key), max_body=max_body)
     _add_calls(app, desk)
     _add_limits(app, limits)
@@ -89,6 +98,31 @@ def make_app(
     app.add_exception_handler(ConfigError, _problem(409))
     app.add_exception_handler(RequestValidationError, _not_a_request)
     return app
+
+
+class BoundedRequest(Request):
+    """A request whose JSON is counted before it is parsed."""
+
+    async def json(self) -> Any:
+        body = await self.body()
+        try:
+            if len(body) <= PARSED_AT_ONCE:
+                return load_json(body, BODY_BOUNDS)
+            return await in_thread(functools.partial(load_json, body, BODY_BOUNDS))
+        except JsonBoundsError as error:
+            raise HTTPException(422, f"body: {error}") from error
+
+
+class BoundedRoute(APIRoute):
+    """A route that reads its body within `BODY_BOUNDS`."""
+
+    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
+        handler = super().get_route_handler()
+
+        async def bounded(request: Request) -> Response:
+            return await handler(BoundedRequest(request.scope, request.receive))
+
+        return bounded
 
 
 def _lifespan(desk: Desk, drain_seconds: float, extra: Sequence[Any], limits: Limits) -> Any:
@@ -236,7 +270,7 @@ def _problem(status: int, headers: dict[str, str] | None = None) -> Callable[[Re
 
 async def _not_a_request(request: Request, error: Exception) -> Response:
     """Says what is wrong without repeating what was sent, which may have no JSON form."""
-    faults = error.errors() if isinstance(error, RequestValidationError) else []
+    faults = error.errors()[:FAULTS_NAMED] if isinstance(error, RequestValidationError) else []
     clauses = [f"{'.'.join(map(str, fault.get('loc', ())))}: {fault.get('msg', '')}" for fault in faults]
     return say(422, "; ".join(clauses)[:2000] or "not a request")
 

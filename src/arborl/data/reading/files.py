@@ -17,6 +17,8 @@ MAX_CELL = 2**30
 """Characters of a CSV cell; Python's own limit is 131,072, which a document passes."""
 MEMORY_ROWS, MEMORY_BYTES = 100_000, 64 * 2**20
 """A Parquet file with no more than this is read at the start, as the other kinds always are."""
+MEMORY_UNPACKED = 4 * MEMORY_BYTES
+"""Unless its rows, unpacked, have more."""
 
 
 def open_table(path: Path) -> Table:
@@ -34,7 +36,7 @@ def open_table(path: Path) -> Table:
         large = ParquetTable(path)
         footer = large.file.metadata
         size = sum(footer.row_group(index).total_byte_size for index in range(footer.num_row_groups))
-        if footer.num_rows > MEMORY_ROWS or size > MEMORY_BYTES:
+        if footer.num_rows > MEMORY_ROWS or size > MEMORY_BYTES or not large.unpacked_within(MEMORY_UNPACKED):
             return large
     return ListTable(read_rows(path), str(path))
 
@@ -138,15 +140,7 @@ def _csv(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
-    import pyarrow  # type: ignore[import-untyped]
-    import pyarrow.parquet  # type: ignore[import-untyped]
-
-    try:
-        no_twins(pyarrow.parquet.read_schema(path).names, str(path))
-        rows = pyarrow.parquet.read_table(path).to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ConfigError(f"{path}: not a valid Parquet file: {error}") from error
-    for number, row in enumerate(rows, 1):
+    for number, row in enumerate(ParquetTable(path).each(), 1):
         yield f"row {number}", row
 
 

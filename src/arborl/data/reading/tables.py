@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from arborl.data.reading.parquet import ParquetReader, unpacked_size
 from arborl.errors import ConfigError
 from arborl.types import Ints
 
@@ -127,14 +128,11 @@ class ParquetTable:
     whole = False
 
     def __init__(self, path: Path, block: int = BLOCK, budget: int = BUDGET):
-        import pyarrow.parquet  # type: ignore[import-untyped]
-
         self.path, self.where = path, str(path)
         with _parquet_errors(str(path)):
             self._map = _mapped(path)
-            self.file = pyarrow.parquet.ParquetFile(
-                pyarrow.BufferReader(pyarrow.py_buffer(self._map)), pre_buffer=False, buffer_size=2**20
-            )
+            self._reader = ParquetReader(self._map, self.where)
+            self.file = self._reader.file
         no_twins(self.file.schema_arrow.names, self.where)
         footer = self.file.metadata
         groups = [footer.row_group(index).num_rows for index in range(footer.num_row_groups)]
@@ -152,11 +150,24 @@ class ParquetTable:
     def _fitting(self, block: int, budget: int) -> int:
         """A block is a power of two smaller where a few rows, decoded, show that a window would not fit the budget."""
         with _parquet_errors(self.where):
-            sample = next(self.file.iter_batches(batch_size=64), None)
-        width = max(sample.nbytes / max(sample.num_rows, 1), 1.0) if sample is not None else 1.0
-        while block > 64 and 4 * RECENT * block * width > budget:
+            groups = range(self.file.metadata.num_row_groups)
+            sample = next((table for group in groups for table in self._reader.stream(group, 64)), None)
+        width = max(unpacked_size(sample) / max(sample.num_rows, 1), 1.0) if sample is not None else 1.0
+        while block > 1 and 4 * RECENT * block * width > budget:
             block //= 2
         return block
+
+    def each(self) -> Iterator[Row]:
+        """Every row, in order."""
+        with _parquet_errors(self.where):
+            for group in range(self.file.metadata.num_row_groups):
+                for table in self._reader.stream(group, self.block):
+                    yield from as_rows(table)
+
+    def unpacked_within(self, most: int) -> bool:
+        """Whether all rows together have no more than so many bytes."""
+        with _parquet_errors(self.where):
+            return self._reader.unpacked_within(most)
 
     def rows(self, numbers: Sequence[int] | Ints) -> list[Row]:
         wanted = np.asarray(numbers, np.int64)
@@ -179,10 +190,11 @@ class ParquetTable:
             return Labels.of([None] * int(self.sizes.sum()))
         labels = Labels()
         with _parquet_errors(self.where):
-            for batch in self.file.iter_batches(columns=[column], use_threads=False):
-                encoded = batch.column(0).dictionary_encode("encode")
-                labels.add(encoded.dictionary.to_pylist(), np.asarray(encoded.indices))
-                _forget(self._map)
+            for group in range(self.file.metadata.num_row_groups):
+                for table in self._reader.stream(group, BLOCK, [column]):
+                    encoded = table.column(0).combine_chunks().dictionary_encode("encode")
+                    labels.add(encoded.dictionary.to_pylist(), np.asarray(encoded.indices))
+                    _forget(self._map)
         return labels
 
     def _read(self, block: int) -> Any:
@@ -197,25 +209,17 @@ class ParquetTable:
         return self._kept[block]
 
     def _decode(self, block: int) -> Any:
+        """A block, from a stream of its row group that goes on where it was left."""
         group, part = self._home[block]
         with _parquet_errors(f"{self.where}, row group {group + 1}"):
-            if self.runs[group] == 1:
-                return self.file.read_row_group(group, use_threads=False)
-            return self._next_of(group, part)
-
-    def _next_of(self, group: int, part: int) -> Any:
-        """A block of a large row group, from a stream of them that goes on where it was left."""
-        import pyarrow
-
-        if self._stream is None or self._stream[0] != group or self._stream[1] > part:
-            batches = self.file.iter_batches(batch_size=self.block, row_groups=[group], use_threads=False)
-            self._stream = group, 0, batches
-        _, at, batches = self._stream
-        for _ in range(at, part):
-            next(batches)
-        found = next(batches)
-        self._stream = group, part + 1, batches
-        return pyarrow.Table.from_batches([found])
+            if self._stream is None or self._stream[0] != group or self._stream[1] > part:
+                self._stream = group, 0, self._reader.stream(group, self.block)
+            _, at, tables = self._stream
+            for _ in range(at, part):
+                next(tables)
+            found = next(tables)
+            self._stream = group, part + 1, tables
+            return found
 
 
 class HubTable:
@@ -321,7 +325,7 @@ class _parquet_errors:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         import pyarrow
 
-        if isinstance(error, pyarrow.ArrowException | OSError | UnicodeDecodeError):
+        if isinstance(error, pyarrow.ArrowException | OSError | UnicodeDecodeError | LookupError):
             raise ConfigError(f"{self.where}: not a valid Parquet file: {error}") from error
 
 

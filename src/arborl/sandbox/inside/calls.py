@@ -1,4 +1,8 @@
-"""A filter of system calls: what a guest may not ask of the kernel, whatever its name spaces are."""
+"""A filter of system calls: the list of those that Python and its libraries need, and nothing else.
+
+A call that is in no table is refused. From number 424 on (Linux 5.1 and later, the same numbers on every machine) it
+is answered as on a kernel that lacks it, because programs that try such a call have an older one to fall back to.
+"""
 
 from __future__ import annotations
 
@@ -6,159 +10,187 @@ import ctypes
 import os
 import struct
 
-# name: (x86_64, aarch64); None where the machine has no such call
-DENIED: dict[str, tuple[int | None, int | None]] = {
-    "socket": (41, 198),  # a pair of connected ones can still be made, and reaches nobody
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "pidfd_getfd": (438, 438),
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "pivot_root": (155, 41),
-    "chroot": (161, 51),
-    "open_tree": (428, 428),
-    "move_mount": (429, 429),
-    "fsopen": (430, 430),
-    "fsconfig": (431, 431),
-    "fsmount": (432, 432),
-    "fspick": (433, 433),
-    "mount_setattr": (442, 442),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "io_uring_setup": (425, 425),
-    "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427),
-    "userfaultfd": (323, 282),
-    "memfd_create": (319, 279),  # memory that no limit counts, as the next four
-    "memfd_secret": (447, 447),
-    "shmget": (29, 194),
-    "msgget": (68, 186),
-    "semget": (64, 190),
-    "mq_open": (240, 180),
-    "timer_create": (222, 107),  # its signal could wake a guest that was stopped
-    "reboot": (169, 142),  # of the whole machine, as those that follow: no guest has the right to, and none may ask
-    "sethostname": (170, 161),
-    "setdomainname": (171, 162),
-    "settimeofday": (164, 170),
-    "clock_settime": (227, 112),
-    "adjtimex": (159, 171),
-    "clock_adjtime": (305, 266),
-    "swapon": (167, 224),
-    "swapoff": (168, 225),
-    "init_module": (175, 105),
-    "finit_module": (313, 273),
-    "delete_module": (176, 106),
-    "kexec_load": (246, 104),
-    "kexec_file_load": (320, 294),
-    "acct": (163, 89),
-    "quotactl": (179, 60),
-    "syslog": (103, 116),
-    "iopl": (172, None),
-    "ioperm": (173, None),
-    "name_to_handle_at": (303, 264),
-    "open_by_handle_at": (304, 265),
-    "fanotify_init": (300, 262),
+Numbers = tuple[int | None, int | None]
+"""Of a call on (x86_64, aarch64); None where the machine has no such call."""
+
+# fmt: off
+ALLOWED: dict[str, Numbers] = {
+    # files
+    "read": (0, 63), "write": (1, 64), "readv": (19, 65), "writev": (20, 66), "pread64": (17, 67),
+    "pwrite64": (18, 68), "preadv": (295, 69), "pwritev": (296, 70), "preadv2": (327, 286), "pwritev2": (328, 287),
+    "open": (2, None), "openat": (257, 56), "creat": (85, None), "close": (3, 57), "close_range": (436, 436),
+    "lseek": (8, 62), "stat": (4, None), "fstat": (5, 80), "lstat": (6, None), "newfstatat": (262, 79),
+    "statx": (332, 291), "statfs": (137, 43), "fstatfs": (138, 44), "access": (21, None), "faccessat": (269, 48),
+    "faccessat2": (439, 439), "readlink": (89, None), "readlinkat": (267, 78), "getcwd": (79, 17), "chdir": (80, 49),
+    "fchdir": (81, 50), "mkdir": (83, None), "mkdirat": (258, 34), "rmdir": (84, None), "unlink": (87, None),
+    "unlinkat": (263, 35), "rename": (82, None), "renameat": (264, 38), "renameat2": (316, 276), "link": (86, None),
+    "linkat": (265, 37), "symlink": (88, None), "symlinkat": (266, 36), "getdents": (78, None),
+    "getdents64": (217, 61), "umask": (95, 166), "ftruncate": (77, 46), "fallocate": (285, 47),
+    "fadvise64": (221, 223), "fsync": (74, 82), "fdatasync": (75, 83), "sendfile": (40, 71),
+    "copy_file_range": (326, 285),
+    # descriptors
+    "dup": (32, 23), "dup2": (33, None), "dup3": (292, 24), "pipe": (22, None), "pipe2": (293, 59),
+    "poll": (7, None), "ppoll": (271, 73), "select": (23, None), "pselect6": (270, 72), "epoll_create": (213, None),
+    "epoll_create1": (291, 20), "epoll_ctl": (233, 21), "epoll_wait": (232, None), "epoll_pwait": (281, 22),
+    "eventfd": (284, None), "eventfd2": (290, 19), "signalfd": (282, None), "signalfd4": (289, 74),
+    "timerfd_create": (283, 85), "timerfd_settime": (286, 86), "timerfd_gettime": (287, 87), "recvfrom": (45, 207),
+    "shutdown": (48, 210), "getsockname": (51, 204), "getpeername": (52, 205), "getsockopt": (55, 209),
+    # memory
+    "brk": (12, 214), "munmap": (11, 215), "mremap": (25, 216), "mprotect": (10, 226), "madvise": (28, 233),
+    "msync": (26, 227), "membarrier": (324, 283), "get_mempolicy": (239, 236),
+    # time
+    "time": (201, None), "gettimeofday": (96, 169), "clock_gettime": (228, 113), "clock_getres": (229, 114),
+    "clock_nanosleep": (230, 115), "nanosleep": (35, 101), "times": (100, 153), "alarm": (37, None),
+    "setitimer": (38, 103), "getitimer": (36, 102), "getrusage": (98, 165),
+    # the process itself
+    "getpid": (39, 172), "gettid": (186, 178), "getppid": (110, 173), "getpgrp": (111, None), "getuid": (102, 174),
+    "geteuid": (107, 175), "getgid": (104, 176), "getegid": (108, 177), "getgroups": (115, 158),
+    "getresuid": (118, 148), "getresgid": (120, 150), "getrlimit": (97, 163), "setrlimit": (160, 164),
+    "uname": (63, 160), "sysinfo": (99, 179), "getcpu": (309, 168), "getrandom": (318, 278), "capget": (125, 90),
+    "arch_prctl": (158, None), "exit": (60, 93), "exit_group": (231, 94), "set_tid_address": (218, 96),
+    "set_robust_list": (273, 99), "rseq": (334, 293), "futex": (202, 98), "sched_yield": (24, 124),
+    "sched_get_priority_max": (146, 125), "sched_get_priority_min": (147, 126), "wait4": (61, 260),
+    "waitid": (247, 95),
+    # its signals
+    "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "rt_sigpending": (127, 136),
+    "rt_sigtimedwait": (128, 137), "rt_sigsuspend": (130, 133), "sigaltstack": (131, 132), "pause": (34, None),
+    "restart_syscall": (219, 128),
 }
-# Without name spaces of its own a guest could reach its parent, and files outside its folder by what Landlock does not
-# look at: it then signals, forks and reschedules nobody, and changes nobody's modes, owners, times or attributes.
-ALONE: dict[str, tuple[int | None, int | None]] = {
-    "kill": (62, 129),
-    "tkill": (200, 130),
-    "tgkill": (234, 131),
-    "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240),
-    "pidfd_send_signal": (424, 424),
-    "fork": (57, None),
-    "vfork": (58, None),
-    "setpriority": (141, 140),
-    "ioprio_set": (251, 30),
-    "sched_setaffinity": (203, 122),
-    "sched_setscheduler": (144, 119),
-    "sched_setparam": (142, 118),
-    "sched_setattr": (314, 274),
-    "chmod": (90, None),
-    "fchmod": (91, 52),
-    "fchmodat": (268, 53),
-    "fchmodat2": (452, 452),
-    "chown": (92, None),
-    "fchown": (93, 55),
-    "lchown": (94, None),
-    "fchownat": (260, 54),
-    "utime": (132, None),
-    "utimes": (235, None),
-    "futimesat": (261, None),
-    "utimensat": (280, 88),
-    "setxattr": (188, 5),
-    "lsetxattr": (189, 6),
-    "fsetxattr": (190, 7),
-    "removexattr": (197, 14),
-    "lremovexattr": (198, 15),
-    "fremovexattr": (199, 16),
-    "setxattrat": (463, 463),
-    "removexattrat": (466, 466),
-    "file_setattr": (469, 469),
-    "mknod": (133, None),
-    "mknodat": (259, 33),
-    "truncate": (76, 45),
-    "inotify_init": (253, None),
-    "inotify_init1": (294, 26),
+# Only with name spaces of its own: without them a guest could reach other processes, and files outside its folder by
+# what Landlock does not cover (modes, owners, times and attributes).
+WITH_NAMESPACES: dict[str, Numbers] = {
+    # processes
+    "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281), "kill": (62, 129),
+    "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
+    "pidfd_open": (434, 434), "pidfd_send_signal": (424, 424), "setpgid": (109, 154), "setsid": (112, 157),
+    "setpriority": (141, 140), "ioprio_set": (251, 30), "ioprio_get": (252, 31), "sched_setaffinity": (203, 122),
+    "sched_setscheduler": (144, 119), "sched_setparam": (142, 118), "sched_setattr": (314, 274),
+    "sched_getattr": (315, 275), "sched_rr_get_interval": (148, 127),
+    # metadata of files
+    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
+    "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "utime": (132, None), "utimes": (235, None),
+    "futimesat": (261, None), "utimensat": (280, 88), "setxattr": (188, 5), "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
+    "mknod": (133, None), "mknodat": (259, 33), "truncate": (76, 45),
 }
-CLONE, CLONE3, PRLIMIT = (56, 220), (435, 435), (302, 261)
-# (call, argument, its value) that is refused: a signal at a parent's death, which could also be taken off; a signal of
-# one's choice from a file; flags of files.
-REFUSED_ARGUMENTS = (
-    ((157, 167), 0, 1),  # prctl: PR_SET_PDEATHSIG
-    ((72, 25), 1, 10),  # fcntl: F_SETSIG
-    ((16, 29), 1, 0x40086602),  # ioctl: FS_IOC_SETFLAGS
-    ((16, 29), 1, 0x401C5820),  # ioctl: FS_IOC_FSSETXATTR
+READ_ATTRIBUTES: dict[str, Numbers] = {
+    "getxattr": (191, 8), "lgetxattr": (192, 9), "fgetxattr": (193, 10), "listxattr": (194, 11),
+    "llistxattr": (195, 12), "flistxattr": (196, 13),
+}
+"""Without name spaces these answer that there are none, which `shutil` takes for an answer."""
+OF_A_PROCESS: dict[str, Numbers] = {
+    "getpgid": (121, 155), "getsid": (124, 156), "sched_getaffinity": (204, 123), "sched_getscheduler": (145, 120),
+    "sched_getparam": (143, 121),
+}
+"""Take a process id first. Without name spaces it must be the guest's own, or 0."""
+CHECKED: dict[str, Numbers] = {
+    "getpriority": (140, 141), "prlimit64": (302, 261), "fcntl": (72, 25), "flock": (73, 32), "ioctl": (16, 29),
+    "prctl": (157, 167), "mmap": (9, 222), "socketpair": (53, 199), "sendto": (44, 206), "clone": (56, 220),
+}
+"""Allowed with some arguments only: see `_checked`."""
+
+FCNTL = (0, 1, 2, 3, 4, 5, 36, 1030, 1032, 1034)
+"""DUPFD, GETFD, SETFD, GETFL, SETFL, GETLK, OFD_GETLK, DUPFD_CLOEXEC, GETPIPE_SZ, GET_SEALS: no signals, leases,
+watches or larger pipes."""
+LOCKS = (6, 7, 37, 38)
+"""SETLK, SETLKW, OFD_SETLK, OFD_SETLKW: answered as granted, and not taken. System folders are the host's own files,
+and a lock on one would be a lock that the host waits for; SQLite needs the answer."""
+IOCTL = (
+    0x5401, 0x5402, 0x5403, 0x5404, 0x802C542A, 0x402C542B, 0x402C542C, 0x402C542D,  # TCGETS, TCSETS…, TCGETS2, …
+    0x540E, 0x540F, 0x5410, 0x5411, 0x5413, 0x5414,  # TIOCSCTTY, TIOCGPGRP, TIOCSPGRP, TIOCOUTQ, TIOC[GS]WINSZ
+    0x541B, 0x5421, 0x5450, 0x5451, 0x80045430, 0x40045431, 0x5441,  # FIONREAD, FIONBIO, FIO[N]CLEX, pseudo-terminals
 )
-NEW_NAMESPACES = 0x7E020080
-THREAD = 0x00010000
+PRCTL = (2, 3, 15, 16, 21, 23, 27, 38, 39, 0x53564D41)
+"""GET_PDEATHSIG, GET_DUMPABLE, SET_NAME, GET_NAME, GET_SECCOMP, CAPBSET_READ, GET_SECUREBITS, [SG]ET_NO_NEW_PRIVS,
+SET_VMA."""
+# fmt: on
+NEW_NAMESPACES, THREAD, SHARED_DESCRIPTORS = 0x7E020080, 0x00010000, 0x00000400
+SHARED, ANONYMOUS = 0x01, 0x20
+UNIX, NOT_STREAM = 1, 0x0E
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+FIRST_WITH_FALLBACK = 424
 
 Line = tuple[int, int, int, int]
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
-NOT_PERMITTED, NO_SUCH_CALL = 1, 38
-NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16
+ALLOW, KILL, ERROR = 0x7FFF0000, 0x80000000, 0x00050000
+NOT_PERMITTED, NOT_A_TERMINAL, NO_SUCH_CALL, NOT_SUPPORTED = 1, 25, 38, 95
+NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16
+
+allow: Line = (RETURN, 0, 0, ALLOW)
+refuse: Line = (RETURN, 0, 0, ERROR | NOT_PERMITTED)
+granted: Line = (RETURN, 0, 0, ERROR)  # "error 0": the caller sees success, and nothing was done
 
 
 def supported() -> bool:
-    """Whether this machine's call numbers are in the table."""
+    """Whether this machine's call numbers are in the tables."""
     return os.uname().machine in MACHINES
 
 
-def program(alone: bool) -> list[Line]:
+def program(alone: bool, own: int) -> list[Line]:
     """The filter as instructions `(code, jump if true, jump if false, k)`.
 
     Args:
-        alone: also refuse new processes and signals.
+        alone: without name spaces: no other process, and no metadata of files.
+        own: the guest's process id.
     """
     column, architecture = MACHINES[os.uname().machine]
-    refuse = (RETURN, 0, 0, REFUSE | NOT_PERMITTED)
-    allow = (RETURN, 0, 0, ALLOW)
     lines = [(LOAD, 0, 0, ARCHITECTURE), (EQUAL, 1, 0, architecture), (RETURN, 0, 0, KILL), (LOAD, 0, 0, NUMBER)]
     lines += [(AT_LEAST, 0, 1, 0x40000000), refuse]  # the 32-bit twins of x86_64's calls
-    for numbers in {**DENIED, **(ALONE if alone else {})}.values():
-        if (number := numbers[column]) is not None:
-            lines += [(EQUAL, 0, 1, number), refuse]
-    again = (LOAD, 0, 0, NUMBER)
-    for numbers, argument, value in REFUSED_ARGUMENTS:
-        low = (LOAD, 0, 0, FIRST_ARGUMENT + 8 * argument)
-        lines += [(EQUAL, 0, 4, numbers[column]), low, (EQUAL, 0, 1, value), refuse, again]
-    # The flags of clone3 lie in memory, where a filter cannot look; without it the C library falls back to clone.
-    lines += [(EQUAL, 0, 1, CLONE3[column]), (RETURN, 0, 0, REFUSE | NO_SUCH_CALL)]
-    # A limit may be read and set for oneself (0), not for another process.
-    lines += [(EQUAL, 0, 4, PRLIMIT[column]), (LOAD, 0, 0, FIRST_ARGUMENT), (EQUAL, 0, 1, 0), allow, refuse]
-    flags = [(LOAD, 0, 0, FIRST_ARGUMENT), (ANY_BIT, 0, 1, NEW_NAMESPACES), refuse]
-    flags += [(ANY_BIT, 1, 0, THREAD), refuse] if alone else []
-    return [*lines, (EQUAL, 0, len(flags), CLONE[column]), *flags, allow]
+    plain = ALLOWED if alone else {**ALLOWED, **WITH_NAMESPACES, **READ_ATTRIBUTES, **OF_A_PROCESS}
+    for numbers in plain.values():
+        lines += _answer(numbers[column], [allow])
+    for name, block in _checked(alone, own).items():
+        lines += _answer(CHECKED[name][column], block)
+    if alone:
+        for numbers in READ_ATTRIBUTES.values():
+            lines += _answer(numbers[column], [(RETURN, 0, 0, ERROR | NOT_SUPPORTED)])
+        for numbers in OF_A_PROCESS.values():
+            lines += _answer(numbers[column], _one_of(0, (0, own), refuse))
+    return [*lines, (AT_LEAST, 0, 1, FIRST_WITH_FALLBACK), (RETURN, 0, 0, ERROR | NO_SUCH_CALL), refuse]
+
+
+def _checked(alone: bool, own: int) -> dict[str, list[Line]]:
+    """For each call of `CHECKED`, what decides on its arguments.
+
+    The flags of `clone3` lie in memory, where a filter cannot look; it is in no table, and the C library falls back to
+    `clone`. A thread shares its descriptors: those of a thread with a table of its own are in no list of the process's.
+    A pair of sockets is a stream, which cannot be sent to another address. `sendmsg` is in no table: a descriptor that
+    is under way in a message is in no list either.
+    """
+    whose = [_load(0), (EQUAL, 1, 0, 0), refuse, *_one_of(1, (0, own), refuse)] if alone else [allow]
+    thread = [(ANY_BIT, 0, 1, SHARED_DESCRIPTORS), allow, refuse]
+    return {
+        "getpriority": whose,
+        "prlimit64": _one_of(0, (0, own) if alone else (0,), refuse),
+        "fcntl": [*_one_of(1, FCNTL), *(line for lock in LOCKS for line in _answer(lock, [granted])), refuse],
+        "flock": [granted],
+        "ioctl": _one_of(1, IOCTL, (RETURN, 0, 0, ERROR | NOT_A_TERMINAL)),
+        "prctl": _one_of(0, PRCTL, refuse),
+        # Shared memory without a file is held by any page of it that is mapped, and only that page is counted.
+        "mmap": [_load(3), (ANY_BIT, 1, 0, ANONYMOUS), allow, (ANY_BIT, 0, 1, SHARED), refuse, allow],
+        "socketpair": [_load(0), (EQUAL, 1, 0, UNIX), refuse, _load(1), (ANY_BIT, 0, 1, NOT_STREAM), refuse, allow],
+        "sendto": [_load(4), (EQUAL, 1, 0, 0), refuse, _load(4, 4), (EQUAL, 1, 0, 0), refuse, allow],
+        "clone": [
+            _load(0), (ANY_BIT, 0, 1, NEW_NAMESPACES), refuse,
+            (ANY_BIT, 0, len(thread), THREAD), *thread, refuse if alone else allow,
+        ],
+    }  # fmt: skip
+
+
+def _load(argument: int, half: int = 0) -> Line:
+    """The lower half of an argument, which is all of one that is an `int`; with 4, the upper."""
+    return (LOAD, 0, 0, ARGUMENTS + 8 * argument + half)
+
+
+def _answer(value: int | None, block: list[Line]) -> list[Line]:
+    """`block`, which ends by returning, where what was loaded is `value`."""
+    return [] if value is None else [(EQUAL, 0, len(block), value), *block]
+
+
+def _one_of(argument: int, values: tuple[int, ...], otherwise: Line | None = None) -> list[Line]:
+    """Allow a call whose argument is one of these."""
+    lines = [_load(argument), *(line for value in values for line in _answer(value, [allow]))]
+    return lines if otherwise is None else [*lines, otherwise]
 
 
 class Program(ctypes.Structure):
@@ -167,7 +199,7 @@ class Program(ctypes.Structure):
 
 def install(libc: ctypes.CDLL, alone: bool) -> None:
     """Put the filter on this process and all it starts; it cannot be taken off. Needs `no_new_privs`."""
-    lines = program(alone)
+    lines = program(alone, os.getpid())
     packed = b"".join(struct.pack("<HBBI", *line) for line in lines)
     buffer = ctypes.create_string_buffer(packed, len(packed))
     whole = Program(len(lines), ctypes.cast(buffer, ctypes.c_void_p))

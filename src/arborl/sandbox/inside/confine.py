@@ -122,12 +122,12 @@ def fence_files(readable: list[str], writable: list[str]) -> None:
 
 
 def seal(plan: dict) -> list[str]:
-    """The last step: nothing below can be undone from inside. Returns which of the two fences could be put up."""
+    """The last step: nothing below can be undone from inside. Returns which fences could be put up."""
     prctl(SET_NO_NEW_PRIVILEGES, 1)
     alone = plan["level"] == "rlimits"
-    fences = []
+    fences = list(plan.get("fences", ()))
     if alone and landlock_version():
-        fence_files([*plan["readable"], "/dev/urandom", "/dev/zero"], [plan["home"], "/dev/null"])
+        fence_files([*plan["readable"], "/dev/urandom"], [plan["home"], "/dev/null"])
         fences.append("landlock")
     if calls.supported():
         calls.install(libc, alone)

@@ -18,11 +18,14 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 import confine
 import guest
+import memory_group
 import mounts
 from clear import remove
 
 LIFELINE, CONTROL = 0, guest.CONTROL
 KILLED = 9
+OUT_OF_MEMORY = 250
+"""Exit code where the kernel ended the guest, or a process of it, at the limit of its memory group."""
 
 
 def main() -> None:
@@ -37,13 +40,21 @@ def main() -> None:
         os.mkdir(plan["root"], 0o700)
     except OSError as error:
         refuse(error)
+    group = memory_group.make(os.path.basename(plan["root"]), plan["memory"] + plan["disk"] + memory_group.SLACK)
+    plan["group"] = memory_group.entry(group) if group else -1
     try:
         child = START[plan["level"]](plan)
     except OSError as error:
+        memory_group.remove(group)
         remove(plan["root"])
         refuse(error)
+    if group:
+        os.close(plan["group"])
     os.close(CONTROL)
     code = keep(child)
+    if group and memory_group.exhausted(group) and code == 128 + KILLED:
+        code = OUT_OF_MEMORY
+    memory_group.remove(group)
     remove(plan["root"])
     os._exit(code)
 
@@ -79,15 +90,16 @@ def start_bubblewrap(plan: dict) -> int:
                 command += ["--perms", "0755", "--dir", "/".join(parts[:end])]
             command += ["--ro-bind", path, path]
             shown.add(path)
-    command += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(plan["disk"])]
+    command += ["--proc", "/proc", "--dev", "/dev", "--dev-bind", f"/dev/{mounts.DEVICES['zero']}", "/dev/zero"]
+    command += ["--perms", "1777", "--size", str(plan["disk"])]
     command += ["--tmpfs", plan["home"], "--remount-ro", "/dev"]
     command += [] if any(path.startswith("/tmp/") for path in shown) else ["--symlink", plan["home"], "/tmp"]
-    told = marshal.dumps({**plan, "packages": mounts.places(plan)}).hex()
-    command += ["--remount-ro", "/", "--chdir", plan["home"], plan["python"], "-I", "-S", "/inside/guest.py", told]
+    command += ["--remount-ro", "/", "--chdir", plan["home"], plan["python"], "-I", "-S", "/inside/guest.py"]
     child = os.fork()
     if child == 0:
-        leave_host()
-        os.execve(command[0], command, environment(plan))
+        leave_host(plan)
+        told = marshal.dumps({**plan, "packages": mounts.places(plan)}).hex()
+        os.execve(command[0], [*command, told], environment(plan))
     return child
 
 
@@ -111,7 +123,7 @@ def start_namespaces(plan: dict) -> int:
         confine.prctl(confine.SET_PARENT_DEATH_SIGNAL, KILLED)
         second = os.fork()
         if second == 0:
-            leave_host()
+            leave_host(plan)
             confine.limit(plan)
             if root:
                 confine.drop_user(uid)
@@ -122,10 +134,7 @@ def start_namespaces(plan: dict) -> int:
     except BaseException as error:
         os.write(told, str(getattr(error, "strerror", None) or error).encode())
         os._exit(1)
-    os.close(told)
-    os.close(CONTROL)
-    for descriptor in (0, 1, 2):
-        os.close(descriptor)
+    os.closerange(0, max(told, CONTROL, plan["group"]) + 1)
     os._exit(reap_until(second))
 
 
@@ -139,7 +148,7 @@ def start_rlimits(plan: dict) -> int:
     if child == 0:
         try:
             confine.prctl(confine.SET_DUMPABLE, 1)
-            leave_host()
+            leave_host(plan)
             os.chdir(plan["home"])
             if uid in (0, confine.NOBODY):  # the limit is the whole user's
                 plan["processes"] += sum(name.isdigit() for name in os.listdir("/proc"))
@@ -173,9 +182,17 @@ def environment(plan: dict) -> dict[str, str]:
     return {"PATH": "/usr/bin:/bin", "HOME": plan["home"], "TMPDIR": plan["home"], "LANG": "C.UTF-8"}
 
 
-def leave_host() -> None:
-    """Out of the keeper's session, without its lifeline, and first to go when memory runs out."""
+def leave_host(plan: dict) -> None:
+    """Out of the keeper's session, without its lifeline, in a memory group of its own where there is one, and first to
+    go when memory runs out."""
     os.setsid()
+    if plan["group"] >= 0:
+        try:
+            os.write(plan["group"], b"0")
+            plan["fences"] = ["cgroup"]
+        except OSError:
+            pass
+        os.close(plan["group"])
     empty = os.open("/dev/null", os.O_RDONLY)
     os.dup2(empty, LIFELINE)
     os.close(empty)

@@ -19,7 +19,8 @@ NEW_MOUNTS, NEW_CGROUP, NEW_NAMES, NEW_IPC, NEW_USERS, NEW_PIDS, NEW_NETWORK = (
 OUTER = NEW_CGROUP | NEW_NAMES | NEW_IPC | NEW_PIDS | NEW_NETWORK
 READ_ONLY, NO_SUID, NO_DEVICES, NO_EXECUTE, REMOUNT, BIND, RECURSIVE, PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18
 DETACH = 2
-DEVICES = ("null", "zero", "full", "random", "urandom")
+DEVICES = {"null": "null", "zero": "full", "full": "full", "random": "random", "urandom": "urandom"}
+"""What stands for each. `/dev/full` reads as `/dev/zero` does, and cannot be mapped as memory that no limit counts."""
 
 
 def check(result: int, what: str) -> None:
@@ -65,9 +66,9 @@ def furnish(root: str, plan: dict, owner: int) -> None:
     for path, place in zip(plan["packages"], places(plan), strict=True):
         show(path, root + place)
     os.makedirs(f"{root}/dev", exist_ok=True)
-    for name in DEVICES:
+    for name, device in DEVICES.items():
         open(f"{root}/dev/{name}", "w").close()
-        mount(f"/dev/{name}", f"{root}/dev/{name}", "none", BIND)
+        mount(f"/dev/{device}", f"{root}/dev/{name}", "none", BIND)
     os.makedirs(root + plan["home"])
     size = f"size={plan['disk']},nr_inodes=16384,mode=0700,uid={owner},gid={owner}"
     mount("tmpfs", root + plan["home"], "tmpfs", NO_SUID | NO_DEVICES, size)

@@ -38,6 +38,10 @@ CHARSETS = frozenset(
 )
 """Those of pages, all of them quick; Python knows others, of which some take minutes for a page."""
 NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
+"""All that IPv6 has given out to hosts of the open net; site-local addresses (`fec0::1`) are elsewhere."""
+NOT_PUBLIC = tuple(map(ipaddress.ip_network, ("3fff::/20", "2001:db8::/32", "192.88.99.0/24", "192.0.0.0/24")))
+"""Documentation, former 6to4 relays and protocol assignments, of which some releases of `ipaddress` do not know."""
 READABLE = re.compile(r"text/|application/(json|xml|xhtml)|application/[\w.-]+\+(json|xml)")
 
 
@@ -172,10 +176,13 @@ def is_public(address: str) -> bool:
     if isinstance(ip, ipaddress.IPv6Address):
         if ip in NAT64:
             return is_public(str(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)))
-        inner = [ip.ipv4_mapped, ip.sixtofour, *(ip.teredo or ())]
-        if any(other is not None and not is_public(str(other)) for other in inner):
+        if ip.ipv4_mapped is not None:
+            return is_public(str(ip.ipv4_mapped))
+        inner = [ip.sixtofour, *(ip.teredo or ())]
+        if ip not in GLOBAL_UNICAST or any(other is not None and not is_public(str(other)) for other in inner):
             return False
-    return ip.is_global and not (ip.is_multicast or ip.is_reserved or ip.is_unspecified)
+    listed = any(ip in network for network in NOT_PUBLIC if network.version == ip.version)
+    return ip.is_global and not (listed or ip.is_multicast or ip.is_reserved or ip.is_unspecified)
 
 
 def unpacked(body: bytes, window: int | None, most: int) -> bytes:
