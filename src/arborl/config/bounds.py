@@ -76,14 +76,16 @@ def is_text(value: str) -> bool:
 
 
 @contextmanager
-def bounded() -> Iterator[None]:
+def bounded() -> Iterator[list[str]]:
     """Inside, whatever file OmegaConf loads is checked first (Hydra loads more than the one it is given), and filling
-    in `${…}` comes to an end."""
+    in `${…}` comes to an end. Yields the names of the environment variables that were filled in (`${oc.env:NAME}`)."""
     from omegaconf import OmegaConf
     from omegaconf.basecontainer import BaseContainer
 
     plain_load, plain_fill = OmegaConf.load, BaseContainer.resolve_parse_tree
+    plain_call = BaseContainer._evaluate_custom_resolver
     depth = filled = 0
+    variables: list[str] = []
 
     def load(file: Any) -> Any:
         if hasattr(file, "read"):
@@ -105,8 +107,17 @@ def bounded() -> Iterator[None]:
         finally:
             depth -= 1
 
-    with _replaced(OmegaConf, "load", staticmethod(load)), _replaced(BaseContainer, "resolve_parse_tree", fill):
-        yield
+    def call(self: Any, *args: Any, inter_type: str, inter_args: tuple[Any, ...], **more: Any) -> Any:
+        if inter_type == "oc.env":
+            variables.extend(str(name) for name in inter_args[:1])
+        return plain_call(self, *args, inter_type=inter_type, inter_args=inter_args, **more)
+
+    with (
+        _replaced(OmegaConf, "load", staticmethod(load)),
+        _replaced(BaseContainer, "resolve_parse_tree", fill),
+        _replaced(BaseContainer, "_evaluate_custom_resolver", call),
+    ):
+        yield variables
 
 
 @contextmanager
