@@ -103,7 +103,7 @@ REACHES = {
     "track.mlflow: {uri: 'http://e:1'}": "connect to http://e:1",
     "track.wandb: {project: p, entity: them}": "log to p and log to them",
     "env: {name: openenv, args: {url: 'http://e:1'}}": "connect to http://e:1",
-    "placement: {name: ray, address: 'e:6379'}": "connect to e:6379",
+    "placement: {name: ray, engines: 2, address: 'e:6379'}": "connect to e:6379",
     "tools: [{fetch: {allow: [e.org]}}]\nagent: tool": "connect to e.org",
     "engine: {name: vllm, python: ./evil}": "start ./evil",
     "engine: {name: vllm, args: {worker_cls: evil.Worker}}": "start vLLM with worker_cls evil.Worker",

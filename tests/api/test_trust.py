@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 import arborl
 from arborl.api.folder import write_config
 from arborl.cli.main import app
-from arborl.config.load import from_kwargs
 from arborl.config.capabilities import imported
+from arborl.config.load import from_kwargs
 from arborl.config.trust import load_run
 from arborl.errors import ConfigError
 from arborl.registry import load

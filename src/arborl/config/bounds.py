@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ PARSERS = [getattr(yaml, "CSafeLoader", yaml.SafeLoader), yaml.SafeLoader]
 """The first is quick to find what is bad; the second is the one that OmegaConf builds with, and they may differ."""
 
 
-def check_yaml(text: str, where: object) -> None:
+def check_yaml(text: str, where: object, parsers: Sequence[Any] = PARSERS) -> None:
     """Refuse a text that is too large, too deep, contains itself, or grows beyond bounds through its aliases.
 
     Reads the parser's events and builds nothing, so it ends as soon as the text is known to be bad. What is not YAML at
@@ -31,7 +31,7 @@ def check_yaml(text: str, where: object) -> None:
     """
     if len(text) > MAX_CHARS:
         raise ConfigError(f"{where}: more than {MAX_CHARS:,} characters, which no configuration has.")
-    for parser in PARSERS:
+    for parser in parsers:
         with suppress(yaml.YAMLError):
             _walk(yaml.parse(text, parser), where)
 
@@ -107,10 +107,10 @@ def bounded() -> Iterator[list[str]]:
         finally:
             depth -= 1
 
-    def call(self: Any, *args: Any, inter_type: str, inter_args: tuple[Any, ...], **more: Any) -> Any:
-        if inter_type == "oc.env":
-            variables.extend(str(name) for name in inter_args[:1])
-        return plain_call(self, *args, inter_type=inter_type, inter_args=inter_args, **more)
+    def call(self: Any, **given: Any) -> Any:
+        if given["inter_type"] == "oc.env":
+            variables.extend(str(name) for name in given["inter_args"][:1])
+        return plain_call(self, **given)
 
     with (
         _replaced(OmegaConf, "load", staticmethod(load)),
