@@ -1,8 +1,9 @@
 """Files of a run folder: read within bounds, written without following links.
 
-A run folder may be a stranger's. Every reader of one opens its files here. Only regular files are read: a link, a FIFO, a device or a folder in
-a file's place is refused before a byte is read, and none of them blocks. What is larger, deeper or longer than any run
-writes is refused with a sentence that names the file (`Unreadable`). A file is replaced whole, and a link never is.
+A run folder may be a stranger's. Every reader of one opens its files here. Only regular files are read: a link, a FIFO,
+a device or a folder in a file's place is refused before a byte is read, and none of them blocks. What is larger, deeper
+or longer than any run writes is refused with a sentence that names the file (`Unreadable`). A file is replaced whole,
+and a link never is.
 """
 
 from __future__ import annotations
