@@ -228,7 +228,7 @@ def test_the_viewer_leaves_a_run_folder_as_it_is(runs):
     assert snapshot(runs) == before
 
 
-@pytest.mark.parametrize("name", ["report.html", "curve.png", "health.png"])
+@pytest.mark.parametrize("name", ["report.html", "curve.png"])
 @pytest.mark.parametrize("there", [True, False])
 def test_report_writes_through_no_link(runs, tmp_path, name, there):
     victim = tmp_path / "victim"
