@@ -49,11 +49,13 @@ def load(file: Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
 
 def load_with_variables(file: Path | None = None, overrides: Sequence[str] = ()) -> tuple[RunConfig, list[str]]:
     """The same, with the names of the environment variables that `${oc.env:NAME}` filled in."""
+    from omegaconf import OmegaConf
+
     file = file.expanduser().absolute() if file is not None else None
     parsed = [_parse(text) for text in overrides]
     groups = [override for override in parsed if file is not None and _picks_from(file.parent, override)]
     with _refusals(file), bounded() as variables:
-        tree = _compose(_checked(file), groups) if file is not None else _empty()
+        tree = _compose(_checked(file), groups) if file is not None else OmegaConf.create({})
         _spell_out(tree)
         _nest(tree, RunConfig)
         for override in parsed:
@@ -177,12 +179,6 @@ def _no_file(path: Path) -> str:
     if not path.suffix or path.name.split(".")[0] in RunConfig.model_fields:
         what += f" A setting is written {path.name}=VALUE."
     return what
-
-
-def _empty() -> DictConfig:
-    from omegaconf import OmegaConf
-
-    return OmegaConf.create({})
 
 
 def _compose(path: Path, groups: Sequence[Override]) -> DictConfig:
