@@ -113,7 +113,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as root:
+    with tempfile.TemporaryDirectory() as root, tempfile.TemporaryDirectory() as cache:
+        os.environ["XDG_CACHE_HOME"] = cache
         size = make(Path(root) / "large", args.episodes, args.steps, args.turns)
         address, viewer = served(Path(root))
         with httpx.Client(base_url=address, timeout=600) as client:
@@ -138,7 +139,7 @@ def main() -> None:
                 filters[name] = round(1e3 * statistics.median(wall), 1)
                 work[name] = round(1e3 * statistics.median(spent), 1)
         viewer.should_exit = True
-        index = sum(path.stat().st_size for path in (Path(root) / "large").glob(".index*"))
+        index = sum(path.stat().st_size for path in Path(cache).rglob("*.sqlite3*"))
     row = {
         "case": "viewer", "episodes": found["total"], "files_mb": round(size / 1e6, 1),
         "index_mb": round(index / 1e6, 1),

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
+import re
 import sys
 import sysconfig
 import traceback
@@ -18,6 +20,40 @@ from arborl.errors import ConfigError, UnknownName, did_you_mean
 
 HANDED_IN = "object:"
 """In front of the names of parts that were given as Python objects, and that nothing can be imported by."""
+PART_NAME = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):([^\W\d][\w./\-]*)")
+
+
+def parse_part_name(text: str) -> tuple[str, str] | None:
+    """Module and attribute of `package.module:attribute`; None of any other text.
+
+    Every import of a part goes through this function, and so does the check of a stranger's configuration. A text that
+    it refuses is never imported. Ids of Gymnasium, such as `package.module:Maze-v0`, are part names too.
+
+    >>> parse_part_name("my_pkg.envs:Maze")
+    ('my_pkg.envs', 'Maze')
+    >>> [parse_part_name(text) for text in ("envs:", "my-envs:Maze", "envs:1", "envs:Maze\\n", "envs")]
+    [None, None, None, None, None]
+    """
+    found = PART_NAME.fullmatch(text)
+    return None if found is None or text.startswith(HANDED_IN) else (found[1], found[2])
+
+
+class _CurrentFolder:
+    """Whether parts are also searched in the current folder; it is put on `sys.path` when the first part is loaded."""
+
+    searched = False
+
+
+def search_current_folder() -> None:
+    """Search parts in the current folder too, as `python -m` would. It joins `sys.path` only when a part is loaded, so
+    that a module there cannot take the place of one that a command imports before it has read its configuration."""
+    _CurrentFolder.searched = True
+
+
+def add_current_folder() -> None:
+    """Put the current folder on `sys.path` now, where `search_current_folder` was called."""
+    if _CurrentFolder.searched and "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
 
 
 class Registry(Mapping[str, Any]):
@@ -60,13 +96,19 @@ class Registry(Mapping[str, Any]):
 
 def load(path: str, kind: str = "object") -> Any:
     """Import `package.module:attribute`."""
-    module_name, _, attribute = path.partition(":")
     if path.startswith(HANDED_IN):
+        attribute = path.removeprefix(HANDED_IN)
         raise UnknownName(
             f"the {kind} {attribute!r} was given to the run as a Python object that cannot be imported by a name. Go "
             "on from Python with the object at hand (run.evaluate(), or arborl.run(resume=…)), or put it into a module "
             f"and give 'package.module:{attribute}'."
         )
+    parsed = parse_part_name(path)
+    if parsed is None:
+        raise UnknownName(f"{path!r} (wanted as {kind}) is not a part's name. Write package.module:attribute.")
+    module_name, attribute = parsed
+    if module_name.partition(".")[0] != "arborl":
+        add_current_folder()
     try:
         found = importlib.import_module(module_name)
     except ImportError as error:

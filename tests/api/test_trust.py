@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 import arborl
 from arborl.api.folder import write_config
 from arborl.cli.main import app
+from arborl.config.capabilities import imported
 from arborl.config.load import from_kwargs
-from arborl.config.trust import imported, require_trust
+from arborl.config.trust import load_run
 from arborl.errors import ConfigError
 from arborl.registry import load
 
@@ -107,18 +108,16 @@ def test_commands_and_servers_of_tools_are_code_too(tmp_path, monkeypatch):
     sources = {"s": {"path": "rows.json", "tools": [{"mcp": {"url": "http://m:1/mcp"}}]}}
     config = from_kwargs(agent="tool", tools=entries, rewards=["equal"], data={"sources": sources})
     write_config(home, config)
-    require_trust(home / "config.yaml", config)  # ours, and signed
+    load_run(home / "config.yaml")  # ours, and signed
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another"))
     said = invoke("train", "--resume", "latest", f"output_dir={home}")
     assert said.exit_code == 2, said.output
-    would = f"would start 'touch {tmp_path}/mark' and ask http://h:1 and ask http://m:1/mcp, and was not written"
-    assert would in said.stderr
+    assert f"would connect to http://m:1/mcp and start touch {tmp_path}/mark" in said.stderr
+    assert "connect to http://h:1 and use the environment variable HOME, and was not written" in said.stderr
     assert not (tmp_path / "mark").exists()
-    with pytest.raises(ConfigError, match="would ask http://m:1/mcp, and"):  # what is given whole is the user's own
-        require_trust(home / "config.yaml", config, ["tools=[{server:'http://h:1'}]"])
-    with pytest.raises(ConfigError, match="would start 'touch"):
-        require_trust(home / "config.yaml", config, [f"tools.0.mcp.command=[touch,{tmp_path}/mark]"])
-    require_trust(home / "config.yaml", config, ["tools=[calculator]", "data.sources.s.tools=[calculator]"])
+    with pytest.raises(ConfigError, match="would connect to http://m:1/mcp, and"):  # what is given is the user's own
+        load_run(home / "config.yaml", ["tools=[{server:'http://h:1'}]"])
+    load_run(home / "config.yaml", ["tools=[calculator]", "data.sources.s.tools=[calculator]"])
 
 
 @pytest.mark.parametrize(
@@ -161,9 +160,9 @@ def test_the_program_of_an_endpoint_is_code_too(tmp_path, monkeypatch):
     agent = {"name": "endpoint", "args": {"command": ["touch", "mark"]}}
     config = from_kwargs(agent=agent, rewards=["equal"], data={"path": "rows.json", "agents": agents})
     write_config(home, config)
-    require_trust(home / "config.yaml", config)
+    load_run(home / "config.yaml")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another"))
-    with pytest.raises(ConfigError, match=r"would start \['touch', 'mark'\] and ask 'http://h:1/play', and"):
-        require_trust(home / "config.yaml", config)
-    with pytest.raises(ConfigError, match="would ask 'http://h:1/play', and"):
-        require_trust(home / "config.yaml", config, ["agent.args.command=[touch,mine]"])
+    with pytest.raises(ConfigError, match=r"would connect to http://h:1/play and start touch mark, and"):
+        load_run(home / "config.yaml")
+    with pytest.raises(ConfigError, match="would connect to http://h:1/play, and"):
+        load_run(home / "config.yaml", ["agent.args.command=[touch,mine]"])

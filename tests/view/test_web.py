@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 
 import pytest
 
@@ -15,7 +16,7 @@ from web_runs import CONTROL, EVIL, add_metrics, made_run, write_step
 
 from arborl.view import Frame, save_gif
 from arborl.view.web.app import make_app
-from arborl.view.web.index import NAME, EpisodeIndex
+from arborl.view.web.index import UNUSED, EpisodeIndex, delete_unused
 
 HERE = {"run": "a", "kind": "train", "step": 2, "line": 1}
 
@@ -257,14 +258,39 @@ def test_two_viewers_make_one_index(tmp_path):
         assert rows.execute("SELECT count(*) FROM episodes").fetchone()[0] == 32
 
 
-def test_an_index_that_is_none_is_made_anew_and_one_that_cannot_be_lies_in_the_cache(tmp_path, monkeypatch):
+def test_an_index_lies_in_the_cache_and_one_that_is_none_is_made_anew(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    one, other = made_run(tmp_path / "runs" / "one", steps=1), made_run(tmp_path / "runs" / "other", steps=1)
-    (one / NAME).write_bytes(b"this is no index" * 99)
-    (other / NAME).mkdir()  # nothing can be written there
-    web = opened(tmp_path / "runs")
-    assert settled(web, run="one")["total"] == settled(web, run="other")["total"] == 16
-    assert len(list((tmp_path / "cache" / "arborl" / "view").glob("*.sqlite3"))) == 1
+    made_run(tmp_path / "runs" / "one", steps=1)
+    assert settled(opened(tmp_path / "runs"), run="one")["total"] == 16
+    (index,) = (tmp_path / "cache" / "arborl" / "view").glob("*.sqlite3")
+    index.write_bytes(b"this is no index" * 99)
+    assert settled(opened(tmp_path / "runs"), run="one")["total"] == 16
+
+
+def test_where_the_cache_cannot_be_written_the_index_is_kept_for_the_process(tmp_path, monkeypatch):
+    (tmp_path / "cache").write_text("a file")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    made_run(tmp_path / "runs" / "one", steps=1)
+    assert settled(opened(tmp_path / "runs"), run="one")["total"] == 16
+
+
+def test_another_folder_in_the_place_of_a_run_has_an_index_of_its_own(tmp_path):
+    run = made_run(tmp_path / "a", steps=1)
+    before = EpisodeIndex(run)
+    before.begin()
+    run.rename(tmp_path / "moved")
+    after = EpisodeIndex(made_run(tmp_path / "a", steps=1))
+    after.begin()
+    assert before.path != after.path
+
+
+def test_an_index_that_nobody_opened_for_long_is_deleted(tmp_path):
+    for name, age in (("old", UNUSED + 60), ("new", 60)):
+        for end in ("", "-wal"):
+            (tmp_path / f"{name}.sqlite3{end}").touch()
+        os.utime(tmp_path / f"{name}.sqlite3", (time.time() - age,) * 2)
+    delete_unused(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new.sqlite3", "new.sqlite3-wal"]
 
 
 def test_a_run_without_anything_is_shown_empty(tmp_path):

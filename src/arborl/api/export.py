@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from arborl import checkpoint
 from arborl.api.measure import Asked, settings_of
 from arborl.build import copy_tokenizer, renderer_of
-from arborl.config.run import RunConfig
+from arborl.config.capabilities import READ
+from arborl.config.run import AgentConfig, RunConfig
 from arborl.errors import ConfigError, writing
 from arborl.models.find import check_supported, described, resolve, stored_dtype
 from arborl.registry import short
@@ -42,7 +43,9 @@ class Exported:
     max_gap: float
 
 
-def export(name: str, out: Path, overrides: tuple[str, ...] = (), dtype: str | None = None) -> Exported:
+def export(
+    name: str, out: Path, overrides: tuple[str, ...] = (), dtype: str | None = None, trust: bool = False
+) -> Exported:
     """Write the policy as an ordinary model. Nothing is left at `out` unless it was read back and says the same.
 
     Args:
@@ -50,10 +53,12 @@ def export(name: str, out: Path, overrides: tuple[str, ...] = (), dtype: str | N
         out: a folder that is not there yet.
         overrides: settings on top of the run's.
         dtype: of the weights; without one, the run's.
+        trust: fill in the environment variables that a run's folder names though this user did not write it.
     """
     if out.exists():
         raise ConfigError(f"{out}: there already. Write a folder that is not.")
-    config = settings_of(name, Asked(overrides, trust=True))  # nothing that it names is imported
+    config = settings_of(name, Asked(overrides, trust=trust), only=(READ,))
+    config = config.model_copy(update={"agent": AgentConfig()})  # nothing that the run's folder names is imported
     folder, dtype = checkpoint.check_model(resolve(config.model.name)), dtype or config.model.dtype
     about = described(folder)
     dtype = stored_dtype(about) if dtype == "auto" else dtype

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from arborl import checkpoint
 from arborl.config.load import load
 from arborl.config.run import RunConfig
-from arborl.config.trust import require_trust
+from arborl.config.trust import load_run
 from arborl.errors import ConfigError
 from arborl.models.find import holds_model
 
@@ -27,13 +27,14 @@ class Located:
     """Of the checkpoint."""
 
 
-def located(path: str, overrides: Sequence[str] = (), trust: bool = False) -> Located:
+def located(path: str, overrides: Sequence[str] = (), trust: bool = False, only: Collection[str] = ()) -> Located:
     """A run's last checkpoint, a checkpoint, a model by name or folder, or the model that a YAML file begins with.
 
     Args:
         path: the folder, the file or the name.
         overrides: settings on top of the run's, as on the command line.
         trust: import what a run's folder names though this user did not write it.
+        only: the actions that the caller can take at all; see `arborl.config.trust.load_run`.
     """
     place = Path(path)
     run = place if (place / "config.yaml").exists() else place.parent.parent
@@ -41,9 +42,7 @@ def located(path: str, overrides: Sequence[str] = (), trust: bool = False) -> Lo
         config = load(place, overrides)
         return Located(config, config.model.name, place)
     if run is place or (holds_model(place / "model") and (run / "config.yaml").exists()):
-        config = load(run / "config.yaml", overrides)
-        if not trust:
-            require_trust(run / "config.yaml", config, overrides)
+        config = load_run(run / "config.yaml", overrides, trust, only)
         folder = checkpoint.find(place / "checkpoints", "latest") if run is place else place
         step = re.fullmatch(r"step-(\d+)", folder.name)
         return Located(config, folder / "model", run, int(step[1]) if step else 0)

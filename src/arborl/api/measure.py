@@ -6,7 +6,7 @@ brings no settings of its own (a model, or one behind an address) is measured as
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -82,9 +82,9 @@ def policies(names: Sequence[str], asked: Asked) -> list[Policy]:
     return [Policy(policy.name, _as_asked(policy.config, asked)) for policy in found]
 
 
-def settings_of(name: str, asked: Asked) -> RunConfig:
-    """Of one policy, with the model that it stands for."""
-    place = located(name, asked.overrides, asked.trust)
+def settings_of(name: str, asked: Asked, only: Collection[str] = ()) -> RunConfig:
+    """Of one policy, with the model that it stands for; `only` as of `load_run`."""
+    place = located(name, asked.overrides, asked.trust, only)
     return _of_model(_here(place.config, asked), str(place.model))
 
 

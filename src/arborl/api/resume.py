@@ -17,9 +17,11 @@ from typing import Any
 from arborl import checkpoint
 from arborl.config.algorithm import AlgorithmConfig
 from arborl.config.base import plain, validate
+from arborl.config.capabilities import imported
 from arborl.config.load import load
 from arborl.config.run import RunConfig
 from arborl.config.secrets import masked
+from arborl.config.trust import is_signed
 from arborl.errors import ConfigError
 
 FIXED = {
@@ -173,13 +175,18 @@ def _refusals(start: Start, config: RunConfig, steps: int, objects: Mapping[str,
             yield (f"{change.key}={shown(change.now)}: the checkpoint was made with {shown(change.before)}, and {why}.")
     keys = [change.key for change in start.changes]
     if any(key.startswith("algorithm.") or key == "learner.critic" for key in keys):
-        yield from _models(start.before, config, objects)
+        yield from _models(start.folder.parent.parent, start.before, config, objects)
         yield from _coefficients(start.before.algorithm, config.algorithm)
 
 
-def _models(before: RunConfig, now: RunConfig, objects: Mapping[str, Any]) -> Iterator[str]:
+def _models(home: Path, before: RunConfig, now: RunConfig, objects: Mapping[str, Any]) -> Iterator[str]:
     """Models around the policy that an algorithm wants and a checkpoint has, or has not."""
     from arborl.algorithms import Needs, finder, make_algorithm
+
+    unknown = [name for name in imported(before) if name not in imported(now) and name not in objects]
+    if unknown and not is_signed(home / "config.yaml"):
+        yield f"algorithm: the checkpoint was made with {', '.join(unknown)}, which is not imported from there."
+        return
 
     def needs(config: RunConfig) -> Needs:
         return make_algorithm(config.algorithm, finder(objects)).needs

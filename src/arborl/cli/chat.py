@@ -49,9 +49,7 @@ def chat(
     temperature: Annotated[
         float | None, typer.Option(min=0, help="Of sampling; as in evaluation by default.", show_default=False)
     ] = None,
-    trust: Annotated[
-        bool, typer.Option("--trust", help="Import what the run's folder names, though not yours.")
-    ] = False,
+    trust: Annotated[bool, typer.Option("--trust", help="Import and contact what the run's folder names.")] = False,
     log_level: LogLevel = None,
 ) -> None:
     """Talk to the agent of a run, or to a model.

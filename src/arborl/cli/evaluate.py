@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from arborl.trainer.standings import Played
 
-TRUST = "Import what a run's folder names, though it is not yours."
+TRUST = "Import, start and contact what a run's folder names, though it is not yours."
 OPTIONS = (
     "--env", "--episodes", "--attempts", "--temperature", "--input", "--message", "--model", "--base-url",
     "--api-key-env", "--output", "--json", "--trust", "--log-level", "--help",

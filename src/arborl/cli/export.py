@@ -23,9 +23,12 @@ def export(
     out: Annotated[Path | None, typer.Option(help="The folder to write; not there yet.", show_default=False)] = None,
     dtype: Annotated[str | None, typer.Option(help="Of the weights: float32, bfloat16, float16.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was done as JSON.")] = False,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Fill in the variables that the run's folder names, though not yours.")
+    ] = False,
 ) -> None:
     """Write a policy as a Hugging Face folder: adapters merged, log-probabilities compared, a card with its numbers."""
-    paths, settings = split(arguments or (), ("--out", "--dtype", "--json", "--help"))
+    paths, settings = split(arguments or (), ("--out", "--dtype", "--json", "--trust", "--help"))
     path = one_path(paths, "thing to export")
     if path is None or out is None:
         raise ConfigError("what and where to is missing. Write arborl export PATH --out FOLDER.")
@@ -33,7 +36,7 @@ def export(
         raise ConfigError(f"--dtype {dtype}: write {', '.join(DTYPES)}.")
     from arborl.api.export import export as write
 
-    done = write(path, out, tuple(settings), dtype)
+    done = write(path, out, tuple(settings), dtype, trust)
     if as_json:
         typer.echo(json.dumps(asdict(done) | {"folder": str(done.folder)}))
         return

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import sys
 import traceback
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed
@@ -33,6 +32,7 @@ from arborl.cli.train import train
 from arborl.cli.tune import tune
 from arborl.cli.view import compare, report, view
 from arborl.errors import ArborError, ConfigError, RunStopped
+from arborl.registry import search_current_folder
 
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 
@@ -122,8 +122,6 @@ add_examples(app)
 
 
 def main() -> None:
-    """Entry point of the console script. Parts of one's own are looked for in the current folder too, as `python -m`
-    would."""
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    """Entry point of the console script. Parts are searched in the current folder too."""
+    search_current_folder()
     app(prog_name="arborl")

@@ -182,17 +182,15 @@ def run_with(model: str, name: str, args: Mapping[str, Any], prompt: Mapping[str
         prompt: settings of `env.prompt`, on top of those of a run of the same environment.
     """
     from arborl.config.base import plain, validate
-    from arborl.config.load import load
     from arborl.config.run import RunConfig
-    from arborl.config.trust import require_trust
+    from arborl.config.trust import load_run
 
     env: dict[str, Any] = {"name": name, "args": dict(args), "prompt": dict(prompt)}
     tree: dict[str, Any] = {}
     place = Path(model).expanduser()
     file = next((one / "config.yaml" for one in (place, *place.parents[:2]) if (one / "config.yaml").is_file()), None)
     if file is not None:
-        config = load(file)
-        require_trust(file, config)
+        config = load_run(file)
         its = plain(config)
         tree |= {key: its[key] for key in ("model", "agent", "tools", "sampling", "context", "sandbox")}
         if config.env.name == name:

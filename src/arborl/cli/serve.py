@@ -44,7 +44,7 @@ Key = Annotated[
     typer.Option(help=f"What clients must bring; may be given several times, or in {VARIABLE}.", show_default=False),
 ]
 KeyFile = Annotated[Path | None, typer.Option(help="File with one key a line.", show_default=False)]
-Trust = Annotated[bool, typer.Option("--trust", help="Import what the run's folder names, though not yours.")]
+Trust = Annotated[bool, typer.Option("--trust", help="Import and contact what the run's folder names.")]
 
 
 def serve(

@@ -87,7 +87,7 @@ def resumed(
         save: the run's folder, as `output_dir` would name it.
     """
     from arborl.config.load import load
-    from arborl.config.trust import require_trust
+    from arborl.config.trust import load_run
 
     # Only these two say which run is meant; the others may make sense on top of the run's own file alone.
     naming = [text for text in settings if text.lstrip("+").partition("=")[0] in ("output_dir", "name")]
@@ -100,9 +100,7 @@ def resumed(
             raise ConfigError(
                 f"{own.absolute()}: no such file, so {folder} is no run to resume. Write output_dir=FOLDER."
             )
-        config = load(own, settings)
-        if not trust:
-            require_trust(own, config, settings)
+        config = load_run(own, settings, trust)
     is_run = here is not None and here == Path(resume).expanduser()
     return config.model_copy(update={"output_dir": folder}), "latest" if is_run else resume
 

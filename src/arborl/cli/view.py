@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import webbrowser
 from pathlib import Path
 from threading import Thread
@@ -52,7 +53,7 @@ def report(run: Run, out: Out = None) -> None:
     from arborl.view.report import write_report
     from arborl.view.web.words import decoder_of
 
-    if not any((run / name).is_file() for name in ("config.yaml", "metrics.jsonl")):
+    if not any(os.path.lexists(run / name) for name in ("config.yaml", "metrics.jsonl")):
         raise ConfigError(f"{run}: holds no run. Write arborl report RUN: a folder with config.yaml and metrics.jsonl.")
     path = out or run / "report.html"
     with writing(path), TemporaryDirectory() as drawn:

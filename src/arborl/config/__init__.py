@@ -21,7 +21,8 @@ In reading order:
     sandbox.py    Where code that the model wrote runs
     track.py      What is written while training, and who else follows the run
     secrets.py    Keys and passwords: what is never written down, in whatever file
-    trust.py      Whether the parts that a run's folder names may be imported: a configuration is code
+    capabilities.py  What a configuration makes a command do beyond computing: import code, start programs, send data, …
+    trust.py      Whether a run folder's `config.yaml` may do more than compute: a configuration is code
     document.py   The page that lists every key: `python -m arborl.config.document > docs/configuration.md`
 """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ PARSERS = [getattr(yaml, "CSafeLoader", yaml.SafeLoader), yaml.SafeLoader]
 """The first is quick to find what is bad; the second is the one that OmegaConf builds with, and they may differ."""
 
 
-def check_yaml(text: str, where: object) -> None:
+def check_yaml(text: str, where: object, parsers: Sequence[Any] = PARSERS) -> None:
     """Refuse a text that is too large, too deep, contains itself, or grows beyond bounds through its aliases.
 
     Reads the parser's events and builds nothing, so it ends as soon as the text is known to be bad. What is not YAML at
@@ -31,7 +31,7 @@ def check_yaml(text: str, where: object) -> None:
     """
     if len(text) > MAX_CHARS:
         raise ConfigError(f"{where}: more than {MAX_CHARS:,} characters, which no configuration has.")
-    for parser in PARSERS:
+    for parser in parsers:
         with suppress(yaml.YAMLError):
             _walk(yaml.parse(text, parser), where)
 
@@ -76,14 +76,16 @@ def is_text(value: str) -> bool:
 
 
 @contextmanager
-def bounded() -> Iterator[None]:
+def bounded() -> Iterator[list[str]]:
     """Inside, whatever file OmegaConf loads is checked first (Hydra loads more than the one it is given), and filling
-    in `${…}` comes to an end."""
+    in `${…}` comes to an end. Yields the names of the environment variables that were filled in (`${oc.env:NAME}`)."""
     from omegaconf import OmegaConf
     from omegaconf.basecontainer import BaseContainer
 
     plain_load, plain_fill = OmegaConf.load, BaseContainer.resolve_parse_tree
+    plain_call = BaseContainer._evaluate_custom_resolver
     depth = filled = 0
+    variables: list[str] = []
 
     def load(file: Any) -> Any:
         if hasattr(file, "read"):
@@ -105,8 +107,17 @@ def bounded() -> Iterator[None]:
         finally:
             depth -= 1
 
-    with _replaced(OmegaConf, "load", staticmethod(load)), _replaced(BaseContainer, "resolve_parse_tree", fill):
-        yield
+    def call(self: Any, **given: Any) -> Any:
+        if given["inter_type"] == "oc.env":
+            variables.extend(str(name) for name in given["inter_args"][:1])
+        return plain_call(self, **given)
+
+    with (
+        _replaced(OmegaConf, "load", staticmethod(load)),
+        _replaced(BaseContainer, "resolve_parse_tree", fill),
+        _replaced(BaseContainer, "_evaluate_custom_resolver", call),
+    ):
+        yield variables
 
 
 @contextmanager

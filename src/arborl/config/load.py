@@ -44,11 +44,18 @@ def load(file: Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
     Example:
         load(Path("run.yaml"), ["env=frozen_lake", "env.args.size=6", "learner.lr=3e-4"])
     """
+    return load_with_variables(file, overrides)[0]
+
+
+def load_with_variables(file: Path | None = None, overrides: Sequence[str] = ()) -> tuple[RunConfig, list[str]]:
+    """The same, with the names of the environment variables that `${oc.env:NAME}` filled in."""
+    from omegaconf import OmegaConf
+
     file = file.expanduser().absolute() if file is not None else None
     parsed = [_parse(text) for text in overrides]
     groups = [override for override in parsed if file is not None and _picks_from(file.parent, override)]
-    with _refusals(file), bounded():
-        tree = _compose(_checked(file), groups) if file is not None else _empty()
+    with _refusals(file), bounded() as variables:
+        tree = _compose(_checked(file), groups) if file is not None else OmegaConf.create({})
         _spell_out(tree)
         _nest(tree, RunConfig)
         for override in parsed:
@@ -59,7 +66,7 @@ def load(file: Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
     require_unmasked(data, f"{file}: " if file is not None else "")
     if file is not None and not data.get("name"):
         data["name"] = as_name(file.parent.name if file.stem in ("run", "config", "train") else file.stem)
-    return validate(RunConfig, data)
+    return validate(RunConfig, data), list(dict.fromkeys(variables))
 
 
 def read_tree(file: Path) -> Any:
@@ -172,12 +179,6 @@ def _no_file(path: Path) -> str:
     if not path.suffix or path.name.split(".")[0] in RunConfig.model_fields:
         what += f" A setting is written {path.name}=VALUE."
     return what
-
-
-def _empty() -> DictConfig:
-    from omegaconf import OmegaConf
-
-    return OmegaConf.create({})
 
 
 def _compose(path: Path, groups: Sequence[Override]) -> DictConfig:

@@ -1,11 +1,9 @@
-"""Whether the parts that a run's folder names may be imported: a configuration is code.
+"""Whether a run folder's `config.yaml` may do more than compute: a configuration is code.
 
-`package.module:attribute` in a `config.yaml` is imported and called with the arguments beside it, so evaluating or
-resuming somebody's run runs what that somebody wrote. A run signs its `config.yaml` with a key that only this user has.
-A folder from elsewhere has no such signature, whoever owns its files after unpacking, and one that was signed and then
-changed has a wrong one; both need `--trust`. The command of an MCP server or of agent `endpoint` is code as well, and
-the address of a server is where this user's keys and whatever the model writes are sent. A configuration without any of
-these needs neither.
+`package.module:attribute` in a `config.yaml` is imported and called, commands in it are started, and data and keys are
+sent to the addresses in it. A run signs its `config.yaml` with a key that only this user has. A folder from elsewhere
+has no such signature, whoever owns its files after unpacking, and one that was signed and then changed has a wrong one;
+both need `--trust` for whatever `capabilities` lists. `load_run` is how every command reads the file.
 """
 
 from __future__ import annotations
@@ -15,34 +13,66 @@ import hmac
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from arborl.config.base import plain
-from arborl.config.run import AgentConfig, Part, RunConfig
+from arborl.config.capabilities import READ, Capability, capabilities
+from arborl.config.load import load_with_variables
+from arborl.config.run import RunConfig
 from arborl.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 SIGNATURE = ".signature"
-NAME = re.compile(r"(?!object:)[A-Za-z_][\w.]*:[A-Za-z_][\w.\-]*")
-TEXTS = (
-    "name", "output_dir", "model", "sampling", "track.wandb", "track.mlflow", "track.render_save_dir",
-    "engine.replies", "data.path", "data.hub",
-)  # fmt: skip
-"""Keys below which nothing is ever imported."""
-PROMPTS = re.compile(
-    r"(data\.sources\.[^.]+\.)?(agent\.system|env\.prompt)|data\.agents\.[^.]+\.system"
-    r"|rollout\.envs\.custom_envs\.[^.]+\.(agent_system_template|agent_template|action_pattern)"
-)
-"""Nor below these: they are words for the model."""
+
+
+def load_run(
+    config_file: Path, overrides: Sequence[str] = (), trust: bool = False, only: Collection[str] = ()
+) -> RunConfig:
+    """Read the configuration of a run folder, and refuse what a stranger's asks for unless it is trusted.
+
+    Nothing that the file names is imported, started, connected to or sent before this function returns.
+
+    Args:
+        config_file: the folder's `config.yaml`.
+        overrides: settings on top of it. They are the user's own, and need no trust.
+        trust: allow everything; it is printed all the same.
+        only: the actions that the caller can take at all, as in `Capability.does`; empty for all of them.
+    """
+    config, variables = load_with_variables(config_file, overrides)
+    asked = [*capabilities(config), *(Capability("", READ, (name,)) for name in variables)]
+    asked = [one for one in asked if not _is_given(one, overrides) and (not only or one.does in only)]
+    if not asked or is_signed(config_file):
+        return config
+    would = " and ".join(dict.fromkeys(map(str, asked)))
+    if not trust:
+        raise ConfigError(
+            f"{config_file}: would {would}, and was not written by a run of yours here, or was changed since. Look at "
+            "it; then write --trust."
+        )
+    log.warning("%s: trusted to %s", config_file, would)
+    return config
+
+
+def _is_given(one: Capability, overrides: Sequence[str]) -> bool:
+    """Whether the user wrote all of it, under this key or one above it."""
+    words = [f"oc.env:{name}" for name in one.values] if one.does == READ else one.values
+    for text in overrides:
+        key, _, value = text.lstrip("+").partition("=")
+        here = one.does == READ or one.key == key or one.key.startswith(f"{key}.")
+        if here and (all(_is_word(word, value) for word in words) if words else one.key == key):
+            return True
+    return False
+
+
+def _is_word(word: str, text: str) -> bool:
+    return re.search(rf"(?<![\w.]){re.escape(word)}(?![\w.\-])", text) is not None
 
 
 def sign(config_file: Path, config: RunConfig) -> None:
-    """Say that this user wrote the file, where it names anything that would be imported, started or asked."""
-    if not any(imported(config)) and not any(reached(config)):
+    """Say that this user wrote the file, where it asks for anything that needs trust."""
+    if not capabilities(config):
         return
     try:
         text = _digest(config_file, _key(make=True))
@@ -51,62 +81,8 @@ def sign(config_file: Path, config: RunConfig) -> None:
         log.warning("%s is not signed (%s): to evaluate or resume it, write --trust", config_file, error)
 
 
-def require_trust(config_file: Path, config: RunConfig, overrides: Sequence[str] = ()) -> None:
-    """Refuse to import what a run's folder names unless this user wrote it. Overrides are the user's own: the names in
-    them, and lists of tools that they give whole."""
-    given = {text.lstrip("+").partition("=")[0] for text in overrides}
-    names = [name for name in imported(config) if not any(name in text for text in overrides)]
-    places = [place for key, place in reached(config) if key not in given]
-    if (names or places) and not _is_signed(config_file):
-        would = [f"import and run {', '.join(dict.fromkeys(names))}"] if names else []
-        would += list(dict.fromkeys(places))
-        raise ConfigError(
-            f"{config_file}: would {' and '.join(would)}, and was not written by a run of yours here, or was changed "
-            "since. Look at it; then write --trust."
-        )
-
-
-def imported(config: RunConfig) -> Iterator[str]:
-    """Every `package.module:attribute` that building this configuration may import."""
-
-    def walk(value: Any, path: str) -> Iterator[str]:
-        if path in TEXTS or PROMPTS.fullmatch(path):
-            return
-        if isinstance(value, Mapping):
-            for key, item in value.items():
-                yield from walk(item, f"{path}.{key}".lstrip("."))
-        elif isinstance(value, list):
-            for item in value:
-                yield from walk(item, path)
-        elif isinstance(value, str) and NAME.fullmatch(value):
-            yield value
-
-    yield from walk(plain(config), "")
-
-
-def reached(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """The key of a list of tools, or of an agent's program -> each command that is started and each server that is
-    asked for it, in words."""
-    lists = {"tools": config.tools}
-    lists |= {f"data.sources.{name}.tools": source.tools or () for name, source in config.data.sources.items()}
-    for key, entries in lists.items():
-        for entry in entries:
-            if entry.mcp is not None and entry.mcp.command:
-                yield key, f"start {entry.origin!r}"
-            elif entry.name is None:
-                yield key, f"ask {entry.origin}"
-            if entry.limit is not None and entry.limit.scope == "cluster" and entry.limit.server is not None:
-                yield key, f"ask {entry.limit.server}"
-    agents: dict[str, AgentConfig | Part | None] = {"agent": config.agent}
-    agents |= {f"data.sources.{name}.agent": source.agent for name, source in config.data.sources.items()}
-    agents |= {f"data.agents.{name}": agent for name, agent in config.data.agents.items()}
-    for key, agent in agents.items():
-        for what, does in (("command", "start"), ("url", "ask")):
-            if agent is not None and agent.name == "endpoint" and agent.args.get(what):
-                yield f"{key}.args.{what}", f"{does} {agent.args[what]!r}"
-
-
-def _is_signed(config_file: Path) -> bool:
+def is_signed(config_file: Path) -> bool:
+    """Whether a run of this user wrote exactly this file."""
     with suppress(OSError, ValueError):
         given = (config_file.parent / SIGNATURE).read_text(encoding="ascii")
         return hmac.compare_digest(given, _digest(config_file, _key(make=False)))

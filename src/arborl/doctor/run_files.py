@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,10 +10,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
-
 from arborl.errors import ConfigError
 from arborl.rollout.store import EpisodeStore
+from arborl.track.folder_files import is_regular, read_json, read_yaml
 from arborl.track.jsonl import read_metrics
 from arborl.types import Episode
 
@@ -46,7 +45,7 @@ class RunFiles:
 
     def __post_init__(self) -> None:
         known = ("config.yaml", "metrics.jsonl", "summary.json")
-        if not any((self.folder / name).is_file() for name in known):
+        if not any(is_regular(self.folder / name) for name in known):
             raise ConfigError(f"{str(self.folder)!r} is no run folder: there is neither {', '.join(known)} in it.")
         self.store = EpisodeStore(self.folder / "episodes")
         self._read: dict[Path, list[Played]] = {}
@@ -54,30 +53,30 @@ class RunFiles:
     @cached_property
     def config(self) -> dict[str, Any]:
         """As it is written: nothing that it names is imported."""
-        return self._mapping("config.yaml", yaml.safe_load)
+        return self._mapping("config.yaml", read_yaml)
 
     @cached_property
     def summary(self) -> dict[str, Any]:
         """Of a run that has ended."""
-        return self._mapping("summary.json", json.loads)
+        return self._mapping("summary.json", read_json)
 
     @cached_property
     def execution(self) -> dict[str, Any]:
         """Device, precision and execution paths."""
-        return self._mapping("execution.json", json.loads)
+        return self._mapping("execution.json", read_json)
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
         path = self.folder / "metrics.jsonl"
-        return list(read_metrics(path)) if path.is_file() else []
+        return list(read_metrics(path)) if is_regular(path) else []
 
     def _mapping(self, name: str, read: Any) -> dict[str, Any]:
         path = self.folder / name
-        if not path.is_file():
+        if not os.path.lexists(path):
             return {}
         try:
-            found = read(path.read_text(encoding="utf-8", errors="replace"))
-        except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+            found = read(path)
+        except (OSError, ConfigError) as error:
             self.problems.append(f"{name} cannot be read: {str(error).splitlines()[0]}")
             return {}
         return found if isinstance(found, dict) else {}

@@ -20,6 +20,7 @@ from gymnasium.envs.registration import EnvSpec
 
 from arborl.envs.answers import answer, read_answer, read_choice
 from arborl.envs.env import Env, Observation, Step
+from arborl.registry import add_current_folder, parse_part_name
 from arborl.seeds import derive, generator
 from arborl.types import Message, Metrics, Task
 
@@ -189,6 +190,10 @@ def from_gymnasium(env: str | gymnasium.Env[Any, Any], **arguments: Any) -> From
 
 
 def _make(id: str, kwargs: dict[str, Any]) -> gymnasium.Env[Any, Any]:
+    if ":" in id:  # Gymnasium imports what stands before it
+        if parse_part_name(id) is None:
+            raise ValueError(f"{id!r} is not an id of Gymnasium. Write NAME-v0, or package.module:NAME-v0.")
+        add_current_folder()
     try:
         return gymnasium.make(id, **kwargs)
     except gymnasium.error.Error as error:

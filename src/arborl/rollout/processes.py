@@ -53,7 +53,7 @@ class Process(Holder):
         ours, theirs = socket.socketpair()
         # stdout is ours to keep clean; what an environment prints goes to stderr
         self.child = subprocess.Popen(
-            [sys.executable, "-m", "arborl.rollout.process_main", str(theirs.fileno()), *_told()],
+            [sys.executable, "-P", "-m", "arborl.rollout.process_main", str(theirs.fileno()), *_told()],
             pass_fds=[theirs.fileno()],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
             stdin=subprocess.DEVNULL,

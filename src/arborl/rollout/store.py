@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ import pydantic_core
 
 from arborl.errors import ConfigError, writing
 from arborl.tokens import Tokens
+from arborl.track.folder_files import entries_of, parse_json, read_lines
 from arborl.types import (
     Call,
     Completion,
@@ -38,6 +40,7 @@ from arborl.types import (
 log = logging.getLogger(__name__)
 
 SCALARS = frozenset({str, int, float, bool, type(None)})
+FILE = re.compile(r"step-(\d{1,12})\.jsonl", re.ASCII)
 
 
 class EpisodeStore:
@@ -69,24 +72,23 @@ class EpisodeStore:
 
     def paths(self) -> list[Path]:
         """The files, first step first."""
-        found = [path for path in self.folder.glob("step-*.jsonl") if path.stem.removeprefix("step-").isdecimal()]
+        found = [Path(entry.path) for entry in entries_of(self.folder) if FILE.fullmatch(entry.name)]
         return sorted(found, key=lambda path: int(path.stem.removeprefix("step-")))
 
     @staticmethod
     def read(path: Path) -> Iterator[Episode]:
         """The episodes of a file, in order. A torn last line is passed over with a warning."""
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                try:
-                    row = json.loads(line.decode("utf-8", "surrogatepass"))
-                except (ValueError, RecursionError) as error:
-                    if not line.endswith(b"\n"):
-                        log.warning("%s: line %d is torn and passed over", path, number)
-                        return
-                    raise ConfigError(f"{path}: line {number} is not JSON: {error}") from error
-                with reading(f"{path}: line {number}"):
-                    episode = from_json(row)
-                yield episode
+        for number, (_, line) in enumerate(read_lines(path), start=1):
+            try:
+                row = parse_json(line, f"{path}: line {number}")
+            except ConfigError:
+                if not line.endswith(b"\n"):
+                    log.warning("%s: line %d is torn and passed over", path, number)
+                    return
+                raise
+            with reading(f"{path}: line {number}"):
+                episode = from_json(row)
+            yield episode
 
 
 @contextmanager

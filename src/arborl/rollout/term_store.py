@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import os
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arborl.errors import writing
+from arborl.track.folder_files import Unreadable, read_arrays
 
 Columns = dict[str, NDArray[Any]]
 PLACE = {"episode": np.uint32, "call": np.uint32, "index": np.uint32}
@@ -63,12 +63,13 @@ class TermStore:
         """The columns of a step; None where there are none, or what is there is not a terms file. `of` is how many
         terms the step had, and `pushed` what the pushes of all came to."""
         try:
-            with np.load(self.path(step), allow_pickle=False) as file:
-                found = {name: file[name] for name in (*PLACE, *NUMBERS, "of", "pushed")}
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+            found = read_arrays(self.path(step), (*PLACE, *NUMBERS, "of", "pushed"))
+        except (OSError, Unreadable):
             return None
-        same = len({len(found[name]) for name in (*PLACE, *NUMBERS)}) == 1
-        return found if same else None
+        kinds = PLACE | NUMBERS
+        same = {found[name].shape for name in kinds} == {(len(found["call"]),)} if found["call"].shape else False
+        right = same and all(found[name].dtype == kind for name, kind in kinds.items())
+        return found if right and found["of"].shape == found["pushed"].shape == () else None
 
 
 def pushes(pull: NDArray[Any], logprob: NDArray[Any]) -> NDArray[np.float64]:

@@ -11,6 +11,7 @@ from arborl.build import Served, build_served
 from arborl.checkpoint import any_of
 from arborl.config.load import load
 from arborl.config.run import EnvConfig, RunConfig
+from arborl.config.trust import load_run
 from arborl.errors import ConfigError
 from arborl.models.find import described, resolve
 from arborl.registry import short
@@ -50,7 +51,7 @@ def open_model(
     run = Path(path)
     step = 0
     if begins and (run / "config.yaml").exists() and not any_of(run / "checkpoints"):
-        config = load(run / "config.yaml", settings)
+        config = load_run(run / "config.yaml", settings, trust)
     else:
         found = located(path, settings, trust)
         config = found.config if found.run is not None else bare(path, settings)

@@ -5,6 +5,7 @@ In reading order:
     tracker.py       What a tracker is, and how several of them follow one run
     console.py       The terminal's view of a run: a live panel for people, one aligned line a step for pipes and CI
     jsonl.py         The metrics file: one JSON object a step
+    folder_files.py  Files of a run folder: read within bounds, written without following links
     tensorboard.py   The same numbers for TensorBoard
     run_log.py       `run.log`: all that a run said on the console, and more, with times and levels
     logs.py          Log lines on the terminal: how many of them, and kept out of a live display

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from arborl.errors import writing
+from arborl.track.folder_files import read_lines
 from arborl.types import Metrics
 
 
@@ -54,18 +55,28 @@ class JsonlTracker:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a metrics file, in order. Lines a kill left torn are left out.
+    """The rows of a metrics file, in order. Lines a kill left torn are left out, and values that no metric has.
 
     Example:
         rewards = [row["reward/mean"] for row in read_metrics(folder / "metrics.jsonl")]
     """
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+    for _, line in read_lines(path):
         try:
-            row = json.loads(line)
+            row = DECODER.decode(line.decode("utf-8", "replace").strip())
         except (ValueError, RecursionError):
             continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
+        if isinstance(row, dict) and type(row.get("step")) is int:
+            if not set(map(type, row.values())) <= PLAIN:
+                row = {name: value for name, value in row.items() if type(value) in PLAIN}
             yield row
+
+
+def _small_int(text: str) -> int | None:
+    return int(text) if len(text) < 19 else None
+
+
+DECODER = json.JSONDecoder(parse_int=_small_int)
+PLAIN = {int, float, str, bool, type(None)}
 
 
 def _rewrite(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -12,9 +12,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from arborl.errors import ConfigError
+from arborl.track.folder_files import is_regular, replace_file
 from arborl.track.jsonl import read_metrics
 from arborl.trainer.intervals import student
-from arborl.view.curve import COLOURS, STYLE, series_of
+from arborl.view.curve import COLOURS, STYLE, save_figure, series_of
 from arborl.view.report import data_uri, page
 from arborl.view.web.folders import differences, flat, read_config, read_summary
 
@@ -70,14 +71,13 @@ def write_comparison(folders: Sequence[Path], out: Path) -> Path:
         _runs(settings),
         _differences(folders),
     ]
-    out.write_text(page(title, "".join(sections)), encoding="utf-8", errors="replace")
-    return out
+    return replace_file(out, page(title, "".join(sections)).encode("utf-8", "replace"))
 
 
 def settings_of(folders: Sequence[Path]) -> list[Setting]:
     """Runs by setting, in the order in which each was first named."""
     for folder in folders:
-        if not (folder / "metrics.jsonl").is_file():
+        if not is_regular(folder / "metrics.jsonl"):
             raise ConfigError(
                 f"{folder}: there is no metrics.jsonl, so it is no run's folder. Write the folders of runs."
             )
@@ -167,8 +167,7 @@ def _picture(settings: Sequence[Setting], out: Path) -> Path | None:
                     axes.fill_between(steps, low, high_, color=colour, alpha=0.16, linewidth=0)
             if at == 0 and len(settings) > 1:
                 axes.legend(loc="best", fontsize=9, frameon=True, framealpha=0.9, edgecolor="none")
-        figure.savefig(out, format="png")
-    return out
+        return save_figure(figure, out)
 
 
 def _runs(settings: Sequence[Setting]) -> str:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from arborl.types import Episode
-from arborl.view.curve import COLOURS, HELD_OUT, STYLE
+from arborl.view.curve import COLOURS, HELD_OUT, STYLE, save_figure
 
 
 def lengths(episode: Episode) -> list[int]:
@@ -52,6 +52,4 @@ def context_length(episodes: Sequence[Episode], out: Path, title: str, window: i
         axes.set(xlabel="call", ylabel="tokens of prompt and reply", title=title)
         axes.set_ylim(0, 1.12 * max(window or 0, *(max(lengths(it), default=0) for it in episodes)))
         axes.legend(loc="lower right", frameon=True, framealpha=0.9, edgecolor="none")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(out, format="png")
-    return out
+        return save_figure(figure, out)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
+from arborl.track.folder_files import read_json, replace_file
 from arborl.track.jsonl import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 SUCCESS, REWARD, HELD_OUT = "#2a9d5c", "#2f6fdb", "#d1495b"
 COLOURS = [SUCCESS, REWARD, HELD_OUT, "#e0a030", "#7d5ba6", "#4aa3a2", "#8c564b", "#5f6368", "#d667a8", "#9a9b25"]
@@ -25,9 +28,14 @@ STYLE: dict[Any, Any] = {
     "grid.color": "#e6e8eb",
     "xtick.color": "#4a4f57",
     "ytick.color": "#4a4f57",
+    "text.parse_math": False,
 }
+LONGEST = 200
+"""Characters of a title."""
 
 
+LARGEST = 1e30
+"""Of a number that is drawn."""
 MEASURED = ("perplexity", "accuracy")
 """What is measured on given rows besides the loss."""
 
@@ -72,10 +80,8 @@ def learning_curve(
             _plot(right, series_of(rows, f"evaluation/{name}"), HELD_OUT, f"Held-out {name}")
         for axes in (left, right):
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        figure.suptitle(title, x=0.014, ha="left", fontsize=13)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(out, format="png")
-    return out
+        figure.suptitle(title[:LONGEST], x=0.014, ha="left", fontsize=13)
+        return save_figure(figure, out)
 
 
 def compare(runs: Sequence[Path], out: Path, title: str) -> Path:
@@ -92,7 +98,7 @@ def compare(runs: Sequence[Path], out: Path, title: str) -> Path:
         figure = Figure(figsize=(8, 4.2), dpi=120, layout="constrained")
         axes = figure.subplots()
         for colour, run in zip(COLOURS * len(runs), runs, strict=False):
-            summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+            summary = read_json(run / "summary.json")
             series = series_of(list(read_metrics(run / "metrics.jsonl")), "episode/success")
             before, after = (summary[when].get("success") for when in ("before", "after"))
             measured = before is not None and after is not None
@@ -105,9 +111,14 @@ def compare(runs: Sequence[Path], out: Path, title: str) -> Path:
         axes.set(xlabel="step", ylim=(-0.03, 1.05), title=title)
         axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
         axes.legend(loc="lower right", frameon=True, framealpha=0.9, edgecolor="none")
-        out.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(out, format="png")
-    return out
+        return save_figure(figure, out)
+
+
+def save_figure(figure: Figure, out: Path) -> Path:
+    """Write a picture as PNG; a link in the file's place is refused."""
+    drawn = BytesIO()
+    figure.savefig(drawn, format="png")
+    return replace_file(out, drawn.getvalue())
 
 
 def smooth(values: Sequence[float]) -> list[float]:
@@ -123,7 +134,12 @@ Series = list[tuple[int, float]]
 def series_of(rows: Sequence[dict[str, float | None]], name: str) -> Series:
     """The steps that have this metric, with its value."""
     found = [(row["step"], row.get(name)) for row in rows]
-    return [(int(step), value) for step, value in found if step is not None and value is not None]
+    return [(int(step), value) for step, value in found if step is not None and is_number(value)]
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether it can be drawn."""
+    return isinstance(value, int | float) and math.isfinite(value) and abs(value) < LARGEST
 
 
 def _plot(axes: Axes, series: Series, colour: str, title: str) -> None:

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from arborl.track.jsonl import read_metrics
-from arborl.view.curve import COLOURS, STYLE, series_of, smooth
+from arborl.view.curve import COLOURS, STYLE, save_figure, series_of, smooth
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 TOOLS = "episode/tool/"
+MOST_LINES, LONGEST = 16, 60
+"""Of a plot; and characters of a line's name."""
 COUNTS = ("calls", "used", "offered", "failed")
 
 
@@ -60,9 +62,7 @@ def health(metrics_file: Path, out: Path) -> Path | None:
             _draw(axes, rows, panel)
         for axes in figure.axes[len(found) :]:
             axes.set_axis_off()
-        out.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(out, format="png")
-    return out
+        return save_figure(figure, out)
 
 
 def _stops(rows: Sequence[dict[str, Any]]) -> Panel:
@@ -79,7 +79,7 @@ def _tools(rows: Sequence[dict[str, Any]]) -> Panel:
 def _named(rows: Sequence[dict[str, Any]], start: str) -> dict[str, str]:
     """Metrics that begin so and are ever above 0, by the rest of their names."""
     names = dict.fromkeys(name for row in rows for name, value in row.items() if name.startswith(start) and value)
-    return {name.removeprefix(start): name for name in names}
+    return {name.removeprefix(start)[:LONGEST]: name for name in list(names)[:MOST_LINES]}
 
 
 def _drawn(rows: Sequence[dict[str, Any]], panel: Panel) -> bool:

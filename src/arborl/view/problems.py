@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -18,7 +19,7 @@ SHOWN = 12
 
 def findings_of(metrics_file: Path, stopped: bool = False) -> str:
     """Steps in which nothing was learned, by likely cause, what went wrong over the steps, and what to try."""
-    rows = list(read_metrics(metrics_file)) if metrics_file.exists() else []
+    rows = list(read_metrics(metrics_file)) if os.path.lexists(metrics_file) else []
     steps = sum("episode/count" in row for row in rows)
     shown = ['<div class="notice bad"><b>The run was stopped:</b>nearly every episode failed.</div>'] if stopped else []
     shown += [_finding(found, steps) for found in notices(rows)]

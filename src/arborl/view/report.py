@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import base64
 import logging
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from arborl.errors import CannotWrite
+from arborl.failures import printable
 from arborl.rollout.store import EpisodeStore
 from arborl.track.console import measure, shown, span
+from arborl.track.folder_files import entries_of, is_regular, read_bytes, replace_file
 from arborl.types import Episode
 from arborl.view.context_length import context_length, edits_itself
 from arborl.view.curve import learning_curve
@@ -24,6 +28,9 @@ from arborl.view.web.folders import flat, look_up, read_config, read_summary
 
 log = logging.getLogger(__name__)
 
+MAX_PICTURE = 2**24
+"""Bytes of a picture in the page."""
+MOST_GIFS = 24
 FACTS = {
     "model": "model.name",
     "algorithm": "algorithm.name",
@@ -56,24 +63,37 @@ def write_report(
         pictures: where those that the page is made of are drawn; the run's folder by default.
     """
     config, summary = read_config(folder), read_summary(folder)
-    name, drawn = str(config.get("name") or folder.resolve().name), pictures or folder
-    sections = [
-        _header(name, config, summary),
-        _outcome(summary),
-        findings_of(folder / "metrics.jsonl", stopped=bool(summary.get("stopped"))),
-        failures_of(summary.get("failures"), folder / "episodes", last_steps),
-        _curve(folder, drawn, name, summary),
-        _health(folder, drawn),
-        _sources(folder, drawn, name),
-        _context(folder, drawn, config, last_steps),
-        pushes_of(folder, decode),
-        _gifs(folder / "frames"),
-        _episodes(folder / "episodes", decode, last_steps),
-        _settings(config),
-    ]
-    path = out or folder / "report.html"
-    path.write_text(page(name, "".join(sections)), encoding="utf-8", errors="replace")
-    return path
+    name = config.get("name")
+    name, drawn = str(name)[:200] if name else folder.resolve().name, pictures or folder
+    metrics = folder / "metrics.jsonl"
+    sections: dict[str, Callable[[], str]] = {
+        "header": lambda: _header(name, config, summary),
+        "held-out tasks": lambda: _outcome(summary),
+        "findings": lambda: findings_of(metrics, stopped=bool(summary.get("stopped"))),
+        "failures": lambda: failures_of(summary.get("failures"), folder / "episodes", last_steps),
+        "learning curve": lambda: _curve(folder, drawn, name, summary),
+        "how it went": lambda: _health(folder, drawn),
+        "sources": lambda: _sources(folder, drawn, name),
+        "context": lambda: _context(folder, drawn, config, last_steps),
+        "gradient": lambda: pushes_of(folder, decode),
+        "replays": lambda: _gifs(folder / "frames"),
+        "episodes": lambda: _episodes(folder / "episodes", decode, last_steps),
+        "settings": lambda: _settings(config),
+    }
+    body = "".join(_section(title, make) for title, make in sections.items())
+    return replace_file(out or folder / "report.html", page(name, body).encode("utf-8", "replace"))
+
+
+def _section(title: str, make: Callable[[], str]) -> str:
+    """A part of the page. One that cannot be made of what the folder holds says so in its place, and costs no other."""
+    try:
+        return make()
+    except CannotWrite:
+        raise
+    except Exception as error:
+        why = f"{title}: {type(error).__name__}: {error}"[:400]
+        log.warning("left out of the report: %s", printable(why))
+        return f'<div class="notice bad"><b>Not shown</b>{escape(printable(why))}</div>'
 
 
 def page(name: str, body: str) -> str:
@@ -113,7 +133,7 @@ def _outcome(summary: Mapping[str, Any]) -> str:
 
 def _curve(folder: Path, drawn: Path, name: str, summary: Mapping[str, Any]) -> str:
     metrics = folder / "metrics.jsonl"
-    if not metrics.exists():
+    if not os.path.lexists(metrics):
         return ""
     before, after = ((summary.get(when) or {}).get("success") for when in ("before", "after"))
     try:
@@ -156,7 +176,8 @@ def _gifs(folder: Path) -> str:
     figures = [
         f'<figure><img alt="replay" src="{data_uri(path, "image/gif")}">'
         f"<figcaption>{escape(path.stem)}</figcaption></figure>"
-        for path in sorted(folder.glob("*.gif"))
+        for path in sorted(Path(entry.path) for entry in entries_of(folder) if entry.name.endswith(".gif"))[:MOST_GIFS]
+        if is_regular(path)
     ]
     return f'<h2>Replays</h2><div class="gifs">{"".join(figures)}</div>' if figures else ""
 
@@ -198,4 +219,4 @@ def _telling(episodes: list[Episode]) -> tuple[dict[str, Episode], list[Episode]
 
 def data_uri(path: Path, kind: str) -> str:
     """A picture as part of a page."""
-    return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode('ascii')}"
+    return f"data:{kind};base64,{base64.b64encode(read_bytes(path, MAX_PICTURE)).decode('ascii')}"

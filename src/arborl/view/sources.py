@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from arborl.track.jsonl import read_metrics
-from arborl.view.curve import COLOURS, STYLE, series_of, smooth
+from arborl.view.curve import COLOURS, LONGEST, STYLE, save_figure, series_of, smooth
+from arborl.view.web.folders import read_summary
 
+MOST_SOURCES = 40
 SHARE = ("data/", "/share")
 
 
@@ -20,7 +21,8 @@ def sources_of(metrics_file: Path) -> list[str]:
 def _named(row: dict[str, float]) -> list[str]:
     """The sources whose share a step has; an evaluation alone has none."""
     start, end = SHARE
-    return [key[len(start) : -len(end)] for key in row if key.startswith(start) and key.endswith(end)]
+    names = [key[len(start) : -len(end)] for key in row if key.startswith(start) and key.endswith(end)]
+    return names[:MOST_SOURCES]
 
 
 def composition(run: Path, out: Path, title: str) -> Path:
@@ -39,7 +41,7 @@ def composition(run: Path, out: Path, title: str) -> Path:
         raise ValueError(f"{run}: no step has the share of a source, so there is nothing to draw")
     rows = [row for row in read_metrics(run / "metrics.jsonl") if _named(row)]
     places = [row["step"] for row in rows]
-    summary = json.loads((run / "summary.json").read_text()) if (run / "summary.json").exists() else {}
+    summary = read_summary(run)
 
     import matplotlib
     from matplotlib.figure import Figure
@@ -51,7 +53,8 @@ def composition(run: Path, out: Path, title: str) -> Path:
         left, right = figure.subplots(1, 2)
         below = [0.0] * len(rows)
         for colour, name in zip(COLOURS * len(names), names, strict=False):
-            shares = [row.get(f"data/{name}/share") or 0.0 for row in rows]
+            drawn = dict(series_of(rows, f"data/{name}/share"))
+            shares = [drawn.get(place, 0.0) for place in places]
             left.bar(places, shares, 1.0, bottom=below, color=colour, linewidth=0, label=name)
             below = [low + share for low, share in zip(below, shares, strict=True)]
             success = series_of(rows, f"data/{name}/success")
@@ -69,7 +72,5 @@ def composition(run: Path, out: Path, title: str) -> Path:
         for axes, place in ((left, "upper right"), (right, "lower right")):
             axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
             axes.legend(loc=place, frameon=True, framealpha=0.9, edgecolor="none")
-        figure.suptitle(title, x=0.014, ha="left", fontsize=13)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(out, format="png")
-    return out
+        figure.suptitle(title[:LONGEST], x=0.014, ha="left", fontsize=13)
+        return save_figure(figure, out)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -22,16 +23,20 @@ from fastapi.responses import JSONResponse, Response
 from arborl.errors import ConfigError
 from arborl.rollout.term_store import TermStore
 from arborl.tools.gate import Gate, HalfOpen
+from arborl.track.folder_files import MAX_INT, Unreadable, entries_of, read_bytes, read_json
 from arborl.types import Episode
 from arborl.view.web import folders, metrics, search
 from arborl.view.web.episode import calls_of, parsed, told
 from arborl.view.web.gradient import strongest
 from arborl.view.web.group import parting, rivals_of, tree_of
-from arborl.view.web.index import EpisodeIndex
+from arborl.view.web.index import EpisodeIndex, delete_unused, user_cache
 from arborl.view.web.words import Decode, decoder_of
 
 FIRST_LOOK = 0.4
 """Seconds that a page of episodes waits for the index; then it shows what is there."""
+MAX_PICTURE = 2**26
+"""Bytes of a moving picture."""
+TERMS = re.compile(r"step-(\d{1,12})\.npz", re.ASCII)
 MOST_RUNS = 40
 """Runs side by side."""
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
@@ -84,10 +89,9 @@ class Shelf:
 
     def decoder(self, run: str) -> Decode | None:
         folder = self.folder(run)
-        with self._lock:
-            if run not in self._decoders and (found := decoder_of(folder)) is not None:
-                self._decoders[run] = found
-            return self._decoders.get(run)
+        if run not in self._decoders and (found := decoder_of(folder)) is not None:
+            self._decoders[run] = found
+        return self._decoders.get(run)
 
     def episodes(self, run: str, kind: str, step: int, lines: Sequence[int]) -> dict[int, Episode]:
         """Some episodes of a step, by their line; without those that are not there, or are none. Where a single one was
@@ -120,7 +124,7 @@ class Shelf:
     def siblings(self, run: str, kind: str, step: int, line: int) -> tuple[list[dict[str, Any]], dict[int, Episode]]:
         """The group's rows and episodes, as far as both are there: files may be replaced at any moment."""
         rows = self.group(run, kind, step, line)
-        read = self.episodes(run, kind, step, [row["line"] for row in rows])
+        read = self.episodes(run, kind, step, [line, *(row["line"] for row in rows)])
         read |= {} if line in read else {line: self.episode(run, kind, step, line)}  # it says why not
         return [row for row in rows if row["line"] in read], read
 
@@ -129,6 +133,7 @@ def make_app(root: Path) -> FastAPI:
     """The viewer of the runs in a folder, as an ASGI application."""
     app = FastAPI(title="Arbor's viewer", openapi_url=None, docs_url=None, redoc_url=None)
     app.state.half_open = HalfOpen()
+    delete_unused(user_cache())
     shelf = Shelf(folders.Runs(root))
     _add_runs(app, shelf)
     _add_episodes(app, shelf)
@@ -138,6 +143,10 @@ def make_app(root: Path) -> FastAPI:
     @app.exception_handler(OSError)
     async def unreadable(request: Request, error: OSError) -> Response:
         return JSONResponse({"detail": f"cannot be read: {error}"}, 500)
+
+    @app.exception_handler(Unreadable)
+    async def refused(request: Request, error: Unreadable) -> Response:
+        return JSONResponse({"detail": str(error)}, 409)
 
     @app.exception_handler(OverflowError)
     async def too_large(request: Request, error: OverflowError) -> Response:
@@ -159,10 +168,12 @@ def _add_runs(app: FastAPI, shelf: Shelf) -> None:
         """Every run, with where it stands."""
         found = []
         for name, folder in shelf.runs.all().items():
-            rows = metrics.rows_of(folder)
+            rows, problem = metrics.read_rows(folder)
             last = rows[-1] if rows else {}
             shown = {name: last.get(name) for name in ("reward/mean", "episode/success")}
-            found.append({"run": name, **folders.standing(folder), "step": last.get("step", 0), "last": shown})
+            row = {"run": name, **folders.standing(folder), "step": last.get("step", 0), "last": shown}
+            row["problems"] += [problem] if problem else []
+            found.append(row)
         return answer({"root": str(shelf.runs.root), "runs": found})
 
     @app.get("/api/differences")
@@ -212,9 +223,8 @@ def _add_episodes(app: FastAPI, shelf: Shelf) -> None:
     @app.get("/api/steps")
     def steps(run: str) -> Response:
         """Steps whose terms were kept."""
-        found = shelf.folder(run).glob("terms/step-*.npz")
-        numbers = [path.stem.removeprefix("step-") for path in found]
-        return answer(sorted(int(number) for number in numbers if number.isdecimal()))
+        found = (TERMS.fullmatch(entry.name) for entry in entries_of(shelf.folder(run) / "terms"))
+        return answer(sorted(int(name[1]) for name in found if name))
 
 
 def _add_reading(app: FastAPI, shelf: Shelf) -> None:
@@ -258,9 +268,9 @@ def _add_reading(app: FastAPI, shelf: Shelf) -> None:
 def _gifs_of(folder: Path, kind: str, step: int, episode: str) -> list[str]:
     """Pictures that say that they are of this episode."""
     try:
-        named = json.loads((folder / "frames" / "episodes.json").read_text(encoding="utf-8"))
+        named = read_json(folder / "frames" / "episodes.json")
         mine = {f"frames/{file}" for file, about in named.items() if about == [kind, step, episode]}
-    except (OSError, ValueError, AttributeError):
+    except (OSError, Unreadable, AttributeError):
         return []
     return [name for name in folders.pictures(folder) if name in mine]
 
@@ -288,7 +298,7 @@ def _add_files(app: FastAPI, shelf: Shelf) -> None:
         found = folders.pictures(shelf.folder(run)).get(name)
         if found is None:
             raise HTTPException(404, "no such picture")
-        return Response(found.read_bytes(), media_type="image/gif")
+        return Response(read_bytes(found, MAX_PICTURE), media_type="image/gif")
 
     @app.get("/api/raw")
     def raw(run: str, kind: str, step: int, line: int) -> Response:
@@ -305,9 +315,11 @@ def answer(value: Any) -> Response:
 
 
 def finite(value: Any) -> Any:
-    """The same with null for what is no number, and text for what JSON has not."""
+    """The same with null for what is no number, or too large a one, and text for what JSON has not."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if isinstance(value, int) and not -MAX_INT <= value < MAX_INT:
+        return None
     if value is None or isinstance(value, str | int):
         return value
     if isinstance(value, Mapping):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,14 +10,25 @@ import numpy as np
 from arborl.rollout.store import from_json, reading
 from arborl.rollout.term_store import NUMBERS, Columns, pushes
 from arborl.tokens import Tokens
+from arborl.track.folder_files import parse_json
 from arborl.types import GIVEN, Call, Episode, Message
 from arborl.view.web.words import Decode, pieces
 
+MOST_CALLS = 2000
+MOST_REPEATED = 2**27
+"""Ids and messages of an episode's prompts, written out."""
+
 
 def parsed(line: bytes, where: str) -> Episode:
-    """The episode of a line."""
+    """The episode of a line, where it is of a size that a page can show."""
+    row = parse_json(line, where)
     with reading(where):
-        return from_json(json.loads(line.decode("utf-8", "surrogatepass")))
+        calls = row["calls"]
+        repeated = sum(int(call["prompt"][1]) for call in calls)
+        repeated += 1000 * sum(int(call["messages"][1]) for call in calls if "messages" in call)
+        if len(calls) > MOST_CALLS or repeated > MOST_REPEATED:
+            raise ValueError(f"it has {len(calls):,} calls and {repeated:,} repeated ids, too many to be shown")
+        return from_json(row)
 
 
 def told(episode: Episode) -> dict[str, Any]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
+from arborl.errors import ConfigError
+from arborl.track.folder_files import entries_of, is_regular, read_json, read_yaml
 
 DEEP = 4
 """Folders below the first that are looked into."""
@@ -22,6 +22,13 @@ APART = {"output_dir", "name"}
 """Settings that differ between any two runs and say nothing."""
 LOOKED = 1.0
 """Seconds for which a listing is good."""
+MOST_BELOW = 20_000
+"""Entries that are looked at below one folder of the first."""
+MOST_PICTURES = 2000
+LONGEST = 400
+"""Characters of a name."""
+LARGEST = 1e300
+"""Of a number; NaN is not below it either."""
 
 
 class Runs:
@@ -49,80 +56,116 @@ class Runs:
         return self.all()[name]
 
 
-def _below(folder: Path, depth: int) -> Iterator[Path]:
-    if any((folder / sign).is_file() for sign in SIGNS):
+def _below(folder: Path, depth: int, room: list[int] | None = None) -> Iterator[Path]:
+    """Run folders; each folder of the first one has room for so many entries below it, so that none hides another."""
+    if any(os.path.lexists(folder / sign) for sign in SIGNS):
         yield folder
         return
-    with suppress(OSError):
-        for entry in os.scandir(folder) if depth else ():
+    for entry in entries_of(folder) if depth else ():
+        left = [MOST_BELOW] if room is None else room
+        left[0] -= 1
+        if left[0] < 0:
+            return
+        with suppress(OSError):
             if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
-                yield from _below(Path(entry.path), depth - 1)
+                yield from _below(Path(entry.path), depth - 1, left)
 
 
 def standing(folder: Path) -> dict[str, Any]:
-    """What a list of runs says of one: its state, how far it is, what was measured before and after."""
-    summary, config = read_summary(folder), read_config(folder)
+    """What a list of runs says of one: its state, how far it is, what was measured before and after; and what of its
+    files cannot be read."""
+    config, bad_config = _read(folder / "config.yaml", read_yaml)
+    summary, bad_summary = _read(folder / "summary.json", read_json)
     files = [folder / name for name in ("metrics.jsonl", "run.log", "config.yaml")]
-    changed = max((path.stat().st_mtime for path in files if path.exists()), default=0.0)
+    summary = _plain_summary(summary)
     return {
-        "title": str(config.get("name") or folder.resolve().name),
+        "title": _word(config.get("name")) or folder.resolve().name,
         "state": _state(folder, summary),
-        "changed": changed,
-        "steps": look_up(config, "trainer.steps"),
-        "model": look_up(config, "model.name"),
-        "algorithm": look_up(config, "algorithm.name"),
-        "environment": look_up(config, "env.name"),
-        "seed": config.get("seed"),
-        "before": _numbers(summary.get("before")),
-        "after": _numbers(summary.get("after")),
-        "seconds": summary.get("train_seconds"),
-        "failures": [_cause(one) for one in summary.get("failures") or () if isinstance(one, Mapping)],
+        "changed": max((_changed(path) for path in files), default=0.0),
+        "steps": _number(look_up(config, "trainer.steps")),
+        "model": _word(look_up(config, "model.name")),
+        "algorithm": _word(look_up(config, "algorithm.name")),
+        "environment": _word(look_up(config, "env.name")),
+        "seed": _number(config.get("seed")),
+        "before": summary["before"],
+        "after": summary["after"],
+        "seconds": summary["train_seconds"],
+        "failures": [_cause(one) for one in summary["failures"]],
+        "problems": [problem for problem in (bad_config, bad_summary) if problem],
     }
 
 
 def _state(folder: Path, summary: Mapping[str, Any]) -> str:
     if _held(folder / ".lock"):
         return "running"
-    if summary:
-        return "stopped" if summary.get("stopped") else "finished"
-    return "interrupted" if (folder / "metrics.jsonl").exists() else "empty"
+    if summary["there"]:
+        return "stopped" if summary["stopped"] else "finished"
+    return "interrupted" if is_regular(folder / "metrics.jsonl") else "empty"
 
 
 def _held(lock: Path) -> bool:
     """Whether a process trains there: it holds a lock, which the system's table of locks shows without touching it."""
     with suppress(OSError, ValueError):
-        inode = str(lock.stat().st_ino)
+        inode = str(lock.lstat().st_ino)
         for line in Path("/proc/locks").read_text().splitlines():
             if any(word.rpartition(":")[2] == inode and word.count(":") == 2 for word in line.split()):
                 return True
     return False
 
 
+def _changed(path: Path) -> float:
+    try:
+        return path.lstat().st_mtime
+    except OSError:
+        return 0.0
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """The run's configuration; empty where there is none that can be read."""
-    path = folder / "config.yaml"
-    try:
-        return _config(path, path.stat().st_mtime_ns)
-    except OSError:
-        return {}
-
-
-@lru_cache(512)
-def _config(path: Path, changed: int) -> dict[str, Any]:
-    """Reading YAML takes longer than all else that a list of runs says."""
-    with suppress(ValueError, yaml.YAMLError, RecursionError):
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-        found = yaml.load(path.read_text(encoding="utf-8"), loader)
-        return found if isinstance(found, dict) else {}
-    return {}
+    return _read(folder / "config.yaml", read_yaml)[0]
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """The run's summary; empty where there is none yet."""
-    with suppress(OSError, ValueError, RecursionError):
-        found = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) else {}
-    return {}
+    """The run's summary; empty where there is none yet. What has the wrong type in it is left out."""
+    found = _read(folder / "summary.json", read_json)[0]
+    return {key: value for key, value in _plain_summary(found).items() if key in found}
+
+
+def _read(path: Path, reader: Callable[[Path], Any]) -> tuple[dict[str, Any], str]:
+    """What a file says, and what is wrong with it; read again only where it has changed."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return {}, ""
+    return _known(path, reader, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
+
+
+@lru_cache(1024)
+def _known(path: Path, reader: Callable[[Path], Any], stamp: tuple[int, ...]) -> tuple[dict[str, Any], str]:
+    """Reading YAML takes longer than all else that a list of runs says."""
+    try:
+        found = reader(path)
+    except ConfigError as error:
+        return {}, str(error).removeprefix(f"{path.parent}/")
+    except OSError as error:
+        return {}, f"{path.name}: cannot be read: {error.strerror}"
+    return (found, "") if isinstance(found, dict) else ({}, f"{path.name}: holds no keys with values.")
+
+
+def _plain_summary(found: Mapping[str, Any]) -> dict[str, Any]:
+    """A summary whose values have the types that a run writes."""
+    failures = found.get("failures")
+    seconds = found.get("train_seconds")
+    return {
+        "there": bool(found),
+        "stopped": bool(found.get("stopped")),
+        "seed": _number(found.get("seed")),
+        "steps": _number(found.get("steps")),
+        "train_seconds": _number(seconds),
+        "before": _numbers(found.get("before")),
+        "after": _numbers(found.get("after")),
+        "failures": [one for one in failures if isinstance(one, Mapping)] if isinstance(failures, list) else [],
+    }
 
 
 def look_up(config: Mapping[str, Any], path: str) -> Any:
@@ -167,15 +210,35 @@ def differences(configs: Sequence[Mapping[str, Any]]) -> tuple[dict[str, list[An
 
 def pictures(folder: Path) -> dict[str, Path]:
     """Moving pictures of the run, by their path below its folder."""
-    found = [path for path in (folder / "frames").rglob("*.gif") if path.is_file() and not path.is_symlink()]
-    return {str(path.relative_to(folder)): path for path in sorted(found)}
+    found = [Path(entry.path) for entry in _files_below(folder / "frames", DEEP) if entry.name.endswith(".gif")]
+    return {str(path.relative_to(folder)): path for path in sorted(found)[:MOST_PICTURES]}
+
+
+def _files_below(folder: Path, depth: int) -> Iterator[os.DirEntry[str]]:
+    for entry in entries_of(folder):
+        with suppress(OSError):
+            if entry.is_file(follow_symlinks=False):
+                yield entry
+            elif depth and entry.is_dir(follow_symlinks=False):
+                yield from _files_below(Path(entry.path), depth - 1)
 
 
 def _cause(failure: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: failure.get(name) for name in ("where", "kind", "message", "count")}
+    told = {name: _word(failure.get(name)) for name in ("where", "kind", "message")}
+    return told | {"count": _number(failure.get("count"))}
 
 
 def _numbers(measured: Any) -> dict[str, float]:
     if not isinstance(measured, Mapping):
         return {}
-    return {str(name): value for name, value in measured.items() if isinstance(value, int | float)}
+    return {str(name): value for name, given in measured.items() if (value := _number(given)) is not None}
+
+
+def _number(value: Any) -> Any:
+    """A finite number of usual size; None of anything else."""
+    return value if type(value) in (int, float) and abs(value) < LARGEST else None
+
+
+def _word(value: Any) -> str | None:
+    """A name, or another short text."""
+    return value[:LONGEST] if isinstance(value, str) and value else None

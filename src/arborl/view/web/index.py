@@ -1,38 +1,49 @@
 """The index of a run's episodes: one row an episode, found without reading the files.
 
-It lies in the run's folder, or, where that cannot be written, in the user's cache. Files are read once, newest step
-first, from where reading stopped; a file that was replaced is read again. Whoever asks meanwhile is told how far it is.
+It lies in the user's cache, under the run folder's path and identity, and never in the run folder: SQLite follows what
+it finds beside a database (journals, links), and a run folder may be a stranger's. Files are read once, newest step
+first, from where reading stopped; a file that was replaced is read again. A page that is asked for meanwhile says how
+much is indexed.
 """
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import logging
 import os
-import re
+import shutil
 import sqlite3
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from arborl.rollout.store import FILE
+from arborl.track.folder_files import MAX_LINES_FILE, Unreadable, entries_of, is_regular, open_regular, read_lines
 from arborl.view.web.rows import COLUMNS, NAMES, row_of
 
 log = logging.getLogger(__name__)
 
-NAME = ".index.sqlite3"
 FORM = 6
 """Of the tables; an index of another form is made anew."""
 KINDS = {"train": "episodes", "evaluation": "episodes/evaluation"}
 """Folders of episode files, by what their episodes were played for."""
-FILE = re.compile(r"step-(\d+)\.jsonl")
 AT_ONCE = 0.15
 """Seconds between two commits: whoever asks sees the rows then."""
 PATIENCE = 30.0
 """Seconds that another process may take to write the same index."""
+MAX_SHOWN = 2**26
+"""Bytes of the episodes that one page is made of."""
+AT_MOST = 10.0
+"""Seconds that a request waits until one step's file is read."""
+UNUSED = 60 * 86_400
+"""Seconds after which an index that was not opened is deleted."""
 TABLES = f"""
 CREATE TABLE IF NOT EXISTS files (
     kind TEXT, step INTEGER, inode INTEGER, size INTEGER, changed INTEGER, read INTEGER, lines INTEGER, bad INTEGER,
@@ -64,8 +75,8 @@ class EpisodeIndex:
     """The index of one run.
 
     Args:
-        folder: of the run.
-        cache: where the index goes if the run's folder cannot be written.
+        folder: of the run; it is only read.
+        cache: where indices are kept; the user's cache by default.
 
     Example:
         index = EpisodeIndex(folder)
@@ -111,64 +122,77 @@ class EpisodeIndex:
         """The episode files, newest step first."""
         found = []
         for kind, place in KINDS.items():
-            try:
-                entries = list(os.scandir(self.folder / place))
-            except OSError:
-                continue
-            for entry in entries:
-                if (named := FILE.fullmatch(entry.name)) and entry.is_file():
-                    stat = entry.stat()
+            for entry in entries_of(self.folder / place):
+                if (named := FILE.fullmatch(entry.name)) and entry.is_file(follow_symlinks=False):
+                    stat = entry.stat(follow_symlinks=False)
                     step = int(named[1])
                     found.append(File(kind, step, Path(entry.path), stat.st_ino, stat.st_size, stat.st_mtime_ns))
         return sorted(found, key=lambda file: (-file.step, file.kind))
 
     def ensure(self, kind: str, step: int) -> None:
-        """Have this step's file read, whatever else waits: somebody follows a link to it."""
+        """Read this step's file, whatever else waits, for `AT_MOST` seconds: a link leads to it."""
         with self._lock:
             self._open()
         path = self.folder / KINDS.get(kind, "") / f"step-{step:06}.jsonl"
+        if kind not in KINDS or not is_regular(path):
+            return
         try:
-            stat = path.stat()
+            stat = path.lstat()
         except OSError:
             return
         file = File(kind, step, path, stat.st_ino, stat.st_size, stat.st_mtime_ns)
         with closing(self._connect()) as connection:
             asked = "SELECT inode, size, changed FROM files WHERE kind = ? AND step = ?"
             if connection.execute(asked, (kind, step)).fetchone() != (file.inode, file.size, file.changed):
-                while not self._read_some(connection, file):
+                until = time.monotonic() + AT_MOST
+                while not self._read_some(connection, file) and time.monotonic() < until:
                     pass
 
     def lines(self, kind: str, step: int, wanted: Sequence[int]) -> dict[int, bytes]:
-        """The bytes of some episodes of a step, by their line; without those that are not there."""
+        """The bytes of some episodes of a step, by their line; without those that are not there, and those beyond
+        `MAX_SHOWN` bytes in all."""
         if kind not in KINDS:
             return {}
         with self.reading() as rows:
             asked = "SELECT line, begin, length FROM episodes WHERE kind = ? AND step = ? ORDER BY line"
             places = {line: (begin, length) for line, begin, length in rows.execute(asked, (kind, step))}
         found: dict[int, bytes] = {}
+        room = MAX_SHOWN
         try:
-            with (self.folder / KINDS[kind] / f"step-{step:06}.jsonl").open("rb") as file:
-                for line in sorted(set(wanted) & places.keys()):
-                    file.seek(places[line][0])
-                    found[line] = file.read(places[line][1])
-        except OSError:
+            with open_regular(self.folder / KINDS[kind] / f"step-{step:06}.jsonl", MAX_LINES_FILE) as file:
+                for line in (one for one in dict.fromkeys(wanted) if one in places):
+                    begin, length = places[line]
+                    room -= length
+                    if room >= 0 or not found:
+                        file.seek(begin)
+                        found[line] = file.read(length)
+        except (OSError, Unreadable):
             return {}
-        return found
+        return dict(sorted(found.items()))
 
     # -------------------------------------------------------------------------------------------- writing
 
     def _open(self) -> None:
         if self.path is not None:
             return
-        for path in (self.folder / NAME, self._elsewhere()):
+        problems = []
+        for place in (self.cache or user_cache(), *(() if self.cache else (_own_folder(),))):
             try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                self.path = path
+                place.mkdir(parents=True, exist_ok=True, mode=0o700)
+                self.path = place / f"{self._identity()}.sqlite3"
                 self._prepare()
+                os.utime(self.path)
                 return
             except (OSError, sqlite3.OperationalError) as error:
-                self.path, why = None, error
-        raise OSError(f"no index can be written, neither in {self.folder} nor in {self._elsewhere().parent}: {why}")
+                self.path = None
+                problems.append(f"{place}: {error}")
+        raise OSError(f"no index can be written: {'; '.join(problems)}")
+
+    def _identity(self) -> str:
+        """Of the folder: where it is, and which one it is."""
+        found = self.folder.stat()
+        told = f"{self.folder.resolve()}\0{found.st_dev}\0{found.st_ino}"
+        return hashlib.sha256(told.encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
     def _prepare(self) -> None:
         """The tables, there and of this form. What is no index of ours is made anew."""
@@ -190,11 +214,6 @@ class EpisodeIndex:
                     raise OSError(f"{self.path}: {error}") from error
             for end in ("", "-wal", "-shm"):
                 self.path.with_name(self.path.name + end).unlink(missing_ok=True)
-
-    def _elsewhere(self) -> Path:
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        called = hashlib.sha256(str(self.folder.resolve()).encode("utf-8", "surrogateescape")).hexdigest()[:24]
-        return (self.cache or home / "arborl" / "view") / f"{called}.sqlite3"
 
     def _connect(self) -> sqlite3.Connection:
         assert self.path is not None
@@ -240,14 +259,9 @@ class EpisodeIndex:
             inserted: list[tuple[Any, ...]] = []
             named: list[tuple[Any, ...]] = []
             until, whole = time.monotonic() + AT_ONCE, True
-            with file.path.open("rb") as stream:
-                stream.seek(read)
-                while True:
-                    if inserted and time.monotonic() > until:
-                        whole = False
-                        break
-                    line = stream.readline()
-                    if not line.endswith(b"\n"):  # the end, or half a line of a file that grows
+            with closing(read_lines(file.path, read)) as stream:
+                for length, line in stream:
+                    if not line.endswith(b"\n"):  # half a line of a file that grows
                         break
                     found = row_of(line)
                     if found is None:
@@ -257,9 +271,12 @@ class EpisodeIndex:
                         task, _, opened = last.partition("\n")
                         if columns["task"] != task or columns["episode"] == opened:  # another group
                             tasks, last = tasks + 1, f"{columns['task']}\n{columns['episode']}"
-                        inserted.append(_row(file, lines, read, len(line), tasks, columns))
+                        inserted.append(_row(file, lines, read, length, tasks, columns))
                         named.append((*(columns[name] for name in NAMES), said))
-                    lines, read = lines + 1, read + len(line)
+                    lines, read = lines + 1, read + length
+                    if time.monotonic() > until:
+                        whole = False
+                        break
             _insert(connection, inserted, named)
             stamp = (file.size, file.changed) if whole else (-1, 0)
             connection.execute(
@@ -267,10 +284,32 @@ class EpisodeIndex:
                 (file.kind, file.step, file.inode, *stamp, read, lines, bad, tasks, last),
             )
             return whole
-        except OSError:  # it went while it was read
+        except (OSError, Unreadable):  # it went while it was read, or is no file of lines
             return True
         finally:
             connection.execute("COMMIT")
+
+
+def user_cache() -> Path:
+    """Where the indices of this user's viewers are."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "arborl" / "view"
+
+
+def delete_unused(cache: Path) -> None:
+    """Indices that were not opened for long: their run folders are probably gone."""
+    for entry in entries_of(cache):
+        with suppress(OSError):
+            if entry.name.endswith(".sqlite3") and time.time() - entry.stat().st_mtime > UNUSED:
+                for end in ("", "-wal", "-shm"):
+                    Path(entry.path + end).unlink(missing_ok=True)
+
+
+@cache
+def _own_folder() -> Path:
+    """Of this process, where the user's cache cannot be written; it goes with the process."""
+    made = tempfile.mkdtemp(prefix="arborl-view-")
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    return Path(made)
 
 
 def _row(file: File, line: int, begin: int, length: int, tree: int, columns: dict[str, Any]) -> tuple[Any, ...]:

@@ -8,6 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from arborl.track.folder_files import Unreadable
 from arborl.track.jsonl import read_metrics
 
 POINTS = 1200
@@ -15,32 +16,57 @@ POINTS = 1200
 KEPT = 32
 """Files that are remembered."""
 
+MOST_VALUES = 5_000_000
+"""Numbers of a run that are kept; of more, those of the first steps."""
+
 Stamp = tuple[int, int, int]
-_known: dict[Path, tuple[Stamp, list[dict[str, Any]]]] = {}
+Rows = list[dict[str, Any]]
+_known: dict[Path, tuple[Stamp, Rows, str]] = {}
 _lock = threading.Lock()
 
 
-def rows_of(folder: Path) -> list[dict[str, Any]]:
+def rows_of(folder: Path) -> Rows:
     """The lines of `metrics.jsonl`; read again only where the file has changed."""
+    return read_rows(folder)[0]
+
+
+def read_rows(folder: Path) -> tuple[Rows, str]:
+    """The same, and what is wrong with the file."""
     path, stamp = folder / "metrics.jsonl", stamp_of(folder)
     with _lock:
         if path in _known and _known[path][0] == stamp:
-            return _known[path][1]
-    try:
-        rows = list(read_metrics(path))
-    except OSError:
-        return []
+            return _known[path][1:]
+    rows, problem = _read(path)
     with _lock:
+        _known.pop(path, None)
         while len(_known) >= KEPT:
             _known.pop(next(iter(_known)))
-        _known[path] = stamp, rows
-    return rows
+        _known[path] = stamp, rows, problem
+    return rows, problem
+
+
+def _read(path: Path) -> tuple[Rows, str]:
+    rows: Rows = []
+    count = 0
+    try:
+        for row in read_metrics(path):
+            count += len(row)
+            if count > MOST_VALUES:
+                return rows, f"{path.name}: has more than {MOST_VALUES:,} numbers; the first are shown."
+            rows.append(row)
+    except FileNotFoundError:
+        return [], ""
+    except OSError as error:
+        return [], f"{path.name}: cannot be read: {error.strerror}"
+    except Unreadable as error:
+        return [], str(error).removeprefix(f"{path.parent}/")
+    return rows, ""
 
 
 def stamp_of(folder: Path) -> Stamp:
     """Another one, whenever the file has changed."""
     try:
-        found = (folder / "metrics.jsonl").stat()
+        found = (folder / "metrics.jsonl").lstat()
     except OSError:
         return (0, 0, 0)
     return (found.st_ino, found.st_size, found.st_mtime_ns)

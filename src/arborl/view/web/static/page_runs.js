@@ -38,7 +38,7 @@ export async function runs(at) {
       const measured = (which) => (one[which].success ?? null) !== null ? percent(one[which].success) : number(one[which].reward ?? null);
       return h("tr", { class: on ? "on" : null },
         h("td.box", {}, box, h("i", { class: `key ${on ? colour(one.run) : ""}` })),
-        h("td.name", {}, name),
+        h("td.name", {}, name, one.problems.map((problem) => h("p.problem", {}, visible(problem)))),
         h("td", { "data-label": "state" }, h("span", { class: `state ${one.state}` }, one.state)),
         h("td.figure", { "data-label": "step" }, `${number(one.step)}${one.steps ? ` / ${number(one.steps)}` : ""}`),
         h("td.figure", { "data-label": "reward" }, number(one.last["reward/mean"])),
