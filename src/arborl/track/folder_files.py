@@ -110,7 +110,7 @@ def parse_json(data: bytes, where: object) -> Any:
     try:
         found = json.loads(data.decode("utf-8", "surrogatepass"))
     except (ValueError, RecursionError) as error:
-        raise Unreadable(f"{where}: is not JSON: {str(error)[:200]}") from error
+        raise Unreadable(f"{where}: not JSON: {str(error)[:200]}") from error
     check_tree(found, where)
     return found
 
@@ -122,7 +122,7 @@ def read_yaml(path: Path) -> Any:
         check_yaml(text, path, PARSERS[:1])
         return _as_json(yaml.load(text, PARSERS[0]))
     except yaml.YAMLError as error:
-        raise Unreadable(f"{path}: is not YAML: {str(error).splitlines()[0][:200]}") from error
+        raise Unreadable(f"{path}: not YAML: {str(error).splitlines()[0][:200]}") from error
     except (ValueError, TypeError, RecursionError, OverflowError, AttributeError) as error:  # odd scalars and keys
         raise Unreadable(f"{path}: cannot be read: {str(error)[:200]}") from error
 
