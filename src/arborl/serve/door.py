@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from arborl.serve.keys import Keys, Rates
+from arborl.serve.keys import NO_KEY, Keys, Rates
 from arborl.serve.problems import problem
 from arborl.serve.source import Unavailable
 from arborl.spans import span
@@ -24,7 +24,6 @@ OPEN = ("/health", "/live", "/ready")
 """Paths that need no key."""
 WORDS = re.compile(rb"[\w.:-]{1,128}")
 """Ids that a client may give its request."""
-NOBODY = "anyone"
 
 
 class Load:
@@ -94,9 +93,9 @@ class Door(Gate):
         headers = {name.lower(): value for name, value in scope["headers"]}
         given = headers.get(b"x-request-id", b"")
         name = given.decode("ascii") if WORDS.fullmatch(given) else uuid.uuid4().hex
-        who = (self.keys.find(given_key(headers)) if self.keys else None) or NOBODY
+        who = (self.keys.find(given_key(headers)) if self.keys else None) or NO_KEY
         state = scope.setdefault("state", {})
-        state["request_id"] = name
+        state["request_id"], state["key"] = name, who
         began, status = time.perf_counter(), 499  # as long as nothing was said
 
         async def told(message: Any) -> None:
@@ -120,7 +119,8 @@ class Door(Gate):
 
     async def _counted(self, scope: Any, receive: Any, send: Any, who: str) -> None:
         """Requests that make work are counted from here to their last byte."""
-        if scope["method"] != "POST" or self._refusal(scope["path"], _headers(scope)) is not None:
+        path = scope["path"]
+        if scope["method"] != "POST" or path in OPEN or self._refusal(path, _headers(scope)) is not None:
             await super().__call__(scope, receive, send)
             return
         try:

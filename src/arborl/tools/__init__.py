@@ -16,6 +16,7 @@ In reading order:
     cluster.py        A rate limit that machines share: grants come from a tool server
     server.py         The tool server: `arborl tools serve`
     gate.py           What a request meets first
+    json_bounds.py    Bounds on JSON from a client, checked on its bytes before any object is built
     dispatcher.py     The tool server without HTTP: admits calls, runs each once, keeps the state of sessions
     protocol.py       What tool server and client say to each other
     journal.py        Which stateful calls have been begun and answered
