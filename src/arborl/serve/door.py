@@ -109,7 +109,7 @@ class Door(Gate):
 
         with span("arborl.request", http__route=scope["path"], arborl__request=name) as own:
             try:
-                await self._counted(scope, receive, told, who)
+                await self._counted(scope, receive, told, headers, who)
             finally:
                 seconds = time.perf_counter() - began
                 route = getattr(scope.get("route"), "path", "other")
@@ -117,11 +117,13 @@ class Door(Gate):
                 self.seen(route, status, seconds)
                 self._write(scope, route, name, who, status, seconds)
 
-    async def _counted(self, scope: Any, receive: Any, send: Any, who: str) -> None:
+    async def _counted(self, scope: Any, receive: Any, send: Any, headers: Mapping[bytes, bytes], who: str) -> None:
         """Requests that make work are counted from here to their last byte."""
-        path = scope["path"]
-        if scope["method"] != "POST" or path in OPEN or self._refusal(path, _headers(scope)) is not None:
-            await super().__call__(scope, receive, send)
+        if (refusal := self._refusal(scope["path"], headers)) is not None:
+            await refusal(scope, receive, send)
+            return
+        if scope["method"] != "POST" or scope["path"] in OPEN:
+            await self.hand_on(scope, receive, send)
             return
         try:
             self.load.enter()
@@ -130,7 +132,7 @@ class Door(Gate):
             return
         try:
             await self.rates.take(who)
-            await super().__call__(scope, receive, send)
+            await self.hand_on(scope, receive, send)
         except Unavailable as often:
             await _later(often)(scope, receive, send)
         finally:
@@ -164,10 +166,6 @@ class Door(Gate):
             "status": status, "seconds": round(seconds, 4), **counts,
         }  # fmt: skip
         log.info("%s", json.dumps(row))
-
-
-def _headers(scope: Any) -> dict[bytes, bytes]:
-    return {name.lower(): value for name, value in scope["headers"]}
 
 
 def _later(error: Unavailable) -> Any:

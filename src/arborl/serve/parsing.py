@@ -58,9 +58,7 @@ class RequestWorkers:
 class ParsedRequest(Request):
     """A request whose body is parsed already. FastAPI takes the object as it is."""
 
-    def __init__(self, request: Request, parsed: BaseModel):
-        super().__init__(request.scope, request.receive)
-        self.parsed = parsed
+    parsed: BaseModel
 
     async def body(self) -> bytes:
         return b"parsed"
@@ -83,11 +81,12 @@ def bounded_route(workers: RequestWorkers) -> type[APIRoute]:
             model: Any = self.body_field.field_info.annotation
 
             async def parsed_first(request: Request) -> Response:
-                _check_content_type(request)
+                given = ParsedRequest(request.scope, request.receive)
+                _check_content_type(given)
                 data = await request.body()
-                request.state.body_size = len(data)
-                parsed = await workers.run(partial(parse_body, data, model), len(data))
-                return await handle(ParsedRequest(request, parsed))
+                given.state.body_size = len(data)
+                given.parsed = await workers.run(partial(parse_body, data, model), len(data))
+                return await handle(given)
 
             return parsed_first
 

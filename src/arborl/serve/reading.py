@@ -59,15 +59,14 @@ def messages_of(given: Any) -> list[Message]:
         messages = list(read_messages(named, "messages"))
     except (ValueError, RecursionError) as error:
         raise Refused(str(error), "messages") from error
-    for message in messages:
-        check_names("messages", message.name, message.tool_call_id)
-        check_names("messages", *(name for call in message.tool_calls for name in (call.id, call.name)))
+    check_names("messages", [name for one in messages for name in (one.name, one.tool_call_id) if name])
+    check_names("messages", [name for one in messages for call in one.tool_calls for name in (call.id, call.name)])
     return messages
 
 
-def check_names(param: str, *names: str | None) -> None:
+def check_names(param: str, names: Sequence[str]) -> None:
     """Names and ids are short: they are tokenised, compared and kept more often than other text."""
-    if any(name is not None and len(name) > LONGEST_NAME for name in names):
+    if names and max(map(len, names)) > LONGEST_NAME:
         raise Refused(f"{param}: a name or an id has more than {LONGEST_NAME} characters", param)
 
 
@@ -94,7 +93,7 @@ def tools_of(given: Any, choice: ToolChoice | str | None, source: Source) -> Too
         specs = read_tools(clean(given), "tools") if given else ()
     except (ValueError, RecursionError) as error:
         raise Refused(str(error), "tools") from error
-    check_names("tools", *(spec.name for spec in specs))
+    check_names("tools", [spec.name for spec in specs])
     if choice == "none":
         return Tools()
     if choice in (None, "auto"):

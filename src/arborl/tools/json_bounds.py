@@ -86,4 +86,4 @@ def load_json(data: bytes, bounds: JsonBounds = DEFAULT_BOUNDS) -> Any:
         ValueError: the data is not UTF-8 or not JSON, or exceeds a bound (`JsonBoundsError`).
     """
     check_json(data, bounds)
-    return json.loads(data.decode("utf-8-sig", "surrogatepass"))
+    return json.loads(data.decode("utf-8", "surrogatepass").removeprefix("\ufeff"))
