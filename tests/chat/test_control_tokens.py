@@ -342,3 +342,20 @@ def test_parts_of_a_rendered_text_keep_their_quotes():
     assert not whole.starts_with(Rendered("ab"))
     assert not whole.starts_with(Rendered("abc", (1,)))
     assert whole.after(2, before="xyz") == Rendered("xyzcd", (3,))
+
+
+def test_what_is_kept_of_messages_and_tools_is_short():
+    """A server shows every request's own tools; long ones, and long names, do not stay behind."""
+    import tracemalloc
+
+    from arborl.chat.control import Quoting
+    from arborl.types import ToolSpec
+
+    quoting = Quoting(["<|im_end|>"])
+    tracemalloc.start()
+    for number in range(60):
+        quoting.tools([ToolSpec("f", f"{number} " + "x" * 1_000_000, {})])
+        quoting.message(Message("user", "a", name=f"{number} " + "x" * 1_000_000))
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 10_000_000

@@ -247,6 +247,95 @@ def test_a_call_after_the_end_is_told_so(opened):
     assert (status, json.loads(said)["error"]["code"]) == (404, "episode_not_found")
 
 
+def visited(opened, work, context=512):
+    """What `work` comes to, given the address of an open episode and the endpoint."""
+    from arborl.rollout.recorder import Recorder
+    from arborl.serve.episodes import Endpoint, Visit
+    from arborl.types import Episode
+
+    async def inside():
+        limits = Limits(max_context=context)
+        recorder = Recorder(opened.engine, opened.served.renderer, Sampling(8), limits, Episode("e", ASKED, 0))
+        endpoint = await Endpoint.here("127.0.0.1", 0)
+        with endpoint.open(Visit(ASKED, ASKED.messages, Question(), recorder, 64)) as at:
+            return await work(at, endpoint)
+
+    return asyncio.run(inside())
+
+
+@pytest.mark.parametrize(
+    "path", ["/e/wrong/v1/chat/completions", "/v1/episodes/wrong/reward", "/e/wrong/step", "/", "/e/"]
+)
+def test_a_request_under_a_wrong_id_is_refused_before_its_body_is_read(opened, path):
+    """The client says that a megabyte will come and sends none of it: the answer does not wait for it."""
+
+    async def work(at, endpoint):
+        host, port = endpoint.socket.getsockname()
+        reader, writer = await asyncio.open_connection(host, port)
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: 1000000\r\n\r\n"
+        )
+        writer.write(head.encode())
+        status = await asyncio.wait_for(reader.readline(), 60)
+        writer.close()
+        return status
+
+    assert b" 404 " in visited(opened, work)
+
+
+HOSTILE = {
+    "values": b'{"prompt":[' + b"{}," * 300_000 + b"{}]}",
+    "depth": b'{"messages":' + b"[" * 900 + b"]" * 900 + b"}",
+    "arguments": b'{"messages":[{"role":"assistant","tool_calls":[{"function":{"name":"f","arguments":"{\\"a\\":['
+    + b"{}," * 300_000
+    + b']}"}}]}]}',
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/step", "/reward"])
+def test_a_program_has_the_bounds_of_any_client(opened, name, path):
+    async def work(at, endpoint):
+        return await asyncio.to_thread(programs.post, f"{at}{path}", HOSTILE[name])
+
+    status, said = visited(opened, work)
+    assert status == 400
+    if name != "arguments" or path == "/v1/chat/completions":
+        assert json.loads(said)["error"]["code"] == "body_too_complex"
+
+
+@pytest.mark.parametrize("role", ["user", "assistant"])
+def test_text_and_tools_that_cannot_fit_do_not_reach_the_recorder(opened, role, monkeypatch):
+    """It would tokenise them in the event loop of the run."""
+    from arborl.chat.tokenizer import FileTokenizer
+
+    loop, seen, encode = threading.get_ident(), [], FileTokenizer.encode
+
+    def watched(self, text, quoted=()):
+        if threading.get_ident() == loop:
+            seen.append(len(text))
+        return encode(self, text, quoted)
+
+    monkeypatch.setattr(FileTokenizer, "encode", watched)
+    long, said = "some words " * 100_000, {"role": "user", "content": "?"}
+    tool = {"function": {"name": "f", "description": long, "parameters": {}}}
+    call = {"id": "1", "function": {"name": "f", "arguments": json.dumps({"a": long})}}
+    bodies = [
+        {"messages": [said, {"role": role, "content": long}]},
+        {"messages": [said], "tools": [tool]},
+        {"messages": [said, {"role": "assistant", "tool_calls": [call]}]},
+        {"messages": [said], "max_tokens": 2},
+    ]
+
+    async def work(at, endpoint):
+        return [await asyncio.to_thread(programs.post, f"{at}/v1/chat/completions", body) for body in bodies]
+
+    answers = visited(opened, work)
+    assert [status for status, _ in answers] == [400, 400, 400, 200]
+    assert all(json.loads(told)["error"]["code"] == "context_length_exceeded" for _, told in answers[:3])
+    assert max(seen, default=0) < 100_000
+
+
 # ------------------------------------------------------------------------------------------------ rewards, steps, URLs
 
 

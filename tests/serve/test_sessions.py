@@ -202,3 +202,45 @@ def test_a_reader_of_long_documents_answers_in_a_session_as_it_does_in_a_rollout
         assert reply.content == episode.answer
         assert [call.completion.tokens for call in talked.calls] == [call.completion.tokens for call in episode.calls]
         assert len(talked.calls) > 1
+
+
+def test_a_session_is_found_by_the_key_that_began_it_and_by_no_other(opened):
+    async def talk():
+        async with client_of(opened, keys=["sk-aaaa", "sk-bbbb"]) as client:
+            mine, other = {"x-api-key": "sk-aaaa"}, {"x-api-key": "sk-bbbb"}
+            at = "/v1/agents/tool/sessions"
+            begun = await client.post(at, json={}, headers=mine)
+            one = f"{at}/{begun.json()['id']}"
+            said = {"content": "Hello"}
+            stolen = [
+                await client.get(one, headers=other),
+                await client.post(f"{one}/messages", json=said, headers=other),
+                await client.post(f"{one}/messages", json={**said, "stream": True}, headers=other),
+                await client.delete(one, headers=other),
+            ]
+            own = [
+                await client.post(f"{one}/messages", json=said, headers=mine),
+                await client.get(one, headers=mine),
+                await client.delete(one, headers=mine),
+            ]
+        return [answer.status_code for answer in stolen], [answer.status_code for answer in own]
+
+    assert asyncio.run(talk()) == ([404] * 4, [200, 200, 204])
+
+
+def test_no_key_can_take_the_sessions_of_another(opened):
+    async def talk():
+        async with client_of(opened, keys=["sk-aaaa", "sk-bbbb", "sk-cccc"], sessions=7) as client:
+
+            async def begin(key):
+                return await client.post("/v1/agents/tool/sessions", json={}, headers={"x-api-key": key})
+
+            greedy = [await begin("sk-aaaa") for _ in range(4)]
+            others = [await begin(key) for key in ("sk-bbbb", "sk-cccc") for _ in range(2)]
+            return greedy, others
+
+    greedy, others = asyncio.run(talk())
+    assert [answer.status_code for answer in greedy] == [201, 201, 429, 429]
+    assert greedy[-1].json()["error"]["code"] == "too_many_sessions"
+    assert "retry-after" in greedy[-1].headers
+    assert [answer.status_code for answer in others] == [201] * 4

@@ -9,6 +9,7 @@ kept. A conversation without control text in it is rendered and tokenised as if 
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,7 +27,8 @@ THINKING = ("<think>", "</think>", "[THINK]", "[/THINK]")
 
 REMEMBERED, SHORT_TEXT = 8192, 2048
 """Messages that are kept as templates read them; siblings of a group are shown the same. Longer ones are not."""
-KNOWN_TOOLS = 64
+KNOWN_TOOLS, SHORT_TOOLS = 64, 65_536
+"""Lists of tools that are kept as templates read them; those that are longer as text are not."""
 
 
 @fast_init
@@ -46,6 +48,10 @@ class Rendered:
             return True
         count, size = len(beginning.quoted), len(beginning.text)
         return self.quoted[:count] == beginning.quoted and all(place >= size for place in self.quoted[count:])
+
+    def until(self, size: int) -> Rendered:
+        """The first `size` characters."""
+        return Rendered(self.text[:size], self.quoted[: bisect_left(self.quoted, size)])
 
     def after(self, size: int, before: str = "") -> Rendered:
         """What follows the first `size` characters, with `before` in front of it."""
@@ -180,7 +186,8 @@ class Quoting:
 
     def message(self, message: Message) -> dict[str, Any]:
         """A message as templates read it. A sampled one is its text alone, so the model is shown what it wrote."""
-        show = self._known if len(message.content) <= SHORT_TEXT else self._shown
+        size = len(message.content) + len(message.tool_call_id or "") + len(message.name or "")
+        show = self._known if size <= SHORT_TEXT else self._shown
         shown = show(message.role, message.content, message.tool_call_id, message.name)
         if not message.tool_calls or message.sampled:
             return shown
@@ -202,11 +209,14 @@ class Quoting:
     def tools(self, tools: Sequence[ToolSpec]) -> list[dict[str, Any]]:
         """Tools as templates read them; those of an agent stay the same, so they are looked through once."""
         key = tuple(map(id, tools))
-        if key not in self._tools:
+        if (known := self._tools.get(key)) is not None:
+            return known[1]
+        shown = [self._tool(tool) for tool in tools]
+        if len(repr(shown)) <= SHORT_TOOLS:
             if len(self._tools) >= KNOWN_TOOLS:
                 self._tools.clear()
-            self._tools[key] = (tuple(tools), [self._tool(tool) for tool in tools])  # who holds them keeps their ids
-        return self._tools[key][1]
+            self._tools[key] = (tuple(tools), shown)  # holding the objects keeps their ids theirs
+        return shown
 
     def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
         """A template's own arguments: texts in them are no more control than those of a prompt."""

@@ -63,7 +63,8 @@ def read_message(given: Any, where: str) -> Message:
     role = given.get("role")
     if role not in ROLES:
         raise ValueError(
-            f"{where}.role: {role!r} is not a role.{did_you_mean(str(role), ROLES)} Write one of {', '.join(ROLES)}."
+            f"{where}.role: {repr(role)[:80]} is not a role.{did_you_mean(str(role)[:80], ROLES)} "
+            f"Write one of {', '.join(ROLES)}."
         )
     calls = given.get("tool_calls") or ()
     if not isinstance(calls, list | tuple):

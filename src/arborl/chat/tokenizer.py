@@ -137,7 +137,7 @@ class FileTokenizer:
         return FileTokenizer, (self.folder,)  # what is remembered stays where it is
 
     def _encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return tuple(_ids(self._tokenizer, text))
 
     def _decode(self, ids: tuple[int, ...]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
@@ -250,7 +250,7 @@ class QuotedText:
         cuts = [0, *begins, len(text)]
         marked = stand_in.join(text[cuts[i] : cuts[i + 1]] for i in range(len(cuts) - 1))
         renamed, ids = self._known(stand_in)
-        return [ids.get(token, token) for token in renamed.encode(marked, add_special_tokens=False).ids]
+        return [ids.get(token, token) for token in _ids(renamed, marked)]
 
     def _renamed(self, stand_in: str) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
         """A tokenizer in which `stand_in` begins those names, and which of its ids are which of ours."""
@@ -292,6 +292,13 @@ class QuotedText:
         if model.get("unk_token") is not None:
             model["unk_token"] = renamed(model["unk_token"])
         return tokenizers.Tokenizer.from_str(json.dumps({**state, "added_tokens": [], "post_processor": None})).model
+
+
+def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
+    """The ids of a text. A long one is tokenised without Python's global lock, so that other threads go on."""
+    if len(text) <= SHORT_TEXT:
+        return tokenizer.encode(text, add_special_tokens=False).ids
+    return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
 def _read_json(file: Path) -> dict[str, Any]:

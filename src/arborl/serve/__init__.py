@@ -8,6 +8,7 @@ In reading order:
     text.py       From tokens to text while they come: no half characters, nothing behind a stop text
     choices.py    One choice of an answer while it is written, and the tool calls it ends with
     schemas.py    What a request may say, field by field
+    parsing.py    From the bytes of a request to a checked object, within bounds and outside the event loop
     reading.py    From a request's body to what is asked of a source
     memory.py     What the model wrote, word for word, for when a client sends it back
     chat.py       `/v1/chat/completions` and `/v1/completions`

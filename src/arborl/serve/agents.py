@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from arborl.serve.chat import NO_BUFFER, call_of, event
+from arborl.serve.parsing import RequestWorkers, bounded_route
 from arborl.serve.problems import as_problem
 from arborl.serve.reading import attended, clean
 from arborl.serve.schemas import SayRequest, SessionRequest
@@ -20,15 +21,19 @@ from arborl.types import Message
 Object = dict[str, Any]
 
 
-def agent_routes(sessions: Sessions, seconds: float | None = None, prefix: str = "/v1") -> APIRouter:
-    """The routes.
+def agent_routes(
+    sessions: Sessions, seconds: float | None = None, prefix: str = "/v1", workers: RequestWorkers | None = None
+) -> APIRouter:
+    """The routes. `request.state.key` names the key of a request: a session belongs to the key that began it.
 
     Args:
         sessions: that there are.
         seconds: longest time for one answer.
         prefix: of their paths.
+        workers: read requests outside the event loop; an application has one for all its routes.
     """
-    router = APIRouter(prefix=prefix)
+    workers = workers or RequestWorkers()
+    router = APIRouter(prefix=prefix, route_class=bounded_route(workers))
 
     @router.get("/agents")
     async def agents() -> Object:
@@ -36,27 +41,28 @@ def agent_routes(sessions: Sessions, seconds: float | None = None, prefix: str =
         return {"object": "list", "data": [{"id": name, "object": "agent"} for name in sessions.company.agents]}
 
     @router.post("/agents/{name}/sessions", status_code=201)
-    async def begin(name: str, body: SessionRequest) -> Object:
+    async def begin(name: str, body: SessionRequest, request: Request) -> Object:
         """Begin a session."""
-        given = clean(body.fields)
-        return about(await sessions.open(name, fields=given, seed=body.seed, temperature=body.temperature))
+        given = await workers.run(lambda: clean(body.fields), request.state.body_size)
+        more = {"fields": given, "seed": body.seed, "temperature": body.temperature}
+        return about(await sessions.open(name, request.state.key, **more))
 
     @router.get("/agents/{name}/sessions/{id}")
-    async def look(name: str, id: str) -> Object:
+    async def look(name: str, id: str, request: Request) -> Object:
         """What was said in it."""
-        session = sessions.find(name, id)
+        session = sessions.find(name, request.state.key, id)
         return {**about(session), "messages": transcript(session)}
 
     @router.delete("/agents/{name}/sessions/{id}", status_code=204)
-    async def end(name: str, id: str) -> Response:
+    async def end(name: str, id: str, request: Request) -> Response:
         """End it."""
-        await sessions.end(name, id)
+        await sessions.end(name, request.state.key, id)
         return Response(status_code=204)
 
     @router.post("/agents/{name}/sessions/{id}/messages", response_model=None)
     async def say(name: str, id: str, body: SayRequest, request: Request) -> Response:
         """Say something to the agent; its answer, with the tool calls on the way."""
-        session = sessions.find(name, id)
+        session = sessions.find(name, request.state.key, id)
         content = clean(body.content)
         if body.stream:
             events = told(session, content, seconds)

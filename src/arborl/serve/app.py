@@ -16,6 +16,7 @@ from arborl.serve.agents import agent_routes
 from arborl.serve.chat import chat_routes
 from arborl.serve.door import Door, Load
 from arborl.serve.keys import Keys, Rates
+from arborl.serve.parsing import RequestWorkers
 from arborl.serve.problems import add_problems
 from arborl.serve.responses import response_routes
 from arborl.serve.sessions import Sessions
@@ -58,8 +59,11 @@ def make_app(
         bounds: on what they take.
         extra: what else lives as long as the application (what follows a run, for instance).
     """
-    bounds = bounds or Bounds()
-    load, rates = Load(bounds.requests), Rates(bounds.per_minute, bounds.burst)
+    bounds, keys = bounds or Bounds(), keys or Keys()
+    load, rates = Load(bounds.requests), Rates(keys.names, bounds.per_minute, bounds.burst)
+    workers = RequestWorkers()
+    if sessions is not None:
+        sessions.keys = len(keys) or 1
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -74,18 +78,18 @@ def make_app(
     app = FastAPI(title="Arbor", lifespan=lifespan)
     app.state.load, app.state.half_open = load, HalfOpen()
     meters = Meters(load, speaker, sessions)
-    app.add_middleware(Door, keys=keys or Keys(), max_body=bounds.body, load=load, rates=rates, seen=meters.count)
+    app.add_middleware(Door, keys=keys, max_body=bounds.body, load=load, rates=rates, seen=meters.count)
     add_problems(app)
 
     def source_of(request: Request) -> Speaker:
         return speaker
 
-    app.include_router(chat_routes(source_of, bounds.seconds))
-    app.include_router(response_routes(source_of, bounds.seconds))
+    app.include_router(chat_routes(source_of, bounds.seconds, workers=workers))
+    app.include_router(response_routes(source_of, bounds.seconds, workers=workers))
     if sessions is not None:
-        app.include_router(agent_routes(sessions, bounds.seconds))
+        app.include_router(agent_routes(sessions, bounds.seconds, workers=workers))
     _add_models(app, speaker)
-    _add_health(app, load, speaker, meters)
+    _add_health(app, load, speaker, rates, meters)
     return app
 
 
@@ -109,9 +113,10 @@ def _add_models(app: FastAPI, speaker: Speaker) -> None:
         return about()
 
 
-def _add_health(app: FastAPI, load: Load, speaker: Speaker, meters: Meters) -> None:
+def _add_health(app: FastAPI, load: Load, speaker: Speaker, rates: Rates, meters: Meters) -> None:
     def state() -> str:
-        return "draining" if load.draining else "failing" if speaker.breaker.open else "ok"
+        failing = speaker.breaker.open or rates.fault() is not None
+        return "draining" if load.draining else "failing" if failing else "ok"
 
     @app.get("/live")
     async def live() -> dict[str, str]:

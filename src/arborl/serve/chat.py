@@ -13,8 +13,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from arborl.chat.tokenizer import TextTokenizer
 from arborl.serve.choices import Choice, Delta, Heard, logprob_of
+from arborl.serve.parsing import RequestWorkers, bounded_route
 from arborl.serve.problems import as_problem
 from arborl.serve.reading import (
     attended,
@@ -23,12 +23,13 @@ from arborl.serve.reading import (
     merged,
     messages_of,
     sampling_of,
+    session_of,
     several,
+    tokens_of,
     tools_of,
 )
 from arborl.serve.schemas import ChatRequest, CompletionRequest, Sampled
 from arborl.serve.source import Asked, Refused, Source, Unavailable
-from arborl.tools.protocol import encodable
 from arborl.types import ToolCall
 
 Object = dict[str, Any]
@@ -37,27 +38,26 @@ SourceOf = Callable[[Request], Source]
 NO_BUFFER = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-def chat_routes(source_of: SourceOf, seconds: float | None = None, prefix: str = "/v1") -> APIRouter:
+def chat_routes(
+    source_of: SourceOf, seconds: float | None = None, prefix: str = "/v1", workers: RequestWorkers | None = None
+) -> APIRouter:
     """The routes that sample.
 
     Args:
         source_of: who answers a request.
         seconds: longest time for one answer.
         prefix: of their paths.
+        workers: read requests outside the event loop; an application has one for all its routes.
     """
-    router = APIRouter(prefix=prefix)
+    workers = workers or RequestWorkers()
+    router = APIRouter(prefix=prefix, route_class=bounded_route(workers))
 
     @router.post("/chat/completions", response_model=None)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """An answer to a conversation."""
         source = source_of(request)
         check_model(body.model, source)
-        tools = tools_of(body.tools, body.tool_choice, source)
-        most = body.max_completion_tokens or body.max_tokens
-        asked = Asked(sampling_of(body, source, most, seconds), body.top_logprobs or 0, tools.begins, body.user or "")
-        messages, manner = source.memory.recalled(messages_of(body.messages)), manner_of(body, tools, source)
-        sayings = [source.chat(messages, tools.specs, one) for one in several(asked, body.n)]
-        choices = [Choice(i, saying, source, manner) for i, saying in enumerate(sayings)]
+        choices = await workers.run(lambda: chat_choices(body, source, seconds), request.state.body_size)
         return await answered(ChatAnswer(body, source, choices), request, body.stream)
 
     @router.post("/completions", response_model=None)
@@ -65,15 +65,32 @@ def chat_routes(source_of: SourceOf, seconds: float | None = None, prefix: str =
         """What follows a text or token ids."""
         source = source_of(request)
         check_model(body.model, source)
-        text = TextTokenizer(source.renderer.tokenizer)
-        prompts = [text.encode(encodable(given)) if isinstance(given, str) else list(given) for given in body.prompts]
-        asked = Asked(sampling_of(body, source, body.max_tokens, seconds), body.logprobs or 0, session=body.user or "")
-        manner = manner_of(body, tools_of(None, None, source), source)
-        sayings = [source.complete(prompt, one) for prompt in prompts for one in several(asked, body.n)]
-        choices = [Choice(i, saying, source, manner) for i, saying in enumerate(sayings)]
+        choices = await workers.run(lambda: text_choices(body, source, seconds), request.state.body_size)
         return await answered(TextAnswer(body, source, choices), request, body.stream)
 
     return router
+
+
+def chat_choices(body: ChatRequest, source: Source, seconds: float | None) -> list[Choice]:
+    """The choices of an answer to a conversation, not begun yet."""
+    tools = tools_of(body.tools, body.tool_choice, source)
+    most = body.max_completion_tokens or body.max_tokens
+    sampling = sampling_of(body, source, most, seconds)
+    asked = Asked(sampling, body.top_logprobs or 0, tools.begins, session_of(body))
+    messages, manner = source.memory.recalled(messages_of(body.messages)), manner_of(body, tools, source)
+    sayings = source.chat(messages, tools.specs, several(asked, body.n))
+    return [Choice(i, saying, source, manner) for i, saying in enumerate(sayings)]
+
+
+def text_choices(body: CompletionRequest, source: Source, seconds: float | None) -> list[Choice]:
+    """The choices of what follows each of the prompts, not begun yet."""
+    prompts = [tokens_of(given, source) for given in body.prompts]
+    asked = Asked(
+        sampling_of(body, source, body.max_tokens, seconds), body.logprobs or 0, session=session_of(body)
+    )  # fmt: skip
+    manner = manner_of(body, tools_of(None, None, source), source)
+    sayings = [source.complete(prompt, one) for prompt in prompts for one in several(asked, body.n)]
+    return [Choice(i, saying, source, manner) for i, saying in enumerate(sayings)]
 
 
 class Answer(ABC):

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from arborl.serve.keys import Keys, Rates
+from arborl.serve.keys import NO_KEY, Keys, Rates
 from arborl.serve.problems import problem
 from arborl.serve.source import Unavailable
 from arborl.spans import span
@@ -24,7 +24,6 @@ OPEN = ("/health", "/live", "/ready")
 """Paths that need no key."""
 WORDS = re.compile(rb"[\w.:-]{1,128}")
 """Ids that a client may give its request."""
-NOBODY = "anyone"
 
 
 class Load:
@@ -94,9 +93,9 @@ class Door(Gate):
         headers = {name.lower(): value for name, value in scope["headers"]}
         given = headers.get(b"x-request-id", b"")
         name = given.decode("ascii") if WORDS.fullmatch(given) else uuid.uuid4().hex
-        who = (self.keys.find(given_key(headers)) if self.keys else None) or NOBODY
+        who = (self.keys.find(given_key(headers)) if self.keys else None) or NO_KEY
         state = scope.setdefault("state", {})
-        state["request_id"] = name
+        state["request_id"], state["key"] = name, who
         began, status = time.perf_counter(), 499  # as long as nothing was said
 
         async def told(message: Any) -> None:
@@ -110,7 +109,7 @@ class Door(Gate):
 
         with span("arborl.request", http__route=scope["path"], arborl__request=name) as own:
             try:
-                await self._counted(scope, receive, told, who)
+                await self._counted(scope, receive, told, headers, who)
             finally:
                 seconds = time.perf_counter() - began
                 route = getattr(scope.get("route"), "path", "other")
@@ -118,10 +117,13 @@ class Door(Gate):
                 self.seen(route, status, seconds)
                 self._write(scope, route, name, who, status, seconds)
 
-    async def _counted(self, scope: Any, receive: Any, send: Any, who: str) -> None:
+    async def _counted(self, scope: Any, receive: Any, send: Any, headers: Mapping[bytes, bytes], who: str) -> None:
         """Requests that make work are counted from here to their last byte."""
-        if scope["method"] != "POST" or self._refusal(scope["path"], _headers(scope)) is not None:
-            await super().__call__(scope, receive, send)
+        if (refusal := self._refusal(scope["path"], headers)) is not None:
+            await refusal(scope, receive, send)
+            return
+        if scope["method"] != "POST" or scope["path"] in OPEN:
+            await self.hand_on(scope, receive, send)
             return
         try:
             self.load.enter()
@@ -130,7 +132,7 @@ class Door(Gate):
             return
         try:
             await self.rates.take(who)
-            await super().__call__(scope, receive, send)
+            await self.hand_on(scope, receive, send)
         except Unavailable as often:
             await _later(often)(scope, receive, send)
         finally:
@@ -164,10 +166,6 @@ class Door(Gate):
             "status": status, "seconds": round(seconds, 4), **counts,
         }  # fmt: skip
         log.info("%s", json.dumps(row))
-
-
-def _headers(scope: Any) -> dict[bytes, bytes]:
-    return {name.lower(): value for name, value in scope["headers"]}
 
 
 def _later(error: Unavailable) -> Any:

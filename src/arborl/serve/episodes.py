@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import secrets
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from arborl.rewards.rules import POSTED
 from arborl.rollout.recorder import Recorder
 from arborl.serve.agents import plain
 from arborl.serve.chat import chat_routes
+from arborl.serve.parsing import RequestWorkers, bounded_route
 from arborl.serve.problems import add_problems, problem
 from arborl.serve.recorded import GONE, OVER, Recorded
 from arborl.serve.responses import response_routes
@@ -33,6 +35,8 @@ from arborl.tools.gate import Gate, HalfOpen, listening
 from arborl.types import Message, Task
 
 MAX_BODY = 2**24
+EPISODE_PATH = re.compile(r"/(?:e|v1/episodes)/(?P<id>[^/]+)(?:/|\Z)")
+UNKNOWN = "no such episode: it is over, or never was"
 PATIENCE = 600.0
 """Seconds that a connection may be silent: a program's own tools take their time."""
 
@@ -178,20 +182,21 @@ class Endpoint:
 
     def _find(self, name: str) -> Visit:
         if (found := self.visits.get(name)) is None:
-            raise Refused("no such episode: it is over, or never was", code="episode_not_found", status=404)
+            raise Refused(UNKNOWN, code="episode_not_found", status=404)
         return found
 
     def _app(self) -> FastAPI:
-        app = FastAPI(title="Arbor, episodes", openapi_url=None)
+        app, workers = FastAPI(title="Arbor, episodes", openapi_url=None), RequestWorkers()
         app.state.half_open = HalfOpen(PATIENCE)
-        app.add_middleware(Slot)
+        app.router.route_class = bounded_route(workers)
+        app.add_middleware(EpisodeGate, known=self.visits)
         add_problems(app)
 
         def source_of(request: Request) -> Recorded:
             return self._find(request.path_params["id"]).source
 
-        app.include_router(chat_routes(source_of, prefix="/e/{id}/v1"))
-        app.include_router(response_routes(source_of, prefix="/e/{id}/v1"))
+        app.include_router(chat_routes(source_of, prefix="/e/{id}/v1", workers=workers))
+        app.include_router(response_routes(source_of, prefix="/e/{id}/v1", workers=workers))
 
         @app.get("/e/{id}")
         async def task(id: str) -> dict[str, Any]:
@@ -231,13 +236,22 @@ class Background(uvicorn.Server):
         self.up.set()
 
 
-class Slot(Gate):
-    """What a request meets first: whether it is small enough. Who may ask is said by its path."""
+class EpisodeGate(Gate):
+    """Refuses requests whose path names no open episode, or that are too large, before their body is read.
 
-    def __init__(self, app: Any):
+    Args:
+        app: what comes after.
+        known: episodes by their ids. The id is the secret: it cannot be guessed.
+    """
+
+    def __init__(self, app: Any, known: Mapping[str, Visit]):
         super().__init__(app, None, MAX_BODY)
+        self.known = known
 
     def _refusal(self, path: str, headers: Mapping[bytes, bytes]) -> Any:
+        found = EPISODE_PATH.match(path)
+        if found is None or found["id"] not in self.known:
+            return problem(404, UNKNOWN, "episode_not_found")
         length = headers.get(b"content-length", b"0")
         return None if length.isdigit() and len(length) < 19 and int(length) <= self.max_body else self._too_large()
 

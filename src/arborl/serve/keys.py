@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import math
+import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
-from arborl.errors import ConfigError
+from arborl.errors import ArborError, ConfigError
 from arborl.serve.source import Unavailable
 from arborl.tools.limit import LimitTimeout, RateLimit
 from arborl.tools.protocol import key_bytes
+
+log = logging.getLogger(__name__)
+
+NO_KEY = "anyone"
+"""The name of requests to a server without keys."""
+CHECK_SECONDS = 1.0
 
 
 class Keys:
@@ -25,16 +34,25 @@ class Keys:
     def __init__(self, keys: Iterable[str] = ()):
         self._known = {hashlib.sha256(key_bytes(key)).digest() for key in keys}
 
-    def __bool__(self) -> bool:
-        return bool(self._known)
+    def __len__(self) -> int:
+        return len(self._known)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all keys; without any, the name of requests that need none."""
+        return tuple(_name(digest) for digest in sorted(self._known)) or (NO_KEY,)
 
     def find(self, given: bytes) -> str | None:
         """What the key is called, if it is one."""
         digest, found = hashlib.sha256(given).digest(), None
         for known in self._known:
             if hmac.compare_digest(known, digest):
-                found = f"key-{digest.hex()[:8]}"
+                found = _name(digest)
         return found
+
+
+def _name(digest: bytes) -> str:
+    return f"key-{digest.hex()[:8]}"
 
 
 def read_keys(flags: Iterable[str], file: Path | None, environment: str | None) -> Keys:
@@ -53,30 +71,57 @@ def read_keys(flags: Iterable[str], file: Path | None, environment: str | None) 
 
 
 class Rates:
-    """So many requests a minute of each key, over all servers of this machine that use it.
+    """So many requests a minute of each key, over all servers of this machine that have the key and the same numbers.
+
+    Servers with other numbers count apart, so that what an earlier server left behind cannot stop a new one.
 
     Args:
+        names: of the keys.
         per_minute: 0 for no limit.
         burst: requests at once after a pause.
     """
 
-    def __init__(self, per_minute: float = 0.0, burst: int = 1):
-        self.per_minute, self.burst = per_minute, burst
+    def __init__(self, names: Iterable[str], per_minute: float = 0.0, burst: int = 1):
+        self.per_minute = per_minute
         self._limits: dict[str, RateLimit] = {}
+        self._fault: str | None = None
+        self._checked = -math.inf
+        try:
+            if per_minute:
+                numbers = f"{per_minute:g} {burst}"
+                self._limits = {who: RateLimit(per_minute, burst, f"serve {who} {numbers}") for who in names}
+            if (fault := self.fault()) is not None:
+                raise ConfigError(fault)
+        except (ArborError, OSError) as error:
+            raise ConfigError(f"--per-minute {per_minute:g}: requests cannot be counted: {error}") from error
+
+    def fault(self) -> str | None:
+        """Why requests of some key cannot be counted, if they cannot; looked up once a second at most."""
+        if time.monotonic() - self._checked > CHECK_SECONDS:
+            self._checked, self._fault = time.monotonic(), None
+            try:
+                for limit in self._limits.values():
+                    limit.check()
+            except (ArborError, OSError) as error:
+                self._fault = str(error)
+        return self._fault
 
     async def take(self, who: str) -> None:
-        """Count one request; `Unavailable` where it is one too many."""
+        """Count one request; `Unavailable` where it is one too many, or cannot be counted."""
         if not self.per_minute:
             return
-        if who not in self._limits:
-            self._limits[who] = RateLimit(self.per_minute, self.burst, f"serve {who}")
         try:
             await self._limits[who].acquire(timeout=0)
         except LimitTimeout as error:
             wait = math.ceil(60.0 / self.per_minute)
             told = f"more than {self.per_minute:g} requests a minute of this key"
             raise Unavailable(told, wait, 429, "rate_limit_exceeded") from error
+        except (ArborError, OSError) as error:
+            self._checked, self._fault = time.monotonic(), str(error)
+            log.warning("requests of %s cannot be counted: %s", who, error)
+            raise Unavailable("requests cannot be counted, so none are answered", code="rate_limit_failed") from error
 
     def forget(self) -> None:
         for limit in self._limits.values():
-            limit.forget()
+            with suppress(OSError):
+                limit.forget()

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from fastapi import Request
 
+from arborl.chat.fit import has_more_tokens
 from arborl.chat.messages import read_messages, read_tools
+from arborl.chat.tokenizer import TextTokenizer
 from arborl.serve.choices import Choice, Delta, Manner, forced
-from arborl.serve.schemas import Drawing, Sampled
-from arborl.serve.source import Asked, Refused, Source, Unavailable
+from arborl.serve.parsing import TOO_COMPLEX
+from arborl.serve.schemas import LONGEST_NAME, Drawing, Sampled, ToolChoice
+from arborl.serve.source import TOO_LONG, Asked, Refused, Source, Unavailable
+from arborl.tools.json_bounds import DEFAULT_BOUNDS, JsonBounds, JsonBoundsError, check_json
 from arborl.tools.protocol import encodable
 from arborl.types import Message, Sampling, ToolSpec
 
@@ -49,33 +53,78 @@ def check_model(asked: str, source: Source) -> None:
 
 def messages_of(given: Any) -> list[Message]:
     """Messages in OpenAI's shape; `developer` is what newer clients call the system."""
+    check_arguments(given)
     named = [{**one, "role": "system"} if one.get("role") == "developer" else one for one in clean(given)]
     try:
-        return list(read_messages(named, "messages"))
+        messages = list(read_messages(named, "messages"))
     except (ValueError, RecursionError) as error:
         raise Refused(str(error), "messages") from error
+    check_names("messages", [name for one in messages for name in (one.name, one.tool_call_id) if name])
+    check_names("messages", [name for one in messages for call in one.tool_calls for name in (call.id, call.name)])
+    return messages
 
 
-def tools_of(given: Any, choice: Any, source: Source) -> Tools:
+def check_names(param: str, names: Sequence[str]) -> None:
+    """Names and ids are short: they are tokenised, compared and kept more often than other text."""
+    if names and max(map(len, names)) > LONGEST_NAME:
+        raise Refused(f"{param}: a name or an id has more than {LONGEST_NAME} characters", param)
+
+
+def check_arguments(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Arguments of tool calls are JSON in a string. They have the bounds of a body, all of them together."""
+    left = DEFAULT_BOUNDS.costly
+    for message in messages:
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            function = call.get("function") if isinstance(call, dict) else None
+            arguments = function.get("arguments") if isinstance(function, dict) else None
+            if not isinstance(arguments, str):
+                continue
+            try:
+                left -= check_json(arguments.encode("utf-8", "surrogatepass"), JsonBounds(costly=left))
+            except JsonBoundsError as error:
+                told = "the arguments of all tool calls exceed the bounds of one request"
+                raise Refused(f"{told}: {error}", "messages", TOO_COMPLEX) from error
+
+
+def tools_of(given: Any, choice: ToolChoice | str | None, source: Source) -> Tools:
     """The tools that the model is told of, and whether it must call one of them."""
     try:
         specs = read_tools(clean(given), "tools") if given else ()
     except (ValueError, RecursionError) as error:
         raise Refused(str(error), "tools") from error
+    check_names("tools", [spec.name for spec in specs])
     if choice == "none":
         return Tools()
     if choice in (None, "auto"):
         return Tools(specs)
     named = specs
-    if choice != "required":
-        function = choice.get("function", choice) if choice.get("type") == "function" else None
-        name = function.get("name") if isinstance(function, dict) else None
+    if isinstance(choice, ToolChoice):
+        name = choice.name if choice.function is None else choice.function.name
         named = tuple(spec for spec in specs if spec.name == name)
         if not named:
             raise Refused(f"tool_choice: there is no tool {name!r} among the tools", "tool_choice")
     if not named:
         raise Refused("tool_choice: there are no tools to choose from", "tool_choice")
     return Tools(specs, forced(source.renderer, named))
+
+
+def tokens_of(prompt: str | Sequence[int], source: Source) -> list[int]:
+    """The ids of a prompt. A text that cannot fit is refused before all of it is tokenised."""
+    if not isinstance(prompt, str):
+        return list(prompt)
+    text, tokenizer = encodable(prompt), TextTokenizer(source.renderer.tokenizer)
+    if has_more_tokens(text, tokenizer.encode, source.context):
+        raise Refused(f"the prompt has more tokens than the context of {source.context}", "prompt", TOO_LONG)
+    ids = tokenizer.encode(text)
+    if len(ids) >= source.context:  # before the prompts behind it are tokenised
+        raise Refused(f"the prompt has {len(ids)} tokens and the context {source.context}", "prompt", TOO_LONG)
+    return ids
+
+
+def session_of(body: Drawing) -> str:
+    """The session of an engine. Its names are apart from those that the engine's own callers use."""
+    return f"user {body.user}" if body.user else ""
 
 
 def sampling_of(body: Drawing, source: Source, most: int | None, seconds: float | None) -> Sampling:

@@ -12,11 +12,13 @@ import contextvars
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any, TypeVar
 
+from arborl.chat.fit import USUAL_CHARS, cannot_fit, rendered_cannot_fit, tool_text, tools_cannot_fit
+from arborl.chat.tokenizer import TextTokenizer
 from arborl.errors import ContextFull, EpisodeError, EpisodeOver, MaxTurns
 from arborl.rollout.recorder import Recorder
 from arborl.serve.memory import Memory
-from arborl.serve.source import Asked, Piece, Refused, Unavailable
-from arborl.serve.speaker import TOO_LONG, UNRENDERED
+from arborl.serve.source import TOO_LONG, Asked, Piece, Refused, Unavailable
+from arborl.serve.speaker import UNRENDERED
 from arborl.types import Call, Message, ToolSpec
 
 T = TypeVar("T")
@@ -56,16 +58,36 @@ class Recorded:
         """Programs have a model's name written into them; whichever it is, this one is meant."""
         return True
 
-    def chat(self, messages: Sequence[Message], tools: Sequence[ToolSpec], asked: Asked) -> RecordedSaying:
-        if asked.top:
+    def chat(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], asked: Sequence[Asked]
+    ) -> Sequence[RecordedSaying]:
+        if any(one.top for one in asked):
             raise Refused("the likeliest tokens are not told here", "top_logprobs")
-        return RecordedSaying(self, messages, tools, asked)
+        full = self._full(messages, tools)
+        return [RecordedSaying(self, messages, tools, one, full) for one in asked]
+
+    def _full(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> ContextFull | None:
+        """Set where the prompt is far too long. The recorder tokenises in the run's event loop, so it must not be given
+        such a prompt."""
+        size = sum(len(message.content) for message in messages) + len(tool_text(messages, tools))
+        if size <= USUAL_CHARS * self.context:
+            return None
+        full = ContextFull(f"the messages and tools have {size:,} characters, the context {self.context} tokens")
+        text = TextTokenizer(self.renderer.tokenizer)
+        if cannot_fit(messages, text, self.context) or tools_cannot_fit(messages, tools, text, self.context):
+            return full
+        try:
+            shown = self.renderer.render(messages, tools)
+        except UNRENDERED as error:
+            raise Refused(f"the model cannot be shown these messages: {error}", "messages") from error
+        return full if rendered_cannot_fit(shown, self.renderer, self.context) else None
 
     def complete(self, prompt: Sequence[int], asked: Asked) -> RecordedSaying:
         raise Refused("what is recorded are conversations: use /v1/chat/completions or /v1/responses", status=404)
 
-    async def call(self, messages: Sequence[Message], tools: Sequence[ToolSpec], asked: Asked) -> Call:
+    async def call(self, saying: RecordedSaying) -> Call:
         """One call of the model, in the episode's name."""
+        asked = saying.asked
         self._check_open()
         self.calls += 1
         if self.calls > self.most:
@@ -73,12 +95,8 @@ class Recorded:
             raise Refused(f"{self.over} (agent.args.max_calls)", code="max_calls")
         if asked.sampling.drawn != self.sampling.drawn:
             self.recorder.count({"endpoint/overruled": 1.0})
-        own = asked.sampling
-        asking = self.recorder.call(
-            messages, tools, stop=own.stop_texts, most=own.max_tokens, begins=asked.begins
-        )  # fmt: skip
         try:
-            call = await self.within(asking)
+            call = await self.within(self._ask(saying))
         except ContextFull as full:
             self.over = full
             raise Refused(str(full), "messages", TOO_LONG) from full
@@ -99,6 +117,14 @@ class Recorded:
         self.over, self.last, self.version = None, call.reply, call.completion.version
         return call
 
+    async def _ask(self, saying: RecordedSaying) -> Call:
+        if saying.full is not None:
+            raise saying.full
+        asked, own = saying.asked, saying.asked.sampling
+        return await self.recorder.call(
+            saying.messages, saying.tools, stop=own.stop_texts, most=own.max_tokens, begins=asked.begins
+        )  # fmt: skip
+
     async def within(self, work: Coroutine[Any, Any, T]) -> T:
         """What `work` comes to, as a part of the episode."""
         return await asyncio.create_task(work, context=self._inside.copy())
@@ -116,11 +142,18 @@ class Recorded:
 class RecordedSaying:
     """One call. It is told when it is there as a whole: nobody looks on while a program is trained."""
 
-    def __init__(self, source: Recorded, messages: Sequence[Message], tools: Sequence[ToolSpec], asked: Asked):
-        self.source, self.messages, self.tools, self.asked = source, messages, tools, asked
+    def __init__(
+        self,
+        source: Recorded,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSpec],
+        asked: Asked,
+        full: ContextFull | None = None,
+    ):
+        self.source, self.messages, self.tools, self.asked, self.full = source, messages, tools, asked, full
         self.prompt: tuple[int, ...] = ()
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
-        call = await self.source.call(self.messages, self.tools, self.asked)
+        call = await self.source.call(self)
         self.prompt, said = tuple(call.prompt), call.completion
         yield Piece(said.tokens, said.logprobs, finish=said.finish, version=said.version)

@@ -14,30 +14,40 @@ from fastapi.responses import Response
 
 from arborl.serve.chat import SourceOf, answered
 from arborl.serve.choices import Choice
-from arborl.serve.reading import check_model, manner_of, messages_of, sampling_of, tools_of
-from arborl.serve.schemas import ResponseRequest
+from arborl.serve.parsing import RequestWorkers, bounded_route
+from arborl.serve.reading import check_model, manner_of, messages_of, sampling_of, session_of, tools_of
+from arborl.serve.schemas import ResponseRequest, ToolChoice
 from arborl.serve.source import Asked, Refused, Source
 from arborl.types import ToolCall
 
 Object = dict[str, Any]
 
 
-def response_routes(source_of: SourceOf, seconds: float | None = None, prefix: str = "/v1") -> APIRouter:
+def response_routes(
+    source_of: SourceOf, seconds: float | None = None, prefix: str = "/v1", workers: RequestWorkers | None = None
+) -> APIRouter:
     """The route; see `chat_routes`."""
-    router = APIRouter(prefix=prefix)
+    workers = workers or RequestWorkers()
+    router = APIRouter(prefix=prefix, route_class=bounded_route(workers))
 
     @router.post("/responses", response_model=None)
     async def responses(body: ResponseRequest, request: Request) -> Response:
         """An answer to a text, or to items of a conversation."""
         source = source_of(request)
         check_model(body.model, source)
-        tools = tools_of(body.tools, body.tool_choice, source)
-        asked = Asked(sampling_of(body, source, body.max_output_tokens, seconds), 0, tools.begins, body.user or "")
-        messages = source.memory.recalled(messages_of(items(body)))
-        choice = Choice(0, source.chat(messages, tools.specs, asked), source, manner_of(body, tools, source))
+        choice = await workers.run(lambda: response_choice(body, source, seconds), request.state.body_size)
         return await answered(ResponseAnswer(body, source, choice), request, body.stream)
 
     return router
+
+
+def response_choice(body: ResponseRequest, source: Source, seconds: float | None) -> Choice:
+    """The answer, not begun yet."""
+    tools = tools_of(body.tools, body.tool_choice, source)
+    asked = Asked(sampling_of(body, source, body.max_output_tokens, seconds), 0, tools.begins, session_of(body))
+    messages = source.memory.recalled(messages_of(items(body)))
+    (saying,) = source.chat(messages, tools.specs, [asked])
+    return Choice(0, saying, source, manner_of(body, tools, source))
 
 
 def items(body: ResponseRequest) -> list[Object]:
@@ -142,7 +152,7 @@ class ResponseAnswer:
             "instructions": self.body.instructions, "max_output_tokens": self.body.max_output_tokens,
             "model": self.source.name, "output": outputs or [], "parallel_tool_calls": self.body.parallel_tool_calls,
             "previous_response_id": None, "store": False, "temperature": self.body.temperature,
-            "text": {"format": {"type": "text"}}, "tool_choice": self.body.tool_choice or "auto",
+            "text": {"format": {"type": "text"}}, "tool_choice": choice_of(self.body),
             "tools": self.body.tools or [], "top_p": self.body.top_p, "truncation": "disabled",
             "usage": None if outputs is None else self.usage(), "metadata": self.body.metadata or {},
         }  # fmt: skip
@@ -151,6 +161,11 @@ class ResponseAnswer:
         data = json.dumps({"type": kind, "sequence_number": self._number, **told}, ensure_ascii=False)
         self._number += 1
         return f"event: {kind}\ndata: {data}\n\n".encode("utf-8", "replace")
+
+
+def choice_of(body: ResponseRequest) -> Any:
+    chosen = body.tool_choice
+    return chosen.model_dump(exclude_none=True) if isinstance(chosen, ToolChoice) else chosen or "auto"
 
 
 def text_part(text: str) -> Object:

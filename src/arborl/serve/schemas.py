@@ -5,18 +5,43 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 MOST_CHOICES = 16
 MOST_LIKELY = 20
-Stops = Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=8)]
+MOST_FIELDS = 64
+MOST_MESSAGES = 10_000
+MOST_PROMPTS = 4 * MOST_CHOICES
+LONGEST_NAME = 512
+"""Characters."""
+Stops = Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=8, fail_fast=True)]
 Object = dict[str, Any]
+Messages = Annotated[list[Object], Field(max_length=MOST_MESSAGES, fail_fast=True)]
+ToolList = Annotated[list[Object], Field(max_length=128, fail_fast=True)]
+Ids = Annotated[list[int], Field(fail_fast=True)]
+"""Lists stop at the first wrong item: an error for each of 100,000 would take seconds."""
+
+
+def _are_short(given: Object) -> Object:
+    if not all(isinstance(value, str) and len(key) + len(value) <= 2 * LONGEST_NAME for key, value in given.items()):
+        raise ValueError(f"give texts of up to {LONGEST_NAME} characters")
+    return given
+
+
+Metadata = Annotated[Object, Field(max_length=16), AfterValidator(_are_short)]
 
 
 class Body(BaseModel):
     """Of any request."""
 
     model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_fields(cls, given: Any) -> Any:
+        if isinstance(given, dict) and len(given) > MOST_FIELDS:
+            raise ValueError(f"more than {MOST_FIELDS} fields")
+        return given
 
 
 class StreamOptions(Body):
@@ -28,7 +53,7 @@ class StreamOptions(Body):
 class Drawing(Body):
     """How tokens are drawn; the same for all that samples."""
 
-    model: str = ""
+    model: str = Field("", max_length=LONGEST_NAME)
     """As `/v1/models` says; without one, the model that is served."""
     temperature: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
     """Without one, the run's own."""
@@ -36,8 +61,8 @@ class Drawing(Body):
     top_k: int | None = Field(None, ge=0)
     min_p: float | None = Field(None, ge=0, le=1)
     stream: bool = False
-    user: str | None = None
-    metadata: Object | None = None
+    user: str | None = Field(None, max_length=LONGEST_NAME)
+    metadata: Metadata | None = None
     store: Literal[False] | None = None
 
     @field_validator("temperature")
@@ -57,7 +82,7 @@ class Sampled(Drawing):
     stream_options: StreamOptions | None = None
     presence_penalty: Literal[0] | None = None
     frequency_penalty: Literal[0] | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
+    logit_bias: Annotated[Object, Field(max_length=0)] | None = None
     return_token_ids: bool = False
     """Also tell the ids of the prompt and of each choice."""
 
@@ -75,12 +100,24 @@ class Plain(BaseModel):
     type: Literal["text"] = "text"
 
 
+class FunctionName(Body):
+    name: str = Field(max_length=LONGEST_NAME)
+
+
+class ToolChoice(Body):
+    """One tool by its name, as chat completions write it (`function`) or as responses do (`name`)."""
+
+    type: Literal["function"]
+    function: FunctionName | None = None
+    name: str | None = Field(None, max_length=LONGEST_NAME)
+
+
 class ChatRequest(Sampled):
     """`POST /v1/chat/completions`."""
 
-    messages: list[Object] = Field(min_length=1, max_length=10_000)
-    tools: list[Object] | None = Field(None, max_length=128)
-    tool_choice: Literal["none", "auto", "required"] | Object | None = None
+    messages: Messages = Field(min_length=1)
+    tools: ToolList | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool = True
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -99,7 +136,12 @@ class ChatRequest(Sampled):
 class CompletionRequest(Sampled):
     """`POST /v1/completions`."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: (
+        str
+        | Ids
+        | Annotated[list[str], Field(max_length=MOST_PROMPTS, fail_fast=True)]
+        | Annotated[list[Ids], Field(max_length=MOST_PROMPTS, fail_fast=True)]
+    )
     """Text, in which nothing is a control token; or token ids, in which anything may be."""
     max_tokens: int | None = Field(16, ge=1)
     echo: bool = False
@@ -116,8 +158,8 @@ class CompletionRequest(Sampled):
             raise ValueError("best_of: only what is shown is sampled; leave it out")
         if not self.prompts:
             raise ValueError("prompt: empty")
-        if len(self.prompts) * self.n > 4 * MOST_CHOICES:
-            raise ValueError(f"prompt: {len(self.prompts)} times n={self.n}; at most {4 * MOST_CHOICES} in one request")
+        if len(self.prompts) * self.n > MOST_PROMPTS:
+            raise ValueError(f"prompt: {len(self.prompts)} times n={self.n}; at most {MOST_PROMPTS} in one request")
         return self
 
     @property
@@ -129,16 +171,16 @@ class CompletionRequest(Sampled):
 class ResponseRequest(Drawing):
     """`POST /v1/responses`, in its plain form: nothing is kept between two of them."""
 
-    input: str | list[Object]
+    input: str | Messages
     instructions: str | None = None
-    tools: list[Object] | None = Field(None, max_length=128)
-    tool_choice: Literal["none", "auto", "required"] | Object | None = None
+    tools: ToolList | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool = True
     max_output_tokens: int | None = Field(None, ge=1)
     top_logprobs: Literal[0] | None = None
     truncation: Literal["disabled"] | None = None
     text: Object | None = None
-    include: Annotated[list[str], Field(max_length=0)] | None = None
+    include: Annotated[list[str], Field(max_length=0, fail_fast=True)] | None = None
 
     @field_validator("text")
     @classmethod

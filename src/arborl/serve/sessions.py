@@ -265,24 +265,36 @@ class AgentSession:
 
 @dataclass(slots=True)
 class Sessions:
-    """The sessions of a server: so many, each for as long as it is used."""
+    """The sessions of a server: so many, each for as long as it is used. A session belongs to the key that began it;
+    other keys cannot find it."""
 
     company: Company
     most: int = 256
     idle: float = 3600.0
-    """Seconds after which one that nobody used is ended."""
-    _open: dict[str, AgentSession] = field(default_factory=dict)
+    """Seconds after which one that was not used is ended."""
+    keys: int = 1
+    """API keys that share them. None may have more than its share, so none can take those of another."""
+    _open: dict[tuple[str, str], AgentSession] = field(default_factory=dict)
+    """By the name of the key and the session's id."""
 
     def __len__(self) -> int:
         return len(self._open)
 
-    async def open(self, agent: str, **more: Any) -> AgentSession:
+    @property
+    def share(self) -> int:
+        """Sessions that one key may have."""
+        return max(1, self.most // self.keys)
+
+    async def open(self, agent: str, key: str, **more: Any) -> AgentSession:
         self.check(agent)
         await self._forget()
         if len(self._open) >= self.most:
             raise Unavailable(f"{self.most} sessions are open", 10.0, 429, "too_many_sessions")
+        if sum(owner == key for owner, _ in self._open) >= self.share:
+            told = f"{self.share} sessions of this key are open, which is its share of {self.most}"
+            raise Unavailable(told, 10.0, 429, "too_many_sessions")
         made = AgentSession(self.company, agent, **more)
-        self._open[made.id] = made
+        self._open[key, made.id] = made
         return made
 
     def check(self, agent: str) -> None:
@@ -290,16 +302,16 @@ class Sessions:
             known = ", ".join(self.company.agents)
             raise Refused(f"no agent is called {agent!r} here; there is: {known}", "name", "agent_not_found", 404)
 
-    def find(self, agent: str, name: str) -> AgentSession:
+    def find(self, agent: str, key: str, name: str) -> AgentSession:
         self.check(agent)
-        found = self._open.get(name)
+        found = self._open.get((key, name))
         if found is None or found.agent != agent:
             raise Refused("no such session: it was ended, or never begun", "id", "session_not_found", 404)
         return found
 
-    async def end(self, agent: str, name: str) -> None:
-        await self.find(agent, name).end()
-        self._open.pop(name, None)
+    async def end(self, agent: str, key: str, name: str) -> None:
+        await self.find(agent, key, name).end()
+        self._open.pop((key, name), None)
 
     async def close(self) -> None:
         for session in list(self._open.values()):
@@ -308,7 +320,7 @@ class Sessions:
 
     async def _forget(self) -> None:
         now = time.monotonic()
-        for name, session in list(self._open.items()):
+        for place, session in list(self._open.items()):
             if not session.busy and now - session.used > self.idle:
                 await session.end()
-                self._open.pop(name, None)
+                self._open.pop(place, None)

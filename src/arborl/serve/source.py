@@ -15,6 +15,7 @@ from arborl.errors import ArborError
 from arborl.serve.memory import Memory
 from arborl.types import Finish, Message, Sampling, ToolSpec
 
+TOO_LONG = "context_length_exceeded"
 Likely = tuple[tuple[int, float], ...]
 """The likeliest tokens at one place, likeliest first, with their log-probabilities."""
 
@@ -90,10 +91,10 @@ class Source(Protocol):
         """Whether a client that asks for this model means this one."""
         ...
 
-    def chat(self, messages: Sequence[Message], tools: Sequence[ToolSpec], asked: Asked) -> Saying:
-        """An answer to these messages."""
+    def chat(self, messages: Sequence[Message], tools: Sequence[ToolSpec], asked: Sequence[Asked]) -> Sequence[Saying]:
+        """Answers to these messages, one for each of `asked`. Called from several threads at once."""
         ...
 
     def complete(self, prompt: Sequence[int], asked: Asked) -> Saying:
-        """What follows these ids."""
+        """What follows these ids. Called from several threads at once."""
         ...

@@ -12,18 +12,17 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from arborl.chat.fit import cannot_fit
+from arborl.chat.fit import cannot_fit, rendered_cannot_fit, tools_cannot_fit
 from arborl.chat.renderer import Renderer
 from arborl.chat.tokenizer import TextTokenizer
 from arborl.engines.checks import check_sampling, read_prompt
 from arborl.engines.engine import Engine, Listener, Weights
 from arborl.errors import EngineError
 from arborl.serve.memory import Memory
-from arborl.serve.source import Asked, Likely, Piece, Refused, Saying, Unavailable
+from arborl.serve.source import TOO_LONG, Asked, Likely, Piece, Refused, Saying, Unavailable
 from arborl.tools.breaker import Breaker
 from arborl.types import Completion, Message, Metrics, Sampling, ToolSpec
 
-TOO_LONG = "context_length_exceeded"
 UNRENDERED = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
 """What a template raises over messages that it was not written for."""
 
@@ -176,16 +175,22 @@ class Speaker:
     def answers_to(self, model: str) -> bool:
         return model == self.name
 
-    def chat(self, messages: Sequence[Message], tools: Sequence[ToolSpec], asked: Asked) -> Saying:
+    def chat(self, messages: Sequence[Message], tools: Sequence[ToolSpec], asked: Sequence[Asked]) -> Sequence[Saying]:
         renderer, text = self.renderer, TextTokenizer(self.renderer.tokenizer)
-        if cannot_fit([replace(message, role="user") for message in messages], text, self.context):
-            raise Refused(f"the messages have more tokens than the context of {self.context}", "messages", TOO_LONG)
+        long = f"the messages and tools have more tokens than the context of {self.context}"
+        written = [replace(message, role="user") for message in messages]
+        if cannot_fit(written, text, self.context) or tools_cannot_fit(messages, tools, text, self.context):
+            raise Refused(long, "messages", TOO_LONG)
         try:
             shown = renderer.render(messages, tools)
-            ids = renderer.encode(shown + renderer.said(asked.begins)) if asked.begins else renderer.encode(shown)
+            if begins := asked[0].begins:
+                shown += renderer.said(begins)
+            if rendered_cannot_fit(shown, renderer, self.context):
+                raise Refused(long, "messages", TOO_LONG)
+            ids = renderer.encode(shown)
         except UNRENDERED as error:
             raise Refused(f"the model cannot be shown these messages: {error}", "messages") from error
-        return self._begin(ids, asked, "messages")
+        return [self._begin(ids, one, "messages") for one in asked]
 
     def complete(self, prompt: Sequence[int], asked: Asked) -> Saying:
         return self._begin(prompt, asked, "prompt")

@@ -46,6 +46,10 @@ class Gate:
         if refusal := self._refusal(scope["path"], headers):
             await refusal(scope, receive, send)
             return
+        await self.hand_on(scope, receive, send)
+
+    async def hand_on(self, scope: Any, receive: Any, send: Any) -> None:
+        """Read the body of a request that is not refused, and hand both on."""
         body = bytearray()
         more = True
         while more:

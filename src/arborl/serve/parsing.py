@@ -1,0 +1,120 @@
+"""From the bytes of a request to a checked object: within bounds, outside the event loop, with a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+
+from arborl.serve.source import Refused, Unavailable
+from arborl.tools.json_bounds import JsonBoundsError, load_json
+from arborl.tools.threads import TooManyStuck, in_thread
+
+T = TypeVar("T")
+SMALL_BODY = 8192
+"""Bytes. Work on smaller bodies takes milliseconds at most, less than a thread may cost."""
+WORKERS = 4
+SECONDS = 10.0
+TOO_COMPLEX = "body_too_complex"
+
+
+class RequestWorkers:
+    """Threads that parse, validate, render and tokenise large requests, so that the event loop keeps answering others.
+
+    Args:
+        most: threads at once; more requests wait.
+        seconds: from the beginning of the wait until the work is done. A thread cannot be stopped, so the work itself
+            must be bounded too.
+    """
+
+    def __init__(self, most: int = WORKERS, seconds: float = SECONDS):
+        self.seconds = seconds
+        self._slots = asyncio.Semaphore(most)
+
+    async def run(self, work: Callable[[], T], size: int) -> T:
+        """The result of `work`, which belongs to a request with a body of `size` bytes.
+
+        Raises:
+            Unavailable: it took too long.
+        """
+        if size <= SMALL_BODY:
+            return work()
+        try:
+            async with asyncio.timeout(self.seconds), self._slots:
+                result: T = await in_thread(work, "reading requests", self.seconds)
+                return result
+        except (TimeoutError, TooManyStuck) as error:
+            message = f"reading the request took longer than {self.seconds:g} s: send less, or try again later"
+            raise Unavailable(message, code="request_timeout") from error
+
+
+class ParsedRequest(Request):
+    """A request whose body is parsed already. FastAPI takes the object as it is."""
+
+    parsed: BaseModel
+
+    async def body(self) -> bytes:
+        return b"parsed"
+
+    async def json(self) -> Any:
+        return self.parsed
+
+
+def bounded_route(workers: RequestWorkers) -> type[APIRoute]:
+    """A class of routes whose bodies are parsed by `workers`; for `APIRouter(route_class=…)`.
+
+    `request.state.body_size` is the size of the body in bytes, for what the route itself runs by `workers`.
+    """
+
+    class BoundedRoute(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            handle = super().get_route_handler()
+            if self.body_field is None:
+                return handle
+            model: Any = self.body_field.field_info.annotation
+
+            async def parsed_first(request: Request) -> Response:
+                given = ParsedRequest(request.scope, request.receive)
+                _check_content_type(given)
+                data = await request.body()
+                given.state.body_size = len(data)
+                given.parsed = await workers.run(partial(parse_body, data, model), len(data))
+                return await handle(given)
+
+            return parsed_first
+
+    return BoundedRoute
+
+
+def parse_body(data: bytes, model: type[BaseModel]) -> BaseModel:
+    """The request in a body.
+
+    Raises:
+        Refused: the body is not JSON, or exceeds a bound.
+        RequestValidationError: it is not a request of this kind.
+    """
+    try:
+        given = load_json(data)
+    except JsonBoundsError as error:
+        raise Refused(str(error), code=TOO_COMPLEX) from None
+    except ValueError as error:
+        raise Refused(f"the body is not valid JSON in UTF-8: {error}", code="invalid_json") from None
+    try:
+        return model.model_validate(given)
+    except ValidationError as error:
+        faults = error.errors(include_url=False, include_context=False, include_input=False)
+        raise RequestValidationError([{**fault, "loc": ("body", *fault["loc"])} for fault in faults]) from None
+
+
+def _check_content_type(request: Request) -> None:
+    """A page in a browser can send other types to any address without being asked."""
+    kind, _, sub = request.headers.get("content-type", "").partition(";")[0].strip().lower().partition("/")
+    if kind != "application" or not (sub == "json" or sub.endswith("+json")):
+        raise Refused("send the body as Content-Type: application/json", code="invalid_content_type")

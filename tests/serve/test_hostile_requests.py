@@ -1,0 +1,260 @@
+"""One request of a client, whatever is in it, costs the other clients nothing that they notice."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest_serve import client_of
+
+from arborl.serve.parsing import SMALL_BODY, RequestWorkers
+from arborl.serve.source import Refused, Unavailable
+from arborl.serve.speaker import Speaker
+
+SIZE = 2_000_000
+USER = b'{"role":"user","content":"hi"}'
+ASK = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
+
+
+def filled(unit, last):
+    return unit * (SIZE // len(unit)) + last
+
+
+def chat(*fields):
+    return "chat/completions", b'{"messages":[' + USER + b"]," + b",".join(fields) + b"}"
+
+
+def called(arguments):
+    call = b'{"id":"1","function":{"name":"f","arguments":' + arguments + b"}}"
+    return "chat/completions", b'{"messages":[' + USER + b',{"role":"assistant","tool_calls":[' + call + b"]}]}"
+
+
+TOO_COMPLEX = {
+    "prompt of objects": ("completions", b'{"prompt":[' + filled(b"{},", b"{}") + b"]}"),
+    "prompt of arrays": ("completions", b'{"prompt":[' + filled(b"[],", b"[]") + b"]}"),
+    "prompt of strings": ("completions", b'{"prompt":[' + filled(b'"",', b'""') + b"]}"),
+    "unknown fields": chat(*(b'"f%d":0' % number for number in range(SIZE // 11))),
+    "unknown fields inside": chat(b'"stream_options":{' + filled(b'"a":0,', b'"b":0') + b"}"),
+    "tool schema": chat(b'"tools":[{"function":{"name":"f","parameters":{"enum":[' + filled(b"{},", b"{}") + b"]}}}]"),
+    "tool calls": called(b'{"a":[' + filled(b"{},", b"{}") + b"]}"),
+    "tool calls as text": called(b'"{\\"a\\":[' + filled(b"{},", b"{}") + b']}"'),
+    "messages": ("chat/completions", b'{"messages":[' + filled(USER + b",", USER) + b"]}"),
+    "parts": ("chat/completions", b'{"messages":[{"content":[' + filled(b'{"text":"a"},', b"{}") + b"]}]}"),
+    "items": ("responses", b'{"input":[' + filled(b"{},", b"{}") + b"]}"),
+    "fields of a session": ("agents/tool/sessions", b'{"fields":{"a":[' + filled(b"{},", b"{}") + b"]}}"),
+    "stop": chat(b'"stop":[' + filled(b"{},", b"{}") + b"]"),
+}
+TOO_LONG = {
+    "prompt": ("completions", b'{"prompt":"' + filled(b"some words ", b"") + b'"}'),
+    "prompt of spaces": ("completions", b'{"prompt":"' + filled(b"        ", b"") + b'"}'),
+    "prompts": ("completions", b'{"prompt":[' + b",".join([b'"' + b" " * 30_000 + b'"'] * 64) + b"]}"),
+    "message": ("chat/completions", b'{"messages":[{"role":"user","content":"' + filled(b"some words ", b"") + b'"}]}'),
+    "tool": chat(b'"tools":[{"function":{"name":"f","description":"' + filled(b"some words ", b"") + b'"}}]'),
+    "tool call": called(b'{"a":"' + filled(b"some words ", b"") + b'"}'),
+    "16 choices": chat(b'"n":16,"tools":[{"function":{"name":"f","description":"' + filled(b"words ", b"") + b'"}}]'),
+}
+REFUSED = {
+    "name of a model": chat(b'"model":"' + filled(b"a", b"") + b'"'),
+    "name of a user": chat(b'"user":"' + filled(b"a", b"") + b'"'),
+    "name of a tool": chat(b'"tool_choice":"required","tools":[{"function":{"name":"' + filled(b"a ", b"") + b'"}}]'),
+    "role": ("chat/completions", b'{"messages":[{"role":"' + filled(b"user", b"") + b'","content":""}]}'),
+    "name in a message": (
+        "chat/completions",
+        b'{"messages":[{"role":"user","content":"","name":"' + filled(b"a", b"") + b'"}]}',
+    ),
+    "metadata": chat(b'"metadata":{' + b",".join(b'"f%d":0' % number for number in range(20_000)) + b"}"),
+    "10,000 unknown fields": chat(*(b'"f%d":0' % number for number in range(10_000))),
+    "30,000 wrong messages": ("responses", b'{"input":[' + b"1," * 30_000 + b"1]}"),
+    "number": chat(b'"seed":' + b"9" * 1_000_000),
+    "not JSON": ("chat/completions", b"]" * 1_000_000),
+    "UTF-16": ("chat/completions", json.dumps(ASK).encode("utf-16")),
+}
+
+
+def posted(opened, requests, **more):
+    async def all_of_them():
+        async with client_of(opened, **more) as client:
+            head = {"content-type": "application/json"}
+            return [await client.post(f"/v1/{path}", content=body, headers=head) for path, body in requests]
+
+    return asyncio.run(all_of_them())
+
+
+class Watching:
+    """A tokenizer that notes how much it was given, and in which threads."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.given, self.threads = tokenizer, 0, set()
+
+    def encode(self, text, quoted=()):
+        self.given += len(text)
+        self.threads.add(threading.get_ident())
+        return self.tokenizer.encode(text, quoted)
+
+    def __getattr__(self, name):
+        return getattr(self.tokenizer, name)
+
+
+def watched(opened):
+    own = opened.speaker
+    tokenizer = Watching(own.renderer.tokenizer)
+    renderer = replace(own.renderer, tokenizer=tokenizer)
+    return Speaker(own.engine, renderer, own.vocabulary, own.name, own.context), tokenizer
+
+
+def peak_of(work):
+    """Most megabytes of memory that were held while `work` ran, above what was held before."""
+
+    def held(what):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(what)) / 1024
+
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = held("VmRSS")
+    work()
+    return held("VmHWM") - before
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize("name", TOO_COMPLEX)
+def test_too_many_values_are_refused_before_objects_are_built(opened, name):
+    (answer,) = posted(opened, [TOO_COMPLEX[name]])
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"], error["code"]) == (400, "invalid_request_error", "body_too_complex")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_hostile_request_takes_little_memory(opened):
+    posted(opened, [("chat/completions", json.dumps(ASK).encode())])
+    assert peak_of(lambda: posted(opened, [TOO_COMPLEX["prompt of objects"]])) < 200  # 2,600 without bounds
+
+
+@pytest.mark.parametrize("name", TOO_LONG)
+def test_text_that_cannot_fit_is_not_tokenised_whole(opened, name):
+    speaker, tokenizer = watched(opened)
+    (answer,) = posted(opened, [TOO_LONG[name]], speaker=speaker)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert tokenizer.given < 100 * speaker.context
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_request_is_refused_in_few_words(opened, name):
+    (answer,) = posted(opened, [REFUSED[name]])
+    assert answer.status_code == 400
+    assert len(answer.content) < 5000
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("depth", [70, 450, 700, 980, 100_000])
+def test_json_that_is_nested_too_deep_is_refused_everywhere(opened, depth):
+    nested = b"[" * depth + b"]" * depth
+    text = json.dumps('{"a":' + nested.decode() + "}").encode()
+    answers = posted(
+        opened,
+        [
+            chat(b'"tools":[{"function":{"name":"f","parameters":{"a":' + nested + b"}}}]"),
+            chat(b'"metadata":{"a":' + nested + b"}"),
+            chat(b'"tool_choice":{"type":' + nested + b"}"),
+            called(b'{"a":' + nested + b"}"),
+            called(text),
+            ("completions", b'{"prompt":' + nested + b"}"),
+            ("responses", b'{"input":' + nested + b"}"),
+            ("responses", b'{"input":"hi","metadata":{"a":' + nested + b"}}"),
+            ("responses", b'{"input":[{"type":' + nested + b"}]}"),
+            ("agents/tool/sessions", b'{"fields":{"a":' + nested + b"}}"),
+        ],
+    )
+    told = [(answer.status_code, answer.json()["error"]["code"]) for answer in answers]
+    assert told == [(400, "body_too_complex")] * 10
+
+
+def test_what_is_not_sent_as_json_is_refused(opened):
+    async def both():
+        async with client_of(opened) as client:
+            body = json.dumps(ASK)
+            heads = [{}, {"content-type": "text/plain"}, {"content-type": "Application/JSON; charset=utf-8"}]
+            return [await client.post("/v1/chat/completions", content=body, headers=head) for head in heads]
+
+    assert [answer.status_code for answer in asyncio.run(both())] == [400, 400, 200]
+
+
+# ------------------------------------------------------------------------------------------------ where it is read
+
+
+def test_a_large_request_is_tokenised_outside_the_event_loop(opened):
+    speaker, tokenizer = watched(opened)
+    content = "some words " * 1000
+    assert len(content) > SMALL_BODY
+    body = json.dumps({"messages": [{"role": "user", "content": content}], "max_tokens": 2}).encode()
+    (answer,) = posted(opened, [("chat/completions", body)], speaker=speaker)
+    assert answer.status_code == 200
+    assert tokenizer.threads
+    assert threading.get_ident() not in tokenizer.threads
+
+
+def test_a_prompt_is_tokenised_once_for_all_choices(opened):
+    speaker, tokenizer = watched(opened)
+    body = json.dumps({**ASK, "n": 8, "messages": [{"role": "user", "content": "words " * 500}]}).encode()
+    (answer,) = posted(opened, [("chat/completions", body)], speaker=speaker)
+    assert len(answer.json()["choices"]) == 8
+    assert tokenizer.given < 2 * 6 * 500
+
+
+def test_work_that_hangs_is_given_up_and_others_are_served_meanwhile():
+    free = threading.Event()
+
+    async def some():
+        workers = RequestWorkers(most=2, seconds=0.1)
+        hanging = [asyncio.create_task(workers.run(lambda: free.wait(60), SMALL_BODY + 1)) for _ in range(3)]
+        small = await workers.run(lambda: "small", SMALL_BODY)
+        told = await asyncio.gather(*hanging, return_exceptions=True)
+        large = await workers.run(lambda: "large", SMALL_BODY + 1)
+        return small, told, large
+
+    try:
+        small, told, large = asyncio.run(some())
+    finally:
+        free.set()
+    assert (small, large) == ("small", "large")
+    assert all(isinstance(error, Unavailable) and error.status == 503 for error in told)
+
+
+def test_an_error_of_the_work_is_the_requests():
+    def fails():
+        raise Refused("no")
+
+    async def both():
+        workers = RequestWorkers()
+        return await asyncio.gather(*(workers.run(fails, size) for size in (1, 10**6)), return_exceptions=True)
+
+    assert [type(error) for error in asyncio.run(both())] == [Refused, Refused]
+
+
+def test_64_hostile_requests_at_once_leave_an_ordinary_one_alone(opened):
+    async def all_of_them():
+        async with client_of(opened) as client:
+            head = {"content-type": "application/json"}
+            kinds = [*TOO_COMPLEX.values(), *TOO_LONG.values(), *REFUSED.values()]
+            tasks = [
+                asyncio.create_task(client.post(f"/v1/{path}", content=body, headers=head))
+                for path, body in (kinds[number % len(kinds)] for number in range(64))
+            ]
+            await asyncio.sleep(0.05)
+            for task in tasks[::8]:  # some clients leave in the middle
+                task.cancel()
+            ordinary = await client.post("/v1/chat/completions", json=ASK)
+            told = await asyncio.gather(*tasks, return_exceptions=True)
+            return ordinary.status_code, {one.status_code for one in told if not isinstance(one, BaseException)}
+
+    ordinary, others = asyncio.run(all_of_them())
+    assert ordinary == 200
+    assert others <= {400, 503}
