@@ -180,7 +180,7 @@ def test_a_broken_line_in_the_middle_is_an_error_that_says_where(tmp_path):
     store = EpisodeStore(tmp_path)
     path = store.write(0, [group(Episode("a", Task("t")))])
     path.write_text("{oops\n" + path.read_text())
-    with pytest.raises(ConfigError, match=r"step-000000\.jsonl: line 1 is not JSON"):
+    with pytest.raises(ConfigError, match=r"step-000000\.jsonl: line 1: is not JSON"):
         list(store.read(path))
 
 
