@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from arborl.agents import AGENTS
+from arborl.api.resume import Start, changes, refuse
 from arborl.cli.main import app
 from arborl.config.base import Config
 from arborl.config.capabilities import KEYS, capabilities
@@ -135,6 +137,20 @@ def test_what_the_user_writes_on_the_command_line_needs_no_trust(stranger, monke
     text = "engine: {name: http, urls: ['http://e:1']}"
     assert "connect to http://e:1" in refused(stranger, text, "engine.model=http://e:12")
     assert "import and run evil:Env" in refused(stranger, "env: evil:Env", "env.args.x=evil:Env")
+
+
+def test_a_fifo_as_signature_blocks_nothing(stranger):
+    os.mkfifo(stranger / ".signature")
+    assert "import and run evil:Env" in refused(stranger, "env: evil:Env")
+
+
+def test_settings_inside_a_strangers_checkpoint_are_not_imported(stranger):
+    """`state.json` says with which settings a checkpoint was made; nobody has signed it."""
+    before = from_kwargs(algorithm={"name": "grpo", "loss": "evil:loss"})
+    start = Start(stranger / "checkpoints" / "step-000001", {"step": 1}, before, tuple(changes(before, RunConfig())))
+    with pytest.raises(ConfigError, match="made with evil:loss, which is not imported"):
+        refuse(start, RunConfig(), 10)
+    assert not (stranger / "ran").exists()
 
 
 def test_the_terminal_is_shown_no_control_characters(stranger):

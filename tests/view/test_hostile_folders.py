@@ -10,6 +10,7 @@ import sqlite3
 import threading
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from web_runs import made_run
 
 from arborl.cli.main import app
 from arborl.rollout.term_store import NUMBERS, PLACE, TermStore
-from arborl.track.folder_files import MAX_LINE, Unreadable, read_json, read_yaml, replace_file
+from arborl.track.folder_files import MAX_LINE, Unreadable, read_arrays, read_json, read_yaml, replace_file
 from arborl.view.web.app import make_app
 
 DEADLINE = 120.0
@@ -265,18 +266,22 @@ def column(array, shape: tuple[int, ...] | None = None) -> bytes:
 
 def test_terms_that_grow_or_lie_are_no_terms(tmp_path, monkeypatch):
     """3.7 MB became 5.9 GB."""
-    monkeypatch.setattr("arborl.track.folder_files.MAX_ARRAYS", 2**20)
+    monkeypatch.setattr("arborl.rollout.term_store.read_arrays", partial(read_arrays, most=2**20))
     store = TermStore(tmp_path)
     good = {name: column(np.zeros(3, kind)) for name, kind in (PLACE | NUMBERS).items()}
     good |= {"of": column(np.uint64(3)), "pushed": column(np.float64(1))}
     for name, bad in {
-        "large": column(np.zeros(2**29 // 8)), "lying": column(np.zeros(1, np.uint32), (2**40,)),
+        "large": column(np.zeros(2**20)), "lying": column(np.zeros(1, np.uint32), (2**40,)),
         "negative": column(np.zeros(1, np.uint32), (-1,)), "flat": column(np.zeros((3, 1), np.uint32)),
         "objects": b"\x93NUMPY\x01\x00v\x00{'descr': '|O', 'fortran_order': False, 'shape': (3,), }" + b" " * 60,
         "other kind": column(np.zeros(3, "S9")), "no array": b"x", "empty": b"",
     }.items():  # fmt: skip
         store.path(1).write_bytes(packed(good | {"episode": bad}))
         assert store.read(1) is None, name
+    columns = (PLACE | NUMBERS).items()
+    together = {name: column(np.zeros(2**16, kind)) for name, kind in columns}  # each within the bound
+    store.path(1).write_bytes(packed(good | together))
+    assert store.read(1) is None
     store.path(1).write_bytes(packed(good))
     assert store.read(1) is not None
 

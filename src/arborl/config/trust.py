@@ -13,6 +13,7 @@ import hmac
 import logging
 import os
 import re
+import stat
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -84,7 +85,10 @@ def sign(config_file: Path, config: RunConfig) -> None:
 def is_signed(config_file: Path) -> bool:
     """Whether a run of this user wrote exactly this file."""
     with suppress(OSError, ValueError):
-        given = (config_file.parent / SIGNATURE).read_text(encoding="ascii")
+        signature = config_file.parent / SIGNATURE
+        if not stat.S_ISREG(signature.lstat().st_mode):  # a FIFO would block
+            return False
+        given = signature.read_text(encoding="ascii")
         return hmac.compare_digest(given, _digest(config_file, _key(make=False)))
     return False
 

@@ -165,7 +165,11 @@ def read_arrays(path: Path, names: Sequence[str], most: int = MAX_ARRAYS) -> dic
     """
     try:
         with open_regular(path, most) as file, zipfile.ZipFile(file) as held:
-            return {name: _array(held, f"{name}.npy", most // len(names)) for name in names}
+            found: dict[str, NDArray[Any]] = {}
+            for name in names:
+                found[name] = _array(held, f"{name}.npy", most)
+                most -= found[name].nbytes
+            return found
     except (zipfile.BadZipFile, ValueError, KeyError, EOFError, NotImplementedError, RuntimeError) as error:
         raise Unreadable(f"{path}: is no file of arrays: {str(error)[:200]}") from error
     except (OverflowError, TypeError, SyntaxError, RecursionError, MemoryError, zipfile.zlib.error) as error:  # type: ignore[attr-defined]
