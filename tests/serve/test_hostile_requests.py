@@ -7,6 +7,9 @@ import gc
 import json
 import sys
 import threading
+import time
+import weakref
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -258,3 +261,54 @@ def test_64_hostile_requests_at_once_leave_an_ordinary_one_alone(opened):
     ordinary, others = asyncio.run(all_of_them())
     assert ordinary == 200
     assert others <= {400, 503}
+
+
+def test_memory_of_large_requests_is_returned_to_the_system_once_for_all_of_them(monkeypatch):
+    trimmed = threading.Semaphore(0)
+    monkeypatch.setattr("arborl.serve.parsing.trim_memory", trimmed.release)
+    monkeypatch.setattr("arborl.serve.parsing.TRIM_SECONDS", 0.2)
+
+    async def some(size):
+        workers = RequestWorkers()
+        await asyncio.gather(*(workers.run(lambda: None, size) for _ in range(8)))
+        await asyncio.sleep(0.4)
+
+    asyncio.run(some(100_000))
+    asyncio.run(some(10_000_000))
+    assert trimmed.acquire(timeout=60)
+    assert not trimmed.acquire(blocking=False)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_request_took_is_freed_with_it(fails):
+    """Not only when Python next looks for cycles: with a model in memory it seldom does."""
+
+    class Body:
+        pass
+
+    def freed():
+        async def read():
+            body = Body()
+            held.append(weakref.ref(body))
+
+            def work():
+                if fails:
+                    raise Refused(f"{body}: no")
+                return len(f"{body}")
+
+            with suppress(Refused):
+                await RequestWorkers().run(work, SMALL_BODY + 1)
+
+        held: list[weakref.ref[Body]] = []
+        gc.disable()
+        try:
+            asyncio.run(read())
+            for _ in range(1000):  # until the thread has ended
+                if held[0]() is None:
+                    return True
+                time.sleep(0.01)
+            return False
+        finally:
+            gc.enable()
+
+    assert freed()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import threading
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,6 +25,8 @@ SMALL_BODY = 8192
 """Bytes. Work on smaller bodies takes milliseconds at most, less than a thread may cost."""
 WORKERS = 4
 SECONDS = 10.0
+LARGE_BODY, TRIM_SECONDS = 2**20, 5.0
+"""Bytes of a body after which freed memory is returned to the system, and seconds until then."""
 TOO_COMPLEX = "body_too_complex"
 
 
@@ -37,6 +42,7 @@ class RequestWorkers:
     def __init__(self, most: int = WORKERS, seconds: float = SECONDS):
         self.seconds = seconds
         self._slots = asyncio.Semaphore(most)
+        self._trimming: asyncio.TimerHandle | None = None
 
     async def run(self, work: Callable[[], T], size: int) -> T:
         """The result of `work`, which belongs to a request with a body of `size` bytes.
@@ -53,6 +59,19 @@ class RequestWorkers:
         except (TimeoutError, TooManyStuck) as error:
             message = f"reading the request took longer than {self.seconds:g} s: send less, or try again later"
             raise Unavailable(message, code="request_timeout") from error
+        finally:
+            if size >= LARGE_BODY and self._trimming is None:
+                self._trimming = asyncio.get_running_loop().call_later(TRIM_SECONDS, self._trim)
+
+    def _trim(self) -> None:
+        self._trimming = None
+        threading.Thread(target=trim_memory, name="arborl-trim", daemon=True).start()
+
+
+def trim_memory() -> None:
+    """Return freed memory to the system. The C library keeps most of what large requests took, for later ones."""
+    with suppress(AttributeError, OSError):  # only glibc has it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class ParsedRequest(Request):

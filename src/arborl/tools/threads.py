@@ -155,13 +155,15 @@ async def in_thread(function: Callable[[], Any], whose: str = "", seconds: float
     whose = whose or repr(name)
     left_behind.admit(whose)
     loop = asyncio.get_running_loop()
-    outcome: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+    outcome: asyncio.Future[None] = loop.create_future()
+    results: list[tuple[Any, BaseException | None]] = []
     context = contextvars.copy_context()
     due, ended = time.monotonic() + seconds, False
 
     def settle(value: Any, error: BaseException | None) -> None:
         if not outcome.done():  # cancelled: the caller stopped waiting
-            outcome.set_result((value, error))
+            results.append((value, error))
+            outcome.set_result(None)
 
     def work() -> None:
         nonlocal ended
@@ -174,17 +176,22 @@ async def in_thread(function: Callable[[], Any], whose: str = "", seconds: float
         left_behind.came_back(outcome)
         with suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(settle, value, error)
+        del value, error  # this frame is in the error's traceback: what it refers to would stay until a collection
 
     DaemonThread.run(work, f"arborl-{name}")
     try:
-        value, error = await outcome
+        await outcome
     except asyncio.CancelledError:
         left_behind.add(outcome, whose, due)
         if ended:  # in this very moment
             left_behind.came_back(outcome)
         raise
-    if error is not None and not isinstance(error, Exception):  # SystemExit ends the thread it was raised in, no more
-        raise RuntimeError(f"{type(error).__name__}: {error}") from error
-    if error is not None:
-        raise error
-    return value
+    value, error = results.pop()
+    try:
+        if error is not None and not isinstance(error, Exception):  # SystemExit ends the thread it was raised in
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        if error is not None:
+            raise error
+        return value
+    finally:
+        del error  # the same of this frame
