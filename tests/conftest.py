@@ -64,7 +64,7 @@ def pictures_are_not_painted():
     def savefig(self, out, **more):
         if os.environ["PYTEST_CURRENT_TEST"].startswith(PAINTED):
             return paint(self, out, **more)
-        return Path(out).write_bytes(DOT)
+        return out.write(DOT) if hasattr(out, "write") else Path(out).write_bytes(DOT)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Figure, "savefig", savefig)

@@ -19,7 +19,7 @@ from arborl.tools.library.calculator import calculator
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 FILES = sorted(str(file.relative_to(RECIPES)) for file in RECIPES.glob("smollm2-*/*.yaml"))
-SMALL = ("track.tensorboard=false", "track.gifs=0", "evaluation.tasks=4", "rollout.group_size=2", "trainer.steps=200",
+SMALL = ("track.tensorboard=false", "track.gifs=0", "evaluation.tasks=4", "rollout.group_size=2", "trainer.steps=400",
          "rollout.tasks_per_step=4")  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import ClassVar
 
 from arborl.rewards.reward import Rewards
-from arborl.rollout.deadlines import ENGINE, across
+from arborl.rollout.deadlines import ENGINE, across, untimed
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ LOOPS = ("asyncio/events.py", "asyncio/base_events.py", "asyncio/runners.py")
 """Where what runs in a loop ends and what runs the loop begins."""
 
 
-NAMED = (across.__code__, Rewards._ask.__code__)
+NAMED = (across.__code__, untimed.__code__, Rewards._ask.__code__)
 """Functions whose local `where` says whose code they call."""
 
 
