@@ -176,8 +176,10 @@ def _read(ids: Sequence[int]) -> tuple[Ids, int]:
     """The ids as an array, and a number that none is above."""
     if isinstance(ids, Tokens):
         return ids.array, ids.bound
-    if isinstance(ids, np.ndarray) and ids.dtype.kind in "iu":
-        ids = ids.tolist()
+    if isinstance(ids, np.ndarray) and ids.ndim == 1 and ids.dtype.kind in "iu":
+        largest = int(ids.astype(np.uint64, copy=False).max(initial=0)) if len(ids) else -1
+        if largest < 2**31:  # a negative one becomes very large
+            return ids.astype(np.int32), largest
     try:
         found = array("I", ids)  # refuses all but whole numbers from 0 on
         largest = max(found, default=-1)

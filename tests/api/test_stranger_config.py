@@ -53,17 +53,33 @@ def refused(home: Path, text: str, *overrides: str) -> str:
     return str(error.value)
 
 
+VERBS = (["evaluate", "."], ["serve", "."], ["chat", "."], ["serve", ".", "--follow", "."])
+
+
+def check_refused(home: Path, name: str, place: str, verb: list[str]) -> None:
+    """The command ends with an error and imports nothing of the folder."""
+    value = f"[{name!r}]" if place in ("rewards", "tools") else repr(name)
+    quoted = value.replace("'", '"')
+    env = "env: gymnasium\n" if place == "env.args.id" else ""
+    (home / "config.yaml").write_text(f"{env}{place}: {quoted}\n", encoding="utf-8")
+    said = CliRunner().invoke(app, verb)
+    assert said.exit_code != 0, (place, verb, said.output)
+    assert not (home / "ran").exists(), (place, verb)
+
+
+@pytest.mark.parametrize("number", range(len(ODD)), ids=ODD)
+def test_a_name_of_an_odd_form_is_imported_by_no_command(stranger, number):
+    """In every place, with the commands in turn: they read a configuration by the same function."""
+    for index, place in enumerate(PLACES):
+        check_refused(stranger, ODD[number], place, VERBS[(number + index) % len(VERBS)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", VERBS, ids=" ".join)
 @pytest.mark.parametrize("name", ODD)
-def test_a_name_of_an_odd_form_is_imported_by_no_command(stranger, name):
+def test_a_name_of_an_odd_form_is_imported_by_none_of_the_commands_anywhere(stranger, name, verb):
     for place in PLACES:
-        value = f"[{name!r}]" if place in ("rewards", "tools") else repr(name)
-        quoted = value.replace("'", '"')
-        env = "env: gymnasium\n" if place == "env.args.id" else ""
-        (stranger / "config.yaml").write_text(f"{env}{place}: {quoted}\n", encoding="utf-8")
-        for verb in (["evaluate", "."], ["serve", "."], ["chat", "."], ["serve", ".", "--follow", "."]):
-            said = CliRunner().invoke(app, verb)
-            assert said.exit_code != 0, (place, verb, said.output)
-            assert not (stranger / "ran").exists(), (place, verb)
+        check_refused(stranger, name, place, verb)
 
 
 @pytest.mark.parametrize("name", [name for name in ODD if parse_part_name(name) is None])

@@ -19,7 +19,7 @@ from arborl.errors import ConfigError, LearnerLost
 from arborl.learner.blueprint import Blueprint
 from arborl.learner.group import LearnerGroup
 from arborl.learner.launch import check_ranks
-from arborl.learner.lines import cut_lines
+from arborl.learner.rank_connections import close_connections_to
 from arborl.learner.rendezvous import Meeting, check_alike
 
 CONFIG = LearnerConfig(lr=3e-5, decay="none", micro_batch_tokens=40)
@@ -199,7 +199,7 @@ def test_who_waits_for_a_host_that_is_lost_is_let_go():
         near, other = socket.socketpair()  # such as the event loop has: its ends have no address
         with lost, kept, near, other:
             lost.settimeout(20)
-            threading.Timer(0.1, cut_lines, ["127.0.0.2"]).start()
+            threading.Timer(0.1, close_connections_to, ["127.0.0.2"]).start()
             assert lost.recv(1) == b""
             kept.send(b"still there")
             near.send(b"and there")

@@ -7,26 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from working_levels import WORKING_LEVELS
 
-from arborl.sandbox import LEVELS, Limits, Pool, Sandbox, SandboxError, try_level
+from arborl.sandbox import Limits, Pool, Sandbox
 from arborl.sandbox.watch import Meter, size, usage
 
 TIGHT = Limits(wall_seconds=12, cpu_seconds=1, memory_mb=128, disk_mb=8, file_mb=4, processes=8)
 
-
-def works(level: str) -> bool:
-    try:
-        try_level(level)
-    except SandboxError:
-        return False
-    return True
+FORKING = [level for level in WORKING_LEVELS if level != "rlimits"]
 
 
-HERE = [level for level in LEVELS if works(level)]
-FORKING = [level for level in HERE if level != "rlimits"]
-
-
-@pytest.fixture(params=HERE)
+@pytest.fixture(params=WORKING_LEVELS)
 def box(request):
     with Sandbox(TIGHT, request.param) as made:
         yield made
@@ -184,7 +175,7 @@ def test_a_folder_dug_deep_is_removed(killed):
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("level", HERE)
+@pytest.mark.parametrize("level", WORKING_LEVELS)
 def test_a_guest_cannot_outlive_a_cancelled_run(level):
     """It takes off what ties it to its keeper, and its keeper is killed."""
     name = f"{level[:4]}-{os.getpid()}"

@@ -7,26 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from working_levels import WORKING_LEVELS
 
-from arborl.sandbox import LEVELS, Limits, Sandbox, SandboxError, best_level, try_level
+from arborl.sandbox import Limits, Sandbox, SandboxError, best_level, try_level
 
 TIGHT = Limits(
     wall_seconds=12, cpu_seconds=1, memory_mb=128, file_mb=4, disk_mb=8, processes=8, output_bytes=10_000, open_files=64
 )
 
 
-def works(level: str) -> bool:
-    try:
-        try_level(level)
-    except SandboxError:
-        return False
-    return True
-
-
-HERE = [level for level in LEVELS if works(level)]
-
-
-@pytest.fixture(params=HERE)
+@pytest.fixture(params=WORKING_LEVELS)
 def box(request):
     with Sandbox(TIGHT, request.param) as made:
         yield made
@@ -46,8 +36,8 @@ def processes_of(user_or_text: str) -> list[int]:
 
 
 def test_some_level_works_here():
-    assert HERE
-    assert best_level().name == HERE[0]
+    assert WORKING_LEVELS
+    assert best_level().name == WORKING_LEVELS[0]
 
 
 # ------------------------------------------------------------------------------------------------ ordinary code
@@ -167,7 +157,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("level", HERE)
+@pytest.mark.parametrize("level", WORKING_LEVELS)
 def test_an_answer_that_drips_is_waited_for_no_longer_than_any_other(level):
     with Sandbox(replace(TIGHT, wall_seconds=1), level) as box:
         outcome = box.run_sync(DRIP)
@@ -175,14 +165,14 @@ def test_an_answer_that_drips_is_waited_for_no_longer_than_any_other(level):
     within(outcome, 20)
 
 
-@pytest.mark.parametrize("level", HERE)
+@pytest.mark.parametrize("level", WORKING_LEVELS)
 def test_limits_are_watched_while_an_answer_drips(level):
     burn = DRIP.replace("time.sleep(0.2)", "[None for _ in range(100_000)]").replace('b"\\0"', 'b""')
     with Sandbox(replace(TIGHT, cpu_seconds=0.3, wall_seconds=20), level) as box:
         assert box.run_sync(burn).stopped == "cpu"
 
 
-@pytest.mark.parametrize("level", HERE)
+@pytest.mark.parametrize("level", WORKING_LEVELS)
 def test_a_request_that_is_not_read_is_not_waited_for(level):
     """Code of the last run holds the interpreter: the next request, larger than any buffer, finds no reader."""
     with Sandbox(replace(TIGHT, wall_seconds=1, cpu_seconds=30), level) as box:
@@ -275,7 +265,7 @@ for n in range(100):
     assert outcome.stopped == "disk" or "OSError" in outcome.error
 
 
-@pytest.mark.parametrize("level", HERE)
+@pytest.mark.parametrize("level", WORKING_LEVELS)
 def test_an_endless_loop_is_ended_by_processor_time(level):
     with Sandbox(replace(TIGHT, cpu_seconds=0.3, wall_seconds=30), level) as box:  # a busy machine gives it slowly
         outcome = box.run_sync("while True: pass")
@@ -284,7 +274,7 @@ def test_an_endless_loop_is_ended_by_processor_time(level):
     assert "0.3 s of processor time" in outcome.output
 
 
-@pytest.mark.parametrize("level", HERE)
+@pytest.mark.parametrize("level", WORKING_LEVELS)
 def test_an_endless_sleep_is_ended_by_the_clock(level):
     with Sandbox(replace(TIGHT, wall_seconds=0.5), level) as box:
         outcome = box.run_sync("import time; time.sleep(100)")
@@ -299,7 +289,7 @@ def test_endless_output_is_cut_off(box):
     within(outcome, 20)
 
 
-@pytest.mark.parametrize("level", HERE)
+@pytest.mark.parametrize("level", WORKING_LEVELS)
 def test_code_that_ignores_signals_is_ended_too(level):
     code = """
 import signal
@@ -323,7 +313,7 @@ for pid in ('self', '1', str(os.getppid()), *map(str, range(1, 60)), PARENT):
     except OSError: pass
 print(found)
 """
-    for level in HERE:
+    for level in WORKING_LEVELS:
         with Sandbox(TIGHT, level) as box:
             outcome = box.run_sync(code.replace("PARENT", repr(str(os.getpid()))))
             assert outcome.ok, outcome
@@ -411,7 +401,7 @@ def host_of(level: str, code: str, folder: Path) -> subprocess.Popen[str]:
     return host
 
 
-@pytest.mark.parametrize("level", HERE)
+@pytest.mark.parametrize("level", WORKING_LEVELS)
 def test_a_host_that_is_killed_leaves_no_folder_and_no_daemon(tmp_path, level):
     """The host dies without a word; the guest, what it started and what it wrote must go too."""
     mark = f"arborl-orphan-{os.getpid()}"
@@ -488,7 +478,7 @@ def test_a_cancelled_run_ends_its_guest():
 def test_a_package_folder_can_be_imported_and_not_changed(tmp_path):
     (tmp_path / "helpful.py").write_text("answer = 42")
     tmp_path.chmod(0o755)  # the guest is another user
-    for level in HERE:
+    for level in WORKING_LEVELS:
         with Sandbox(TIGHT, level, packages=[tmp_path]) as box:
             assert box.run_sync("import helpful; helpful.answer").value == "42"
             assert not box.run_sync("open(helpful.__file__, 'w')").ok

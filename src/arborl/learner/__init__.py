@@ -42,7 +42,7 @@ In reading order:
     blueprint.py           What every rank makes its learner of
     run_store.py           The key-value store of the ranks, open to holders of the run's secret alone
     launched_secret.py     How processes that torchrun or Accelerate have started come to share a secret
-    lines.py               The connections between ranks: which network they use, and who is at the other end
+    rank_connections.py    The connections between ranks: which network they use, and who is at the other end
     rendezvous.py          How ranks find each other, and notice when one is gone
     group.py               A learner in several processes that looks like one
     rank_worker.py         What every rank of such a group does

@@ -43,8 +43,8 @@ from arborl.errors import ConfigError, LearnerLost
 from arborl.learner.balance import owners, share
 from arborl.learner.blueprint import Blueprint
 from arborl.learner.files import Snapshot
-from arborl.learner.lines import cut_lines
 from arborl.learner.micro_batches import costs_of
+from arborl.learner.rank_connections import close_connections_to
 from arborl.learner.rank_worker import LOST, Rank, say
 from arborl.learner.rendezvous import Launcher, Meeting, Nobody, Watch
 from arborl.learner.sharded_files import ShardedSnapshot
@@ -315,7 +315,7 @@ class LearnerGroup:
         self.launcher.stop()
         there = json.loads(self.watch.store.get(f"hello/{rank}")) if self.watch.store.check([f"hello/{rank}"]) else {}
         if (address := there.get("address")) not in (None, "", self.meeting.store.local_address):
-            cut_lines(address)
+            close_connections_to(address)
         if self._hangs():
             sys.stderr.write(f"{self.lost}\n")
             sys.stderr.flush()

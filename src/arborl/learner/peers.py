@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from arborl.learner.lines import prove_lines
+from arborl.learner.rank_connections import prove_connections
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ class Peers:
         """Another group of the same processes, for a second thread of each."""
         made = dist.new_group(backend="gloo", timeout=PATIENT)
         assert made is not None
-        prove_lines(made, self.session)
+        prove_connections(made, self.session)
         return made
 
     def gather(self, mine: T) -> list[T]:

@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 from arborl.errors import ConfigError
 from arborl.learner.launched_secret import join_launched
-from arborl.learner.lines import prove_lines, use_interface_of
 from arborl.learner.peers import PATIENT, Peers
+from arborl.learner.rank_connections import prove_connections, use_interface_of
 from arborl.learner.run_store import JoinInfo, RunStore, StoreServer, seal
 
 BEAT = 1.0
@@ -138,7 +138,7 @@ class Meeting:
             backend, store=dist.PrefixStore("lines", self.store), rank=self.rank, world_size=self.count, timeout=PATIENT
         )
         assert dist.group.WORLD is not None
-        prove_lines(dist.group.WORLD, self.session)
+        prove_connections(dist.group.WORLD, self.session)
 
     def peers(self) -> Peers:
         """The processes that have met."""

@@ -92,7 +92,7 @@ def bounded_route(workers: RequestWorkers) -> type[APIRoute]:
     `request.state.body_size` is the size of the body in bytes, for what the route itself runs by `workers`.
     """
 
-    class BoundedRoute(APIRoute):
+    class ParsedBodyRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
             handle = super().get_route_handler()
             if self.body_field is None:
@@ -109,7 +109,7 @@ def bounded_route(workers: RequestWorkers) -> type[APIRoute]:
 
             return parsed_first
 
-    return BoundedRoute
+    return ParsedBodyRoute
 
 
 def parse_body(data: bytes, model: type[BaseModel]) -> BaseModel:

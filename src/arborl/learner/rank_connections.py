@@ -26,7 +26,7 @@ PROOF_SECONDS = 60.0
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-def prove_lines(group: dist.ProcessGroup, session: str) -> None:
+def prove_connections(group: dist.ProcessGroup, session: str) -> None:
     """Send each other rank a proof of the session key over the group, and check theirs.
 
     Raises:
@@ -91,7 +91,7 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-def cut_lines(address: str) -> None:
+def close_connections_to(address: str) -> None:
     """Close all connections of this process to that host, which is lost: a call that waits for an answer from there
     fails now, and not when the network gives up, many minutes later."""
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
