@@ -22,7 +22,7 @@ from worlds import Copies, body, world
 
 from arborl.config.run import LearnerConfig
 from arborl.errors import ConfigError, LearnerLost
-from arborl.learner import lines
+from arborl.learner import rank_connections
 from arborl.learner.blueprint import Blueprint
 from arborl.learner.group import LearnerGroup
 from arborl.learner.rendezvous import Meeting
@@ -88,8 +88,8 @@ def test_a_stranger_that_calls_itself_a_rank_is_sent_no_pickle_and_runs_no_code(
 
 def test_a_line_whose_other_end_cannot_prove_itself_is_refused_before_anything_is_sent_over_it(monkeypatch):
     """As one that a stranger has connected to first."""
-    truth = lines.proof
-    monkeypatch.setattr(lines, "proof", lambda session, *which: truth(session + "x", *which))
+    truth = rank_connections.proof
+    monkeypatch.setattr(rank_connections, "proof", lambda session, *which: truth(session + "x", *which))
     meeting, info = Meeting.host(2)
     blueprint = Blueprint(CONFIG.model_copy(update={"strategy": "ddp", "ranks": 2}), SAMPLING, NEEDS, 0, 0, body)
     with pytest.raises((ConfigError, LearnerLost), match="could not prove that it belongs to this run"):
