@@ -1,4 +1,4 @@
-"""What every writer of transcripts needs."""
+"""`Transcript`, and what all writers of transcripts share."""
 
 from __future__ import annotations
 
@@ -10,46 +10,33 @@ import numpy as np
 
 from arborl.types import Message, ToolSpec
 
-Chance = np.random.Generator
 T = TypeVar("T")
 
-MARKS = (
-    "<answer>",
-    "</answer>",
-    "<think>",
-    "</think>",
-    "<tool_call>",
-    "</tool_call>",
-    "<tool_response>",
-    "</tool_response>",
-    "<code>",
-    "</code>",
-    "<result>",
-    "</result>",
-    '{"name": "',
-    '", "arguments": {"',
-    '": "',
-    '"}}',
-)
-"""Whole in every text; of the last four, what every call has in common."""
+SPECIAL_STRINGS = (
+    "<answer>", "</answer>", "<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>",
+    "</tool_response>", "<code>", "</code>", "<result>", "</result>",
+    '{"name": "', '", "arguments": {"', '": "', '"}}',
+)  # fmt: skip
+"""Strings that are one token each. The last four are the fixed parts of a tool call."""
 PIECE = r" ?[A-Z]?[a-z]+|\d|[A-Z]|\s|[^\sA-Za-z\d]"
-"""What no token goes beyond, besides marks: a word, a digit, a capital, a sign."""
+"""Pre-tokenization: a token is at most one word, digit, capital or sign."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """A conversation; the assistant's messages are what is imitated."""
+    """A conversation. The model is trained on the assistant's messages."""
 
     messages: Sequence[Message]
     tools: Sequence[ToolSpec] = ()
-    since: int = 0
-    """Messages before this one were written when the context was another, and are not imitated."""
+    train_from: int = 0
+    """Index of the first message that is trained on. Earlier messages were written in another context."""
 
 
-def pick(chance: Chance, options: Sequence[T]) -> T:
-    return options[int(chance.integers(len(options)))]
+def pick(rng: np.random.Generator, options: Sequence[T]) -> T:
+    """One element, uniformly."""
+    return options[int(rng.integers(len(options)))]
 
 
-def draw(chance: Chance, shares: dict[str, float]) -> str:
-    """One of the names, each as often as its share."""
-    return str(chance.choice(list(shares), p=list(shares.values())))
+def draw(rng: np.random.Generator, shares: dict[str, float]) -> str:
+    """One name, with the probability of its share."""
+    return str(rng.choice(list(shares), p=list(shares.values())))
