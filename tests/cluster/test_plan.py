@@ -1,11 +1,10 @@
-"""The planner: what it counts is what torch counts, its memory is the learner's forecast, more of anything helps."""
+"""The planner: parameter counts, memory forecasts, step times, the command line."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -14,11 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from typer.testing import CliRunner
 
 from arborl.cli.main import app
-from arborl.cluster.hardware import DEVICES, GIB, device_named
-from arborl.cluster.plan import Forecaster
-from arborl.cluster.plan_memory import learner_plan
-from arborl.cluster.plan_model import KNOWN, shape_of, shaped
-from arborl.cluster.plan_work import given, of_run, slowest
+from arborl.cluster.planner.hardware import DEVICES, GIB, device_named
+from arborl.cluster.planner.model_shape import KNOWN_CONFIGS, model_shape, shape_from_config
+from arborl.cluster.planner.rank_memory import learner_plan
+from arborl.cluster.planner.run_planner import RunPlanner
+from arborl.cluster.planner.workload import workload_from_options, workload_from_run
 from arborl.config.load import from_kwargs
 from arborl.config.run import LoraConfig, ModelConfig
 from arborl.learner.memory import sizes_of
@@ -38,10 +37,10 @@ SPEED = {
 RUNNER = CliRunner()
 
 
-def forecaster(model: str, gpu: str = "h200", work: dict | None = None, **settings) -> Forecaster:
+def run_planner(model: str, gpu: str = "h200", work: dict | None = None, **settings) -> RunPlanner:
     config = from_kwargs(**{"model.name": model, "model.dtype": "bfloat16"} | settings)
-    told = {"prompt": "200", "reply": "48", "observed": "40", "turns": 4} | (work or {})
-    return replace(Forecaster.of(config, device_named(gpu), given(config, **told)), calls=1_500)
+    options = {"prompt": "200", "reply": "48", "observed": "40", "turns": 4} | (work or {})
+    return RunPlanner.of(config, device_named(gpu), workload_from_options(config, **options))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -58,30 +57,30 @@ def test_a_model_counted_from_its_configuration_is_the_model_that_torch_counts(k
     made.set_attn_implementation(NAME)
     if rank:
         add_lora(made, LoraConfig(rank=rank))
-    said = ModelConfig(name="x", dtype="float32", lora=LoraConfig(rank=rank))
-    found, counted = shaped("x", made.config.to_dict(), said).sizes, sizes_of(made)
+    config = ModelConfig(name="x", dtype="float32", lora=LoraConfig(rank=rank))
+    found, counted = shape_from_config("x", made.config.to_dict(), config).sizes, sizes_of(made)
     assert found == counted
 
 
 @pytest.mark.parametrize(("name", "billions"), [("Qwen2.5-0.5B", 0.494), ("Qwen2.5-7B", 7.616), ("Qwen3-4B", 4.022),
                                                 ("Llama-3.1-8B", 8.030), ("Qwen2.5-72B", 72.7)])  # fmt: skip
 def test_known_names_have_as_many_parameters_as_their_makers_say(name, billions):
-    found = shape_of(ModelConfig(name=f"somebody/{name}-Instruct", dtype="bfloat16"))
+    found = model_shape(ModelConfig(name=f"hub/{name}-Instruct", dtype="bfloat16"))
     assert found.sizes.parameters / 1e9 == pytest.approx(billions, rel=0.001)
-    assert set(KNOWN[name]) >= {"hidden_size", "vocab_size"}
+    assert set(KNOWN_CONFIGS[name]) >= {"hidden_size", "vocab_size"}
 
 
 @pytest.mark.parametrize(("share", "forecast"), [(0.9, 119.5), (0.68, 94.4)])
 def test_one_rank_is_planned_as_the_learner_plans_itself(share, forecast):
     """The numbers are those that a run on an H200 told (docs/results/first-step.md)."""
-    made = forecaster("4b", **SPEED, **{"learner.memory_share": share})
+    made = run_planner("4b", **SPEED, **{"learner.memory_share": share})
     plan = learner_plan(made.shape, made.config, made.device, "single", 1, sampling=True)
     assert plan.forecast.total / GIB == pytest.approx(forecast, abs=0.1)
     assert (plan.tokens, plan.recompute) == (8_192, share < 0.9)
 
 
-def test_ranks_share_what_their_strategy_divides():
-    made = forecaster("7b", **SPEED)
+def test_sharding_strategies_divide_the_memory():
+    made = run_planner("7b", **SPEED)
 
     def rank(strategy, ranks):
         return learner_plan(made.shape, made.config, made.device, strategy, ranks, sampling=False).forecast
@@ -106,59 +105,42 @@ def test_ranks_share_what_their_strategy_divides():
     ],
 )
 def test_the_strategy_of_a_configuration_is_the_one_that_is_planned(learner, planned):
-    made = forecaster("0.5b", **SPEED, **{f"learner.{key}": value for key, value in learner.items()})
+    made = run_planner("0.5b", **SPEED, **{f"learner.{key}": value for key, value in learner.items()})
     assert made.learner(2, sampling=False)[0] == planned
 
 
-def test_what_fits_on_one_gpu_is_said_with_how_much():
-    told = {fit.what: fit for fit in forecaster("7b").fits(1)}
-    assert not told["full"].fits
-    assert told["full"].gib > told["full"].limit
-    assert told["LoRA"].fits
-    assert told["LoRA"].gib < 60
-    assert told["full with learner.offload=all"].fits
-    assert {fit.what: fit.fits for fit in forecaster("7b").fits(4)}["full with fsdp2"]
+def test_memory_fit_of_one_gpu():
+    fits = {fit.name: fit for fit in run_planner("7b").fits(1)}
+    assert not fits["full"].fits
+    assert fits["full"].gib > fits["full"].limit
+    assert fits["LoRA"].fits
+    assert fits["LoRA"].gib < 60
+    assert fits["full with learner.offload=all"].fits
+    assert {fit.name: fit.fits for fit in run_planner("7b").fits(4)}["full with fsdp2"]
 
 
-def test_late_tools_cost_a_synchronous_run_more():
-    made = forecaster("0.5b", work={"tool": "0.5,8"}, **SPEED)
-    sync, ahead = made.place(2)
-    assert (sync.way, ahead.way) == ("sync", "async")
-    assert ahead.outcome.step < 0.7 * sync.outcome.step
-    assert sync.outcome.lag_max == 0
-    assert 0 < ahead.outcome.lag <= ahead.outcome.lag_max <= 1
+def test_slow_tools_cost_a_synchronous_run_more():
+    made = run_planner("0.5b", work={"tool": "0.5,8"}, **SPEED)
+    sync, ahead = made.plans(2)
+    assert (sync.mode, ahead.mode) == ("sync", "async")
+    assert ahead.estimate.step < 0.7 * sync.estimate.step
+    assert sync.estimate.lag_max == 0
+    assert 0 < ahead.estimate.lag <= ahead.estimate.lag_max <= 1
 
 
 def test_the_same_seed_gives_the_same_plan_and_more_gpus_never_a_longer_step():
-    made = forecaster("1.5b", work={"reply": "40,48", "tool": "0.1,0.2"}, **SPEED)
-    steps = [[one.outcome.step for one in made.place(count)] for count in (1, 8, 4_096)]
-    assert steps[1] == [one.outcome.step for one in made.place(8)]
+    made = run_planner("1.5b", work={"reply": "40,48", "tool": "0.1,0.2"}, **SPEED)
+    steps = [[one.estimate.step for one in made.plans(count)] for count in (1, 8, 4_096)]
+    assert steps[1] == [one.estimate.step for one in made.plans(8)]
     for way in zip(*steps, strict=True):
         assert all(later <= 1.1 * before for before, later in pairwise(way))
-
-
-def test_a_part_of_a_run_stands_for_all_of_it():
-    work = {"reply": "20,48", "tool": "0.5,2", "turns": 2}
-    made = forecaster("7b", work=work, **SPEED | {"rollout.tasks_per_step": 64})
-    some, every = (list(replace(made, calls=calls).place(16)) for calls in (1_500, 10_000))
-    assert some[0].simulated < 0.5
-    assert every[0].simulated == 1
-    for part, whole in zip(some, every, strict=True):  # tails differ from draw to draw
-        assert part.outcome.step == pytest.approx(whole.outcome.step, rel=0.25)
-
-
-def test_the_slowest_of_many_is_slower_than_the_slowest_of_few():
-    times = [at / 1_000 for at in range(1_001)]
-    assert slowest(times, 1) == pytest.approx(0.5)
-    assert slowest(times, 3) == pytest.approx(0.75, abs=0.001)
-    assert slowest(times, 10**9) == pytest.approx(1.0)
 
 
 def test_every_known_device_can_be_planned_for():
     for name in DEVICES:
         settings = SPEED | {"engine.kv_tokens": 16_384}
-        placed = list(replace(forecaster("0.5b", name, **settings), calls=300).place(8))
-        assert all(0 < one.outcome.step < 1e5 for one in placed), name
+        placed = list(run_planner("0.5b", name, **settings).plans(8))
+        assert all(0 < one.estimate.step < 1e5 for one in placed), name
 
 
 def run_folder(path):
@@ -177,45 +159,45 @@ def run_folder(path):
 
 
 def test_lengths_and_latencies_are_those_of_an_earlier_run(tmp_path):
-    work = of_run(run_folder(tmp_path / "run"))
-    mean = work.mean(count=2_000)
-    assert mean.prompt == 100
-    assert mean.turns == pytest.approx(1.5, abs=0.05)
-    assert mean.outside == pytest.approx((1.0 + 0.5) / 2, abs=0.03)
-    assert work.measured == {"step": 6.5, "learn": 2.0}
+    workload = workload_from_run(run_folder(tmp_path / "run"))
+    sample = workload.sample(count=2_000)
+    assert sample.prompt == 100
+    assert sample.turns == pytest.approx(1.5, abs=0.05)
+    assert sample.outside.mean() == pytest.approx((1.0 + 0.5) / 2, abs=0.03)
+    assert workload.measured == {"step": 6.5, "learn": 2.0}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
-        (["--gpu", "h2000"], "--gpu h2000: nothing is known of it. Did you mean 'h200'?"),
+        (["--gpu", "h2000"], "--gpu h2000: unknown. Did you mean 'h200'?"),
         (["--gpus", "0"], "--gpus 0: must be between 1 and 4,096."),
         (["--gpus", "5000"], "--gpus 5000: must be between"),
-        (["model.name=Qwen/Qwen9-7B"], "model.name=Qwen/Qwen9-7B: its shape is not known"),
+        (["model.name=Qwen/Qwen9-7B"], "model.name=Qwen/Qwen9-7B: its shape is unknown"),
         (["--tool-seconds", "8,0.5"], "--tool-seconds 8,0.5: must be MEDIAN or MEDIAN,P99"),
         (["--reply-tokens", "many"], "--reply-tokens many: must be"),
-        (["--turns", "0"], "--turns 0: an episode has at least 1."),
+        (["--turns", "0"], "--turns 0: must be at least 1."),
         (["--lag", "0"], "--lag 0: the asynchronous way"),
         (["--strategy", "fsdp"], "--strategy fsdp: must be one of auto, ddp, fsdp2, tensor"),
-        (["--from", "nowhere"], "--from nowhere: is no run's folder"),
+        (["--from", "nowhere"], "--from nowhere: not a run folder"),
         (["--from", "nowhere", "--turns", "2"], "--from has lengths and latencies of its own"),
     ],
 )
-def test_what_cannot_be_planned_is_one_message(arguments, said):
+def test_invalid_options_give_one_line(arguments, message):
     done = RUNNER.invoke(app, ["plan", *arguments])
     assert done.exit_code == 2, done.output
-    assert said in done.output.replace("\n", " ")
+    assert message in done.output.replace("\n", " ")
     assert len(done.output.splitlines()) == 1
 
 
-def test_the_verb_tells_people_and_programs_the_same(tmp_path):
+def test_text_and_json_output_agree(tmp_path):
     earlier = str(run_folder(tmp_path / "run"))
     arguments = ["plan", "model.name=0.5b", "model.dtype=bfloat16", "--gpus", "2", "--from", earlier]
-    told = RUNNER.invoke(app, arguments)
-    assert told.exit_code == 0, told.output
-    assert "0.5b on 2×H200: full yes" in told.output
+    text = RUNNER.invoke(app, arguments)
+    assert text.exit_code == 0, text.output
+    assert "0.5b on 2×H200: full: fits" in text.output
     found = json.loads(RUNNER.invoke(app, [*arguments, "--json"]).output)
-    assert [one["way"] for one in found["plans"]] == ["sync", "async"]
+    assert [one["mode"] for one in found["plans"]] == ["sync", "async"]
     assert found["measured"]["step"] == 6.5
     assert all(fit["fits"] for fit in found["fits"]["2"])
 
