@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from arborl.cluster.connection import SETTINGS
+from arborl.cluster.placement.ray_cluster import SETTINGS
 from arborl.rollout.store import EpisodeStore
 from arborl.track.jsonl import read_metrics
 

@@ -74,7 +74,7 @@ def test_a_run_starts_a_cluster_of_its_own_and_leaves_nothing_of_it(tmp_path):
     assert left_of(tmp_path / "run") == []
     said = (tmp_path / "run.txt").read_text()
     assert "raylet" not in said  # what Ray says is in the run's log
-    assert "a Ray cluster of its own, 1 node(s): 2 engines, 2 environment workers" in said
+    assert "a Ray cluster started by this run, 1 node(s): 2 engines, 2 environment workers" in said
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

@@ -14,12 +14,12 @@ import psutil
 import pytest
 from strangers import as_other_user, reached, second_address, why_not
 
-from arborl.cluster.own_cluster import OwnCluster
+from arborl.cluster.placement.private_cluster import PrivateCluster
 
 CLUSTER = """
 import json, os, sys
 import ray
-from arborl.cluster.connection import Cluster
+from arborl.cluster.placement.ray_cluster import Cluster
 from arborl.config.placement import PlacementConfig
 
 cluster = Cluster(PlacementConfig(name="ray", engines=1, seconds=600))
@@ -131,7 +131,7 @@ def test_a_cluster_of_ones_own_has_a_new_token_and_leaves_the_environment_as_it_
     monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
     before, tokens = dict(os.environ), []
     for _ in range(2):
-        own = OwnCluster()
+        own = PrivateCluster()
         tokens.append(Path(os.environ["RAY_AUTH_TOKEN_PATH"]).read_text())
         assert os.environ["RAY_AUTH_MODE"] == "token"
         assert "RAY_AUTH_TOKEN" not in os.environ

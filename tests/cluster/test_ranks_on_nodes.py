@@ -32,7 +32,7 @@ class Look:
         import ray
 
         actors = trainer.learner.launcher.all
-        told = [await actor.told.remote() for actor in actors.values()]
+        told = [await actor.info.remote() for actor in actors.values()]
         self.nodes = self.nodes or [one.node for one in told]
         if trainer.step == self.kill:
             self.kill = 0

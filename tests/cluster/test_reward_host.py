@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from arborl.cluster.rewards import RewardHost
+from arborl.cluster.placement.ray_rewards import RewardActor
 from arborl.errors import EpisodeError
 from arborl.types import Episode, Task
 
@@ -31,8 +31,8 @@ def leaves(episode):
     raise SystemExit("gone")
 
 
-def host(*rewards) -> RewardHost:
-    return RewardHost([], False, cloudpickle.dumps(list(rewards)))
+def host(*rewards) -> RewardActor:
+    return RewardActor([], False, cloudpickle.dumps(list(rewards)))
 
 
 def ask(*rewards, count=1):

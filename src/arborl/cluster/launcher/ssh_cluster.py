@@ -1,7 +1,6 @@
-"""A cluster over ssh: set up, looked at, brought back and removed. What is known of it is on its hosts, not here.
+"""A Ray cluster over ssh: setup, status, restart, cleanup. All state is on the hosts.
 
-Each host has a record of what was started there; two marks say what belongs together: a host's own, made at each start,
-and in a worker's record the head's, without which its Ray has nobody to talk to.
+Each host has a record with the id of its last start (`mark`); a worker's record also has the id of its head (`joined`).
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from arborl.cluster.connection import SETTINGS
-from arborl.cluster.spec import ClusterSpec, HostConfig
-from arborl.cluster.ssh import HostError, Hosts
+from arborl.cluster.launcher.cluster_spec import ClusterSpec, HostConfig
+from arborl.cluster.launcher.ssh_hosts import HostError, SshHosts
+from arborl.cluster.placement.ray_cluster import SETTINGS
 from arborl.errors import ConfigError
 
 Answer = dict[str, Any]
@@ -24,13 +23,13 @@ Answer = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class HostState:
-    """What is known of a host."""
+    """State of one host."""
 
     address: str
     role: str
     state: str
-    """`up`; `down`: Ray has ended there; `lost`: it runs, and the head does not count it; `none`: nothing was started;
-    `unreachable`; `refused`: it answers, and cannot be asked."""
+    """`up`; `down`: Ray has ended; `lost`: Ray runs, but is not a node of the head; `none`: not started; `unreachable`;
+    `refused`: the host answers with an error."""
     ip: str = ""
     why: str = ""
     total: Mapping[str, float] = field(default_factory=dict)
@@ -39,64 +38,64 @@ class HostState:
 
 @dataclass(frozen=True, slots=True)
 class ClusterState:
-    """What is known of a cluster."""
+    """State of the cluster."""
 
     name: str
     hosts: tuple[HostState, ...]
     jobs: tuple[Answer, ...]
     dashboard: str | None
-    """On the head."""
+    """URL on the head."""
     tunnel: str | None
-    """The command that brings it here."""
+    """ssh command that forwards the dashboard's port."""
 
     @property
     def up(self) -> bool:
         return all(host.state == "up" for host in self.hosts)
 
 
-class Fleet:
-    """The commands.
+class SshCluster:
+    """A cluster on hosts that ssh reaches.
 
     Args:
         spec: the cluster's file.
-        say: is told what was done, a line each.
+        report: called with one line per action.
 
     Example:
         Fleet(read_spec(Path("cluster.yaml")), print).setup()
     """
 
-    def __init__(self, spec: ClusterSpec, say: Callable[[str], None] = lambda line: None):
-        self.spec, self.say = spec, say
+    def __init__(self, spec: ClusterSpec, report: Callable[[str], None] = lambda line: None):
+        self.spec, self.report = spec, report
         self.secrets = {name: os.environ[name] for name in spec.secrets if os.environ.get(name)}
-        self.hosts = Hosts(spec, self.secrets)
+        self.hosts = SshHosts(spec, self.secrets)
 
     def require_secrets(self) -> None:
-        """That the caller's environment has all that the file names: what is started needs them."""
+        """Read the secrets from the environment; ConfigError if one is missing."""
         self.secrets = self.spec.values()
 
     # ------------------------------------------------------------------------------------------ setup
 
     def setup(self) -> None:
-        """Start what does not run. Whatever fails, what was started here is stopped."""
+        """Start Ray where it does not run. On failure, stop what this call has started."""
         self.require_secrets()
-        seen = _all(self._look(self.spec.hosts))
+        seen = _all(self._inspect(self.spec.hosts))
         self._check(seen)
-        self._bring_up(seen, [host for host in self.spec.hosts if not self._belongs(host, seen)])
+        self._start_hosts(seen, [host for host in self.spec.hosts if not self._is_member(host, seen)])
 
     def restart(self, name: str | None = None) -> list[str]:
-        """Bring back what is down; or stop one host, and start it again.
+        """Start hosts that are down, or restart one host.
 
         Returns:
-            Hosts that could not be brought back, with the reason.
+            Errors of hosts that could not be restarted.
         """
         self.require_secrets()
         chosen = None if name is None else self.spec.host(name)
-        looked = self._look(self.spec.hosts)
-        if isinstance(head := looked[self.spec.head.address], HostError):
+        answers_by_host = self._inspect(self.spec.hosts)
+        if isinstance(head := answers_by_host[self.spec.head.address], HostError):
             raise ConfigError(str(head))
-        if chosen is not None and isinstance(error := looked[chosen.address], HostError):
+        if chosen is not None and isinstance(error := answers_by_host[chosen.address], HostError):
             raise ConfigError(str(error))
-        seen = {address: answer for address, answer in looked.items() if not isinstance(answer, HostError)}
+        seen = {address: answer for address, answer in answers_by_host.items() if not isinstance(answer, HostError)}
         reached = [host for host in self.spec.hosts if host.address in seen]
         self._check(seen)
         if chosen is self.spec.head:
@@ -104,36 +103,36 @@ class Fleet:
         elif chosen is not None:
             targets = [chosen, *([] if head["state"] == "up" else [self.spec.head])]
         else:
-            lost = {host.address for host in self._judge(looked)[0] if host.state != "up"}
-            targets = [host for host in reached if host.address in lost or not self._belongs(host, seen)]
+            lost = {host.address for host in self._host_states(answers_by_host)[0] if host.state != "up"}
+            targets = [host for host in reached if host.address in lost or not self._is_member(host, seen)]
         if self.spec.head in targets:
-            targets = reached  # what a head knew is gone with it: its workers join the new one
+            targets = reached  # a new head has no state: its workers join again
         stopped = self.hosts.each(targets, self._stop)
         _all(stopped)
         for host in targets:
             if seen[host.address]["state"] != "none":
-                self.say(f"{host.address}: {'stopped' if seen[host.address]['state'] == 'up' else 'was down'}")
+                self.report(f"{host.address}: {'stopped' if seen[host.address]['state'] == 'up' else 'was down'}")
             seen[host.address] = {**seen[host.address], "state": "none"}
-        self._bring_up(seen, targets)
-        return [str(error) for error in looked.values() if isinstance(error, HostError)]
+        self._start_hosts(seen, targets)
+        return [str(error) for error in answers_by_host.values() if isinstance(error, HostError)]
 
     def _stop(self, host: HostConfig, **more: Any) -> Answer:
-        def told(what: Answer) -> None:
-            self.say(f"{host.address}: {what['note']}")
+        def on_message(message: Answer) -> None:
+            self.report(f"{host.address}: {message['note']}")
 
-        return self.hosts.ask(host, "stop", told, **more)
+        return self.hosts.ask(host, "stop", on_message, **more)
 
-    def _look(self, hosts: Iterable[HostConfig]) -> dict[str, Answer | HostError]:
+    def _inspect(self, hosts: Iterable[HostConfig]) -> dict[str, Answer | HostError]:
         head = self.spec.head
         return self.hosts.each(hosts, lambda host: self.hosts.ask(host, "look", seconds=20, with_key=host is head))
 
-    def _belongs(self, host: HostConfig, seen: Mapping[str, Answer]) -> bool:
-        """Whether it is up, and of the head that is."""
-        own, head = seen[host.address], seen[self.spec.head.address]
-        return own["state"] == "up" and head["state"] == "up" and (own is head or own["joined"] == head["mark"])
+    def _is_member(self, host: HostConfig, seen: Mapping[str, Answer]) -> bool:
+        """Whether it is up and has joined the running head."""
+        this, head = seen[host.address], seen[self.spec.head.address]
+        return this["state"] == "up" and head["state"] == "up" and (this is head or this["joined"] == head["mark"])
 
     def _check(self, seen: Mapping[str, Answer]) -> None:
-        """That Ray can be started everywhere, and that what passes between hosts will be understood."""
+        """ConfigError if a host lacks Ray or Arbor, has other versions, or has too few GPUs."""
         wrong = []
         first_name, first = next(iter(seen.items()))
         for host in self.spec.hosts:
@@ -157,15 +156,15 @@ class Fleet:
                     f"{where}: has {', '.join(others)}, and {first_name} has {theirs}. Install the same versions on "
                     "all hosts, or write `python: …` of one that has them."
                 )
-            asked = self.spec.asks(host, "num_gpus")
-            if asked is not None and asked > about["gpus"]:
-                wrong.append(f"{where}: num_gpus={asked}, and it has {about['gpus']}. Write at most that many.")
+            num_gpus = self.spec.resource(host, "num_gpus")
+            if num_gpus is not None and num_gpus > about["gpus"]:
+                wrong.append(f"{where}: num_gpus={num_gpus}, and it has {about['gpus']}. Write at most that many.")
         if wrong:
             raise ConfigError("\n".join(wrong))
 
-    def _bring_up(self, seen: dict[str, Answer], targets: list[HostConfig]) -> None:
+    def _start_hosts(self, seen: dict[str, Answer], targets: list[HostConfig]) -> None:
         head, started = self.spec.head, dict[str, str]()
-        self._say_of_running(seen, targets)
+        self._report_running(seen, targets)
         about = seen[head.address]
         try:
             if head in targets:
@@ -173,9 +172,9 @@ class Fleet:
                 started[head.address] = about["mark"]
                 answer = self._start(head, about["mark"], about["key"])
                 about["ip"] = answer["ip"]
-                if answer["already"]:  # another command was quicker: its head is the head
+                if answer["already"]:  # another command has started the head meanwhile
                     about = self.hosts.ask(head, "look", with_key=True)
-                self.say(f"{head.address}: the head is up at {about['ip']}:{self.spec.ports.gcs}")
+                self.report(f"{head.address}: the head is up at {about['ip']}:{self.spec.ports.gcs}")
             workers = [host for host in targets if host is not head]
             for host in workers:
                 started[host.address] = secrets.token_hex(8)
@@ -187,34 +186,34 @@ class Fleet:
 
             answers = _all(self.hosts.each(workers, one))
             if workers:
-                self._await(workers, [answer["ip"] for answer in answers.values()])
+                self._wait_for_nodes(workers, [answer["ip"] for answer in answers.values()])
         except ConfigError as error:
-            trouble = self._trouble(head) if head.address in started and len(started) > 1 else ""
-            self._undo(started)
+            trouble = self._head_failure(head) if head.address in started and len(started) > 1 else ""
+            self._roll_back(started)
             raise ConfigError(f"{error}{trouble}") from error
         except BaseException:
-            self._undo(started)
+            self._roll_back(started)
             raise
-        self.say(f"{self.spec.name}: {len(self.spec.hosts)} host(s), `arborl cluster status` shows them")
+        self.report(f"{self.spec.name}: {len(self.spec.hosts)} host(s), `arborl cluster status` shows them")
 
-    def _trouble(self, head: HostConfig) -> str:
-        """What has become of a head that was up, where its workers fail: it may be why."""
+    def _head_failure(self, head: HostConfig) -> str:
+        """Error of the head, which may be the cause of a worker's failure."""
         try:
             about = self.hosts.ask(head, "look")
             if about["state"] == "up":
                 self.hosts.ask(head, "nodes")
                 return ""
-            return f"\n{head.address}: Ray has ended there since. It said: {about['said']}"
+            return f"\n{head.address}: Ray has ended there. Its last line: {about['last_line']}"
         except HostError as error:
             return f"\n{error}"
 
-    def _say_of_running(self, seen: Mapping[str, Answer], targets: list[HostConfig]) -> None:
+    def _report_running(self, seen: Mapping[str, Answer], targets: list[HostConfig]) -> None:
         for host in self.spec.hosts:
             if host in targets or host.address not in seen:
                 continue
             other = seen[host.address]["settings"] != self._settings(host)
-            advice = f", with other settings than the file's: `arborl cluster restart {host.address}` takes them on"
-            self.say(f"{host.address}: is already up{advice if other else ''}")
+            advice = f", with other settings than in the file: `arborl cluster restart {host.address}` applies them"
+            self.report(f"{host.address}: is already up{advice if other else ''}")
 
     def _start(self, host: HostConfig, mark: str, key: str, **more: Any) -> Answer:
         return self.hosts.ask(
@@ -228,42 +227,42 @@ class Fleet:
         return {**SETTINGS, **self.spec.env, **self.secrets}
 
     def _settings(self, host: HostConfig) -> str:
-        """What it was started with, as a number to compare."""
-        what = [self.spec.options(host), self._environment(), self.spec.python_of(host), host.ip]
-        return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+        """Hash of the settings of a start."""
+        settings = [self.spec.options(host), self._environment(), self.spec.python_of(host), host.ip]
+        return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
-    def _await(self, workers: list[HostConfig], addresses: list[str]) -> None:
-        """Until the head counts them."""
-        asked: dict[str, Any] = {"await": addresses, "seconds_to_start": self.spec.seconds}
-        found = self.hosts.ask(self.spec.head, "nodes", seconds=self.spec.seconds + 60, **asked)
+    def _wait_for_nodes(self, workers: list[HostConfig], addresses: list[str]) -> None:
+        """Wait until the workers are nodes of the head."""
+        request: dict[str, Any] = {"await": addresses, "seconds_to_start": self.spec.seconds}
+        found = self.hosts.ask(self.spec.head, "nodes", seconds=self.spec.seconds + 60, **request)
         by_ip = dict(zip(addresses, workers, strict=True))
         if found["missing"]:
             raise ConfigError(
                 "\n".join(
-                    f"{by_ip[ip].address}: Ray runs there, and after {self.spec.seconds:g} s the head does not count "
-                    f"it at {ip}. Open the ports between the hosts, or write its `ip`."
+                    f"{by_ip[ip].address}: Ray runs, but after {self.spec.seconds:g} s the head has no node at "
+                    f"{ip}. Open the ports between the hosts, or write its `ip`."
                     for ip in found["missing"]
                 )
             )
         for ip, host in by_ip.items():
-            self.say(f"{host.address}: has joined, at {ip}")
+            self.report(f"{host.address}: has joined, at {ip}")
 
-    def _undo(self, started: Mapping[str, str]) -> None:
-        """Stop what this command has started, and nothing that somebody else has since."""
+    def _roll_back(self, started: Mapping[str, str]) -> None:
+        """Stop what this command has started, unless it was started again since."""
         hosts = [host for host in self.spec.hosts if host.address in started]
         answers = self.hosts.each(reversed(hosts), lambda host: self._stop(host, mark=started[host.address]))
         for address, answer in answers.items():
             if isinstance(answer, HostError):
-                self.say(f"{answer} What was started there may still run: `arborl cluster cleanup`.")
+                self.report(f"{answer} Ray may still run there: `arborl cluster cleanup`.")
             elif answer["was"] not in ("none", "another"):
-                self.say(f"{address}: stopped again")
+                self.report(f"{address}: stopped again")
 
     # ------------------------------------------------------------------------------------------ status, cleanup
 
     def status(self) -> ClusterState:
-        """Of all hosts at once: one that does not answer is waited for as long as for a connection, and no longer."""
-        looked = self._look(self.spec.hosts)
-        hosts, found = self._judge(looked)
+        """State of all hosts; an unreachable host costs at most `ssh.seconds`."""
+        answers_by_host = self._inspect(self.spec.hosts)
+        hosts, found = self._host_states(answers_by_host)
         port = found["port"] if found else None
         user = f"{self.spec.head.user or self.spec.ssh.user}@" if self.spec.head.user or self.spec.ssh.user else ""
         return ClusterState(
@@ -274,10 +273,10 @@ class Fleet:
             f"ssh -N -L {port}:127.0.0.1:{port} {user}{self.spec.head.address}" if port else None,
         )
 
-    def _judge(self, looked: Mapping[str, Answer | HostError]) -> tuple[list[HostState], Answer | None]:
-        """Each host's own word beside the head's."""
+    def _host_states(self, answers_by_host: Mapping[str, Answer | HostError]) -> tuple[list[HostState], Answer | None]:
+        """States by the hosts' records and by the head's list of nodes."""
         found, trouble = None, ""
-        head = looked[self.spec.head.address]
+        head = answers_by_host[self.spec.head.address]
         if not isinstance(head, HostError) and head["state"] == "up":
             try:
                 found = self.hosts.ask(self.spec.head, "nodes", seconds=20)
@@ -285,7 +284,7 @@ class Fleet:
                 trouble = error.what
         nodes = {node["ip"]: node for node in found["nodes"]} if found else {}
         nodes |= {node["ip"]: node for node in found["nodes"] if node["alive"]} if found else {}
-        hosts = [self._state(host, looked[host.address], nodes, trouble) for host in self.spec.hosts]
+        hosts = [self._state(host, answers_by_host[host.address], nodes, trouble) for host in self.spec.hosts]
         named = {host.ip for host in hosts}
         hosts += [
             HostState("", "worker", "up", ip, "not in the file", node["total"], node["used"])
@@ -303,25 +302,25 @@ class Fleet:
         state, why, ip = answer["state"], answer["why"], answer["ip"] or ""
         node = nodes.get(ip, {}) if state == "up" else {}
         if state == "up" and not node.get("alive"):
-            state, why, node = "lost", trouble or node.get("why") or "The head does not count it.", {}
+            state, why, node = "lost", trouble or node.get("why") or "It is not a node of the head.", {}
         return HostState(host.address, role, state, ip, why, node.get("total", {}), node.get("used", {}))
 
     def cleanup(self) -> list[str]:
-        """Stop and remove what was started, workers first.
+        """Stop Ray and remove the cluster's folders, workers first.
 
         Returns:
-            Hosts where that was not possible, with the reason.
+            Errors of hosts where this failed.
         """
         answers = self.hosts.each(self.spec.workers, self._stop)
         answers |= self.hosts.each([self.spec.head], self._stop)
         for address, answer in answers.items():
             if not isinstance(answer, HostError):
-                self.say(f"{address}: {'nothing was there' if answer['was'] == 'none' else 'stopped and removed'}")
+                self.report(f"{address}: {'nothing to remove' if answer['was'] == 'none' else 'stopped and removed'}")
         return [str(answer) for answer in answers.values() if isinstance(answer, HostError)]
 
 
 def _all(answers: Mapping[str, Answer | HostError]) -> dict[str, Answer]:
-    """Every host's answer; where some have none, ConfigError with a line each."""
+    """Answers by host; ConfigError with one line per HostError."""
     if wrong := [str(answer) for answer in answers.values() if isinstance(answer, HostError)]:
         raise ConfigError("\n".join(wrong))
     return {address: answer for address, answer in answers.items() if not isinstance(answer, HostError)}

@@ -1,4 +1,4 @@
-"""The file of a cluster: its hosts, how they are reached, and what Ray is given there."""
+"""The cluster's file: hosts, ssh, environment, ports, resources."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from arborl.config.secrets import is_secret
 from arborl.errors import ConfigError
 
 HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.:-]*[A-Za-z0-9_])?")
-"""A name or an address; never something that ssh would read as an option."""
+"""A name or an address; never an option of ssh."""
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SOCKET = len("/r/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")
-"""What Ray puts behind its folder; a socket's path has at most 107 bytes."""
+"""Length of Ray's socket paths below its folder; a socket's path has at most 107 bytes."""
 Port = Annotated[int, Field(ge=1, le=65535)]
 RandomPort = Annotated[int, Field(ge=0, le=65535)]
 
 
-def _written(given: Any) -> Any:
-    """Numbers and truths of YAML as a shell would have them."""
-    if isinstance(given, Mapping):
-        return {str(name): _word(value) for name, value in given.items()}
-    return given
+def _as_strings(values: Any) -> Any:
+    """YAML numbers and Booleans as strings of the environment."""
+    if isinstance(values, Mapping):
+        return {str(name): _word(value) for name, value in values.items()}
+    return values
 
 
 def _word(value: Any) -> Any:
@@ -38,30 +38,30 @@ def _word(value: Any) -> Any:
 
 
 class SshConfig(Config):
-    """How hosts are reached: by the system's ssh, with whatever your own ~/.ssh/config says of them."""
+    """Settings of the system's ssh, in addition to ~/.ssh/config."""
 
     user: str | None = Field(None, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.@-]*$")
-    """Who logs in; without it, whoever ssh would."""
+    """Login name; default: ssh's."""
     key: Path | None = None
-    """The private key's file; without it, those that ssh would try. One with a passphrase must be in an agent."""
+    """Private key; default: ssh's. A key with a passphrase must be in an agent."""
     port: Port | None = None
     """Of sshd."""
     host_keys: Literal["known", "accept-new"] = "known"
-    """`known`: a host must be in known_hosts. `accept-new`: one that is met for the first time is believed and written
-    down. One whose key has changed is refused in either case."""
+    """`known`: a host must be in known_hosts. `accept-new`: the key of a new host is accepted and stored. A changed key
+    is refused in both cases."""
     known_hosts: Path | None = None
-    """Another file than ~/.ssh/known_hosts."""
+    """Default: ~/.ssh/known_hosts."""
     seconds: float = Field(5.0, ge=1, le=600)
-    """After which a host that does not answer is called unreachable."""
+    """Connection timeout."""
 
 
 class PortsConfig(Config):
-    """Where Ray listens. Hosts must reach each other at all of them but the dashboard's."""
+    """Ray's ports. Hosts must reach each other at all of them except the dashboard's."""
 
     gcs: Port = 6379
     """The head's, which workers join."""
     dashboard: Port = 8265
-    """On the head, for the head alone: reach it through ssh, as `status` says."""
+    """On the head's loopback interface; `status` prints the ssh command to reach it."""
     client: Port = 10001
     """On the head, of Ray's own client."""
     agent: Port = 52365
@@ -75,28 +75,28 @@ class PortsConfig(Config):
 
 
 class HostConfig(Config):
-    """A host, and what is special about it."""
+    """A host and its own settings."""
 
     shorthand: ClassVar[str] = "address"
 
     address: str
     """A name or an address that ssh reaches."""
     ip: str | None = None
-    """The address that the other hosts reach it at, where that is another one than ssh's."""
+    """Address for the other hosts, if it differs from ssh's."""
     user: str | None = Field(None, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.@-]*$")
     port: Port | None = None
     """Of sshd."""
     python: str | None = None
     num_cpus: int | None = Field(None, ge=0)
-    """Cores that Ray hands out; without it, all."""
+    """Cores for Ray; default: all."""
     num_gpus: int | None = Field(None, ge=0)
-    """GPUs that Ray hands out; without it, all."""
+    """GPUs for Ray; default: all."""
 
     @model_validator(mode="after")
     def _is_a_host(self) -> HostConfig:
         for name in (self.address, self.ip):
             if name is not None and not HOST.fullmatch(name):
-                raise ValueError(f"{name!r} is no host. Write a name or an address, and its port as `port`.")
+                raise ValueError(f"{name!r} is not a host. Write a name or an address, and its port as `port`.")
         return self
 
 
@@ -109,25 +109,24 @@ class ClusterSpec(Config):
     workers: tuple[HostConfig, ...] = ()
     ssh: SshConfig = SshConfig()
     python: str = sys.executable
-    """On the hosts, with arborl[ray] installed; without it, the path of the one that runs this here."""
-    env: Annotated[dict[str, str], BeforeValidator(_written)] = {}
+    """Python on the hosts, with arborl[ray] installed; default: the path of this Python."""
+    env: Annotated[dict[str, str], BeforeValidator(_as_strings)] = {}
     """Variables of Ray's processes and of every job: proxies, caches."""
     secrets: tuple[str, ...] = ()
-    """Names of variables whose values are taken from your environment and sent through ssh. They are never written
-    down."""
+    """Names of variables that are read from your environment and sent through ssh. They are never stored."""
     ports: PortsConfig = PortsConfig()
     temp: str = "/tmp"
-    """On each host: the cluster has one folder in it, which `cleanup` removes."""
+    """Parent of the cluster's folder on each host; `cleanup` removes the folder."""
     logs: str | None = None
-    """On each host: where logs are kept when Ray ends there. Without it they go with the folder."""
+    """Folder on each host for logs of ended runs; default: logs are removed with the cluster's folder."""
     num_cpus: int | None = Field(None, ge=0)
-    """Of every host that says nothing itself."""
+    """Default of all hosts."""
     num_gpus: int | None = Field(None, ge=0)
-    """Of every host that says nothing itself."""
+    """Default of all hosts."""
     object_store_gib: float | None = Field(None, ge=0.08)
-    """Of every host; without it, as much as Ray takes (30 % of the memory)."""
+    """Of every host; default: Ray's (30 % of the memory)."""
     seconds: float = Field(120.0, gt=0)
-    """What the start of Ray on a host may take."""
+    """Timeout of Ray's start on a host."""
 
     @model_validator(mode="after")
     def _can_be_started(self) -> ClusterSpec:
@@ -136,23 +135,23 @@ class ClusterSpec(Config):
             raise ValueError(f"{twice[0]} is named twice among head and workers. Name it once.")
         for name in (*self.env, *self.secrets):
             if not VARIABLE.fullmatch(name):
-                raise ValueError(f"{name!r} is no name of a variable. Write letters, digits and _.")
+                raise ValueError(f"{name!r} is not a variable name. Write letters, digits and _.")
             if name.startswith("RAY_AUTH"):
-                raise ValueError(f"{name}: the cluster has a key of its own, made by setup. Leave it out.")
+                raise ValueError(f"{name}: setup makes the cluster's token. Leave it out.")
         for name, value in self.env.items():
             if is_secret(name):
                 raise ValueError(
-                    f"env.{name}: is a secret, and this is a file. Write secrets: [{name}]; its value is taken from "
+                    f"env.{name}: must not be in a file. Write secrets: [{name}]; its value is read from "
                     "your environment."
                 )
             if "\0" in value:
                 raise ValueError(f"env.{name}: holds a zero byte.")
         if both := [name for name in self.secrets if name in self.env]:
-            raise ValueError(f"{both[0]} stands in env and in secrets. Keep one.")
+            raise ValueError(f"{both[0]} is in env and in secrets. Remove one.")
         for key in ("temp", "logs", "python"):
             path = getattr(self, key)
             if path is not None and not path.startswith(("/", "~/") if key == "logs" else "/"):
-                raise ValueError(f"{key}={path} is of the hosts, where there is no current folder. Write a whole path.")
+                raise ValueError(f"{key}={path} must be an absolute path on the hosts.")
         if (over := len(self.folder(self.head).encode()) + SOCKET - 107) > 0:
             raise ValueError(f"temp={self.temp}: too long for Ray's sockets, by {over} bytes. Write a shorter one.")
         fixed = [port for port in self.ports.model_dump().values() if isinstance(port, int) and port]
@@ -169,28 +168,30 @@ class ClusterSpec(Config):
         return (self.head, *self.workers)
 
     def host(self, name: str) -> HostConfig:
-        """The one of that address."""
+        """The host with this address."""
         for host in self.hosts:
             if name == host.address:
                 return host
-        raise ConfigError(f"{name}: no host of the cluster. It has: {', '.join(host.address for host in self.hosts)}.")
+        raise ConfigError(
+            f"{name}: not a host of the cluster. Hosts: {', '.join(host.address for host in self.hosts)}."
+        )
 
     def folder(self, host: HostConfig) -> str:
-        """Where the cluster's files are on it. Hosts that share a disk have one each."""
+        """The cluster's folder on a host; unique per host, because hosts may share a disk."""
         short = hashlib.sha256(host.address.encode()).hexdigest()[:6]
         return os.path.join(self.temp, f"arborl-{self.name}-{short}")
 
     def python_of(self, host: HostConfig) -> str:
         return host.python or self.python
 
-    def asks(self, host: HostConfig, what: str) -> int | None:
+    def resource(self, host: HostConfig, name: str) -> int | None:
         """Its `num_cpus` or `num_gpus`."""
-        own: int | None = getattr(host, what)
-        general: int | None = getattr(self, what)
-        return general if own is None else own
+        value: int | None = getattr(host, name)
+        default: int | None = getattr(self, name)
+        return default if value is None else value
 
     def values(self, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-        """The secrets, by name."""
+        """Values of the secrets, by name."""
         if missing := [name for name in self.secrets if not environ.get(name)]:
             raise ConfigError(
                 f"secrets: {', '.join(missing)} not set in your environment. Set it (`export {missing[0]}=…`), or "
@@ -199,7 +200,7 @@ class ClusterSpec(Config):
         return {name: environ[name] for name in self.secrets}
 
     def options(self, host: HostConfig) -> list[str]:
-        """What `ray start` is told of ports and resources."""
+        """Options of `ray start` for ports and resources."""
         ports, words = self.ports, []
         if host is self.head:
             words += [f"--port={ports.gcs}", f"--dashboard-port={ports.dashboard}"]
@@ -210,14 +211,14 @@ class ClusterSpec(Config):
         if ports.workers:
             words += [f"--min-worker-port={ports.workers[0]}", f"--max-worker-port={ports.workers[1]}"]
         for name in ("num_cpus", "num_gpus"):
-            if (count := self.asks(host, name)) is not None:
+            if (count := self.resource(host, name)) is not None:
                 words.append(f"--{name.replace('_', '-')}={count}")
         if self.object_store_gib is not None:
             words.append(f"--object-store-memory={int(self.object_store_gib * 2**30)}")
         return words
 
     def listens(self, host: HostConfig) -> dict[str, int]:
-        """The ports that must be free on it, by their keys."""
+        """Ports that must be free on the host, by setting."""
         ports = self.ports
         found = {"agent": ports.agent, "node_manager": ports.node_manager, "object_manager": ports.object_manager}
         if host is self.head:
@@ -225,7 +226,7 @@ class ClusterSpec(Config):
         return found
 
 
-def read_spec(file: Path) -> ClusterSpec:
+def read_cluster_spec(file: Path) -> ClusterSpec:
     """A cluster's file, or a `ConfigError` with one line for each mistake.
 
     Example:
@@ -234,5 +235,5 @@ def read_spec(file: Path) -> ClusterSpec:
     try:
         return validate(ClusterSpec, read_tree(file))
     except ConfigError as error:
-        told = [line if line.startswith(str(file)) else f"{file}: {line}" for line in str(error).splitlines()]
-        raise ConfigError("\n".join(told)) from error
+        lines = [line if line.startswith(str(file)) else f"{file}: {line}" for line in str(error).splitlines()]
+        raise ConfigError("\n".join(lines)) from error

@@ -1,5 +1,5 @@
-"""Weights as plain arrays of bytes: the object store shares them between the processes of a node without a copy, and
-sends them to each further node once. Nothing of a model is pickled."""
+"""Weights as byte arrays: Ray's object store shares them between the processes of a node without a copy, and sends
+them to each node once. No model is pickled."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-Arrays = dict[str, tuple[str, tuple[int, ...], NDArray[np.uint8]]]
+WeightArrays = dict[str, tuple[str, tuple[int, ...], NDArray[np.uint8]]]
 """By name: dtype, shape, bytes."""
 
 
-def as_arrays(weights: Mapping[str, Tensor]) -> Arrays:
-    """The weights' bytes; those that are tied once, under their first name."""
-    found: Arrays = {}
+def as_arrays(weights: Mapping[str, Tensor]) -> WeightArrays:
+    """Bytes of the weights; tied weights once, under their first name."""
+    found: WeightArrays = {}
     places: set[tuple[int, torch.Size]] = set()
     for name, tensor in weights.items():
         place = (tensor.data_ptr(), tensor.shape)
@@ -29,20 +29,20 @@ def as_arrays(weights: Mapping[str, Tensor]) -> Arrays:
     return found
 
 
-def as_tensors(arrays: Arrays) -> dict[str, Tensor]:
-    """The weights, in the memory that the arrays are in: to be read, and not kept."""
+def as_tensors(arrays: WeightArrays) -> dict[str, Tensor]:
+    """Tensors in the memory of the arrays, which is read-only."""
     found = {}
     for name, (dtype, shape, flat) in arrays.items():
         kind = getattr(torch, dtype)
         if not flat.size:
             found[name] = torch.empty(shape, dtype=kind)
             continue
-        with warnings.catch_warnings():  # that it may not be written to, as it is not
+        with warnings.catch_warnings():  # about read-only memory
             warnings.simplefilter("ignore")
             found[name] = torch.from_numpy(flat).view(kind).reshape(shape)
     return found
 
 
-def size_of(weights: Mapping[str, Tensor]) -> int:
-    """Bytes."""
+def weight_bytes(weights: Mapping[str, Tensor]) -> int:
+    """Size of the weights in bytes."""
     return sum(tensor.numel() * tensor.element_size() for tensor in weights.values())

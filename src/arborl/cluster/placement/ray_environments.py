@@ -1,7 +1,7 @@
-"""Environments on a Ray cluster: processes as `rollout.workers=process` has them, on any node.
+"""Environments on a Ray cluster: worker processes as with `rollout.workers=process`, on any node.
 
-One that hangs or dies, alone or with its node, costs nobody an episode: its environments are set up elsewhere and
-brought to where they were (`arborl.rollout.processes`).
+When one hangs or dies, its environments are created in another process and replayed (`arborl.rollout.processes`); no
+episode is lost.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from concurrent.futures import Future
 from itertools import count
 from typing import Any
 
-from arborl.cluster.connection import Cluster
-from arborl.cluster.host import Host, Told, check_versions
+from arborl.cluster.placement.actors import ActorInfo, ClusterActor, check_versions
+from arborl.cluster.placement.ray_cluster import RayCluster
 from arborl.errors import ConfigError, EngineError
 from arborl.rollout.holder import Holder
 from arborl.rollout.process_main import Worker
 from arborl.rollout.processes import LOOK, Processes
 
 
-class EnvironmentHost(Host):
-    """The other side: holds environments, each in a thread of its own."""
+class EnvironmentActor(ClusterActor):
+    """Holds environments, each in its own thread."""
 
     def __init__(self, paths: Sequence[str], allow_unsafe: bool):
         super().__init__(paths, allow_unsafe)
         self.worker = Worker()
 
     async def ask(self, packed: bytes) -> bytes:
-        """A request and its answer, as `process_main` has them."""
+        """A request and its answer, in the format of `process_main`."""
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[bytes] = loop.create_future()
 
@@ -45,27 +45,27 @@ class EnvironmentHost(Host):
 
 
 class RayHolder(Holder):
-    """One such process, seen from the driver."""
+    """The driver's side of an `EnvironmentActor`."""
 
-    suspects = False  # nodes go, too
+    suspects = False  # a lost node is no fault of the environment
 
-    def __init__(self, cluster: Cluster, name: str, alone: bool, cpus: int):
+    def __init__(self, cluster: RayCluster, name: str, alone: bool, cpus: int):
         super().__init__(alone, cluster.placement.seconds)
         self.cluster, self.name, self.end = cluster, name, ""
         self.noticed = threading.Event()
-        """Something is to be done that must not be done in a thread of Ray's, where answers come."""
-        self.actor = cluster.start(EnvironmentHost, cpus=cpus)
-        self.actor.told.remote().future().add_done_callback(self._begin)
+        """Wakes the watching thread; Ray's callback threads must not block."""
+        self.actor = cluster.start(EnvironmentActor, cpus=cpus)
+        self.actor.info.remote().future().add_done_callback(self._begin)
         threading.Thread(target=self._watch, name="arborl-cluster", daemon=True).start()
 
-    def _begin(self, outcome: Future[Told]) -> None:
+    def _begin(self, outcome: Future[ActorInfo]) -> None:
         if (error := outcome.exception()) is not None:
             self._lose(error)
             return
-        told = outcome.result()
-        self.name = f"{self.name} (process {told.pid} on {told.address})"
+        info = outcome.result()
+        self.name = f"{self.name} (process {info.pid} on {info.address})"
         try:
-            check_versions(self.cluster.versions, told.versions, self.name)
+            check_versions(self.cluster.versions, info.versions, self.name)
         except Exception as other:
             self._lose(other)
             return
@@ -76,12 +76,12 @@ class RayHolder(Holder):
 
     def _send(self, packed: bytes) -> None:
         try:
-            asked = self.actor.ask.remote(packed)
+            call = self.actor.ask.remote(packed)
         except Exception as error:  # the cluster is gone
             raise OSError(str(error)) from error
-        asked.future().add_done_callback(self._came)
+        call.future().add_done_callback(self._receive)
 
-    def _came(self, outcome: Future[Any]) -> None:
+    def _receive(self, outcome: Future[Any]) -> None:
         if (error := outcome.exception()) is not None:
             self._lose(error)
         else:
@@ -89,7 +89,7 @@ class RayHolder(Holder):
 
     def _lose(self, error: BaseException) -> None:
         if not self.lost:
-            self.end, self.lost = _why(error), True
+            self.end, self.lost = _cause(error), True
             self._say_gone()
         self.noticed.set()
 
@@ -105,21 +105,20 @@ class RayHolder(Holder):
         self.noticed.set()
 
     def gone(self) -> str:
-        return f"{self.name} is gone: {self.end or 'it was ended'}"
+        return f"{self.name} is gone: {self.end or 'it was stopped'}"
 
 
-def _why(error: BaseException) -> str:
+def _cause(error: BaseException) -> str:
     return str(error) if isinstance(error, EngineError) else type(error).__name__
 
 
-def environment_processes(cluster: Cluster) -> Processes:
-    """As many as `placement.env_workers` says, on the cluster. The first is started now: what is wrong with the nodes
-    is found before anything is written."""
+def environment_processes(cluster: RayCluster) -> Processes:
+    """`placement.env_workers` processes. The first is started now, so that errors appear before the run folder is
+    written."""
     numbers, most = count(), cluster.placement.env_workers
 
     def start(alone: bool) -> RayHolder:
-        """One that takes the place of another asks for no core: a cluster that has lost a node may have none left, and
-        episodes would wait for it."""
+        """A replacement requests no core: after the loss of a node there may be none left."""
         number = next(numbers)
         return RayHolder(cluster, f"environment worker {number}", alone, cpus=1 if number < most and not alone else 0)
 

@@ -1,16 +1,16 @@
-"""Files that grow: their last lines, and what is added."""
+"""Log files and their new lines."""
 
 from __future__ import annotations
 
 import glob
 import os
 
-from .answers import Refused, pause, tell
-from .folder import Folder, last_lines
+from .cluster_folder import ClusterFolder, last_lines
+from .replies import RequestRefused, pause, send
 
 
-class Follower:
-    """A file that grows: its last lines first, None for all of it, then whatever is added."""
+class LogFollower:
+    """Reads the last lines of a file (None: all), then new ones."""
 
     def __init__(self, path, lines):
         self.path, self.rest, self.at = path, b"", 0
@@ -33,23 +33,23 @@ class Follower:
         return first + [line.decode(errors="replace") for line in whole]
 
 
-def logs(asked):
-    """The last lines of files, and with `follow` what is added to them."""
-    folder = Folder(asked)
+def logs(request):
+    """The last lines of files; with `follow`, new lines too."""
+    folder = ClusterFolder(request)
     if not folder.record():
-        raise Refused("nothing of the cluster is here, so there are no logs.")
+        raise RequestRefused("the cluster has no files on this host.")
     there = os.path.join(folder.path, "r", "session_latest", "logs")
     followed = {}
     while True:
-        wanted = [folder.log] if any(pattern in ("*", "ray.log") for pattern in asked["files"]) else []
-        for pattern in asked["files"]:
+        wanted = [folder.log] if any(pattern in ("*", "ray.log") for pattern in request["files"]) else []
+        for pattern in request["files"]:
             wanted += sorted(glob.glob(os.path.join(glob.escape(there), pattern)))
         for path in wanted:
             if path not in followed and os.path.isfile(path):
-                followed[path] = Follower(path, asked["lines"])
+                followed[path] = LogFollower(path, request["lines"])
         for path, file in followed.items():
-            for line in file.more(final=not asked["follow"]):
-                tell(file=os.path.basename(path), line=line)
-        if not asked["follow"]:
+            for line in file.more(final=not request["follow"]):
+                send(file=os.path.basename(path), line=line)
+        if not request["follow"]:
             return {"files": sorted(map(os.path.basename, followed)), "there": sorted(os.listdir(there))}
         pause(0.5)

@@ -1,4 +1,4 @@
-"""The keeper of Ray's processes, and how processes of a cluster are known."""
+"""The supervisor process, and how processes of a cluster are found."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import signal
 import time
 
-from .folder import ENDED
+from .cluster_folder import ENDED
 
 VARIABLE = "ARBORL_CLUSTER"
 """In the environment of every process that a cluster has on a host."""
@@ -18,8 +18,8 @@ GRACE = 15.0
 """Seconds that Ray has to end by itself."""
 
 
-def born(pid):
-    """When a process began, in ticks since the machine did; None where there is none."""
+def start_time(pid):
+    """Start time of a process in clock ticks; None if it does not exist."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             fields = file.read().rpartition(")")[2].split()
@@ -29,11 +29,11 @@ def born(pid):
 
 
 def alive(record):
-    """Whether the keeper of a record is there: a number alone may be another process's by now."""
-    return bool(record.get("pid")) and born(record["pid"]) == record["born"]
+    """Whether the supervisor of a record runs; a pid alone may belong to another process by now."""
+    return bool(record.get("pid")) and start_time(record["pid"]) == record["born"]
 
 
-def below(pid):
+def descendants(pid):
     """All descendants of a process."""
     parents = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
@@ -49,8 +49,8 @@ def below(pid):
     return found
 
 
-def marked(mark):
-    """Processes that have the mark in their environment."""
+def processes_with_id(mark):
+    """Processes with the start id in their environment."""
     found = []
     wanted = f"{VARIABLE}={mark}".encode()
     for name in filter(str.isdigit, os.listdir("/proc")):
@@ -63,7 +63,7 @@ def marked(mark):
     return found
 
 
-def send(number, pids):
+def send_signal(number, pids):
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
@@ -73,43 +73,43 @@ def prctl(option, value):
     ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def keep(words, environment):
-    """Run Ray until it ends or this process is told to; leave nothing that it started."""
+def supervise(words, environment):
+    """Run Ray until it ends or a signal arrives; then end all of its processes."""
     prctl(SUBREAPER, 1)
-    prctl(NAME, b"arborl-keeper")  # what `ps -o comm` says of it
-    told = []
+    prctl(NAME, b"arborl-keeper")  # the name in `ps -o comm`
+    signals = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: told.append(True))
-    keeper, ray = os.getpid(), os.fork()
+        signal.signal(number, lambda *_: signals.append(True))
+    supervisor, ray = os.getpid(), os.fork()
     if ray == 0:
         try:
-            prctl(DEATH_SIGNAL, signal.SIGTERM)  # should the keeper be killed
+            prctl(DEATH_SIGNAL, signal.SIGTERM)  # in case the supervisor is killed
             os.chdir(os.path.expanduser("~") if os.path.isdir(os.path.expanduser("~")) else "/")
             os.execvpe(words[0], words, environment)
         except OSError as error:
             os.write(2, f"{words[0]}: {error}\n".encode())
         os._exit(127)
     ended = False
-    while not (ended or told):
+    while not (ended or signals):
         ended = reap(ray)
         time.sleep(0.2)
-    os.write(1, f"{ENDED} Ray ended {'by itself' if ended else 'when it was told to'}.\n".encode())
-    send(signal.SIGTERM, [] if ended else [ray])
+    os.write(1, f"{ENDED} Ray ended {'by itself' if ended else 'by a signal'}.\n".encode())
+    send_signal(signal.SIGTERM, [] if ended else [ray])
     until = time.monotonic() + GRACE
     while not ended and time.monotonic() < until:
         ended = reap(ray)
         time.sleep(0.1)
-    send(signal.SIGTERM, below(keeper))
+    send_signal(signal.SIGTERM, descendants(supervisor))
     until = time.monotonic() + 2
-    while left := below(keeper):
+    while left := descendants(supervisor):
         if time.monotonic() > until:
-            send(signal.SIGKILL, left)
+            send_signal(signal.SIGKILL, left)
         reap(ray)
         time.sleep(0.1)
 
 
 def reap(pid):
-    """Whether this child has ended; other children that have are let go too."""
+    """Reap ended children; whether this child was among them."""
     gone = False
     try:
         while (found := os.waitpid(-1, os.WNOHANG)[0]) != 0:

@@ -1,4 +1,4 @@
-"""Nodes and jobs, as Ray's dashboard on the head knows them."""
+"""Nodes and jobs, by Ray's dashboard on the head."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import time
 import urllib.error
 import urllib.request
 
-from .answers import Refused, pause, tell
-from .folder import Folder
-from .logs import Follower
-from .processes import alive
+from .cluster_folder import ClusterFolder
+from .log_files import LogFollower
+from .replies import RequestRefused, pause, send
+from .supervisor import alive
 
 OVER = ("SUCCEEDED", "FAILED", "STOPPED")
 """States of a job that has ended."""
 
 
 def call(record, path, body=None, method=None, kind="application/json", seconds=30):
-    """Ask the dashboard, which listens on this host alone."""
+    """Call the dashboard, which listens on the loopback interface."""
     address = f"http://127.0.0.1:{record['dashboard']}{path}"
     request = urllib.request.Request(address, body, method=method)
     request.add_header("Authorization", f"Bearer {record['key']}")
@@ -30,10 +30,10 @@ def call(record, path, body=None, method=None, kind="application/json", seconds=
         with direct.open(request, timeout=seconds) as answer:
             return answer.read().decode()
     except urllib.error.HTTPError as error:
-        said = error.read().decode(errors="replace").strip().splitlines()
-        raise Refused(f"Ray says: {said[-1] if said else error}") from None
+        lines = error.read().decode(errors="replace").strip().splitlines()
+        raise RequestRefused(f"Ray: {lines[-1] if lines else error}") from None
     except OSError as error:
-        raise Refused(f"Ray's dashboard does not answer on port {record['dashboard']} ({error}).") from None
+        raise RequestRefused(f"Ray's dashboard does not answer on port {record['dashboard']} ({error}).") from None
 
 
 def dashboard_answers(record):
@@ -41,14 +41,14 @@ def dashboard_answers(record):
         call(record, "/api/version", seconds=2)
         nodes_of(record)
         return True
-    except (Refused, ValueError, KeyError):
+    except (RequestRefused, ValueError, KeyError):
         return False
 
 
-def running_head(asked):
-    record = Folder(asked).record()
+def running_head(request):
+    record = ClusterFolder(request).record()
     if not record or not alive(record):
-        raise Refused("Ray's head does not run. `arborl cluster restart` brings it back.")
+        raise RequestRefused("Ray's head does not run. `arborl cluster restart` brings it back.")
     return record
 
 
@@ -56,21 +56,21 @@ def nodes_of(record):
     return json.loads(call(record, "/api/v0/nodes?detail=1&limit=10000"))["data"]["result"]["result"]
 
 
-def nodes(asked):
-    """Nodes and jobs as the head knows them; with `await`, as soon as these addresses are there."""
-    record = running_head(asked)
-    until = time.monotonic() + asked.get("seconds_to_start", 0)
+def nodes(request):
+    """Nodes and jobs; with `await`, wait until these addresses have joined."""
+    record = running_head(request)
+    until = time.monotonic() + request.get("seconds_to_start", 0)
     while True:
         found = nodes_of(record)
         up = {node["node_ip"] for node in found if node["state"] == "ALIVE"}
-        missing = [address for address in asked.get("await", ()) if address not in up]
+        missing = [address for address in request.get("await", ()) if address not in up]
         if not missing or time.monotonic() > until:
             break
         time.sleep(0.5)
     try:
         status = json.loads(call(record, "/api/cluster_status"))["data"]["clusterStatus"]
         usage = status["loadMetricsReport"]["usageByNode"]
-    except (Refused, KeyError, TypeError, ValueError):
+    except (RequestRefused, KeyError, TypeError, ValueError):
         usage = {}  # not there in the first seconds
     jobs = json.loads(call(record, "/api/jobs/"))
     return {
@@ -96,39 +96,39 @@ def nodes(asked):
     }  # fmt: skip
 
 
-def submit(asked):
-    """Run a command as a job of the cluster; by default until it ends, with what it prints."""
-    record = running_head(asked)
-    wanted = {"entrypoint": asked["command"], "submission_id": asked["job"], "runtime_env": {}}
-    if asked.get("files"):
-        content = base64.b64decode(asked["files"])
+def submit(request):
+    """Submit a job; by default wait for its end and send its output."""
+    record = running_head(request)
+    wanted = {"entrypoint": request["command"], "submission_id": request["job"], "runtime_env": {}}
+    if request.get("files"):
+        content = base64.b64decode(request["files"])
         name = f"_ray_pkg_{hashlib.sha256(content).hexdigest()[:16]}.zip"
         call(record, f"/api/packages/gcs/{name}", content, "PUT", "application/octet-stream", 120)
         wanted["runtime_env"]["working_dir"] = f"gcs://{name}"
     call(record, "/api/jobs/", json.dumps(wanted).encode(), "POST", seconds=120)
-    tell(job=asked["job"])
-    return follow_job(asked, record) if asked.get("wait", True) else {"job": asked["job"]}
+    send(job=request["job"])
+    return follow_job(request, record) if request.get("wait", True) else {"job": request["job"]}
 
 
-def follow_job(asked, record):
-    """What it prints, and how it ended. Its driver is on the head, and so is the file that it prints to."""
-    file = Follower(job_log(Folder(asked), asked["job"]), None)
+def follow_job(request, record):
+    """Output and exit code of a job; its log file is on the head."""
+    file = LogFollower(job_log(ClusterFolder(request), request["job"]), None)
     while True:
-        about = json.loads(call(record, f"/api/jobs/{asked['job']}"))
+        about = json.loads(call(record, f"/api/jobs/{request['job']}"))
         for line in file.more():
-            tell(line=line)
+            send(line=line)
         if about["status"] in OVER:
             for line in file.more(final=True):
-                tell(line=line)
+                send(line=line)
             return {
-                "job": asked["job"], "status": about["status"], "exit_code": about.get("driver_exit_code"),
+                "job": request["job"], "status": about["status"], "exit_code": about.get("driver_exit_code"),
                 "message": about.get("message") or "",
             }  # fmt: skip
         pause(0.5)
 
 
-def stop_job(asked):
-    call(running_head(asked), f"/api/jobs/{asked['job']}/stop", b"", "POST")
+def stop_job(request):
+    call(running_head(request), f"/api/jobs/{request['job']}/stop", b"", "POST")
     return {}
 
 

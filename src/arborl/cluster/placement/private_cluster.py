@@ -1,8 +1,8 @@
-"""A Ray cluster that a run starts for itself: on the loopback interface, with a token and a folder of its own.
+"""A Ray cluster that a run starts for itself: loopback interface, token authentication, private folder.
 
 By default Ray listens on all interfaces, keeps its token in a file that other users can read, and its sockets in a
-folder that they can write to. Here the folder has mode 0700 and the token's file in it mode 0600; both last as long as
-the cluster. What Ray does with its environment is checked once it has started.
+folder that they can write to. Here the folder has mode 0700 and the token's file mode 0600; both are removed with the
+cluster. After the start, address and authentication mode are checked.
 """
 
 from __future__ import annotations
@@ -19,60 +19,59 @@ from typing import Any
 
 from arborl.errors import ConfigError
 
-FIRST = (2, 54)
-"""The first release of Ray whose token authentication covers all that listens: before, a node's agent took jobs without
-a token."""
+MIN_RAY = (2, 54)
+"""First release whose token authentication covers every port; before, a node's agent accepted jobs without a token."""
 LOOPBACK = "127.0.0.1"
-ON_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""With 0 Ray takes a machine for one that can have no other node, and uses the loopback interface."""
-LONGEST = 107 - len("/r/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")
-"""Bytes of the folder's path: Ray keeps sockets below it, whose paths have at most 107."""
+LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""With 0, Ray assumes a single-node cluster and uses the loopback interface."""
+MAX_PATH = 107 - len("/r/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store")
+"""Bytes of the folder's path: the path of a socket below it has at most 107."""
 
 
-class OwnCluster:
-    """Prepares this process for such a cluster, and undoes it.
+class PrivateCluster:
+    """Sets environment variables and folder of the cluster; `close` restores them.
 
     Example:
-        own = OwnCluster()
-        ray.init(address="local", **own.options)
-        own.check(ray)
+        private = PrivateCluster()
+        ray.init(address="local", **private.options)
+        private.check(ray)
         …
         ray.shutdown()
-        own.close()
+        private.close()
     """
 
     def __init__(self) -> None:
         self.folder = tempfile.mkdtemp(prefix="arborl-ray-")
-        if len(os.fsencode(self.folder)) > LONGEST:
+        if len(os.fsencode(self.folder)) > MAX_PATH:
             os.rmdir(self.folder)
             self.folder = tempfile.mkdtemp(prefix="arborl-ray-", dir="/tmp")
         token = Path(self.folder, "token")
         with os.fdopen(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(secrets.token_hex(32))
-        own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), ON_LOOPBACK: "0"}
-        self.before = {name: os.environ.get(name) for name in (*own, "RAY_AUTH_TOKEN")}
-        os.environ.pop("RAY_AUTH_TOKEN", None)  # it would be taken before the file
-        os.environ.update(own)
+        variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), LOOPBACK_VARIABLE: "0"}
+        self.before = {name: os.environ.get(name) for name in (*variables, "RAY_AUTH_TOKEN")}
+        os.environ.pop("RAY_AUTH_TOKEN", None)  # it would take precedence over the file
+        os.environ.update(variables)
         self.options: dict[str, Any] = {"_node_ip_address": LOOPBACK, "_temp_dir": os.path.join(self.folder, "r")}
         reread_environment()
 
     def check(self, ray: Any) -> None:
-        """ConfigError where Ray has not done as its environment says: a release may read it otherwise."""
-        if tuple(map(int, ray.__version__.split(".")[:2])) < FIRST:
+        """ConfigError unless Ray uses the loopback interface and a token."""
+        if tuple(map(int, ray.__version__.split(".")[:2])) < MIN_RAY:
             raise ConfigError(
-                f"placement=ray: Ray {ray.__version__} takes jobs without its token. Install "
-                f"{'.'.join(map(str, FIRST))} or newer."
+                f"placement=ray: Ray {ray.__version__} accepts jobs without a token. Install "
+                f"{'.'.join(map(str, MIN_RAY))} or newer."
             )
         here = ray.util.get_node_ip_address()
         if here != LOOPBACK or not uses_token():
             raise ConfigError(
                 f"placement=ray: Ray {ray.__version__} started at {here}, {'with' if uses_token() else 'without'} "
-                "token authentication. A cluster of a run's own must be on the loopback interface and have a token. "
+                "token authentication. A private cluster must use the loopback interface and a token. "
                 "Install another release of Ray, or start a cluster yourself and write placement.address."
             )
 
     def close(self) -> None:
-        """As it was before. The cluster has been stopped."""
+        """Restore the environment and remove the folder, after the cluster was stopped."""
         for name, value in self.before.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -83,14 +82,13 @@ class OwnCluster:
 
 
 def reread_environment() -> None:
-    """Ray reads its environment when it is imported, which it may have been. It has no public way to read it again;
-    where its own changes, `OwnCluster.check` tells."""
+    """Make an imported Ray read its environment again, by its internals; `PrivateCluster.check` detects a failure."""
     if "ray" not in sys.modules:
         return
     with suppress(ImportError, AttributeError):
         from ray._private import ray_constants
 
-        ray_constants.ENABLE_RAY_CLUSTER = os.environ.get(ON_LOOPBACK, "1") != "0"
+        ray_constants.ENABLE_RAY_CLUSTER = os.environ.get(LOOPBACK_VARIABLE, "1") != "0"
     with suppress(ImportError, AttributeError):
         raylet: Any = importlib.import_module("ray._raylet")
         raylet.Config.initialize("")
@@ -98,7 +96,7 @@ def reread_environment() -> None:
 
 
 def uses_token() -> bool:
-    """Whether this process authenticates itself to the cluster, and the cluster to it."""
+    """Whether this process uses token authentication."""
     try:
         raylet: Any = importlib.import_module("ray._raylet")
         return bool(raylet.get_authentication_mode() == raylet.AuthenticationMode.TOKEN)

@@ -8,76 +8,76 @@ import os
 import stat
 import time
 
-from .answers import Refused
+from .replies import RequestRefused
 
 ENDED = "arborl:"
-"""Begins what a keeper writes into Ray's log."""
+"""Prefix of the supervisor's lines in Ray's log."""
 
 
-class Folder:
-    """The cluster's folder on this host, and what its record says."""
+class ClusterFolder:
+    """The cluster's folder on this host."""
 
-    def __init__(self, asked):
-        self.path, self.cluster = asked["folder"], asked["cluster"]
+    def __init__(self, request):
+        self.path, self.cluster = request["folder"], request["cluster"]
         self.record_file = os.path.join(self.path, "record.json")
         self.log = os.path.join(self.path, "ray.log")
 
     def record(self):
-        """What stands there; empty where the cluster has nothing here."""
+        """The record; empty if the cluster has nothing on this host."""
         try:
             about = os.lstat(self.path)
         except FileNotFoundError:
             return {}
         if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
-            raise Refused(f"{self.path} is somebody else's. Write another `temp` or another `name`.")
+            raise RequestRefused(f"{self.path} belongs to another user. Write another `temp` or another `name`.")
         try:
             with open(self.record_file) as file:
                 found = json.load(file)
         except FileNotFoundError:
             if not os.listdir(self.path):
                 return {}
-            raise Refused(
-                f"{self.path} is there and was not made by this command. Remove it, or write another `temp`."
+            raise RequestRefused(
+                f"{self.path} exists and was not made by this command. Remove it, or write another `temp`."
             ) from None
         if found.get("cluster") != self.cluster:
-            raise Refused(f"{self.path} is of the cluster {found.get('cluster')!r}. Write another `temp`.")
+            raise RequestRefused(f"{self.path} is of the cluster {found.get('cluster')!r}. Write another `temp`.")
         return found
 
     def write(self, record):
-        """Readable for its owner alone: the cluster's key is in it."""
+        """Mode 0600: the record holds the cluster's token."""
         handle = os.open(self.record_file + ".new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(handle, "w") as file:
             json.dump(record, file)
         os.replace(self.record_file + ".new", self.record_file)
 
     def lock(self):
-        """Make it where it is not, and keep others that start or end something here waiting until this process ends."""
+        """Create the folder if needed, and lock it until this process ends."""
         until = time.monotonic() + 60
         while True:
             os.makedirs(os.path.dirname(self.path), exist_ok=True)
             try:
                 os.mkdir(self.path, 0o700)
             except FileExistsError:
-                self.record()  # that it is ours
+                self.record()  # checks the owner
             try:
                 handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.fstat(handle).st_ino == os.stat(self.path).st_ino:
                     return handle
             except FileNotFoundError:
-                pass  # whoever had it has removed it
+                pass  # another command has removed it
             except BlockingIOError:
                 if time.monotonic() > until:
-                    raise Refused(f"another command is at work in {self.path}. Try again.") from None
+                    raise RequestRefused(f"another command is using {self.path}. Try again.") from None
             time.sleep(0.1)
 
     def ended(self):
-        """How, as far as there was anybody to write it down."""
-        said = [line for line in last_lines(self.log, 50) if line.startswith(ENDED)]
-        return said[-1][len(ENDED) + 1 :] if said else "Its processes were killed, or the host was."
+        """Why Ray ended."""
+        lines = [line for line in last_lines(self.log, 50) if line.startswith(ENDED)]
+        return lines[-1][len(ENDED) + 1 :] if lines else "Its processes were killed, or the host was."
 
-    def said(self):
-        """The last thing that `ray start` wrote, without the frames of a traceback."""
+    def last_line(self):
+        """Last line of `ray start`, without the frames of a traceback."""
         lines = [line for line in last_lines(self.log, 50) if line.strip() and not line.startswith((" ", ENDED))]
         return lines[-1] if lines else "nothing"
 
