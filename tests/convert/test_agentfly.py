@@ -24,7 +24,7 @@ def read(tmp_path):
         keys = " ".join(f"agent.init_config.{key}={value}" for key, value in agent.items())
         (tmp_path / "fly.txt").write_text(f"{COMMON}\n{keys}\n")
         draft = convert("agentfly", [tmp_path / "fly.txt"], uses)
-        assert set(draft.given) <= draft.accounted()
+        assert set(draft.source) <= draft.accounted()
         config = validate(RunConfig, draft.tree())
         check(config)
         return config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from arborl.convert.reading.collect import collect
+from arborl.convert.reading.source_files import collect
 from arborl.errors import ConfigError
 
 GROWTH = [f"x{n}: &x{n} [{', '.join([f'*x{n - 1}'] * 9)}]\n" for n in range(1, 9)]

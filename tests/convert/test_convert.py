@@ -66,7 +66,7 @@ def written(tmp_path):
 
 
 def keys(draft):
-    return {line.key for line in draft.lines if line.given}
+    return {line.key for line in draft.lines if line.explicit}
 
 
 def test_a_script_of_agentfly_becomes_a_run_that_starts(written, monkeypatch):
@@ -82,7 +82,7 @@ def test_a_script_of_agentfly_becomes_a_run_that_starts(written, monkeypatch):
     why = {line.key: line.what for line in draft.dropped}
     assert why["algorithm.kl_ctrl.kl_coef"] == "not read without use_kl_in_reward"
     assert why["trainer.brand_new_key"] == "not a key this converter knows"
-    assert keys(draft) >= set(draft.given)
+    assert keys(draft) >= set(draft.source)
     for name in ("gsm8k_train.json", "gsm8k_test.json"):
         (written / name).write_text(json.dumps([{"question": f"{n} + 1?", "answer": str(n + 1)} for n in range(40)]))
     done = CliRunner().invoke(app, ["convert", "agentfly", "fly.sh", "--out", "run.yaml"])
@@ -131,7 +131,7 @@ def test_no_rule_leads_to_a_key_that_does_not_exist(system):
     known = set(paths(RunConfig))
     for key, rule in table.items():
         for value in samples:
-            draft = Draft(given={"actor_rollout_ref.actor.use_kl_loss": True})
+            draft = Draft(source={"actor_rollout_ref.actor.use_kl_loss": True})
             try:
                 rule(draft, key, value)
             except (TypeError, ValueError):

@@ -16,8 +16,8 @@ from arborl.config.base import validate
 from arborl.config.load import load
 from arborl.config.run import RunConfig
 from arborl.convert import convert
-from arborl.convert.report import as_yaml
-from arborl.convert.roll.pipelines import pipeline
+from arborl.convert.conversion_report import as_yaml
+from arborl.convert.roll.roll_pipelines import pipeline
 from arborl.errors import ConfigError
 
 GAMES = """
@@ -140,7 +140,7 @@ def read(tmp_path):
         file.parent.mkdir(exist_ok=True)
         file.write_text(yaml.safe_dump(tree, sort_keys=False))
         draft = convert("roll", [file], uses)
-        assert set(draft.given) <= draft.accounted()
+        assert set(draft.source) <= draft.accounted()
         return draft
 
     return reading
@@ -495,7 +495,7 @@ RLVR = {
 def rlvr(tmp_path, uses=None, **more):
     (tmp_path / "rlvr.yaml").write_text(yaml.safe_dump({**copy.deepcopy(RLVR), **more}))
     draft = convert("roll", [tmp_path / "rlvr.yaml"], uses)
-    assert set(draft.given) <= draft.accounted()
+    assert set(draft.source) <= draft.accounted()
     return draft
 
 
@@ -594,7 +594,7 @@ def test_grpo_by_domain_divides_by_the_groups_deviation(tmp_path):
 def test_learning_from_given_data_has_the_algorithms_name_and_its_rows(tree, kind, ours, tmp_path):
     (tmp_path / "given.yaml").write_text(yaml.safe_dump(tree))
     draft = convert("roll", [tmp_path / "given.yaml"])
-    assert pipeline(draft.given) == kind
+    assert pipeline(draft.source) == kind
     assert {key: draft.settings.get(key) for key in ours} == ours
     config = config_of(draft)
     assert config.data.given == (kind != "distill")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from arborl.convert.common_rules import CORPUS, DOCUMENTS, ENGINE, SEARCH_TAGS
 from arborl.convert.draft import Draft, Rule, idle, names, to
-from arborl.convert.parts import CORPUS, DOCUMENTS, ENGINE, SEARCH_TAGS
 
 LEAVE = "none"
 AGENTS = {"hf": "tool", "think": "tool", "react": "react", "code": "code", "searchr1": "code", "action": "chat"}
@@ -90,8 +90,8 @@ def tools(draft: Draft, key: str, value: Any) -> None:
             )
         elif ours not in found:
             found.append(ours)
-            for argument, given in CORPUS.get(ours, {}).items():
-                draft.set(key, name, f"agent.tool_args.{ours}.{argument}", given, DOCUMENTS)
+            for argument, content in CORPUS.get(ours, {}).items():
+                draft.set(key, name, f"agent.tool_args.{ours}.{argument}", content, DOCUMENTS)
     if found:
         draft.set(key, value, "tools", found)
 
@@ -121,7 +121,7 @@ def turns(draft: Draft, key: str, value: Any) -> None:
 
 def minibatch(draft: Draft, key: str, value: Any) -> None:
     """Chains of an optimiser step: AgentFly makes the chains itself, so that verl counts each as a row."""
-    tasks, chains = draft.given.get("data.train_batch_size"), _said(draft, "num_chains", 1)
+    tasks, chains = draft.source.get("data.train_batch_size"), _said(draft, "num_chains", 1)
     if not all(isinstance(one, int) and one > 0 for one in (tasks, chains, value)):
         draft.drop(key, value, "chains of an optimiser step, of a batch whose size is not given")
         return
@@ -137,7 +137,7 @@ def minibatch(draft: Draft, key: str, value: Any) -> None:
 
 def _said(draft: Draft, key: str, otherwise: Any = None) -> Any:
     layouts = (f"agent.{layout}{key}" for layout in ("run_config.", "init_config.", ""))
-    return next((draft.given[name] for name in layouts if name in draft.given), otherwise)
+    return next((draft.source[name] for name in layouts if name in draft.source), otherwise)
 
 
 def after(draft: Draft) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from arborl.convert.report import Line, short, table
+from arborl.convert.conversion_report import KeyReport, short, table
 from arborl.errors import ConfigError
 
 SECRET = re.compile(r"(?:api|access|secret|private)_?(?:key|token)$|(?:^|[._])(?:token|password|passwd|secret)$", re.I)
@@ -20,9 +20,9 @@ class Draft:
 
     settings: dict[str, Any] = field(default_factory=dict)
     """Ours, dotted."""
-    given: dict[str, Any] = field(default_factory=dict)
+    source: dict[str, Any] = field(default_factory=dict)
     """Theirs, dotted, with everything a rule may want to look up."""
-    lines: list[Line] = field(default_factory=list)
+    lines: list[KeyReport] = field(default_factory=list)
     """What became of every key, in the order in which they were looked at."""
     problems: list[str] = field(default_factory=list)
     """Environments, agents, tools and rewards that are not here, with what to do about each."""
@@ -30,31 +30,31 @@ class Draft:
     """What a name of theirs stands for here, as the user says."""
 
     @property
-    def mapped(self) -> list[Line]:
+    def mapped(self) -> list[KeyReport]:
         """Keys with a counterpart, of the same or of another meaning."""
         return [line for line in self.lines if line.kind in ("mapped", "changed")]
 
     @property
-    def dropped(self) -> list[Line]:
+    def dropped(self) -> list[KeyReport]:
         """Keys without a counterpart, in this version or at all, and those that need none."""
         return [line for line in self.lines if line.kind in ("dropped", "idle")]
 
     def set(self, key: str, value: Any, path: str, ours: Any, why: str = "") -> None:
         """Their `key` is our `path`; `why` says what it means here, where that is not quite the same."""
         self.settings[path] = ours
-        self.lines.append(Line("changed" if why else "mapped", key, shown(key, value), path, ours, why))
+        self.lines.append(KeyReport("changed" if why else "mapped", key, shown(key, value), path, ours, why))
 
     def default(self, key: str, value: Any, path: str, ours: Any, why: str = "") -> None:
         """Their files leave `key` out; what they do then is written out here, unless something else said it."""
         if path not in self.settings:
             self.settings[path] = ours
-            self.lines.append(Line("changed" if why else "mapped", key, value, path, ours, why, given=False))
+            self.lines.append(KeyReport("changed" if why else "mapped", key, value, path, ours, why, explicit=False))
 
     def put(self, key: str, otherwise: Any, path: str, change: Callable[[Any], Any] | None = None) -> Any:
         """Their `key`, or what they do without it (`otherwise`), is our `path`. Gives their value."""
-        value = self.given.get(key, otherwise)
+        value = self.source.get(key, otherwise)
         ours = change(value) if change else value
-        if key in self.given:
+        if key in self.source:
             self.set(key, value, path, ours)
         else:
             self.default(key, value, path, ours)
@@ -62,11 +62,11 @@ class Draft:
 
     def drop(self, key: str, value: Any, why: str) -> None:
         """Their `key` has no counterpart."""
-        self.lines.append(Line("dropped", key, shown(key, value), why=why))
+        self.lines.append(KeyReport("dropped", key, shown(key, value), why=why))
 
     def skip(self, key: str, value: Any, why: str) -> None:
         """Their `key` needs no counterpart: it is off, a definition, or about where and how fast things run."""
-        self.lines.append(Line("idle", key, shown(key, value), why=why))
+        self.lines.append(KeyReport("idle", key, shown(key, value), why=why))
 
     def refuse(self, key: str, value: Any, why: str) -> None:
         """Without this there is no run: nothing is converted, and `why` says what to do."""
@@ -76,8 +76,8 @@ class Draft:
     def undo(self, path: str, why: str) -> None:
         """Take our `path` out again: as things are, it has no effect."""
         self.settings.pop(path, None)
-        kept = [line for line in self.lines if line.path != path or line.given]
-        self.lines = [Line("idle", line.key, line.value, why=why) if line.path == path else line for line in kept]
+        kept = [line for line in self.lines if line.path != path or line.explicit]
+        self.lines = [KeyReport("idle", line.key, line.value, why=why) if line.path == path else line for line in kept]
 
     def move(self, path: str, to: str) -> None:
         """Our `path` is to be called `to`."""
@@ -95,7 +95,7 @@ class Draft:
 
     def number(self, key: str, otherwise: float) -> float:
         """Their `key` as a number; where it is none, an error says so."""
-        value = self.given.get(key)
+        value = self.source.get(key)
         try:
             return float(otherwise if value is None else value)
         except (TypeError, ValueError) as error:
@@ -103,7 +103,7 @@ class Draft:
 
     def below(self, prefix: str) -> dict[str, Any]:
         """Their keys that begin with `prefix`, without it."""
-        return {key.removeprefix(prefix): value for key, value in self.given.items() if key.startswith(prefix)}
+        return {key.removeprefix(prefix): value for key, value in self.source.items() if key.startswith(prefix)}
 
     def tree(self) -> dict[str, Any]:
         """The configuration, nested."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from arborl.convert.common_rules import ENGINE, MICRO, REFERENCE
 from arborl.convert.draft import Draft, Rule, every, idle, no, to
-from arborl.convert.parts import ENGINE, MICRO, REFERENCE
 
 PLACEMENT = "where a worker runs changes nothing but speed: one process, one device; placement=ray for more"
 TEMPLATE = "a model brings its own chat template; model.chat_template names another"
@@ -15,7 +15,7 @@ POLICY = "the policy plays; `arborl env play --random` is for others"
 
 def folder(draft: Draft, key: str, value: Any) -> None:
     """There a folder for all runs; here a run has one of its own."""
-    name = str(draft.given.get("exp_name") or "run")
+    name = str(draft.source.get("exp_name") or "run")
     draft.set(key, value, "output_dir", f"{str(value).rstrip('/')}/{name}", "a run has a folder of its own")
 
 
@@ -24,7 +24,7 @@ def tracker(draft: Draft, key: str, value: Any) -> None:
     if value == "wandb":
         kwargs = draft.below("tracker_kwargs.")
         draft.set(
-            key, value, "track.wandb.project", str(kwargs.get("project") or draft.given.get("exp_name") or "roll")
+            key, value, "track.wandb.project", str(kwargs.get("project") or draft.source.get("exp_name") or "roll")
         )
         for theirs, ours in (("name", "name"), ("entity", "entity"), ("dir", "dir"), ("mode", "mode")):
             if kwargs.get(theirs):
@@ -49,11 +49,11 @@ def tracker_rest(draft: Draft, key: str, value: Any) -> None:
 def mock(draft: Draft, key: str, value: Any) -> None:
     """Episodes written once and trained on again."""
     at = "rollout_mock."
-    if not draft.given.get(f"{at}enable"):
+    if not draft.source.get(f"{at}enable"):
         draft.skip(key, value, "off")
         return
-    mode = draft.given.get(f"{at}mode", "dump")
-    where = f"{str(draft.given.get(f'{at}dump_dir', './rollout_mock_dumps')).rstrip('/')}/episodes.jsonl"
+    mode = draft.source.get(f"{at}mode", "dump")
+    where = f"{str(draft.source.get(f'{at}dump_dir', './rollout_mock_dumps')).rstrip('/')}/episodes.jsonl"
     why = "one file of episodes; those that ROLL dumped cannot be read"
     draft.set(key, value, "rollout.record" if mode == "dump" else "rollout.replay", where, why)
 
@@ -98,7 +98,7 @@ TABLE: dict[str, Rule] = {
     "output_dir": folder,
     "logging_dir": idle("logs lie in the run's folder"),
     "render_save_dir": to("track.render_save_dir"),
-    "rollout_dump_dir": to("track.episodes", lambda given: bool(given), "episodes are written to the run's folder"),
+    "rollout_dump_dir": to("track.episodes", lambda value: bool(value), "episodes are written to the run's folder"),
     "max_steps": to("trainer.steps"),
     "save_steps": every("trainer.save_every"),
     "max_ckpt_to_keep": keep,

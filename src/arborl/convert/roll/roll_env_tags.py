@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from arborl.convert.common_rules import CORPUS, DOCUMENTS, SEARCH_TAGS
 from arborl.convert.draft import Draft
-from arborl.convert.parts import CORPUS, DOCUMENTS, SEARCH_TAGS
 
 
 @dataclass(frozen=True, slots=True)
-class Tag:
+class EnvTag:
     """A tag, and where what it is here is kept until it is known where that belongs.
 
     Kept are `env`, `args.NAME`, `rows.NAME` (where its tasks are rows), `agent`, `agent_args.NAME`, `tool_args.NAME`,
@@ -112,7 +112,7 @@ REMEDIES = {
 }
 
 
-def fill(tag: Tag, ours: str | None) -> bool:
+def fill(tag: EnvTag, ours: str | None) -> bool:
     """Say what the tag is here. False where it is nothing, which has been refused."""
     kind = str(tag.own.get("env_type") or "")
     family, _, game = kind.partition(":")
@@ -150,7 +150,7 @@ def _arena(game: str) -> str:
     return {"TowerofHanoi-v0": "TowerOfHanoi-v0"}.get(game, game)
 
 
-def _named(tag: Tag, env: str, by: str, name: str, inside: str, why: str) -> bool:
+def _named(tag: EnvTag, env: str, by: str, name: str, inside: str, why: str) -> bool:
     tag.set("env_type", "env", env, why)
     tag.set("env_type", f"args.{by}", name)
     for key, value in tag.own.items():
@@ -164,7 +164,7 @@ def _named(tag: Tag, env: str, by: str, name: str, inside: str, why: str) -> boo
     return True
 
 
-def _take(tag: Tag, table: Table) -> None:
+def _take(tag: EnvTag, table: Table) -> None:
     """Arguments with a counterpart, theirs or what they do without; an episode's turns are bounded alike in both."""
     for theirs, (ours, otherwise) in table.items():
         key = f"env_config.{theirs}"
@@ -187,12 +187,12 @@ def _take(tag: Tag, table: Table) -> None:
 SIGNS = tuple(f"env_config.{name}" for name in ("grid_lookup", "grid_vocab", "action_lookup", "map_lookup"))
 
 
-def _lake(tag: Tag) -> bool:
+def _lake(tag: EnvTag) -> bool:
     _take(tag, LAKE)
     return True
 
 
-def _sokoban(tag: Tag) -> bool:
+def _sokoban(tag: EnvTag) -> bool:
     _take(tag, SOKOBAN)
     key = "env_config.dim_room"
     room = tag.own.get(key, [10, 10])
@@ -209,14 +209,14 @@ def _sokoban(tag: Tag) -> bool:
     return True
 
 
-def _shop(tag: Tag) -> bool:
+def _shop(tag: EnvTag) -> bool:
     _take(tag, SHOP)
     if tag.own.get("env_config.file_path") is not None:
         tag.set("env_config.file_path", "args.data", tag.own["env_config.file_path"])
     return True
 
 
-def _dataset(tag: Tag, family: str) -> bool:
+def _dataset(tag: EnvTag, family: str) -> bool:
     """Questions with answers: rows, a reward, and tools where a wrapper gives some."""
     reward, why = ROWS[family]
     name, split = tag.own.get("env_config.dataset_name"), tag.own.get("env_config.split")
@@ -241,7 +241,7 @@ def _dataset(tag: Tag, family: str) -> bool:
     return _tools(tag)
 
 
-def _tools(tag: Tag) -> bool:
+def _tools(tag: EnvTag) -> bool:
     key = "tool_wrapper.tool_configs"
     uses, tools = tag.draft.uses, []
     for one in tag.own.get(key) or []:
@@ -255,8 +255,8 @@ def _tools(tag: Tag) -> bool:
             tag.set(key, "rows.tools", ["search"])
             for name, text in SEARCH_TAGS.items():
                 tag.set(key, f"agent_args.{name}", text)
-            for name, given in CORPUS["search"].items():
-                tag.set(key, f"tool_args.search.{name}", given, DOCUMENTS)
+            for name, value in CORPUS["search"].items():
+                tag.set(key, f"tool_args.search.{name}", value, DOCUMENTS)
         else:
             own = f"Write one of your own (docs/tools.md) and say so: --use {tool}=package.module:function."
             return tag.refuse(key, f"no such tool here. Known: python_code, search. {own}", tool)
@@ -274,7 +274,7 @@ def _tools(tag: Tag) -> bool:
     return True
 
 
-GAMES: dict[str, tuple[str, str, Callable[[Tag], bool]]] = {
+GAMES: dict[str, tuple[str, str, Callable[[EnvTag], bool]]] = {
     "frozen_lake": ("frozen_lake", "", _lake),
     "sokoban": ("sokoban", "", _sokoban),
     "webshop": (

@@ -6,8 +6,8 @@ import re
 
 from arborl.config.prompt import HISTORY
 from arborl.convert.draft import Draft, names
-from arborl.convert.roll import places
-from arborl.convert.roll.places import Tag
+from arborl.convert.roll import roll_env_tags as env_tags
+from arborl.convert.roll.roll_env_tags import EnvTag
 from arborl.errors import did_you_mean
 
 NAME = re.compile(r"[\w -]+")
@@ -32,7 +32,7 @@ ALONE = AS_SOURCE | {"max_steps": "rollout.max_turns", "rows": "data"}
 """The same where it is the run's own."""
 
 
-def environments(draft: Draft) -> list[Tag]:
+def environments(draft: Draft) -> list[EnvTag]:
     """The tags that are trained on; those of validation are read too. Their settings are written."""
     train, val = _tags(draft, "train_env_manager"), _tags(draft, "val_env_manager")
     if not train:
@@ -43,7 +43,7 @@ def environments(draft: Draft) -> list[Tag]:
     for name in sorted(known - set(found)):
         for key in draft.below(f"custom_envs.{name}."):
             whole = f"custom_envs.{name}.{key}"
-            draft.skip(whole, draft.given[whole], "not among the tags of training or validation")
+            draft.skip(whole, draft.source[whole], "not among the tags of training or validation")
     tags = [tag for tag in found.values() if tag is not None]
     if draft.problems:
         return []
@@ -57,17 +57,17 @@ def environments(draft: Draft) -> list[Tag]:
 
 
 def _tags(draft: Draft, manager: str) -> list[str]:
-    return names(draft.given.get(f"{manager}.tags"))
+    return names(draft.source.get(f"{manager}.tags"))
 
 
-def _tag(draft: Draft, name: str, known: set[str]) -> Tag | None:
+def _tag(draft: Draft, name: str, known: set[str]) -> EnvTag | None:
     if not NAME.fullmatch(name):
         draft.refuse("tags", name, "is no name for a source here. Use letters, digits, - and _.")
         return None
     own = draft.below(f"custom_envs.{name}.")
-    tag = Tag(draft, name, own)
+    tag = EnvTag(draft, name, own)
     if not own:
-        written = draft.given.get(f"custom_envs.{name}")
+        written = draft.source.get(f"custom_envs.{name}")
         if written is not None:
             why = "leads nowhere. Give the file that defines it: one of its defaults, or one before this one."
             draft.refuse(f"custom_envs.{name}", written, why)
@@ -75,7 +75,7 @@ def _tag(draft: Draft, name: str, known: set[str]) -> Tag | None:
             near = did_you_mean(name, known)
             draft.refuse("tags", name, f"custom_envs has no such entry.{near} Define it, or take the tag out.")
         return None
-    if not places.fill(tag, draft.uses.get(str(own.get("env_type"))) or draft.uses.get(name)):
+    if not env_tags.fill(tag, draft.uses.get(str(own.get("env_type"))) or draft.uses.get(name)):
         return None
     _agent(tag)
     _limits(tag)
@@ -87,8 +87,8 @@ def _tag(draft: Draft, name: str, known: set[str]) -> Tag | None:
     for key in own:
         if tag.at + key not in draft.accounted():
             last = key.rpartition(".")[2]
-            say = tag.skip if last in places.UNREAD else tag.drop
-            say(key, places.UNREAD.get(last, "no counterpart in this environment"))
+            say = tag.skip if last in env_tags.UNREAD else tag.drop
+            say(key, env_tags.UNREAD.get(last, "no counterpart in this environment"))
     return tag
 
 
@@ -96,7 +96,7 @@ def _shows_history(template: object) -> bool:
     return any(f"{{{name}}}" in str(template) for name in HISTORY)
 
 
-def _agent(tag: Tag) -> None:
+def _agent(tag: EnvTag) -> None:
     manager = str(tag.own.get("env_manager_cls") or "TrajEnvManager").rpartition(".")[2]
     runner = str(tag.own.get("agent_runner_cls") or "").rpartition(".")[2]
     uses = tag.draft.uses
@@ -123,7 +123,7 @@ def _agent(tag: Tag) -> None:
         tag.set("history_length", "agent_args.history_length", max(int(tag.own.get("history_length") or 1) - 1, 0), why)
 
 
-def _limits(tag: Tag) -> None:
+def _limits(tag: EnvTag) -> None:
     """Turns, and tokens of a call, which `max_new_tokens` bounds as well."""
     if tag.own.get("max_steps") is not None:
         tag.set("max_steps", "max_steps", int(tag.own["max_steps"]))
@@ -146,13 +146,13 @@ def _groups(draft: Draft) -> tuple[int, int]:
         )
         return 1, size
     tasks = episodes // size
-    if "rollout_batch_size" in draft.given:
+    if "rollout_batch_size" in draft.source:
         draft.set("rollout_batch_size", episodes, "rollout.envs.num_env_groups", tasks)
     key = "train_env_manager.num_env_groups"
-    if key in draft.given:
+    if key in draft.source:
         draft.set(key, slots, "rollout.envs.num_env_groups", tasks, "" if slots == tasks else
                   "tasks of a step, which follow from rollout_batch_size and group_size")  # fmt: skip
-    if "train_env_manager.group_size" in draft.given:
+    if "train_env_manager.group_size" in draft.source:
         draft.set("train_env_manager.group_size", size, "rollout.envs.group_size", size)
     draft.settings |= {"rollout.envs.num_env_groups": tasks, "rollout.envs.group_size": size}
     spare = draft.whole("train_env_manager.group_size_redundancy", 0)
@@ -170,8 +170,10 @@ def divided(draft: Draft, manager: str, count: int, tasks: int) -> list[int]:
     Example:
         divided(draft, "train_env_manager", 2, 8)      # num_groups_partition: [12, 4] -> [6, 2]
     """
-    given = draft.given.get(f"{manager}.num_groups_partition")
-    shares = [int(part) for part in given] if isinstance(given, list) and len(given) == count else [1] * count
+    partition = draft.source.get(f"{manager}.num_groups_partition")
+    shares = (
+        [int(part) for part in partition] if isinstance(partition, list) and len(partition) == count else [1] * count
+    )
     total = sum(shares) or 1
     whole = [share * tasks // total for share in shares]
     by_rest = sorted(range(count), key=lambda i: -(shares[i] * tasks / total - whole[i]))
@@ -182,13 +184,15 @@ def divided(draft: Draft, manager: str, count: int, tasks: int) -> list[int]:
 
 def _partition(draft: Draft, manager: str, path: str, whole: list[int]) -> None:
     key = f"{manager}.num_groups_partition"
-    given = draft.given.get(key)
+    partition = draft.source.get(key)
     draft.settings[path] = whole
-    if given is not None:
-        draft.set(key, given, path, whole, "" if whole == given else "in the same shares of the tasks there are")
+    if partition is not None:
+        draft.set(
+            key, partition, path, whole, "" if whole == partition else "in the same shares of the tasks there are"
+        )
 
 
-def _as_tags(draft: Draft, tags: list[Tag], train: list[str], val: list[str], groups: tuple[int, int]) -> None:
+def _as_tags(draft: Draft, tags: list[EnvTag], train: list[str], val: list[str], groups: tuple[int, int]) -> None:
     """All are environments here, and one agent plays them: the same words as there."""
     draft.set("train_env_manager.tags", train, "rollout.envs.tags", train)
     parts = divided(draft, "train_env_manager", len(train), groups[0])
@@ -210,12 +214,12 @@ def _as_tags(draft: Draft, tags: list[Tag], train: list[str], val: list[str], gr
 
 def _workers(draft: Draft) -> None:
     key = "train_env_manager.max_env_num_per_worker"
-    most = draft.given.get(key)
+    most = draft.source.get(key)
     if isinstance(most, int) and most > 1:
         draft.set(key, most, "rollout.envs.max_env_num_per_worker", most,
                   "of one process; leave it and rollout.workers out for the event loop, which is faster")  # fmt: skip
         draft.settings["rollout.workers"] = "process"
-    elif key in draft.given:
+    elif key in draft.source:
         draft.skip(key, most, "environments share nothing here, wherever they run: rollout.workers")
 
 
@@ -237,15 +241,15 @@ def _validation(draft: Draft, val: list[str]) -> None:
     draft.set(f"{at}tags", val, "rollout.val_envs.tags", val)
     parts = divided(draft, "val_env_manager", len(val), tasks)
     _partition(draft, "val_env_manager", "rollout.val_envs.num_groups_partition", parts)
-    if f"{at}group_size" in draft.given:
+    if f"{at}group_size" in draft.source:
         draft.set(f"{at}group_size", size, "rollout.val_envs.group_size", size)
     for key in ("val_batch_size", f"{at}num_env_groups"):
-        if key in draft.given and key not in draft.accounted():
-            draft.set(key, draft.given[key], "evaluation.tasks", tasks)
+        if key in draft.source and key not in draft.accounted():
+            draft.set(key, draft.source[key], "evaluation.tasks", tasks)
     draft.settings["evaluation.tasks"] = tasks
 
 
-def _as_sources(draft: Draft, tags: list[Tag], train: list[str], groups: tuple[int, int]) -> None:
+def _as_sources(draft: Draft, tags: list[EnvTag], train: list[str], groups: tuple[int, int]) -> None:
     """Rows, or agents that differ: each tag is a source of its own; one alone is the run itself."""
     draft.move("rollout.envs.num_env_groups", "rollout.tasks_per_step")
     draft.move("rollout.envs.group_size", "rollout.group_size")
@@ -269,9 +273,9 @@ def _as_sources(draft: Draft, tags: list[Tag], train: list[str], groups: tuple[i
         draft.set("val_batch_size", played, "evaluation.tasks", played, "held out, of all sources together")
     held = "held-out tasks are those of the same sources, evaluation.tasks of them"
     for key in ("tags", "num_groups_partition", "num_env_groups", "group_size"):
-        if f"val_env_manager.{key}" in draft.given:
-            draft.drop(f"val_env_manager.{key}", draft.given[f"val_env_manager.{key}"], held)
+        if f"val_env_manager.{key}" in draft.source:
+            draft.drop(f"val_env_manager.{key}", draft.source[f"val_env_manager.{key}"], held)
     why = "the shares are ratios of sources, and one alone has the whole batch; rows need no worker"
     for key in ("tags", "num_groups_partition", "max_env_num_per_worker"):
-        if f"train_env_manager.{key}" in draft.given and f"train_env_manager.{key}" not in draft.accounted():
-            draft.skip(f"train_env_manager.{key}", draft.given[f"train_env_manager.{key}"], why)
+        if f"train_env_manager.{key}" in draft.source and f"train_env_manager.{key}" not in draft.accounted():
+            draft.skip(f"train_env_manager.{key}", draft.source[f"train_env_manager.{key}"], why)

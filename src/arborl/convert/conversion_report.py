@@ -16,7 +16,7 @@ counterpart; needs none, for it has no effect on what is learned."""
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class KeyReport:
     """What became of one key of theirs."""
 
     kind: Kind
@@ -30,7 +30,7 @@ class Line:
     """Its value."""
     why: str = ""
     """What is different, or why there is no counterpart."""
-    given: bool = True
+    explicit: bool = True
     """Whether their files say it; else it is what they do without a word."""
 
     @property
@@ -50,9 +50,9 @@ KEPT = re.compile(r"\$\{oc\.env:\w+\}")
 """What stays a reference in a converted file: a variable of the environment of whoever trains."""
 
 
-def rows(lines: Sequence[Line]) -> list[dict[str, Any]]:
+def rows(lines: Sequence[KeyReport]) -> list[dict[str, Any]]:
     """One object for each line: `kind`, their `key` and `value`, `our_key`, `our_value`, `reason`, and whether their
-    files said it (`given`)."""
+    files said it (`explicit`)."""
     return [
         {
             "kind": line.kind,
@@ -61,13 +61,13 @@ def rows(lines: Sequence[Line]) -> list[dict[str, Any]]:
             "our_key": line.path or None,
             "our_value": line.ours,
             "reason": line.why or None,
-            "given": line.given,
+            "explicit": line.explicit,
         }
         for line in lines
     ]
 
 
-def table(lines: Sequence[Line], width: int = 140) -> str:
+def table(lines: Sequence[KeyReport], width: int = 140) -> str:
     """All lines, by what became of them; keys that were left out for one reason share a row."""
     from rich.console import Console
     from rich.table import Table
@@ -96,19 +96,19 @@ WORDS = {
 }  # fmt: skip
 
 
-def _cells(lines: Sequence[Line], kind: str) -> list[tuple[str, ...]]:
+def _cells(lines: Sequence[KeyReport], kind: str) -> list[tuple[str, ...]]:
     if kind == "idle":
         reasons = dict.fromkeys(line.why for line in lines)
         return [(", ".join(_folded([line.key for line in lines if line.why == why])), why) for why in reasons]
-    found: dict[tuple[str, str], list[Line]] = {}
+    found: dict[tuple[str, str], list[KeyReport]] = {}
     for line in lines:
         ours = f"{line.path}={short(line.ours, 40)}" if line.path else ""
         found.setdefault((ours, line.why), []).append(line)
     return [("\n".join(dict.fromkeys(map(_theirs, several))), ours, why) for (ours, why), several in found.items()]
 
 
-def _theirs(line: Line) -> str:
-    return f"{line.key}={short(line.value, 40)}" + ("" if line.given else " (their default)")
+def _theirs(line: KeyReport) -> str:
+    return f"{line.key}={short(line.value, 40)}" + ("" if line.explicit else " (their default)")
 
 
 def _folded(keys: Sequence[str]) -> list[str]:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from arborl.convert.reading.words import NAME, Expander, Reader, Token, Value
+from arborl.convert.reading.bash_words import NAME, ShellExpander, ShellLexer, ShellToken, Value
 from arborl.errors import ConfigError
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[(\w+)\])?(\+?)=(.*)", re.DOTALL)
@@ -22,7 +22,7 @@ MOST_ROUNDS, DEEPEST, MOST_COMMANDS, MOST_STATEMENTS = 64, 20, 10_000, 20_000
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class ShellCommand:
     """A command that the script would start."""
 
     words: tuple[str, ...]
@@ -33,7 +33,7 @@ class Command:
 class Script:
     """What a script says."""
 
-    commands: list[Command] = field(default_factory=list)
+    commands: list[ShellCommand] = field(default_factory=list)
     variables: dict[str, Value] = field(default_factory=dict)
     statements: int = 0
     """That were looked at, those of a loop each time."""
@@ -48,7 +48,7 @@ def read_shell(text: str, where: str) -> Script:
     """
     script = Script()
     try:
-        _Walk(Reader(text, where).tokens(), script, where, [], {}).all()
+        _Walk(ShellLexer(text, where).tokens(), script, where, [], {}).all()
     except RecursionError as error:
         raise ConfigError(f"{where}: cannot read quotes and brackets so deep within one another.") from error
     return script
@@ -59,16 +59,16 @@ class _Walk:
 
     def __init__(
         self,
-        tokens: Sequence[Token],
+        tokens: Sequence[ShellToken],
         script: Script,
         where: str,
         arguments: list[str],
-        functions: dict[str, Sequence[Token]],
+        functions: dict[str, Sequence[ShellToken]],
         depth: int = 0,
     ):
         self.tokens, self.script, self.where, self.at = tokens, script, where, 0
         self.arguments, self.functions, self.depth = arguments, functions, depth
-        self.expander = Expander(script.variables, arguments, where)
+        self.expander = ShellExpander(script.variables, arguments, where)
 
     def all(self) -> None:
         """From the first token to the last; what closes nothing is passed over."""
@@ -236,12 +236,12 @@ class _Walk:
         if words and words[0] in self.functions:
             self._call(words)
         elif words:
-            self.script.commands.append(Command(tuple(words), line))
+            self.script.commands.append(ShellCommand(tuple(words), line))
             if len(self.script.commands) > MOST_COMMANDS:
                 raise ConfigError(f"{self.where}: line {line}: cannot read more than {MOST_COMMANDS:,} commands.")
         return None
 
-    def _long_test(self, tokens: list[Token], live: bool) -> bool | None:
+    def _long_test(self, tokens: list[ShellToken], live: bool) -> bool | None:
         while self.at < len(self.tokens) and tokens[-1].text not in ("]]", "]", "))"):
             if self.tokens[self.at].text in ENDS:
                 break
@@ -268,7 +268,7 @@ class _Walk:
         variables[name] = value
 
     def _array(self, inner: str) -> list[str]:
-        tokens = Reader(inner, self.where).tokens()
+        tokens = ShellLexer(inner, self.where).tokens()
         return [one for token in tokens if token.kind == "word" for one in self.expander.fields(token.text)]
 
     def _call(self, words: list[str]) -> None:
@@ -281,7 +281,7 @@ class _Walk:
 class Test:
     """`[ … ]`, `[[ … ]]` and `test …`, decided where they compare what is known. Variables nobody sets are empty."""
 
-    def __init__(self, tokens: Sequence[Token], expander: Expander):
+    def __init__(self, tokens: Sequence[ShellToken], expander: ShellExpander):
         self.tokens, self.expander = tokens, expander
 
     def decided(self) -> bool | None:

@@ -27,7 +27,7 @@ REDIRECTIONS = frozenset({"<<<", "&>>", ">>", "&>", ">&", "<&", "<", ">"})
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
+class ShellToken:
     """A word, an operator, or the end of a line."""
 
     kind: str
@@ -36,15 +36,15 @@ class Token:
     line: int
 
 
-class Reader:
+class ShellLexer:
     """Cuts a script into tokens. Comments, redirections and here-documents are left out."""
 
     def __init__(self, text: str, where: str):
         self.text, self.where, self.at, self.line = text.replace("\r\n", "\n"), where, 0, 1
         self.documents: list[str] = []
 
-    def tokens(self) -> list[Token]:
-        found: list[Token] = []
+    def tokens(self) -> list[ShellToken]:
+        found: list[ShellToken] = []
         skip = False
         for token in self._all():
             if skip and token.kind == "word":
@@ -55,11 +55,11 @@ class Reader:
                 found.append(token)
         return found
 
-    def _all(self) -> Iterator[Token]:
+    def _all(self) -> Iterator[ShellToken]:
         while self.at < len(self.text):
             char = self.text[self.at]
             if char == "\n":
-                yield Token("end", "\n", self.line)
+                yield ShellToken("end", "\n", self.line)
                 self._advance(1)
                 self._skip_documents()
             elif char in " \t":
@@ -76,22 +76,22 @@ class Reader:
                 word = self._word()
                 if word.isdigit() and self.text[self.at : self.at + 1] in ("<", ">"):
                     continue  # which file a redirection is of
-                yield Token("word", word, line)
+                yield ShellToken("word", word, line)
 
-    def _operator(self, sign: str) -> Iterator[Token]:
+    def _operator(self, sign: str) -> Iterator[ShellToken]:
         line = self.line
         if sign in ("<", ">") and self.text.startswith("(", self.at + 1):  # a command in place of a file
             start = self.at
             self._advance(1)
             self._balanced("(", ")")
-            yield Token("word", self.text[start : self.at], line)
+            yield ShellToken("word", self.text[start : self.at], line)
             return
         self._advance(len(sign))
         if sign in ("<<", "<<-"):
             self._advance(len(re.match(r"[ \t]*", self.text[self.at :]).group()))  # type: ignore[union-attr]
             self.documents.append(re.sub(r"[\"'\\]", "", self._word()))
             return
-        yield Token("op", sign, line)
+        yield ShellToken("op", sign, line)
 
     def _skip_documents(self) -> None:
         for end in self.documents:
@@ -191,7 +191,7 @@ class Reader:
 # ------------------------------------------------------------------------------------------------ expansion
 
 
-class Expander:
+class ShellExpander:
     """Fills in variables. The script is read as if nothing were set in the environment; `$HOME` is `~`.
 
     What would have to be run (`$(date)`), and variables that nobody sets, stay in the text as they are.
@@ -344,7 +344,7 @@ def divided(text: str) -> list[str]:
 def _length(text: str, where: str) -> int:
     """How far the quote, variable or command at the start of `text` reaches."""
     if text[0] == '"' or text.startswith(("$(", "${", "`")):
-        reader = Reader(text, where)
+        reader = ShellLexer(text, where)
         reader._piece()
         return reader.at
     found = re.match(r"\$(\w+|[@*#?!-])?", text)

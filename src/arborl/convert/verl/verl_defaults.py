@@ -81,7 +81,7 @@ DEFAULTS: dict[str, Any] = {
 
 def known(draft: Draft, key: str) -> Any:
     """What the run there has for a key: as given, or verl's own."""
-    return draft.given.get(key, DEFAULTS.get(key))
+    return draft.source.get(key, DEFAULTS.get(key))
 
 
 def number(draft: Draft, key: str, otherwise: float = 0) -> Any:

@@ -14,10 +14,10 @@ import yaml  # type: ignore[import-untyped]
 
 from arborl.agents import FOREIGN
 from arborl.config.bounds import check_yaml
+from arborl.convert.conversion_report import KeyReport
 from arborl.convert.draft import Draft
-from arborl.convert.report import Line
-from arborl.convert.verl.defaults import R, known
-from arborl.convert.verl.rules import num
+from arborl.convert.verl.verl_defaults import R, known
+from arborl.convert.verl.verl_rules import num
 from arborl.errors import ConfigError
 
 T = f"{R}multi_turn."
@@ -50,13 +50,13 @@ def is_statelm(draft: Draft) -> bool:
     if str(known(draft, f"{R}agent.default_agent_loop")) == "statelm_tool_agent":
         return True
     told = (f"{T}tool_config_path", "--config-name", "custom_reward_function.path")
-    named = any("statelm" in Path(str(draft.given.get(key) or "")).name for key in told)
+    named = any("statelm" in Path(str(draft.source.get(key) or "")).name for key in told)
     return named or any(STATELM_TOOLS in str(tool.get("class_name")) for tool in _listed(draft))
 
 
 def _agent(draft: Draft, tools: list[Any]) -> None:
     at = f"{R}agent.default_agent_loop"
-    loop, several = draft.given.get(at), known(draft, f"{T}enable") is True
+    loop, several = draft.source.get(at), known(draft, f"{T}enable") is True
     if loop is not None:
         if loop not in FOREIGN:
             draft.refuse(
@@ -86,15 +86,15 @@ def _turns(draft: Draft) -> None:
 def _calls(draft: Draft) -> None:
     """How many calls of one message are answered: one, where nothing is said."""
     key, why = f"{T}max_parallel_calls", "calls beyond these are told so, there nobody answers them"
-    at_once = draft.given.get(key, 1)
+    at_once = draft.source.get(key, 1)
     if isinstance(at_once, int):
-        (draft.set if key in draft.given else draft.default)(key, at_once, "agent.args.max_calls", at_once, why)
+        (draft.set if key in draft.source else draft.default)(key, at_once, "agent.args.max_calls", at_once, why)
 
 
 def _tags(draft: Draft) -> None:
     """The code agent's tags belong to whoever writes code: the run's agent, or some sources'."""
     at = f"{T}tool_config."
-    tags = {key: value for key, value in draft.given.items() if key.startswith(at) and key.endswith("_tag")}
+    tags = {key: value for key, value in draft.source.items() if key.startswith(at) and key.endswith("_tag")}
     if not tags:
         return
     of_sources = [key for key, agent in draft.settings.items() if key.endswith(".agent") and agent == "code"]
@@ -144,8 +144,8 @@ def loop_file(draft: Draft, key: str, value: Any) -> None:
 
 def _listed(draft: Draft) -> list[dict[str, Any]]:
     """The tools of the file that the script names, or of one that was given beside it."""
-    found: Any = draft.given.get("tools")
-    if found is None and isinstance(path := draft.given.get(f"{T}tool_config_path"), str):
+    found: Any = draft.source.get("tools")
+    if found is None and isinstance(path := draft.source.get(f"{T}tool_config_path"), str):
         tree = _read(path)
         found = tree.get("tools") if isinstance(tree, Mapping) else None
     return [dict(tool) for tool in found if isinstance(tool, Mapping)] if isinstance(found, list) else []
@@ -153,7 +153,7 @@ def _listed(draft: Draft) -> list[dict[str, Any]]:
 
 def _tools(draft: Draft) -> list[Any]:
     key = f"{T}tool_config_path"
-    path, listed = draft.given.get(key), _listed(draft)
+    path, listed = draft.source.get(key), _listed(draft)
     if path is not None and not listed:
         draft.refuse(
             key, path, "no such file near the script, so nobody knows the tools. Give it too: "
@@ -188,14 +188,14 @@ def _settled(draft: Draft, key: str, ours: str, schema: Mapping[str, Any], confi
         draft.set(key, config, "agent.tool_args.check", told, "it says right or wrong, there a reward")
     else:
         why = "code runs in Arbor's own sandbox, not at sandbox_fusion_url; the tool is called `python`"
-        draft.lines.append(Line("changed", key, config, "tools", ours, why))
+        draft.lines.append(KeyReport("changed", key, config, "tools", ours, why))
 
 
 def _servers(draft: Draft, key: str, tool: Mapping[str, Any]) -> list[Any]:
     """MCP servers as `{mcp: {url: …}}` or `{mcp: {command: …}}`."""
     about = tool.get("mcp")
     named = about.get("mcp_servers_config_path") if isinstance(about, Mapping) else None
-    tree = _read(str(named), Path(str(draft.given.get(key) or ".")).parent) if named else None
+    tree = _read(str(named), Path(str(draft.source.get(key) or ".")).parent) if named else None
     servers = tree.get("mcpServers") if isinstance(tree, Mapping) else None
     if not isinstance(servers, Mapping) or not servers:
         draft.refuse(key, named, "no such file of MCP servers. Take the tool out, and write tools=[{mcp: {url: URL}}].")
@@ -227,7 +227,7 @@ def _read(path: str, folder: Path = Path()) -> Any:
 
 def _reward(draft: Draft) -> None:
     """One's own function; else what verl itself does with each `data_source`."""
-    path, name = draft.given.get("custom_reward_function.path"), draft.given.get("custom_reward_function.name")
+    path, name = draft.source.get("custom_reward_function.path"), draft.source.get("custom_reward_function.name")
     if path is not None:
         args: dict[str, Any] = {"function": f"{Path(str(path)).stem}:{name or 'compute_score'}"}
         more = draft.below("custom_reward_function.reward_kwargs.")
@@ -242,7 +242,7 @@ def _reward(draft: Draft) -> None:
         draft.refuse(
             key, manager, "no such manager of rewards here. Name a reward of yours: rewards=[package.module:function]."
         )
-    elif key in draft.given:
+    elif key in draft.source:
         draft.set(key, manager, "rewards", made)
     else:
         draft.default(key, manager, "rewards", made)
@@ -275,11 +275,11 @@ def reward_model(draft: Draft, key: str, value: Any) -> None:
 
 def samples(draft: Draft, key: str, value: Any) -> None:
     """Either of StateLM's two keys. They are read together: where one is left out, its default there is not ours."""
-    most = draft.given.get(f"{T}max_samples_per_trajectory", 1)
-    how = draft.given.get(f"{T}downsample_mode", "last")
+    most = draft.source.get(f"{T}max_samples_per_trajectory", 1)
+    how = draft.source.get(f"{T}downsample_mode", "last")
     if not isinstance(most, int) or most < 1:
         draft.skip(key, value, "all branches are trained, as here without learner.max_samples_per_trajectory")
-    elif draft.given.get("actor_rollout_ref.actor.policy_loss.loss_mode") == "gspo":
+    elif draft.source.get("actor_rollout_ref.actor.policy_loss.loss_mode") == "gspo":
         draft.drop(key, value, "the ratios of gspo are of whole episodes, of which all branches are trained")
     else:
         ours = {"max_samples_per_trajectory": most, "downsample_mode": "last" if how == "last" else "random"}
@@ -290,14 +290,14 @@ def samples(draft: Draft, key: str, value: Any) -> None:
 
 
 def _statelm(draft: Draft) -> None:
-    key = f"{T}tool_config_path" if f"{T}tool_config_path" in draft.given else f"{T}enable"
-    draft.set(key, draft.given.get(key), "agent.name", "statelm")
+    key = f"{T}tool_config_path" if f"{T}tool_config_path" in draft.source else f"{T}enable"
+    draft.set(key, draft.source.get(key), "agent.name", "statelm")
     listed = [str(_schema(tool).get("name")) for tool in _listed(draft)]
     if listed:
-        draft.set(key, draft.given.get(key), "agent.args.toolset", listed)
+        draft.set(key, draft.source.get(key), "agent.args.toolset", listed)
     for theirs, ours in (("max_assistant_turns", "agent.args.max_assistant_turns"),
                          ("min_assistant_turns", "agent.args.min_assistant_turns")):  # fmt: skip
-        if isinstance(most := draft.given.get(f"{T}{theirs}"), int):
+        if isinstance(most := draft.source.get(f"{T}{theirs}"), int):
             draft.set(f"{T}{theirs}", most, ours, most)
     turns = draft.settings.get("agent.args.max_assistant_turns", 32)
     draft.settings["rollout.max_turns"] = max(int(turns), 32)
@@ -308,12 +308,12 @@ def _statelm(draft: Draft) -> None:
 def _statelm_reward(draft: Draft) -> None:
     """The fork's scorer of letters. Open answers are judged by a model there, which is another reward here."""
     key = "custom_reward_function.path"
-    path = draft.given.get(key)
+    path = draft.source.get(key)
     if path is None or Path(str(path)).stem not in ("statelm_qa", "mcq"):
         return
     args: dict[str, Any] = {}
     for theirs, ours in (("exceed_length_penalty", "exceeded"), ("below_min_turns_reward", "too_few_turns")):
-        if isinstance(value := draft.given.get(f"{T}{theirs}"), int | float):
+        if isinstance(value := draft.source.get(f"{T}{theirs}"), int | float):
             draft.set(f"{T}{theirs}", value, f"rewards.0.args.{ours}", float(value))
             draft.settings.pop(f"rewards.0.args.{ours}")
             args[ours] = float(value)

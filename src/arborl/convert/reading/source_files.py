@@ -16,8 +16,8 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from arborl.config.bounds import MAX_DEPTH, bounded, check_yaml
-from arborl.convert.reading.overrides import overrides
-from arborl.convert.reading.scripts import Said, near, read, text_of
+from arborl.convert.reading.hydra_overrides import overrides
+from arborl.convert.reading.training_scripts import ScriptSettings, near, read, read_text
 from arborl.errors import ConfigError
 
 YAML = (".yaml", ".yml")
@@ -30,7 +30,7 @@ MOST_ABSENT = 20
 
 
 @dataclass(slots=True)
-class Collected:
+class SourceKeys:
     """What files say, all of them together."""
 
     keys: dict[str, Any] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Collected:
     """Files of a `defaults` list that are not there: the file that names it, and what it looks for."""
 
 
-def collect(files: Sequence[Path], plain_keys: bool = False, absent: bool = False) -> Collected:
+def collect(files: Sequence[Path], plain_keys: bool = False, absent: bool = False) -> SourceKeys:
     """Read files in order, later ones over earlier ones; then fill in references, so that what a later file changes
     reaches all that refers to it.
 
@@ -57,7 +57,7 @@ def collect(files: Sequence[Path], plain_keys: bool = False, absent: bool = Fals
     Example:
         collect([Path("agent_val_frozen_lake.yaml")]).keys["train_env_manager.group_size"]      # 8
     """
-    out = Collected()
+    out = SourceKeys()
     told = list(_told(files, plain_keys))
     for _, said in told:
         out.variables |= said.variables if said else {}
@@ -72,19 +72,19 @@ def collect(files: Sequence[Path], plain_keys: bool = False, absent: bool = Fals
     return out
 
 
-def _told(files: Sequence[Path], plain_keys: bool) -> Iterator[tuple[Path, Said | None]]:
+def _told(files: Sequence[Path], plain_keys: bool) -> Iterator[tuple[Path, ScriptSettings | None]]:
     """Files in order, each script behind the configuration it names; YAML says nothing of its own yet."""
     for file in files:
         if file.suffix in YAML:
             yield file, None
             continue
-        said = Said(overrides(text_of(file), str(file))) if plain_keys else read(file)
+        said = ScriptSettings(overrides(read_text(file), str(file))) if plain_keys else read(file)
         if said.config is not None:
             yield said.config, None
         yield file, said
 
 
-def _merge(told: Sequence[tuple[Path, Said | None]], absent: bool, out: Collected) -> None:
+def _merge(told: Sequence[tuple[Path, ScriptSettings | None]], absent: bool, out: SourceKeys) -> None:
     """YAML and overrides as one tree, so that a reference sees what was said last."""
     from omegaconf import OmegaConf
 
@@ -128,7 +128,7 @@ def _locate(keys: dict[str, Any], files: Sequence[Path]) -> None:
             keys[key] = next((str(found) for file in reversed(files) if (found := near(file, value))), value)
 
 
-def _composed(file: Path, absent: bool, out: Collected) -> dict[str, Any]:
+def _composed(file: Path, absent: bool, out: SourceKeys) -> dict[str, Any]:
     """The file with its `defaults` list, as Hydra composes them, references as they are written."""
     own = _own(file)
     own.pop("hydra", None)
@@ -180,7 +180,7 @@ def _stand_in(folder: Path, file: Path, name: str, absent: bool) -> None:
 
 
 def _own(file: Path) -> dict[str, Any]:
-    text = text_of(file)
+    text = read_text(file)
     check_yaml(text, str(file))
     try:
         from omegaconf._utils import get_yaml_loader
@@ -221,7 +221,7 @@ def _update(tree: Any, key: str, value: Any) -> bool:
     return True
 
 
-def _flatten(node: Any, above: str, out: Collected, depth: int) -> None:
+def _flatten(node: Any, above: str, out: SourceKeys, depth: int) -> None:
     if depth > MAX_DEPTH:
         raise ConfigError(f"{above.rstrip('.')}: its ${{…}} contain themselves.")
     from omegaconf import DictConfig
@@ -246,7 +246,7 @@ def _value(node: Any, key: Any) -> Any:
         return raw._value() if hasattr(raw, "_value") else str(raw)
 
 
-def _plain(value: Any, path: str, out: Collected, depth: int) -> Any:
+def _plain(value: Any, path: str, out: SourceKeys, depth: int) -> Any:
     from omegaconf import DictConfig, ListConfig
 
     if depth > MAX_DEPTH:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from arborl.convert.draft import Draft, Rule, names
-from arborl.convert.verl.defaults import A, M, R, known, number
+from arborl.convert.verl.verl_defaults import A, M, R, known, number
 
 DTYPES = {
     "bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp16": "float16", "half": "float16",
@@ -78,13 +78,13 @@ def files(path: str) -> Rule:
     """A file or several, which are read as one."""
 
     def rule(draft: Draft, key: str, value: Any) -> None:
-        given = [str(one) for one in value] if isinstance(value, list) else [str(value)]
+        paths = [str(one) for one in value] if isinstance(value, list) else [str(value)]
         if value in (None, [], ""):
             draft.skip(key, value, "no file given")
             return
-        unseen = UNSEEN.search(" ".join(given))
+        unseen = UNSEEN.search(" ".join(paths))
         why = f"{unseen[0]} is only known when the script runs: write it yourself" if unseen else ""
-        draft.set(key, value, path, given[0] if len(given) == 1 else given, why)
+        draft.set(key, value, path, paths[0] if len(paths) == 1 else paths, why)
 
     return rule
 
@@ -98,13 +98,13 @@ def prompt_key(draft: Draft, key: str, value: Any) -> None:
 
 def context(draft: Draft) -> int:
     """Tokens of a prompt and all that follows. verl bounds both; an agent that edits its context has one window."""
-    prompt = draft.given.get(f"{R}prompt_length") or number(draft, "data.max_prompt_length", 512)
-    answer = draft.given.get(f"{R}response_length") or number(draft, "data.max_response_length", 512)
+    prompt = draft.source.get(f"{R}prompt_length") or number(draft, "data.max_prompt_length", 512)
+    answer = draft.source.get(f"{R}response_length") or number(draft, "data.max_response_length", 512)
     total = int(prompt) + int(answer)
-    window = draft.given.get(f"{R}max_model_len")
+    window = draft.source.get(f"{R}max_model_len")
     if not isinstance(window, int):
         return total
-    return window if f"{R}multi_turn.single_turn_max_tokens" in draft.given else min(window, total)
+    return window if f"{R}multi_turn.single_turn_max_tokens" in draft.source else min(window, total)
 
 
 def answer_length(draft: Draft, key: str, value: Any) -> None:
@@ -112,10 +112,10 @@ def answer_length(draft: Draft, key: str, value: Any) -> None:
     if not isinstance(value, int):
         num("sampling.max_tokens")(draft, key, value)
         return
-    if key.startswith("data.") and f"{R}response_length" in draft.given:
+    if key.startswith("data.") and f"{R}response_length" in draft.source:
         draft.skip(key, value, "rollout.response_length is read in its place")
         return
-    if f"{R}multi_turn.single_turn_max_tokens" not in draft.given:
+    if f"{R}multi_turn.single_turn_max_tokens" not in draft.source:
         several = known(draft, f"{R}multi_turn.enable") is True
         why = "there all turns together, here each call; sampling.max_context bounds the whole" if several else ""
         draft.set(key, value, "sampling.max_tokens", value, why)
@@ -190,7 +190,7 @@ def warmup_share(draft: Draft, key: str, value: Any) -> None:
 def schedule(draft: Draft, key: str, value: Any) -> None:
     """`lr_scheduler_type`; `warmup_style` in older scripts, `lr_decay_style` with Megatron."""
     newer = f"{A}optim.lr_scheduler_type"
-    if value is None or (key != newer and newer in draft.given):
+    if value is None or (key != newer and newer in draft.source):
         draft.skip(key, value, "lr_scheduler_type is read in its place")
         return
     ways = {"constant": "none", "cosine": "cosine", "linear": "linear"}
@@ -233,7 +233,7 @@ def weights_kept(draft: Draft, key: str, value: Any) -> None:
 
 def length_of_the_run(draft: Draft, key: str, value: Any) -> None:
     """`total_training_steps`, and `total_epochs` where that is not given."""
-    steps = draft.given.get("trainer.total_training_steps")
+    steps = draft.source.get("trainer.total_training_steps")
     if key == "trainer.total_training_steps":
         to_steps = num("trainer.steps")
         to_steps(draft, key, value)
@@ -267,26 +267,26 @@ def folder(draft: Draft, key: str, value: Any) -> None:
 
 
 def loggers(draft: Draft, key: str, value: Any) -> None:
-    given = names(value)
-    draft.set(key, value, "track.tensorboard", "tensorboard" in given)
+    trackers = names(value)
+    draft.set(key, value, "track.tensorboard", "tensorboard" in trackers)
     project, run = (_bare(draft, f"trainer.{name}_name") for name in ("project", "experiment"))
-    if "wandb" in given:
+    if "wandb" in trackers:
         draft.set(key, value, "track.wandb.project", project or "verl_examples")
         if run:
             draft.set(key, value, "track.wandb.name", run)
-    if "mlflow" in given:
+    if "mlflow" in trackers:
         where = "what MLFLOW_TRACKING_URI says there"
         draft.set(key, value, "track.mlflow.uri", "sqlite:////tmp/mlruns.db", where)
         draft.set(key, value, "track.mlflow.experiment", project or "verl_examples")
         if run:
             draft.set(key, value, "track.mlflow.name", run)
-    for other in given:
+    for other in trackers:
         if other not in ("console", "tensorboard", "wandb", "mlflow", "file"):
             draft.drop(key, other, "no such tracker here; yours can be named as track.also=[package.module:Class]")
 
 
 def _bare(draft: Draft, key: str) -> str:
-    return UNSEEN.sub("", str(draft.given.get(key) or "")).strip("-_. ")
+    return UNSEEN.sub("", str(draft.source.get(key) or "")).strip("-_. ")
 
 
 def keep(draft: Draft, key: str, value: Any) -> None:
@@ -299,7 +299,7 @@ def keep(draft: Draft, key: str, value: Any) -> None:
 # ------------------------------------------------------------------------------------------------ the model
 
 
-def given(rule: Rule) -> Rule:
+def if_set(rule: Rule) -> Rule:
     """A key that counts where it is not null."""
 
     def checked(draft: Draft, key: str, value: Any) -> None:
@@ -312,7 +312,7 @@ def given(rule: Rule) -> Rule:
 
 
 def adapters(draft: Draft, key: str, value: Any) -> None:
-    given(text("model.name", "a folder of adapters knows its base, and they go on being trained"))(draft, key, value)
+    if_set(text("model.name", "a folder of adapters knows its base, and they go on being trained"))(draft, key, value)
 
 
 def with_adapters(path: str) -> Rule:
@@ -345,7 +345,7 @@ def chat_args(draft: Draft, key: str, value: Any) -> None:
 
 def clip_grad(draft: Draft, key: str, value: Any) -> None:
     """Megatron's name for `grad_clip`."""
-    if f"{A}grad_clip" in draft.given:
+    if f"{A}grad_clip" in draft.source:
         draft.skip(key, value, "actor.grad_clip is read in its place")
     else:
         num("learner.max_grad_norm")(draft, key, value)

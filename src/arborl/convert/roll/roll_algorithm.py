@@ -15,12 +15,12 @@ VARIANTS = {"ppo": "ppo", "vanilla": "pg", "topr": "topr", "cispo": "cispo"}
 
 def estimator(draft: Draft, steps: bool, rows: bool) -> None:
     """The advantage. `steps`: each turn is a training row of its own; `rows`: the pipeline with rewards by domain."""
-    chosen = draft.given.get("adv_estimator", "gae")
+    chosen = draft.source.get("adv_estimator", "gae")
     if chosen not in ESTIMATORS:
         draft.refuse("adv_estimator", chosen, f"no such estimator in ROLL. Write one of {', '.join(ESTIMATORS)}.")
         return
     mean, std = normalisation(draft, str(chosen), rows)
-    whiten = bool(draft.given.get("whiten_advantages", False))
+    whiten = bool(draft.source.get("whiten_advantages", False))
     if chosen == "gae":
         _name(draft, chosen, "ppo")
         draft.put("lambd", 0.95, "algorithm.gae_lambda")
@@ -39,11 +39,11 @@ def estimator(draft: Draft, steps: bool, rows: bool) -> None:
         _by_episode(draft, str(chosen), mean, std, whiten)
     _whiten(draft, str(chosen), whiten)
     for key in ("step_reward_gamma", "step_reward_weight", "episode_reward_weight", "gamma", "lambd"):
-        if key in draft.given and key not in draft.accounted():
-            draft.skip(key, draft.given[key], f"adv_estimator={chosen} does not read it")
+        if key in draft.source and key not in draft.accounted():
+            draft.skip(key, draft.source[key], f"adv_estimator={chosen} does not read it")
     for key in NORMALISATION:
-        if key in draft.given and key not in draft.accounted():
-            draft.set(key, draft.given[key], "algorithm.name", draft.settings["algorithm.name"])
+        if key in draft.source and key not in draft.accounted():
+            draft.set(key, draft.source[key], "algorithm.name", draft.settings["algorithm.name"])
     aggregation(draft, steps)
 
 
@@ -53,16 +53,16 @@ def normalisation(draft: Draft, chosen: str, rows: bool) -> tuple[str, str]:
         at, grouping, method = "", "traj_group_id", "identity"
         if chosen == "grpo":
             for key in ("norm_mean_type", "norm_std_type"):
-                if key in draft.given:
-                    draft.skip(key, draft.given[key], "adv_estimator=grpo normalises by the group, whatever is written")
+                if key in draft.source:
+                    draft.skip(key, draft.source[key], "adv_estimator=grpo always normalises by the group")
             return "group", "group"
     else:
         at = "reward_normalization."
-        grouping = str(draft.given.get(f"{at}grouping", "batch"))
-        method = str(draft.given.get(f"{at}method", "identity"))
+        grouping = str(draft.source.get(f"{at}grouping", "batch"))
+        method = str(draft.source.get(f"{at}method", "identity"))
     scope = GROUPINGS.get(grouping, "tags" if grouping == "tags" else grouping)
-    mean = draft.given.get(f"{at}norm_mean_type") or (scope if method in ("mean", "mean_std", "asym_clip") else "none")
-    std = draft.given.get(f"{at}norm_std_type") or (scope if method in ("mean_std", "asym_clip") else "none")
+    mean = draft.source.get(f"{at}norm_mean_type") or (scope if method in ("mean", "mean_std", "asym_clip") else "none")
+    std = draft.source.get(f"{at}norm_std_type") or (scope if method in ("mean_std", "asym_clip") else "none")
     found = []
     for key, value in (("norm_mean_type", mean), ("norm_std_type", std)):
         value = scope if value == "group" and scope != "batch" else value
@@ -84,15 +84,15 @@ NORMALISATION = tuple(
 
 def _normal(draft: Draft, path: str, ours: str) -> None:
     """All keys of the normalisation say together what our `path` is."""
-    written = [key for key in NORMALISATION if key in draft.given]
+    written = [key for key in NORMALISATION if key in draft.source]
     for key in written:
-        draft.set(key, draft.given[key], path, ours)
+        draft.set(key, draft.source[key], path, ours)
     if not written:
         draft.default("reward_normalization", "as it is", path, ours)
 
 
 def _name(draft: Draft, theirs: Any, ours: str, why: str = "") -> None:
-    if "adv_estimator" in draft.given:
+    if "adv_estimator" in draft.source:
         draft.set("adv_estimator", theirs, "algorithm.name", ours, why)
     else:
         draft.default("adv_estimator", theirs, "algorithm.name", ours, why)
@@ -128,8 +128,8 @@ def _by_step(draft: Draft, chosen: str, mean: str, std: str) -> None:
         whole = 1.0
     why = "" if whole == 1 else "divided by episode_reward_weight, which scales all advantages alike"
     key = "step_reward_weight"
-    (draft.set if key in draft.given else draft.default)(key, step, "algorithm.step_weight", step / whole, why)
-    if "episode_reward_weight" in draft.given and "episode_reward_weight" not in draft.accounted():
+    (draft.set if key in draft.source else draft.default)(key, step, "algorithm.step_weight", step / whole, why)
+    if "episode_reward_weight" in draft.source and "episode_reward_weight" not in draft.accounted():
         draft.set("episode_reward_weight", whole, "algorithm.step_weight", step / whole, why)
     if mean == "none":
         draft.drop("reward_normalization.method", "identity", "gigpo compares here: the group's mean is taken off")
@@ -139,7 +139,7 @@ def _whiten(draft: Draft, chosen: str, whiten: bool) -> None:
     """Over all tokens of the batch, whatever the estimator; our `ppo` whitens unless told not to."""
     if whiten:
         draft.set("whiten_advantages", True, "algorithm.whiten", "token")
-    elif "whiten_advantages" in draft.given:
+    elif "whiten_advantages" in draft.source:
         draft.skip("whiten_advantages", False, "off")
     if not whiten and chosen == "gae":
         draft.default("whiten_advantages", False, "algorithm.whiten", False)
@@ -148,19 +148,19 @@ def _whiten(draft: Draft, chosen: str, whiten: bool) -> None:
 def _critic(draft: Draft) -> None:
     """A model of its own, from `reward_pretrain`, with a learning rate of its own."""
     draft.default("critic", "a model of its own", "learner.critic", "separate")
-    if "reward_pretrain" in draft.given:
+    if "reward_pretrain" in draft.source:
         draft.set(
-            "reward_pretrain", draft.given["reward_pretrain"], "learner.critic_from", draft.given["reward_pretrain"]
+            "reward_pretrain", draft.source["reward_pretrain"], "learner.critic_from", draft.source["reward_pretrain"]
         )
     draft.put("critic.training_args.learning_rate", 5e-5, "learner.critic_lr")
-    if (clip := draft.given.get("value_clip")) is not None:
+    if (clip := draft.source.get("value_clip")) is not None:
         draft.set("value_clip", clip, "algorithm.value.clip", clip)
 
 
 def aggregation(draft: Draft, steps: bool) -> None:
     """How token losses become one: there the mean over rows, which are turns or whole episodes."""
-    key, mode = "loss_agg_mode", draft.given.get("loss_agg_mode", "seq-mean-token-mean")
-    say = draft.set if key in draft.given else draft.default
+    key, mode = "loss_agg_mode", draft.source.get("loss_agg_mode", "seq-mean-token-mean")
+    say = draft.set if key in draft.source else draft.default
     if mode == "seq-mean-token-sum-norm":
         say(key, mode, "algorithm.aggregation", "fixed", "the mean over episodes; there their sum")
         draft.settings["algorithm.fixed_length"] = draft.whole("sequence_length", 1024)
@@ -182,10 +182,10 @@ def aggregation(draft: Draft, steps: bool) -> None:
 
 def loss(draft: Draft, role: str) -> None:
     """The ratio, where it is clipped, and what it is taken against."""
-    ratio = "ratio_type" if "ratio_type" in draft.given else "importance_sampling"
-    kind = draft.given.get(ratio, "token")
-    variant = draft.given.get(f"{role}.pg_variant")
-    if variant is not None and str(draft.given.get(f"{role}.worker_cls", "")).find("pg_worker") < 0:
+    ratio = "ratio_type" if "ratio_type" in draft.source else "importance_sampling"
+    kind = draft.source.get(ratio, "token")
+    variant = draft.source.get(f"{role}.pg_variant")
+    if variant is not None and str(draft.source.get(f"{role}.worker_cls", "")).find("pg_worker") < 0:
         draft.skip(
             f"{role}.pg_variant", variant, "not read without a worker_cls of agentic_actor_pg_worker or actor_pg_worker"
         )
@@ -199,7 +199,7 @@ def loss(draft: Draft, role: str) -> None:
     elif kind in ("segment", "seq"):
         draft.set(ratio, kind, "algorithm.loss", "gspo")
         draft.settings["algorithm.sequence"] = "call" if kind == "segment" else "episode"
-    elif ratio in draft.given:
+    elif ratio in draft.source:
         draft.set(ratio, kind, "algorithm.loss", "ppo")
     if draft.settings.get("algorithm.name") == "step_reinforce":
         draft.default("loss", "PPO's, clipped", "algorithm.loss", "ppo")
@@ -210,14 +210,14 @@ def loss(draft: Draft, role: str) -> None:
 
 def clips(draft: Draft) -> None:
     """The range of the ratio, the second clip, and bounds on advantages."""
-    ranged = bool(draft.given.get("use_pg_clip_range", False))
-    both = draft.given.get("pg_clip", 0.2)
+    ranged = bool(draft.source.get("use_pg_clip_range", False))
+    both = draft.source.get("pg_clip", 0.2)
     for side in ("low", "high"):
         key = f"pg_clip_{side}" if ranged else "pg_clip"
         draft.put(key, both if not ranged else 0.2, f"algorithm.clip_{side}", float)
-        if not ranged and f"pg_clip_{side}" in draft.given:
-            draft.skip(f"pg_clip_{side}", draft.given[f"pg_clip_{side}"], "not read without use_pg_clip_range")
-    if draft.given.get("dual_clip_loss"):
+        if not ranged and f"pg_clip_{side}" in draft.source:
+            draft.skip(f"pg_clip_{side}", draft.source[f"pg_clip_{side}"], "not read without use_pg_clip_range")
+    if draft.source.get("dual_clip_loss"):
         bound, high = 1 + 2 * float(both), float(draft.settings["algorithm.clip_high"])
         if bound > 1 + high:
             draft.set("dual_clip_loss", True, "algorithm.dual_clip", bound)
@@ -225,10 +225,10 @@ def clips(draft: Draft) -> None:
             draft.skip(
                 "dual_clip_loss", True, f"its bound {bound:g} lies within clip_high={high:g}, where it never acts"
             )
-    clip, most = draft.given.get("advantage_clip"), draft.given.get("reward_clip")
+    clip, most = draft.source.get("advantage_clip"), draft.source.get("reward_clip")
     if clip is not None:
         draft.set("advantage_clip", clip, "algorithm.advantage_clip", float(clip))
-    if most is not None and clip is None and draft.given.get("adv_estimator", "gae") != "gae":
+    if most is not None and clip is None and draft.source.get("adv_estimator", "gae") != "gae":
         draft.set(
             "reward_clip", most, "algorithm.advantage_clip", float(most), "there before whitening, here after all else"
         )
@@ -239,8 +239,8 @@ def clips(draft: Draft) -> None:
 def correction(draft: Draft) -> None:
     """`train_infer_correction`: the gap between the engine that sampled and the model that learns."""
     at = "train_infer_correction."
-    if draft.given.get(f"{at}is_weight.enabled"):
-        weight = draft.given.get(f"{at}is_weight.weight_type", "token")
+    if draft.source.get(f"{at}is_weight.enabled"):
+        weight = draft.source.get(f"{at}is_weight.weight_type", "token")
         draft.set(f"{at}is_weight.enabled", True, "algorithm.guard.kind", "tis")
         draft.put(f"{at}is_weight.upper_bound", 1.2, "algorithm.guard.high", lambda high: float(high or 1e6))
         why = (
@@ -255,7 +255,7 @@ def correction(draft: Draft) -> None:
         )
         if weight == "segment":
             draft.settings["algorithm.sequence"] = "call"
-    filters = [one for one in draft.given.get(f"{at}filters") or [] if one.get("enabled")]
+    filters = [one for one in draft.source.get(f"{at}filters") or [] if one.get("enabled")]
     if filters and "algorithm.guard.kind" in draft.settings:
         draft.drop(f"{at}filters", filters, "one guard at a time: the weight is kept, the filters are not")
     elif filters:
@@ -268,15 +268,15 @@ def correction(draft: Draft) -> None:
             draft.settings["algorithm.guard.level"] = "sequence"
     for key in draft.below(at):
         if f"{at}{key}" not in draft.accounted():
-            draft.skip(f"{at}{key}", draft.given[f"{at}{key}"], "off, or as it is here")
+            draft.skip(f"{at}{key}", draft.source[f"{at}{key}"], "off, or as it is here")
 
 
 def penalties(draft: Draft) -> None:
     """KL in the loss (k3), or off the reward where `add_token_level_kl` says so; entropy."""
-    given = draft.given
+    source = draft.source
     coef = draft.number("kl_loss_coef", 0.0)
-    in_loss = bool(given.get("use_kl_loss")) and coef > 0
-    in_reward = bool(given.get("add_token_level_kl")) and draft.number("init_kl_coef", 0.2) > 0
+    in_loss = bool(source.get("use_kl_loss")) and coef > 0
+    in_reward = bool(source.get("add_token_level_kl")) and draft.number("init_kl_coef", 0.2) > 0
     if in_loss:
         draft.set("kl_loss_coef", coef, "algorithm.kl.coef", coef)
         draft.set("use_kl_loss", True, "algorithm.kl.estimator", "k3")
@@ -284,8 +284,8 @@ def penalties(draft: Draft) -> None:
         draft.set("add_token_level_kl", True, "algorithm.kl.where", "reward")
         draft.put("init_kl_coef", 0.2, "algorithm.kl.coef", float)
         draft.put("kl_penalty", "kl", "algorithm.kl.estimator", lambda name: PENALTIES.get(str(name), "k1"))
-        if given.get("target_kl") is not None:
-            draft.set("target_kl", given["target_kl"], "algorithm.kl.target", float(given["target_kl"]),
+        if source.get("target_kl") is not None:
+            draft.set("target_kl", source["target_kl"], "algorithm.kl.target", float(source["target_kl"]),
                       "an episode's KL; there a token's")  # fmt: skip
             draft.put("kl_horizon", 10_000, "algorithm.kl.horizon")
     why = {
@@ -299,9 +299,8 @@ def penalties(draft: Draft) -> None:
         "kl_horizon": "not read without target_kl",
     }  # fmt: skip
     for key, reason in why.items():
-        if key in given and key not in draft.accounted():
-            draft.skip(key, given[key], reason)
-    if "entropy_loss_coef" in given:
-        draft.set(
-            "entropy_loss_coef", given["entropy_loss_coef"], "algorithm.entropy_coef", float(given["entropy_loss_coef"])
-        )
+        if key in source and key not in draft.accounted():
+            draft.skip(key, source[key], reason)
+    if "entropy_loss_coef" in source:
+        coef = source["entropy_loss_coef"]
+        draft.set("entropy_loss_coef", coef, "algorithm.entropy_coef", float(coef))

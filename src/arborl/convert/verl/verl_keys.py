@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from arborl.agents import FOREIGN
+from arborl.convert.common_rules import MICRO
 from arborl.convert.draft import Draft, Rule, every, idle, no, to
-from arborl.convert.parts import MICRO
-from arborl.convert.verl import losses, parts, rules
-from arborl.convert.verl.defaults import DEFAULTS as THEIRS
-from arborl.convert.verl.defaults import A, M, R, usual_here
-from arborl.convert.verl.ignored import CLUSTER, IGNORED, SPEED
-from arborl.convert.verl.rules import num, text, unless
+from arborl.convert.verl import verl_losses as losses
+from arborl.convert.verl import verl_parts as parts
+from arborl.convert.verl import verl_rules as rules
+from arborl.convert.verl.verl_defaults import DEFAULTS as THEIRS
+from arborl.convert.verl.verl_defaults import A, M, R, usual_here
+from arborl.convert.verl.verl_ignored import CLUSTER, IGNORED, SPEED
+from arborl.convert.verl.verl_rules import num, text, unless
 
 T = f"{R}multi_turn."
 FORMATS = {"hermes": "hermes", "qwen": "hermes", "llama3_json": "llama3", "qwen3_coder": "qwen_xml"}
@@ -158,7 +160,7 @@ TABLE: dict[str, Rule] = {
     f"{M}path": text("model.name"),
     f"{M}lora_adapter_path": rules.adapters,
     f"{M}tokenizer_path": unless(None, "a model's own tokenizer is used"),
-    f"{M}custom_chat_template": rules.given(text("model.chat_template")),
+    f"{M}custom_chat_template": rules.if_set(text("model.chat_template")),
     f"{M}external_lib": unless(None, "nothing else is imported"),
     f"{M}enable_gradient_checkpointing": to("learner.recompute", bool),
     f"{M}use_remove_padding": idle("there is no padding: tokens are packed as trees"),
@@ -316,7 +318,7 @@ def variables_too(draft: Draft, variables: Mapping[str, Any]) -> None:
         rule = variable_ratio if name.endswith("_RATIO") else VARIABLES.get(name)
         if rule is None or value in (None, "", []):
             continue
-        trial = Draft(given=draft.given)
+        trial = Draft(source=draft.source)
         rule(trial, name, value)
         if trial.problems or not trial.settings.keys() <= draft.settings.keys():
             rule(draft, name, value)
@@ -338,9 +340,9 @@ def complete(draft: Draft, own_parts: bool = False) -> None:
     Args:
         own_parts: agent, tools and rewards are somebody else's business (AgentFly's keys).
     """
-    assumed = Draft(given=draft.given, settings=dict(draft.settings))
+    assumed = Draft(source=draft.source, settings=dict(draft.settings))
     for key, value in THEIRS.items():
-        if key not in draft.given:
+        if key not in draft.source:
             TABLE[key](assumed, key, value)
     usual = usual_here(draft.settings | assumed.settings)
     for line in assumed.lines:
@@ -350,8 +352,8 @@ def complete(draft: Draft, own_parts: bool = False) -> None:
     if not own_parts:
         parts.complete(draft)
     _sources(draft)
-    for key in draft.given.keys() - draft.accounted():
-        draft.skip(key, draft.given[key], "read together with other keys; nothing to do as things are")
+    for key in draft.source.keys() - draft.accounted():
+        draft.skip(key, draft.source[key], "read together with other keys; nothing to do as things are")
 
 
 def _sources(draft: Draft) -> None:
@@ -362,7 +364,7 @@ def _sources(draft: Draft) -> None:
     if held_out is not None:
         draft.undo("data.evaluation_path", "rows told apart by a column hold out their own")
     named = {key.split(".")[2] for key in draft.settings if key.startswith("data.sources.")}
-    mapped = any(key.startswith("data.mixed_dataset.agent_mapping.") for key in draft.given)
+    mapped = any(key.startswith("data.mixed_dataset.agent_mapping.") for key in draft.source)
     for name in sorted(named) if mapped else ():
         at = f"data.sources.{name}.agent"
         if not any(key == at or key.startswith(f"{at}.") for key in draft.settings):

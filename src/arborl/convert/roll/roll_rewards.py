@@ -22,7 +22,7 @@ WORKERS = (
 def reward(draft: Draft, domain: str) -> tuple[Any, str] | None:
     """The reward of a domain and what differs; None where it is left out, or has been refused."""
     at = f"rewards.{domain}."
-    worker = str(draft.given.get(f"{at}worker_cls", "")).rpartition(".")[2]
+    worker = str(draft.source.get(f"{at}worker_cls", "")).rpartition(".")[2]
     ours = draft.uses.get(domain) or draft.uses.get(worker)
     if ours == LEAVE:
         return None
@@ -33,7 +33,7 @@ def reward(draft: Draft, domain: str) -> tuple[Any, str] | None:
     if worker == "CodeSandboxRewardWorker":
         return {"name": "code_tests", "args": {"field": "test_cases"}}, "run in our sandbox; 1 where all tests pass"
     if worker in ("CrossThinkQARuleRewardWorker", "MultipleChoiceBoxedRuleRewardWorker"):
-        right, wrong, invalid = SOFT.get(str(draft.given.get(f"{at}reward_type")), SOFT["soft"])
+        right, wrong, invalid = SOFT.get(str(draft.source.get(f"{at}reward_type")), SOFT["soft"])
         why = "a letter that is right but not in a box is as good"
         return {"name": "choice", "args": {"right": right, "wrong": wrong, "invalid": invalid}}, why
     if worker == "LLMJudgeRewardWorker":
@@ -47,12 +47,12 @@ def reward(draft: Draft, domain: str) -> tuple[Any, str] | None:
 
 
 def _judge(draft: Draft, at: str) -> tuple[Any, str]:
-    given = draft.given
-    model = given.get(f"{at}judge_model_name") or given.get(f"{at}model_args.model_name_or_path")
+    source = draft.source
+    model = source.get(f"{at}judge_model_name") or source.get(f"{at}model_args.model_name_or_path")
     args = {"model": model or "${oc.env:OPENAI_MODEL}", "wrong": 0.0, "invalid": 0.0, "exceeded": 0.0}
-    args["base_url"] = given.get(f"{at}judge_api_url") or "${oc.env:OPENAI_BASE_URL}"
+    args["base_url"] = source.get(f"{at}judge_api_url") or "${oc.env:OPENAI_BASE_URL}"
     why = "asked behind an endpoint (base_url, or OPENAI_BASE_URL), with our own question"
-    if given.get(f"{at}judge_model_type", "inference") != "api":
+    if source.get(f"{at}judge_model_type", "inference") != "api":
         why += "; serve the model yourself"
     return {"name": "judge", "args": args}, why
 
@@ -78,7 +78,7 @@ def domains(draft: Draft, train: str, distilled: bool) -> None:
     for name in chosen:
         if name not in kept:
             why = "left out, as --use says: the others fill its place, and its rows must not be in the files"
-            draft.drop(f"rewards.{name}.worker_cls", draft.given.get(f"rewards.{name}.worker_cls"), why)
+            draft.drop(f"rewards.{name}.worker_cls", draft.source.get(f"rewards.{name}.worker_cls"), why)
             draft.drop(f"{train}.data_args.domain_interleave_probs.{name}", shares.get(name), why)
     _path(draft, train, files)
     _columns(draft, train)
@@ -86,7 +86,7 @@ def domains(draft: Draft, train: str, distilled: bool) -> None:
         (name,) = kept
         draft.set(
             f"rewards.{name}.worker_cls",
-            draft.given.get(f"rewards.{name}.worker_cls"),
+            draft.source.get(f"rewards.{name}.worker_cls"),
             "rewards",
             [kept[name][0]],
             kept[name][1],
@@ -98,7 +98,7 @@ def domains(draft: Draft, train: str, distilled: bool) -> None:
 
 
 def _files(draft: Draft, key: str) -> list[str]:
-    found = draft.given.get(key)
+    found = draft.source.get(key)
     return [str(one) for one in found] if isinstance(found, list) else names(found) if found else []
 
 
@@ -112,9 +112,9 @@ def _path(draft: Draft, train: str, files: list[str]) -> None:
 
 def _columns(draft: Draft, train: str) -> None:
     at = f"{train}.data_args."
-    if (prompt := draft.given.get(f"{at}prompt")) is not None:
+    if (prompt := draft.source.get(f"{at}prompt")) is not None:
         draft.set(f"{at}prompt", prompt, "data.question", prompt)
-    if (messages := draft.given.get(f"{at}messages")) is not None and messages != "messages":
+    if (messages := draft.source.get(f"{at}messages")) is not None and messages != "messages":
         draft.set(f"{at}messages", messages, "data.fields.messages", messages)
     elif messages is not None:
         draft.skip(f"{at}messages", messages, "a column of that name is read as the conversation anyway")
@@ -124,10 +124,10 @@ def _columns(draft: Draft, train: str) -> None:
 
 def _sources(draft: Draft, train: str, kept: Mapping[str, tuple[Any, str]], shares: Mapping[str, Any]) -> None:
     draft.default(
-        "rows are of a domain by their tag", "tag", "data.by", draft.given.get(f"{train}.data_args.tag") or "tag"
+        "rows are of a domain by their tag", "tag", "data.by", draft.source.get(f"{train}.data_args.tag") or "tag"
     )
     for name, (ours, why) in kept.items():
-        tags = names(draft.given.get(f"rewards.{name}.tag_included")) or [name]
+        tags = names(draft.source.get(f"rewards.{name}.tag_included")) or [name]
         share = float(shares.get(name, 1.0 / len(kept)))
         for tag in tags:
             if not NAME.fullmatch(tag):
@@ -137,14 +137,14 @@ def _sources(draft: Draft, train: str, kept: Mapping[str, tuple[Any, str]], shar
             place = f"data.sources.{tag}"
             draft.set(
                 f"rewards.{name}.worker_cls",
-                draft.given.get(f"rewards.{name}.worker_cls"),
+                draft.source.get(f"rewards.{name}.worker_cls"),
                 f"{place}.rewards",
                 [ours],
                 why,
             )
             key = f"{train}.data_args.domain_interleave_probs.{name}"
             several = "" if len(tags) == 1 else f"the domain's share, divided equally among its {len(tags)} tags"
-            (draft.set if key in draft.given else draft.default)(
+            (draft.set if key in draft.source else draft.default)(
                 key, share, f"{place}.ratio", share / len(tags), several
             )
 
@@ -153,20 +153,21 @@ def _leftovers(draft: Draft, train: str, known: list[str], kept: Mapping[str, An
     for name in known:
         for key in draft.below(f"rewards.{name}."):
             whole = f"rewards.{name}.{key}"
-            if key in ("query_filter_config.type", "response_filter_config.type") and draft.given[whole] != "no_filter":
+            filters = ("query_filter_config.type", "response_filter_config.type")
+            if key in filters and draft.source[whole] != "no_filter":
                 draft.set(
                     whole,
-                    draft.given[whole],
+                    draft.source[whole],
                     "rollout.group_filter",
                     "varied",
                     "groups that all score alike are dropped; there by thresholds",
                 )
-            elif key == "response_length_penalty_coef" and draft.given[whole]:
-                draft.drop(whole, draft.given[whole], "no such penalty by itself: algorithm.overlong")
+            elif key == "response_length_penalty_coef" and draft.source[whole]:
+                draft.drop(whole, draft.source[whole], "no such penalty by itself: algorithm.overlong")
             elif whole not in draft.accounted():
                 draft.skip(
                     whole,
-                    draft.given[whole],
+                    draft.source[whole],
                     "left out"
                     if name not in kept
                     else "read with the domain's worker_cls, or where it runs, which changes nothing",
@@ -176,7 +177,7 @@ def _leftovers(draft: Draft, train: str, known: list[str], kept: Mapping[str, An
         if at + key not in draft.accounted():
             draft.skip(
                 at + key,
-                draft.given[at + key],
+                draft.source[at + key],
                 "how rows are read is said in data; a model brings its own chat template",
             )
 
@@ -190,16 +191,16 @@ def _held_out(draft: Draft, several: bool) -> None:
         draft.drop(key, files, "rows told apart by a column hold out their own: a tenth, chosen by content")
     else:
         draft.set(key, files, "data.evaluation_path", files[0])
-    if (batch := draft.given.get("val_batch_size")) is not None:
+    if (batch := draft.source.get("val_batch_size")) is not None:
         draft.set("val_batch_size", batch, "evaluation.tasks", int(batch))
 
 
 def masks(draft: Draft, size: int) -> None:
     """Which answers are left out of the loss, and how they are weighed."""
-    given = draft.given
-    if given.get("max_len_mask"):
+    source = draft.source
+    if source.get("max_len_mask"):
         draft.set("max_len_mask", True, "algorithm.overlong.filter", True, "out of the group's baseline too")
-    if given.get("difficulty_mask") and size > 1:
+    if source.get("difficulty_mask") and size > 1:
         low, high = (
             draft.number("difficulty_low_threshold", 0.0),
             draft.number("difficulty_high_threshold", 1.0),
@@ -208,8 +209,8 @@ def masks(draft: Draft, size: int) -> None:
         why = "" if exact else "groups that all score alike; there those by difficulty thresholds"
         draft.set("difficulty_mask", True, "algorithm.skip_zero_variance", True, why)
         for key in ("difficulty_low_threshold", "difficulty_high_threshold"):
-            if key in given:
-                draft.set(key, given[key], "algorithm.skip_zero_variance", True, why)
+            if key in source:
+                draft.set(key, source[key], "algorithm.skip_zero_variance", True, why)
     off = {
         "max_len_mask": "off",
         "difficulty_mask": "off",
@@ -222,10 +223,10 @@ def masks(draft: Draft, size: int) -> None:
         "use_topr_neg_loss_coef", "use_topr_loss", "balance_length",
     )  # fmt: skip
     for key in (*off, *extra):
-        if key in given and key not in draft.accounted():
-            quiet = off.get(key) or ("" if given[key] else "off")
-            (draft.skip if quiet else draft.drop)(key, given[key], quiet or "no counterpart here")
-    if (coef := given.get("rl_loss_coef")) is not None:
+        if key in source and key not in draft.accounted():
+            quiet = off.get(key) or ("" if source[key] else "off")
+            (draft.skip if quiet else draft.drop)(key, source[key], quiet or "no counterpart here")
+    if (coef := source.get("rl_loss_coef")) is not None:
         draft.skip(
             "rl_loss_coef", coef, "1, as here" if coef == 1 else "a factor on all of the loss, which Adam undoes"
         )

@@ -16,14 +16,14 @@ from arborl.config.base import validate
 from arborl.config.run import RunConfig
 from arborl.convert import agentfly
 from arborl.convert.draft import Draft, Rule
-from arborl.convert.reading.collect import Collected, collect
-from arborl.convert.roll import pipelines as roll
-from arborl.convert.verl import keys as verl
+from arborl.convert.reading.source_files import SourceKeys, collect
+from arborl.convert.roll import roll_pipelines as roll
+from arborl.convert.verl import verl_keys as verl
 from arborl.errors import ConfigError, did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
-class System:
+class SourceSystem:
     """How one system's files are read, and what becomes of their keys."""
 
     table: Mapping[str, Rule]
@@ -48,12 +48,12 @@ def _agentfly(draft: Draft) -> None:
         verl.complete(draft, own_parts=True)
 
 
-SYSTEMS: dict[str, System] = {
-    "verl": System(
+SYSTEMS: dict[str, SourceSystem] = {
+    "verl": SourceSystem(
         verl.TABLE, verl.PREFIXES, after=verl.complete, variables=verl.variables_too, absent=verl.configuration
     ),
-    "agentfly": System(verl.TABLE | agentfly.TABLE, verl.PREFIXES, after=_agentfly, absent=verl.configuration),
-    "roll": System(roll.TABLE, roll.PREFIXES, whole=roll.convert_all, plain_keys=True),
+    "agentfly": SourceSystem(verl.TABLE | agentfly.TABLE, verl.PREFIXES, after=_agentfly, absent=verl.configuration),
+    "roll": SourceSystem(roll.TABLE, roll.PREFIXES, whole=roll.convert_all, plain_keys=True),
 }
 
 
@@ -77,11 +77,11 @@ def convert(system: str, files: Sequence[Path], uses: Mapping[str, str] | None =
         )
     chosen = SYSTEMS[system]
     found = collect(files, chosen.plain_keys, chosen.absent is not None)
-    draft = Draft(given=found.keys, uses=dict(uses or {}))
+    draft = Draft(source=found.keys, uses=dict(uses or {}))
     with _kinds(str(files[-1])):
         if chosen.whole is not None:
             chosen.whole(draft)
-    for key, value in draft.given.items():
+    for key, value in draft.source.items():
         if key not in draft.accounted():
             with _kinds(f"{key}={value!r}"):
                 _rule(key, chosen, found)(draft, key, value)
@@ -112,7 +112,7 @@ def _kinds(where: str) -> Iterator[None]:
         raise ConfigError(f"{where}: a value is not of the kind its key takes: {error}.") from error
 
 
-def _rule(key: str, system: System, found: Collected) -> Rule:
+def _rule(key: str, system: SourceSystem, found: SourceKeys) -> Rule:
     if key in system.table:
         return system.table[key]
     longest = max((prefix for prefix in system.prefixes if key.startswith(prefix)), key=len, default=None)
@@ -156,7 +156,7 @@ def _guard(own: Mapping[str, Any]) -> dict[str, Any]:
     return {key.removeprefix("guard."): value for key, value in own.items() if key.startswith("guard.")}
 
 
-def _explain_environment(draft: Draft, found: Collected) -> None:
+def _explain_environment(draft: Draft, found: SourceKeys) -> None:
     """What is left to a variable of the environment is so in the converted file as well."""
     for key, name in found.environment.items():
         why = f"${{oc.env:{name}}} is filled in when training starts: set {name}"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from arborl.convert.parts import ENGINE, MICRO, REFERENCE
-from arborl.convert.verl.defaults import A, M, R
+from arborl.convert.common_rules import ENGINE, MICRO, REFERENCE
+from arborl.convert.verl.verl_defaults import A, M, R
 
 PLACEMENT = "the model is trained in one process; nothing is sharded or off-loaded"
 CLUSTER = "one machine is used; there is nothing to say about nodes and GPUs"

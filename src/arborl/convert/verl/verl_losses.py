@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from arborl.convert.draft import Draft, Rule
-from arborl.convert.verl.defaults import A, R, known, number
-from arborl.convert.verl.rules import choice, num, text, unless
+from arborl.convert.verl.verl_defaults import A, R, known, number
+from arborl.convert.verl.verl_rules import choice, num, text, unless
 
 ESTIMATORS = {
     "grpo": "grpo", "grpo_vectorized": "grpo", "gae": "ppo", "rloo": "rloo", "rloo_vectorized": "rloo",
@@ -35,7 +35,7 @@ def estimator(draft: Draft, key: str, value: Any) -> None:
     settings: dict[str, Any] = {}
     if ours in COMPARE:
         settings["algorithm.skip_zero_variance"] = False
-    if number(draft, f"{R}n", 1) == 1 and "agent.num_chains" not in draft.given and ours in COMPARE:
+    if number(draft, f"{R}n", 1) == 1 and "agent.num_chains" not in draft.source and ours in COMPARE:
         settings = {"algorithm.baseline": "none", "algorithm.std": "none"} if ours == "grpo" else {}
         ours = ALONE.get(ours, ours)
     draft.set(key, value, "algorithm.name", ours)
@@ -91,7 +91,7 @@ def aggregation(draft: Draft, key: str, value: Any) -> None:
         return
     if value in ("seq-mean-token-sum", "seq-mean-token-sum-norm"):
         length = 1 if value == "seq-mean-token-sum" else known(draft, f"{A}loss_scale_factor") or int(
-            draft.given.get(f"{R}response_length") or number(draft, "data.max_response_length", 512)
+            draft.source.get(f"{R}response_length") or number(draft, "data.max_response_length", 512)
         )  # fmt: skip
         why = (
             "verl's is not a mean over sequences, but a sum over those of a micro-batch" if value[-4:] == "norm" else ""
@@ -221,7 +221,7 @@ def overlong_buffer(draft: Draft, key: str, value: Any) -> None:
     if not known(draft, f"{at}.enable"):
         draft.skip(key, value, "the penalty for length is off")
         return
-    longest = draft.given.get("reward_model.reward_kwargs.max_resp_len") or number(
+    longest = draft.source.get("reward_model.reward_kwargs.max_resp_len") or number(
         draft, "data.max_response_length", 512
     )
     ours = {

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from arborl.convert.reading.overrides import OVERRIDE, REMOVAL, plain
-from arborl.convert.reading.shell import Command, read_shell
+from arborl.convert.reading.bash_scripts import ShellCommand, read_shell
+from arborl.convert.reading.hydra_overrides import OVERRIDE, REMOVAL, plain
 from arborl.errors import ConfigError
 
 STARTS = re.compile(r"(?:.*/)?(?:python[\d.]*|torchrun|accelerate|deepspeed)")
@@ -24,7 +24,7 @@ MODULE = "--module"
 
 
 @dataclass(slots=True)
-class Said:
+class ScriptSettings:
     """What a script or a list of overrides says."""
 
     settings: dict[str, Any] = field(default_factory=dict)
@@ -37,13 +37,13 @@ class Said:
     """The YAML that it starts from, where it lies near the script."""
 
 
-def read(path: Path) -> Said:
+def read(path: Path) -> ScriptSettings:
     """What a script says.
 
     Example:
         read(Path("train.sh")).settings     # {"data.train_batch_size": 32, …}
     """
-    said = read_script(text_of(path), str(path))
+    said = read_script(read_text(path), str(path))
     named, folder = said.settings.get("--config-name"), said.settings.get("--config-path")
     file = near(path, f"{folder}/{named}" if folder else str(named)) if named is not None else None
     if file is not None and file.suffix in (".yaml", ".yml"):
@@ -52,7 +52,7 @@ def read(path: Path) -> Said:
     return said
 
 
-def text_of(path: Path) -> str:
+def read_text(path: Path) -> str:
     """The text of a file."""
     if not path.is_file():
         raise ConfigError(f"{path}: no such file.")
@@ -80,14 +80,14 @@ def near(script: Path, name: str) -> Path | None:
     return None
 
 
-def read_script(text: str, where: str) -> Said:
+def read_script(text: str, where: str) -> ScriptSettings:
     """Overrides and variables of a shell script, or of a plain list of overrides, one or more a line.
 
     A script that starts several trainings with different settings is refused: it is not one run.
     """
     script = read_shell(text, where)
-    loose = Said()
-    runs: list[tuple[Command, Said]] = []
+    loose = ScriptSettings()
+    runs: list[tuple[ShellCommand, ScriptSettings]] = []
     for command in _inner(script.commands, where):
         started = next((at for at, word in enumerate(command.words) if STARTS.fullmatch(word)), None)
         if started is not None:
@@ -103,25 +103,25 @@ def read_script(text: str, where: str) -> Said:
         name: [plain(one) for one in value] if isinstance(value, list) else plain(value)
         for name, value in script.variables.items()
     }
-    run = runs[0][1] if runs else Said()
-    return Said(loose.settings | run.settings, loose.removed + run.removed, variables)
+    run = runs[0][1] if runs else ScriptSettings()
+    return ScriptSettings(loose.settings | run.settings, loose.removed + run.removed, variables)
 
 
-def _inner(commands: Sequence[Command], where: str) -> Iterator[Command]:
+def _inner(commands: Sequence[ShellCommand], where: str) -> Iterator[ShellCommand]:
     """Commands, and those that stand in quotes behind `bash -c`."""
     for command in commands:
         words = command.words
         inside = [words[at + 1] for at, word in enumerate(words[:-1]) if word in ("-c", "-lc")]
         if inside and any(word in ("bash", "sh") for word in words):
             for text in inside:
-                yield from (Command(one.words, command.line) for one in read_shell(text, where).commands)
+                yield from (ShellCommand(one.words, command.line) for one in read_shell(text, where).commands)
         else:
             yield command
 
 
-def _settings(words: Sequence[str], said: Said | None = None) -> Said:
+def _settings(words: Sequence[str], said: ScriptSettings | None = None) -> ScriptSettings:
     """What the words behind a program say, added to `said`: its module, where its configuration is, and overrides."""
-    said = Said() if said is None else said
+    said = ScriptSettings() if said is None else said
     for at, word in enumerate(words):
         flag, equals, value = word.partition("=")
         if flag in FLAGS and (equals or at + 1 < len(words)):
