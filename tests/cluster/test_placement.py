@@ -38,7 +38,7 @@ def config_of(*words):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["placement.engines=2"], "engines is for placement=ray"),
         (["placement=ray"], "places nothing"),
@@ -50,8 +50,8 @@ def config_of(*words):
         (["placement=ray", "placement.engines=1", "placement.device_mapping.engines='list(range(8))'"], "a list"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(words, said):
-    with pytest.raises(ConfigError, match=said.replace("(", r"\(")):
+def test_what_does_not_fit_together_is_refused(words, message):
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         load(None, words)
 
 
@@ -96,7 +96,7 @@ def test_gpus_are_counted_over_all_nodes_and_a_node_that_is_back_is_found_by_its
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["placement.engines=9"], r"requests 9 cores .* the cluster has 8 on 2 node"),
         (["placement.engines=1", "placement.cpus_per_engine=5"], r"an engine runs on one node; .* 4, 4 cores"),
@@ -104,9 +104,9 @@ def test_gpus_are_counted_over_all_nodes_and_a_node_that_is_back_is_found_by_its
         (["placement.reward_workers=1"], "only the reward env"),
     ],
 )
-def test_more_than_the_cluster_has_is_refused_before_anything_is_written(two_nodes, tmp_path, words, said):
+def test_more_than_the_cluster_has_is_refused_before_anything_is_written(two_nodes, tmp_path, words, message):
     home = tmp_path / "run"
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         train(config_of(f"output_dir={home}", "model.device=auto", "placement=ray", *words))
     assert not home.exists()
 
@@ -256,10 +256,10 @@ def test_a_reward_worker_that_is_killed_costs_time_and_no_episode(two_nodes, tmp
     row = next(row for row in read_metrics(done.folder / "metrics.jsonl") if "time/step" in row)
     assert row["rewards/lost"] == 1
     assert row["rewards/seconds_lost"] > 0
-    said = (done.folder / "run.log").read_text()
-    assert "a reward worker is left alone until it answers again" in said
-    assert "reward worker 0 answers again after" in said
-    assert "1 × reward worker, " in said
+    log = (done.folder / "run.log").read_text()
+    assert "a reward worker is left alone until it answers again" in log
+    assert "reward worker 0 answers again after" in log
+    assert "1 × reward worker, " in log
 
 
 def test_a_reward_on_the_cluster_that_breaks_costs_itself_and_is_named(two_nodes, tmp_path):

@@ -362,7 +362,7 @@ def test_steps_as_rows_are_our_step_agent(read):
         ({"defaults": ["../config/elsewhere@_here_"]}, r"there is no such file"),
     ],
 )
-def test_what_is_not_here_is_refused_with_what_to_do_and_nothing_stands_in_for_it(read, more, says):
+def test_parts_without_counterpart_are_errors_with_advice(read, more, says):
     with pytest.raises(ConfigError, match=says):
         read(**more)
 
@@ -433,7 +433,7 @@ def test_the_report_is_a_table_and_the_same_as_json(read, tmp_path):
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout)
     lines = {line["key"]: line for line in report["lines"]}
-    assert set(lines["exp_name"]) == {"kind", "key", "value", "our_key", "our_value", "reason", "given"}
+    assert set(lines["exp_name"]) == {"kind", "key", "value", "our_key", "our_value", "reason", "explicit"}
     assert (lines["rollout_batch_size"]["our_key"], lines["rollout_batch_size"]["our_value"]) == (
         "rollout.envs.num_env_groups",
         4,

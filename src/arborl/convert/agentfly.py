@@ -30,8 +30,8 @@ REWARDS: dict[str, tuple[Any, str]] = {
     "math_string_equal_reward_tool": ("equal", TOOL + "; numbers are compared whole, not by their last digits"),
     "math_equal_reward": ("equal", ""),
     "math_equal_reward_tool": ("equal", TOOL),
-    "math_equal_reward_think": ("equal", TOOL + "; thoughts are not asked for: add the reward format"),
-    "math_reward_thought_with_tool": ("equal", TOOL + "; thoughts are not asked for: add the reward format"),
+    "math_equal_reward_think": ("equal", TOOL + "; thoughts are not required: add the reward format"),
+    "math_reward_thought_with_tool": ("equal", TOOL + "; thoughts are not required: add the reward format"),
     "math_reward": ("equal", ""),
     "qa_em_reward": ({"name": "short_answer", "args": {"match": "exact"} | GOLDEN}, ""),
     "qa_em_format_reward": (
@@ -65,7 +65,7 @@ def agent(draft: Draft, key: str, value: Any) -> None:
         own = f"Write one of your own (docs/agents.md) and say so: --use {kind}=package.module:Agent."
         draft.refuse(key, value, f"no such agent here. Known: {', '.join(AGENTS)}. {own}")
         return
-    draft.set(key, value, "agent.name", ours, "what it does is said to the environment" if kind == "action" else "")
+    draft.set(key, value, "agent.name", ours, "its actions are sent to the environment" if kind == "action" else "")
     if kind == "searchr1" and ours == "code":
         for name, tag in SEARCH_TAGS.items():
             draft.set(key, value, f"agent.args.{name}", tag)
@@ -81,12 +81,12 @@ def tools(draft: Draft, key: str, value: Any) -> None:
             why = "its moves are messages, and its products are made; env.args.data names WebShop's own"
             draft.set(key, name, "env.name", ENVIRONMENTS[name], why)
         elif ours is None:
-            told = next((text for start, text in ELSEWHERE.items() if name.startswith(start)), "no such tool here")
+            reason = next((text for start, text in ELSEWHERE.items() if name.startswith(start)), "no such tool here")
             own = f"--use {name}=package.module:function, or --use {name}=none to leave it out"
             draft.refuse(
                 key,
                 name,
-                f"{told}. Known: {', '.join(TOOLS)}. Write one of your own (docs/tools.md) and say so: {own}.",
+                f"{reason}. Known: {', '.join(TOOLS)}. Write one of your own (docs/tools.md) and say so: {own}.",
             )
         elif ours not in found:
             found.append(ours)
@@ -111,9 +111,7 @@ def reward(draft: Draft, key: str, value: Any) -> None:
 def turns(draft: Draft, key: str, value: Any) -> None:
     """Calls of the model in one conversation."""
     if isinstance(value, int) and value > 0:
-        why = (
-            "rounds of tools, and then the answer; there the last call's tools are run, and nothing is said after them"
-        )
+        why = "rounds of tools, and then the answer; in AgentFly the last call's tools run and no message follows"
         draft.set(key, value, "agent.args.max_tool_rounds", value - 1, why)
     else:
         draft.drop(key, value, "an agent without a limit of its own has the context for one")

@@ -1,4 +1,4 @@
-"""From their keys to a configuration that validates here."""
+"""From the keys of another system to a valid configuration."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from arborl.errors import ConfigError, did_you_mean
 
 @dataclass(frozen=True, slots=True)
 class SourceSystem:
-    """How one system's files are read, and what becomes of their keys."""
+    """Rules for one system's keys."""
 
     table: Mapping[str, Rule]
     """Rules by key."""
     prefixes: Mapping[str, Rule]
-    """Rules by how a key begins; the longest counts."""
+    """Rules by prefix; the longest prefix counts."""
     whole: Callable[[Draft], None] | None = None
-    """Read before the tables: settings that only make sense together."""
+    """Runs before the tables, for settings that depend on each other."""
     after: Callable[[Draft], None] | None = None
-    """Read behind the tables."""
+    """Runs after the tables."""
     variables: Callable[[Draft, Mapping[str, Any]], None] | None = None
-    """What is read off a script's variables, where its overrides are made elsewhere."""
+    """Reads variables of a script whose overrides are built elsewhere."""
     plain_keys: bool = False
-    """Keys at the top have no dot, so an assignment in a list of overrides is one."""
+    """Whether top-level keys have no dot, so that `a=1` in an override list is a key."""
     absent: Rule | None = None
-    """What is said of a file that a `defaults` list names and that is not there; none: that is an error."""
+    """Rule for a missing file of a `defaults` list; None: a missing file is an error."""
 
 
 def _agentfly(draft: Draft) -> None:
     agentfly.after(draft)
     if not draft.problems:
-        verl.complete(draft, own_parts=True)
+        verl.complete(draft, has_parts=True)
 
 
 SYSTEMS: dict[str, SourceSystem] = {
@@ -58,93 +58,93 @@ SYSTEMS: dict[str, SourceSystem] = {
 
 
 def convert(system: str, files: Sequence[Path], uses: Mapping[str, str] | None = None) -> Draft:
-    """Read their files, later ones over earlier ones, and say what becomes of every key.
+    """Read files of another system, later ones over earlier ones, and convert every key.
 
-    An environment, agent, tool or reward that is not here is an error that says what to do; nothing stands in for it.
+    An environment, agent, tool or reward without counterpart is a ConfigError; nothing is substituted.
 
     Args:
         system: `verl`, `agentfly` or `roll`.
-        files: YAML (with what its `defaults` name), scripts or lists of overrides.
-        uses: what a name of theirs stands for here: `{"ifeval": "my_package.rewards:ifeval"}`.
+        files: YAML (with the files of its `defaults`), scripts or override lists.
+        uses: counterparts of their names: `{"ifeval": "my_package.rewards:ifeval"}`.
 
     Example:
         draft = convert("agentfly", [Path("train_example.sh")])
         draft.tree(), draft.report()
     """
     if system not in SYSTEMS:
-        raise ConfigError(
-            f"no system is called {system!r}.{did_you_mean(system, SYSTEMS)} Known: {', '.join(SYSTEMS)}."
-        )
+        raise ConfigError(f"unknown system {system!r}.{did_you_mean(system, SYSTEMS)} Known: {', '.join(SYSTEMS)}.")
     chosen = SYSTEMS[system]
-    found = collect(files, chosen.plain_keys, chosen.absent is not None)
-    draft = Draft(source=found.keys, uses=dict(uses or {}))
-    with _kinds(str(files[-1])):
+    collected = collect(files, chosen.plain_keys, chosen.absent is not None)
+    draft = Draft(source=collected.keys, uses=dict(uses or {}))
+    with _value_errors(str(files[-1])):
         if chosen.whole is not None:
             chosen.whole(draft)
     for key, value in draft.source.items():
         if key not in draft.accounted():
-            with _kinds(f"{key}={value!r}"):
-                _rule(key, chosen, found)(draft, key, value)
+            with _value_errors(f"{key}={value!r}"):
+                _rule(key, chosen, collected)(draft, key, value)
     if chosen.variables is not None:
-        chosen.variables(draft, found.variables)
-    for _, name in found.absent:
+        chosen.variables(draft, collected.variables)
+    for _, name in collected.absent:
         assert chosen.absent is not None
         chosen.absent(draft, "defaults", name)
     if draft.problems:
         raise ConfigError("\n".join(draft.problems))
     if not draft.settings:
-        raise ConfigError(f"{files[0]}: no settings of {system} in it. Give its script, override list or YAML.")
+        raise ConfigError(f"{files[0]}: it has no settings of {system}. Write its script, override list or YAML.")
     if chosen.after is not None:
         chosen.after(draft)
         if draft.problems:
             raise ConfigError("\n".join(draft.problems))
     _finish(draft)
-    _explain_environment(draft, found)
+    _explain_environment(draft, collected)
     return draft
 
 
 @contextmanager
-def _kinds(where: str) -> Iterator[None]:
-    """What a value of the wrong kind does to a rule, as one line."""
+def _value_errors(where: str) -> Iterator[None]:
+    """Report a value of the wrong type as one line."""
     try:
         yield
     except (TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{where}: a value is not of the kind its key takes: {error}.") from error
+        raise ConfigError(f"{where}: wrong type of value: {error}.") from error
 
 
-def _rule(key: str, system: SourceSystem, found: SourceKeys) -> Rule:
+def _rule(key: str, system: SourceSystem, collected: SourceKeys) -> Rule:
     if key in system.table:
         return system.table[key]
     longest = max((prefix for prefix in system.prefixes if key.startswith(prefix)), key=len, default=None)
     if longest is not None:
         return system.prefixes[longest]
-    return _definition if key.partition(".")[0] in found.referred else _unknown
+    return _definition if key.partition(".")[0] in collected.referred else _unknown
 
 
 def _definition(draft: Draft, key: str, value: Any) -> None:
-    draft.skip(key, value, "a definition: read wherever ${…} names it")
+    draft.skip(key, value, "a definition, used by ${…}")
 
 
 def _unknown(draft: Draft, key: str, value: Any) -> None:
-    draft.drop(key, value, "not a key this converter knows")
+    draft.drop(key, value, "unknown key")
 
 
 def _finish(draft: Draft) -> None:
-    """Take out what the chosen algorithm would not read, and check the rest."""
+    """Remove settings that the algorithm does not read, and validate the rest."""
     settings = draft.settings
     base = AlgorithmConfig(name=_known_preset(settings.get("algorithm.name", "grpo")))
-    own = {key.removeprefix("algorithm."): value for key, value in settings.items() if key.startswith("algorithm.")}
-    loss, advantage = own.get("loss", base.loss), own.get("advantage", base.advantage)
+    algorithm = {
+        key.removeprefix("algorithm."): value for key, value in settings.items() if key.startswith("algorithm.")
+    }
+    loss, advantage = algorithm.get("loss", base.loss), algorithm.get("advantage", base.advantage)
     filled = {name: getattr(base, name) for name in type(base).model_fields}
-    reads = reads_of(filled | {"loss": loss, "advantage": advantage} | own | {"guard": _guard(own)})
-    for key in own:
+    reads = reads_of(filled | {"loss": loss, "advantage": advantage} | algorithm | {"guard": _guard(algorithm)})
+    for key in algorithm:
         if key.partition(".")[0] not in reads and key.partition(".")[0] in type(base).model_fields:
             draft.undo(f"algorithm.{key}", f"algorithm={base.name} does not read it")
     validate(RunConfig, draft.tree())
 
 
 def _known_preset(name: Any) -> Any:
-    """The preset; one that is not there is left for the validation to name."""
+    """The preset; an unknown one is reported by the validation."""
     try:
         AlgorithmConfig(name=name)
     except ValidationError:
@@ -152,14 +152,14 @@ def _known_preset(name: Any) -> Any:
     return name
 
 
-def _guard(own: Mapping[str, Any]) -> dict[str, Any]:
-    return {key.removeprefix("guard."): value for key, value in own.items() if key.startswith("guard.")}
+def _guard(algorithm: Mapping[str, Any]) -> dict[str, Any]:
+    return {key.removeprefix("guard."): value for key, value in algorithm.items() if key.startswith("guard.")}
 
 
-def _explain_environment(draft: Draft, found: SourceKeys) -> None:
-    """What is left to a variable of the environment is so in the converted file as well."""
-    for key, name in found.environment.items():
-        why = f"${{oc.env:{name}}} is filled in when training starts: set {name}"
+def _explain_environment(draft: Draft, collected: SourceKeys) -> None:
+    """Note keys that depend on environment variables."""
+    for key, name in collected.environment.items():
+        why = f"${{oc.env:{name}}} is read when training starts: set {name}"
         draft.lines = [
             dataclasses.replace(line, kind="changed", why=why) if line.key == key and line in draft.mapped else line
             for line in draft.lines

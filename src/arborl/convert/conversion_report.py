@@ -1,4 +1,4 @@
-"""The account of a conversion, line by line: as a table, for programs, and the configuration as a file."""
+"""Outcomes of a conversion as a table and as JSON; the configuration as YAML."""
 
 from __future__ import annotations
 
@@ -11,31 +11,30 @@ from typing import Any, Literal
 import yaml  # type: ignore[import-untyped]
 
 Kind = Literal["mapped", "changed", "dropped", "idle"]
-"""Means the same here; means something else, or something near; has a key that this version does not have yet; has no
-counterpart; needs none, for it has no effect on what is learned."""
+"""Same meaning; different meaning; no counterpart; no counterpart needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyReport:
-    """What became of one key of theirs."""
+    """Outcome of one key."""
 
     kind: Kind
     key: str
     """Theirs."""
     value: Any
-    """Theirs; a key or password is never shown."""
+    """Theirs; secrets are masked."""
     path: str = ""
     """Our key, where there is one."""
     ours: Any = None
     """Its value."""
     why: str = ""
-    """What is different, or why there is no counterpart."""
+    """The difference, or why there is no counterpart."""
     explicit: bool = True
-    """Whether their files say it; else it is what they do without a word."""
+    """Whether their files set it; otherwise it is their default."""
 
     @property
     def what(self) -> str:
-        """`learner.lr=5e-07`; or why there is no counterpart."""
+        """`learner.lr=5e-07`; or the reason."""
         return f"{self.path}={self.ours}" if self.kind in ("mapped", "changed") else self.why
 
 
@@ -43,16 +42,16 @@ TITLES = {
     "changed": "Changed in meaning",
     "mapped": "Mapped",
     "dropped": "Not mapped",
-    "idle": "Needs no counterpart: off, a definition, or about where and how fast things run",
+    "idle": "No counterpart needed: off, a definition, or about speed or placement",
 }
-"""In this order: what one must know first comes first."""
+"""In the order of importance."""
 KEPT = re.compile(r"\$\{oc\.env:\w+\}")
-"""What stays a reference in a converted file: a variable of the environment of whoever trains."""
+"""References that stay in a converted file: environment variables."""
 
 
 def rows(lines: Sequence[KeyReport]) -> list[dict[str, Any]]:
     """One object for each line: `kind`, their `key` and `value`, `our_key`, `our_value`, `reason`, and whether their
-    files said it (`explicit`)."""
+    files set it (`explicit`)."""
     return [
         {
             "kind": line.kind,
@@ -68,7 +67,7 @@ def rows(lines: Sequence[KeyReport]) -> list[dict[str, Any]]:
 
 
 def table(lines: Sequence[KeyReport], width: int = 140) -> str:
-    """All lines, by what became of them; keys that were left out for one reason share a row."""
+    """Outcomes by kind; keys with the same reason share a row."""
     from rich.console import Console
     from rich.table import Table
 
@@ -79,7 +78,7 @@ def table(lines: Sequence[KeyReport], width: int = 140) -> str:
         if not of_kind:
             continue
         grid = Table(title=f"{title} ({len(of_kind)})", title_justify="left", box=None, pad_edge=False, expand=False)
-        for name in ("theirs", "ours", "what is different, or why") if kind != "idle" else ("theirs", "why"):
+        for name in ("theirs", "ours", "difference or reason") if kind != "idle" else ("theirs", "why"):
             grid.add_column(name, overflow="fold")
         for cells in _cells(of_kind, kind):
             grid.add_row(*map(_plain, cells))
@@ -112,7 +111,7 @@ def _theirs(line: KeyReport) -> str:
 
 
 def _folded(keys: Sequence[str]) -> list[str]:
-    """Keys, those of one section as `section.{a, b}`, and of one with sections inside as `section.*`."""
+    """Keys, grouped as `section.{a, b}` or `section.*`."""
     sections: dict[str, list[str]] = {}
     for key in dict.fromkeys(keys):
         head, _, rest = key.partition(".")
@@ -133,11 +132,11 @@ def _folded(keys: Sequence[str]) -> list[str]:
 def _plain(text: str) -> Any:
     from rich.text import Text
 
-    return Text(text)  # brackets are no markup
+    return Text(text)  # brackets are not markup
 
 
 def as_yaml(tree: Any) -> str:
-    """The configuration as a file that `arborl train` reads: `${…}` is text, but for variables of the environment."""
+    """The configuration as a file that `arborl train` reads: `${…}` is escaped, except for environment variables."""
     return str(yaml.safe_dump(_escaped(tree), sort_keys=False, allow_unicode=True, width=120))
 
 

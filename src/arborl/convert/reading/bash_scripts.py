@@ -1,7 +1,7 @@
-"""A shell script read and never run: its variables, and the commands it would start, with their words filled in.
+"""Commands and variables of a shell script. The script is read and never run.
 
-Conditions are decided where they compare known texts or numbers. Where one cannot be known without running something,
-all of its branches are read, in order.
+A condition is decided where it compares known strings or numbers. Where it depends on a command, all branches are read,
+in order.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from arborl.convert.reading.bash_words import NAME, ShellExpander, ShellLexer, ShellToken, Value
+from arborl.convert.reading.bash_words import NAME, ShellExpander, ShellLexer, ShellToken, ShellValue
 from arborl.errors import ConfigError
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[(\w+)\])?(\+?)=(.*)", re.DOTALL)
@@ -30,23 +30,23 @@ class ShellCommand:
 
 
 @dataclass(slots=True)
-class Script:
-    """What a script says."""
+class ShellScript:
+    """Commands and variables of a script."""
 
     commands: list[ShellCommand] = field(default_factory=list)
-    variables: dict[str, Value] = field(default_factory=dict)
+    variables: dict[str, ShellValue] = field(default_factory=dict)
     statements: int = 0
-    """That were looked at, those of a loop each time."""
+    """Number of statements read, with repetitions of loops."""
 
 
-def read_shell(text: str, where: str) -> Script:
+def read_shell(text: str, where: str) -> ShellScript:
     """The commands and variables of a script.
 
     Example:
         read_shell("n=8\\npython train.py rollout.n=$n", "run.sh").commands[0].words
         # ('python', 'train.py', 'rollout.n=8')
     """
-    script = Script()
+    script = ShellScript()
     try:
         _Walk(ShellLexer(text, where).tokens(), script, where, [], {}).all()
     except RecursionError as error:
@@ -60,7 +60,7 @@ class _Walk:
     def __init__(
         self,
         tokens: Sequence[ShellToken],
-        script: Script,
+        script: ShellScript,
         where: str,
         arguments: list[str],
         functions: dict[str, Sequence[ShellToken]],
@@ -161,7 +161,7 @@ class _Walk:
         start = self.at
         self.block(stops, False)
         words = [token for token in self.tokens[start : self.at] if token.kind != "end" and token.text != ";"]
-        return Test(words, self.expander).decided()
+        return ShellCondition(words, self.expander).decided()
 
     def _for(self, live: bool) -> None:
         name, items, start = self._header()
@@ -226,7 +226,7 @@ class _Walk:
         if not live:
             return None
         if raw[0] in ("[", "test"):
-            return Test(tokens, self.expander).decided()
+            return ShellCondition(tokens, self.expander).decided()
         if raw[0] in DECLARES or all(ASSIGNMENT.fullmatch(word) for word in raw):
             for word in raw:
                 if assignment := ASSIGNMENT.fullmatch(word):
@@ -247,7 +247,7 @@ class _Walk:
                 break
             tokens.append(self.tokens[self.at])
             self.at += 1
-        return Test(tokens, self.expander).decided() if live else None
+        return ShellCondition(tokens, self.expander).decided() if live else None
 
     def _word(self, raw: str) -> list[str]:
         if found := re.fullmatch(r"([^'\"$`=]*)=(\(.*\))", raw, re.DOTALL):  # brackets, where no array can be
@@ -256,7 +256,9 @@ class _Walk:
 
     def _assign(self, name: str, index: str | None, more: str, raw: str) -> None:
         variables = self.script.variables
-        value: Value = self._array(raw[1:-1]) if raw.startswith("(") and raw.endswith(")") else self.expander.text(raw)
+        value: ShellValue = (
+            self._array(raw[1:-1]) if raw.startswith("(") and raw.endswith(")") else self.expander.text(raw)
+        )
         before = variables.get(name)
         if index is not None:
             return
@@ -278,8 +280,8 @@ class _Walk:
         _Walk(body, self.script, self.where, words[1:], self.functions, self.depth + 1).all()
 
 
-class Test:
-    """`[ … ]`, `[[ … ]]` and `test …`, decided where they compare what is known. Variables nobody sets are empty."""
+class ShellCondition:
+    """`[ … ]`, `[[ … ]]` and `test …`, decided where they compare known values. Unset variables are empty."""
 
     def __init__(self, tokens: Sequence[ShellToken], expander: ShellExpander):
         self.tokens, self.expander = tokens, expander

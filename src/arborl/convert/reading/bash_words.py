@@ -1,6 +1,6 @@
-"""A shell script's text as words, and what is in a word once variables are filled in. Nothing is run.
+"""Tokens of a shell script, and expansion of words. Nothing is run.
 
-A word keeps its quotes until it is expanded, because what they hold back depends on what is around it.
+A word keeps its quotes until it is expanded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from arborl.errors import ConfigError
 
-Value = str | list[str]
+ShellValue = str | list[str]
 """Of a variable: a text, or an array."""
 
 MAX_LENGTH = 200_000
@@ -194,10 +194,10 @@ class ShellLexer:
 class ShellExpander:
     """Fills in variables. The script is read as if nothing were set in the environment; `$HOME` is `~`.
 
-    What would have to be run (`$(date)`), and variables that nobody sets, stay in the text as they are.
+    Command substitutions (`$(date)`) and unset variables stay as text.
     """
 
-    def __init__(self, variables: dict[str, Value], arguments: list[str], where: str):
+    def __init__(self, variables: dict[str, ShellValue], arguments: list[str], where: str):
         self.variables, self.arguments, self.where = variables, arguments, where
 
     def fields(self, raw: str) -> list[str]:
@@ -225,7 +225,7 @@ class ShellExpander:
         if len(text) > MAX_LENGTH:
             raise ConfigError(f"{self.where}: a value is longer than {MAX_LENGTH:,} characters. Shorten the script.")
 
-    def _pieces(self, raw: str) -> Iterator[tuple[Value, bool]]:
+    def _pieces(self, raw: str) -> Iterator[tuple[ShellValue, bool]]:
         """Parts of a word, each with whether blanks in it divide it."""
         at = 0
         while at < len(raw):
@@ -253,7 +253,7 @@ class ShellExpander:
                 yield plain[0], False
                 at += plain.end()
 
-    def _quoted(self, inner: str) -> Iterator[tuple[Value, bool]]:
+    def _quoted(self, inner: str) -> Iterator[tuple[ShellValue, bool]]:
         if not inner:
             yield "", False
         at = 0
@@ -272,7 +272,7 @@ class ShellExpander:
                 yield plain[0], False
                 at += plain.end()
 
-    def expanded(self, text: str, quoted: bool = False) -> Value:
+    def expanded(self, text: str, quoted: bool = False) -> ShellValue:
         """`$X`, `${X:-y}`, `$((1 + 2))`, `$(date)`."""
         if text.startswith("$((") and text.endswith("))"):
             return self._arithmetic(text[3:-2])
@@ -293,7 +293,7 @@ class ShellExpander:
             return f"${found[1]}" if value is None else value
         return self._changed(value, rest, text)
 
-    def _value(self, name: str, index: str | None) -> Value | None:
+    def _value(self, name: str, index: str | None) -> ShellValue | None:
         if name.isdigit():
             number = int(name)
             return self.arguments[number - 1] if 0 < number <= len(self.arguments) else None
@@ -305,13 +305,13 @@ class ShellExpander:
         number = int(index) if index and index.lstrip("-").isdigit() else 0
         return value[number] if -len(value) <= number < len(value) else ""
 
-    def _changed(self, value: Value | None, rest: str, text: str) -> Value:
+    def _changed(self, value: ShellValue | None, rest: str, text: str) -> ShellValue:
         """`:-default`, `%suffix`, `//old/new` and their like; others stay as they are."""
         whole = " ".join(value) if isinstance(value, list) else value or ""
-        if asked := re.match(r"(:?)([-=+])", rest):
-            missing = value is None or (bool(asked[1]) and not whole)
-            other = self.text(rest[asked.end() :])
-            return ("" if missing else other) if asked[2] == "+" else other if missing else value or ""
+        if sign := re.match(r"(:?)([-=+])", rest):
+            missing = value is None or (bool(sign[1]) and not whole)
+            other = self.text(rest[sign.end() :])
+            return ("" if missing else other) if sign[2] == "+" else other if missing else value or ""
         if rest.startswith(":?"):
             return text if value is None else value
         if value is None:

@@ -1,6 +1,6 @@
-"""What files say, all of them together: later ones over earlier ones, `defaults` composed, `${…}` filled in.
+"""All files of a conversion: later ones over earlier ones, `defaults` composed, `${…}` resolved.
 
-Nothing is imported or run, and no variable of the environment is read.
+Nothing is imported or run, and no environment variable is read.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from arborl.errors import ConfigError
 
 YAML = (".yaml", ".yml")
 ENVIRONMENT = re.compile(r"\$\{\s*(?:oc\.)?env:\s*'?(\w+)'?\s*(?:,\s*([^{}]*?)\s*)?\}")
-STAND_IN = re.compile("⟦environment (\\w+)⟧")
+PLACEHOLDER = re.compile("⟦environment (\\w+)⟧")
 REFERENCE = re.compile(r"\$\{\s*([A-Za-z_]\w*)")
 FILES = re.compile(r".*(?:config_path|custom_reward_function\.path)")
 """Keys that name a file which belongs to the others."""
-MOST_ABSENT = 20
+MAX_MISSING = 20
 
 
 @dataclass(slots=True)
 class SourceKeys:
-    """What files say, all of them together."""
+    """Keys and values of all files."""
 
     keys: dict[str, Any] = field(default_factory=dict)
     """Dotted, each with its value; lists are values."""
@@ -58,47 +58,47 @@ def collect(files: Sequence[Path], plain_keys: bool = False, absent: bool = Fals
         collect([Path("agent_val_frozen_lake.yaml")]).keys["train_env_manager.group_size"]      # 8
     """
     out = SourceKeys()
-    told = list(_told(files, plain_keys))
-    for _, said in told:
-        out.variables |= said.variables if said else {}
-    if all(said for _, said in told):
-        for _, said in told:
-            assert said is not None
-            out.keys = _without(out.keys, said.removed) | said.settings
+    files_read = list(_read_files(files, plain_keys))
+    for _, script in files_read:
+        out.variables |= script.variables if script else {}
+    if all(script for _, script in files_read):
+        for _, script in files_read:
+            assert script is not None
+            out.keys = _without(out.keys, script.removed) | script.settings
     else:
-        _merge(told, absent, out)
+        _merge(files_read, absent, out)
     if not plain_keys:
         _locate(out.keys, files)
     return out
 
 
-def _told(files: Sequence[Path], plain_keys: bool) -> Iterator[tuple[Path, ScriptSettings | None]]:
-    """Files in order, each script behind the configuration it names; YAML says nothing of its own yet."""
+def _read_files(files: Sequence[Path], plain_keys: bool) -> Iterator[tuple[Path, ScriptSettings | None]]:
+    """Files in order, each script after the configuration that it names; None stands for YAML."""
     for file in files:
         if file.suffix in YAML:
             yield file, None
             continue
-        said = ScriptSettings(overrides(read_text(file), str(file))) if plain_keys else read(file)
-        if said.config is not None:
-            yield said.config, None
-        yield file, said
+        script = ScriptSettings(overrides(read_text(file), str(file))) if plain_keys else read(file)
+        if script.config is not None:
+            yield script.config, None
+        yield file, script
 
 
-def _merge(told: Sequence[tuple[Path, ScriptSettings | None]], absent: bool, out: SourceKeys) -> None:
-    """YAML and overrides as one tree, so that a reference sees what was said last."""
+def _merge(files_read: Sequence[tuple[Path, ScriptSettings | None]], absent: bool, out: SourceKeys) -> None:
+    """Merge YAML and overrides into one tree, so that references see the last value."""
     from omegaconf import OmegaConf
 
     beside: dict[str, Any] = {}
     tree: Any = OmegaConf.create({})
     with bounded():
-        for file, said in told:
-            if said is None:
+        for file, script in files_read:
+            if script is None:
                 tree = OmegaConf.merge(tree, OmegaConf.create(_without_environment(_composed(file, absent, out))))
                 continue
-            for key in said.removed:
+            for key in script.removed:
                 _remove(tree, key)
-            beside = _without(beside, said.removed)
-            for key, value in said.settings.items():
+            beside = _without(beside, script.removed)
+            for key, value in script.settings.items():
                 if not _update(tree, key, _without_environment(value)):
                     beside[key] = value
         raw = OmegaConf.to_container(tree, resolve=False)
@@ -144,20 +144,20 @@ def _composed(file: Path, absent: bool, out: SourceKeys) -> dict[str, Any]:
     before, hydra.hydra = hydra.hydra, None
     try:
         with (
-            tempfile.TemporaryDirectory() as stand_ins,
+            tempfile.TemporaryDirectory() as placeholders,
             warnings.catch_warnings(),
             initialize_config_dir(str(file.resolve().parent), version_base=None),
         ):
             warnings.simplefilter("ignore")  # without `_self_` the file itself comes last and wins, as they rely on
-            for _ in range(MOST_ABSENT):
+            for _ in range(MAX_MISSING):
                 try:
-                    composed = compose(file.name, overrides=[f"hydra.searchpath=[file://{stand_ins}]"])
+                    composed = compose(file.name, overrides=[f"hydra.searchpath=[file://{placeholders}]"])
                     break
                 except MissingConfigException as error:
-                    _stand_in(Path(stand_ins), file, str(error.missing_cfg_file), absent)
+                    _write_placeholder(Path(placeholders), file, str(error.missing_cfg_file), absent)
                     out.absent.append((str(file), str(error.missing_cfg_file)))
             else:
-                raise ConfigError(f"{file}: more than {MOST_ABSENT} files that its defaults name are not there.")
+                raise ConfigError(f"{file}: more than {MAX_MISSING} files that its defaults name are not there.")
             tree = OmegaConf.to_container(composed, resolve=False)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError) as error:
         raise ConfigError(f"{file}: {_first_line(error)}") from error
@@ -167,7 +167,7 @@ def _composed(file: Path, absent: bool, out: SourceKeys) -> dict[str, Any]:
     return {str(key): value for key, value in tree.items()}
 
 
-def _stand_in(folder: Path, file: Path, name: str, absent: bool) -> None:
+def _write_placeholder(folder: Path, file: Path, name: str, absent: bool) -> None:
     """An empty file in the place of one that is not there, where that may be."""
     empty = (folder / name).with_suffix(".yaml")
     if not absent or ".." in Path(name).parts or empty.exists():
@@ -255,9 +255,9 @@ def _plain(value: Any, path: str, out: SourceKeys, depth: int) -> Any:
         return {str(key): _plain(_value(value, key), path, out, depth + 1) for key in value}
     if isinstance(value, ListConfig):
         return [_plain(_value(value, index), path, out, depth + 1) for index in range(len(value))]
-    if isinstance(value, str) and (found := STAND_IN.search(value)):
+    if isinstance(value, str) and (found := PLACEHOLDER.search(value)):
         out.environment[path] = found[1]
-        return STAND_IN.sub(r"${oc.env:\1}", value)
+        return PLACEHOLDER.sub(r"${oc.env:\1}", value)
     return value
 
 

@@ -1,7 +1,4 @@
-"""The training that a shell script starts: its overrides, its variables, and the configuration it names.
-
-A script is read, never run.
-"""
+"""The training command of a shell script: overrides, variables, configuration. A script is never run."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ MODULE = "--module"
 
 @dataclass(slots=True)
 class ScriptSettings:
-    """What a script or a list of overrides says."""
+    """Settings of a script or an override list."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     """Dotted keys with their values; under `--config-name` a configuration that is not found near the script."""
@@ -38,18 +35,18 @@ class ScriptSettings:
 
 
 def read(path: Path) -> ScriptSettings:
-    """What a script says.
+    """Settings of a script.
 
     Example:
         read(Path("train.sh")).settings     # {"data.train_batch_size": 32, …}
     """
-    said = read_script(read_text(path), str(path))
-    named, folder = said.settings.get("--config-name"), said.settings.get("--config-path")
+    found = read_script(read_text(path), str(path))
+    named, folder = found.settings.get("--config-name"), found.settings.get("--config-path")
     file = near(path, f"{folder}/{named}" if folder else str(named)) if named is not None else None
     if file is not None and file.suffix in (".yaml", ".yml"):
-        said.config = file
-        said.settings = {key: value for key, value in said.settings.items() if not key.startswith("--config")}
-    return said
+        found.config = file
+        found.settings = {key: value for key, value in found.settings.items() if not key.startswith("--config")}
+    return found
 
 
 def read_text(path: Path) -> str:
@@ -98,7 +95,7 @@ def read_script(text: str, where: str) -> ScriptSettings:
             _settings(command.words, loose)
     if any(found != runs[0][1] for _, found in runs):
         lines = ", ".join(str(command.line) for command, _ in runs[:5])
-        raise ConfigError(f"{where}: starts several trainings (lines {lines}). Leave one of them in the file.")
+        raise ConfigError(f"{where}: starts several trainings (lines {lines}). Keep one of them.")
     variables = {
         name: [plain(one) for one in value] if isinstance(value, list) else plain(value)
         for name, value in script.variables.items()
@@ -119,26 +116,26 @@ def _inner(commands: Sequence[ShellCommand], where: str) -> Iterator[ShellComman
             yield command
 
 
-def _settings(words: Sequence[str], said: ScriptSettings | None = None) -> ScriptSettings:
-    """What the words behind a program say, added to `said`: its module, where its configuration is, and overrides."""
-    said = ScriptSettings() if said is None else said
+def _settings(words: Sequence[str], found: ScriptSettings | None = None) -> ScriptSettings:
+    """Module, configuration and overrides in the words after a program, added to `settings`."""
+    found = ScriptSettings() if found is None else found
     for at, word in enumerate(words):
         flag, equals, value = word.partition("=")
         if flag in FLAGS and (equals or at + 1 < len(words)):
-            said.settings[FLAGS[flag]] = value if equals else words[at + 1]
+            found.settings[FLAGS[flag]] = value if equals else words[at + 1]
         elif word == "-m" and at + 1 < len(words):
-            said.settings[MODULE] = words[at + 1]
+            found.settings[MODULE] = words[at + 1]
         elif (override := OVERRIDE.fullmatch(word)) and override[1] != "~":
-            if "." in override[2] or said.settings:
-                said.settings |= _opened(override[2], plain(override[3]))
+            if "." in override[2] or found.settings:
+                found.settings |= _flattened(override[2], plain(override[3]))
         elif removal := override or REMOVAL.fullmatch(word):
             key = removal[2] if override else removal[1]
-            said.removed.append(key)
-            said.settings.pop(key, None)
-    return said
+            found.removed.append(key)
+            found.settings.pop(key, None)
+    return found
 
 
-def _opened(key: str, value: Any) -> dict[str, Any]:
+def _flattened(key: str, value: Any) -> dict[str, Any]:
     """A table given at once as its keys, one by one."""
     return dict(_flat(value, f"{key}.")) if isinstance(value, dict) and value else {key: value}
 

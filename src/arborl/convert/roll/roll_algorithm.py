@@ -136,7 +136,7 @@ def _by_step(draft: Draft, chosen: str, mean: str, std: str) -> None:
 
 
 def _whiten(draft: Draft, chosen: str, whiten: bool) -> None:
-    """Over all tokens of the batch, whatever the estimator; our `ppo` whitens unless told not to."""
+    """Whitening over all tokens of the batch; our `ppo` whitens by default."""
     if whiten:
         draft.set("whiten_advantages", True, "algorithm.whiten", "token")
     elif "whiten_advantages" in draft.source:

@@ -1,4 +1,4 @@
-"""What ROLL's kinds of environment are here: an environment with its arguments, or rows of a dataset with a reward."""
+"""Counterparts of ROLL's environment types: an environment with its arguments, or a data set with a reward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from arborl.convert.draft import Draft
 
 @dataclass(frozen=True, slots=True)
 class EnvTag:
-    """A tag, and where what it is here is kept until it is known where that belongs.
+    """An environment tag. Its settings are kept under temporary paths until their final path is known.
 
     Kept are `env`, `args.NAME`, `rows.NAME` (where its tasks are rows), `agent`, `agent_args.NAME`, `tool_args.NAME`,
     `max_steps`, `max_tokens`, `system`, `template` and `pattern`.
@@ -20,12 +20,12 @@ class EnvTag:
 
     draft: Draft
     name: str
-    own: Mapping[str, Any]
-    """Its keys there."""
+    keys: Mapping[str, Any]
+    """Its keys in ROLL."""
 
     @property
     def at(self) -> str:
-        """In front of its keys there."""
+        """Prefix of its keys."""
         return f"custom_envs.{self.name}."
 
     def kept(self, what: str) -> str:
@@ -34,20 +34,20 @@ class EnvTag:
 
     def set(self, key: str, what: str, ours: Any, why: str = "") -> None:
         """Their `key` is `what` here."""
-        self.draft.set(self.at + key, self.own.get(key), self.kept(what), ours, why)
+        self.draft.set(self.at + key, self.keys.get(key), self.kept(what), ours, why)
 
     def default(self, key: str, value: Any, what: str, ours: Any) -> None:
         """What they do without `key`."""
         self.draft.default(self.at + key, value, self.kept(what), ours)
 
     def drop(self, key: str, why: str) -> None:
-        self.draft.drop(self.at + key, self.own.get(key), why)
+        self.draft.drop(self.at + key, self.keys.get(key), why)
 
     def skip(self, key: str, why: str) -> None:
-        self.draft.skip(self.at + key, self.own.get(key), why)
+        self.draft.skip(self.at + key, self.keys.get(key), why)
 
     def refuse(self, key: str, why: str, value: Any = None) -> bool:
-        self.draft.refuse(self.at + key, self.own.get(key) if value is None else value, why)
+        self.draft.refuse(self.at + key, self.keys.get(key) if value is None else value, why)
         return False
 
     def get(self, what: str) -> Any:
@@ -114,13 +114,13 @@ REMEDIES = {
 
 def fill(tag: EnvTag, ours: str | None) -> bool:
     """Say what the tag is here. False where it is nothing, which has been refused."""
-    kind = str(tag.own.get("env_type") or "")
+    kind = str(tag.keys.get("env_type") or "")
     family, _, game = kind.partition(":")
     if not kind:
         return tag.refuse("env_type", "is not there. Write the kind of environment.")
     if ours is not None:
         tag.set("env_type", "env", ours, "as --use says; its arguments are handed on as they are")
-        for key, value in tag.own.items():
+        for key, value in tag.keys.items():
             if key.startswith("env_config."):
                 tag.set(key, f"args.{key.removeprefix('env_config.')}", value)
         return True
@@ -153,12 +153,12 @@ def _arena(game: str) -> str:
 def _named(tag: EnvTag, env: str, by: str, name: str, inside: str, why: str) -> bool:
     tag.set("env_type", "env", env, why)
     tag.set("env_type", f"args.{by}", name)
-    for key, value in tag.own.items():
+    for key, value in tag.keys.items():
         last = key.removeprefix("env_config.")
         if last == key:
             continue
         if inside == "config" and last in ("size", "seed"):
-            tag.skip(key, "tasks are drawn from the run's seed, as many as are asked for")
+            tag.skip(key, "tasks are drawn from the run's seed")
         else:
             tag.set(key, f"args.{inside}.{last}", value)
     return True
@@ -168,18 +168,18 @@ def _take(tag: EnvTag, table: Table) -> None:
     """Arguments with a counterpart, theirs or what they do without; an episode's turns are bounded alike in both."""
     for theirs, (ours, otherwise) in table.items():
         key = f"env_config.{theirs}"
-        if tag.own.get(key) is not None:
-            tag.set(key, f"args.{ours}", tag.own[key])
+        if tag.keys.get(key) is not None:
+            tag.set(key, f"args.{ours}", tag.keys[key])
         else:
             tag.default(key, otherwise, f"args.{ours}", otherwise)
     key = "env_config.max_steps"
-    most = tag.own.get("max_steps", tag.own.get(key))
-    if most is not None and key in tag.own:
-        why = "" if int(tag.own[key]) == int(most) else "the tag's own max_steps, which is what ends an episode there"
+    most = tag.keys.get("max_steps", tag.keys.get(key))
+    if most is not None and key in tag.keys:
+        why = "" if int(tag.keys[key]) == int(most) else "the tag's own max_steps, which is what ends an episode there"
         tag.set(key, "args.max_steps", int(most), why)
     elif most is not None:
         tag.default("max_steps", int(most), "args.max_steps", int(most))
-    for name in tag.own:
+    for name in tag.keys:
         if name.startswith(SIGNS):
             tag.drop(name, SHOWN)
 
@@ -195,14 +195,14 @@ def _lake(tag: EnvTag) -> bool:
 def _sokoban(tag: EnvTag) -> bool:
     _take(tag, SOKOBAN)
     key = "env_config.dim_room"
-    room = tag.own.get(key, [10, 10])
+    room = tag.keys.get(key, [10, 10])
     if not isinstance(room, list) or len(set(room)) != 1:
         return tag.refuse(key, "rooms are square here. Write dim_room: [N, N].")
-    if key in tag.own:
+    if key in tag.keys:
         tag.set(key, "args.size", int(room[0]))
     else:
         tag.default(key, room, "args.size", int(room[0]))
-    if "env_config.search_depth" in tag.own:
+    if "env_config.search_depth" in tag.keys:
         tag.drop(
             "env_config.search_depth", "puzzles are made by pulling boxes, and solved to be sure; see env.args.pulls"
         )
@@ -211,15 +211,15 @@ def _sokoban(tag: EnvTag) -> bool:
 
 def _shop(tag: EnvTag) -> bool:
     _take(tag, SHOP)
-    if tag.own.get("env_config.file_path") is not None:
-        tag.set("env_config.file_path", "args.data", tag.own["env_config.file_path"])
+    if tag.keys.get("env_config.file_path") is not None:
+        tag.set("env_config.file_path", "args.data", tag.keys["env_config.file_path"])
     return True
 
 
 def _dataset(tag: EnvTag, family: str) -> bool:
     """Questions with answers: rows, a reward, and tools where a wrapper gives some."""
     reward, why = ROWS[family]
-    name, split = tag.own.get("env_config.dataset_name"), tag.own.get("env_config.split")
+    name, split = tag.keys.get("env_config.dataset_name"), tag.keys.get("env_config.split")
     if not name:
         return tag.refuse("env_config.dataset_name", "names no dataset. Write dataset_name: OWNER/NAME.")
     tag.set("env_config.dataset_name", "rows.hub", f"{name}::{split}" if split else str(name))
@@ -230,13 +230,13 @@ def _dataset(tag: EnvTag, family: str) -> bool:
         ("question_key", usual, "rows.question"),
         ("answer_key", "answer", "rows.fields.answer"),
     ):
-        if tag.own.get(f"env_config.{key}"):
-            tag.set(f"env_config.{key}", what, tag.own[f"env_config.{key}"])
+        if tag.keys.get(f"env_config.{key}"):
+            tag.set(f"env_config.{key}", what, tag.keys[f"env_config.{key}"])
         elif what == "rows.question":
             tag.default(f"env_config.{key}", otherwise, what, otherwise)
     chosen: Any = QA if reward == "qa" else reward
     if reward == "code_tests":
-        chosen = {"name": "code_tests", "args": {"field": tag.own.get("env_config.test_key") or "tests"}}
+        chosen = {"name": "code_tests", "args": {"field": tag.keys.get("env_config.test_key") or "tests"}}
     tag.set("env_type", "rows.rewards", [chosen], why)
     return _tools(tag)
 
@@ -244,7 +244,7 @@ def _dataset(tag: EnvTag, family: str) -> bool:
 def _tools(tag: EnvTag) -> bool:
     key = "tool_wrapper.tool_configs"
     uses, tools = tag.draft.uses, []
-    for one in tag.own.get(key) or []:
+    for one in tag.keys.get(key) or []:
         tool = str(one.get("tool_id")) if isinstance(one, Mapping) else str(one)
         if tool == "python_code":
             tag.set(key, "agent", "code", "code between <code> and </code>, run in our sandbox")
@@ -263,14 +263,14 @@ def _tools(tag: EnvTag) -> bool:
     if tools:
         tag.set(key, "rows.tools", tools, "as --use says")
         tag.set(key, "agent", "tool")
-    most = tag.own.get("tool_wrapper.wrapper_args.max_tool_uses")
+    most = tag.keys.get("tool_wrapper.wrapper_args.max_tool_uses")
     if most is not None and tag.get("agent"):
         tag.set("tool_wrapper.wrapper_args.max_tool_uses", "agent_args.max_tool_rounds", int(most))
     for name in ("tool_reward", "tool_success_reward"):
         key = f"tool_wrapper.wrapper_args.{name}"
-        if key in tag.own:
+        if key in tag.keys:
             worth = "a tool call is worth nothing by itself here; add a reward of your own to rewards"
-            (tag.drop if tag.own[key] else tag.skip)(key, worth if tag.own[key] else "0, as here")
+            (tag.drop if tag.keys[key] else tag.skip)(key, worth if tag.keys[key] else "0, as here")
     return True
 
 

@@ -97,8 +97,8 @@ def _shows_history(template: object) -> bool:
 
 
 def _agent(tag: EnvTag) -> None:
-    manager = str(tag.own.get("env_manager_cls") or "TrajEnvManager").rpartition(".")[2]
-    runner = str(tag.own.get("agent_runner_cls") or "").rpartition(".")[2]
+    manager = str(tag.keys.get("env_manager_cls") or "TrajEnvManager").rpartition(".")[2]
+    runner = str(tag.keys.get("agent_runner_cls") or "").rpartition(".")[2]
     uses = tag.draft.uses
     if runner and runner not in uses | RUNNERS:
         own = f"Write an agent (docs/agents.md) and say so: --use {runner}=package.module:Agent; or take the key out"
@@ -114,23 +114,25 @@ def _agent(tag: EnvTag) -> None:
     if runner:
         tag.set("agent_runner_cls", "agent", ours)
         tag.set("env_manager_cls", "agent", ours)
-    elif "env_manager_cls" in tag.own:
+    elif "env_manager_cls" in tag.keys:
         tag.set("env_manager_cls", "agent", ours)
     else:
         tag.default("env_manager_cls", "TrajEnvManager", "agent", ours)
     if ours == "step":
         why = "steps beside the present one, all of them, as messages; there in one text, and not all of them"
-        tag.set("history_length", "agent_args.history_length", max(int(tag.own.get("history_length") or 1) - 1, 0), why)
+        tag.set(
+            "history_length", "agent_args.history_length", max(int(tag.keys.get("history_length") or 1) - 1, 0), why
+        )
 
 
 def _limits(tag: EnvTag) -> None:
     """Turns, and tokens of a call, which `max_new_tokens` bounds as well."""
-    if tag.own.get("max_steps") is not None:
-        tag.set("max_steps", "max_steps", int(tag.own["max_steps"]))
-    most, asked = int(tag.draft.settings["sampling.max_tokens"]), tag.own.get("max_tokens_per_step")
-    if asked is not None:
-        why = "" if int(asked) <= most else "generating_args.max_new_tokens is less"
-        tag.set("max_tokens_per_step", "max_tokens", min(int(asked), most), why)
+    if tag.keys.get("max_steps") is not None:
+        tag.set("max_steps", "max_steps", int(tag.keys["max_steps"]))
+    most, requested = int(tag.draft.settings["sampling.max_tokens"]), tag.keys.get("max_tokens_per_step")
+    if requested is not None:
+        why = "" if int(requested) <= most else "generating_args.max_new_tokens is less"
+        tag.set("max_tokens_per_step", "max_tokens", min(int(requested), most), why)
 
 
 def _groups(draft: Draft) -> tuple[int, int]:
@@ -233,9 +235,7 @@ def _validation(draft: Draft, val: list[str]) -> None:
         draft.default("val_env_manager.tags", None, "evaluation.tasks", 0)
         return
     if batch < 0:
-        draft.drop(
-            "val_batch_size", batch, "all of a dataset cannot be asked for here: as many tasks as there are groups"
-        )
+        draft.drop("val_batch_size", batch, "a whole data set cannot be evaluated: as many tasks as there are groups")
         batch = slots * size
     tasks = max(batch // size, len(val))
     draft.set(f"{at}tags", val, "rollout.val_envs.tags", val)

@@ -1,4 +1,4 @@
-"""Which of ROLL's pipelines a file is for, and what is done with its keys in which order.
+"""Order of the rules for each of ROLL's pipelines.
 
 Settings that belong together are read together, with ROLL's own defaults for those that are left out (its
 configuration classes say them: PPOConfig, AgenticConfig, RLVRConfig, GeneratingArguments, TrainingArguments). What is
@@ -150,7 +150,7 @@ def _sampling(draft: Draft, infer: str) -> None:
 
 
 def teacher(draft: Draft) -> bool:
-    """On-policy distillation: the advantage is what a teacher would rather have said."""
+    """On-policy distillation: the advantage is the teacher's log-probability minus the student's."""
     at = "teacher.model_args.model_name_or_path"
     if at in draft.source and (draft.below("student_train.") or draft.source.get("is_pure_opd")):
         draft.set(at, draft.source[at], "algorithm.teacher", draft.source[at])

@@ -1,4 +1,4 @@
-"""Rewards by domain, and rows told apart by their tags."""
+"""Rewards by domain, data sources by tag."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _judge(draft: Draft, at: str) -> tuple[Any, str]:
     model = source.get(f"{at}judge_model_name") or source.get(f"{at}model_args.model_name_or_path")
     args = {"model": model or "${oc.env:OPENAI_MODEL}", "wrong": 0.0, "invalid": 0.0, "exceeded": 0.0}
     args["base_url"] = source.get(f"{at}judge_api_url") or "${oc.env:OPENAI_BASE_URL}"
-    why = "asked behind an endpoint (base_url, or OPENAI_BASE_URL), with our own question"
+    why = "called at an endpoint (base_url, or OPENAI_BASE_URL), with Arbor's prompt"
     if source.get(f"{at}judge_model_type", "inference") != "api":
         why += "; serve the model yourself"
     return {"name": "judge", "args": args}, why
@@ -178,7 +178,7 @@ def _leftovers(draft: Draft, train: str, known: list[str], kept: Mapping[str, An
             draft.skip(
                 at + key,
                 draft.source[at + key],
-                "how rows are read is said in data; a model brings its own chat template",
+                "data.* sets how rows are read; the chat template is the model's",
             )
 
 
@@ -188,7 +188,7 @@ def _held_out(draft: Draft, several: bool) -> None:
     if not files:
         return
     if several or len(files) > 1:
-        draft.drop(key, files, "rows told apart by a column hold out their own: a tenth, chosen by content")
+        draft.drop(key, files, "sources by a column have their own held-out rows: a tenth")
     else:
         draft.set(key, files, "data.evaluation_path", files[0])
     if (batch := draft.source.get("val_batch_size")) is not None:

@@ -1,4 +1,4 @@
-"""ROLL's pipelines that learn from given data: SFT, DPO and distillation."""
+"""ROLL's SFT, DPO and distillation pipelines."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import re
 from arborl.convert.draft import Draft, names
 from arborl.convert.roll import roll_learner as learner
 
-SEES = re.compile(r"[-_](?:VL|Omni)\b", re.IGNORECASE)
+VISION_MODEL = re.compile(r"[-_](?:VL|Omni)\b", re.IGNORECASE)
 """Names of models that are trained on images."""
 
 
 def sft(draft: Draft) -> None:
-    """Given answers, token by token."""
+    """Supervised fine-tuning."""
     _learn(draft, "sft_train", "pretrain", "sft")
-    _asked(draft, "prompt_key")
+    _prompt_column(draft, "prompt_key")
     draft.put("response_key", "output", "data.fields.completion")
     if draft.source.get("query_key"):
         why = "a second column is not added to the first: join them in the rows"
@@ -24,13 +24,13 @@ def sft(draft: Draft) -> None:
 
 
 def dpo(draft: Draft) -> None:
-    """Given pairs."""
+    """Preference pairs."""
     name = "ipo" if draft.source.get("ipo") else "dpo"
     _learn(draft, "actor_train", "pretrain", name)
     if "ipo" in draft.source:
         draft.set("ipo", draft.source["ipo"], "algorithm.name", name)
     draft.put("beta", 0.1, "algorithm.beta", float)
-    _asked(draft, "prompt_key")
+    _prompt_column(draft, "prompt_key")
     for key in ("chosen_key", "rejected_key"):
         column = key.removesuffix("_key")
         if draft.source.get(key, column) != column:
@@ -42,10 +42,10 @@ def dpo(draft: Draft) -> None:
 
 
 def distill(draft: Draft) -> None:
-    """A teacher's distribution over given answers."""
+    """Distillation from a teacher."""
     _learn(draft, "student", "student_pretrain", "distill")
-    if SEES.search(str(draft.source.get("student_pretrain"))):
-        draft.refuse("student_pretrain", draft.source["student_pretrain"], "models see text only here: no images.")
+    if VISION_MODEL.search(str(draft.source.get("student_pretrain"))):
+        draft.refuse("student_pretrain", draft.source["student_pretrain"], "Arbor trains text models only.")
         return
     teacher = draft.source.get("teacher_pretrain") or draft.source.get("teacher.model_args.model_name_or_path")
     if not teacher:
@@ -79,8 +79,8 @@ def distill(draft: Draft) -> None:
         draft.skip("logits_transfer_backend", draft.source["logits_transfer_backend"], "one process, nothing is sent")
 
 
-def _asked(draft: Draft, key: str) -> None:
-    """The column of what is asked; one that is called `question` has to be said twice, `prompt` being looked for."""
+def _prompt_column(draft: Draft, key: str) -> None:
+    """The column of the prompt; `question` is a default name and needs data.fields.prompt."""
     column = draft.source.get(key, "instruction")
     (draft.set if key in draft.source else draft.default)(
         key, column, "data.fields.prompt" if column == "question" else "data.question", column
@@ -88,7 +88,7 @@ def _asked(draft: Draft, key: str) -> None:
 
 
 def _learn(draft: Draft, role: str, model: str, name: str) -> None:
-    """What all three have: a model, rows, an optimiser, and a batch of rows for each of its steps."""
+    """Model, rows, optimizer and batch size."""
     draft.settings["algorithm.name"] = name
     learner.model(draft, role, model)
     total = draft.whole("sequence_length", 8192)

@@ -1,6 +1,6 @@
-"""What verl does where nothing is said. Facts from its own `ppo_trainer.yaml` (January 2026; 0.6 has the same).
+"""verl's defaults, from its `ppo_trainer.yaml` (January 2026; 0.6 has the same).
 
-Only what changes the result is here. Each goes through the rule of its key, as if the script had said it, and is
+Only what changes the result is here. Each goes through the rule of its key, as if the script had set it, and is
 written out where Arbor would do something else.
 """
 

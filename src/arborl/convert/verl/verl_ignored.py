@@ -1,4 +1,4 @@
-"""verl's keys that change no result here, by how they begin, and why. A key that is nowhere is said to be unknown."""
+"""verl's keys that change no result, by prefix, with the reason."""
 
 from __future__ import annotations
 

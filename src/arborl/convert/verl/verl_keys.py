@@ -75,7 +75,7 @@ def configuration(draft: Draft, key: str, value: Any) -> None:
 
 def interaction(draft: Draft, key: str, value: Any) -> None:
     if value is None:
-        draft.skip(key, value, "null: nobody answers but tools")
+        draft.skip(key, value, "null: only tools answer")
     else:
         draft.refuse(
             key,
@@ -155,7 +155,7 @@ TABLE: dict[str, Rule] = {
     "algorithm.rollout_is_mode": losses.correction,
     "algorithm.rollout_is_veto_threshold": unless(None, "no token vetoes its sequence"),
     "algorithm.filter_groups.enable": losses.group_filter,
-    "algorithm.filter_groups.metric": idle("groups are told apart by their rewards"),
+    "algorithm.filter_groups.metric": idle("groups are compared by their rewards"),
     "algorithm.filter_groups.max_num_gen_batches": idle("see rollout.spare_groups"),
     f"{M}path": text("model.name"),
     f"{M}lora_adapter_path": rules.adapters,
@@ -266,7 +266,7 @@ TABLE: dict[str, Rule] = {
     "trainer.total_training_steps": rules.length_of_the_run,
     "trainer.total_epochs": rules.length_of_the_run,
     "trainer.experiment_name": rules.named,
-    "trainer.project_name": idle("runs lie in runs/, under their names; trackers are told the project"),
+    "trainer.project_name": idle("runs lie in runs/, under their names; trackers get the project"),
     "trainer.default_local_dir": rules.folder,
     "trainer.save_freq": every("trainer.save_every"),
     "trainer.test_freq": every("evaluation.every"),
@@ -313,7 +313,7 @@ VARIABLES: dict[str, Rule] = {
 
 
 def variables_too(draft: Draft, variables: Mapping[str, Any]) -> None:
-    """Variables with a known meaning, where no override said the same."""
+    """Variables with a known meaning, unless an override sets the same."""
     for name, value in variables.items():
         rule = variable_ratio if name.endswith("_RATIO") else VARIABLES.get(name)
         if rule is None or value in (None, "", []):
@@ -334,11 +334,11 @@ def variable_ratio(draft: Draft, key: str, value: Any) -> None:
     draft.set(key, value, f"data.sources.{key.removesuffix('_RATIO').lower()}.ratio", value)
 
 
-def complete(draft: Draft, own_parts: bool = False) -> None:
+def complete(draft: Draft, has_parts: bool = False) -> None:
     """What a script does not say, and what only all of it together says.
 
     Args:
-        own_parts: agent, tools and rewards are somebody else's business (AgentFly's keys).
+        has_parts: whether agent, tools and rewards are already set (by AgentFly's keys).
     """
     assumed = Draft(source=draft.source, settings=dict(draft.settings))
     for key, value in THEIRS.items():
@@ -349,7 +349,7 @@ def complete(draft: Draft, own_parts: bool = False) -> None:
         if line.path and (line.path not in usual or usual[line.path] != line.ours):
             draft.default(line.key, line.value, line.path, line.ours, line.why)
     draft.default("a deadline of an episode", None, "rollout.episode_seconds", 86_400, "there is none: a day")
-    if not own_parts:
+    if not has_parts:
         parts.complete(draft)
     _sources(draft)
     for key in draft.source.keys() - draft.accounted():
@@ -357,12 +357,12 @@ def complete(draft: Draft, own_parts: bool = False) -> None:
 
 
 def _sources(draft: Draft) -> None:
-    """Rows told apart by a column: sources without an agent answer in one turn, as verl's `single_turn_agent` does."""
+    """Sources by a column: sources without an agent answer in one turn, as verl's `single_turn_agent` does."""
     if not draft.settings.get("data.by"):
         return
     held_out = draft.settings.get("data.evaluation_path")
     if held_out is not None:
-        draft.undo("data.evaluation_path", "rows told apart by a column hold out their own")
+        draft.undo("data.evaluation_path", "sources by a column have their own held-out rows")
     named = {key.split(".")[2] for key in draft.settings if key.startswith("data.sources.")}
     mapped = any(key.startswith("data.mixed_dataset.agent_mapping.") for key in draft.source)
     for name in sorted(named) if mapped else ():

@@ -1,4 +1,4 @@
-"""verl's advantages, losses and penalties as they are said here. A loss that is not here is refused."""
+"""verl's advantages, losses and penalties. A loss without counterpart is an error."""
 
 from __future__ import annotations
 
@@ -197,9 +197,9 @@ def correction(draft: Draft, key: str, value: Any) -> None:
 
 
 def rejection(draft: Draft, key: str, value: Any) -> None:
-    asked = known(draft, "algorithm.rollout_correction.rollout_rs")
+    rejection = known(draft, "algorithm.rollout_correction.rollout_rs")
     why = "tokens and sequences far from the policy that sampled are not left out; algorithm.guard=mis does it by ratio"
-    (draft.drop if asked else draft.skip)(key, value, why if asked else "nothing is rejected")
+    (draft.drop if rejection else draft.skip)(key, value, why if rejection else "nothing is rejected")
 
 
 def group_filter(draft: Draft, key: str, value: Any) -> None:

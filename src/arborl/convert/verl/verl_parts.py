@@ -49,8 +49,8 @@ def is_statelm(draft: Draft) -> bool:
     """Whether the script is of StateLM's fork, whose agent edits its own context."""
     if str(known(draft, f"{R}agent.default_agent_loop")) == "statelm_tool_agent":
         return True
-    told = (f"{T}tool_config_path", "--config-name", "custom_reward_function.path")
-    named = any("statelm" in Path(str(draft.source.get(key) or "")).name for key in told)
+    keys = (f"{T}tool_config_path", "--config-name", "custom_reward_function.path")
+    named = any("statelm" in Path(str(draft.source.get(key) or "")).name for key in keys)
     return named or any(STATELM_TOOLS in str(tool.get("class_name")) for tool in _listed(draft))
 
 
@@ -84,15 +84,15 @@ def _turns(draft: Draft) -> None:
 
 
 def _calls(draft: Draft) -> None:
-    """How many calls of one message are answered: one, where nothing is said."""
-    key, why = f"{T}max_parallel_calls", "calls beyond these are told so, there nobody answers them"
+    """Number of tool calls of one message that are executed; default: one."""
+    key, why = f"{T}max_parallel_calls", "further calls get an error; in verl they get no result"
     at_once = draft.source.get(key, 1)
     if isinstance(at_once, int):
         (draft.set if key in draft.source else draft.default)(key, at_once, "agent.args.max_calls", at_once, why)
 
 
 def _tags(draft: Draft) -> None:
-    """The code agent's tags belong to whoever writes code: the run's agent, or some sources'."""
+    """Tags of the code agent: of the run, or of some sources."""
     at = f"{T}tool_config."
     tags = {key: value for key, value in draft.source.items() if key.startswith(at) and key.endswith("_tag")}
     if not tags:
@@ -107,7 +107,7 @@ def _tags(draft: Draft) -> None:
         if not of_sources and draft.settings.get("agent.name") == "code":
             draft.set(key, value, f"agent.args.{name}", value)
         elif not of_sources:
-            draft.drop(key, value, "nobody writes code between tags: the agent calls tools")
+            draft.drop(key, value, "the agent calls tools and writes no code between tags")
     for where in of_sources:
         draft.settings[f"{where}.name"] = draft.settings.pop(where)
 
@@ -131,7 +131,7 @@ def loop_file(draft: Draft, key: str, value: Any) -> None:
         return
     entries = _read(str(value))
     if entries is None:
-        draft.refuse(key, value, "no such file near the script, so nobody knows which agents play. Put it there.")
+        draft.refuse(key, value, "the file is not near the script, so the agents are unknown. Put it there.")
         return
     draft.skip(key, value, "read: each loop below")
     for entry in entries if isinstance(entries, list) else []:
@@ -156,7 +156,7 @@ def _tools(draft: Draft) -> list[Any]:
     path, listed = draft.source.get(key), _listed(draft)
     if path is not None and not listed:
         draft.refuse(
-            key, path, "no such file near the script, so nobody knows the tools. Give it too: "
+            key, path, "the file is not near the script, so the tools are unknown. Add it: "
             "arborl convert verl SCRIPT TOOLS.yaml"
         )  # fmt: skip
         return []
@@ -184,8 +184,8 @@ def _tools(draft: Draft) -> list[Any]:
 def _settled(draft: Draft, key: str, ours: str, schema: Mapping[str, Any], config: Any) -> None:
     """A tool of the library in the place of theirs: what is the same about it, and what is not."""
     if ours == "check":
-        told = {name: str(schema[name]) for name in ("name", "description") if schema.get(name)}
-        draft.set(key, config, "agent.tool_args.check", told, "it says right or wrong, there a reward")
+        texts = {name: str(schema[name]) for name in ("name", "description") if schema.get(name)}
+        draft.set(key, config, "agent.tool_args.check", texts, "it returns right or wrong; in verl a reward")
     else:
         why = "code runs in Arbor's own sandbox, not at sandbox_fusion_url; the tool is called `python`"
         draft.lines.append(KeyReport("changed", key, config, "tools", ours, why))
@@ -202,10 +202,10 @@ def _servers(draft: Draft, key: str, tool: Mapping[str, Any]) -> list[Any]:
         return []
     out: list[Any] = []
     for server in servers.values():
-        asked = {name: server[name] for name in ("url", "command", "args", "env") if name in server}
-        if "args" in asked and "command" in asked:
-            asked["command"] = " ".join([str(asked["command"]), *map(str, asked.pop("args"))])
-        out.append({"mcp": asked})
+        settings = {name: server[name] for name in ("url", "command", "args", "env") if name in server}
+        if "args" in settings and "command" in settings:
+            settings["command"] = " ".join([str(settings["command"]), *map(str, settings.pop("args"))])
+        out.append({"mcp": settings})
     return out
 
 
@@ -259,7 +259,7 @@ def manager(draft: Draft, key: str, value: Any) -> None:
 
 
 def reward_model(draft: Draft, key: str, value: Any) -> None:
-    """A sequence classifier of one label that scores the conversation; rules are not asked then."""
+    """A sequence classifier of one label that scores the conversation; rules are not used then."""
     path = known(draft, "reward_model.model.path")
     if not value:
         draft.skip(key, value, "rewards are functions")

@@ -40,8 +40,8 @@ def text(path: str, why: str = "") -> Rule:
             draft.skip(key, value, "null: not given")
             return
         unseen = UNSEEN.search(str(value))
-        said = f"{unseen[0]} is only known when the script runs: write it yourself" if unseen else why
-        draft.set(key, value, path, str(value), said)
+        reason = f"{unseen[0]} is only known when the script runs: write it yourself" if unseen else why
+        draft.set(key, value, path, str(value), reason)
 
     return rule
 

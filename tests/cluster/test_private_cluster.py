@@ -1,4 +1,4 @@
-"""Runs whose cluster is their own, lose a node, are submitted, or learn: each takes its time."""
+"""Runs with a private cluster, with a lost node, as a Ray job, and until they have learned."""
 
 from __future__ import annotations
 
@@ -35,9 +35,11 @@ MARK = "ARBORL_TEST_RUN"
 
 
 def begin(home: Path, *words: str) -> subprocess.Popen:
-    asked = [sys.executable, "-m", "arborl", "train", f"output_dir={home}", *PLACED, *SMALL, *words]
+    command = [sys.executable, "-m", "arborl", "train", f"output_dir={home}", *PLACED, *SMALL, *words]
     log = home.with_suffix(".txt").open("w")
-    return subprocess.Popen(asked, stdout=log, stderr=log, start_new_session=True, env={**os.environ, MARK: str(home)})
+    return subprocess.Popen(
+        command, stdout=log, stderr=log, start_new_session=True, env={**os.environ, MARK: str(home)}
+    )
 
 
 def processes_of(home: Path) -> list[str]:
@@ -68,17 +70,17 @@ def left_of(home: Path, seconds: float = 200) -> list[str]:
     return left
 
 
-def test_a_run_starts_a_cluster_of_its_own_and_leaves_nothing_of_it(tmp_path):
+def test_a_run_starts_a_private_cluster_and_leaves_no_process(tmp_path):
     process = begin(tmp_path / "run", "trainer.steps=2")
     assert process.wait(900) == 0, (tmp_path / "run.txt").read_text()
     assert left_of(tmp_path / "run") == []
-    said = (tmp_path / "run.txt").read_text()
-    assert "raylet" not in said  # what Ray says is in the run's log
-    assert "a Ray cluster started by this run, 1 node(s): 2 engines, 2 environment workers" in said
+    log = (tmp_path / "run.txt").read_text()
+    assert "raylet" not in log  # what Ray says is in the run's log
+    assert "a Ray cluster started by this run, 1 node(s): 2 engines, 2 environment workers" in log
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_run_that_is_told_to_stop_or_killed_leaves_nothing_on_the_machine(tmp_path, number):
+def test_a_stopped_or_killed_run_leaves_no_process(tmp_path, number):
     process = begin(tmp_path / "run", "trainer.steps=500")
     wait_for_steps(tmp_path / "run", process, 1)
     assert len(processes_of(tmp_path / "run")) > 4

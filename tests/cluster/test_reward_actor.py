@@ -39,24 +39,24 @@ def ask(*rewards, count=1):
     made = host(*rewards)
 
     async def main():
-        said = await asyncio.gather(*(made.score(0, Episode(f"e{i}", Task("t"))) for i in range(count)))
-        return said, await made.left_behind()
+        results = await asyncio.gather(*(made.score(0, Episode(f"e{i}", Task("t"))) for i in range(count)))
+        return results, await made.left_behind()
 
     return asyncio.run(main())
 
 
 def test_plain_rewards_wait_at_the_same_time():
-    said, hang = ask(("meets", Meets(), 60.0), count=12)
-    assert [value for value, _, _ in said] == [1.0] * 12
+    results, hang = ask(("meets", Meets(), 60.0), count=12)
+    assert [value for value, _, _ in results] == [1.0] * 12
     assert hang == 0
 
 
 def test_one_that_hangs_is_a_timeout_and_is_counted():
     try:
-        said, hang = ask(("hangs", Hangs(), 0.2), count=3)
+        results, hang = ask(("hangs", Hangs(), 0.2), count=3)
     finally:
         RELEASED.set()
-    assert [repr(error) for _, error, _ in said] == ["TimeoutError('took longer than 0.2 s')"] * 3
+    assert [repr(error) for _, error, _ in results] == ["TimeoutError('took longer than 0.2 s')"] * 3
     assert hang == 3
 
 

@@ -64,9 +64,9 @@ def test_the_environment_is_never_read_and_its_variables_stay(folder, monkeypatc
 
 
 def test_a_reference_that_leads_nowhere_is_kept_as_written(folder):
-    root = folder(one="a: ${nobody.x}\nb: 5e-7\nc: ${oc.nothing:1}\nd: {1: x}\ne: {f: '${e}'}\n")
+    root = folder(one="a: ${missing.x}\nb: 5e-7\nc: ${oc.nothing:1}\nd: {1: x}\ne: {f: '${e}'}\n")
     assert collect([root / "one.yaml"]).keys == {
-        "a": "${nobody.x}", "b": 5e-7, "c": "${oc.nothing:1}", "d.1": "x", "e.f": "${e}",
+        "a": "${missing.x}", "b": 5e-7, "c": "${oc.nothing:1}", "d.1": "x", "e.f": "${e}",
     }  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def test_a_reference_that_leads_nowhere_is_kept_as_written(folder):
         (BOMB, "more than"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_read_is_one_line_with_the_file(folder, text, says):
+def test_read_errors_are_one_line_with_the_file(folder, text, says):
     root = folder(one=text)
     with pytest.raises(ConfigError, match=says) as error:
         collect([root / "one.yaml"])

@@ -40,7 +40,7 @@ def words(text: str) -> list[tuple[str, ...]]:
         ("A a.b={x:1,y:[2,3]}", None),
         ("A a.b=$(date +%s)", "$(date +%s)"),
         ("x=$(date +%s)\nA a.b=/runs/$x", "/runs/$(date +%s)"),
-        ("A a.b=$NOBODY", "$NOBODY"),
+        ("A a.b=$UNSET", "$UNSET"),
         ("A a.b=$HOME/x", "~/x"),
         ("A \\\n  # a.b=1 \\\n  a.b=2   # so", 2),
         ("A a.b=1 2>&1 | tee log", 1),
@@ -55,12 +55,12 @@ def words(text: str) -> list[tuple[str, ...]]:
         ("bash -c 'A a.b=6'", 6),
     ],
 )  # fmt: skip
-def test_a_value_is_what_the_shell_would_have_passed(script, value):
+def test_values_match_what_a_shell_would_pass(script, value):
     found = settings(script.replace("A ", "python3 -m train "))
     assert found.get("a.b") == value or (value is None and found == {"--module": "train", "a.b.x": 1, "a.b.y": [2, 3]})
 
 
-def test_a_job_for_ray_with_json_over_many_lines_is_one_command():
+def test_a_ray_job_with_multi_line_json_is_one_command():
     script = """
 ray job submit --address="http://127.0.0.1:8265" \\
   --runtime-env-json='{
@@ -73,11 +73,11 @@ ray job submit --address="http://127.0.0.1:8265" \\
         +a.b=1 ++a.c=null ~a.d \\
     2>&1 | tee -a "$LOG"
 """
-    said = read_script(script, "run.sh")
-    assert said.settings == {
+    found = read_script(script, "run.sh")
+    assert found.settings == {
         "--module": "verl.trainer.main_ppo", "--config-path": "./conf", "--config-name": "big", "a.b": 1, "a.c": None,
     }  # fmt: skip
-    assert said.removed == ["a.d"]
+    assert found.removed == ["a.d"]
 
 
 def test_overrides_kept_in_a_variable_or_in_arrays_are_words_of_their_own():
@@ -103,13 +103,13 @@ def test_other_commands_are_no_settings_and_two_trainings_are_refused():
 
 
 def test_scripts_are_read_and_never_run(tmp_path):
-    said = read_script(f"x=$(touch {tmp_path / 'gone'})\n`touch {tmp_path / 'gone'}`\na.b=$x", "s")
+    found = read_script(f"x=$(touch {tmp_path / 'gone'})\n`touch {tmp_path / 'gone'}`\na.b=$x", "s")
     assert not (tmp_path / "gone").exists()
-    assert said.settings == {"a.b": f"$(touch {tmp_path / 'gone'})"}
-    assert "x" in said.variables
+    assert found.settings == {"a.b": f"$(touch {tmp_path / 'gone'})"}
+    assert "x" in found.variables
 
 
-def test_what_is_never_closed_is_said_with_its_line():
+def test_an_unclosed_quote_is_reported_with_its_line():
     with pytest.raises(ConfigError, match=r"run\.sh: line 2: cannot read '\"', which is never closed"):
         settings('a=1\npython x "a.b=c')
 
@@ -159,7 +159,7 @@ def test_a_configuration_that_a_script_names_is_found_and_comes_first(tmp_path):
 
 
 @given(st.text(alphabet=st.sampled_from("ab=.$(){}[]'\"\\`#;&|<> \n\t!ifthenelsdocas*%/:-+@0"), max_size=120))
-def test_any_text_is_either_read_or_refused_in_a_line(text):
+def test_any_text_is_read_or_refused_with_one_line(text):
     try:
         found = read_script(text, "script").settings
     except ConfigError as error:
