@@ -68,7 +68,7 @@ def test_a_wrong_key_a_stranger_a_taken_port_and_a_cut_cable_are_each_one_senten
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(other)], check=True)
     result = lab.ask("setup", ssh=lab.tree["ssh"] | {"key": str(other)})
     assert result.returncode == 2
-    assert f"{lab.head.address}: root is not let in with the key {other}" in result.stderr
+    assert f"{lab.head.address}: root is not accepted with the key {other}" in result.stderr
     result = lab.ask("setup", ssh=lab.tree["ssh"] | {"known_hosts": str(lab.folder / "none")})
     assert f"{lab.head.address}: is not in known_hosts" in result.stderr
 
