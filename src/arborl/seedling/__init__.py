@@ -10,5 +10,6 @@ the weights is `arborl.models.find.SEEDLING_DIR`.
     game_transcripts.py      FrozenLake, Sokoban, Rooms, Shop
     problem_transcripts.py   Calculator, code, search, small talk, worked sums
     document_transcripts.py  Long documents with the context-managing agent
-    weights/                 Weights, tokenizer, chat template, and `record.json` of the training run
+
+`weights/` holds weights, tokenizer, chat template and `record.json` of the training run.
 """
