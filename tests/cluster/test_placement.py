@@ -75,8 +75,8 @@ def test_evaluate_plays_in_its_own_process_unless_it_is_told_otherwise(tmp_path)
     file = tmp_path / "run.yaml"
     file.write_text("placement: {name: ray, engines: 2}\n")
     assert policies([str(file)], Asked())[0].config.placement.name == "local"
-    asked = policies([str(file)], Asked(["placement.engines=3"]))[0].config.placement
-    assert (asked.name, asked.engines) == ("ray", 3)
+    placement = policies([str(file)], Asked(["placement.engines=3"]))[0].config.placement
+    assert (placement.name, placement.engines) == ("ray", 3)
 
 
 def test_a_node_with_other_versions_is_refused_by_name():
@@ -191,7 +191,7 @@ def test_a_run_on_two_nodes_that_loses_an_engine_and_a_worker_is_the_run_in_one_
     assert sum(row["rollout/processes_replaced"] for row in rows) == 1
     assert sum(row["rollout/seconds_lost"] for row in rows) > 0
     assert sum(row["rollout/processes_hung"] for row in rows) == 0
-    assert f"process {killed[0][0]}" in caplog.text  # who was lost is said by name
+    assert f"process {killed[0][0]}" in caplog.text  # the log names the lost process
     assert killed[1].name in caplog.text
     assert "Processes of the run were lost and replaced: 1 × engine, " in caplog.text  # and what it cost
     assert "processes of the run were lost and replaced" in (tmp_path / "ray" / "report.html").read_text().lower()
@@ -287,14 +287,14 @@ def test_plain_rewards_on_one_worker_wait_at_the_same_time_and_one_that_hangs_is
     import arborl
     from arborl.rollout.store import EpisodeStore
 
-    asked = tmp_path / "asked"
-    asked.mkdir()
+    calls = tmp_path / "calls"
+    calls.mkdir()
 
     @arborl.reward
     def judge(episode):
-        (asked / f"{episode.task.id}-{episode.id[-1]}".replace("/", "-")).touch()
+        (calls / f"{episode.task.id}-{episode.id[-1]}".replace("/", "-")).touch()
         until = time.monotonic() + 120
-        while len(list(asked.iterdir())) < 12 and time.monotonic() < until:
+        while len(list(calls.iterdir())) < 12 and time.monotonic() < until:
             time.sleep(0.02)
         if int(episode.id[-1]) == 1:
             time.sleep(600)

@@ -115,11 +115,11 @@ def test_another_user_reads_no_token_finds_no_socket_and_runs_nothing(cluster):
     for what in (f"open({cluster.token!r})", f"__import__('os').listdir({os.path.dirname(cluster.token)!r})"):
         assert "PermissionError" in as_other_user("-I", "-S", "-c", what).stderr
     ports = sorted({address.port for address in cluster.listening})
-    said = [line.split() for line in as_other_user("-c", ATTACK, *map(str, ports)).stdout.splitlines()]
-    methods = [code for _, what, code in said if what != "job"]
+    answers = [line.split() for line in as_other_user("-c", ATTACK, *map(str, ports)).stdout.splitlines()]
+    methods = [code for _, what, code in answers if what != "job"]
     assert methods.count("UNAUTHENTICATED") >= 4  # the control store, the node, the object store, workers
     assert "ANSWERED" not in methods
-    jobs = [code for _, what, code in said if what == "job"]
+    jobs = [code for _, what, code in answers if what == "job"]
     assert "401" in jobs
     assert not any(code.startswith("2") for code in jobs)
     assert not os.path.exists("/tmp/strangers-job")

@@ -602,7 +602,7 @@ def test_learning_from_given_data_has_the_algorithms_name_and_its_rows(tree, kin
 
 
 def test_given_answers_in_their_columns_are_learned_from(tmp_path):
-    """Of two files: an instruction with its input beside it would be two columns, and that is said."""
+    """Of two files: an instruction with its input beside it would be two columns, which the report states."""
     for name in "ab":
         rows = [{"question": f"{n}{name}?", "output": str(n), "input": ""} for n in range(8)]
         (tmp_path / f"{name}.json").write_text(json.dumps(rows))

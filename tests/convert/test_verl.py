@@ -120,7 +120,7 @@ def test_ppo_has_a_critic_of_its_own_and_gae_by_token(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("overrides", "expected"),
     [
         (f"{A}loss_agg_mode=seq-mean-token-mean", {"algorithm.aggregation": "episode"}),
         (f"{A}loss_agg_mode=seq-mean-token-sum", {"algorithm.aggregation": "fixed", "algorithm.fixed_length": 1}),
@@ -193,14 +193,14 @@ def test_ppo_has_a_critic_of_its_own_and_gae_by_token(tmp_path):
         (f"{R}agent.default_agent_loop=single_turn_agent", {"agent.name": "chat"}),
     ],
 )  # fmt: skip
-def test_a_key_means_the_same_here(said, expected, tmp_path):
-    draft = converted(tmp_path, GRPO + said)
+def test_a_key_means_the_same_here(overrides, expected, tmp_path):
+    draft = converted(tmp_path, GRPO + overrides)
     assert {path: ours(draft, path) for path in expected} == expected
     assert set(draft.source) <= draft.accounted()
 
 
 @pytest.mark.parametrize(
-    ("said", "why"),
+    ("overrides", "why"),
     [
         ("algorithm.adv_estimator=gpg", "no such advantage here.*algorithm.advantage=package.module:function"),
         (f"{A}policy_loss.loss_mode=clip_cov", "no 'clip_cov' here.*algorithm.loss=package.module:function"),
@@ -210,7 +210,7 @@ def test_a_key_means_the_same_here(said, expected, tmp_path):
         (f"{T}enable=True", "with which tools.*arborl convert verl SCRIPT TOOLS.yaml"),
         (
             f"{T}enable=True {T}tool_config_path=away.yaml",
-            "nobody knows the tools.*arborl convert verl SCRIPT TOOLS.yaml",
+            "the tools are unknown.*arborl convert verl SCRIPT TOOLS.yaml",
         ),
         (f"{T}interaction_config_path=a.yaml", "is an environment here.*env=package.module:Class"),
         ("data.image_key=images", "pictures.*rows of text"),
@@ -221,9 +221,9 @@ def test_a_key_means_the_same_here(said, expected, tmp_path):
         ("trainer.val_only=True", "arborl evaluate"),
     ],
 )
-def test_what_cannot_be_mapped_is_an_error_with_a_remedy(said, why, tmp_path):
+def test_what_cannot_be_mapped_is_an_error_with_a_remedy(overrides, why, tmp_path):
     with pytest.raises(ConfigError, match=f"(?s){why}"):
-        converted(tmp_path, GRPO + said)
+        converted(tmp_path, GRPO + overrides)
 
 
 def test_trainings_of_another_kind_are_refused(tmp_path):

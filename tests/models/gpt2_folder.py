@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from arborl.chat import Renderer
 from arborl.envs.frozen_lake import FrozenLake, best_moves
 from arborl.seedling.game_transcripts import play_game
-from arborl.seedling.transcript import PIECE, Transcript, pick
+from arborl.seedling.transcript_base import PIECE, Transcript, pick
 from arborl.seeds import generator
 from arborl.types import Message
 

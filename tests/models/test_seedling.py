@@ -10,7 +10,7 @@ import pytest
 from arborl.chat import Conversations
 from arborl.models.find import SEEDLING_DIR
 from arborl.seedling.make import assistant_mask, chat_template
-from arborl.seedling.rows import WRITERS, write
+from arborl.seedling.transcript_rows import WRITERS, write
 from arborl.seeds import generator
 from arborl.tools.library.calculator import calculator
 from arborl.types import Completion, Finish, Message

@@ -10,7 +10,7 @@ import yaml
 from arborl.agents.context.policy import ASK
 from arborl.seedling import document_transcripts
 from arborl.seedling.make import chat_template
-from arborl.seedling.transcript import Transcript
+from arborl.seedling.transcript_base import Transcript
 from arborl.seeds import generator
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "statelm" / "run.yaml"

@@ -5,8 +5,8 @@ that reinforcement learning has something to improve. The package imports enviro
 the weights is `arborl.models.find.SEEDLING_DIR`.
 
     make.py                  Trains tokenizer and model: `python -m arborl.seedling.make`
-    rows.py                  The mixture of transcripts, and transcripts as rows for imitation
-    transcript.py            `Transcript`, and what all writers share
+    transcript_rows.py       The mixture of transcripts, and transcripts as rows for imitation
+    transcript_base.py       `Transcript`, and what all writers share
     game_transcripts.py      FrozenLake, Sokoban, Rooms, Shop
     problem_transcripts.py   Calculator, code, search, small talk, worked sums
     document_transcripts.py  Long documents with the context-managing agent

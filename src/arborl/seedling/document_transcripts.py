@@ -25,7 +25,7 @@ from arborl.data.made.documents import DocumentProblem
 from arborl.data.made.words import COLOURS, OBJECTS, PEOPLE, TOWNS, TRADES
 from arborl.envs.documents import Documents
 from arborl.errors import EpisodeOver
-from arborl.seedling.transcript import PIECE, SPECIAL_STRINGS, Transcript, draw, pick
+from arborl.seedling.transcript_base import PIECE, SPECIAL_STRINGS, Transcript, draw, pick
 from arborl.types import Message, Metrics, Task, ToolCall, ToolSpec
 
 AGENT = {

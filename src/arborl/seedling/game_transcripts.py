@@ -16,7 +16,7 @@ from arborl.envs.rooms.game import Rooms
 from arborl.envs.shop.game import Shop
 from arborl.envs.shop.pages import BUY, Page
 from arborl.envs.sokoban.game import Sokoban
-from arborl.seedling.transcript import Transcript, draw, pick
+from arborl.seedling.transcript_base import Transcript, draw, pick
 from arborl.types import Message, Task
 
 INVALID_ACTIONS = ("Right", "<answer></answer>", "<answer>Jump</answer>", "I go down.", "<answer>Left, Up</answer>")

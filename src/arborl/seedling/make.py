@@ -24,8 +24,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from arborl.chat.template import Template
 from arborl.models.find import SEEDLING_DIR
-from arborl.seedling.rows import WRITERS, write
-from arborl.seedling.transcript import PIECE, SPECIAL_STRINGS
+from arborl.seedling.transcript_base import PIECE, SPECIAL_STRINGS
+from arborl.seedling.transcript_rows import WRITERS, write
 from arborl.seeds import generator
 
 VOCABULARY = 2048

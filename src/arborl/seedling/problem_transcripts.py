@@ -22,7 +22,7 @@ from arborl.data.made.programs import compute
 from arborl.envs.answers import answer
 from arborl.envs.extras.reasoning import ReasoningGym
 from arborl.seedling.game_transcripts import play_game
-from arborl.seedling.transcript import Transcript, pick
+from arborl.seedling.transcript_base import Transcript, pick
 from arborl.tools.library.calculator import calculator
 from arborl.tools.library.search import Search
 from arborl.types import Message, ToolCall, ToolSpec

@@ -17,7 +17,7 @@ from arborl.registry import call_checked
 from arborl.seedling.document_transcripts import documents
 from arborl.seedling.game_transcripts import frozen_lake, play_game, rooms, shop, sokoban
 from arborl.seedling.problem_transcripts import search, small_talk, use_calculator, worked_sum, write_code
-from arborl.seedling.transcript import Transcript
+from arborl.seedling.transcript_base import Transcript
 from arborl.seeds import generator
 from arborl.types import Message
 
