@@ -24,7 +24,7 @@ from typing import Any
 
 from arborl.chat.tokenizer import FileTokenizer
 from arborl.data.made.documents import make_problem
-from arborl.models.seedling import WEIGHTS
+from arborl.models.find import SEEDLING_DIR
 from arborl.tools.injection import Context
 from arborl.tools.library.context.documents import build_index, read_chunk, search_engine
 from arborl.tools.library.context.workspace import WORKSPACE
@@ -50,7 +50,7 @@ def scan(chunks: list[str], keyword: str) -> int:
 
 
 async def measure(tokens: int, chunk_size: int, repeats: int) -> dict[str, Any]:
-    tokenizer = FileTokenizer(WEIGHTS)
+    tokenizer = FileTokenizer(SEEDLING_DIR)
     before = resident_mb()
     sample = make_problem(0, 10_000, hops=3, distractors=100).document
     words = round(tokens * 10_000 / len(tokenizer.encode(sample)))

@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # what needs torch
 
     from arborl.algorithms import Algorithm
     from arborl.algorithms.algorithm import Needs
-    from arborl.cluster.connection import Cluster
+    from arborl.cluster.placement.ray_cluster import RayCluster
     from arborl.learner.blueprint import Blueprint
     from arborl.learner.forecast import Plan
     from arborl.learner.group import LearnerGroup
@@ -79,7 +79,7 @@ class Parts:
     """Of the device's memory."""
     followers: Makers = field(default_factory=dict)
     """Trackers beyond the run's own files, by name."""
-    cluster: Cluster | None = None
+    cluster: RayCluster | None = None
     """Where some of the parts are."""
 
     async def close(self) -> None:
@@ -144,7 +144,7 @@ def _build(workshop: Workshop, training: bool) -> Parts:
 
     import torch
 
-    from arborl.cluster.ranks import ranks_on
+    from arborl.cluster.placement.ray_ranks import rank_launcher
     from arborl.learner.launch import check_ranks, make_learner
     from arborl.learner.memory import planned
     from arborl.learner.teacher import teacher_of
@@ -177,7 +177,7 @@ def _build(workshop: Workshop, training: bool) -> Parts:
     if not training:
         settings = settings.model_copy(update={"strategy": "single", "ranks": 1})
     drawn_up = _blueprint(config, settings, sampling, algorithm.needs, steps, folder, began)
-    learner = make_learner(drawn_up, model, origin, teacher, ranks_on(workshop.cluster, model))
+    learner = make_learner(drawn_up, model, origin, teacher, rank_launcher(workshop.cluster, model))
     evaluator: Measures = (
         GivenEvaluator(source, rollout, algorithm, config, learner)
         if config.data.given

@@ -13,7 +13,7 @@ from arborl.agents import AGENTS, Agent, called_here
 from arborl.agents.agent import refuse_plain_function
 from arborl.agents.context.policy import check_takes
 from arborl.chat import Renderer
-from arborl.cluster.connection import check_there
+from arborl.cluster.placement.ray_cluster import check_ray_available
 from arborl.config.run import Part, RunConfig
 from arborl.data import Mixture, TaskSource, open_source
 from arborl.data.mixing.streams import RowPool
@@ -44,7 +44,7 @@ if TYPE_CHECKING:  # what needs torch
     from transformers import PreTrainedModel
 
     from arborl.algorithms import Algorithm
-    from arborl.cluster.connection import Cluster
+    from arborl.cluster.placement.ray_cluster import RayCluster
 
 
 class Workshop:
@@ -56,7 +56,7 @@ class Workshop:
         self.open_tools = OpenTools(lambda name: self.find(TOOLS, name), connect)
         self.made: list[Any] = []
         """Agents, tools and rewards."""
-        self.cluster: Cluster | None = None
+        self.cluster: RayCluster | None = None
 
     def find(self, registry: Registry, name: str) -> Any:
         return self.objects[name] if name in self.objects else registry[name]
@@ -72,17 +72,17 @@ class Workshop:
         if self.config.engine.name == "vllm":
             check_installed(self.config.engine.python)
         if self.config.placement.name == "ray":
-            check_there(self.config.placement)
+            check_ray_available(self.config.placement)
         if self.config.rollout.group_filter is not None:
             self.find(FILTERS, self.config.rollout.group_filter)
 
     def connect(self, model: PreTrainedModel, rewards: Rewards, training: bool = True) -> None:
         """Join the cluster of the run or start one, and have the rewards computed there that are to be."""
         if self.config.placement.name == "ray":
-            from arborl.cluster.from_config import connected
+            from arborl.cluster.placement.placed_parts import connect_cluster
 
             further = self.config.learner.ranks - 1 if training else 0
-            self.cluster = connected(self.config.placement, model, rewards, further)
+            self.cluster = connect_cluster(self.config.placement, model, rewards, further)
 
     def stop(self) -> None:
         """End what was started, where the run is not to be."""
@@ -244,7 +244,7 @@ class Workshop:
         asked = self.config.rollout
         workers = Workers(asked.workers, asked.envs.max_env_num_per_worker)
         if self.cluster is not None and self.config.placement.env_workers:
-            from arborl.cluster.environments import environment_processes
+            from arborl.cluster.placement.ray_environments import environment_processes
 
             workers = Workers("process", processes=environment_processes(self.cluster))
         keep = self.find(FILTERS, asked.group_filter) if asked.group_filter is not None else None
@@ -272,9 +272,9 @@ class Workshop:
         config = self.config
         found = self.find(ENGINES, config.engine.name)
         if self.cluster is not None and config.placement.engines:
-            from arborl.cluster.from_config import engines_of
+            from arborl.cluster.placement.placed_parts import build_ray_engine
 
-            made: Engine = engines_of(self.cluster, config, model, renderer, sampling)
+            made: Engine = build_ray_engine(self.cluster, config, model, renderer, sampling)
         elif config.engine.name == "local":
             made = self._local(found, model, renderer, kv_tokens, lends)
         elif config.engine.name == "scripted":

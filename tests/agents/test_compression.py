@@ -22,7 +22,7 @@ from arborl.engines.scripted import ScriptedEngine
 from arborl.envs.conversation import Conversation
 from arborl.envs.env import Env, Observation, Step
 from arborl.errors import ConfigError
-from arborl.models.seedling import WEIGHTS
+from arborl.models.find import SEEDLING_DIR
 from arborl.rollout.recorder import Limits
 from arborl.rollout.runner import Cast, Rollout
 from arborl.rollout.tree import plant
@@ -81,7 +81,7 @@ class Talker(Env):
 
 @pytest.fixture(scope="module")
 def renderer():
-    return Renderer.from_folder(WEIGHTS)
+    return Renderer.from_folder(SEEDLING_DIR)
 
 
 def agent_of(name, policy, **more):

@@ -24,7 +24,7 @@ from arborl.engines.scripted import ScriptedEngine
 from arborl.envs.documents import Documents
 from arborl.envs.question import Question
 from arborl.errors import ConfigError
-from arborl.models.seedling import WEIGHTS
+from arborl.models.find import SEEDLING_DIR
 from arborl.registry import call_checked
 from arborl.rewards.choice import Choice, ShortAnswer
 from arborl.rewards.reward import Rewards
@@ -51,11 +51,11 @@ DONE = call("finish", answer="Oslo")
 
 @pytest.fixture(scope="module")
 def renderer():
-    return Renderer.from_folder(WEIGHTS)
+    return Renderer.from_folder(SEEDLING_DIR)
 
 
 def with_template(name):
-    tokenizer = FileTokenizer(WEIGHTS)
+    tokenizer = FileTokenizer(SEEDLING_DIR)
     template = Template((TEMPLATES / f"{name}.jinja").read_text(), None, "<|im_end|>")
     return Renderer(tokenizer, template, HermesParser(), (tokenizer.token_id("<|im_end|>"),))
 

@@ -16,7 +16,7 @@ from arborl.config.load import from_kwargs
 from arborl.envs import ENVS
 from arborl.envs.env import Env, Observation, Step
 from arborl.errors import ConfigError
-from arborl.models.seedling import WEIGHTS
+from arborl.models.find import SEEDLING_DIR
 from arborl.types import Message
 
 MOVES = ["<answer>Left</answer>", "<answer>Down</answer>", "<answer>Right</answer>", "<answer>Up</answer>"]
@@ -208,7 +208,7 @@ def test_a_runs_model_is_watched_with_the_words_of_its_run(tmp_path):
     (tmp_path / "config.yaml").write_text(dump_yaml(config))
     place = tmp_path / "checkpoints" / "step-000001"
     place.mkdir(parents=True)
-    (place / "model").symlink_to(WEIGHTS)
+    (place / "model").symlink_to(SEEDLING_DIR)
     made = run_with(str(place), "rooms", {"doors": 1}, {"instruction": ""})
     assert (made.agent.name, made.agent.system, made.sampling.max_tokens) == ("tool", "You.", 9)
     assert made.env.prompt.model_dump(exclude_none=True) == {**prompt, "instruction": ""}

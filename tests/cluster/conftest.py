@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from arborl.cluster.connection import SETTINGS
+from arborl.cluster.placement.ray_cluster import SETTINGS
 
 for name, value in SETTINGS.items():
     os.environ.setdefault(name, value)
@@ -49,12 +49,12 @@ def two_nodes():
 
     import ray
 
-    from arborl.cluster.connection import own_signals, relay_output
+    from arborl.cluster.placement.ray_cluster import keep_signal_handlers, relay_output
 
     nodes = TwoNodes()
     relay_output()
     try:
-        with own_signals():
+        with keep_signal_handlers():
             ray.init(address=nodes.address, logging_level=logging.ERROR)
         yield nodes
     finally:

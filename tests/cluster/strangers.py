@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-NOBODY = 65534
+UNPRIVILEGED = 65534
 
 
 def why_not() -> str | None:
@@ -27,7 +27,7 @@ def why_not() -> str | None:
 
 def as_other_user(*words: str) -> subprocess.CompletedProcess[str]:
     """Run Python as another user, who has none of this one's rights."""
-    other = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--inh-caps=-all"]
+    other = ["setpriv", f"--reuid={UNPRIVILEGED}", f"--regid={UNPRIVILEGED}", "--clear-groups", "--inh-caps=-all"]
     return subprocess.run([*other, sys.executable, *words], capture_output=True, text=True, timeout=300, cwd="/")
 
 
@@ -64,5 +64,5 @@ for port in ports:
 def reached(host: str, ports: list[int], prefix: list[str]) -> list[int]:
     """The ports of a host that accept a connection from where `prefix` runs a command."""
     words = [*prefix, sys.executable, "-I", "-S", "-c", CONNECT, host, *map(str, ports)]
-    said = subprocess.run(words, capture_output=True, text=True, timeout=600, check=True)
-    return [int(line) for line in said.stdout.split()]
+    result = subprocess.run(words, capture_output=True, text=True, timeout=600, check=True)
+    return [int(line) for line in result.stdout.split()]

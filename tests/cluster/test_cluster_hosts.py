@@ -41,9 +41,9 @@ class Lab:
     def ask(self, *words: str, **more) -> subprocess.CompletedProcess:
         file = self.folder / "cluster.yaml"
         file.write_text(json.dumps(self.tree | more))
-        asked = [sys.executable, "-m", "arborl", "cluster", words[0], "--config", str(file), *words[1:]]
+        request = [sys.executable, "-m", "arborl", "cluster", words[0], "--config", str(file), *words[1:]]
         env = os.environ | {"MY_TOKEN": SECRET}
-        return subprocess.run(asked, capture_output=True, text=True, env=env, timeout=900, check=False)
+        return subprocess.run(request, capture_output=True, text=True, env=env, timeout=900, check=False)
 
     def states(self) -> list[str]:
         return [host["state"] for host in json.loads(self.ask("status", "--json").stdout)["hosts"]]
@@ -66,42 +66,42 @@ def lab(tmp_path_factory):
 def test_a_wrong_key_a_stranger_a_taken_port_and_a_cut_cable_are_each_one_sentence_and_nothing_is_left(lab):
     other = lab.folder / "other"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(other)], check=True)
-    said = lab.ask("setup", ssh=lab.tree["ssh"] | {"key": str(other)})
-    assert said.returncode == 2
-    assert f"{lab.head.address}: root is not let in with the key {other}" in said.stderr
-    said = lab.ask("setup", ssh=lab.tree["ssh"] | {"known_hosts": str(lab.folder / "none")})
-    assert f"{lab.head.address}: is not in known_hosts" in said.stderr
+    result = lab.ask("setup", ssh=lab.tree["ssh"] | {"key": str(other)})
+    assert result.returncode == 2
+    assert f"{lab.head.address}: root is not accepted with the key {other}" in result.stderr
+    result = lab.ask("setup", ssh=lab.tree["ssh"] | {"known_hosts": str(lab.folder / "none")})
+    assert f"{lab.head.address}: is not in known_hosts" in result.stderr
 
     listen = "import socket,time;s=socket.create_server(('0.0.0.0',6379));time.sleep(1000)"
     listener = lab.head.inside(f'nohup {sys.executable} -c "{listen}" >/dev/null 2>&1 </dev/null & echo $!; sleep 2')
-    said = lab.ask("setup")
-    assert said.returncode == 2
-    assert f"{lab.head.address}: port 6379 cannot be used (Address already in use). Write another as" in said.stderr
+    result = lab.ask("setup")
+    assert result.returncode == 2
+    assert f"{lab.head.address}: port 6379 cannot be used (Address already in use). Write another as" in result.stderr
     lab.head.inside(f"kill {listener}")
 
-    said = lab.ask("setup", num_gpus=64)
-    assert f"{lab.worker.address}: num_gpus=64, and it has " in said.stderr
+    result = lab.ask("setup", num_gpus=64)
+    assert f"{lab.worker.address}: num_gpus=64, and it has " in result.stderr
 
     lab.worker.cut()
-    said = lab.ask("setup")
+    result = lab.ask("setup")
     lab.worker.cut(False)
-    assert said.returncode == 2
-    assert f"{lab.worker.address}: cannot be reached" in said.stderr
+    assert result.returncode == 2
+    assert f"{lab.worker.address}: cannot be reached" in result.stderr
     for host in (lab.head, lab.worker):
         assert lab.processes(host) == ""
         assert os.listdir(host.folder / "tmp") == []
 
 
 def test_a_cluster_trains_across_two_hosts_loses_one_gets_it_back_and_leaves_nothing(lab):
-    said = lab.ask("setup")
-    assert said.returncode == 0, said.stderr
+    result = lab.ask("setup")
+    assert result.returncode == 0, result.stderr
     assert lab.states() == ["up", "up"]
     assert "is already up" in lab.ask("setup").stderr
 
-    said = lab.ask("submit", "--", "arborl", "train", *RUN, "output_dir=/run/out")
-    assert said.returncode == 0, said.stdout + said.stderr
-    assert "on a Ray cluster joined at" in said.stdout
-    assert ", 2 node(s): 2 engines, 2 environment workers" in said.stdout
+    result = lab.ask("submit", "--", "arborl", "train", *RUN, "output_dir=/run/out")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "on a Ray cluster joined at" in result.stdout
+    assert ", 2 node(s): 2 engines, 2 environment workers" in result.stdout
     assert json.loads((lab.head.folder / "run" / "out" / "summary.json").read_text())
     for host in (lab.head, lab.worker):  # both have had an engine
         written = list(host.folder.glob("tmp/arborl-lab-*/r/session_2*/logs/worker-*.out"))
@@ -112,16 +112,16 @@ def test_a_cluster_trains_across_two_hosts_loses_one_gets_it_back_and_leaves_not
 
     lab.worker.kill()
     assert lab.states() == ["up", "unreachable"]
-    said = lab.ask("restart")
-    assert said.returncode == 1
-    assert f"{lab.worker.address}: cannot be reached" in said.stderr
+    result = lab.ask("restart")
+    assert result.returncode == 1
+    assert f"{lab.worker.address}: cannot be reached" in result.stderr
     lab.worker.start()
     assert lab.states() == ["up", "down"]
     assert lab.ask("restart").returncode == 0
     assert lab.states() == ["up", "up"]
 
-    said = lab.ask("cleanup")
-    assert said.returncode == 0, said.stderr
+    result = lab.ask("cleanup")
+    assert result.returncode == 0, result.stderr
     assert lab.states() == ["none", "none"]
     for host in (lab.head, lab.worker):
         assert lab.processes(host) == ""

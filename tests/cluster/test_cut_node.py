@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from arborl.cluster.connection import SETTINGS
+from arborl.cluster.placement.ray_cluster import SETTINGS
 from arborl.rollout.store import EpisodeStore
 from arborl.track.jsonl import read_metrics
 
@@ -99,8 +99,8 @@ def test_a_run_goes_on_when_the_network_of_a_node_is_cut_and_says_what_it_cost(t
     run = None
     try:
         with log.open("w") as out:
-            asked = [sys.executable, "-m", "arborl", "train", *words]
-            run = subprocess.Popen(asked, stdout=out, stderr=out, env=hosts.env)
+            command = [sys.executable, "-m", "arborl", "train", *words]
+            run = subprocess.Popen(command, stdout=out, stderr=out, env=hosts.env)
         until = time.monotonic() + 300
         while not (home / "metrics.jsonl").exists() or '"step": 2' not in (home / "metrics.jsonl").read_text():
             assert run.poll() is None, log.read_text()

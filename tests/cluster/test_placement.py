@@ -13,9 +13,9 @@ import pytest
 
 from arborl.api import train
 from arborl.build import build
-from arborl.cluster import connection
-from arborl.cluster.host import Host, OtherVersions, check_versions, versions
-from arborl.cluster.seats import Node, find_node, gpus_of
+from arborl.cluster.placement import ray_cluster
+from arborl.cluster.placement.actors import ClusterActor, VersionMismatch, check_versions, versions
+from arborl.cluster.placement.ray_cluster import ClusterNode, find_node, gpus_of
 from arborl.config.load import load
 from arborl.engines.replicas import Unreachable
 from arborl.errors import ConfigError
@@ -38,7 +38,7 @@ def config_of(*words):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["placement.engines=2"], "engines is for placement=ray"),
         (["placement=ray"], "places nothing"),
@@ -50,21 +50,21 @@ def config_of(*words):
         (["placement=ray", "placement.engines=1", "placement.device_mapping.engines='list(range(8))'"], "a list"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(words, said):
-    with pytest.raises(ConfigError, match=said.replace("(", r"\(")):
+def test_what_does_not_fit_together_is_refused(words, message):
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         load(None, words)
 
 
 def test_a_cluster_that_does_not_answer_is_named_before_anything_is_written(tmp_path):
     home = tmp_path / "run"
     words = [f"output_dir={home}", "placement=ray", "placement.engines=1", "placement.address=127.0.0.1:9"]
-    with pytest.raises(ConfigError, match=r"placement.address=127.0.0.1:9: no Ray cluster answers there"):
+    with pytest.raises(ConfigError, match=r"placement.address=127.0.0.1:9: no Ray cluster answers"):
         train(config_of(*words))
     assert not home.exists()
 
 
 def test_without_ray_it_is_said_what_to_install(monkeypatch):
-    monkeypatch.setattr(connection.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(ray_cluster.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'arborl\[ray\]'"):
         build(config_of("placement=ray", "placement.engines=1"))
 
@@ -75,38 +75,38 @@ def test_evaluate_plays_in_its_own_process_unless_it_is_told_otherwise(tmp_path)
     file = tmp_path / "run.yaml"
     file.write_text("placement: {name: ray, engines: 2}\n")
     assert policies([str(file)], Asked())[0].config.placement.name == "local"
-    asked = policies([str(file)], Asked(["placement.engines=3"]))[0].config.placement
-    assert (asked.name, asked.engines) == ("ray", 3)
+    placement = policies([str(file)], Asked(["placement.engines=3"]))[0].config.placement
+    assert (placement.name, placement.engines) == ("ray", 3)
 
 
 def test_a_node_with_other_versions_is_refused_by_name():
     ours = versions()
     check_versions(ours, dict(ours), "engine 0")
-    with pytest.raises(OtherVersions, match=r"engine 0 .* has torch 1.0 \(here"):
+    with pytest.raises(VersionMismatch, match=r"engine 0 .* has torch 1.0 \(driver"):
         check_versions(ours, ours | {"torch": "1.0"}, "engine 0 (process 7 on 10.0.0.2)")
 
 
 def test_gpus_are_counted_over_all_nodes_and_a_node_that_is_back_is_found_by_its_address():
-    nodes = [Node("a", "10.0.0.1", 8, 2), Node("b", "10.0.0.2", 8, 2)]
-    seat = gpus_of(nodes)[3]
-    assert (seat.node.id, seat.index) == ("b", 1)
-    assert find_node(seat, [nodes[0], Node("c", "10.0.0.2", 8, 2)]).id == "c"
+    nodes = [ClusterNode("a", "10.0.0.1", 8, 2), ClusterNode("b", "10.0.0.2", 8, 2)]
+    gpu = gpus_of(nodes)[3]
+    assert (gpu.node.id, gpu.index) == ("b", 1)
+    assert find_node(gpu, [nodes[0], ClusterNode("c", "10.0.0.2", 8, 2)]).id == "c"
     with pytest.raises(Unreachable, match=r"10.0.0.2 with its GPU 1 is gone"):
-        find_node(seat, nodes[:1])
+        find_node(gpu, nodes[:1])
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
-        (["placement.engines=9"], r"asks for 9 cores .* the cluster has 8 on 2 node"),
-        (["placement.engines=1", "placement.cpus_per_engine=5"], r"an engine is on one node, .* 4, 4 cores"),
+        (["placement.engines=9"], r"requests 9 cores .* the cluster has 8 on 2 node"),
+        (["placement.engines=1", "placement.cpus_per_engine=5"], r"an engine runs on one node; .* 4, 4 cores"),
         (["placement.engines=2", "placement.device_mapping.engines=[0,2]"], r"names GPU 2, and the cluster has 2"),
-        (["placement.reward_workers=1"], "no reward but env"),
+        (["placement.reward_workers=1"], "only the reward env"),
     ],
 )
-def test_more_than_the_cluster_has_is_refused_before_anything_is_written(two_nodes, tmp_path, words, said):
+def test_more_than_the_cluster_has_is_refused_before_anything_is_written(two_nodes, tmp_path, words, message):
     home = tmp_path / "run"
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         train(config_of(f"output_dir={home}", "model.device=auto", "placement=ray", *words))
     assert not home.exists()
 
@@ -115,21 +115,21 @@ def test_more_than_the_cluster_has_is_refused_before_anything_is_written(two_nod
 
 
 def test_a_process_sees_the_gpu_that_the_mapping_gives_it(two_nodes):
-    class Looking(Host):  # the second node says that it has two
+    class Looking(ClusterActor):  # the second node says that it has two
         async def devices(self):
             return os.environ["CUDA_VISIBLE_DEVICES"]
 
     placement = config_of(
         "model.device=auto", "placement=ray", "placement.engines=2", "placement.device_mapping.engines=[1,0]"
     ).placement
-    cluster = connection.Cluster(placement)
+    cluster = ray_cluster.RayCluster(placement)
     try:
-        seats = cluster.seats(None)
-        actors = [cluster.start(Looking, seat=seat) for seat in seats]
+        gpus = cluster.engine_gpus(None)
+        actors = [cluster.start(Looking, gpu=gpu) for gpu in gpus]
         assert cluster.ray.get([actor.devices.remote() for actor in actors]) == ["1", "0"]
-        told = cluster.ray.get(actors[0].told.remote())
-        assert told.node == two_nodes.second.node_id
-        assert told.versions == versions()
+        info = cluster.ray.get(actors[0].info.remote())
+        assert info.node == two_nodes.second.node_id
+        assert info.versions == versions()
     finally:
         cluster.close()
 
@@ -155,8 +155,8 @@ def weights_of(home):
 def test_a_run_on_two_nodes_that_loses_an_engine_and_a_worker_is_the_run_in_one_process(
     two_nodes, tmp_path, monkeypatch, caplog
 ):
-    from arborl.cluster.engine import RayEngine
-    from arborl.cluster.environments import RayHolder
+    from arborl.cluster.placement.ray_engine import RayEngine
+    from arborl.cluster.placement.ray_environments import RayHolder
 
     ask, send, calls, killed = RayEngine._ask, RayHolder._send, [], []
 
@@ -164,8 +164,8 @@ def test_a_run_on_two_nodes_that_loses_an_engine_and_a_worker_is_the_run_in_one_
         under_way = asyncio.ensure_future(ask(self, replica, prompt, sampling, session))
         calls.append(session)
         if len(calls) == 16:
-            killed.append((replica.told.pid, {one.told.node for one in self.replicas}))
-            os.kill(replica.told.pid, signal.SIGKILL)
+            killed.append((replica.info.pid, {one.info.node for one in self.replicas}))
+            os.kill(replica.info.pid, signal.SIGKILL)
         return await under_way
 
     def sending(self, packed):
@@ -191,7 +191,7 @@ def test_a_run_on_two_nodes_that_loses_an_engine_and_a_worker_is_the_run_in_one_
     assert sum(row["rollout/processes_replaced"] for row in rows) == 1
     assert sum(row["rollout/seconds_lost"] for row in rows) > 0
     assert sum(row["rollout/processes_hung"] for row in rows) == 0
-    assert f"process {killed[0][0]}" in caplog.text  # who was lost is said by name
+    assert f"process {killed[0][0]}" in caplog.text  # the log names the lost process
     assert killed[1].name in caplog.text
     assert "Processes of the run were lost and replaced: 1 × engine, " in caplog.text  # and what it cost
     assert "processes of the run were lost and replaced" in (tmp_path / "ray" / "report.html").read_text().lower()
@@ -210,7 +210,7 @@ def test_an_engine_in_the_place_of_a_dead_one_has_the_newest_weights_before_its_
         moved = {name: tensor + 0.02 * (tensor.ndim == 1) for name, tensor in parts.model.state_dict().items()}
         await engine.load(moved, 7)
         there = await engine.generate([1, 2, 3, 5, 8], how, session="a")
-        os.kill(engine.replicas[0].told.pid, signal.SIGKILL)
+        os.kill(engine.replicas[0].info.pid, signal.SIGKILL)
         again = await engine.generate([1, 2, 3, 5, 8], how, session="a")
         await parts.close()
         return before, there, again
@@ -256,10 +256,10 @@ def test_a_reward_worker_that_is_killed_costs_time_and_no_episode(two_nodes, tmp
     row = next(row for row in read_metrics(done.folder / "metrics.jsonl") if "time/step" in row)
     assert row["rewards/lost"] == 1
     assert row["rewards/seconds_lost"] > 0
-    said = (done.folder / "run.log").read_text()
-    assert "a reward worker is left alone until it answers again" in said
-    assert "reward worker 0 answers again after" in said
-    assert "1 × reward worker, " in said
+    log = (done.folder / "run.log").read_text()
+    assert "a reward worker is left alone until it answers again" in log
+    assert "reward worker 0 answers again after" in log
+    assert "1 × reward worker, " in log
 
 
 def test_a_reward_on_the_cluster_that_breaks_costs_itself_and_is_named(two_nodes, tmp_path):
@@ -287,14 +287,14 @@ def test_plain_rewards_on_one_worker_wait_at_the_same_time_and_one_that_hangs_is
     import arborl
     from arborl.rollout.store import EpisodeStore
 
-    asked = tmp_path / "asked"
-    asked.mkdir()
+    calls = tmp_path / "calls"
+    calls.mkdir()
 
     @arborl.reward
     def judge(episode):
-        (asked / f"{episode.task.id}-{episode.id[-1]}".replace("/", "-")).touch()
+        (calls / f"{episode.task.id}-{episode.id[-1]}".replace("/", "-")).touch()
         until = time.monotonic() + 120
-        while len(list(asked.iterdir())) < 12 and time.monotonic() < until:
+        while len(list(calls.iterdir())) < 12 and time.monotonic() < until:
             time.sleep(0.02)
         if int(episode.id[-1]) == 1:
             time.sleep(600)

@@ -32,11 +32,11 @@ class Look:
         import ray
 
         actors = trainer.learner.launcher.all
-        told = [await actor.told.remote() for actor in actors.values()]
-        self.nodes = self.nodes or [one.node for one in told]
+        infos = [await actor.info.remote() for actor in actors.values()]
+        self.nodes = self.nodes or [one.node for one in infos]
         if trainer.step == self.kill:
             self.kill = 0
-            os.kill(told[-1].pid, signal.SIGKILL)
+            os.kill(infos[-1].pid, signal.SIGKILL)
         assert ray.is_initialized()
 
 

@@ -24,7 +24,7 @@ def read(tmp_path):
         keys = " ".join(f"agent.init_config.{key}={value}" for key, value in agent.items())
         (tmp_path / "fly.txt").write_text(f"{COMMON}\n{keys}\n")
         draft = convert("agentfly", [tmp_path / "fly.txt"], uses)
-        assert set(draft.given) <= draft.accounted()
+        assert set(draft.source) <= draft.accounted()
         config = validate(RunConfig, draft.tree())
         check(config)
         return config
@@ -72,7 +72,7 @@ def test_queries_between_tags_are_our_code_agent_with_a_search(read):
         ({"agent_type": "hf", "tools": "[answer]", "reward_name": "webshop_reward"}, "no tool names one"),
     ],
 )
-def test_what_is_not_here_is_refused_and_nothing_stands_in_for_it(read, agent, says):
+def test_parts_without_counterpart_are_errors(read, agent, says):
     with pytest.raises(ConfigError, match=says):
         read(**agent)
 

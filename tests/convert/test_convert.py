@@ -66,7 +66,7 @@ def written(tmp_path):
 
 
 def keys(draft):
-    return {line.key for line in draft.lines if line.given}
+    return {line.key for line in draft.lines if line.explicit}
 
 
 def test_a_script_of_agentfly_becomes_a_run_that_starts(written, monkeypatch):
@@ -81,8 +81,8 @@ def test_a_script_of_agentfly_becomes_a_run_that_starts(written, monkeypatch):
     assert (config.learner.lr, config.sampling.max_tokens, config.model.name) == (5e-7, 256, "Qwen/Qwen2.5-3B-Instruct")
     why = {line.key: line.what for line in draft.dropped}
     assert why["algorithm.kl_ctrl.kl_coef"] == "not read without use_kl_in_reward"
-    assert why["trainer.brand_new_key"] == "not a key this converter knows"
-    assert keys(draft) >= set(draft.given)
+    assert why["trainer.brand_new_key"] == "unknown key"
+    assert keys(draft) >= set(draft.source)
     for name in ("gsm8k_train.json", "gsm8k_test.json"):
         (written / name).write_text(json.dumps([{"question": f"{n} + 1?", "answer": str(n + 1)} for n in range(40)]))
     done = CliRunner().invoke(app, ["convert", "agentfly", "fly.sh", "--out", "run.yaml"])
@@ -108,14 +108,14 @@ def test_every_reward_of_agentfly_becomes_one_that_is_there(name, tmp_path):
     ("system", "name", "text", "says"),
     [
         ("verl", "none.sh", None, "no such file"),
-        ("verl", "empty.sh", "echo hello\n", "no settings of verl in it"),
+        ("verl", "empty.sh", "echo hello\n", "it has no settings of verl"),
         ("verl", "bad.yaml", "a: [", "not valid YAML"),
         ("verl", "list.yaml", "- a\n", "must be keys with values"),
-        ("trl", "x.sh", "a.b=c", "no system is called 'trl'"),
+        ("trl", "x.sh", "a.b=c", "unknown system 'trl'"),
         ("verl", "quote.sh", 'python x "a.b=c', "cannot read"),
     ],
 )
-def test_what_cannot_be_converted_is_said_in_a_line(system, name, text, says, tmp_path):
+def test_conversion_errors_are_one_line(system, name, text, says, tmp_path):
     if text is not None:
         (tmp_path / name).write_text(text)
     done = CliRunner().invoke(app, ["convert", system, str(tmp_path / name)])
@@ -131,7 +131,7 @@ def test_no_rule_leads_to_a_key_that_does_not_exist(system):
     known = set(paths(RunConfig))
     for key, rule in table.items():
         for value in samples:
-            draft = Draft(given={"actor_rollout_ref.actor.use_kl_loss": True})
+            draft = Draft(source={"actor_rollout_ref.actor.use_kl_loss": True})
             try:
                 rule(draft, key, value)
             except (TypeError, ValueError):

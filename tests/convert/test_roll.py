@@ -16,8 +16,8 @@ from arborl.config.base import validate
 from arborl.config.load import load
 from arborl.config.run import RunConfig
 from arborl.convert import convert
-from arborl.convert.report import as_yaml
-from arborl.convert.roll.pipelines import pipeline
+from arborl.convert.conversion_report import as_yaml
+from arborl.convert.roll.roll_pipelines import pipeline
 from arborl.errors import ConfigError
 
 GAMES = """
@@ -140,7 +140,7 @@ def read(tmp_path):
         file.parent.mkdir(exist_ok=True)
         file.write_text(yaml.safe_dump(tree, sort_keys=False))
         draft = convert("roll", [file], uses)
-        assert set(draft.given) <= draft.accounted()
+        assert set(draft.source) <= draft.accounted()
         return draft
 
     return reading
@@ -362,7 +362,7 @@ def test_steps_as_rows_are_our_step_agent(read):
         ({"defaults": ["../config/elsewhere@_here_"]}, r"there is no such file"),
     ],
 )
-def test_what_is_not_here_is_refused_with_what_to_do_and_nothing_stands_in_for_it(read, more, says):
+def test_parts_without_counterpart_are_errors_with_advice(read, more, says):
     with pytest.raises(ConfigError, match=says):
         read(**more)
 
@@ -433,7 +433,7 @@ def test_the_report_is_a_table_and_the_same_as_json(read, tmp_path):
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout)
     lines = {line["key"]: line for line in report["lines"]}
-    assert set(lines["exp_name"]) == {"kind", "key", "value", "our_key", "our_value", "reason", "given"}
+    assert set(lines["exp_name"]) == {"kind", "key", "value", "our_key", "our_value", "reason", "explicit"}
     assert (lines["rollout_batch_size"]["our_key"], lines["rollout_batch_size"]["our_value"]) == (
         "rollout.envs.num_env_groups",
         4,
@@ -495,7 +495,7 @@ RLVR = {
 def rlvr(tmp_path, uses=None, **more):
     (tmp_path / "rlvr.yaml").write_text(yaml.safe_dump({**copy.deepcopy(RLVR), **more}))
     draft = convert("roll", [tmp_path / "rlvr.yaml"], uses)
-    assert set(draft.given) <= draft.accounted()
+    assert set(draft.source) <= draft.accounted()
     return draft
 
 
@@ -594,7 +594,7 @@ def test_grpo_by_domain_divides_by_the_groups_deviation(tmp_path):
 def test_learning_from_given_data_has_the_algorithms_name_and_its_rows(tree, kind, ours, tmp_path):
     (tmp_path / "given.yaml").write_text(yaml.safe_dump(tree))
     draft = convert("roll", [tmp_path / "given.yaml"])
-    assert pipeline(draft.given) == kind
+    assert pipeline(draft.source) == kind
     assert {key: draft.settings.get(key) for key in ours} == ours
     config = config_of(draft)
     assert config.data.given == (kind != "distill")
@@ -602,7 +602,7 @@ def test_learning_from_given_data_has_the_algorithms_name_and_its_rows(tree, kin
 
 
 def test_given_answers_in_their_columns_are_learned_from(tmp_path):
-    """Of two files: an instruction with its input beside it would be two columns, and that is said."""
+    """Of two files: an instruction with its input beside it would be two columns, which the report states."""
     for name in "ab":
         rows = [{"question": f"{n}{name}?", "output": str(n), "input": ""} for n in range(8)]
         (tmp_path / f"{name}.json").write_text(json.dumps(rows))

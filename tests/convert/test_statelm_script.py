@@ -102,7 +102,7 @@ def test_the_script_is_the_agent_that_edits_its_context(repo):
     assert (reward.name, reward.args) == ("choice", {"exceeded": -2.0})
     assert config.name == "state"
     assert any(line.path == "model.chat_args.enable_thinking" and line.ours is False for line in draft.lines)
-    assert set(draft.given) <= draft.accounted()
+    assert set(draft.source) <= draft.accounted()
     assert not any("TOKEN" in str(line.value) for line in draft.lines)
 
 

@@ -12,8 +12,8 @@ from arborl.cli.main import app
 from arborl.config.base import validate
 from arborl.config.run import RunConfig
 from arborl.convert import Draft, convert
-from arborl.convert.verl import keys as verl
-from arborl.convert.verl.defaults import DEFAULTS
+from arborl.convert.verl import verl_keys as verl
+from arborl.convert.verl.verl_defaults import DEFAULTS
 from arborl.errors import ConfigError
 
 A, R, T = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.rollout.multi_turn."
@@ -74,7 +74,7 @@ def test_tags_belong_to_the_sources_that_write_code_and_files_may_be_several(tmp
     assert [str(path) for path in config.data.files] == ["/data/one.parquet", "/data/two.parquet"]
     assert (config.model.name, config.algorithm.clip_low, config.algorithm.clip_high) == ("/models/base", 0.2, 0.28)
     assert {"RATE_LIMIT_PER_MINUTE", "WORKER_NODES"} <= {line.key for line in draft.dropped}
-    assert set(draft.given) <= draft.accounted()
+    assert set(draft.source) <= draft.accounted()
 
 
 @pytest.mark.parametrize("name", ["reinforce", "grpo", "rloo", "remax", "opo", "reinforce_plus_plus", "gae"])
@@ -104,7 +104,7 @@ def test_what_verl_does_without_a_word_is_written_out_where_arbor_would_do_somet
     assert (config.evaluation.temperature, config.evaluation.greedy) == (0.0, False)
     assert [reward.name for reward in config.rewards] == ["data_source"]
     assert ours(draft, "trainer.epochs") == 30
-    written = {line.path for line in draft.lines if not line.given}
+    written = {line.path for line in draft.lines if not line.explicit}
     assert "algorithm.dual_clip" in written
     assert "algorithm.clip_low" not in written  # 0.2 there, 0.2 here
 
@@ -120,7 +120,7 @@ def test_ppo_has_a_critic_of_its_own_and_gae_by_token(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("overrides", "expected"),
     [
         (f"{A}loss_agg_mode=seq-mean-token-mean", {"algorithm.aggregation": "episode"}),
         (f"{A}loss_agg_mode=seq-mean-token-sum", {"algorithm.aggregation": "fixed", "algorithm.fixed_length": 1}),
@@ -193,14 +193,14 @@ def test_ppo_has_a_critic_of_its_own_and_gae_by_token(tmp_path):
         (f"{R}agent.default_agent_loop=single_turn_agent", {"agent.name": "chat"}),
     ],
 )  # fmt: skip
-def test_a_key_means_the_same_here(said, expected, tmp_path):
-    draft = converted(tmp_path, GRPO + said)
+def test_a_key_means_the_same_here(overrides, expected, tmp_path):
+    draft = converted(tmp_path, GRPO + overrides)
     assert {path: ours(draft, path) for path in expected} == expected
-    assert set(draft.given) <= draft.accounted()
+    assert set(draft.source) <= draft.accounted()
 
 
 @pytest.mark.parametrize(
-    ("said", "why"),
+    ("overrides", "why"),
     [
         ("algorithm.adv_estimator=gpg", "no such advantage here.*algorithm.advantage=package.module:function"),
         (f"{A}policy_loss.loss_mode=clip_cov", "no 'clip_cov' here.*algorithm.loss=package.module:function"),
@@ -210,7 +210,7 @@ def test_a_key_means_the_same_here(said, expected, tmp_path):
         (f"{T}enable=True", "with which tools.*arborl convert verl SCRIPT TOOLS.yaml"),
         (
             f"{T}enable=True {T}tool_config_path=away.yaml",
-            "nobody knows the tools.*arborl convert verl SCRIPT TOOLS.yaml",
+            "the tools are unknown.*arborl convert verl SCRIPT TOOLS.yaml",
         ),
         (f"{T}interaction_config_path=a.yaml", "is an environment here.*env=package.module:Class"),
         ("data.image_key=images", "pictures.*rows of text"),
@@ -221,9 +221,9 @@ def test_a_key_means_the_same_here(said, expected, tmp_path):
         ("trainer.val_only=True", "arborl evaluate"),
     ],
 )
-def test_what_cannot_be_mapped_is_an_error_with_a_remedy(said, why, tmp_path):
+def test_what_cannot_be_mapped_is_an_error_with_a_remedy(overrides, why, tmp_path):
     with pytest.raises(ConfigError, match=f"(?s){why}"):
-        converted(tmp_path, GRPO + said)
+        converted(tmp_path, GRPO + overrides)
 
 
 def test_trainings_of_another_kind_are_refused(tmp_path):
@@ -275,12 +275,12 @@ def test_every_default_has_a_rule_and_no_rule_leaves_a_key_without_a_word():
     assert set(DEFAULTS) <= set(verl.TABLE)
     for key, rule in verl.TABLE.items():
         for value in (True, False, None, 1, 0.5, "name", ["a"], {}):
-            rule(Draft(given={key: value}), key, value)  # none may break
+            rule(Draft(source={key: value}), key, value)  # none may break
 
 
 def test_an_unknown_key_is_said_to_be_unknown(tmp_path):
     draft = converted(tmp_path, f"{GRPO} trainer.brand_new=1 data.odd=2 {A}odd=3 {R}odd=4")
-    unknown = {line.key for line in draft.dropped if line.why == "not a key this converter knows"}
+    unknown = {line.key for line in draft.dropped if line.why == "unknown key"}
     assert unknown == {"trainer.brand_new", "data.odd", f"{A}odd", f"{R}odd"}
 
 

@@ -53,7 +53,7 @@ class Rows:
 
     tokens: list[torch.Tensor] = field(default_factory=list)
     mask: list[torch.Tensor] = field(default_factory=list)
-    """Of tokens 1, 2, …: whether the model said them."""
+    """Of tokens 1, 2, …: whether the model sampled them."""
     score: list[float] = field(default_factory=list)
     group: list[int] = field(default_factory=list)
 
@@ -79,8 +79,8 @@ def logprobs(model, rows: Rows, chosen: list[int]) -> torch.Tensor:
     found = []
     for row in chosen:
         logits = model(rows.tokens[row][None]).logits[0, :-1]
-        said = torch.log_softmax(logits, -1).gather(1, rows.tokens[row][1:, None])[:, 0]
-        found.append(said[rows.mask[row]])
+        logprobs = torch.log_softmax(logits, -1).gather(1, rows.tokens[row][1:, None])[:, 0]
+        found.append(logprobs[rows.mask[row]])
     return torch.cat(found)
 
 

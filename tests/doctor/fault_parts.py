@@ -9,7 +9,7 @@ from typing import Any
 
 import arborl
 from arborl.envs.env import Env, Observation, Step
-from arborl.models.seedling import WEIGHTS
+from arborl.models.find import SEEDLING_DIR
 from arborl.types import Message
 
 
@@ -91,7 +91,7 @@ def model(folder: Path, template: Change = str, **files: Callable[[dict[str, Any
         files: the name of a JSON file to what is changed in it.
     """
     folder.mkdir(parents=True)
-    for path in WEIGHTS.iterdir():
+    for path in SEEDLING_DIR.iterdir():
         if path.suffix == ".json" and path.stem in files:
             settings = json.loads(path.read_text())
             files[path.stem](settings)

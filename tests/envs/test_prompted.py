@@ -22,7 +22,7 @@ from arborl.envs.env import Env, Observation, Step
 from arborl.envs.frozen_lake import RULES, FrozenLake
 from arborl.envs.prompted import Sizes, opened, prompted
 from arborl.errors import ConfigError
-from arborl.models.seedling import WEIGHTS
+from arborl.models.find import SEEDLING_DIR
 from arborl.rollout.recorder import Limits
 from arborl.rollout.runner import Cast, Rollout
 from arborl.rollout.workers import Workers
@@ -198,7 +198,7 @@ def test_what_an_environment_returns_by_mistake_is_still_named():
 
 
 def rollout(agent, env, texts):
-    renderer = Renderer.from_folder(WEIGHTS)
+    renderer = Renderer.from_folder(SEEDLING_DIR)
     engine = ScriptedEngine(replies(renderer, texts), decode=renderer.tokenizer.decode)
     cast = Cast(lambda task: agent, env)
     return Rollout(engine, renderer, cast, Sampling(32), Limits(max_context=2048), concurrency=2)
@@ -241,7 +241,7 @@ def cast_of(tmp_path, rows, **settings):
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     config = from_kwargs(data=str(tmp_path / "rows.json"), rewards=["exact"], engine="scripted", **settings)
     workshop = Workshop(config, {})
-    return workshop.cast(), workshop.source(Renderer.from_folder(WEIGHTS))[0]
+    return workshop.cast(), workshop.source(Renderer.from_folder(SEEDLING_DIR))[0]
 
 
 def test_rows_are_asked_with_the_run_agents_system_prompt_whatever_agent_they_name(tmp_path):

@@ -14,8 +14,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from arborl.chat import Renderer
 from arborl.envs.frozen_lake import FrozenLake, best_moves
-from arborl.seedling.game_transcripts import play
-from arborl.seedling.transcript import PIECE, Transcript, pick
+from arborl.seedling.game_transcripts import play_game
+from arborl.seedling.transcript_base import PIECE, Transcript, pick
 from arborl.seeds import generator
 from arborl.types import Message
 
@@ -31,7 +31,7 @@ def lake(chance, size: int, skilled: float = 0.4) -> Transcript:
         moves = good if good and chance.random() < skilled else ("Up", "Down", "Left", "Right")
         return f"<answer>{pick(chance, moves)}</answer>"
 
-    return play(env, say, chance)
+    return play_game(env, say, chance)
 
 
 def tokenizer_of(texts: list[str]) -> Tokenizer:

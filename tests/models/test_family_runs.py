@@ -131,7 +131,7 @@ def test_in_float16_the_engine_says_what_the_learner_says(name):
 def test_tools_are_in_the_recorded_prompts_of_a_model_whose_template_has_no_place_for_them(tmp_path):
     """As that of smollm2, whose prompts never named them."""
     from arborl.chat import Renderer
-    from arborl.models.seedling import WEIGHTS
+    from arborl.models.find import SEEDLING_DIR
     from arborl.models.smollm2 import TEMPLATE
 
     rows = tmp_path / "rows.jsonl"
@@ -144,7 +144,7 @@ def test_tools_are_in_the_recorded_prompts_of_a_model_whose_template_has_no_plac
         f"model.chat_template={template}", f"data.path={rows}", "agent=tool", "tools=[calculator]", "rewards=[exact]",
         f"output_dir={tmp_path / 'run'}", *ONE_STEP,
     )  # fmt: skip
-    renderer = Renderer.from_folder(WEIGHTS)
+    renderer = Renderer.from_folder(SEEDLING_DIR)
     for episode in episodes(tmp_path / "run"):
         shown = renderer.tokenizer.decode(episode.calls[0].prompt)
         assert '"name": "calculator"' in shown

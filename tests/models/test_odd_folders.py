@@ -28,7 +28,7 @@ from transformers import (
 from typer.testing import CliRunner
 
 from arborl.cli.main import app
-from arborl.models.seedling import WEIGHTS
+from arborl.models.find import SEEDLING_DIR
 
 SIZES = {"vocab_size": 2048, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 LLAMA = {**SIZES, "intermediate_size": 16, "tie_word_embeddings": False}
@@ -37,7 +37,7 @@ LLAMA = {**SIZES, "intermediate_size": 16, "tie_word_embeddings": False}
 def with_tokenizer(folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(WEIGHTS / name, folder)
+        shutil.copy(SEEDLING_DIR / name, folder)
     return folder
 
 

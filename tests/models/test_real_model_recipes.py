@@ -13,8 +13,8 @@ from arborl.config.load import load
 from arborl.config.run import RunConfig
 from arborl.envs.answers import read_answer
 from arborl.envs.frozen_lake import read_move
-from arborl.seedling.rows import mixed_transcript_rows, transcript_rows
-from arborl.seedling.sum_transcripts import working
+from arborl.seedling.problem_transcripts import working
+from arborl.seedling.transcript_rows import mixed_transcript_rows, transcript_rows
 from arborl.tools.library.calculator import calculator
 
 RECIPES = Path(__file__).parents[2] / "recipes"

@@ -14,7 +14,7 @@ import typer
 from arborl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from arborl.cluster.fleet import ClusterState, Fleet, HostState
+    from arborl.cluster.launcher.ssh_cluster import ClusterState, HostState, SshCluster
 
 cluster = typer.Typer(
     name="cluster",
@@ -35,17 +35,17 @@ STATES = {
 }
 
 
-def fleet(file: Path) -> Fleet:
+def fleet(file: Path) -> SshCluster:
     """The cluster of a file; what is done to it is said on standard error."""
-    from arborl.cluster.fleet import Fleet
-    from arborl.cluster.spec import read_spec
+    from arborl.cluster.launcher.cluster_spec import read_cluster_spec
+    from arborl.cluster.launcher.ssh_cluster import SshCluster
 
     if file == DEFAULT and not file.exists():
         raise ConfigError(
             f"{file}: no such file. Name the cluster's with --config FILE, or write one: `head: HOST` is enough for "
             "one host, and docs/scale-out.md has every key."
         )
-    return Fleet(read_spec(file), lambda line: typer.echo(line, err=True))
+    return SshCluster(read_cluster_spec(file), lambda line: typer.echo(line, err=True))
 
 
 def _ended(unsolved: list[str]) -> None:
@@ -94,7 +94,7 @@ def logs(
     job: Annotated[str | None, typer.Option(help="What a job prints, by its id.", show_default=False)] = None,
 ) -> None:
     """Print the last lines of the hosts' logs, each with its host and file."""
-    from arborl.cluster.jobs import logs
+    from arborl.cluster.launcher.cluster_jobs import read_logs
 
     asked = fleet(config)
     hosts = [asked.spec.host(host)] if host else [asked.spec.head] if job else list(asked.spec.hosts)
@@ -105,7 +105,7 @@ def logs(
     def heard(where: str, name: str, line: str) -> None:
         typer.echo(line if job else f"{where} {name}: {line}")
 
-    _ended(logs(asked, hosts, heard, names, lines, follow))
+    _ended(read_logs(asked, hosts, heard, names, lines, follow))
 
 
 @cluster.command(context_settings={"ignore_unknown_options": True})
@@ -124,14 +124,13 @@ def submit(
 
     Prints what it prints and ends with its exit code. Ctrl-C stops the job; a connection that breaks does not.
     """
-    from arborl.cluster.jobs import gather
-    from arborl.cluster.jobs import submit as begin
+    from arborl.cluster.launcher.cluster_jobs import collect_files, submit_job
 
     asked = fleet(config)
-    files = gather(working_dir) if working_dir is not None else None
+    files = collect_files(working_dir) if working_dir is not None else None
     if command[0].endswith(".yaml"):
         command, files = run_of(asked, command, working_dir, files)
-    job = begin(asked, command, files, not detach, lambda line: typer.echo(line))
+    job = submit_job(asked, command, files, not detach, lambda line: typer.echo(line))
     if detach:
         typer.echo(job.id)
         return
@@ -142,7 +141,7 @@ def submit(
 
 
 def run_of(
-    asked: Fleet, words: list[str], folder: Path | None, files: dict[str, bytes] | None
+    asked: SshCluster, words: list[str], folder: Path | None, files: dict[str, bytes] | None
 ) -> tuple[list[str], dict[str, bytes]]:
     """`arborl train` with a file that travels along; what is wrong in it is said here."""
     from arborl.cli.arguments import one_path, split

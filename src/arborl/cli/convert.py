@@ -28,7 +28,7 @@ def convert(
     from arborl.config.base import validate
     from arborl.config.run import RunConfig
     from arborl.convert import convert as read
-    from arborl.convert.report import as_yaml, rows
+    from arborl.convert.conversion_report import as_yaml, rows
 
     draft = read(system, files, _pairs(use or ()))
     tree = draft.tree()
@@ -49,9 +49,9 @@ def convert(
         typer.echo(f"{out}  written. Look at it with: arborl train {out} --print   Start with: arborl train {out}")
 
 
-def _pairs(given: Sequence[str]) -> dict[str, str]:
+def _pairs(options: Sequence[str]) -> dict[str, str]:
     pairs = {}
-    for text in given:
+    for text in options:
         theirs, equals, ours = text.partition("=")
         if not (theirs and equals and ours):
             raise ConfigError(f"--use {text}: write --use THEIRS=OURS, as --use ifeval=my_package.rewards:ifeval.")

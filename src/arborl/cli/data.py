@@ -38,7 +38,7 @@ def make(
     import yaml
 
     from arborl.data.made.datasets import make as write
-    from arborl.seedling.rows import transcripts
+    from arborl.seedling.transcript_rows import transcripts
 
     names, settings = split(arguments, ("--out", "--count", "--seed", "--help"))
     name = one_path(names, "set")

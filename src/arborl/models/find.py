@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from arborl.errors import ConfigError, did_you_mean
-from arborl.models.seedling import WEIGHTS
 
 EMBEDDED = ("seedling", "smollm2")
+SEEDLING_DIR = Path(__file__).parents[1] / "seedling" / "weights"
+"""Weights, tokenizer and chat template of the embedded model."""
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 WRITES = ("ForCausalLM", "LMHeadModel")
 """How architectures end that write text from left to right."""
@@ -30,7 +31,7 @@ def resolve(name: str, where: str = "model.name") -> Path:
         where: the key that names it, for messages.
     """
     if name == "seedling":
-        return WEIGHTS
+        return SEEDLING_DIR
     if name == "smollm2":
         from arborl.models.smollm2 import folder
 

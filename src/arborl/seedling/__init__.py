@@ -1,15 +1,15 @@
-"""The maker of the embedded model: transcripts of scripted players, a tokenizer and a small Llama that imitates them.
+"""Seedling, the embedded model: its weights, and the program that makes them.
 
-It teaches from environments, agents and tools, so it stands above them; `arborl.models.seedling` holds what it made.
+A 2M-parameter Llama with its own tokenizer and chat template. It knows every format that Arbor uses and plays badly, so
+that reinforcement learning has something to improve. The package imports environments, agents and tools; the path of
+the weights is `arborl.models.find.SEEDLING_DIR`.
 
-In reading order:
+    make.py                  Trains tokenizer and model: `python -m arborl.seedling.make`
+    transcript_rows.py       The mixture of transcripts, and transcripts as rows for imitation
+    transcript_base.py       `Transcript`, and what all writers share
+    game_transcripts.py      FrozenLake, Sokoban, Rooms, Shop
+    problem_transcripts.py   Calculator, code, search, small talk, worked sums
+    document_transcripts.py  Long documents with the context-managing agent
 
-    make.py                  Make seedling from nothing
-    corpus.py                What seedling learned to speak from
-    transcript.py            What every writer of transcripts needs
-    game_transcripts.py      Transcripts of games
-    sum_transcripts.py       Sums with their working, column by column
-    tool_transcripts.py      Transcripts of questions that tools answer: a calculator, a search, a piece of code
-    document_transcripts.py  Transcripts of players who work through long documents
-    rows.py                  Transcripts as rows of a file
+`weights/` holds weights, tokenizer, chat template and `record.json` of the training run.
 """

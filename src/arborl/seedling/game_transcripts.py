@@ -1,12 +1,14 @@
-"""Transcripts of games: the environment itself plays, so what is imitated is what the model will see.
+"""Transcripts of games. The environment itself runs, so the prompts are those that the model sees in training.
 
-Each game has a few kinds of players. The skilled follow a shortest solution nine times in ten; the others wander, or
-have a bad habit. So the model knows the formats and some of what good play looks like, and mostly does not do it.
+Each game has several kinds of scripted players. Skilled players follow a shortest solution with probability 0.9; the
+others act at random or by a fixed bias. The model learns the formats and only a little of good play.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+
+from numpy.random import Generator
 
 from arborl.envs.env import Env
 from arborl.envs.frozen_lake import MOVES, FrozenLake, best_moves
@@ -14,102 +16,92 @@ from arborl.envs.rooms.game import Rooms
 from arborl.envs.shop.game import Shop
 from arborl.envs.shop.pages import BUY, Page
 from arborl.envs.sokoban.game import Sokoban
-from arborl.seedling.transcript import Chance, Transcript, draw, pick
+from arborl.seedling.transcript_base import Transcript, draw, pick
 from arborl.types import Message, Task
 
-MUMBLES = ("Right", "<answer></answer>", "<answer>Jump</answer>", "I go down.", "<answer>Left, Up</answer>")
-MUMBLING = 0.02
-"""Share of the messages that are no action at all."""
+INVALID_ACTIONS = ("Right", "<answer></answer>", "<answer>Jump</answer>", "I go down.", "<answer>Left, Up</answer>")
+INVALID_SHARE = 0.02
+LAKE_PLAYERS = {"random": 0.44, "right_and_down": 0.41, "skilled": 0.15}
+LAKE_POLICY_SHARE = {"random": 0.0, "right_and_down": 0.7, "skilled": 0.9}
+"""Probability that a player follows its policy; otherwise the move is uniform."""
+SHOP_PLAYERS = {"skilled": 0.4, "hasty": 0.35, "random": 0.25}
+CATALOGUES = range(1, 5)
+"""Seeds of the catalogues in the corpus. Recipes use catalogue 0."""
 
 
-def play(env: Env, say: Callable[[], str], chance: Chance, mumbling: float = MUMBLING) -> Transcript:
-    """A game of the training split to its end, with what `say` says each turn; now and then it mumbles."""
-    game = _play(env, say, chance, mumbling)
+def play_game(
+    env: Env, next_action: Callable[[], str], rng: Generator, invalid_share: float = INVALID_SHARE
+) -> Transcript:
+    """Play one game of the training split to its end. These environments never wait, so one `send` runs the game."""
+    game = _play(env, next_action, rng, invalid_share)
     try:
         game.send(None)
-    except StopIteration as over:  # these games never wait, so one push plays them to the end
-        return over.value
-    raise RuntimeError(f"{type(env).__name__} waited for something")
+    except StopIteration as result:
+        return result.value
+    raise RuntimeError(f"{type(env).__name__} waited: only environments without input or output can be played here")
 
 
-async def _play(env: Env, say: Callable[[], str], chance: Chance, mumbling: float) -> Transcript:
-    seed = int(chance.integers(1 << 62))
+async def _play(env: Env, next_action: Callable[[], str], rng: Generator, invalid_share: float) -> Transcript:
+    seed = int(rng.integers(1 << 62))
     messages = list((await env.reset(Task(id="game", seed=seed), seed)).messages)
     while True:
-        messages.append(Message("assistant", pick(chance, MUMBLES) if chance.random() < mumbling else say()))
+        text = pick(rng, INVALID_ACTIONS) if rng.random() < invalid_share else next_action()
+        messages.append(Message("assistant", text))
         step = await env.step(messages[-1])
         if step.over:
             return Transcript(messages)
         messages.extend(step.observation.messages)
 
 
-# ------------------------------------------------------------------------------------------------ frozen lake
+def frozen_lake(rng: Generator) -> Transcript:
+    size = int(rng.choice([3, 4, 5, 6], p=[0.05, 0.85, 0.05, 0.05]))
+    env, player = FrozenLake(size=size, slippery=bool(rng.random() < 0.03)), draw(rng, LAKE_PLAYERS)
 
-LAKE = {"wanderer": 0.44, "habit": 0.41, "skilled": 0.15}
-"""The creature of habit goes right and down, as if every goal were in the corner."""
-FAITHFUL = {"wanderer": 0.0, "habit": 0.7, "skilled": 0.9}
-"""How often a player does what it is named for; else it moves anywhere."""
-
-
-def frozen_lake(chance: Chance) -> Transcript:
-    size = int(chance.choice([3, 4, 5, 6], p=[0.05, 0.85, 0.05, 0.05]))
-    env, player = FrozenLake(size=size, slippery=bool(chance.random() < 0.03)), draw(chance, LAKE)
-
-    def say() -> str:
-        wanted = best_moves(env.grid, env.player) if player == "skilled" else ("Right", "Down")
-        move = pick(chance, wanted if wanted and chance.random() < FAITHFUL[player] else tuple(MOVES))
+    def next_action() -> str:
+        moves = best_moves(env.grid, env.player) if player == "skilled" else ("Right", "Down")
+        move = pick(rng, moves if moves and rng.random() < LAKE_POLICY_SHARE[player] else tuple(MOVES))
         return f"<answer>{move}</answer>"
 
-    return play(env, say, chance)
+    return play_game(env, next_action, rng)
 
 
-# ------------------------------------------------------------------------------------------------ sokoban and rooms
+def random_or_oracle(env: Env, skilled: bool, rng: Generator) -> Callable[[], str]:
+    """A player that acts uniformly; a skilled one takes the oracle's action with probability 0.9."""
+
+    def next_action() -> str:
+        best = env.oracle() if skilled and rng.random() < 0.9 else None
+        return best or pick(rng, env.actions())
+
+    return next_action
 
 
-def wander_or_solve(env: Env, skilled: bool, chance: Chance) -> Callable[[], str]:
-    """Says any possible action; the skilled the best one, nine times in ten."""
-
-    def say() -> str:
-        best = env.oracle() if skilled and chance.random() < 0.9 else None
-        return best or pick(chance, env.actions())
-
-    return say
-
-
-def sokoban(chance: Chance) -> Transcript:
-    size = int(chance.choice([5, 6, 7], p=[0.05, 0.9, 0.05]))
+def sokoban(rng: Generator) -> Transcript:
+    size = int(rng.choice([5, 6, 7], p=[0.05, 0.9, 0.05]))
     env = Sokoban(size=size)
-    return play(env, wander_or_solve(env, bool(chance.random() < 0.3), chance), chance)
+    return play_game(env, random_or_oracle(env, bool(rng.random() < 0.3), rng), rng)
 
 
-def rooms(chance: Chance) -> Transcript:
-    count = int(chance.integers(3, 7))
-    env = Rooms(rooms=count, doors=int(chance.integers(0, 3)), max_steps=18)
-    return play(env, wander_or_solve(env, bool(chance.random() < 0.35), chance), chance)
+def rooms(rng: Generator) -> Transcript:
+    count = int(rng.integers(3, 7))
+    env = Rooms(rooms=count, doors=int(rng.integers(0, 3)), max_steps=18)
+    return play_game(env, random_or_oracle(env, bool(rng.random() < 0.35), rng), rng)
 
 
-# ------------------------------------------------------------------------------------------------ shop
-
-BUYERS = {"skilled": 0.4, "hasty": 0.35, "wanderer": 0.25}
-CATALOGUES = range(1, 5)
-"""Seeds of the catalogues that are taught from; recipes buy from catalogue 0."""
-
-
-def shop(chance: Chance) -> Transcript:
-    """The hasty search for anything like it, take any product, forget options and buy."""
-    env = Shop(catalogue_seed=pick(chance, CATALOGUES), max_steps=8)
-    player = draw(chance, BUYERS)
+def shop(rng: Generator) -> Transcript:
+    """Hasty players take any product, skip the options and buy."""
+    env = Shop(catalogue_seed=pick(rng, CATALOGUES), max_steps=8)
+    player = draw(rng, SHOP_PLAYERS)
     if player == "hasty":
-        return play(env, lambda: _hasty(env, chance), chance)
-    return play(env, wander_or_solve(env, player == "skilled", chance), chance)
+        return play_game(env, lambda: _hasty_action(env, rng), rng)
+    return play_game(env, random_or_oracle(env, player == "skilled", rng), rng)
 
 
-def _hasty(env: Shop, chance: Chance) -> str:
+def _hasty_action(env: Shop, rng: Generator) -> str:
     page: Page = env.page
     if page.kind == "results":
         shown: Sequence[str] = [product.id for product in env.site.results(page)]
-        if shown and chance.random() < 0.95:
-            return f"click[{pick(chance, shown)}]"
-    if page.kind == "item" and chance.random() < 0.5:
+        if shown and rng.random() < 0.95:
+            return f"click[{pick(rng, shown)}]"
+    if page.kind == "item" and rng.random() < 0.5:
         return f"click[{BUY}]"
-    return env.oracle() if page.kind == "item" and chance.random() < 0.5 else pick(chance, env.actions())
+    return env.oracle() if page.kind == "item" and rng.random() < 0.5 else pick(rng, env.actions())

@@ -1,7 +1,7 @@
-"""Make seedling from nothing: `python -m arborl.seedling.make [--out DIR] [--transcripts N] [--epochs N]`.
+"""Train seedling from scratch: `python -m arborl.seedling.make [--out DIR] [--transcripts N] [--epochs N]`.
 
-Writes the transcripts of scripted players, trains a tokenizer on some of them, trains a small Llama to imitate the
-players' words, and saves model, tokenizer, chat template and a record of the run, in a form plain transformers loads.
+Writes transcripts of scripted players, trains a tokenizer on a part of them and a small Llama on the players' messages,
+and saves model, tokenizer, chat template and a record of the run in Hugging Face format.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from arborl.chat.template import Template
-from arborl.models.seedling import WEIGHTS
-from arborl.seedling.corpus import WRITERS, write
-from arborl.seedling.transcript import MARKS, PIECE
+from arborl.models.find import SEEDLING_DIR
+from arborl.seedling.transcript_base import PIECE, SPECIAL_STRINGS
+from arborl.seedling.transcript_rows import WRITERS, write
 from arborl.seeds import generator
 
 VOCABULARY = 2048
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CONTEXT = 4096
 ROW = 1024
-"""Tokens in a training row; transcripts are laid end to end."""
-QUIET = 0.1
-"""Weight of tokens the assistant did not write, in the training loss."""
-SOURCE = Path(__file__).parent / "chat_template.jinja"
+"""Tokens of a training row, which holds several transcripts."""
+OTHER_WEIGHT = 0.1
+"""Loss weight of tokens that the assistant did not write."""
+CHAT_TEMPLATE = Path(__file__).parent / "chat_template.jinja"
 ARCHITECTURE = {
     "hidden_size": 160,
     "intermediate_size": 448,
@@ -46,22 +46,21 @@ ARCHITECTURE = {
 }
 
 
-def template() -> Template:
-    return Template(SOURCE.read_text(), bos_token=None, eos_token="<|im_end|>")
+def chat_template() -> Template:
+    return Template(CHAT_TEMPLATE.read_text(), bos_token=None, eos_token="<|im_end|>")
 
 
 def texts(seed: int, count: int) -> Iterator[tuple[str, int]]:
-    """What the first `count` draws of this seed wrote, as the model sees it, and how many of the assistant's messages
-    in it are not imitated."""
-    chance, shape = generator(seed, "transcripts"), template()
+    """Rendered transcripts of the first `count` draws, each with its number of assistant messages without loss."""
+    rng, template = generator(seed, "transcripts"), chat_template()
     for _ in range(count):
-        for transcript in write(chance):
-            earlier = sum(message.role == "assistant" for message in transcript.messages[: transcript.since])
-            yield shape.render(transcript.messages, transcript.tools, generation=False), earlier
+        for transcript in write(rng):
+            num_skipped = sum(message.role == "assistant" for message in transcript.messages[: transcript.train_from])
+            yield template.render(transcript.messages, transcript.tools, generation=False), num_skipped
 
 
 def train_tokenizer(seed: int, count: int) -> Tokenizer:
-    """Byte-level BPE that never joins digits, capitals or signs, so a cell of a grid is always one token."""
+    """Byte-level BPE. Digits, capitals and signs are never merged, so a cell of a grid is always one token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -71,108 +70,108 @@ def train_tokenizer(seed: int, count: int) -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY - len(MARKS),
+        vocab_size=VOCABULARY - len(SPECIAL_STRINGS),
         special_tokens=list(SPECIAL),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator((text for text, _ in texts(seed, count)), trainer)
-    tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in MARKS])
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in SPECIAL_STRINGS])
     return tokenizer
 
 
 def encode_share(job: tuple[str, int, int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows of whole transcripts from one worker: token ids, which of them the assistant wrote, and positions."""
+    """Training rows of one worker process: token ids, mask of the assistant's tokens, positions."""
     path, seed, count = job
     tokenizer = Tokenizer.from_file(path)
     rows: list[tuple[list[int], list[bool], list[int]]] = [([], [], [])]
-    for text, earlier in texts(seed, count):
+    for text, num_skipped in texts(seed, count):
         ids = tokenizer.encode(text).ids[:ROW]  # a long game is cut
         if len(rows[-1][0]) + len(ids) > ROW:
             rows.append(([], [], []))
         rows[-1][0].extend(ids)
-        rows[-1][1].extend(spoken_by_assistant(tokenizer, ids, earlier))
+        rows[-1][1].extend(assistant_mask(tokenizer, ids, num_skipped))
         rows[-1][2].extend(range(len(ids)))
     pad = tokenizer.encode("<|endoftext|>").ids[0]
-    for ids, spoken, positions in rows:
+    for ids, mask, positions in rows:
         missing = ROW - len(ids)
         ids.extend([pad] * missing)
-        spoken.extend([False] * missing)
+        mask.extend([False] * missing)
         positions.extend(range(missing))
     return tuple(np.array(column, dtype=np.uint16) for column in zip(*rows, strict=True))  # type: ignore[return-value]
 
 
-def spoken_by_assistant(tokenizer: Tokenizer, ids: list[int], earlier: int = 0) -> list[bool]:
-    """Which tokens the assistant wrote, from after its header to its end of turn; without its first few messages."""
+def assistant_mask(tokenizer: Tokenizer, ids: list[int], num_skipped: int = 0) -> list[bool]:
+    """True for tokens of assistant messages, end of turn included, after the first `num_skipped` messages."""
     header = tokenizer.encode("<|im_start|>assistant\n").ids
     start, end = header[0], tokenizer.encode("<|im_end|>").ids[0]
-    spoken = [False] * len(ids)
+    mask = [False] * len(ids)
     for i in range(len(ids) - len(header)):
         if ids[i] == start and ids[i : i + len(header)] == header:
-            earlier -= 1
-            if earlier >= 0:
+            num_skipped -= 1
+            if num_skipped >= 0:
                 continue
             stop = ids.index(end, i) if end in ids[i:] else len(ids) - 1
-            spoken[i + len(header) : stop + 1] = [True] * (stop + 1 - i - len(header))
-    return spoken
+            mask[i + len(header) : stop + 1] = [True] * (stop + 1 - i - len(header))
+    return mask
 
 
 def encode_all(tokenizer_path: Path, seed: int, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """All transcripts as rows of `ROW` tokens, written by all cores."""
+    """All transcripts as rows of `ROW` tokens, written by one process per core."""
     workers = os.cpu_count() or 1
     share = -(-count // (workers * 4))
     jobs = [(str(tokenizer_path), seed + 1 + i, share) for i in range(workers * 4)]
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         parts = pool.map(encode_share, jobs, chunksize=1)
-    ids, spoken, positions = (
+    ids, mask, positions = (
         torch.from_numpy(np.concatenate(column).astype(np.int32)) for column in zip(*parts, strict=True)
     )
-    return ids, spoken.bool(), positions
+    return ids, mask.bool(), positions
 
 
 def train(
     model: LlamaForCausalLM, rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor], epochs: int, batch: int, lr: float
 ) -> float:
-    """Imitate; cosine schedule with a short warm-up. Returns the final loss on the players' words."""
+    """Supervised training with a cosine schedule and a short warm-up. Returns the final loss on assistant tokens."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model.to(device).train()
-    ids, spoken, positions = (column.to(device) for column in rows)
+    ids, mask, positions = (column.to(device) for column in rows)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.01)
     steps = epochs * (len(ids) // batch)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda s: min((s + 1) / 100, 0.02 + 0.98 * (1 + math.cos(math.pi * s / steps)) / 2)
     )
 
-    def surprise(tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        # positions that start again keep the transcripts of a row apart, but only without a cache
+    def token_losses(tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        # restarting positions separate the transcripts of a row; this requires use_cache=False
         logits = model(tokens, position_ids=places, use_cache=False).logits[:, :-1]
         return torch.nn.functional.cross_entropy(logits.float().transpose(1, 2), tokens[:, 1:], reduction="none")
 
     if device == "cuda":
-        surprise = torch.compile(surprise)
+        token_losses = torch.compile(token_losses)
     recent: list[float] = []
     for step in range(steps):
         drawn = torch.randint(len(ids), (batch,), device=device)
-        tokens, own = ids[drawn].long(), spoken[drawn][:, 1:]
+        tokens, target = ids[drawn].long(), mask[drawn][:, 1:]
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            losses = surprise(tokens, positions[drawn].long())
-        weight = own + QUIET * (~own & (tokens[:, 1:] != model.config.pad_token_id))
+            losses = token_losses(tokens, positions[drawn].long())
+        weight = target + OTHER_WEIGHT * (~target & (tokens[:, 1:] != model.config.pad_token_id))
         ((losses * weight).sum() / weight.sum()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad(set_to_none=True)
         if step % 100 == 0 or step == steps - 1:
-            recent.append(float((losses.detach() * own).sum() / own.sum()))
-            print(f"step {step:6d}/{steps}  loss on the players' words {recent[-1]:.4f}", flush=True)
+            recent.append(float((losses.detach() * target).sum() / target.sum()))
+            print(f"step {step:6d}/{steps}  loss on assistant tokens {recent[-1]:.4f}", flush=True)
     return recent[-1]
 
 
 def save(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path, record: dict[str, object]) -> None:
-    """A folder plain transformers loads: weights in bfloat16, float32 when loaded."""
+    """Write a Hugging Face folder; weights are stored in bfloat16."""
     model.to("cpu", torch.bfloat16).save_pretrained(out)
     tokenizer.save(str(out / "tokenizer.json"))
-    (out / "chat_template.jinja").write_text(SOURCE.read_text())
+    (out / "chat_template.jinja").write_text(CHAT_TEMPLATE.read_text())
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<|im_end|>",
@@ -185,8 +184,8 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path, record: dict[
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Make seedling from nothing.")
-    parser.add_argument("--out", type=Path, default=WEIGHTS)
+    parser = argparse.ArgumentParser(description="Train seedling from scratch.")
+    parser.add_argument("--out", type=Path, default=SEEDLING_DIR)
     parser.add_argument("--transcripts", type=int, default=600_000)
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--batch", type=int, default=128, help="rows of 1024 tokens a step")
@@ -204,7 +203,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{args.transcripts:,} transcripts, {rows[0].numel():,} tokens, {written:.0f} s", flush=True)
 
     end, pad = tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")
-    shape = LlamaConfig(
+    config = LlamaConfig(
         vocab_size=VOCABULARY,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
@@ -213,7 +212,7 @@ def main(argv: list[str] | None = None) -> int:
         pad_token_id=pad,
         **ARCHITECTURE,
     )
-    model = LlamaForCausalLM(shape)
+    model = LlamaForCausalLM(config)
     began = time.perf_counter()
     loss = train(model, rows, args.epochs, args.batch, args.lr)
     record = {

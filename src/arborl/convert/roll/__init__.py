@@ -1,13 +1,11 @@
-"""ROLL: its agentic pipeline, that with rewards by domain, and those that learn from given data.
+"""ROLL's keys.
 
-In reading order:
-
-    pipelines.py  Which pipeline a file is for, and what is done with its keys in which order
-    learner.py    Model, optimiser, batch and sampling
-    algorithm.py  Estimators, normalisation, clipping and penalties
-    envs.py       Tags, and how groups are divided among them
-    places.py     What its kinds of environment are here
-    rows.py       Rewards by domain, and rows
-    given.py      SFT, DPO and distillation
-    leftover.py   Keys that stand for themselves, and those that have no counterpart
+roll_pipelines.py     Order of the rules for each pipeline: agentic, RLVR, SFT, DPO, distillation
+roll_environments.py  Environments, groups, validation
+roll_env_tags.py      Environment types of ROLL and their counterparts
+roll_rewards.py       Rewards by domain, data sources by tag
+roll_algorithm.py     Advantages, losses, KL, clipping
+roll_supervised.py    SFT, DPO and distillation
+roll_learner.py       Model, optimizer, batch sizes
+roll_key_table.py     Keys with a rule of their own, and keys without counterpart
 """

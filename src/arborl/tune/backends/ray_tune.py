@@ -56,12 +56,12 @@ def _connected(jobs: int) -> Iterator[None]:
     """To the cluster that this process is in, or `RAY_ADDRESS` names; else to one of its own, as long as it is used."""
     import ray
 
-    from arborl.cluster.connection import own_signals
+    from arborl.cluster.placement.ray_cluster import keep_signal_handlers
 
     mine = not ray.is_initialized()
     if mine:
         alone = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": jobs, "include_dashboard": False}
-        with own_signals():
+        with keep_signal_handlers():
             ray.init(log_to_driver=False, logging_level="error", **alone)
     try:
         yield

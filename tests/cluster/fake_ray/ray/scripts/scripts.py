@@ -57,23 +57,23 @@ class Dashboard(BaseHTTPRequestHandler):
         pass
 
 
-def run(asked: dict) -> None:
-    folder = (asked["runtime_env"].get("working_dir") or "gcs://").removeprefix("gcs://")
-    about = {"submission_id": asked["submission_id"], "status": "RUNNING", "entrypoint": asked["entrypoint"]}
-    JOBS[asked["submission_id"]] = about
-    with (LOGS / f"job-driver-{asked['submission_id']}.log").open("w") as log:
+def run(request: dict) -> None:
+    folder = (request["runtime_env"].get("working_dir") or "gcs://").removeprefix("gcs://")
+    about = {"submission_id": request["submission_id"], "status": "RUNNING", "entrypoint": request["entrypoint"]}
+    JOBS[request["submission_id"]] = about
+    with (LOGS / f"job-driver-{request['submission_id']}.log").open("w") as log:
         where = Path(OPTIONS["temp-dir"], folder)
         code = subprocess.run(
-            asked["entrypoint"], shell=True, stdout=log, stderr=log, cwd=where, check=False
+            request["entrypoint"], shell=True, stdout=log, stderr=log, cwd=where, check=False
         ).returncode
     about |= {"driver_exit_code": code, "status": "FAILED" if code else "SUCCEEDED"}
 
 
 def main() -> None:
-    told = Path(os.environ["FAKE"], OPTIONS["node-ip-address"], "mode")
-    mode = told.read_text() if told.exists() else ""
+    mode_file = Path(os.environ["FAKE"], OPTIONS["node-ip-address"], "mode")
+    mode = mode_file.read_text() if mode_file.exists() else ""
     if mode == "busy":  # once
-        told.unlink()
+        mode_file.unlink()
         sys.exit("Exception: The current node timed out during startup.")
     if mode == "fails":
         sys.exit("boom: no room for the object store")

@@ -1,0 +1,162 @@
+"""Outcomes of a conversion as a table and as JSON; the configuration as YAML."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import StringIO
+from typing import Any, Literal
+
+import yaml  # type: ignore[import-untyped]
+
+Kind = Literal["mapped", "changed", "dropped", "idle"]
+"""Same meaning; different meaning; no counterpart; no counterpart needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyReport:
+    """Outcome of one key."""
+
+    kind: Kind
+    key: str
+    """Theirs."""
+    value: Any
+    """Theirs; secrets are masked."""
+    path: str = ""
+    """Our key, where there is one."""
+    ours: Any = None
+    """Its value."""
+    why: str = ""
+    """The difference, or why there is no counterpart."""
+    explicit: bool = True
+    """Whether their files set it; otherwise it is their default."""
+
+    @property
+    def what(self) -> str:
+        """`learner.lr=5e-07`; or the reason."""
+        return f"{self.path}={self.ours}" if self.kind in ("mapped", "changed") else self.why
+
+
+TITLES = {
+    "changed": "Changed in meaning",
+    "mapped": "Mapped",
+    "dropped": "Not mapped",
+    "idle": "No counterpart needed: off, a definition, or about speed or placement",
+}
+"""In the order of importance."""
+KEPT = re.compile(r"\$\{oc\.env:\w+\}")
+"""References that stay in a converted file: environment variables."""
+
+
+def rows(lines: Sequence[KeyReport]) -> list[dict[str, Any]]:
+    """One object for each line: `kind`, their `key` and `value`, `our_key`, `our_value`, `reason`, and whether their
+    files set it (`explicit`)."""
+    return [
+        {
+            "kind": line.kind,
+            "key": line.key,
+            "value": line.value,
+            "our_key": line.path or None,
+            "our_value": line.ours,
+            "reason": line.why or None,
+            "explicit": line.explicit,
+        }
+        for line in lines
+    ]
+
+
+def table(lines: Sequence[KeyReport], width: int = 140) -> str:
+    """Outcomes by kind; keys with the same reason share a row."""
+    from rich.console import Console
+    from rich.table import Table
+
+    out = StringIO()
+    console = Console(file=out, width=max(width, 80), no_color=True, highlight=False)
+    for kind, title in TITLES.items():
+        of_kind = [line for line in lines if line.kind == kind]
+        if not of_kind:
+            continue
+        grid = Table(title=f"{title} ({len(of_kind)})", title_justify="left", box=None, pad_edge=False, expand=False)
+        for name in ("theirs", "ours", "difference or reason") if kind != "idle" else ("theirs", "why"):
+            grid.add_column(name, overflow="fold")
+        for cells in _cells(of_kind, kind):
+            grid.add_row(*map(_plain, cells))
+        console.print(grid)
+        console.print()
+    counts = ", ".join(f"{sum(line.kind == kind for line in lines)} {word}" for kind, word in WORDS.items())
+    console.print(counts)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+WORDS = {
+    "mapped": "mapped", "changed": "changed in meaning", "dropped": "not mapped",
+    "idle": "without effect",
+}  # fmt: skip
+
+
+def _cells(lines: Sequence[KeyReport], kind: str) -> list[tuple[str, ...]]:
+    if kind == "idle":
+        reasons = dict.fromkeys(line.why for line in lines)
+        return [(", ".join(_folded([line.key for line in lines if line.why == why])), why) for why in reasons]
+    found: dict[tuple[str, str], list[KeyReport]] = {}
+    for line in lines:
+        ours = f"{line.path}={short(line.ours, 40)}" if line.path else ""
+        found.setdefault((ours, line.why), []).append(line)
+    return [("\n".join(dict.fromkeys(map(_theirs, several))), ours, why) for (ours, why), several in found.items()]
+
+
+def _theirs(line: KeyReport) -> str:
+    return f"{line.key}={short(line.value, 40)}" + ("" if line.explicit else " (their default)")
+
+
+def _folded(keys: Sequence[str]) -> list[str]:
+    """Keys, grouped as `section.{a, b}` or `section.*`."""
+    sections: dict[str, list[str]] = {}
+    for key in dict.fromkeys(keys):
+        head, _, rest = key.partition(".")
+        sections.setdefault(head, []).append(rest)
+    out = []
+    for head, inside in sections.items():
+        if inside == [""]:
+            out.append(head)
+        elif len(inside) == 1:
+            out.append(f"{head}.{inside[0]}")
+        elif any("." in one for one in inside) and len(inside) > 3:
+            out.append(f"{head}.* ({len(inside)})")
+        else:
+            out.append(f"{head}.{{{', '.join(inside)}}}")
+    return out
+
+
+def _plain(text: str) -> Any:
+    from rich.text import Text
+
+    return Text(text)  # brackets are not markup
+
+
+def as_yaml(tree: Any) -> str:
+    """The configuration as a file that `arborl train` reads: `${…}` is escaped, except for environment variables."""
+    return str(yaml.safe_dump(_escaped(tree), sort_keys=False, allow_unicode=True, width=120))
+
+
+def _escaped(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _escaped(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_escaped(item) for item in value]
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", lambda found: _mark(value, found), value)
+    return value
+
+
+def _mark(text: str, found: re.Match[str]) -> str:
+    if KEPT.match(text, found.start() + len(found[1])):
+        return found[0]
+    return found[1] * 2 + r"\${"
+
+
+def short(value: Any, most: int = 60) -> str:
+    """A value on one line."""
+    text = " ".join(str(value).split()) if isinstance(value, str) else str(value)
+    return text if len(text) <= most else text[: most - 3] + "..."

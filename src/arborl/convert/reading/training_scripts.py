@@ -1,0 +1,148 @@
+"""The training command of a shell script: overrides, variables, configuration. A script is never run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from arborl.convert.reading.bash_scripts import ShellCommand, read_shell
+from arborl.convert.reading.hydra_overrides import OVERRIDE, REMOVAL, plain
+from arborl.errors import ConfigError
+
+STARTS = re.compile(r"(?:.*/)?(?:python[\d.]*|torchrun|accelerate|deepspeed)")
+"""Programs that start a training."""
+FLAGS = {"--config-name": "--config-name", "-cn": "--config-name", "--config-path": "--config-path",
+         "-cp": "--config-path", "--config-dir": "--config-path", "-cd": "--config-path"}  # fmt: skip
+MODULE = "--module"
+"""A key that no system has: what a script starts (`verl.trainer.main_ppo`)."""
+
+
+@dataclass(slots=True)
+class ScriptSettings:
+    """Settings of a script or an override list."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Dotted keys with their values; under `--config-name` a configuration that is not found near the script."""
+    removed: list[str] = field(default_factory=list)
+    """Keys that it takes away from what is below it."""
+    variables: dict[str, Any] = field(default_factory=dict)
+    """The script's own."""
+    config: Path | None = None
+    """The YAML that it starts from, where it lies near the script."""
+
+
+def read(path: Path) -> ScriptSettings:
+    """Settings of a script.
+
+    Example:
+        read(Path("train.sh")).settings     # {"data.train_batch_size": 32, …}
+    """
+    found = read_script(read_text(path), str(path))
+    named, folder = found.settings.get("--config-name"), found.settings.get("--config-path")
+    file = near(path, f"{folder}/{named}" if folder else str(named)) if named is not None else None
+    if file is not None and file.suffix in (".yaml", ".yml"):
+        found.config = file
+        found.settings = {key: value for key, value in found.settings.items() if not key.startswith("--config")}
+    return found
+
+
+def read_text(path: Path) -> str:
+    """The text of a file."""
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file.")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not a text file.") from error
+
+
+def near(script: Path, name: str) -> Path | None:
+    """The file that a script means by `name`, seen from where the script lies or from a folder above it.
+
+    What a script only learns by running, such as `$(git rev-parse --show-toplevel)`, stands for some folder above.
+    """
+    tail = re.sub(r"^.*(?:\$\([^()]*\)|\$\{?\w+\}?)/?", "", name)
+    folder = script.resolve().parent
+    names = [tail, f"{tail}.yaml"]
+    places = [Path(tail).expanduser().parent] if Path(tail).expanduser().is_absolute() else []
+    places += [Path(), folder, *folder.parents]
+    for place in places:
+        for one in names:
+            found = place / (Path(one).name if place.is_absolute() and Path(one).expanduser().is_absolute() else one)
+            if tail and found.is_file():
+                return found
+    return None
+
+
+def read_script(text: str, where: str) -> ScriptSettings:
+    """Overrides and variables of a shell script, or of a plain list of overrides, one or more a line.
+
+    A script that starts several trainings with different settings is refused: it is not one run.
+    """
+    script = read_shell(text, where)
+    loose = ScriptSettings()
+    runs: list[tuple[ShellCommand, ScriptSettings]] = []
+    for command in _inner(script.commands, where):
+        started = next((at for at, word in enumerate(command.words) if STARTS.fullmatch(word)), None)
+        if started is not None:
+            found = _settings(command.words[started + 1 :])
+            if found.removed or any(not key.startswith("--") for key in found.settings):
+                runs.append((command, found))
+        elif command.words[0].strip("+~").partition("=")[0].count("."):
+            _settings(command.words, loose)
+    if any(found != runs[0][1] for _, found in runs):
+        lines = ", ".join(str(command.line) for command, _ in runs[:5])
+        raise ConfigError(f"{where}: starts several trainings (lines {lines}). Keep one of them.")
+    variables = {
+        name: [plain(one) for one in value] if isinstance(value, list) else plain(value)
+        for name, value in script.variables.items()
+    }
+    run = runs[0][1] if runs else ScriptSettings()
+    return ScriptSettings(loose.settings | run.settings, loose.removed + run.removed, variables)
+
+
+def _inner(commands: Sequence[ShellCommand], where: str) -> Iterator[ShellCommand]:
+    """Commands, and those that stand in quotes behind `bash -c`."""
+    for command in commands:
+        words = command.words
+        inside = [words[at + 1] for at, word in enumerate(words[:-1]) if word in ("-c", "-lc")]
+        if inside and any(word in ("bash", "sh") for word in words):
+            for text in inside:
+                yield from (ShellCommand(one.words, command.line) for one in read_shell(text, where).commands)
+        else:
+            yield command
+
+
+def _settings(words: Sequence[str], found: ScriptSettings | None = None) -> ScriptSettings:
+    """Module, configuration and overrides in the words after a program, added to `settings`."""
+    found = ScriptSettings() if found is None else found
+    for at, word in enumerate(words):
+        flag, equals, value = word.partition("=")
+        if flag in FLAGS and (equals or at + 1 < len(words)):
+            found.settings[FLAGS[flag]] = value if equals else words[at + 1]
+        elif word == "-m" and at + 1 < len(words):
+            found.settings[MODULE] = words[at + 1]
+        elif (override := OVERRIDE.fullmatch(word)) and override[1] != "~":
+            if "." in override[2] or found.settings:
+                found.settings |= _flattened(override[2], plain(override[3]))
+        elif removal := override or REMOVAL.fullmatch(word):
+            key = removal[2] if override else removal[1]
+            found.removed.append(key)
+            found.settings.pop(key, None)
+    return found
+
+
+def _flattened(key: str, value: Any) -> dict[str, Any]:
+    """A table given at once as its keys, one by one."""
+    return dict(_flat(value, f"{key}.")) if isinstance(value, dict) and value else {key: value}
+
+
+def _flat(tree: Mapping[Any, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value

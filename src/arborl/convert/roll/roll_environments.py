@@ -1,0 +1,281 @@
+"""ROLL's environments: tags, what each stands for, and how groups are divided among them."""
+
+from __future__ import annotations
+
+import re
+
+from arborl.config.prompt import HISTORY
+from arborl.convert.draft import Draft, names
+from arborl.convert.roll import roll_env_tags as env_tags
+from arborl.convert.roll.roll_env_tags import EnvTag
+from arborl.errors import did_you_mean
+
+NAME = re.compile(r"[\w -]+")
+MANAGERS = {"TrajEnvManager": "chat", "StepEnvManager": "step", "StepConcatEnvManager": "step"}
+RUNNERS = {"GEMRunner": "chat"}
+PROMPTS = {
+    "agent_system_template": "system", "agent_template": "template", "env_config.action_pattern": "pattern",
+}  # fmt: skip
+AS_TAG = {
+    "env": "env_type", "args": "env_config", "max_steps": "max_steps", "max_tokens": "max_tokens_per_step",
+    "system": "agent_system_template", "template": "agent_template", "pattern": "action_pattern",
+}  # fmt: skip
+"""What is kept of a tag, below `rollout.envs.custom_envs.TAG`."""
+AS_SOURCE = {
+    "env": "env.name", "args": "env.args", "rows": "", "agent": "agent.name", "agent_args": "agent.args",
+    "tool_args": "agent.tool_args",
+    "max_steps": "limits.max_turns", "max_tokens": "sampling.max_tokens", "system": "agent.system",
+    "template": "env.prompt.observation", "pattern": "env.prompt.action_pattern",
+}  # fmt: skip
+"""The same below `data.sources.TAG`."""
+ALONE = AS_SOURCE | {"max_steps": "rollout.max_turns", "rows": "data"}
+"""The same where it is the run's own."""
+
+
+def environments(draft: Draft) -> list[EnvTag]:
+    """The tags that are trained on; those of validation are read too. Their settings are written."""
+    train, val = _tags(draft, "train_env_manager"), _tags(draft, "val_env_manager")
+    if not train:
+        draft.refuse("train_env_manager.tags", None, "names no environment. Write tags: [NAME], and custom_envs.NAME.")
+        return []
+    known = {key.split(".")[0] for key in draft.below("custom_envs.")}
+    found = {name: _tag(draft, name, known) for name in dict.fromkeys([*train, *val])}
+    for name in sorted(known - set(found)):
+        for key in draft.below(f"custom_envs.{name}."):
+            whole = f"custom_envs.{name}.{key}"
+            draft.skip(whole, draft.source[whole], "not among the tags of training or validation")
+    tags = [tag for tag in found.values() if tag is not None]
+    if draft.problems:
+        return []
+    trained = [tag for tag in tags if tag.name in train]
+    groups = _groups(draft)
+    if all(tag.get("env") for tag in tags) and len({tag.who for tag in trained}) == 1:
+        _as_tags(draft, tags, train, val, groups)
+    else:
+        _as_sources(draft, tags, train, groups)
+    return trained
+
+
+def _tags(draft: Draft, manager: str) -> list[str]:
+    return names(draft.source.get(f"{manager}.tags"))
+
+
+def _tag(draft: Draft, name: str, known: set[str]) -> EnvTag | None:
+    if not NAME.fullmatch(name):
+        draft.refuse("tags", name, "is no name for a source here. Use letters, digits, - and _.")
+        return None
+    own = draft.below(f"custom_envs.{name}.")
+    tag = EnvTag(draft, name, own)
+    if not own:
+        written = draft.source.get(f"custom_envs.{name}")
+        if written is not None:
+            why = "leads nowhere. Give the file that defines it: one of its defaults, or one before this one."
+            draft.refuse(f"custom_envs.{name}", written, why)
+        else:
+            near = did_you_mean(name, known)
+            draft.refuse("tags", name, f"custom_envs has no such entry.{near} Define it, or take the tag out.")
+        return None
+    if not env_tags.fill(tag, draft.uses.get(str(own.get("env_type"))) or draft.uses.get(name)):
+        return None
+    _agent(tag)
+    _limits(tag)
+    for key, what in PROMPTS.items():
+        if own.get(key) is not None and what == "template" and _shows_history(own[key]):
+            tag.drop(key, "puts the last turns into one text, {history}: they are messages here, and shown anyway")
+        elif own.get(key) is not None:
+            tag.set(key, what, own[key])
+    for key in own:
+        if tag.at + key not in draft.accounted():
+            last = key.rpartition(".")[2]
+            say = tag.skip if last in env_tags.UNREAD else tag.drop
+            say(key, env_tags.UNREAD.get(last, "no counterpart in this environment"))
+    return tag
+
+
+def _shows_history(template: object) -> bool:
+    return any(f"{{{name}}}" in str(template) for name in HISTORY)
+
+
+def _agent(tag: EnvTag) -> None:
+    manager = str(tag.keys.get("env_manager_cls") or "TrajEnvManager").rpartition(".")[2]
+    runner = str(tag.keys.get("agent_runner_cls") or "").rpartition(".")[2]
+    uses = tag.draft.uses
+    if runner and runner not in uses | RUNNERS:
+        own = f"Write an agent (docs/agents.md) and say so: --use {runner}=package.module:Agent; or take the key out"
+        tag.refuse("agent_runner_cls", f"a class of theirs. {own}, for env_manager_cls alone.")
+        return
+    ours = uses.get(runner) or RUNNERS.get(runner) or uses.get(manager) or MANAGERS.get(manager)
+    if ours is None:
+        own = f"Write one of your own (docs/agents.md) and say so: --use {manager}=package.module:Agent."
+        tag.refuse("env_manager_cls", f"no such agent here. Known: {', '.join(MANAGERS)}. {own}")
+        return
+    if tag.get("agent"):  # tools made it another one
+        return
+    if runner:
+        tag.set("agent_runner_cls", "agent", ours)
+        tag.set("env_manager_cls", "agent", ours)
+    elif "env_manager_cls" in tag.keys:
+        tag.set("env_manager_cls", "agent", ours)
+    else:
+        tag.default("env_manager_cls", "TrajEnvManager", "agent", ours)
+    if ours == "step":
+        why = "steps beside the present one, all of them, as messages; there in one text, and not all of them"
+        tag.set(
+            "history_length", "agent_args.history_length", max(int(tag.keys.get("history_length") or 1) - 1, 0), why
+        )
+
+
+def _limits(tag: EnvTag) -> None:
+    """Turns, and tokens of a call, which `max_new_tokens` bounds as well."""
+    if tag.keys.get("max_steps") is not None:
+        tag.set("max_steps", "max_steps", int(tag.keys["max_steps"]))
+    most, requested = int(tag.draft.settings["sampling.max_tokens"]), tag.keys.get("max_tokens_per_step")
+    if requested is not None:
+        why = "" if int(requested) <= most else "generating_args.max_new_tokens is less"
+        tag.set("max_tokens_per_step", "max_tokens", min(int(requested), most), why)
+
+
+def _groups(draft: Draft) -> tuple[int, int]:
+    """Tasks of a step, and episodes of each: the batch counts episodes there."""
+    size = draft.whole("train_env_manager.group_size", 1)
+    slots = draft.whole("train_env_manager.num_env_groups", 128)
+    episodes = draft.whole("rollout_batch_size", slots * size)
+    if episodes % size:
+        draft.refuse(
+            "rollout_batch_size",
+            episodes,
+            f"does not divide by train_env_manager.group_size={size}. Write {size * max(episodes // size, 1)}.",
+        )
+        return 1, size
+    tasks = episodes // size
+    if "rollout_batch_size" in draft.source:
+        draft.set("rollout_batch_size", episodes, "rollout.envs.num_env_groups", tasks)
+    key = "train_env_manager.num_env_groups"
+    if key in draft.source:
+        draft.set(key, slots, "rollout.envs.num_env_groups", tasks, "" if slots == tasks else
+                  "tasks of a step, which follow from rollout_batch_size and group_size")  # fmt: skip
+    if "train_env_manager.group_size" in draft.source:
+        draft.set("train_env_manager.group_size", size, "rollout.envs.group_size", size)
+    draft.settings |= {"rollout.envs.num_env_groups": tasks, "rollout.envs.group_size": size}
+    spare = draft.whole("train_env_manager.group_size_redundancy", 0)
+    if spare:
+        draft.set("train_env_manager.group_size_redundancy", spare, "rollout.redundancy", spare)
+    draft.default(
+        "all environments play at once", slots * (size + spare), "rollout.concurrency", slots * (size + spare)
+    )
+    return tasks, size
+
+
+def divided(draft: Draft, manager: str, count: int, tasks: int) -> list[int]:
+    """Tasks of each tag: its groups, or in the same shares where there are more or fewer tasks than groups.
+
+    Example:
+        divided(draft, "train_env_manager", 2, 8)      # num_groups_partition: [12, 4] -> [6, 2]
+    """
+    partition = draft.source.get(f"{manager}.num_groups_partition")
+    shares = (
+        [int(part) for part in partition] if isinstance(partition, list) and len(partition) == count else [1] * count
+    )
+    total = sum(shares) or 1
+    whole = [share * tasks // total for share in shares]
+    by_rest = sorted(range(count), key=lambda i: -(shares[i] * tasks / total - whole[i]))
+    for i in by_rest[: tasks - sum(whole)]:
+        whole[i] += 1
+    return whole
+
+
+def _partition(draft: Draft, manager: str, path: str, whole: list[int]) -> None:
+    key = f"{manager}.num_groups_partition"
+    partition = draft.source.get(key)
+    draft.settings[path] = whole
+    if partition is not None:
+        draft.set(
+            key, partition, path, whole, "" if whole == partition else "in the same shares of the tasks there are"
+        )
+
+
+def _as_tags(draft: Draft, tags: list[EnvTag], train: list[str], val: list[str], groups: tuple[int, int]) -> None:
+    """All are environments here, and one agent plays them: the same words as there."""
+    draft.set("train_env_manager.tags", train, "rollout.envs.tags", train)
+    parts = divided(draft, "train_env_manager", len(train), groups[0])
+    _partition(draft, "train_env_manager", "rollout.envs.num_groups_partition", parts)
+    for tag in sorted(tags, key=lambda tag: tag.name not in train):
+        for what in tag.everything:
+            head, _, rest = what.partition(".")
+            if head in ("agent", "agent_args") and tag.name in train:
+                path = "agent.name" if head == "agent" else f"agent.args.{rest}"
+            elif head in AS_TAG:
+                path = ".".join(filter(None, ("rollout.envs.custom_envs", tag.name, AS_TAG[head], rest)))
+            else:
+                draft.undo(tag.kept(what), "the agent is that of the tags that are trained on")
+                continue
+            draft.move(tag.kept(what), path)
+    _workers(draft)
+    _validation(draft, val)
+
+
+def _workers(draft: Draft) -> None:
+    key = "train_env_manager.max_env_num_per_worker"
+    most = draft.source.get(key)
+    if isinstance(most, int) and most > 1:
+        draft.set(key, most, "rollout.envs.max_env_num_per_worker", most,
+                  "of one process; leave it and rollout.workers out for the event loop, which is faster")  # fmt: skip
+        draft.settings["rollout.workers"] = "process"
+    elif key in draft.source:
+        draft.skip(key, most, "environments share nothing here, wherever they run: rollout.workers")
+
+
+def _validation(draft: Draft, val: list[str]) -> None:
+    """Held-out tasks by tag. A group of validation is a task, played as often as the batch asks for."""
+    at = "val_env_manager."
+    size = draft.whole(f"{at}group_size", 1)
+    slots = draft.whole(f"{at}num_env_groups", 128)
+    batch = draft.whole("val_batch_size", slots * size)
+    if not val:
+        draft.default("val_env_manager.tags", None, "evaluation.tasks", 0)
+        return
+    if batch < 0:
+        draft.drop("val_batch_size", batch, "a whole data set cannot be evaluated: as many tasks as there are groups")
+        batch = slots * size
+    tasks = max(batch // size, len(val))
+    draft.set(f"{at}tags", val, "rollout.val_envs.tags", val)
+    parts = divided(draft, "val_env_manager", len(val), tasks)
+    _partition(draft, "val_env_manager", "rollout.val_envs.num_groups_partition", parts)
+    if f"{at}group_size" in draft.source:
+        draft.set(f"{at}group_size", size, "rollout.val_envs.group_size", size)
+    for key in ("val_batch_size", f"{at}num_env_groups"):
+        if key in draft.source and key not in draft.accounted():
+            draft.set(key, draft.source[key], "evaluation.tasks", tasks)
+    draft.settings["evaluation.tasks"] = tasks
+
+
+def _as_sources(draft: Draft, tags: list[EnvTag], train: list[str], groups: tuple[int, int]) -> None:
+    """Rows, or agents that differ: each tag is a source of its own; one alone is the run itself."""
+    draft.move("rollout.envs.num_env_groups", "rollout.tasks_per_step")
+    draft.move("rollout.envs.group_size", "rollout.group_size")
+    shares = dict(zip(train, divided(draft, "train_env_manager", len(train), groups[0]), strict=True))
+    alone = len(tags) == 1
+    for tag in tags:
+        base = "" if alone else f"data.sources.{tag.name}"
+        for what in tag.everything:
+            head, _, rest = what.partition(".")
+            place = (ALONE if alone else AS_SOURCE)[head]
+            if alone and head == "rows" and rest in ("rewards", "tools"):
+                place = ""
+            draft.move(tag.kept(what), ".".join(filter(None, (base, place, rest))))
+        if not alone:
+            draft.settings[f"{base}.ratio"] = shares.get(tag.name, 0)
+    if not alone:
+        for name in train:
+            draft.set("train_env_manager.tags", name, f"data.sources.{name}.ratio", shares[name])
+    played = draft.whole("val_batch_size", 0)
+    if played > 0:
+        draft.set("val_batch_size", played, "evaluation.tasks", played, "held out, of all sources together")
+    held = "held-out tasks are those of the same sources, evaluation.tasks of them"
+    for key in ("tags", "num_groups_partition", "num_env_groups", "group_size"):
+        if f"val_env_manager.{key}" in draft.source:
+            draft.drop(f"val_env_manager.{key}", draft.source[f"val_env_manager.{key}"], held)
+    why = "the shares are ratios of sources, and one alone has the whole batch; rows need no worker"
+    for key in ("tags", "num_groups_partition", "max_env_num_per_worker"):
+        if f"train_env_manager.{key}" in draft.source and f"train_env_manager.{key}" not in draft.accounted():
+            draft.skip(f"train_env_manager.{key}", draft.source[f"train_env_manager.{key}"], why)

@@ -1,0 +1,161 @@
+"""ROLL's keys that stand for themselves, and those that have no counterpart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from arborl.convert.common_rules import ENGINE, MICRO, REFERENCE
+from arborl.convert.draft import Draft, Rule, every, idle, no, to
+
+PLACEMENT = "where a worker runs changes nothing but speed: one process, one device; placement=ray for more"
+TEMPLATE = "a model brings its own chat template; model.chat_template names another"
+NEVER = "nothing there reads it"
+POLICY = "the policy plays; `arborl env play --random` is for others"
+
+
+def folder(draft: Draft, key: str, value: Any) -> None:
+    """There a folder for all runs; here a run has one of its own."""
+    name = str(draft.source.get("exp_name") or "run")
+    draft.set(key, value, "output_dir", f"{str(value).rstrip('/')}/{name}", "a run has a folder of its own")
+
+
+def tracker(draft: Draft, key: str, value: Any) -> None:
+    draft.set(key, value, "track.tensorboard", value == "tensorboard")
+    if value == "wandb":
+        kwargs = draft.below("tracker_kwargs.")
+        draft.set(
+            key, value, "track.wandb.project", str(kwargs.get("project") or draft.source.get("exp_name") or "roll")
+        )
+        for theirs, ours in (("name", "name"), ("entity", "entity"), ("dir", "dir"), ("mode", "mode")):
+            if kwargs.get(theirs):
+                draft.set(f"tracker_kwargs.{theirs}", kwargs[theirs], f"track.wandb.{ours}", kwargs[theirs])
+        if "project" in kwargs:
+            draft.set("tracker_kwargs.project", kwargs["project"], "track.wandb.project", kwargs["project"])
+    elif value not in ("tensorboard", "stdout", None):
+        why = "no such tracker here: metrics go to the console, metrics.jsonl and whatever track.also names"
+        draft.drop(key, value, why)
+
+
+def tracker_rest(draft: Draft, key: str, value: Any) -> None:
+    last = key.rpartition(".")[2]
+    if last == "log_dir":
+        draft.skip(key, value, "TensorBoard's files lie in the run's folder")
+    elif last == "api_key":
+        draft.skip(key, value, "a key is read from the tracker's own variable (WANDB_API_KEY), and kept out of files")
+    else:
+        draft.drop(key, value, "no counterpart in track")
+
+
+def mock(draft: Draft, key: str, value: Any) -> None:
+    """Episodes written once and trained on again."""
+    at = "rollout_mock."
+    if not draft.source.get(f"{at}enable"):
+        draft.skip(key, value, "off")
+        return
+    mode = draft.source.get(f"{at}mode", "dump")
+    where = f"{str(draft.source.get(f'{at}dump_dir', './rollout_mock_dumps')).rstrip('/')}/episodes.jsonl"
+    why = "one file of episodes; those that ROLL dumped cannot be read"
+    draft.set(key, value, "rollout.record" if mode == "dump" else "rollout.replay", where, why)
+
+
+def lag(draft: Draft, key: str, value: Any) -> None:
+    if value:
+        draft.set(key, value, "rollout.max_lag", max(int(float(value)), 1))
+    else:
+        draft.skip(key, value, "rollout and training take turns, as here")
+
+
+def resume(draft: Draft, key: str, value: Any) -> None:
+    draft.skip(key, value, "off" if not value else "`arborl train --resume latest` goes on with a run of ours")
+
+
+def keep(draft: Draft, key: str, value: Any) -> None:
+    if isinstance(value, int) and value > 0:
+        draft.set(key, value, "trainer.keep", value)
+    else:
+        draft.skip(key, value, "all are kept there; here trainer.keep, 2 without a word")
+
+
+def role(name: str, trains: bool) -> dict[str, Rule]:
+    """Leftovers of a worker."""
+    return {
+        f"{name}.device_mapping": idle(PLACEMENT),
+        f"{name}.strategy_args.": idle(PLACEMENT),
+        f"{name}.infer_batch_size": idle(PLACEMENT),
+        f"{name}.system_envs.": idle("set variables of the environment in your shell"),
+        f"{name}.data_args.template": idle(TEMPLATE),
+        f"{name}.use_dynamic_batching": idle(MICRO),
+        f"{name}.max_tokens_per_microbatch": idle(MICRO),
+        f"{name}.sequence_": idle(MICRO),
+        f"{name}.use_sequence_packing": idle("tokens are always packed, as trees"),
+        f"{name}.": idle(PLACEMENT if trains else ENGINE if "infer" in name else REFERENCE),
+    }
+
+
+TABLE: dict[str, Rule] = {
+    "exp_name": to("name"),
+    "seed": to("seed"),
+    "output_dir": folder,
+    "logging_dir": idle("logs lie in the run's folder"),
+    "render_save_dir": to("track.render_save_dir"),
+    "rollout_dump_dir": to("track.episodes", lambda value: bool(value), "episodes are written to the run's folder"),
+    "max_steps": to("trainer.steps"),
+    "save_steps": every("trainer.save_every"),
+    "max_ckpt_to_keep": keep,
+    "logging_steps": idle("every step is logged"),
+    "eval_steps": every("evaluation.every"),
+    "resume_from_checkpoint": resume,
+    "reward_pretrain": idle("the critic's weights, which adv_estimator=gae alone reads"),
+    "async_generation_ratio": lag,
+    "track_with": tracker,
+    "max_running_requests": to("engine.max_requests"),
+    "whiten_rewards": no("rewards are not whitened here; whiten_advantages is what remains of it"),
+    "batch_adjust_mode": idle("no episode is copied or left out to make a batch even"),
+    "value_clip": idle("not read without adv_estimator=gae"),
+    "critic_warmup": no("policy and critic are trained together from the start"),
+    "use_pg_clip_range": idle("see pg_clip_low and pg_clip_high, or pg_clip"),
+    "dual_clip_loss": idle("off"),
+    "advantage_clip": idle("none"),
+    "reward_clip": idle("none"),
+    "val_batch_size": no("held-out tasks: evaluation.tasks"),
+    "enable_reference": idle(REFERENCE),
+    "exp_mode": idle(NEVER),
+    "global_template": idle(TEMPLATE),
+}  # fmt: skip
+PREFIXES: dict[str, Rule] = {
+    "tracker_kwargs.": tracker_rest,
+    "rollout_mock.": mock,
+    "checkpoint_config.": idle("checkpoints lie in the run's folder"),
+    "system_envs.": idle("set variables of the environment in your shell"),
+    "env_monitor.": no("rollout.episode_seconds and rollout.step_seconds bound an environment that hangs"),
+    "reward_normalization.": idle("what a group is compared with is algorithm.baseline and algorithm.std"),
+    "router_args.": idle(ENGINE),
+    "train_env_manager.generating_args.num_return_sequences": idle("episodes of a task are rollout.group_size"),
+    "train_env_manager.generating_args.": idle("actor_infer.generating_args goes before it, or as it is here"),
+    "val_env_manager.generating_args.": idle("actor_infer.generating_args goes before it, or as it is here"),
+    "train_env_manager.llm_proxy.": no(POLICY),
+    "val_env_manager.llm_proxy.": no(POLICY),
+    "train_env_manager.group_filter_cls": no("write a function: rollout.group_filter=package.module:function"),
+    "train_env_manager.format_penalty": idle(f"{NEVER}; env_config.format_penalty is"),
+    "val_env_manager.format_penalty": idle(f"{NEVER}; env_config.format_penalty is"),
+    "train_env_manager.": idle("distribution of environments over workers"),
+    "val_env_manager.": idle("distribution of environments over workers"),
+    "force_disable_": idle("ratios are taken against the policy that the update began with"),
+    "enable_old_": idle("ratios are taken against the policy that the update began with"),
+    "is_offload_": idle(PLACEMENT),
+    "num_": idle(PLACEMENT),
+    "local_rank": idle(PLACEMENT),
+    "rpc_timeout": idle(PLACEMENT),
+    "partial_gpu_mode": idle(PLACEMENT),
+    "model_update_": idle("the engine shares the learner's weights: there is nothing to send"),
+    "model_download_type": idle("models are folders or Hugging Face ids"),
+    "generate_opt_level": idle(ENGINE),
+    "is_num_return_sequences_expand": idle(ENGINE),
+    "is_use_additional_prompts": no("rollout.spare_groups replaces groups that a rollout.group_filter drops"),
+    "max_additional_running_prompts": no("rollout.spare_groups replaces groups that a rollout.group_filter drops"),
+    "profiler_": idle("no profile is written"),
+    "report_length_and_rewards": idle("both are in every step's metrics"),
+    **role("actor_train", True), **role("actor_infer", False), **role("reference", False), **role("critic", False),
+    **role("student_train", True), **role("student_infer", False), **role("student", True), **role("teacher", False),
+    **role("sft_train", True), **role("validation", False), **role("reward", False), **role("reward_model", False),
+}  # fmt: skip
