@@ -19,7 +19,7 @@ from arborl.data import Mixture, TaskSource, open_source
 from arborl.data.mixing.streams import RowPool
 from arborl.engines import ENGINES, Engine
 from arborl.envs import ENVS, Env
-from arborl.envs.prompted import NO_PROMPT, opened, prompted
+from arborl.envs.prompt_wrapper import NO_PROMPT, prepend_system_prompt, wrap_with_prompt
 from arborl.errors import ConfigError, EngineError
 from arborl.registry import Registry, call_checked, short, unique
 from arborl.rewards import REWARDS, Rewards
@@ -122,7 +122,7 @@ class Workshop:
             system = getattr(part_of(name, agent), "system", None)
             system = config.agent.system if system is None else system
             prompt = seat.env.prompt if own else NO_PROMPT
-            return lambda: prompted(make(), prompt, system, seat.sizes)
+            return lambda: wrap_with_prompt(make(), prompt, system, seat.sizes)
 
         @cache
         def agents_of(name: str, asked: str | None) -> Callable[[], Agent]:
@@ -200,7 +200,7 @@ class Workshop:
         config = self.config
 
         def length(messages: Sequence[Message]) -> int:
-            return len(renderer.encode(renderer.render(opened(messages, config.agent.system or ""))))
+            return len(renderer.encode(renderer.render(prepend_system_prompt(messages, config.agent.system or ""))))
 
         rows = given.rows(config.algorithm.loss) if given is not None and config.data.given else None
         source = open_source(config.data, config.env.name, config.seed, length, self.objects, rows)

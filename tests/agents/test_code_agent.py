@@ -9,7 +9,7 @@ import pytest
 from arborl.agents import AGENTS
 from arborl.agents.code import CodeAgent, between
 from arborl.engines.scripted import ScriptedEngine
-from arborl.envs.question import Question
+from arborl.envs.games.question import Question
 from arborl.errors import ConfigError
 from arborl.rollout.recorder import Limits
 from arborl.rollout.runner import Cast, Rollout

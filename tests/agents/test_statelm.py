@@ -21,8 +21,8 @@ from arborl.chat import FileTokenizer, HermesParser, Renderer, Template
 from arborl.config.algorithm import AlgorithmConfig
 from arborl.data.made.documents import make_problem
 from arborl.engines.scripted import ScriptedEngine
-from arborl.envs.documents import Documents
-from arborl.envs.question import Question
+from arborl.envs.games.documents_env import Documents
+from arborl.envs.games.question import Question
 from arborl.errors import ConfigError
 from arborl.models.seedling import WEIGHTS
 from arborl.registry import call_checked

@@ -181,7 +181,7 @@ def test_no_held_out_task_is_trained_on(name):
     def problem(seed, split):
         env = MAKERS[name]()
         opening = asyncio.run(env.reset(task(seed, split), 0))
-        return repr(env.house if name.startswith("rooms") else opening.messages)
+        return repr(env.map if name.startswith("rooms") else opening.messages)
 
     train = {problem(seed, "train") for seed in range(150)}
     held_out = {problem(seed, "held_out") for seed in range(40)}

@@ -5,10 +5,8 @@ import json
 import pytest
 
 from arborl.envs.checker import check_env
-from arborl.envs.conversation import CONVERSATION_CONFIGS, Conversation, Line, Persona, Scenario
-from arborl.envs.conversation.game import EMPTY
-from arborl.envs.conversation.scenario import pairs, read_scenario
-from arborl.envs.conversation.user import END
+from arborl.envs.games.conversation import CONVERSATION_CONFIGS, EMPTY, END, Conversation, Persona, Scenario, UserLine
+from arborl.envs.games.conversation_presets import read_scenario, split_pairs
 from arborl.rewards.reward import Rewards
 from arborl.rewards.rules import environment
 from arborl.types import Episode, Group, Message, Task, Turn
@@ -71,11 +69,11 @@ def test_a_reply_is_rewarded_for_what_it_was_expected_to_mention_and_success_wan
 
 
 def test_expectations_are_met_by_whole_words_and_any_of_the_alternatives():
-    line = Line("?", ("on|power", "money back"))
+    line = UserLine("?", ("on|power", "money back"))
     assert line.met_by("Is it ON? You get your money back.")
     assert not line.met_by("Button. money back")
     assert not line.met_by("power")
-    assert Line("?").met_by("anything")
+    assert UserLine("?").met_by("anything")
     assert line.met_by(line.good_reply)
 
 
@@ -103,11 +101,11 @@ def test_too_many_turns_are_cut():
 
 
 def test_a_persona_shows_in_the_opening_and_may_be_fixed_by_the_scenario():
-    curt = Persona("curt", manner="Quick!")
+    curt = Persona("curt", remark="Quick!")
     _, heard = talk(Conversation(personas=[curt]), "a")
     assert heard[0] == "It is late. Quick!"
     fixed = read_scenario({**OTHER, "persona": "curt"})
-    assert {persona.name for _, persona in pairs([fixed], [curt, Persona("mild")], "train")} <= {"curt"}
+    assert {persona.name for _, persona in split_pairs([fixed], [curt, Persona("mild")], "train")} <= {"curt"}
     with pytest.raises(ValueError, match="no persona 'loud'; known: curt"):
         Conversation(scenarios=[{**OTHER, "persona": "loud"}], personas=[curt])
 
@@ -182,9 +180,9 @@ def test_scenarios_come_from_a_file_and_mistakes_in_them_are_named(tmp_path):
 
 
 def test_one_pair_in_ten_is_held_out_and_never_trained_on():
-    scenarios = [Scenario(f"s{i}", "t", (Line("hi"),)) for i in range(10)]
+    scenarios = [Scenario(f"s{i}", "t", (UserLine("hi"),)) for i in range(10)]
     people = [Persona(name) for name in "abc"]
-    train, held_out = pairs(scenarios, people, "train"), pairs(scenarios, people, "held_out")
+    train, held_out = split_pairs(scenarios, people, "train"), split_pairs(scenarios, people, "held_out")
     assert len(held_out) == 3
     assert len(train) == 27
     assert not [pair for pair in held_out if pair in train]

@@ -9,8 +9,8 @@ from types import ModuleType
 import pytest
 
 from arborl.envs import ENVS
+from arborl.envs.adapters.other_packages import OpenEnv
 from arborl.envs.checker import check_env
-from arborl.envs.extras.openenv import OpenEnv
 from arborl.errors import ConfigError
 from arborl.types import Message, Task
 

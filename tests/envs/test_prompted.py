@@ -17,10 +17,10 @@ from arborl.config.prompt import PromptConfig
 from arborl.engines.scripted import ScriptedEngine
 from arborl.envs import from_gymnasium
 from arborl.envs.checker import check_env
-from arborl.envs.conversation import Conversation
 from arborl.envs.env import Env, Observation, Step
-from arborl.envs.frozen_lake import RULES, FrozenLake
-from arborl.envs.prompted import Sizes, opened, prompted
+from arborl.envs.games.conversation import Conversation
+from arborl.envs.games.frozen_lake import RULES, FrozenLake
+from arborl.envs.prompt_wrapper import PromptLimits, prepend_system_prompt, wrap_with_prompt
 from arborl.errors import ConfigError
 from arborl.models.seedling import WEIGHTS
 from arborl.rollout.recorder import Limits
@@ -66,7 +66,7 @@ class Guess(Env):
 
 def test_every_observation_is_shown_through_the_template():
     text = "Turn {turn_idx} ({step_count} over), {actions_left} left, {max_response_length} tokens:\n{observation}"
-    env = prompted(FrozenLake(max_steps=7), PromptConfig(observation=text), None, Sizes(5, 48))
+    env = wrap_with_prompt(FrozenLake(max_steps=7), PromptConfig(observation=text), None, PromptLimits(5, 48))
     plain = opening(FrozenLake(max_steps=7))
     assert opening(env) == (plain[0], Message("user", f"Turn 1 (0 over), 5 left, 48 tokens:\n{plain[1].content}"))
     one, two = steps(env, "hm", "hm")
@@ -78,12 +78,12 @@ def test_every_observation_is_shown_through_the_template():
 def test_the_environments_own_limit_is_told_where_it_is_the_smaller():
     shown = PromptConfig(observation="{actions_left} {observation}")
     for env, left in ((FrozenLake(max_steps=4), 4), (Conversation(max_turns=3), 3), (Guess(), 9)):
-        (*_, user) = opening(prompted(env, shown, None, Sizes(9, 8)))
+        (*_, user) = opening(wrap_with_prompt(env, shown, None, PromptLimits(9, 8)))
         assert user.content.startswith(f"{left} ")
 
 
 def test_rules_go_before_the_first_observation_when_the_system_message_is_another():
-    env = prompted(FrozenLake(), PromptConfig(system="You are a good player."))
+    env = wrap_with_prompt(FrozenLake(), PromptConfig(system="You are a good player."))
     system, user = opening(env)
     assert system.content == "You are a good player."
     assert user.content.startswith(f"{RULES}\n")
@@ -105,13 +105,13 @@ def test_rules_go_before_the_first_observation_when_the_system_message_is_anothe
 )
 def test_rules_are_shown_once_and_where_a_template_says(prompt, system, user):
     board = opening(FrozenLake())[-1].content
-    *head, last = opening(prompted(FrozenLake(), PromptConfig(**prompt)))
+    *head, last = opening(wrap_with_prompt(FrozenLake(), PromptConfig(**prompt)))
     assert [message.content for message in head] == ([system] if system else [])
     assert last.content == user.replace("{}", board)
 
 
 def test_braces_of_the_environment_are_text():
-    (message,) = opening(prompted(Guess(), PromptConfig(observation="{{}} {observation}")))
+    (message,) = opening(wrap_with_prompt(Guess(), PromptConfig(observation="{{}} {observation}")))
     assert message.content == "{} Guess {a number}."
 
 
@@ -119,7 +119,7 @@ def test_braces_of_the_environment_are_text():
 
 
 def test_the_pattern_finds_the_action_and_what_does_not_match_is_invalid_and_counted():
-    env = prompted(FrozenLake(), PromptConfig(action_pattern=BRACKETS))
+    env = wrap_with_prompt(FrozenLake(), PromptConfig(action_pattern=BRACKETS))
     played = steps(env, "I go [Up] now", "<answer>Up</answer>", "[nowhere]")
     assert [step.info["valid"] for step in played] == [1.0, 0.0, 0.0]
     assert [step.info["matched"] for step in played] == [1.0, 0.0, 1.0]
@@ -141,24 +141,26 @@ def test_the_pattern_finds_the_action_and_what_does_not_match_is_invalid_and_cou
 )
 def test_an_environment_of_ones_own_is_told_the_bare_action(pattern, reply, heard):
     inner = Guess()
-    steps(prompted(inner, PromptConfig(action_pattern=pattern)), reply)
+    steps(wrap_with_prompt(inner, PromptConfig(action_pattern=pattern)), reply)
     assert inner.heard == [heard]
 
 
 def test_gymnasium_is_told_the_action_in_the_tags_that_it_reads():
-    env = prompted(from_gymnasium("CliffWalking-v1", names=("U", "R", "D", "L")), PromptConfig(action_pattern=BRACKETS))
+    env = wrap_with_prompt(
+        from_gymnasium("CliffWalking-v1", names=("U", "R", "D", "L")), PromptConfig(action_pattern=BRACKETS)
+    )
     (good, bad) = steps(env, "[U]", "<answer>U</answer>")
     assert (good.info["valid"], bad.info["valid"]) == (1.0, 0.0)
 
 
 def test_players_speak_so_that_the_pattern_hears_them():
     for pattern in (BRACKETS, "<answer>(.*?)</answer>", r"^<think>(.*?)</think>\s*<go>(.*?)</go>$", r"Move:\s*(\w+)\."):
-        env = prompted(FrozenLake(), PromptConfig(action_pattern=pattern))
+        env = wrap_with_prompt(FrozenLake(), PromptConfig(action_pattern=pattern))
         opening(env)
         assert len(env.actions()) == 4
         (step,) = steps(env, str(env.oracle()))
         assert step.info["valid"] == 1.0
-    silent = prompted(FrozenLake(), PromptConfig(action_pattern=r"(?:a|b)(\d{3})"))
+    silent = wrap_with_prompt(FrozenLake(), PromptConfig(action_pattern=r"(?:a|b)(\d{3})"))
     opening(silent)
     assert silent.oracle() is None
     assert silent.actions() == []
@@ -166,8 +168,8 @@ def test_players_speak_so_that_the_pattern_hears_them():
 
 def test_a_prompted_environment_keeps_the_contract_and_can_be_sent_elsewhere():
     prompt = PromptConfig(system="S", observation="{turn_idx} {observation}", action_pattern=BRACKETS)
-    assert check_env(lambda: prompted(FrozenLake(), prompt, "P"), TASK) == []
-    env = pickle.loads(pickle.dumps(prompted(FrozenLake(), prompt)))
+    assert check_env(lambda: wrap_with_prompt(FrozenLake(), prompt, "P"), TASK) == []
+    env = pickle.loads(pickle.dumps(wrap_with_prompt(FrozenLake(), prompt)))
     opening(env)
     kept = env.snapshot()
     again = [asyncio.run(env.step(say("[Up]"))).observation]
@@ -178,7 +180,9 @@ def test_a_prompted_environment_keeps_the_contract_and_can_be_sent_elsewhere():
 def test_it_runs_where_the_environment_would_and_by_its_name():
     async def place(env):
         workers = Workers()
-        placed, name = await workers.place(lambda: prompted(env, PromptConfig(action_pattern=BRACKETS)), None, 5)
+        placed, name = await workers.place(
+            lambda: wrap_with_prompt(env, PromptConfig(action_pattern=BRACKETS)), None, 5
+        )
         await placed.close()
         return type(placed).__name__, name
 
@@ -191,7 +195,7 @@ def test_what_an_environment_returns_by_mistake_is_still_named():
         async def reset(self, task, seed):
             return "hello"
 
-    assert asyncio.run(prompted(Wrong(), PromptConfig(system="S")).reset(TASK, 0)) == "hello"
+    assert asyncio.run(wrap_with_prompt(Wrong(), PromptConfig(system="S")).reset(TASK, 0)) == "hello"
 
 
 # ------------------------------------------------------------------------------------------------ tokens
@@ -206,7 +210,7 @@ def rollout(agent, env, texts):
 
 def test_every_prompt_of_an_episode_goes_on_from_the_one_before_and_equals_the_whole_render():
     prompt = PromptConfig(system="Play.", observation="Turn {turn_idx}:\n{observation}", action_pattern=BRACKETS)
-    made = rollout(ChatAgent(), lambda task: prompted(FrozenLake(), prompt, "You."), ["[nothing]", "what?"])
+    made = rollout(ChatAgent(), lambda task: wrap_with_prompt(FrozenLake(), prompt, "You."), ["[nothing]", "what?"])
     episode = asyncio.run(made.play(TASK, 1, "e"))
     assert episode.failure is None
     assert len(episode.calls) == 10
@@ -220,7 +224,7 @@ def test_every_prompt_of_an_episode_goes_on_from_the_one_before_and_equals_the_w
 
 def test_steps_with_a_prompt_each_are_numbered_as_they_were_played():
     prompt = PromptConfig(observation="Turn {turn_idx}:\n{observation}")
-    made = rollout(StepAgent(1), lambda task: prompted(FrozenLake(), prompt, "You."), ["hm"])
+    made = rollout(StepAgent(1), lambda task: wrap_with_prompt(FrozenLake(), prompt, "You."), ["hm"])
     episode = asyncio.run(made.play(TASK, 1, "e"))
     shown = [message.content for message in episode.calls[4].messages]
     assert shown[0] == f"You.\n\n{RULES}"
@@ -232,9 +236,12 @@ def test_steps_with_a_prompt_each_are_numbered_as_they_were_played():
 
 def test_a_system_prompt_stands_before_what_the_row_has_of_its_own():
     user = Message("user", "6 * 7?")
-    assert opened((user,), "Be brief.") == (Message("system", "Be brief."), user)
-    assert opened((Message("system", "Own."), user), "Be brief.") == (Message("system", "Be brief.\n\nOwn."), user)
-    assert opened((user,), "") == (user,)
+    assert prepend_system_prompt((user,), "Be brief.") == (Message("system", "Be brief."), user)
+    assert prepend_system_prompt((Message("system", "Own."), user), "Be brief.") == (
+        Message("system", "Be brief.\n\nOwn."),
+        user,
+    )
+    assert prepend_system_prompt((user,), "") == (user,)
 
 
 def cast_of(tmp_path, rows, **settings):

@@ -1,22 +1,22 @@
 import pytest
 
-from arborl.envs.tiles import paint
+from arborl.envs.games.drawing import draw_frozen_lake
 
 
 def test_the_picture_has_the_size_of_its_grid():
-    image = paint("P_O\n_OG", cell=32)
+    image = draw_frozen_lake("P_O\n_OG", cell=32)
     assert (image.mode, image.size) == ("RGB", (96, 64))
 
 
 def test_the_same_grid_gives_the_same_picture_and_every_symbol_its_own():
-    pictures = {symbol: paint(symbol).tobytes() for symbol in "P_OGX√"}
+    pictures = {symbol: draw_frozen_lake(symbol).tobytes() for symbol in "P_OGX√"}
     assert len(set(pictures.values())) == 6
-    assert paint("P").tobytes() == pictures["P"]
+    assert draw_frozen_lake("P").tobytes() == pictures["P"]
 
 
 def test_a_hole_is_dark_blue_a_lost_player_reddish_an_arrived_one_greenish():
     def middle(symbol, x, y):
-        return paint(symbol, 96).getpixel((x, y))
+        return draw_frozen_lake(symbol, 96).getpixel((x, y))
 
     red, green, blue = middle("O", 48, 48)
     assert blue > red
@@ -31,4 +31,4 @@ def test_a_hole_is_dark_blue_a_lost_player_reddish_an_arrived_one_greenish():
 
 def test_rows_of_unequal_length_are_refused():
     with pytest.raises(ValueError, match="equal rows"):
-        paint("P_\nG")
+        draw_frozen_lake("P_\nG")

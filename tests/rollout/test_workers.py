@@ -21,8 +21,8 @@ from rollout_worlds import Allowed, Declared, Promising, Secretive, Sync
 from arborl import sandbox
 from arborl.agents.chat import ChatAgent
 from arborl.engines.scripted import ScriptedEngine
-from arborl.envs.countdown import Countdown
-from arborl.envs.frozen_lake import FrozenLake
+from arborl.envs.games.countdown import Countdown
+from arborl.envs.games.frozen_lake import FrozenLake
 from arborl.rollout import watchdog
 from arborl.rollout.processes import Process, ProcessEnv, Processes
 from arborl.rollout.recorder import Limits

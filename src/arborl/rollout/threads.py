@@ -20,7 +20,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from arborl.envs.env import Env, Observation, Step
-from arborl.envs.wrapper import PassingEnv
+from arborl.envs.wrapper import EnvWrapper
 from arborl.errors import ArborError, boundary
 from arborl.tools.threads import LeftBehind
 from arborl.types import Message, Metrics, Task
@@ -169,7 +169,7 @@ class Threads:
         return {"rollout/threads_abandoned": float(abandoned), "rollout/threads_stuck": float(len(self.left.calls))}
 
 
-class ThreadEnv(PassingEnv):
+class ThreadEnv(EnvWrapper):
     """An environment that is made in a thread, and called in it until it is closed.
 
     Args:

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from arborl.envs.env import Env
-from arborl.envs.frozen_lake import MOVES, FrozenLake, best_moves
-from arborl.envs.rooms.game import Rooms
-from arborl.envs.shop.game import Shop
-from arborl.envs.shop.pages import BUY, Page
-from arborl.envs.sokoban.game import Sokoban
+from arborl.envs.games.frozen_lake import MOVES, FrozenLake, best_moves
+from arborl.envs.games.rooms import Rooms
+from arborl.envs.games.shop import BUY, Shop, ShopPage
+from arborl.envs.games.sokoban import Sokoban
 from arborl.seedling.transcript import Chance, Transcript, draw, pick
 from arborl.types import Message, Task
 
@@ -105,7 +104,7 @@ def shop(chance: Chance) -> Transcript:
 
 
 def _hasty(env: Shop, chance: Chance) -> str:
-    page: Page = env.page
+    page: ShopPage = env.page
     if page.kind == "results":
         shown: Sequence[str] = [product.id for product in env.site.results(page)]
         if shown and chance.random() < 0.95:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from arborl.envs.answers import answer
-from arborl.envs.extras.reasoning import ReasoningGym
+from arborl.envs.adapters.other_packages import ReasoningGym
+from arborl.envs.env import format_answer
 from arborl.seedling.game_transcripts import play
 from arborl.seedling.transcript import Chance, Transcript
 
@@ -34,7 +34,7 @@ def working(expression: str) -> str:
     for sign, number in zip(rest[::2], rest[1::2], strict=True):
         line, total = pair(total, sign, int(number))
         lines.append(line)
-    return "\n".join([*lines, answer(str(total))])
+    return "\n".join([*lines, format_answer(str(total))])
 
 
 def pair(left: int, sign: str, right: int) -> tuple[str, int]:

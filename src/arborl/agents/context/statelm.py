@@ -17,8 +17,8 @@ from arborl.agents.context.policy import Kind, Policy
 from arborl.agents.context.session import ContextSession
 from arborl.agents.context.talk import Bounds
 from arborl.agents.rounds import count
-from arborl.envs.documents import document_of
 from arborl.envs.env import Env
+from arborl.envs.games.documents_env import episode_document
 from arborl.errors import ConfigError, did_you_mean
 from arborl.registry import call_checked
 from arborl.tools.injection import Context
@@ -154,7 +154,7 @@ class Play:
         agent, task = self.agent, self.context.task
         observation = await self.env.reset(task, task.seed)
         space: Workspace = self.context.state(WORKSPACE, WORKSPACE.make)
-        space.document, space.reading = document_of(task, self.env), agent.reading
+        space.document, space.reading = episode_document(task, self.env), agent.reading
         bounds = Bounds.of(self.model, *agent.limits)
         specs = agent.toolbox.specs
         self.session = ContextSession(self.model, observation.messages, specs, space, bounds, agent.style)

@@ -1,7 +1,7 @@
-"""FrozenLake: cross the ice from P to G without falling into a hole, one `<answer>Right</answer>` a turn.
+"""FrozenLake: walk from P to G without falling into a hole, one `<answer>Right</answer>` per turn.
 
-Maps are random, solvable within the step limit, and come from the task's seed. One map in ten, chosen by a hash of the
-map itself, belongs to the split `held_out`: training never draws it, whatever its seeds.
+Maps are drawn from the task's seed and solvable within the step limit. One map in ten, by a hash of the map, belongs to
+the split `held_out`; training never draws it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from arborl.envs.answers import answer, read_choice
-from arborl.envs.env import Env, Observation, Step
-from arborl.envs.splits import check_split, split_of, wanted_split
+from arborl.envs.env import Env, Observation, Step, check_split, format_answer, parse_choice, split_of, task_split
 from arborl.seeds import generator
 from arborl.types import Message, Metrics, Task
 
@@ -29,14 +27,13 @@ RULES = (
     "or <answer>Up</answer>."
 )
 PLAYER = {"G": "√", "O": "X", "_": "P"}
-"""How the player looks, by what is under them."""
+"""Symbol of the player, by the cell below."""
 INVALID = "Not a move."
-TRIES = 20_000
-"""Maps drawn before giving up: a tiny lake may have none of a split within the step limit."""
-WIDEST = 960
-"""Pixels a side of the picture of a large lake."""
+MAX_DRAWS = 20_000
+"""Maps drawn before an error: a tiny lake may have no map of a split within the step limit."""
+MAX_PICTURE_PIXELS = 960
 LARGE = 20
-"""Beyond this many cells a side, a start is chosen within reach of the goal rather than drawn until it is."""
+"""Above this size, the start is drawn among the cells within reach of the goal."""
 
 Cell = tuple[int, int]
 
@@ -45,13 +42,13 @@ class FrozenLake(Env):
     """Cross a frozen lake without falling into a hole.
 
     Args:
-        size: cells a side.
-        frozen: chance of a cell being ice.
-        slippery: a move goes astray, to one side or the other, with chance 2/3.
-        max_steps: the episode is truncated after this many.
-        format_penalty: reward of a message that is not a move; the player stays.
-        spaced: cells are shown with a space between them. Tokenizers of large vocabularies join neighbouring cells
-            otherwise (`____` is one token), and a small model cannot tell columns apart.
+        size: cells per side.
+        frozen: probability that a cell is ice.
+        slippery: a move goes to one side or the other with probability 2/3.
+        max_steps: the episode is truncated after this many steps.
+        format_penalty: reward of an illegal message; the player does not move.
+        spaced: print a space between cells. Large vocabularies otherwise join neighbouring cells (`____` is one
+            token), and small models cannot distinguish columns.
     """
 
     blocking = False
@@ -69,7 +66,7 @@ class FrozenLake(Env):
         if size < 2:
             raise ValueError(f"size={size}: give 2 or more")
         if not 0 < frozen <= 1:
-            raise ValueError(f"frozen={frozen}: give a chance above 0 and up to 1")
+            raise ValueError(f"frozen={frozen}: give a probability above 0, at most 1")
         if max_steps < 1:
             raise ValueError(f"max_steps={max_steps}: give at least 1")
         if format_penalty > 0:
@@ -78,15 +75,15 @@ class FrozenLake(Env):
         self.max_steps, self.format_penalty, self.spaced = max_steps, format_penalty, spaced
 
     async def reset(self, task: Task, seed: int) -> Observation:
-        split = wanted_split(task, "frozen_lake")
+        split = task_split(task, "frozen_lake")
         self.grid, self.player = draw_map(task.seed, split, self.size, self.frozen, self.max_steps)
-        self.chance = generator(seed, "frozen_lake") if self.slippery else None  # making one takes a while
+        self.rng = generator(seed, "frozen_lake") if self.slippery else None
         self.steps = self.valid = self.effective = 0
         board = self.render()
-        return Observation((Message("system", RULES), Message("user", self._shown(board))), state_key=board)
+        return Observation((Message("system", RULES), Message("user", self._format_board(board))), state_key=board)
 
     async def step(self, action: Message) -> Step:
-        move = read_move(action.content)
+        move = parse_move(action.content)
         before = self.player
         if move is not None:
             self.player = self._slide(move)
@@ -96,7 +93,7 @@ class FrozenLake(Env):
         self.effective += effective
         cell = self.grid[self.player[0]][self.player[1]]
         board = self.render()
-        text = self._shown(board) if move else f"{INVALID}\n{self._shown(board)}"
+        text = self._format_board(board) if move else f"{INVALID}\n{self._format_board(board)}"
         return Step(
             Observation((Message("user", text),), state_key=board),
             reward=self.format_penalty if move is None else float(cell == "G"),
@@ -105,14 +102,14 @@ class FrozenLake(Env):
             info={"valid": float(move is not None), "effective": float(effective)},
         )
 
-    def _shown(self, board: str) -> str:
-        """The board as the agent sees it."""
+    def _format_board(self, board: str) -> str:
+        """The board in the agent's observation."""
         return "\n".join(" ".join(row) for row in board.split("\n")) if self.spaced else board
 
     def _slide(self, move: str) -> Cell:
-        if self.chance is not None:
+        if self.rng is not None:
             names = list(MOVES)
-            move = names[(names.index(move) + int(self.chance.integers(-1, 2))) % 4]
+            move = names[(names.index(move) + int(self.rng.integers(-1, 2))) % 4]
         down, right = MOVES[move]
         row, column = self.player[0] + down, self.player[1] + right
         return min(max(row, 0), self.size - 1), min(max(column, 0), self.size - 1)
@@ -126,14 +123,14 @@ class FrozenLake(Env):
         }
 
     def actions(self) -> list[str]:
-        return [answer(move) for move in MOVES]
+        return [format_answer(move) for move in MOVES]
 
     def oracle(self) -> str:
-        """A move of a shortest path; on slippery ice the one most likely to end at the goal within the limit."""
+        """A move of a shortest path; on slippery ice the move with the highest probability of reaching the goal."""
         if self.slippery:
-            return answer(safest_move(self.grid, self.player, self.max_steps - self.steps, self.max_steps))
+            return format_answer(safest_move(self.grid, self.player, self.max_steps - self.steps, self.max_steps))
         best = best_moves(self.grid, self.player)
-        return answer(best[0] if best else "Left")
+        return format_answer(best[0] if best else "Left")
 
     def state_key(self) -> str:
         return self.render()
@@ -145,43 +142,43 @@ class FrozenLake(Env):
         return "\n".join((*self.grid[:row], shown, *self.grid[row + 1 :]))
 
     def picture(self) -> Image:
-        from arborl.envs.tiles import paint
+        from arborl.envs.games.drawing import draw_frozen_lake
 
-        return paint(self.render(), cell=max(8, min(48, WIDEST // self.size)))
+        return draw_frozen_lake(self.render(), cell=max(8, min(48, MAX_PICTURE_PIXELS // self.size)))
 
 
-def read_move(text: str) -> str | None:
-    """The move in the first `<answer>…</answer>`; None where that is no move, or there is none."""
-    return read_choice(text, MOVES)
+def parse_move(text: str) -> str | None:
+    """The move in the first `<answer>…</answer>`; None without one."""
+    return parse_choice(text, MOVES)
 
 
 @lru_cache(maxsize=4096)
 def draw_map(seed: int, split: str, size: int, frozen: float, within: int) -> tuple[tuple[str, ...], Cell]:
-    """A map of this split, and where the player starts. The same arguments give the same map on every machine."""
+    """A map of this split, and the start cell; deterministic on every machine."""
     check_split(split, "frozen_lake")
-    chance = generator(seed, "map", size)
-    for _ in range(TRIES):
-        cells = np.where(chance.random(size * size) < frozen, "_", "O")
-        start, goal = chance.choice(size * size, size=2, replace=False)
+    rng = generator(seed, "map", size)
+    for _ in range(MAX_DRAWS):
+        cells = np.where(rng.random(size * size) < frozen, "_", "O")
+        start, goal = rng.choice(size * size, size=2, replace=False)
         cells[start], cells[goal] = "_", "G"
         grid = tuple("".join(cells[row * size : (row + 1) * size]) for row in range(size))
         player = (int(start) // size, int(start) % size)
-        if split_of(grid) != split:  # by the grid alone: not even from another start is a held-out lake trained on
+        if split_of(grid) != split:  # of the grid alone: a held-out map is not trained on from another start either
             continue
         if size > LARGE:
             near = [cell for cell, far in distances(grid).items() if 1 <= far <= within]
-            player = near[int(chance.integers(len(near)))] if near else player
+            player = near[int(rng.integers(len(near)))] if near else player
         if distances(grid).get(player, within + 1) <= within:
             return grid, player
     raise ValueError(
-        f"no map of split {split!r} in {TRIES:,} draws with size={size}, frozen={frozen}, max_steps={within}: "
+        f"no map of split {split!r} in {MAX_DRAWS:,} draws with size={size}, frozen={frozen}, max_steps={within}: "
         "give a larger size, more ice or more steps"
     )
 
 
 @lru_cache(maxsize=4096)
 def distances(grid: tuple[str, ...]) -> dict[Cell, int]:
-    """Moves to the goal from every cell that can reach it over ice."""
+    """Number of moves to the goal from every cell that can reach it."""
     size = len(grid)
     goal = next((r, c) for r in range(size) for c in range(size) if grid[r][c] == "G")
     found = {goal: 0}
@@ -197,41 +194,42 @@ def distances(grid: tuple[str, ...]) -> dict[Cell, int]:
 
 
 def best_moves(grid: tuple[str, ...], player: Cell) -> list[str]:
-    """Every move that begins a shortest path; empty where there is none."""
+    """First moves of all shortest paths; empty without a path."""
     far = distances(grid)
     here = far.get(player, 0)
     return [name for name, (d, r) in MOVES.items() if far.get((player[0] + d, player[1] + r), here) == here - 1]
 
 
 def safest_move(grid: tuple[str, ...], player: Cell, steps: int, horizon: int) -> str:
-    """On slippery ice: the move with the best chance of the goal within `steps`, of `horizon` at the start."""
-    names, known = list(MOVES), chances(grid, horizon)
-    landed = _landings(known[min(max(steps - 1, 0), len(known) - 1)])
-    mean = [sum(landed[(i + turn) % 4][player] for turn in (-1, 0, 1)) for i in range(4)]
-    return names[int(np.argmax(np.round(mean, 12)))]  # rounded: of equals the first, on every machine
+    """On slippery ice: the move with the highest probability of reaching the goal within `steps`."""
+    names, by_steps = list(MOVES), goal_probabilities(grid, horizon)
+    landing = _landing_values(by_steps[min(max(steps - 1, 0), len(by_steps) - 1)])
+    mean = [sum(landing[(i + turn) % 4][player] for turn in (-1, 0, 1)) for i in range(4)]
+    return names[int(np.argmax(np.round(mean, 12)))]  # rounded: ties are resolved equally on every machine
 
 
 @lru_cache(maxsize=256)
-def chances(grid: tuple[str, ...], horizon: int) -> list[NDArray[np.float64]]:
-    """On slippery ice: from every cell, the chance of the goal under the best play within 0, 1, 2, … steps.
+def goal_probabilities(grid: tuple[str, ...], horizon: int) -> list[NDArray[np.float64]]:
+    """On slippery ice: value iteration for the probability of reaching the goal within 0, 1, 2, … steps from each cell.
 
-    The list ends at `horizon`, or sooner where more steps change nothing.
+    The list ends at `horizon`, or when the values converge.
     """
     cells = np.array([list(row) for row in grid])
     found = [np.where(cells == "G", 1.0, 0.0)]
     while len(found) <= horizon:
-        landed = _landings(found[-1])
-        best = np.max([(landed[i - 1] + landed[i] + landed[(i + 1) % 4]) / 3 for i in range(4)], axis=0)
+        landing = _landing_values(found[-1])
+        best = np.max([(landing[i - 1] + landing[i] + landing[(i + 1) % 4]) / 3 for i in range(4)], axis=0)
         found.append(np.where(cells == "G", 1.0, np.where(cells == "O", 0.0, best)))
         if np.abs(found[-1] - found[-2]).max() < 1e-9:
             break
     return found
 
 
-def _landings(value: NDArray[np.float64]) -> list[NDArray[np.float64]]:
-    """For each of the four moves, the value of the cell it leads to from every cell."""
+def _landing_values(value: NDArray[np.float64]) -> list[NDArray[np.float64]]:
+    """For each move, the value of the cell that it reaches from every cell."""
     size = len(value)
-    at = np.arange(size)
+    index = np.arange(size)
     return [
-        value[np.clip(at + down, 0, size - 1)][:, np.clip(at + right, 0, size - 1)] for down, right in MOVES.values()
+        value[np.clip(index + down, 0, size - 1)][:, np.clip(index + right, 0, size - 1)]
+        for down, right in MOVES.values()
     ]

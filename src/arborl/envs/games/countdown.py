@@ -1,8 +1,8 @@
-"""Countdown: make the target out of the numbers, each used once, with + - * / and brackets.
+"""Countdown: make the target from the numbers, each used once, with + - * / and brackets.
 
     Numbers: 3, 7, 25   Target: 46      ->      <answer>25 + 3 * 7</answer>
 
-A problem is drawn as an expression and then taken apart, so it can be solved; the expression is what the oracle says.
+A problem is drawn as an expression, which is the oracle's answer.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from arborl.envs.answers import answer, read_answer
-from arborl.envs.env import Env, Observation, Step
-from arborl.envs.splits import check_split, split_of, wanted_split
+from arborl.envs.env import Env, Observation, Step, check_split, format_answer, parse_answer, split_of, task_split
 from arborl.seeds import generator
 from arborl.types import Message, Metrics, Task
 
@@ -32,21 +30,21 @@ OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = 
     ast.Div: operator.truediv,
 }
 SIGNS = "+-*/"
-LONGEST = 200
-"""Characters of an expression; a longer one is no move."""
-TRIES = 10_000
+MAX_LENGTH = 200
+"""Maximum number of characters of an expression."""
+MAX_DRAWS = 10_000
 INVALID = "Not an expression of these numbers, each used once."
 
 
 class Countdown(Env):
-    """Make a target out of some numbers, each used once.
+    """Make a target from some numbers, each used once.
 
     Args:
-        count: how many numbers.
-        largest: the numbers lie between 1 and this.
-        max_target: the target lies between 1 and this.
-        tries: expressions that may be offered; what each makes is said.
-        format_penalty: reward of a message that is no expression of just these numbers.
+        count: number of numbers.
+        largest: maximum number.
+        max_target: maximum target.
+        tries: number of attempts; the value of each is returned.
+        format_penalty: reward of a message that is not an expression of exactly these numbers.
     """
 
     blocking = False
@@ -72,9 +70,9 @@ class Countdown(Env):
         self.tries, self.format_penalty = tries, format_penalty
 
     async def reset(self, task: Task, seed: int) -> Observation:
-        split = wanted_split(task, "countdown")
+        split = task_split(task, "countdown")
         self.problem = draw_problem(task.seed, split, self.count, self.largest, self.max_target)
-        self.said: tuple[str, ...] = ()
+        self.results: tuple[str, ...] = ()
         self.valid, self.solved = 0, False
         rules = (
             f"Make {self.problem.target} out of {', '.join(map(str, self.problem.numbers))}. Use each number once, "
@@ -83,17 +81,17 @@ class Countdown(Env):
         return Observation((Message("user", rules),), state_key=self.state_key())
 
     async def step(self, action: Message) -> Step:
-        value = value_of(read_answer(action.content), self.problem.numbers)
+        value = value_of(parse_answer(action.content), self.problem.numbers)
         self.solved = value == self.problem.target
         self.valid += value is not None
         verdict = INVALID if value is None else f"That makes {value}."
-        self.said = (*self.said, verdict)
+        self.results = (*self.results, verdict)
         text = "Right." if self.solved else f"{verdict} Make {self.problem.target}."
         return Step(
             Observation((Message("user", text),), state_key=self.state_key()),
             reward=self.format_penalty if value is None else float(self.solved),
             terminated=self.solved,
-            truncated=not self.solved and len(self.said) >= self.tries,
+            truncated=not self.solved and len(self.results) >= self.tries,
             info={"valid": float(value is not None)},
         )
 
@@ -102,36 +100,35 @@ class Countdown(Env):
         return self.tries
 
     def metrics(self) -> Metrics:
-        played = max(len(self.said), 1)
-        return {"success": float(self.solved), "valid": self.valid / played, "tries": float(len(self.said))}
+        played = max(len(self.results), 1)
+        return {"success": float(self.solved), "valid": self.valid / played, "tries": float(len(self.results))}
 
     def oracle(self) -> str:
-        return answer(self.problem.solution)
+        return format_answer(self.problem.solution)
 
-    def random(self, chance: Generator) -> str:
-        """Any expression of the numbers that has a value."""
+    def random(self, rng: Generator) -> str:
+        """A random expression with a value."""
         while True:
-            text = _draw_expression(chance, list(self.problem.numbers))
+            text = _draw_expression(rng, list(self.problem.numbers))
             if value_of(text, self.problem.numbers) is not None:
-                return answer(text)
+                return format_answer(text)
 
     def state_key(self) -> str:
-        """What has been tried so far is part of the state: it is what the player knows."""
-        return " ".join([str(self.problem.target), *map(str, self.problem.numbers), *sorted(set(self.said))])
+        return " ".join([str(self.problem.target), *map(str, self.problem.numbers), *sorted(set(self.results))])
 
     def render(self) -> str:
         numbers = " ".join(f"[{number}]" for number in self.problem.numbers)
-        return "\n".join([f"Target: {self.problem.target}", f"Numbers: {numbers}", *self.said])
+        return "\n".join([f"Target: {self.problem.target}", f"Numbers: {numbers}", *self.results])
 
     def picture(self) -> Image:
-        from arborl.envs.text_picture import write
+        from arborl.envs.games.drawing import draw_text_page
 
-        return write(self.render(), "Countdown")
+        return draw_text_page(self.render(), "Countdown")
 
 
 @dataclass(frozen=True, slots=True)
 class CountdownProblem:
-    """Numbers, target, and one way from the one to the other."""
+    """Numbers, target, and one solution."""
 
     numbers: tuple[int, ...]
     target: int
@@ -140,41 +137,41 @@ class CountdownProblem:
 
 @lru_cache(maxsize=8192)
 def draw_problem(seed: int, split: str, count: int, largest: int, max_target: int) -> CountdownProblem:
-    """A problem of this split. The same arguments give the same problem on every machine."""
+    """A problem of this split; deterministic on every machine."""
     check_split(split, "countdown")
-    chance = generator(seed, "countdown", count)
-    for _ in range(TRIES):
-        numbers = tuple(int(number) for number in chance.integers(1, largest + 1, size=count))
-        text = _draw_expression(chance, list(numbers))
+    rng = generator(seed, "countdown", count)
+    for _ in range(MAX_DRAWS):
+        numbers = tuple(int(number) for number in rng.integers(1, largest + 1, size=count))
+        text = _draw_expression(rng, list(numbers))
         value = value_of(text, numbers)
         if value is None or value.denominator != 1 or not 1 <= value <= max_target:
             continue
         if split_of((tuple(sorted(numbers)), int(value))) == split:
             return CountdownProblem(numbers, int(value), text)
     raise ValueError(
-        f"no problem of split {split!r} in {TRIES:,} draws with count={count}, largest={largest}, "
+        f"no problem of split {split!r} in {MAX_DRAWS:,} draws with count={count}, largest={largest}, "
         f"max_target={max_target}: give larger numbers"
     )
 
 
-def _draw_expression(chance: Generator, numbers: list[int]) -> str:
-    """Join two at random, with any sign, until one is left; brackets around all but the last."""
+def _draw_expression(rng: Generator, numbers: list[int]) -> str:
+    """A random expression: combine two random parts until one is left."""
     parts = [str(number) for number in numbers]
     while len(parts) > 1:
-        left = parts.pop(int(chance.integers(len(parts))))
-        right = parts.pop(int(chance.integers(len(parts))))
-        joined = f"{left} {SIGNS[int(chance.integers(4))]} {right}"
+        left = parts.pop(int(rng.integers(len(parts))))
+        right = parts.pop(int(rng.integers(len(parts))))
+        joined = f"{left} {SIGNS[int(rng.integers(4))]} {right}"
         parts.append(f"({joined})" if parts else joined)
     return parts[0]
 
 
 def value_of(text: str | None, numbers: tuple[int, ...]) -> Fraction | None:
-    """The exact value of an expression of just these numbers; None where it is none, or divides by zero.
+    """The exact value of an expression of exactly these numbers; None for any other text or a division by zero.
 
     Example:
         value_of("(3 + 7) / 4", (3, 7, 4))      # Fraction(5, 2)
     """
-    if text is None or len(text) > LONGEST:
+    if text is None or len(text) > MAX_LENGTH:
         return None
     used: list[int] = []
     try:

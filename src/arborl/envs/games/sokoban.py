@@ -1,16 +1,21 @@
-"""Sokoban as an environment: the board as text, one `<answer>Up</answer>` a turn."""
+"""Sokoban: push every box onto a target. The board as text, one `<answer>Up</answer>` per turn."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from arborl.envs.answers import answer, read_choice
-from arborl.envs.env import Env, Observation, Step
-from arborl.envs.sokoban.board import MOVES, BoardState, move, write
-from arborl.envs.sokoban.levels import draw_level, pick_level
-from arborl.envs.sokoban.solver import GaveUp, solve
-from arborl.envs.splits import wanted_split
+from arborl.envs.env import Env, Observation, Step, format_answer, parse_choice, task_split
+from arborl.envs.games.sokoban_levels import (
+    MOVES,
+    BoardState,
+    SolverLimitExceeded,
+    apply_move,
+    choose_level,
+    draw_level,
+    format_board,
+    solve,
+)
 from arborl.types import Message, Metrics, Task
 
 if TYPE_CHECKING:
@@ -26,38 +31,35 @@ INVALID = "Not a move."
 
 
 @dataclass(frozen=True, slots=True)
-class Preset:
-    """A kind of level."""
+class SokobanPreset:
+    """Default arguments of `Sokoban`."""
 
     size: int
-    """Cells a side, the wall around included."""
     boxes: int
     walls: float
-    """Chance of an inner cell being wall."""
     pulls: int
-    """At most so many boxes' steps lie between the level and its solution."""
     max_steps: int
 
 
-PRESETS = {"6x6": Preset(6, 1, 0.1, 5, 12), "10x10": Preset(10, 2, 0.15, 16, 50)}
+PRESETS = {"6x6": SokobanPreset(6, 1, 0.1, 5, 12), "10x10": SokobanPreset(10, 2, 0.15, 16, 50)}
 
 
 class Sokoban(Env):
-    """Push every box of a warehouse onto a target.
+    """Push every box onto a target.
 
     Args:
-        preset: `6x6` (one box) or `10x10` (two boxes); what follows changes parts of it.
-        size: cells a side, the wall around included.
-        boxes: how many.
-        walls: chance of an inner cell being wall.
-        pulls: boxes are pulled off their targets by at most so many steps when a level is made; more is harder.
-        max_steps: the episode is truncated after this many; every made level can be solved within them.
-        levels: a Boxoban level file, or a folder of them, to be played instead of made levels.
-        step_reward: of every step.
-        box_reward: of pushing a box onto a target; pushing one off costs as much.
-        done_reward: of the last box on the last target, on top.
-        format_penalty: of a message that is not a move, on top of the step; nothing moves.
-        border: show the wall around the board as well.
+        preset: `6x6` (one box) or `10x10` (two boxes); the next five arguments override it.
+        size: cells per side, including the outer wall.
+        boxes: number of boxes.
+        walls: probability that an inner cell is wall.
+        pulls: maximum number of reverse-play steps of level generation; more is harder.
+        max_steps: the episode is truncated after this many steps; every generated level is solvable within them.
+        levels: a Boxoban level file, or a folder of them, instead of generated levels.
+        step_reward: reward of every step.
+        box_reward: reward of pushing a box onto a target; pushing one off gives the negative.
+        done_reward: additional reward when the level is solved.
+        format_penalty: additional reward of an illegal message.
+        border: show the outer wall.
     """
 
     blocking = False
@@ -93,34 +95,34 @@ class Sokoban(Env):
 
     def _check(self) -> None:
         if self.size < 5:
-            raise ValueError(f"size={self.size}: give 5 or more; the wall around takes two")
+            raise ValueError(f"size={self.size}: give 5 or more; the outer wall takes two")
         if self.boxes < 1:
             raise ValueError(f"boxes={self.boxes}: give at least 1")
         if not 0 <= self.walls < 1:
-            raise ValueError(f"walls={self.walls}: give a chance from 0, below 1")
+            raise ValueError(f"walls={self.walls}: give a probability from 0, below 1")
         if self.pulls < 1 or self.max_steps < 1:
             raise ValueError(f"pulls={self.pulls}, max_steps={self.max_steps}: give at least 1 of each")
         if self.format_penalty > 0:
             raise ValueError(f"format_penalty={self.format_penalty}: a penalty is negative or zero")
 
     async def reset(self, task: Task, seed: int) -> Observation:
-        split = wanted_split(task, "sokoban")
+        split = task_split(task, "sokoban")
         if self.levels is not None:
-            self.level, self.state = pick_level(task.seed, split, self.levels)
+            self.level, self.state = choose_level(task.seed, split, self.levels)
         else:
             self.level, self.state = draw_level(
                 task.seed, split, self.size, self.boxes, self.walls, self.pulls, self.max_steps
             )
         self.steps = self.valid = self.effective = 0
-        self.route: dict[BoardState, str] = {}
+        self.solution: dict[BoardState, str] = {}
         board = self.board()
         return Observation((Message("system", RULES), Message("user", board)), state_key=board)
 
     async def step(self, action: Message) -> Step:
-        name = read_choice(action.content, MOVES)
+        name = parse_choice(action.content, MOVES)
         before = self.state
         if name is not None:
-            self.state = move(self.level, before, name)
+            self.state = apply_move(self.level, before, name)
         effective = self.state != before
         self.steps += 1
         self.valid += name is not None
@@ -132,59 +134,63 @@ class Sokoban(Env):
             reward=self._reward(before, name is not None),
             terminated=solved,
             truncated=not solved and self.steps >= self.max_steps,
-            info={"valid": float(name is not None), "effective": float(effective), "boxes_home": float(self._home())},
+            info={
+                "valid": float(name is not None),
+                "effective": float(effective),
+                "boxes_home": float(self._boxes_on_targets()),
+            },
         )
 
     def _reward(self, before: BoardState, valid: bool) -> float:
-        gained = self._home() - len(before.boxes & self.level.targets)
+        gained = self._boxes_on_targets() - len(before.boxes & self.level.targets)
         reward = self.step_reward + self.box_reward * gained
         if self.state.solved(self.level):
             reward += self.done_reward
         return reward if valid else reward + self.format_penalty
 
-    def _home(self) -> int:
+    def _boxes_on_targets(self) -> int:
         return len(self.state.boxes & self.level.targets)
 
     def board(self) -> str:
-        """What the agent is shown."""
-        return write(self.level, self.state, self.border)
+        """The board in the agent's observation."""
+        return format_board(self.level, self.state, self.border)
 
     def metrics(self) -> Metrics:
         played = max(self.steps, 1)
         return {
             "success": float(self.state.solved(self.level)),
-            "boxes_home": self._home() / len(self.level.targets),
+            "boxes_home": self._boxes_on_targets() / len(self.level.targets),
             "valid": self.valid / played,
             "effective": self.effective / played,
         }
 
     def actions(self) -> list[str]:
-        return [answer(name) for name in MOVES]
+        return [format_answer(name) for name in MOVES]
 
     def oracle(self) -> str:
-        """The next move of a shortest solution; just a move where a box is stuck for good."""
-        if self.state not in self.route:
-            self._plan()
-        return answer(self.route.get(self.state, "Up"))
+        """The next move of a shortest solution; `Up` when the level can no longer be solved."""
+        if self.state not in self.solution:
+            self._solve()
+        return format_answer(self.solution.get(self.state, "Up"))
 
-    def _plan(self) -> None:
-        """Remember a shortest solution from here, state by state."""
+    def _solve(self) -> None:
+        """Store a shortest solution from the current state."""
         try:
             solution = solve(self.level, self.state)
-        except GaveUp:
+        except SolverLimitExceeded:
             solution = None
         here = self.state
         for name in solution or ():
-            self.route[here] = name
-            here = move(self.level, here, name)
+            self.solution[here] = name
+            here = apply_move(self.level, here, name)
 
     def state_key(self) -> str:
         return self.board()
 
     def render(self) -> str:
-        return write(self.level, self.state)
+        return format_board(self.level, self.state)
 
     def picture(self) -> Image:
-        from arborl.envs.sokoban.tiles import paint
+        from arborl.envs.games.drawing import draw_sokoban
 
-        return paint(self.render())
+        return draw_sokoban(self.render())
