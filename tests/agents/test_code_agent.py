@@ -13,14 +13,15 @@ from arborl.envs.games.question import Question
 from arborl.errors import ConfigError
 from arborl.rollout.recorder import Limits
 from arborl.rollout.runner import Cast, Rollout
-from arborl.tools import State, tool
+from arborl.tools import EpisodeState
+from arborl.tools.core import tool
 from arborl.types import Message, Sampling, Task
 
 TASK = Task("t", (Message("user", "What is 6*7?"),), {"answer": "42"})
 
 
 @tool(stateful=True)
-def interpreter(code: str, names: Annotated[dict, State(dict)]) -> str:
+def interpreter(code: str, names: Annotated[dict, EpisodeState(dict)]) -> str:
     """Run trusted code of a test, here."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):

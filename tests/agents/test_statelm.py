@@ -31,7 +31,7 @@ from arborl.rewards.reward import Rewards
 from arborl.rollout.recorder import Limits
 from arborl.rollout.runner import Cast, Rollout
 from arborl.rollout.tree import plant
-from arborl.tools.library.context.chunks import Index
+from arborl.tools.library.document_index import Index
 from arborl.types import Group, Message, Sampling, Stop, Task
 from arborl.view.context_length import lengths as context_lengths
 

@@ -19,11 +19,11 @@ from pathlib import Path
 
 from attack_list import ATTACKS, PRELUDE, Attack
 
-from arborl.sandbox import LEVELS, Limits, Outcome, Sandbox, SandboxError, try_level
-from arborl.sandbox.protocol import Forged, Inbox
-from arborl.sandbox.watch import descendants
+from arborl.sandbox import LEVELS, Sandbox, SandboxError, SandboxLimits, SandboxResult, try_level
+from arborl.sandbox.process_usage import descendants
+from arborl.sandbox.sandbox_protocol import Forged, Inbox
 
-LIMITS = Limits(
+LIMITS = SandboxLimits(
     wall_seconds=1.0, cpu_seconds=0.6, memory_mb=128, file_mb=4, disk_mb=8, processes=8, output_bytes=10_000,
     open_files=64,
 )  # fmt: skip
@@ -220,7 +220,7 @@ def fuzz_reader(frames: int, seed: int = 0) -> dict[str, int]:
     return counts
 
 
-def harm(outcomes: list[Outcome], limits: Limits, seconds: float) -> str:
+def harm(outcomes: list[SandboxResult], limits: SandboxLimits, seconds: float) -> str:
     """What the attack said or used that it must not."""
     for outcome in outcomes:
         said = outcome.stdout + outcome.stderr + outcome.value + outcome.error

@@ -25,7 +25,7 @@ from arborl.data.reading.tables import ParquetTable
 from arborl.errors import ConfigError
 from arborl.rollout.replay import Recording, Replay
 from arborl.rollout.store import EpisodeStore
-from arborl.tools.journal import Journal
+from arborl.tools.remote.tool_dispatcher import CallJournal
 from arborl.track.jsonl import JsonlTracker, read_metrics
 from arborl.types import Call, Completion, Episode, Finish, Group, Message, Task, ToolCall, Turn
 
@@ -120,7 +120,7 @@ def metrics(folder: Path) -> Path:
 
 
 def journal(folder: Path) -> Path:
-    made = Journal(folder / "journal")
+    made = CallJournal(folder / "journal")
     made.begin("a", "digest")
     made.open_session("s")
     made._base.execute("PRAGMA journal_mode=DELETE")
@@ -131,7 +131,7 @@ def journal(folder: Path) -> Path:
 def open_journal(path: Path) -> None:
     for beside in ("-wal", "-shm", "-journal"):
         Path(f"{path}{beside}").unlink(missing_ok=True)
-    Journal(path).close()
+    CallJournal(path).close()
 
 
 READERS = {

@@ -20,11 +20,11 @@ pytest.importorskip("uvicorn", reason="the extra 'serve'")
 import httpx
 from hypothesis import HealthCheck, Phase, given, settings
 
-from arborl.tools import tool
-from arborl.tools.dispatcher import Desk
+from arborl.tools.core import tool
 from arborl.tools.library.calculator import calculator
 from arborl.tools.library.python import python_once
-from arborl.tools.server import make_app, make_server
+from arborl.tools.remote.tool_dispatcher import ToolDispatcher
+from arborl.tools.remote.tool_server import make_app, make_server
 
 KEY = "secret"
 
@@ -42,12 +42,12 @@ async def nap(seconds: float) -> str:
 
 
 def application():
-    return make_app(Desk([calculator, remember, nap, python_once], concurrency=8), KEY, limit_seconds=0.02)
+    return make_app(ToolDispatcher([calculator, remember, nap, python_once], concurrency=8), KEY, limit_seconds=0.02)
 
 
 def test_no_request_of_its_schema_is_answered_with_a_server_error(tmp_path, monkeypatch):
     schemathesis = pytest.importorskip("schemathesis")
-    monkeypatch.setattr("arborl.tools.limit.default_folder", lambda: tmp_path)
+    monkeypatch.setattr("arborl.tools.core.rate_limit.default_folder", lambda: tmp_path)
     schema = schemathesis.openapi.from_asgi("/openapi.json", application(), headers={"X-API-Key": KEY})
     seen: list[int] = []
     quietly = settings(

@@ -29,7 +29,6 @@ from arborl.rollout.recorder import Limits
 from arborl.rollout.runner import Cast, Rollout
 from arborl.rollout.store import to_json
 from arborl.rollout.workers import Workers, blocks
-from arborl.tools import threads
 from arborl.types import Message, Sampling, Stop, Task
 
 
@@ -349,8 +348,8 @@ def test_environments_that_hang_for_good_are_counted_by_name_and_no_more_are_beg
     assert all("3 calls of environment 'bad' hang" in failure.message for failure in failures[3:9])
     assert "rollout.workers=process" in failures[8].message
     assert failures[9:] == [None] * 3
-    assert run.workers.threads.left.stuck() == {"environment 'bad'": 3}
-    assert caplog.text.count("WARNING  arborl.tools.threads") == 1
+    assert run.workers.threads.left.hanging() == {"environment 'bad'": 3}
+    assert caplog.text.count("WARNING  arborl.tools.core.background_threads") == 1
 
 
 def test_cancelled_episodes_are_not_taken_for_hung_ones(monkeypatch):

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from working_levels import WORKING_LEVELS
 
-from arborl.sandbox import Limits, Pool, Sandbox
-from arborl.sandbox.watch import Meter, size, usage
+from arborl.sandbox import Sandbox, SandboxLimits, SandboxPool
+from arborl.sandbox.process_usage import Meter, size, usage
 
-TIGHT = Limits(wall_seconds=12, cpu_seconds=1, memory_mb=128, disk_mb=8, file_mb=4, processes=8)
+TIGHT = SandboxLimits(wall_seconds=12, cpu_seconds=1, memory_mb=128, disk_mb=8, file_mb=4, processes=8)
 
 FORKING = [level for level in WORKING_LEVELS if level != "rlimits"]
 
@@ -155,7 +155,7 @@ def test_empty_files_and_folders_too_deep_to_name_count(tmp_path):
         os.chdir("d" * 200)
     os.chdir(here)
     assert size(str(tmp_path), os.getpid(), 2**30, 2**20) > 2**30
-    from arborl.sandbox.inside.clear import remove
+    from arborl.sandbox.guest_process.guest_resources import remove
 
     remove(str(tmp_path))
     assert not tmp_path.exists()
@@ -209,7 +209,7 @@ def test_an_honest_call_waits_for_hostile_ones_no_longer_than_their_limit():
     drip = "import os, struct, sys, time\ntoken = sys._getframe(1).f_locals['request']['token']\n"
     drip += "os.write(3, struct.pack('<I', 1000) + token)\nwhile True:\n    os.write(3, b'x'); time.sleep(0.1)"
     limits = replace(TIGHT, wall_seconds=1.5)
-    pool = Pool(limits, busy=8)
+    pool = SandboxPool(limits, busy=8)
 
     async def play() -> tuple[float, str]:
         hostile = [asyncio.create_task(pool.run(drip)) for _ in range(8)]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from arborl.sandbox import Limits, Sandbox, try_level
-from arborl.sandbox.process import INSIDE
+from arborl.sandbox import Sandbox, SandboxLimits, try_level
+from arborl.sandbox.sandbox_process import INSIDE
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_groups_that_were_left_are_removed_and_young_ones_are_not(group, tmp_pat
 
 @pytest.mark.skipif("cgroup" not in try_level("rlimits"), reason="no memory cgroup can be made here")
 def test_a_guest_is_in_a_limited_group_that_is_gone_with_it():
-    with Sandbox(Limits(memory_mb=64), "rlimits") as box:
+    with Sandbox(SandboxLimits(memory_mb=64), "rlimits") as box:
         (found,) = Path("/sys/fs/cgroup").rglob(os.path.basename(box._folder))
         limit = next(found.glob("memory.max"), found / "memory.limit_in_bytes")
         assert int(limit.read_text()) == (64 + box.limits.disk_mb + 64) * 2**20
@@ -91,7 +91,7 @@ def test_a_guest_is_in_a_limited_group_that_is_gone_with_it():
 
 @pytest.mark.skipif("cgroup" not in try_level("rlimits"), reason="no memory cgroup can be made here")
 def test_a_guest_that_the_kernel_ended_at_the_limit_used_too_much_memory():
-    with Sandbox(Limits(memory_mb=128), "rlimits") as box:
+    with Sandbox(SandboxLimits(memory_mb=128), "rlimits") as box:
         (found,) = Path("/sys/fs/cgroup").rglob(os.path.basename(box._folder))
         limit = next(found.glob("memory.max"), found / "memory.limit_in_bytes")
         limit.write_text(str(24 * 2**20))  # below what the host watches for

@@ -9,7 +9,7 @@ from arborl import sandbox
 from arborl.errors import EpisodeError, boundary, queued
 from arborl.rewards import Rewards
 from arborl.rewards.code import CodeTests
-from arborl.sandbox import Limits, Pool
+from arborl.sandbox import SandboxLimits, SandboxPool
 from arborl.types import Episode, Group, Message, Task, Turn
 
 DOUBLE = "print(int(input()) * 2)"
@@ -21,7 +21,7 @@ def episodes(count: int, code: str, tests: list) -> Group:
     return Group(task, [Episode(f"e{n}", task, turns=[Turn(said)]) for n in range(count)])
 
 
-def scored(group: Group, seconds: float, pool: Pool) -> list[float]:
+def scored(group: Group, seconds: float, pool: SandboxPool) -> list[float]:
     reward = CodeTests(seconds=5)
     reward._run = lambda code, stdin: pool.run(code, stdin)
     asyncio.run(Rewards([("code", reward, 1.0)], seconds).score([group]))
@@ -29,29 +29,29 @@ def scored(group: Group, seconds: float, pool: Pool) -> list[float]:
 
 
 def test_right_answers_are_right_however_long_they_wait_for_a_sandbox():
-    pool = Pool(Limits(), busy=1)
+    pool = SandboxPool(SandboxLimits(), busy=1)
     sleepy = f"import time; time.sleep(0.2)\n{DOUBLE}"
     group = episodes(6, sleepy, [{"input": "21", "output": "42"}, {"input": "1", "output": "2"}])
-    sandbox.metrics()
+    sandbox.sandbox_metrics()
     assert scored(group, 1.5, pool) == [1.0] * 6  # three seconds of work, one at a time
     pool.close()
-    seen = sandbox.metrics()
+    seen = sandbox.sandbox_metrics()
     assert seen["sandbox/runs"] == 12
     assert seen["sandbox/queue_seconds_max"] > 1.5
     assert 0 < seen["sandbox/queue_seconds"] < seen["sandbox/queue_seconds_max"]
-    assert sandbox.metrics() == {}
+    assert sandbox.sandbox_metrics() == {}
 
 
 @pytest.mark.slow
 def test_a_hundred_right_programs_of_twenty_tests_each_are_all_right():
-    pool = Pool(CodeTests(seconds=5).limits)
+    pool = SandboxPool(CodeTests(seconds=5).limits)
     tests = [{"input": str(n), "output": str(2 * n)} for n in range(20)]
     assert scored(episodes(128, DOUBLE, tests), 30.0, pool) == [1.0] * 128
     pool.close()
 
 
 def test_code_that_takes_too_long_itself_still_does():
-    pool = Pool(Limits(wall_seconds=5), busy=1)
+    pool = SandboxPool(SandboxLimits(wall_seconds=5), busy=1)
     group = episodes(2, f"import time; time.sleep(2)\n{DOUBLE}", [{"input": "21", "output": "42"}])
     assert scored(group, 1.0, pool) == []
     assert {str(episode.failure.kind) for episode in group.episodes} == {"timeout"}

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from working_levels import WORKING_LEVELS
 
-from arborl.sandbox import Limits, Sandbox, SandboxError, best_level, try_level
+from arborl.sandbox import Sandbox, SandboxError, SandboxLimits, best_level, try_level
 
-TIGHT = Limits(
+TIGHT = SandboxLimits(
     wall_seconds=12, cpu_seconds=1, memory_mb=128, file_mb=4, disk_mb=8, processes=8, output_bytes=10_000, open_files=64
 )
 
@@ -487,9 +487,9 @@ def test_a_package_folder_can_be_imported_and_not_changed(tmp_path):
 
 def test_limits_that_make_no_sense_are_refused():
     with pytest.raises(ValueError, match="wall_seconds=0"):
-        Limits(wall_seconds=0)
+        SandboxLimits(wall_seconds=0)
     with pytest.raises(ValueError, match="Python itself needs 32"):
-        Limits(memory_mb=8)
+        SandboxLimits(memory_mb=8)
 
 
 def test_a_level_that_does_not_work_says_why(monkeypatch):

@@ -2,11 +2,11 @@ import asyncio
 import threading
 import time
 
-from arborl.sandbox.slots import Slots
+from arborl.sandbox.fair_semaphore import FairSemaphore
 
 
 def test_slots_go_to_who_waited_longest():
-    slots, order = Slots(1), []
+    slots, order = FairSemaphore(1), []
 
     async def one(number: int) -> None:
         await slots.take()
@@ -22,7 +22,7 @@ def test_slots_go_to_who_waited_longest():
 
 
 def test_a_slot_given_to_somebody_cancelled_is_not_lost():
-    slots = Slots(1)
+    slots = FairSemaphore(1)
 
     async def play() -> list[bool]:
         await slots.take()
@@ -42,7 +42,7 @@ def test_a_slot_given_to_somebody_cancelled_is_not_lost():
 
 
 def test_threads_and_event_loops_share_them():
-    slots, now, most = Slots(3), [], []
+    slots, now, most = FairSemaphore(3), [], []
 
     def work() -> None:
         now.append(1)

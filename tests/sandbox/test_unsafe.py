@@ -9,8 +9,8 @@ import pytest
 
 import arborl
 from arborl.errors import ConfigError
-from arborl.sandbox import Found, allow_unsafe
-from arborl.sandbox.process import INSIDE
+from arborl.sandbox import ActiveLevel, allow_unsafe
+from arborl.sandbox.sandbox_process import INSIDE
 
 BARE = f"""
 import ctypes, sys
@@ -53,7 +53,7 @@ CALLS = {
     "run_code": "from arborl.sandbox import run_code_sync; print(run_code_sync('6 * 7').value)",
     "python tool": "import asyncio\nfrom arborl.tools.library.python import python\n"
     "print(asyncio.run(python.run({'code': '6 * 7'})).content)",
-    "tool server": "import asyncio\nfrom arborl.tools.dispatcher import Desk\n"
+    "tool server": "import asyncio\nfrom arborl.tools.remote.tool_dispatcher import Desk\n"
     "async def f(): return await Desk([]).execute('6 * 7')\nprint(asyncio.run(f()).value)",
     "code reward": "import asyncio\nfrom arborl.rewards.code import CodeTests\nfrom arborl.types import *\n"
     f"task = Task('t', fields={{'tests': {TESTS}}})\n"
@@ -72,7 +72,7 @@ def test_code_is_refused_with_a_sentence_and_runs_where_it_is_allowed(name, tmp_
 
 
 def test_a_run_that_executes_code_does_not_start_or_says_what_isolates_it(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("arborl.sandbox.level.best_level", lambda: Found("rlimits", (), {"namespaces": "forbidden"}))
+    monkeypatch.setattr("arborl.sandbox.sandbox.best_level", lambda: ActiveLevel("rlimits", (), {"namespaces": "forbidden"}))
     rows = [{"question": f"What is {n} + 1?", "answer": n + 1} for n in range(8)]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     settings = {"data": str(tmp_path / "rows.json"), "rewards": ["equal"], "agent": "code", "stub": True}

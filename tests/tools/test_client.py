@@ -18,15 +18,16 @@ import httpx
 import uvicorn
 
 from arborl.errors import ConfigError
-from arborl.tools import Context, RateLimit, Toolbox
-from arborl.tools.breaker import Breaker
-from arborl.tools.client import ToolClient
+from arborl.tools import RateLimit, Toolbox, ToolContext
+from arborl.tools.remote.circuit_breaker import CircuitBreaker
+from arborl.tools.remote.tool_client import ToolClient
 from arborl.types import Task, ToolCall
 
 TOOLS = """
 import os, time
 from typing import Annotated
-from arborl.tools import Given, State, tool
+from arborl.tools import Given, State
+from arborl.tools.core import tool
 
 @tool(stateful=True)
 def enter(line: str) -> str:
@@ -115,7 +116,7 @@ def test_remote_tools_stand_in_a_toolbox_like_any_other(served):
     assert box.specs[2].parameters["properties"] == {"n": {"type": "integer"}}
 
     async def play():
-        async with Context(Task("t", fields={"answer": "yes", "other": object()})) as context:
+        async with ToolContext(Task("t", fields={"answer": "yes", "other": object()})) as context:
             calls = [
                 ToolCall("1", "double", {"n": 21}),
                 ToolCall("2", "double", {"m": 21}),
@@ -126,7 +127,7 @@ def test_remote_tools_stand_in_a_toolbox_like_any_other(served):
             ]
             first = await box.run(calls, context)
             second = await box.run([ToolCall("7", "add", {"n": 1})], context)
-        async with Context() as other:
+        async with ToolContext() as other:
             third = await box.run([ToolCall("8", "add", {"n": 1})], other)
         await client.close()
         return first, second, third
@@ -401,20 +402,20 @@ def test_an_open_breaker_lets_one_try_at_a_time():
     now = [0.0]
 
     async def play() -> None:
-        breaker = Breaker(failures=2, pause=1.0, clock=lambda: now[0])
-        await breaker.enter()
-        breaker.failed()
+        breaker = CircuitBreaker(failures=2, pause=1.0, clock=lambda: now[0])
+        await breaker.acquire()
+        breaker.record_failure()
         assert not breaker.open
-        breaker.failed()
+        breaker.record_failure()
         assert breaker.open
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(breaker.enter(), 0.05)
+            await asyncio.wait_for(breaker.acquire(), 0.05)
         now[0] = 1.1
-        await breaker.enter()  # the one that tries
-        second = asyncio.ensure_future(breaker.enter())
+        await breaker.acquire()  # the one that tries
+        second = asyncio.ensure_future(breaker.acquire())
         await asyncio.sleep(0.03)
         assert not second.done()
-        breaker.worked()
+        breaker.record_success()
         await asyncio.wait_for(second, 20)
         assert not breaker.open
 
@@ -425,14 +426,14 @@ def test_a_breaker_whose_trier_gave_up_lets_the_next_try():
     now = [0.0]
 
     async def play() -> tuple[bool, bool]:
-        breaker = Breaker(failures=1, pause=1.0, clock=lambda: now[0])
-        breaker.failed()
+        breaker = CircuitBreaker(failures=1, pause=1.0, clock=lambda: now[0])
+        breaker.record_failure()
         now[0] = 1.1
-        await breaker.enter()
-        following = asyncio.ensure_future(breaker.enter())
+        await breaker.acquire()
+        following = asyncio.ensure_future(breaker.acquire())
         await asyncio.sleep(0.03)
         before = following.done()
-        breaker.left()
+        breaker.cancel()
         await asyncio.wait([following], timeout=20)
         return before, following.done()
 
@@ -441,12 +442,12 @@ def test_a_breaker_whose_trier_gave_up_lets_the_next_try():
 
 def test_the_pauses_of_a_breaker_grow_and_shrink_again():
     now = [0.0]
-    breaker = Breaker(failures=1, pause=1.0, longest=3.0, clock=lambda: now[0])
+    breaker = CircuitBreaker(failures=1, pause=1.0, longest=3.0, clock=lambda: now[0])
     for expected in (1.0, 2.0, 3.0, 3.0):
-        breaker.failed()
+        breaker.record_failure()
         assert breaker._until - now[0] == expected
-    breaker.worked()
-    breaker.failed()
+    breaker.record_success()
+    breaker.record_failure()
     assert breaker._until - now[0] == 1.0
 
 

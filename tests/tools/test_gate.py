@@ -12,9 +12,9 @@ pytest.importorskip("uvicorn", reason="the extra 'serve'")
 
 import httpx
 
-from arborl.tools.dispatcher import Desk
 from arborl.tools.library.calculator import calculator
-from arborl.tools.server import make_app, make_server
+from arborl.tools.remote.tool_dispatcher import ToolDispatcher
+from arborl.tools.remote.tool_server import make_app, make_server
 
 KEY = "secret"
 
@@ -22,7 +22,7 @@ KEY = "secret"
 @contextlib.contextmanager
 def served(seconds: float = 0.3, most: int = 50, max_body: int = 2**16):
     """A server on a socket, in a thread: its address and its application."""
-    app = make_app(Desk([calculator]), KEY, max_body=max_body)
+    app = make_app(ToolDispatcher([calculator]), KEY, max_body=max_body)
     app.state.half_open.seconds, app.state.half_open.most = seconds, most
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
@@ -98,7 +98,7 @@ def test_an_answer_that_nobody_reads_is_not_kept_for_ever():
 
 def test_a_whole_request_is_answered_however_long_that_takes(tmp_path, monkeypatch):
     """The clock is the client's: it stands while the server works."""
-    monkeypatch.setattr("arborl.tools.limit.default_folder", lambda: tmp_path)
+    monkeypatch.setattr("arborl.tools.core.rate_limit.default_folder", lambda: tmp_path)
     with served() as (address, app):
         url = f"http://{address[0]}:{address[1]}"
         with httpx.Client(headers={"X-API-Key": KEY}, timeout=20) as http:

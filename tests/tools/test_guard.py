@@ -11,8 +11,6 @@ import uuid
 import pytest
 from tool_servers import gone, marked
 
-from arborl.tools import guard
-
 DAEMON = """
 import os, signal, sys, time
 command = sys.stdin.readline().strip()

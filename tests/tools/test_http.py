@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from arborl.errors import ConfigError
-from arborl.tools.http import Broken, Connections
+from arborl.tools.remote.http_connections import ConnectionBroken, HttpConnections
 
 
 def talk(replies: list[bytes], requests: int, close_after_each: bool = False):
@@ -30,11 +30,11 @@ def talk(replies: list[bytes], requests: int, close_after_each: bool = False):
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        http, said = Connections(f"http://127.0.0.1:{port}/base"), []
+        http, said = HttpConnections(f"http://127.0.0.1:{port}/base"), []
         for _ in range(requests):
             try:
                 said.append(await asyncio.wait_for(http.request("POST", "/x", b"{}"), 40))
-            except Broken as error:
+            except ConnectionBroken as error:
                 said.append(error)
             await asyncio.sleep(0.01)
         http.close()
@@ -76,18 +76,18 @@ def test_a_reply_without_a_length_ends_with_its_connection():
 )
 def test_what_is_no_reply_is_broken(reply):
     said, _ = talk([reply], 1, close_after_each=True)
-    assert isinstance(said[0], Broken)
+    assert isinstance(said[0], ConnectionBroken)
 
 
 def test_nobody_there_is_broken():
     async def run():
-        await Connections("http://127.0.0.1:1").request("GET", "/")
+        await HttpConnections("http://127.0.0.1:1").request("GET", "/")
 
-    with pytest.raises(Broken, match=r"cannot connect to 127\.0\.0\.1:1"):
+    with pytest.raises(ConnectionBroken, match=r"cannot connect to 127\.0\.0\.1:1"):
         asyncio.run(run())
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:30003", "ftp://x", "http://"])
 def test_an_address_that_is_none_is_refused(url):
     with pytest.raises(ConfigError, match="write http://HOST:PORT"):
-        Connections(url)
+        HttpConnections(url)

@@ -10,7 +10,7 @@ import sqlite3, sys
 from contextlib import suppress
 from pathlib import Path
 from arborl.errors import ConfigError
-from arborl.tools.journal import Journal, Unusable
+from arborl.tools.remote.tool_dispatcher import Journal, Unusable
 
 journal = Journal(Path(sys.argv[1]))
 with suppress(MemoryError):

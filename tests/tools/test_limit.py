@@ -15,11 +15,11 @@ import pytest
 
 from arborl.errors import ConfigError
 from arborl.tools import RateLimit
-from arborl.tools.host_limit import GRACE, HEAD, MAGIC, PLACE, SUM, LimitTimeout
+from arborl.tools.core.rate_limit import GRACE, HEAD, MAGIC, PLACE, SUM, RateLimitTimeout
 
 LOAD = """
 import json, os, sys, time
-from arborl.tools.limit import LimitTimeout, RateLimit
+from arborl.tools.core.rate_limit import LimitTimeout, RateLimit
 
 count, per_minute, burst, seconds = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
 folder = sys.argv[5]
@@ -177,7 +177,7 @@ def test_two_limits_of_one_name_are_one_limit(tmp_path):
     other = RateLimit(60, 2, "other", folder=tmp_path)
     first.acquire_sync()
     second.acquire_sync()
-    with pytest.raises(LimitTimeout):
+    with pytest.raises(RateLimitTimeout):
         first.acquire_sync(timeout=0.01)
     other.acquire_sync(timeout=0.01)
 
@@ -186,7 +186,7 @@ def test_a_wait_that_is_refused_uses_nothing_up(tmp_path):
     limit = RateLimit(60, 1, "refused", folder=tmp_path)
     limit.acquire_sync()
     for _ in range(20):
-        with pytest.raises(LimitTimeout, match=r"the next call is (1\.0|0\.\d) s away, not 0 s"):
+        with pytest.raises(RateLimitTimeout, match=r"the next call is (1\.0|0\.\d) s away, not 0 s"):
             limit.acquire_sync(timeout=0)
     start = time.monotonic()
     limit.acquire_sync(timeout=1.5)
@@ -213,7 +213,7 @@ def test_those_who_stop_waiting_leave_their_turn_to_others(tmp_path):
 
 STORM = """
 import os, random, sys, time
-from arborl.tools.limit import RateLimit
+from arborl.tools.core.rate_limit import RateLimit
 
 folder, rate, burst, seconds = sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
 limit, chance, begun = RateLimit(60 * rate, burst, "storm", folder=folder), random.Random(0), []
@@ -252,7 +252,7 @@ def test_the_bound_holds_and_is_used_while_callers_are_killed(tmp_path):
 
 WAIT = """
 import asyncio, sys
-from arborl.tools.limit import RateLimit
+from arborl.tools.core.rate_limit import RateLimit
 
 async def play():
     limit = RateLimit(float(sys.argv[1]), 1, "dead", folder=sys.argv[2])
@@ -271,7 +271,7 @@ def test_those_who_are_killed_while_they_wait_hold_up_nobody(tmp_path):
     killed = [subprocess.Popen(arguments, stdout=subprocess.PIPE) for _ in range(2)]
     for process in killed:
         assert process.stdout.readline() == b"waiting\n"
-    with pytest.raises(LimitTimeout, match=r"1\d\d\.\d s away"):
+    with pytest.raises(RateLimitTimeout, match=r"1\d\d\.\d s away"):
         limit.acquire_sync(timeout=20)  # two hundred are before
     for process in killed:
         process.kill()  # and nobody waits for their remains
@@ -310,12 +310,12 @@ def test_a_lock_that_another_process_holds_neither_stops_the_loop_nor_outlasts_t
             while not asking.done():
                 await asyncio.sleep(0.005)
                 looked += 1
-            with pytest.raises(LimitTimeout, match="holds the lock"):
+            with pytest.raises(RateLimitTimeout, match="holds the lock"):
                 await asking
             return looked
 
         assert asyncio.run(play()) > 5
-        with pytest.raises(LimitTimeout, match="holds the lock"):
+        with pytest.raises(RateLimitTimeout, match="holds the lock"):
             limit.acquire_sync(timeout=0.1)
         holder.communicate(b"\n")
     limit.acquire_sync(timeout=40)
@@ -370,7 +370,7 @@ def test_a_limit_that_makes_no_sense_is_refused(wrong):
 def test_a_file_that_says_nothing_sensible_is_begun_anew(tmp_path):
     limit = RateLimit(60, 1, "torn", folder=tmp_path)
     limit.acquire_sync()
-    with pytest.raises(LimitTimeout):
+    with pytest.raises(RateLimitTimeout):
         limit.acquire_sync(timeout=0.01)
     limit._book.path.write_bytes(b"\x00" * 7)
     before = time.monotonic()

@@ -14,8 +14,8 @@ pytest.importorskip("mcp_types", reason="the extra 'mcp', version 2 or newer")
 pytest.importorskip("fastapi", reason="the extra 'serve'")
 
 from arborl.errors import ConfigError
-from arborl.tools import Context, Toolbox
-from arborl.tools.mcp import McpServer
+from arborl.tools import Toolbox, ToolContext
+from arborl.tools.remote.mcp import McpClient
 from arborl.types import ToolCall
 
 OURS = [sys.executable, "-m", "arborl", "tools", "serve", "--tools", "calculator,python"]
@@ -57,7 +57,7 @@ def foreign(tmp_path_factory):
     """A server written with the official SDK alone, in a process of its own."""
     path = tmp_path_factory.mktemp("mcp") / "foreign.py"
     path.write_text(FOREIGN)
-    made = McpServer([sys.executable, str(path)])
+    made = McpClient([sys.executable, str(path)])
     yield made
     made.close()
 
@@ -66,7 +66,7 @@ def foreign(tmp_path_factory):
 def ours(request, tmp_path_factory):
     """Our tools as an MCP server, seen through our client."""
     if request.param == "stdio":
-        made = McpServer([*OURS, "--stdio"])
+        made = McpClient([*OURS, "--stdio"])
         yield made
         made.close()
         return
@@ -83,7 +83,7 @@ def ours(request, tmp_path_factory):
         str(tmp_path_factory.mktemp("j") / "j"),
     ]
     process = subprocess.Popen([*OURS, *options], stderr=subprocess.DEVNULL)
-    made = McpServer(f"http://127.0.0.1:{port}/mcp", headers={"Authorization": "Bearer secret"})
+    made = McpClient(f"http://127.0.0.1:{port}/mcp", headers={"Authorization": "Bearer secret"})
     wait_for(port)
     yield made
     made.close()
@@ -147,7 +147,7 @@ def test_only_the_tools_asked_for_are_taken(foreign):
 
 
 def test_a_command_that_is_no_server_is_an_error_before_the_run():
-    made = McpServer([sys.executable, "-c", "pass"], timeout=40)
+    made = McpClient([sys.executable, "-c", "pass"], timeout=40)
     with pytest.raises(ConfigError, match="no MCP server answers at"):
         made.tools()
     made.close()
@@ -159,7 +159,7 @@ def test_our_tools_can_be_called_over_mcp(ours):
     assert list(tools["python"].spec.parameters["properties"]) == ["code"]
 
     async def play():
-        async with Context() as one, Context() as two:
+        async with ToolContext() as one, ToolContext() as two:
             return [
                 await tools["calculator"].run({"expression": "6*7"}),
                 await tools["calculator"].run({"expresion": "6*7"}),
@@ -178,14 +178,14 @@ def test_our_tools_can_be_called_over_mcp(ours):
 def test_over_http_the_key_is_wanted_for_mcp_too(ours):
     if not isinstance(ours.server, str):
         pytest.skip("standard input has no key")
-    made = McpServer(ours.server, timeout=40)
+    made = McpClient(ours.server, timeout=40)
     with pytest.raises(ConfigError, match="no MCP server answers at"):
         made.tools()
     made.close()
 
 
 def test_a_closed_connection_ends_its_command():
-    made = McpServer([*OURS, "--stdio"])
+    made = McpClient([*OURS, "--stdio"])
     made.tools()
     mine = children_of_this_process()
     assert mine

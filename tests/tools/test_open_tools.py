@@ -19,9 +19,10 @@ from arborl.config.load import from_kwargs, load
 from arborl.config.run import RunConfig
 from arborl.config.tools import ToolConfig
 from arborl.errors import ConfigError
-from arborl.tools import TOOLS, RateLimit, Toolbox, tool
-from arborl.tools.bounded import Bounded, Bounds
-from arborl.tools.opened import OpenTools
+from arborl.tools import TOOLS, RateLimit, Toolbox
+from arborl.tools.core import tool
+from arborl.tools.core.call_policy import CallPolicy, LimitedTool
+from arborl.tools.tool_loader import ToolLoader
 from arborl.types import ToolCall, ToolResult, ToolSpec
 
 WHOLE = """[calculator, {server: 'http://h:1', tools: [a], limit: {per_minute: 60, burst: 5}, concurrency: 8,
@@ -101,7 +102,7 @@ def test_variables_of_other_systems_are_said_to_do_nothing(monkeypatch, caplog):
 
 
 def test_without_being_told_to_connect_nothing_is_started(tmp_path):
-    opened = OpenTools(TOOLS.__getitem__, connect=False)
+    opened = ToolLoader(TOOLS.__getitem__, connect=False)
     assert opened.open(ToolConfig(mcp={"command": stubborn(tmp_path, "mark-of-none")}), "tools.0") == []
     assert opened.open(ToolConfig(server="http://127.0.0.1:1"), "tools.1") == []
     assert not marked("mark-of-none")
@@ -111,7 +112,7 @@ def test_without_being_told_to_connect_nothing_is_started(tmp_path):
 
 
 def opened(entry, function) -> list:
-    return OpenTools(lambda name: function).open(validate(ToolConfig, entry), "tools.0")
+    return ToolLoader(lambda name: function).open(validate(ToolConfig, entry), "tools.0")
 
 
 def together(made, times: int) -> list[ToolResult]:
@@ -151,10 +152,10 @@ def test_a_call_is_tried_again_as_often_as_it_says_and_no_oftener():
             raise OSError("not yet")
         return n
 
-    made = Bounded(flaky, Bounds(retries=2, pause=0.001))
+    made = LimitedTool(flaky, CallPolicy(retries=2, pause=0.001))
     assert together(made, 1)[0].content == "0"
     tried.clear()
-    assert together(Bounded(flaky, Bounds(retries=1, pause=0.001)), 1)[0].kind == "exception"
+    assert together(LimitedTool(flaky, CallPolicy(retries=1, pause=0.001)), 1)[0].kind == "exception"
     tried.clear()
     assert asyncio.run(made.run({"m": 1})).kind == "arguments"  # which the same words will not mend
     assert tried == []
@@ -186,8 +187,8 @@ def test_a_timeout_holds_for_a_tool_of_any_kind():
 
 
 def test_limits_of_one_name_must_agree_and_are_free_again_when_a_run_is_over():
-    def limited(per_minute: float) -> OpenTools:
-        made = OpenTools(TOOLS.__getitem__)
+    def limited(per_minute: float) -> ToolLoader:
+        made = ToolLoader(TOOLS.__getitem__)
         entry = {"calculator": {"limit": {"per_minute": per_minute, "name": f"test-{os.getpid()}"}}}
         made.open(validate(ToolConfig, entry), "tools.0")
         return made
@@ -203,23 +204,23 @@ def test_the_wait_for_a_limit_is_not_on_the_clock_of_the_episode():
     from arborl.errors import boundary
 
     limit = RateLimit(per_minute=600, name=f"clock-{os.getpid()}")
-    made = Bounded(TOOLS["calculator"], Bounds(limit))
+    made = LimitedTool(TOOLS["calculator"], CallPolicy(limit))
 
     async def play() -> list[bool]:
         async with boundary("episode", 0.25):
             return [(await made.run({"expression": "1"})).ok for _ in range(6)]  # half a second of waiting
 
     assert all(asyncio.run(play()))
-    limit.forget()
+    limit.remove()
 
 
 def test_python_has_the_limits_that_are_written_beside_it():
-    (made,) = OpenTools(TOOLS.__getitem__).open(validate(ToolConfig, {"python": {"wall_seconds": 0.3}}), "tools.0")
+    (made,) = ToolLoader(TOOLS.__getitem__).open(validate(ToolConfig, {"python": {"wall_seconds": 0.3}}), "tools.0")
     assert made.limits.wall_seconds == 0.3
     assert made.sandboxed
     assert "ran longer than 0.3 s" in asyncio.run(made.run({"code": "import time; time.sleep(5)"})).content
     with pytest.raises(ConfigError, match=r"tools\.0\.args\.wal_seconds: unknown argument"):
-        OpenTools(TOOLS.__getitem__).open(validate(ToolConfig, {"python": {"wal_seconds": 1}}), "tools.0")
+        ToolLoader(TOOLS.__getitem__).open(validate(ToolConfig, {"python": {"wal_seconds": 1}}), "tools.0")
 
 
 # ------------------------------------------------------------------------------------------------ over processes
@@ -261,7 +262,7 @@ def arrivals() -> Iterator[tuple[str, list[float]]]:
 CALLER = """
 import asyncio, json, sys
 from arborl.config.tools import ToolConfig
-from arborl.tools.opened import OpenTools
+from arborl.tools.tool_loader import OpenTools
 
 async def main():
     opened = OpenTools({}.__getitem__)
@@ -292,7 +293,7 @@ def test_nothing_of_a_command_outlives_a_process_that_is_killed(tmp_path):
     pytest.importorskip("mcp_types", reason="the extra 'mcp', version 2 or newer")
     command = stubborn(tmp_path, "mark-of-the-killed")
     script = (
-        "import sys, time; from arborl.tools.mcp import McpServer\n"
+        "import sys, time; from arborl.tools.remote.mcp import McpServer\n"
         "McpServer(sys.argv[1:]).tools(); print('there', flush=True); time.sleep(60)"
     )
     run = subprocess.Popen([sys.executable, "-c", script, *command], stdout=subprocess.PIPE)

@@ -247,7 +247,7 @@ def test_tools_list_and_show_ask_the_servers_of_a_run(tmp_path):
 
 STAMP = """
 import os, time
-from arborl.tools import tool
+from arborl.tools.core import tool
 
 @tool
 def stamp(text: str) -> str:

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arborl.errors import ConfigError
-from arborl.tools.library.retrieve import Retrieve
-from arborl.tools.library.search import Search, build_index, match_expression
+from arborl.tools.library.search import Retrieve, Search, build_index, match_expression
 
 TEXTS = {
     "lake": "The frozen lake lies in the north. In winter the lake is cold.",

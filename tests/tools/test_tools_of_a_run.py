@@ -43,8 +43,8 @@ def test_mistakes_say_where_and_what(settings, said):
 
 
 def test_a_tool_without_types_or_docstring_warns_what_the_model_will_see(caplog):
-    from arborl.tools import tool
-    from arborl.tools.tool_warnings import gaps, warn_of_gaps
+    from arborl.tools.core import tool
+    from arborl.tools.core.toolbox import gaps, warn_incomplete_specs
 
     @tool
     def guess(city, days: int = 1):
@@ -54,7 +54,7 @@ def test_a_tool_without_types_or_docstring_warns_what_the_model_will_see(caplog)
     def weather(city: str, near: list[str] | None = None) -> str:
         """Forecast the weather."""
 
-    warn_of_gaps([guess, weather])
+    warn_incomplete_specs([guess, weather])
     (warning,) = caplog.messages
     assert "tool 'guess' has no docstring and no type for 'city'. All that the model sees of it: " in warning
     assert '"name": "guess"' in warning
@@ -63,7 +63,7 @@ def test_a_tool_without_types_or_docstring_warns_what_the_model_will_see(caplog)
 
 def test_no_tool_of_the_library_leaves_gaps(tmp_path):
     from arborl.tools import TOOLS, Tool
-    from arborl.tools.tool_warnings import gaps
+    from arborl.tools.core.toolbox import gaps
 
     assert all(gaps(TOOLS[name].spec) == [] for name in TOOLS if isinstance(TOOLS[name], Tool))
 

@@ -11,7 +11,7 @@ from arborl.config.data import SourceConfig
 from arborl.config.run import AgentConfig, ContextConfig, EnvConfig, RewardConfig, RunConfig, ToolConfig
 from arborl.envs.prompt_wrapper import PromptLimits
 from arborl.rollout.recorder import Limits
-from arborl.tools.opened import names
+from arborl.tools.tool_loader import tool_names
 from arborl.types import Sampling, Task
 
 
@@ -73,7 +73,7 @@ def seats_of(config: RunConfig) -> dict[str, Seat]:
         tools = config.tools if source.tools is None else source.tools
         given = agent.tool_args
         if source.agent is None:  # the run's agent at other tools: what is said of those it has not is not for here
-            given = {tool: args for tool, args in given.items() if tool in names(tools)}
+            given = {tool: args for tool, args in given.items() if tool in tool_names(tools)}
         where = f"data.sources.{name}."
         env, rewards = source.env or config.env, source.rewards or config.rewards
         sizes = PromptLimits(source.limits.max_turns or turns, source.sampling.max_tokens or reply)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from arborl.envs.env import Env, Observation, Step
 from arborl.envs.wrapper import EnvWrapper
 from arborl.errors import ArborError, boundary
-from arborl.tools.threads import LeftBehind
+from arborl.tools.core.background_threads import AbandonedCalls
 from arborl.types import Message, Metrics, Task
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Hand:
         def job() -> None:
             last()
             self.ended = True
-            self.pool.left.came_back(self)
+            self.pool.left.remove(self)
 
         self.submit(job)
 
@@ -130,7 +130,7 @@ class Threads:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.idle: list[Hand] = []
-        self.left = LeftBehind()
+        self.left = AbandonedCalls()
         """Threads whose call has not come back."""
         self.abandoned = 0
 

@@ -26,7 +26,7 @@ from arborl.envs.games.conversation_presets import (
 )
 from arborl.registry import load
 from arborl.seeds import derive, generator
-from arborl.tools.threads import in_thread
+from arborl.tools.core.background_threads import run_in_thread
 from arborl.types import Message, Metrics, Task
 
 if TYPE_CHECKING:
@@ -248,7 +248,7 @@ class SimulatedUser:
     async def next_message(self, scenario: Scenario, persona: Persona, messages: Sequence[Message], seed: int) -> str:
         prompt = [Message("system", user_prompt(scenario, persona)), *map(swap_roles, messages)]
         call = functools.partial(self.chat, prompt, **({"seed": seed} if self.takes_seed else {}))
-        line = call() if inspect.iscoroutinefunction(self.chat) else await in_thread(call, "the simulated user")
+        line = call() if inspect.iscoroutinefunction(self.chat) else await run_in_thread(call, "the simulated user")
         if inspect.isawaitable(line):
             line = await line
         text = line.content if isinstance(line, Message) else line
