@@ -149,7 +149,7 @@ def attempt(attack: Attack, level: str, there: World) -> tuple[str, str]:
     box = Sandbox(limits, level)
     started = time.perf_counter() - start
     try:
-        guests = Spaces(box._keeper.pid)
+        guests = Spaces(box._supervisor.pid)
         outcomes = [box.run_sync(f"{PRELUDE}\n{there.fill(attack.code)}")]
         if attack.then:
             time.sleep(0.5)

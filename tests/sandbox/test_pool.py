@@ -60,7 +60,7 @@ def test_a_spare_that_died_is_passed_over(pool):
         time.sleep(0.01)
     for box in pool._ready:
         box.kill()
-        box._keeper.wait()
+        box._supervisor.wait()
     assert pool.run_sync("2").value == "2"
 
 

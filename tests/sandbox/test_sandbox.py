@@ -353,7 +353,7 @@ import os, signal
 for pid in (os.getppid(), PARENT, KEEPER, -1):
     try: os.kill(pid, signal.SIGKILL)
     except OSError as error: print(pid, error)
-""".replace("PARENT", str(os.getpid())).replace("KEEPER", str(box._keeper.pid))
+""".replace("PARENT", str(os.getpid())).replace("KEEPER", str(box._supervisor.pid))
     box.run_sync(code)
     # Reaching this line is the test; `-1` may have ended the guest itself, and nothing else.
     assert os.getpid()

@@ -191,7 +191,7 @@ def test_a_cluster_limit_is_one_limit_for_all_who_ask_the_server(served):
 def through_a_restart(served: Served, calls: int) -> list:
     """`calls` stateful calls at once; the server is killed while some run, and started anew."""
     served.wait()
-    client = ToolClient(served.url, concurrency=32, call_seconds=90, pause=0.05)
+    client = ToolClient(served.url, concurrency=32, call_seconds=90, backoff=0.05)
 
     async def play() -> list:
         jobs = [asyncio.ensure_future(client.call("enter", {"line": f"line {n}"})) for n in range(calls)]
@@ -312,7 +312,7 @@ def moody():
 
 def test_what_may_help_is_tried_again_under_the_same_key(moody):
     server = moody(503, 429, 502)
-    result = asyncio.run(ToolClient(server.url, pause=0.01).call("x", {}))
+    result = asyncio.run(ToolClient(server.url, backoff=0.01).call("x", {}))
     assert result.content == "fine"
     assert len(server.bodies) == 4
     assert len({body["key"] for body in server.bodies}) == 1
@@ -321,7 +321,7 @@ def test_what_may_help_is_tried_again_under_the_same_key(moody):
 @pytest.mark.parametrize("code", [400, 401, 404, 422, 500])
 def test_what_cannot_help_is_not_tried_again(moody, code):
     server = moody(code)
-    result = asyncio.run(ToolClient(server.url, pause=0.01).call("x", {}))
+    result = asyncio.run(ToolClient(server.url, backoff=0.01).call("x", {}))
     assert (result.ok, result.kind) == (False, "refused")
     assert len(server.bodies) == 1
 
@@ -339,7 +339,7 @@ def test_every_call_has_a_key_of_its_own(moody):
 
 def test_retries_wait_longer_each_time_and_as_long_as_asked(moody):
     server = moody(503, 503, **{"Retry-After": "0.3"})
-    asyncio.run(ToolClient(server.url, pause=0.01).call("x", {}))
+    asyncio.run(ToolClient(server.url, backoff=0.01).call("x", {}))
     gaps = [later - before for before, later in zip(server.times, server.times[1:], strict=False)]
     assert all(gap >= 0.29 for gap in gaps)
 
@@ -348,14 +348,14 @@ def test_retries_count_against_the_limit(moody, tmp_path):
     server = moody(503, 503)
     limit = RateLimit(per_minute=600, burst=1, name="retries", folder=tmp_path)
     start = time.monotonic()
-    asyncio.run(ToolClient(server.url, pause=0.001, limit=limit).call("x", {}))
+    asyncio.run(ToolClient(server.url, backoff=0.001, limit=limit).call("x", {}))
     assert time.monotonic() - start >= 0.2
 
 
 def test_a_call_whose_time_is_up_is_reported(moody):
     server = moody(*[503] * 1000)
     start = time.monotonic()
-    result = asyncio.run(ToolClient(server.url, pause=0.01, call_seconds=0.4).call("x", {}))
+    result = asyncio.run(ToolClient(server.url, backoff=0.01, call_seconds=0.4).call("x", {}))
     assert result.kind == "unavailable"
     assert "within 0.4 s (503: no)" in result.content
     assert time.monotonic() - start < 20  # a thousand tries take longer
@@ -402,7 +402,7 @@ def test_an_open_breaker_lets_one_try_at_a_time():
     now = [0.0]
 
     async def play() -> None:
-        breaker = CircuitBreaker(failures=2, pause=1.0, clock=lambda: now[0])
+        breaker = CircuitBreaker(failures=2, backoff=1.0, clock=lambda: now[0])
         await breaker.acquire()
         breaker.record_failure()
         assert not breaker.open
@@ -426,7 +426,7 @@ def test_a_breaker_whose_trier_gave_up_lets_the_next_try():
     now = [0.0]
 
     async def play() -> tuple[bool, bool]:
-        breaker = CircuitBreaker(failures=1, pause=1.0, clock=lambda: now[0])
+        breaker = CircuitBreaker(failures=1, backoff=1.0, clock=lambda: now[0])
         breaker.record_failure()
         now[0] = 1.1
         await breaker.acquire()
@@ -442,7 +442,7 @@ def test_a_breaker_whose_trier_gave_up_lets_the_next_try():
 
 def test_the_pauses_of_a_breaker_grow_and_shrink_again():
     now = [0.0]
-    breaker = CircuitBreaker(failures=1, pause=1.0, longest=3.0, clock=lambda: now[0])
+    breaker = CircuitBreaker(failures=1, backoff=1.0, longest=3.0, clock=lambda: now[0])
     for expected in (1.0, 2.0, 3.0, 3.0):
         breaker.record_failure()
         assert breaker._until - now[0] == expected

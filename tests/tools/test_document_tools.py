@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 from arborl.tools.core.tool_context import ToolContext, count_tokens
 from arborl.tools.library import document_tools
 from arborl.tools.library.document_index import MARKS, Index, Shelf, cut_into_chunks, highlights, match_expression
-from arborl.tools.library.document_tools import BRIEF, WORKSPACE, DocumentSettings, format_tool_list, shorten_result
+from arborl.tools.library.document_tools import (
+    SHORT_FORMS,
+    WORKSPACE,
+    DocumentSettings,
+    format_tool_list,
+    shorten_result,
+)
 from arborl.types import Task
 
 TEXT = (
@@ -58,7 +64,9 @@ def test_the_document_is_measured_and_loaded_whole():
 
 
 def test_chunks_are_slices_of_the_text_and_say_where_they_are():
-    built, first, last = run(BUILD, (document_tools.read_chunk, {"chunk_id": 0}), (document_tools.read_chunk, {"chunk_id": 1}))
+    built, first, last = run(
+        BUILD, (document_tools.read_chunk, {"chunk_id": 0}), (document_tools.read_chunk, {"chunk_id": 1})
+    )
     assert built["index_id"] == "document_index"
     assert built["first_chunk_id"] == 0
     assert built["last_chunk_id"] == built["total_chunks"] - 1
@@ -94,7 +102,9 @@ def test_a_scan_reads_on_until_the_end_and_tells_how_far_it_is():
     assert [a.get("reading_progress") for a in answers[1 : total + 1]] == [f"{i + 1}/{total}" for i in range(total)]
     assert answers[total + 1] == {"error": f"all {total} chunks have been read"}
     assert "".join(a["retrieved_chunk"][0]["content"] for a in answers[1 : total + 1]) == TEXT
-    stopped = run(BUILD, (document_tools.read_chunk, {"enable_scan": True}), (document_tools.read_chunk, {"enable_scan": False}))
+    stopped = run(
+        BUILD, (document_tools.read_chunk, {"enable_scan": True}), (document_tools.read_chunk, {"enable_scan": False})
+    )
     assert stopped[2] == {"error": "give chunk_id, or enable_scan=true"}
 
 
@@ -128,7 +138,9 @@ def test_and_wants_all_keywords_in_one_chunk():
 
 
 def test_at_most_twenty_are_shown_and_it_says_so():
-    (_, answer) = run((document_tools.build_index, {"chunk_size": 5}), (document_tools.search_engine, {"keyword": "the"}))
+    (_, answer) = run(
+        (document_tools.build_index, {"chunk_size": 5}), (document_tools.search_engine, {"keyword": "the"})
+    )
     assert len(answer["retrieved_chunks"]) == 20
     assert answer["message"].startswith("Showing the most relevant 20/")
 
@@ -165,7 +177,8 @@ def test_highlights_are_few_short_and_balanced(text, size, most):
 def test_a_document_that_cannot_be_read_is_an_error_for_every_tool(document, words):
     answers = run(
         (document_tools.analyze_text, {}), (document_tools.load_document, {}), (document_tools.build_index, {}),
-        (document_tools.read_chunk, {"chunk_id": 0}), (document_tools.search_engine, {"keyword": "x"}), document=document,
+        (document_tools.read_chunk, {"chunk_id": 0}), (document_tools.search_engine, {"keyword": "x"}),
+        document=document,
     )  # fmt: skip
     for answer in answers:
         assert set(answer) == {"error"}
@@ -249,8 +262,9 @@ def test_episodes_on_one_document_share_its_index_and_forget_the_oldest():
 
 
 def test_brief_answers_say_the_same_in_few_words():
-    assert set(BRIEF) == {*(tool.name for tool in vars(documents).values() if hasattr(tool, "spec")),
-                          *(tool.name for tool in vars(notes).values() if hasattr(tool, "spec"))}  # fmt: skip
+    assert set(SHORT_FORMS) == {
+        tool.name for tool in vars(document_tools).values() if isinstance(tool, document_tools.JsonTool)
+    }
     _, read = run(BUILD, (document_tools.read_chunk, {"chunk_id": 1}))
     assert shorten_result("readChunk", json.dumps(read)) == f"1: {read['retrieved_chunk'][0]['content'].strip()}"
     assert shorten_result("searchEngine", json.dumps(found("Mira"))).startswith("4: The village was quiet. <em>")
@@ -258,4 +272,7 @@ def test_brief_answers_say_the_same_in_few_words():
     assert shorten_result("searchEngine", json.dumps(bare)).startswith("chunks ")
     assert shorten_result("deleteContext", '{"error": "no. Never."}') == "error: no"
     assert shorten_result("mine", "plain") == "plain"
-    assert format_tool_list([document_tools.read_chunk.spec, document_tools.finish.spec]) == "readChunk(chunk_id), finish(answer)"
+    assert (
+        format_tool_list([document_tools.read_chunk.spec, document_tools.finish.spec])
+        == "readChunk(chunk_id), finish(answer)"
+    )

@@ -271,10 +271,10 @@ def test_calls_that_wait_for_their_session_hold_up_no_other_session():
 
         desk = ToolDispatcher([hold], concurrency=2)
         calls = [CallRequest(name="hold", arguments={"free_now": False}, session="a") for _ in range(5)]
-        held = [asyncio.ensure_future(desk.answer(call)) for call in calls]
+        held = [asyncio.ensure_future(desk.call(call)) for call in calls]
         await asyncio.sleep(0.01)
         other = CallRequest(name="hold", arguments={"free_now": True}, session="b")
-        answer = await asyncio.wait_for(desk.answer(other), 40)
+        answer = await asyncio.wait_for(desk.call(other), 40)
         counts = desk.running, desk.waiting
         free.set()
         await asyncio.gather(*held)

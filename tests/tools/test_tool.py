@@ -198,7 +198,7 @@ def test_whatever_the_model_writes_is_answered(arguments):
 
 
 def test_calls_that_hang_are_counted_by_tool_and_refused_at_the_cap_while_other_tools_go_on(monkeypatch):
-    monkeypatch.setattr(threads, "MOST", 2)
+    monkeypatch.setattr(background_threads, "MAX_HANGING_CALLS", 2)
     done = threading.Event()
 
     @tool(timeout=0.1)

@@ -2,8 +2,8 @@
 
 The deadline is that of the `boundary` around the call, and a call that does not return is left behind under its name
 (`arborl.tools.core.background_threads`). How many run at the same time depends on what they do. Those that wait (for a
-judge's answer, say) may be many. Those that compute share one interpreter lock: more of them at once finish no earlier, but all run
-into their deadlines. So few are started, and more only while the threads use little processor time.
+judge's answer, say) may be many. Those that compute share one interpreter lock: more of them at once finish no earlier,
+but all run into their deadlines. So few are started, and more only while the threads use little processor time.
 """
 
 from __future__ import annotations

@@ -154,7 +154,8 @@ def _argument_checks(alone: bool, pid: int) -> dict[str, list[BpfInstruction]]:
 
     `clone3` has its flags in memory, which a filter cannot read; it is not allowed, and the C library falls back to
     `clone`. Threads must share their descriptors: separate tables are not listed in /proc. Socket pairs must be
-    streams, which cannot send to another address. `sendmsg` is not allowed: descriptors in transit are not listed in /proc.
+    streams, which cannot send to another address. `sendmsg` is not allowed: descriptors in
+    transit are not listed in /proc.
     """
     own_process = [_load(0), (EQUAL, 1, 0, 0), DENY, *_one_of(1, (0, pid), DENY)] if alone else [PERMIT]
     thread = [(ANY_BIT, 0, 1, SHARED_DESCRIPTORS), PERMIT, DENY]

@@ -11,6 +11,8 @@ import uuid
 import pytest
 from tool_servers import gone, marked
 
+from arborl import child_process
+
 DAEMON = """
 import os, signal, sys, time
 command = sys.stdin.readline().strip()
@@ -34,7 +36,7 @@ def guarded():
     mark, started = uuid.uuid4().hex, []
 
     def start(command: str) -> subprocess.Popen[str]:
-        words = [sys.executable, "-I", "-S", guard.__file__, sys.executable, "-I", "-S", "-c", DAEMON, mark]
+        words = [sys.executable, "-I", "-S", child_process.__file__, sys.executable, "-I", "-S", "-c", DAEMON, mark]
         pipe = subprocess.PIPE
         made = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
         started.append(made)
@@ -81,7 +83,7 @@ def test_a_process_group_that_is_killed_with_its_guard_leaves_nothing(guarded):
 
 def test_a_caller_that_is_killed_leaves_nothing():
     mark = uuid.uuid4().hex
-    words = [sys.executable, "-I", "-S", guard.__file__, sys.executable, "-I", "-S", "-c", DAEMON, mark]
+    words = [sys.executable, "-I", "-S", child_process.__file__, sys.executable, "-I", "-S", "-c", DAEMON, mark]
     caller = (
         "import subprocess, sys; p = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE, start_new_session=True);"
         "p.stdin.write(b'wait\\n'); p.stdin.flush(); p.wait()"
@@ -94,7 +96,7 @@ def test_a_caller_that_is_killed_leaves_nothing():
 
 
 def test_a_program_that_does_not_exist_is_named():
-    words = [sys.executable, "-I", "-S", guard.__file__, "/no/such/program"]
+    words = [sys.executable, "-I", "-S", child_process.__file__, "/no/such/program"]
     ended = subprocess.run(words, capture_output=True, text=True, start_new_session=True)
     assert ended.returncode == 127
     assert ended.stderr == "/no/such/program: No such file or directory (exit code 127)\n"

@@ -10,12 +10,12 @@ import pytest
 import arborl
 from arborl.errors import ConfigError
 from arborl.sandbox import ActiveLevel, allow_unsafe
-from arborl.sandbox.sandbox_process import INSIDE
+from arborl.sandbox.sandbox_process import GUEST_FOLDER
 
 BARE = f"""
 import ctypes, sys
 sys.dont_write_bytecode = True
-sys.path.insert(0, {str(INSIDE)!r})
+sys.path.insert(0, {str(GUEST_FOLDER)!r})
 import calls
 column = calls.MACHINES[calls.os.uname().machine][0]
 lacking = [line for call in ((272, 97), (435, 435), (444, 444)) for line in calls._answer(call[column], [
@@ -43,7 +43,7 @@ def cli(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_filter_makes_such_a_machine(tmp_path):
-    code = "from arborl.sandbox import best_level; f = best_level(); print(f.name, f.isolates, f)"
+    code = "from arborl.sandbox import best_level; f = best_level(); print(f.name, f.is_isolated, f)"
     done = bare(code, tmp_path)
     assert done.stdout.startswith("rlimits False"), done
     assert "NOT ISOLATED" in done.stdout
@@ -72,7 +72,9 @@ def test_code_is_refused_with_a_sentence_and_runs_where_it_is_allowed(name, tmp_
 
 
 def test_a_run_that_executes_code_does_not_start_or_says_what_isolates_it(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("arborl.sandbox.sandbox.best_level", lambda: ActiveLevel("rlimits", (), {"namespaces": "forbidden"}))
+    monkeypatch.setattr(
+        "arborl.sandbox.sandbox.best_level", lambda: ActiveLevel("rlimits", (), {"namespaces": "forbidden"})
+    )
     rows = [{"question": f"What is {n} + 1?", "answer": n + 1} for n in range(8)]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     settings = {"data": str(tmp_path / "rows.json"), "rewards": ["equal"], "agent": "code", "stub": True}

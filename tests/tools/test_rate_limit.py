@@ -15,7 +15,7 @@ import pytest
 
 from arborl.errors import ConfigError
 from arborl.tools import RateLimit
-from arborl.tools.core.rate_limit import GRACE, HEAD, MAGIC, PLACE, SUM, RateLimitTimeout
+from arborl.tools.core.rate_limit import CHECKSUM, GRACE_SECONDS, HEADER, MAGIC, QUEUE_ENTRY, RateLimitTimeout
 
 LOAD = """
 import json, os, sys, time
@@ -88,7 +88,7 @@ def in_time(test):
                     return test(tmp_path=folder, **more)
                 except Late as error:
                     late = error
-            if lateness.worst <= GRACE:
+            if lateness.worst <= GRACE_SECONDS:
                 raise late
         pytest.skip(f"this machine wakes sleepers {lateness.worst:.2f} s late, so how soon turns come cannot be told")
 
@@ -389,8 +389,8 @@ def forged(book, **wrong):
         "asked": 1,
     }
     places = wrong.pop("places", [])
-    body = HEAD.pack(*(sane | wrong).values(), len(places)) + b"".join(PLACE.pack(*place) for place in places)
-    return SUM.pack(MAGIC, zlib.crc32(body)) + body
+    body = HEADER.pack(*(sane | wrong).values(), len(places)) + b"".join(QUEUE_ENTRY.pack(*place) for place in places)
+    return CHECKSUM.pack(MAGIC, zlib.crc32(body)) + body
 
 
 ABSURD = [

@@ -152,10 +152,10 @@ def test_a_call_is_tried_again_as_often_as_it_says_and_no_oftener():
             raise OSError("not yet")
         return n
 
-    made = LimitedTool(flaky, CallPolicy(retries=2, pause=0.001))
+    made = LimitedTool(flaky, CallPolicy(retries=2, backoff=0.001))
     assert together(made, 1)[0].content == "0"
     tried.clear()
-    assert together(LimitedTool(flaky, CallPolicy(retries=1, pause=0.001)), 1)[0].kind == "exception"
+    assert together(LimitedTool(flaky, CallPolicy(retries=1, backoff=0.001)), 1)[0].kind == "exception"
     tried.clear()
     assert asyncio.run(made.run({"m": 1})).kind == "arguments"  # which the same words will not mend
     assert tried == []

@@ -9,10 +9,10 @@ def test_slots_go_to_who_waited_longest():
     slots, order = FairSemaphore(1), []
 
     async def one(number: int) -> None:
-        await slots.take()
+        await slots.acquire()
         order.append(number)
         await asyncio.sleep(0)
-        slots.give()
+        slots.release()
 
     async def play() -> None:
         await asyncio.gather(*(one(number) for number in range(10)))
@@ -25,17 +25,17 @@ def test_a_slot_given_to_somebody_cancelled_is_not_lost():
     slots = FairSemaphore(1)
 
     async def play() -> list[bool]:
-        await slots.take()
-        waiting = [asyncio.ensure_future(slots.take()) for _ in range(3)]
+        await slots.acquire()
+        waiting = [asyncio.ensure_future(slots.acquire()) for _ in range(3)]
         await asyncio.sleep(0)
         waiting[0].cancel()  # before it is given
-        slots.give()
+        slots.release()
         waiting[1].cancel()  # after
         await asyncio.gather(*waiting[:2], return_exceptions=True)
         await asyncio.wait([waiting[2]], timeout=20)
         got = [task.done() and not task.cancelled() for task in waiting]
-        slots.give()
-        await asyncio.wait([again := asyncio.ensure_future(slots.take())], timeout=20)
+        slots.release()
+        await asyncio.wait([again := asyncio.ensure_future(slots.acquire())], timeout=20)
         return [*got, again.done()]
 
     assert asyncio.run(play()) == [False, False, True, True]
@@ -52,15 +52,15 @@ def test_threads_and_event_loops_share_them():
 
     def thread() -> None:
         for _ in range(10):
-            slots.take_sync()
+            slots.acquire_sync()
             work()
-            slots.give()
+            slots.release()
 
     async def task() -> None:
         for _ in range(10):
-            await slots.take()
+            await slots.acquire()
             await asyncio.to_thread(work)
-            slots.give()
+            slots.release()
 
     async def many() -> None:
         await asyncio.gather(*(task() for _ in range(4)))

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from arborl.sandbox import Sandbox, SandboxLimits, try_level
-from arborl.sandbox.sandbox_process import INSIDE
+from arborl.sandbox.sandbox_process import GUEST_FOLDER
 
 
 @pytest.fixture(scope="module")
 def group():
-    spec = importlib.util.spec_from_file_location("sandbox_memory_group", INSIDE / "memory_group.py")
+    spec = importlib.util.spec_from_file_location("sandbox_memory_group", GUEST_FOLDER / "guest_resources.py")
     module = importlib.util.module_from_spec(spec)
     before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     spec.loader.exec_module(module)
@@ -39,12 +39,12 @@ def test_version_1_is_a_limited_group_below_the_hosts_own(group, tmp_path, monke
     fake = FakeGroups(tmp_path, monkeypatch, {"memory.limit_in_bytes": "", "memory.oom_control": "oom_kill 0\n"})
     (fake.root / "memory/job").mkdir(parents=True)
     fake.own.write_text("5:cpu:/\n4:memory:/job\n0::/\n")
-    folder = group.make("arborl-box-1", 1000, str(fake.root), str(fake.own))
+    folder = group.make_cgroup("arborl-box-1", 1000, str(fake.root), str(fake.own))
     assert folder == f"{fake.root}/memory/job/arborl-box-1"
     assert (Path(folder) / "memory.limit_in_bytes").read_text() == "1000"
-    assert not group.exhausted(folder)
+    assert not group.is_out_of_memory(folder)
     (Path(folder) / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 2\n")
-    assert group.exhausted(folder)
+    assert group.is_out_of_memory(folder)
 
 
 @pytest.mark.parametrize(("delegated", "controllers"), [(b"1", "cpu memory"), (b"", "cpu memory"), (b"1", "cpu")])
@@ -56,7 +56,7 @@ def test_version_2_is_a_sibling_where_systemd_delegated_the_group_above(
     (fake.root / "unit/cgroup.subtree_control").write_text(controllers)
     fake.own.write_text("0::/unit/host\n")
     monkeypatch.setattr(os, "getxattr", lambda path, name: delegated)
-    folder = group.make("arborl-box-1", 1000, str(fake.root), str(fake.own))
+    folder = group.make_cgroup("arborl-box-1", 1000, str(fake.root), str(fake.own))
     if (delegated, controllers) != (b"1", "cpu memory"):
         assert folder == ""
         return
@@ -65,16 +65,16 @@ def test_version_2_is_a_sibling_where_systemd_delegated_the_group_above(
 
 
 def test_there_is_no_group_where_none_may_be_made(group, tmp_path):
-    assert group.make("arborl-box-1", 1000, str(tmp_path), str(tmp_path / "missing")) == ""
+    assert group.make_cgroup("arborl-box-1", 1000, str(tmp_path), str(tmp_path / "missing")) == ""
     (tmp_path / "own").write_text("4:memory:/elsewhere\n")
-    assert group.make("arborl-box-1", 1000, str(tmp_path), str(tmp_path / "own")) == ""
+    assert group.make_cgroup("arborl-box-1", 1000, str(tmp_path), str(tmp_path / "own")) == ""
 
 
 def test_groups_that_were_left_are_removed_and_young_ones_are_not(group, tmp_path):
     for name, age in (("arborl-box-old", 100), ("arborl-box-new", 0), ("other", 100)):
         (tmp_path / name).mkdir()
         os.utime(tmp_path / name, (time.time() - age,) * 2)
-    group.sweep(str(tmp_path), "arborl-box")
+    group.remove_old_cgroups(str(tmp_path), "arborl-box")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["arborl-box-new", "other"]
 
 

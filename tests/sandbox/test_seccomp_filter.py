@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from arborl.sandbox.sandbox_process import INSIDE
+from arborl.sandbox.sandbox_process import GUEST_FOLDER
 
 HEADERS = {"aarch64": Path("/usr/include/asm-generic/unistd.h")}
 HEADERS["x86_64"] = Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h")
@@ -13,7 +13,7 @@ HEADERS["x86_64"] = Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h")
 
 @pytest.fixture(scope="module")
 def calls():
-    spec = importlib.util.spec_from_file_location("sandbox_calls", INSIDE / "calls.py")
+    spec = importlib.util.spec_from_file_location("sandbox_calls", GUEST_FOLDER / "seccomp_filter.py")
     module = importlib.util.module_from_spec(spec)
     before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     spec.loader.exec_module(module)
@@ -73,7 +73,7 @@ def answer(calls, machine):
     tables = {**calls.ALLOWED, **calls.WITH_NAMESPACES, **calls.READ_ATTRIBUTES, **calls.OF_A_PROCESS, **calls.CHECKED}
 
     def ask(alone: bool, name: str, *arguments: int) -> int:
-        return decide(calls.program(alone, OWN), tables[name][column], *arguments, architecture=architecture)
+        return decide(calls.filter_program(alone, OWN), tables[name][column], *arguments, architecture=architecture)
 
     return ask
 
@@ -81,7 +81,7 @@ def answer(calls, machine):
 @pytest.mark.parametrize("alone", [False, True])
 def test_the_filter_allows_what_the_tables_say_and_nothing_else(calls, machine, alone):
     column, architecture = calls.MACHINES[machine]
-    lines = calls.program(alone, OWN)
+    lines = calls.filter_program(alone, OWN)
     assert len(lines) < 4096  # the kernel takes no more
     plain = {**calls.ALLOWED, **({} if alone else {**calls.WITH_NAMESPACES, **calls.READ_ATTRIBUTES})}
     allowed = {numbers[column] for numbers in plain.values()} | {n[column] for n in calls.OF_A_PROCESS.values()}

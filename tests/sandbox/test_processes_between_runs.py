@@ -10,7 +10,7 @@ import pytest
 from working_levels import WORKING_LEVELS
 
 from arborl.sandbox import Sandbox, SandboxLimits, SandboxPool
-from arborl.sandbox.process_usage import Meter, size, usage
+from arborl.sandbox.process_usage import UsageMeter, disk_usage, process_usage
 
 TIGHT = SandboxLimits(wall_seconds=12, cpu_seconds=1, memory_mb=128, disk_mb=8, file_mb=4, processes=8)
 
@@ -39,14 +39,14 @@ threading.Thread(target=go, daemon=True).start()
 
 def test_nothing_happens_between_calls(box):
     assert box.run_sync(GROWING + "count").ok
-    before = usage(box._keeper.pid)
+    before = process_usage(box._supervisor.pid)
     first = int(box.run_sync("count").value)
     time.sleep(0.5)
     again = int(box.run_sync("count").value)
     assert again - first < 100  # half a second of it would be five times that
     assert box.run_sync("1").ok
     time.sleep(0.3)
-    after = usage(box._keeper.pid)
+    after = process_usage(box._supervisor.pid)
     assert after.memory - before.memory < 50 * 2**20
     assert after.cpu - before.cpu < 0.5
 
@@ -111,7 +111,7 @@ def test_time_that_was_seen_stays_counted():
             os._exit(0)
         time.sleep(5)
         os._exit(0)
-    meter, most = Meter(keeper), 0.0
+    meter, most = UsageMeter(keeper), 0.0
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline and (now := meter.read()).processes + (most < 0.2):
         most = max(most, now.cpu)
@@ -139,7 +139,7 @@ def test_files_that_were_removed_and_are_held_open_are_counted(tmp_path):
     held.write(bytes(3 * 2**20))
     held.flush()
     (tmp_path / "b").unlink()
-    whole = size(str(tmp_path), os.getppid(), 2**30, 2**20)
+    whole = disk_usage(str(tmp_path), os.getppid(), 2**30, 2**20)
     assert whole >= 3 * 2**20 + 100_000
     held.close()
 
@@ -147,17 +147,17 @@ def test_files_that_were_removed_and_are_held_open_are_counted(tmp_path):
 def test_empty_files_and_folders_too_deep_to_name_count(tmp_path):
     for n in range(100):
         (tmp_path / str(n)).touch()
-    assert size(str(tmp_path), os.getpid(), 2**30, 2**20) == 100 * 4096
+    assert disk_usage(str(tmp_path), os.getpid(), 2**30, 2**20) == 100 * 4096
     here = os.getcwd()
     os.chdir(tmp_path)
     for _ in range(30):
         os.mkdir("d" * 200)
         os.chdir("d" * 200)
     os.chdir(here)
-    assert size(str(tmp_path), os.getpid(), 2**30, 2**20) > 2**30
-    from arborl.sandbox.guest_process.guest_resources import remove
+    assert disk_usage(str(tmp_path), os.getpid(), 2**30, 2**20) > 2**30
+    from arborl.sandbox.guest_process.guest_resources import remove_folder
 
-    remove(str(tmp_path))
+    remove_folder(str(tmp_path))
     assert not tmp_path.exists()
 
 
