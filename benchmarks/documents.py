@@ -26,8 +26,7 @@ from arborl.chat.tokenizer import FileTokenizer
 from arborl.data.made.documents import make_problem
 from arborl.models.seedling import WEIGHTS
 from arborl.tools.core.tool_context import ToolContext
-from arborl.tools.library.document_tools import build_index, read_chunk, search_engine
-from arborl.tools.library.document_tools import WORKSPACE
+from arborl.tools.library.document_tools import WORKSPACE, build_index, read_chunk, search_engine
 from arborl.types import Task
 
 

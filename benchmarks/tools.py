@@ -27,12 +27,12 @@ from pathlib import Path
 import httpx
 import numpy as np
 
-from arborl.sandbox import SandboxPool, Sandbox, best_level
+from arborl.sandbox import Sandbox, SandboxPool, best_level
 from arborl.tools.remote.tool_client import ToolClient
 
 LEDGER = """
 import os, time
-from arborl.tools.core import tool
+from arborl.tools import tool
 
 @tool(stateful=True)
 def enter(line: str) -> str:

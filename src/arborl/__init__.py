@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from arborl.conversational.hpo import HPOConfig, HPOSummary, get_search_space, quick_hpo
     from arborl.envs import Env, Observation, Step
     from arborl.rewards import reward
-    from arborl.tools.core import tool
+    from arborl.tools import tool
     from arborl.types import Episode, Message, Task
 
     __version__: str

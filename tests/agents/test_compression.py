@@ -26,7 +26,7 @@ from arborl.models.seedling import WEIGHTS
 from arborl.rollout.recorder import Limits
 from arborl.rollout.runner import Cast, Rollout
 from arborl.rollout.tree import plant
-from arborl.tools.core import tool
+from arborl.tools import tool
 from arborl.track.jsonl import read_metrics
 from arborl.types import Group, Message, Sampling, Stop, Task
 from arborl.workshop import Workshop, replies

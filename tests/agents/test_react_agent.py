@@ -7,8 +7,7 @@ from arborl.agents import AGENTS
 from arborl.agents.react import ReactAgent
 from arborl.agents.tool import ToolAgent
 from arborl.envs.games.question import Question
-from arborl.tools import TOOLS
-from arborl.tools.core import tool
+from arborl.tools import TOOLS, tool
 from arborl.types import Message, Task, ToolCall
 
 TASK = Task("t", (Message("system", "Be brief."), Message("user", "2 * 21?")))

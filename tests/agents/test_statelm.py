@@ -31,7 +31,7 @@ from arborl.rewards.reward import Rewards
 from arborl.rollout.recorder import Limits
 from arborl.rollout.runner import Cast, Rollout
 from arborl.rollout.tree import plant
-from arborl.tools.library.document_index import Index
+from arborl.tools.library.document_index import DocumentIndex
 from arborl.types import Group, Message, Sampling, Stop, Task
 from arborl.view.context_length import lengths as context_lengths
 
@@ -383,7 +383,7 @@ def test_defect_7_other_agents_play_in_the_same_run(renderer):
 def test_defect_8_tools_leave_the_event_loop_free_and_need_no_server(renderer):
     text = make_problem(3, tokens=200_000).document
     began = time.perf_counter()
-    Index(text, 50, 0, renderer.tokenizer)
+    DocumentIndex(text, 50, 0, renderer.tokenizer)
     blocked = time.perf_counter() - began
     beats = []
 

@@ -5,7 +5,7 @@ import pytest
 
 from arborl.agents.tool import ToolAgent
 from arborl.envs.env import Env, Observation, Step
-from arborl.tools.core import tool
+from arborl.tools import tool
 from arborl.types import Message, Task, ToolCall
 
 

@@ -170,16 +170,16 @@ def test_a_changed_file_is_read_or_refused_in_one_line(kind, tmp_path):
     good = path.read_bytes()
     read(path)
     chance, threads = random.Random(kind), threading.active_count()
-    said: list[str] = []
+    received: list[str] = []
     for _ in range(5 * settings().max_examples // SLOW.get(kind, 1)):
         path.write_bytes(mutated(good, chance))
         try:
             with no_longer_than(20):
                 read(path)
         except ConfigError as error:
-            said.append(str(error))
-    assert all(0 < len(text) < 20_000 for text in said)  # a name of 5,000 digits may be repeated
-    assert said or kind == "metrics"  # torn lines are left out there
+            received.append(str(error))
+    assert all(0 < len(text) < 20_000 for text in received)  # a name of 5,000 digits may be repeated
+    assert received or kind == "metrics"  # torn lines are left out there
     assert threading.active_count() <= threads
 
 

@@ -111,22 +111,22 @@ def test_a_persona_shows_in_the_opening_and_may_be_fixed_by_the_scenario():
 
 
 def test_a_simulated_user_hears_the_conversation_from_their_side_and_ends_it():
-    asked = []
+    requested = []
 
     async def user(messages, seed):
-        asked.append((messages, seed))
-        return Message("assistant", "And then?") if len(asked) < 3 else f"{END} thanks"
+        requested.append((messages, seed))
+        return Message("assistant", "And then?") if len(requested) < 3 else f"{END} thanks"
 
     env = Conversation(scenarios=[{**SCENARIO, "goal": "to know when"}, OTHER], user=user, personas=QUIET)
     steps, heard = talk(env, "one", "two", "three")
     assert heard[1:] == ["And then?", "And then?"]
     assert steps[-1].terminated
-    assert env.metrics() == {"judged": 0.0, "finished": 1.0, "valid": 1.0}  # nobody said what is a success
-    roles = [[message.role for message in messages] for messages, _ in asked]
+    assert env.metrics() == {"judged": 0.0, "finished": 1.0, "valid": 1.0}  # no one received what is a success
+    roles = [[message.role for message in messages] for messages, _ in requested]
     assert roles[1] == ["system", "assistant", "user", "assistant", "user"]
-    assert asked[1][0][2].content == "one"
-    assert END in asked[0][0][0].content
-    assert len({seed for _, seed in asked}) == 3
+    assert requested[1][0][2].content == "one"
+    assert END in requested[0][0][0].content
+    assert len({seed for _, seed in requested}) == 3
     assert env.oracle() is None
 
 
@@ -157,7 +157,7 @@ def shrug(messages):
 
 
 def test_a_simulated_user_who_says_no_text_is_named():
-    with pytest.raises(TypeError, match=r"said 7 \(int\): return a Message or a str"):
+    with pytest.raises(TypeError, match=r"received 7 \(int\): return a Message or a str"):
         talk(Conversation(user=lambda messages: 7, personas=QUIET), "a")
 
 

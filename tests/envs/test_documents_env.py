@@ -39,7 +39,7 @@ def test_the_oracle_is_right_and_others_are_not():
             step = asyncio.run(env.step(Message("assistant", env.oracle())))
             assert (step.reward, step.terminated, env.metrics()["success"]) == (1.0, True, 1.0)
             env, _ = opened(Task("t", seed=seed), kind=kind)
-            assert asyncio.run(env.step(Message("assistant", "nobody knows"))).reward == 0.0
+            assert asyncio.run(env.step(Message("assistant", "no one knows"))).reward == 0.0
 
 
 def test_a_row_brings_its_own_document_question_and_answer():
@@ -61,12 +61,12 @@ def test_the_document_is_found_behind_wrappers():
 
 
 def test_no_held_out_question_is_trained_on():
-    def asked(seed, split):
+    def requested(seed, split):
         env, _ = opened(Task("t", seed=seed, fields={"split": split}), hops=1)
         return env.problem.question, env.problem.answer
 
-    train = {asked(seed, "train") for seed in range(200)}
-    held_out = {asked(seed, "held_out") for seed in range(60)}
+    train = {requested(seed, "train") for seed in range(200)}
+    held_out = {requested(seed, "held_out") for seed in range(60)}
     assert train.isdisjoint(held_out)
 
 

@@ -27,7 +27,7 @@ def task(seed, split="train"):
 
 
 async def play(env, chosen_task, seed, choose):
-    """Everything said in one episode, and the steps."""
+    """Everything received in one episode, and the steps."""
     opening = await env.reset(chosen_task, seed)
     steps = []
     while not steps or not steps[-1].over:

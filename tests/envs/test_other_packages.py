@@ -155,18 +155,18 @@ class Dice:
 
     def reset(self, num_players, seed):
         random.seed(seed)
-        self.turn, self.number, self.said = 0, random.randint(1, 1000), []
-        self.said.append((-1, f"I think of {self.number}.", None))
+        self.turn, self.number, self.received = 0, random.randint(1, 1000), []
+        self.received.append((-1, f"I think of {self.number}.", None))
 
     def step(self, action):
         self.turn += 1
         self.state.error_count = 0 if action == "roll" else 1
-        self.said += [(0, action, None), (-1, f"A {random.randint(1, 1000)}.", None)]
+        self.received += [(0, action, None), (-1, f"A {random.randint(1, 1000)}.", None)]
         return self.turn >= 3, {}
 
     def get_observation(self):
-        said, self.said = self.said, []
-        return 0, said
+        received, self.received = self.received, []
+        return 0, received
 
     def close(self):
         return {0: 1.0}, {0: {"invalid_move": False}}

@@ -50,7 +50,7 @@ def steps(env: Env, *texts: str, task: Task = TASK) -> list[Step]:
 
 
 class Guess(Env):
-    """An environment of somebody's own: plain functions, bare words."""
+    """An environment of a person's own: plain functions, bare words."""
 
     def reset(self, task, seed):
         self.heard = []
@@ -115,7 +115,7 @@ def test_braces_of_the_environment_are_text():
     assert message.content == "{} Guess {a number}."
 
 
-# ------------------------------------------------------------------------------------------------ what is said
+# ------------------------------------------------------------------------------------------------ what is received
 
 
 def test_the_pattern_finds_the_action_and_what_does_not_match_is_invalid_and_counted():
@@ -256,8 +256,8 @@ def test_rows_are_asked_with_the_run_agents_system_prompt_whatever_agent_they_na
     agents = {"mine": {"name": "chat", "system": "Mine."}}
     cast, source = cast_of(tmp_path, rows, agent={"name": "tool", "system": "Run's."}, **{"data.agents": agents})
     for task in source.take(0, 12):
-        said = opening(cast.env(task), task)[0]
-        assert said == Message("system", "Mine." if task.agent == "mine" else "Run's.")
+        received = opening(cast.env(task), task)[0]
+        assert received == Message("system", "Mine." if task.agent == "mine" else "Run's.")
 
 
 def test_a_system_prompt_may_lie_in_a_file_and_is_remembered_as_text(tmp_path):
@@ -294,9 +294,9 @@ def test_a_system_prompt_may_lie_in_a_file_and_is_remembered_as_text(tmp_path):
     ],
 )
 def test_a_prompt_that_cannot_be_is_refused_with_what_is_known(prompt, words):
-    with pytest.raises(ConfigError) as said:
+    with pytest.raises(ConfigError) as received:
         from_kwargs(env={"prompt": prompt})
-    assert words in str(said.value)
+    assert words in str(received.value)
 
 
 def test_a_pattern_at_an_environment_that_takes_every_reply_is_refused(tmp_path):

@@ -12,7 +12,7 @@ from arborl.api import train
 from arborl.config.load import load
 from arborl.config.run import RunConfig
 from arborl.envs.env import parse_answer
-from arborl.envs.games.frozen_lake import read_move
+from arborl.envs.games.frozen_lake import parse_move
 from arborl.seedling.rows import mixed_transcript_rows, transcript_rows
 from arborl.seedling.sum_transcripts import working
 from arborl.tools.library.calculator import calculator
@@ -100,7 +100,7 @@ def test_players_of_a_lake_move_in_every_message():
     for row in transcript_rows(20, 0, "frozen_lake", 0.5, {"spaced": True}):
         said = [message["content"] for message in row["messages"] if message["role"] == "assistant"]
         assert said
-        assert all(read_move(text) for text in said)
+        assert all(parse_move(text) for text in said)
 
 
 def test_calls_of_a_calculator_are_answered_as_the_tool_answers_them():

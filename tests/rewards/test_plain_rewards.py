@@ -112,7 +112,7 @@ def test_those_that_compute_run_few_at_a_time_so_that_none_uses_up_the_time_of_o
 
 
 def test_what_hangs_every_time_is_bounded_and_said(released, monkeypatch, caplog):
-    monkeypatch.setattr(threads, "MOST", 3)
+    monkeypatch.setattr(background_threads, "MAX_HANGING_CALLS", 3)
 
     def judge(episode):
         released.wait(LONG)

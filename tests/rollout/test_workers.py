@@ -28,7 +28,8 @@ from arborl.rollout.processes import Process, ProcessEnv, Processes
 from arborl.rollout.recorder import Limits
 from arborl.rollout.runner import Cast, Rollout
 from arborl.rollout.store import to_json
-from arborl.rollout.workers import Workers, blocks
+from arborl.rollout.workers import Workers, is_blocking
+from arborl.tools.core import background_threads
 from arborl.types import Message, Sampling, Stop, Task
 
 
@@ -49,11 +50,11 @@ def play(run: Rollout, *names: str, size: int = 1):
 
 
 def test_only_environments_that_may_block_are_put_into_threads():
-    assert blocks(Sync())
-    assert blocks(Declared())
-    assert blocks(Secretive())
-    assert not blocks(Promising())
-    assert not blocks(FrozenLake())
+    assert is_blocking(Sync())
+    assert is_blocking(Declared())
+    assert is_blocking(Secretive())
+    assert not is_blocking(Promising())
+    assert not is_blocking(FrozenLake())
 
 
 def test_the_word_of_a_class_does_not_hold_for_calls_that_a_subclass_overrides():
@@ -69,12 +70,12 @@ def test_the_word_of_a_class_does_not_hold_for_calls_that_a_subclass_overrides()
     class Sure(Slow):
         blocking = False
 
-    assert blocks(Slow())
-    assert not blocks(Painted())
-    assert not blocks(Sure())
+    assert is_blocking(Slow())
+    assert not is_blocking(Painted())
+    assert not is_blocking(Sure())
     one = Sure()
     one.blocking = True
-    assert blocks(one)
+    assert is_blocking(one)
 
 
 @pytest.mark.parametrize("world", [Sync, Declared, Secretive])
@@ -333,7 +334,7 @@ def test_an_environment_that_ends_the_process_costs_its_episode(seedling, worker
 def test_environments_that_hang_for_good_are_counted_by_name_and_no_more_are_begun_at_the_cap(
     seedling, caplog, monkeypatch
 ):
-    monkeypatch.setattr(threads, "MOST", 3)
+    monkeypatch.setattr(background_threads, "MAX_HANGING_CALLS", 3)
     _, renderer = seedling
     run = rollout(renderer, Secretive, concurrency=3, step_seconds=0.2)
 
@@ -353,7 +354,7 @@ def test_environments_that_hang_for_good_are_counted_by_name_and_no_more_are_beg
 
 
 def test_cancelled_episodes_are_not_taken_for_hung_ones(monkeypatch):
-    monkeypatch.setattr(threads, "MOST", 3)
+    monkeypatch.setattr(background_threads, "MAX_HANGING_CALLS", 3)
     workers = Workers()
 
     async def main():

@@ -1,4 +1,4 @@
-"""A guest that is not asked anything does nothing; and what it does when asked is counted, whoever does it."""
+"""Between two runs a sandbox does nothing; during a run the usage of all its processes is counted."""
 
 import asyncio
 import os

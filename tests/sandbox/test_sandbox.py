@@ -139,8 +139,10 @@ def test_a_forged_answer_ends_the_guest(box, code):
 
 def test_an_answer_written_by_the_code_is_followed_by_no_other(box):
     """Code that knows the token may speak for itself; what the guest says afterwards then answers nothing."""
-    told = "sys._getframe(1).f_locals['request']['token']"
-    first = box.run_sync(f"{FORGED}\nimport sys, time; os.write(3, answer({told}, b'42', b'')); time.sleep(0.1)")
+    outcome_text = "sys._getframe(1).f_locals['request']['token']"
+    first = box.run_sync(
+        f"{FORGED}\nimport sys, time; os.write(3, answer({outcome_text}, b'42', b'')); time.sleep(0.1)"
+    )
     assert first.value in ("42", "")
     second = box.run_sync("import time; time.sleep(0.3); 'second'")
     assert second.stopped in ("forged", "died")
@@ -176,8 +178,8 @@ def test_limits_are_watched_while_an_answer_drips(level):
 def test_a_request_that_is_not_read_is_not_waited_for(level):
     """Code of the last run holds the interpreter: the next request, larger than any buffer, finds no reader."""
     with Sandbox(replace(TIGHT, wall_seconds=1, cpu_seconds=30), level) as box:
-        told = "sys._getframe(1).f_locals['request']['token']"
-        box.run_sync(f"{FORGED}\nimport sys, time; os.write(3, answer({told}, b'', b'')); time.sleep(60)")
+        outcome_text = "sys._getframe(1).f_locals['request']['token']"
+        box.run_sync(f"{FORGED}\nimport sys, time; os.write(3, answer({outcome_text}, b'', b'')); time.sleep(60)")
         outcome = box.run_sync("x = '" + "y" * 2_000_000 + "'")
     assert outcome.stopped == "wall"
     within(outcome, 20)
@@ -392,9 +394,9 @@ time.sleep(0.3)
 def host_of(level: str, code: str, folder: Path) -> subprocess.Popen[str]:
     """A process that keeps its sandboxes' folders under `folder`, and says True when `code` ran in one."""
     made = f"from arborl.sandbox import *; import time; box = Sandbox(Limits(), {level!r}); "
-    said = f"print(box.run_sync({code!r}).ok, flush=True); "
+    received = f"print(box.run_sync({code!r}).ok, flush=True); "
     host = subprocess.Popen(
-        [sys.executable, "-c", made + said + "time.sleep(60)"],
+        [sys.executable, "-c", made + received + "time.sleep(60)"],
         stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(folder)},
     )  # fmt: skip
     assert host.stdout.readline() == "True\n"

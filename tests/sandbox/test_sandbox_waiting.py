@@ -1,4 +1,4 @@
-"""Whoever waits for a sandbox loses no time by it."""
+"""Any caller waits for a sandbox loses no time by it."""
 
 import asyncio
 import time
@@ -16,9 +16,9 @@ DOUBLE = "print(int(input()) * 2)"
 
 
 def episodes(count: int, code: str, tests: list) -> Group:
-    said = Message("assistant", f"```python\n{code}\n```")
+    received = Message("assistant", f"```python\n{code}\n```")
     task = Task("t", fields={"tests": tests})
-    return Group(task, [Episode(f"e{n}", task, turns=[Turn(said)]) for n in range(count)])
+    return Group(task, [Episode(f"e{n}", task, turns=[Turn(received)]) for n in range(count)])
 
 
 def scored(group: Group, seconds: float, pool: SandboxPool) -> list[float]:

@@ -88,13 +88,13 @@ def test_the_filter_allows_what_the_tables_say_and_nothing_else(calls, machine, 
     checked = {numbers[column] for numbers in calls.CHECKED.values()}
     attributes = {numbers[column] for numbers in calls.READ_ATTRIBUTES.values()}
     for number in set(range(600)) - checked:
-        said = decide(lines, number, architecture=architecture)
+        received = decide(lines, number, architecture=architecture)
         if number in allowed:
-            assert said == ALLOW, number
+            assert received == ALLOW, number
         elif number in attributes:
-            assert said == NOT_SUPPORTED, number
+            assert received == NOT_SUPPORTED, number
         else:
-            assert said == (NO_SUCH_CALL if number >= 424 else PERMISSION), number
+            assert received == (NO_SUCH_CALL if number >= 424 else PERMISSION), number
     assert decide(lines, 435, 0, architecture=architecture) == NO_SUCH_CALL  # clone3
     assert decide(lines, 1, architecture=0x40000003) == calls.KILL  # 32-bit calls have other numbers
     assert decide(lines, 0x40000000 + 1, architecture=architecture) == PERMISSION

@@ -35,7 +35,7 @@ os.kill(os.getpid(), 9)
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr("arborl.tools.core.rate_limit.default_folder", lambda: tmp_path / "limits")
+    monkeypatch.setattr("arborl.tools.core.rate_limit.default_limit_dir", lambda: tmp_path / "limits")
     return tmp_path / "limits"
 
 

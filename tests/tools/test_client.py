@@ -27,7 +27,7 @@ TOOLS = """
 import os, time
 from typing import Annotated
 from arborl.tools import Given, State
-from arborl.tools.core import tool
+from arborl.tools import tool
 
 @tool(stateful=True)
 def enter(line: str) -> str:
@@ -263,7 +263,7 @@ def test_a_server_asked_to_stop_finishes_what_it_has(restarted):
 
 
 class Moody:
-    """An HTTP server in a thread that answers as it was told, and keeps what it was sent."""
+    """An HTTP server in a thread that answers as it was outcome, and keeps what it was sent."""
 
     def __init__(self, codes: list[int], headers: dict[str, str] | None = None):
         self.codes, self.headers, self.bodies, self.times = list(codes), headers or {}, [], []

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
 from arborl.errors import ConfigError, EpisodeError
-from arborl.tools import TOOLS, EpisodeState, TaskField, Tool, Toolbox, ToolContext, as_tool
-from arborl.tools.core import tool
-from arborl.tools.core.tool_context import count_tokens, truncate, within
+from arborl.tools import TOOLS, EpisodeState, TaskField, Tool, Toolbox, ToolContext, as_tool, tool
+from arborl.tools.core.tool_context import _longest_prefix, count_tokens, truncate
 from arborl.types import Task, ToolCall
 
 TASK = Task("t1", fields={"answer": "42", "document": "long"})
@@ -380,7 +379,7 @@ def test_the_limit_in_tokens_is_the_tokenizers_and_the_cut_is_seen():
 
 @given(st.text(), st.integers(1, 30), st.sampled_from([None, Letters()]))
 def test_what_is_kept_is_the_longest_beginning_that_fits(text, limit, tokenizer):
-    kept = within(text, limit, tokenizer)
+    kept = _longest_prefix(text, limit, tokenizer)
     assert text.startswith(kept)
     assert count_tokens(kept, tokenizer) <= limit
     assert kept == text or count_tokens(text[: len(kept) + 1], tokenizer) > limit

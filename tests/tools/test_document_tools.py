@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 
 from arborl.tools.core.tool_context import ToolContext, count_tokens
 from arborl.tools.library import document_tools
-from arborl.tools.library.document_index import MARKS, Index, Shelf, cut_into_chunks, highlights, match_expression
+from arborl.tools.library.document_index import (
+    MARKS,
+    DocumentIndex,
+    IndexCache,
+    cut_into_chunks,
+    highlights,
+    match_expression,
+)
 from arborl.tools.library.document_tools import (
     SHORT_FORMS,
     WORKSPACE,
@@ -147,7 +154,7 @@ def test_at_most_twenty_are_shown_and_it_says_so():
 
 @given(st.lists(st.text(max_size=12), max_size=4), st.sampled_from(["or", "and"]))
 def test_no_keyword_is_a_syntax_error(keywords, mode):
-    index = Index("alpha beta gamma", 2, 0, None)
+    index = DocumentIndex("alpha beta gamma", 2, 0, None)
     total, hits = index.search(keywords, mode, 20)
     assert total == len(hits)
     assert bool(match_expression(keywords, mode)) or not hits
@@ -249,7 +256,7 @@ def test_notes_are_written_changed_merged_and_deleted():
 
 
 def test_episodes_on_one_document_share_its_index_and_forget_the_oldest():
-    shelf = Shelf(chars=len(TEXT) + 10)
+    shelf = IndexCache(chars=len(TEXT) + 10)
     made = []
     threads = [threading.Thread(target=lambda: made.append(shelf.index(TEXT, 9, 0, None))) for _ in range(6)]
     for thread in threads:

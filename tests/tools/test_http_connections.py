@@ -30,16 +30,16 @@ def talk(replies: list[bytes], requests: int, close_after_each: bool = False):
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        http, said = HttpConnections(f"http://127.0.0.1:{port}/base"), []
+        http, received = HttpConnections(f"http://127.0.0.1:{port}/base"), []
         for _ in range(requests):
             try:
-                said.append(await asyncio.wait_for(http.request("POST", "/x", b"{}"), 40))
+                received.append(await asyncio.wait_for(http.request("POST", "/x", b"{}"), 40))
             except ConnectionBroken as error:
-                said.append(error)
+                received.append(error)
             await asyncio.sleep(0.01)
         http.close()
         server.close()
-        return said, connections
+        return received, connections
 
     return asyncio.run(run())
 
@@ -49,24 +49,24 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\nA;x
 
 
 def test_a_connection_is_kept_for_the_next_request():
-    said, connections = talk([PLAIN, CHUNKED, b"HTTP/1.1 204 No Content\r\n\r\n", PLAIN], 4)
-    assert [reply.body for reply in said] == [b"hi", b"abc0123456789", b"", b"hi"]
-    assert [reply.status for reply in said] == [200, 200, 204, 200]
-    assert said[0].headers["x-y"] == "Z"
+    received, connections = talk([PLAIN, CHUNKED, b"HTTP/1.1 204 No Content\r\n\r\n", PLAIN], 4)
+    assert [reply.body for reply in received] == [b"hi", b"abc0123456789", b"", b"hi"]
+    assert [reply.status for reply in received] == [200, 200, 204, 200]
+    assert received[0].headers["x-y"] == "Z"
     assert connections == 1
 
 
 def test_a_kept_connection_that_the_server_closed_is_replaced():
-    said, connections = talk([PLAIN, PLAIN, PLAIN], 3, close_after_each=True)
-    assert [reply.body for reply in said] == [b"hi"] * 3
+    received, connections = talk([PLAIN, PLAIN, PLAIN], 3, close_after_each=True)
+    assert [reply.body for reply in received] == [b"hi"] * 3
     assert connections == 3
 
 
 def test_a_reply_without_a_length_ends_with_its_connection():
-    said, connections = talk(
+    received, connections = talk(
         [b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nall of it", PLAIN], 2, close_after_each=True
     )
-    assert [reply.body for reply in said] == [b"all of it", b"hi"]
+    assert [reply.body for reply in received] == [b"all of it", b"hi"]
     assert connections == 2
 
 
@@ -75,8 +75,8 @@ def test_a_reply_without_a_length_ends_with_its_connection():
     [b"", b"nonsense\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhi", b"HTTP/1.1 200", b"\x00" * 200_000],
 )
 def test_what_is_no_reply_is_broken(reply):
-    said, _ = talk([reply], 1, close_after_each=True)
-    assert isinstance(said[0], ConnectionBroken)
+    received, _ = talk([reply], 1, close_after_each=True)
+    assert isinstance(received[0], ConnectionBroken)
 
 
 def test_nobody_there_is_broken():

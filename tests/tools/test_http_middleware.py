@@ -98,7 +98,7 @@ def test_an_answer_that_nobody_reads_is_not_kept_for_ever():
 
 def test_a_whole_request_is_answered_however_long_that_takes(tmp_path, monkeypatch):
     """The clock is the client's: it stands while the server works."""
-    monkeypatch.setattr("arborl.tools.core.rate_limit.default_folder", lambda: tmp_path)
+    monkeypatch.setattr("arborl.tools.core.rate_limit.default_limit_dir", lambda: tmp_path)
     with served() as (address, app):
         url = f"http://{address[0]}:{address[1]}"
         with httpx.Client(headers={"X-API-Key": KEY}, timeout=20) as http:

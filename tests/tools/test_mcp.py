@@ -29,13 +29,13 @@ server = MCPServer("foreign")
 
 @server.tool()
 def greet(name: str, times: int = 1) -> str:
-    '''Greet somebody.'''
+    '''Greet a person.'''
     return "hello " * times + name
 
 @server.tool()
 def fail() -> str:
     '''Always fails.'''
-    raise ToolError("as said")
+    raise ToolError("as received")
 
 @server.tool()
 def leave() -> str:
@@ -104,7 +104,7 @@ def wait_for(port: int) -> None:
 def test_tools_of_a_foreign_server_stand_in_a_toolbox_like_any_other(foreign):
     box = Toolbox(foreign.tools())
     spec = next(spec for spec in box.specs if spec.name == "greet")
-    assert spec.description == "Greet somebody."
+    assert spec.description == "Greet a person."
     assert spec.parameters["required"] == ["name"]
     calls = [
         ToolCall("1", "greet", {"name": "you", "times": 2}),
@@ -115,7 +115,7 @@ def test_tools_of_a_foreign_server_stand_in_a_toolbox_like_any_other(foreign):
     results = asyncio.run(box.run(calls))
     assert results[0].content == "hello hello you"
     assert [result.kind for result in results] == ["ok", "exception", "exception", "unknown_tool"]
-    assert "as said" in results[1].content
+    assert "as received" in results[1].content
 
 
 def test_a_foreign_server_that_dies_is_an_answer_and_is_started_anew(foreign):
@@ -140,8 +140,8 @@ def test_only_the_tools_asked_for_are_taken(foreign):
     foreign.only = ["greet"]
     assert [each.name for each in foreign.tools()] == ["greet"]
     foreign.only = ["great"]
-    said = r"has no tool 'great'\. Did you mean 'greet'\? It has: greet, fail, leave, sleep"
-    with pytest.raises(ConfigError, match=said):
+    received = r"has no tool 'great'\. Did you mean 'greet'\? It has: greet, fail, leave, sleep"
+    with pytest.raises(ConfigError, match=received):
         foreign.tools()
     foreign.only = None
 

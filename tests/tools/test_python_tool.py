@@ -1,8 +1,7 @@
 import asyncio
 
 from arborl.sandbox import SandboxLimits, SandboxPool
-from arborl.tools import TOOLS, Toolbox, ToolContext
-from arborl.tools.core import tool
+from arborl.tools import TOOLS, Toolbox, ToolContext, tool
 from arborl.tools.library.python import PythonSession, python, python_once
 from arborl.types import ToolCall
 
@@ -16,15 +15,15 @@ def test_the_model_is_told_about_code_and_nothing_else():
 def test_variables_last_an_episode_and_no_longer():
     async def play() -> list[str]:
         async with ToolContext() as first, ToolContext() as second:
-            said = [
+            received = [
                 await python.run({"code": "x = 6"}, first),
                 await python.run({"code": "print('hi')\nx * 7"}, first),
                 await python.run({"code": "x"}, second),
             ]
         async with ToolContext() as third:
-            said.append(await python.run({"code": "x"}, third))
-        assert all(result.ok for result in said)
-        return [result.content for result in said]
+            received.append(await python.run({"code": "x"}, third))
+        assert all(result.ok for result in received)
+        return [result.content for result in received]
 
     assert asyncio.run(play())[:2] == ["(no output)", "hi\n42"]
     for content in asyncio.run(play())[2:]:
@@ -54,9 +53,9 @@ def test_passing_a_limit_is_said_and_the_next_call_begins_anew():
 
     async def play() -> list:
         session = PythonSession(pool)
-        said = [await session.run(code) for code in ("x = 1", "while True: pass", "x", "'fresh'")]
+        received = [await session.run(code) for code in ("x = 1", "while True: pass", "x", "'fresh'")]
         await session.close()
-        return said
+        return received
 
     _, endless, after, fresh = asyncio.run(play())
     assert endless.stopped == "wall"

@@ -53,7 +53,7 @@ def soon(held: bool, what: str) -> None:
 
 
 class Lateness(threading.Thread):
-    """How much later than asked for this machine wakes who sleeps, at worst, while it is entered."""
+    """How much later than requested for this machine wakes who sleeps, at worst, while it is entered."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -75,8 +75,8 @@ class Lateness(threading.Thread):
 
 
 def in_time(test):
-    """What is to happen soon is asked again where the machine itself was later than the limit forgives anybody, for
-    then the limit rightly passes those who are late; where it always is, nothing can be said. A limit that is not
+    """What is to happen soon is requested again where the machine itself was later than the limit forgives anybody, for
+    then the limit rightly passes those who are late; where it always is, nothing can be received. A limit that is not
     kept is an error at once."""
 
     @functools.wraps(test)
@@ -90,7 +90,9 @@ def in_time(test):
                     late = error
             if lateness.worst <= GRACE_SECONDS:
                 raise late
-        pytest.skip(f"this machine wakes sleepers {lateness.worst:.2f} s late, so how soon turns come cannot be told")
+        pytest.skip(
+            f"this machine wakes sleepers {lateness.worst:.2f} s late, so the delay cannot be measured"
+        )
 
     return tried
 
@@ -106,7 +108,7 @@ def over(times: list[float], rate: float) -> float:
 
 
 def load(count: int, rate: float, burst: int, seconds: float, folder) -> list[list[list[float]]]:
-    """What `count` real processes were granted that asked as fast as they could."""
+    """What `count` real processes were granted that requested as fast as they could."""
     arguments = [str(count), str(rate * 60), str(burst), str(seconds), str(folder)]
     subprocess.run([sys.executable, "-c", LOAD, *arguments], check=True, timeout=120)
     return [json.loads((folder / f"{number}.json").read_text()) for number in range(count)]
@@ -118,7 +120,7 @@ def load_keeps_it(count: int, rate: float, burst: int, seconds: float, folder) -
     granted = [grant for each in stamps for grant, _ in each]
     seen = [at for each in stamps for _, at in each]
     assert over(granted, rate) <= burst + 1e-6, "no window holds more than rate x length + burst"
-    assert all(at >= grant for each in stamps for grant, at in each), "nobody goes ahead before the grant"
+    assert all(at >= grant for each in stamps for grant, at in each), "no one goes ahead before the grant"
     assert len(seen) <= rate * (max(seen) - min(seen)) + burst + 1, "callers see no more than is granted"
     soon(len(granted) >= 0.9 * rate * seconds, "nine tenths of the rate are used")
     soon(all(stamps) or rate * seconds < count, "everybody has a turn")
@@ -274,7 +276,7 @@ def test_those_who_are_killed_while_they_wait_hold_up_nobody(tmp_path):
     with pytest.raises(RateLimitTimeout, match=r"1\d\d\.\d s away"):
         limit.acquire_sync(timeout=20)  # two hundred are before
     for process in killed:
-        process.kill()  # and nobody waits for their remains
+        process.kill()  # and no one waits for their remains
     start = time.monotonic()
     assert limit.acquire_sync() - start < 60  # 200 s, were they still before
     for process in killed:
@@ -350,7 +352,7 @@ def test_turns_come_in_the_order_of_asking(tmp_path):
         return await asyncio.gather(*(limit.acquire() for _ in range(20)))
 
     granted = asyncio.run(play())
-    soon(granted == sorted(granted), "nobody is passed")
+    soon(granted == sorted(granted), "no one is passed")
 
 
 def test_disagreeing_about_the_numbers_is_an_error(tmp_path):
@@ -386,7 +388,7 @@ def forged(book, **wrong):
         "burst": book.burst,
         "used": now,
         "grant": now,
-        "asked": 1,
+        "requested": 1,
     }
     places = wrong.pop("places", [])
     body = HEADER.pack(*(sane | wrong).values(), len(places)) + b"".join(QUEUE_ENTRY.pack(*place) for place in places)
@@ -394,7 +396,7 @@ def forged(book, **wrong):
 
 
 ABSURD = [
-    {"grant": 1e300}, {"grant": math.nan}, {"grant": math.inf}, {"grant": 1e9}, {"asked": math.nan}, {"used": 1e12},
+    {"grant": 1e300}, {"grant": math.nan}, {"grant": math.inf}, {"grant": 1e9}, {"requested": math.nan}, {"used": 1e12},
     {"places": [(1.0, math.inf)]}, {"places": [(1.0, 1e12)]}, {"places": [(math.nan, 0.0)]}, {"places": [(9e9, 0.0)]},
     {"per_minute": -1.0}, {"per_minute": math.nan}, {"burst": 0.0},
 ]  # fmt: skip
@@ -416,7 +418,7 @@ def test_absurd_values_are_begun_anew_with_a_warning(wrong, tmp_path, caplog):
 def test_values_that_may_be_are_believed(tmp_path, caplog):
     limit = RateLimit(600, 3, "sane", folder=tmp_path)
     now = time.monotonic()
-    limit._book.path.write_bytes(forged(limit._book, asked=2, places=[(1.0, now + 0.2), (2.0, now - 60)]))
+    limit._book.path.write_bytes(forged(limit._book, requested=2, places=[(1.0, now + 0.2), (2.0, now - 60)]))
     limit.acquire_sync(timeout=1)
     assert caplog.text == ""
 
@@ -434,5 +436,5 @@ def test_no_bytes_in_the_file_make_anybody_wait_or_fail(tmp_path):
         else:
             made = json.dumps({"grant": chance.choice([1e300, "x", None, [], {}]), "n": number}).encode()
         limit._book.path.write_bytes(made)
-        asked = time.monotonic()
-        assert asked <= limit.acquire_sync(timeout=0.2) <= time.monotonic()
+        requested = time.monotonic()
+        assert requested <= limit.acquire_sync(timeout=0.2) <= time.monotonic()

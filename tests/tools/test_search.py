@@ -105,7 +105,7 @@ def test_processes_that_want_an_index_at_once_make_one(corpus, tmp_path):
     with multiprocessing.get_context("fork").Pool(4) as pool:
         made = set(pool.map(_index, [(corpus, tmp_path)] * 8))
         pool.close()
-        pool.join()  # they end by themselves: a signal to end would be handled by whoever has a handler here
+        pool.join()  # they end by themselves: a signal to end would be handled by any caller has a handler here
     assert len(made) == 1
     assert len(list(tmp_path.glob("*.sqlite"))) == 1
     assert not list(tmp_path.glob("*.part"))

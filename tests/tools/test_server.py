@@ -11,14 +11,13 @@ pytest.importorskip("fastapi", reason="the extra 'serve'")
 pytest.importorskip("prometheus_client", reason="the extra 'serve'")
 
 from arborl.errors import ConfigError
-from arborl.tools import EpisodeState, TaskField
-from arborl.tools.core import tool
+from arborl.tools import EpisodeState, TaskField, tool
 from arborl.tools.core.arguments import ArgumentError
 from arborl.tools.library.calculator import calculator
 from arborl.tools.library.python import python
 from arborl.tools.remote.tool_client import ToolClient
 from arborl.tools.remote.tool_dispatcher import CallJournal, ToolDispatcher
-from arborl.tools.remote.tool_protocol import CallRequest, bearer
+from arborl.tools.remote.tool_protocol import CallRequest, bearer_header
 from arborl.tools.remote.tool_server import make_app
 
 RUNS: list[str] = []
@@ -203,7 +202,9 @@ def test_a_key_may_have_any_letters():
     key = "schlüssel-ключ-鍵"
 
     async def play(http, desk):
-        answers = [await http.get("/tools", headers=headers) for headers in (bearer(key), bearer("schlüssel"))]
+        answers = [
+            await http.get("/tools", headers=headers) for headers in (bearer_header(key), bearer_header("schlüssel"))
+        ]
         answers.append(await http.get("/tools", headers={"X-API-Key": key.encode()}))
         return [answer.status_code for answer in answers]
 
@@ -319,9 +320,9 @@ def test_a_body_that_is_too_large_is_refused():
             for _ in range(40):
                 yield b"x" * 100_000
 
-        said = (await http.post("/call", content=b"x" * 3_000_000)).status_code
+        received = (await http.post("/call", content=b"x" * 3_000_000)).status_code
         unsaid = (await http.post("/call", content=pieces())).status_code
-        return said, unsaid
+        return received, unsaid
 
     assert serving(play) == (413, 413)
 
@@ -345,9 +346,9 @@ def test_whatever_is_sent_is_answered_without_a_crash(body):
         answer = await http.post("/call", content=body, headers={"Content-Type": "application/json"})
         return answer.status_code, answer.json()
 
-    code, said = serving(play)
+    code, received = serving(play)
     assert code in (200, 400, 422)
-    json.dumps(said)
+    json.dumps(received)
 
 
 # ------------------------------------------------------------------------------------------------ once, and in turn
@@ -529,7 +530,7 @@ def test_a_server_started_anew_neither_runs_again_nor_pretends(tmp_path):
         begun = CallRequest(name="collect", arguments={"coins": 5}, key="begun", session="s")
         desk.journal.begin("begun", begun.digest)
 
-    serving(before, journal=CallJournal(path), drain=False)  # killed: nobody closed anything
+    serving(before, journal=CallJournal(path), drain=False)  # killed: no one closed anything
     RUNS.clear()
 
     async def after(http, desk):
@@ -566,7 +567,7 @@ def test_a_server_that_is_about_to_stop_takes_no_more_and_finishes_what_it_has()
 
 
 def test_it_grants_a_rate_limit_to_all_who_ask_by_its_name(tmp_path, monkeypatch):
-    monkeypatch.setattr("arborl.tools.core.rate_limit.default_folder", lambda: tmp_path)
+    monkeypatch.setattr("arborl.tools.core.rate_limit.default_limit_dir", lambda: tmp_path)
 
     async def play(http, desk):
         asks = [post(http, "/limit", name="x", per_minute=60, burst=2, timeout=2.5) for _ in range(6)]
@@ -582,7 +583,7 @@ def test_it_grants_a_rate_limit_to_all_who_ask_by_its_name(tmp_path, monkeypatch
 
 def test_limits_that_owe_nothing_leave_no_file_behind(tmp_path, monkeypatch):
     """One that has granted ahead is kept: a server started anew must not grant it again."""
-    monkeypatch.setattr("arborl.tools.core.rate_limit.default_folder", lambda: tmp_path)
+    monkeypatch.setattr("arborl.tools.core.rate_limit.default_limit_dir", lambda: tmp_path)
 
     async def play(http, desk):
         for name in "abc":
@@ -599,8 +600,8 @@ def test_limits_that_owe_nothing_leave_no_file_behind(tmp_path, monkeypatch):
 
 
 def test_limits_beyond_the_most_take_the_place_of_those_that_owe_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("arborl.tools.core.rate_limit.default_folder", lambda: tmp_path)
-    monkeypatch.setattr("arborl.tools.remote.tool_server.MAX_LIMITS", 3)
+    monkeypatch.setattr("arborl.tools.core.rate_limit.default_limit_dir", lambda: tmp_path)
+    monkeypatch.setattr("arborl.tools.remote.tool_server.MAX_RATE_LIMITS", 3)
 
     async def play(http, desk):
         return [(await post(http, "/limit", name=f"n{i}", per_minute=1e9)).status_code for i in range(10)]

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arborl.tools import Tool
-from arborl.tools.core import background_threads, tool
+from arborl.tools import Tool, tool
+from arborl.tools.core import background_threads
 from arborl.tools.core.arguments import parse_docstring
 from arborl.types import ToolResult
 

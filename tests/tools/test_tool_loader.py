@@ -19,8 +19,7 @@ from arborl.config.load import from_kwargs, load
 from arborl.config.run import RunConfig
 from arborl.config.tools import ToolConfig
 from arborl.errors import ConfigError
-from arborl.tools import TOOLS, RateLimit, Toolbox
-from arborl.tools.core import tool
+from arborl.tools import TOOLS, RateLimit, Toolbox, tool
 from arborl.tools.core.call_policy import CallPolicy, LimitedTool
 from arborl.tools.tool_loader import ToolLoader
 from arborl.types import ToolCall, ToolResult, ToolSpec
@@ -60,7 +59,7 @@ def test_an_entry_of_a_file_can_be_changed_on_the_command_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("entry", "said"),
+    ("entry", "received"),
     [
         ({"servre": "http://h"}, "servre: must be arguments with values (argument: value). Did you mean 'server'?"),
         ({"server": "h:80"}, "tools.0: server: 'h:80' is no address. Write http://HOST:PORT."),
@@ -78,10 +77,10 @@ def test_an_entry_of_a_file_can_be_changed_on_the_command_line(tmp_path):
         ({"calculator": {"tools": ["x"]}, "tools": ["x"]}, "tools is for server and mcp, not for the tool"),
     ],
 )  # fmt: skip
-def test_a_mistake_in_an_entry_says_where_and_what_to_write(entry, said):
+def test_a_mistake_in_an_entry_says_where_and_what_to_write(entry, received):
     with pytest.raises(ConfigError) as error:
         from_kwargs(agent="tool", tools=[entry])
-    assert said in str(error.value)
+    assert received in str(error.value)
 
 
 def test_a_key_written_in_place_of_its_variable_is_not_repeated():

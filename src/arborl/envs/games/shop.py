@@ -71,9 +71,9 @@ class Shop(Env):
         """Shared by all environments of the process."""
         if self.data is None:
             return generated_catalogue(self.products, self.catalogue_seed)
-        from arborl.envs.games.shop_catalogue import from_files
+        from arborl.envs.games.shop_catalogue import load_webshop
 
-        return from_files(self.data, self.human).catalogue
+        return load_webshop(self.data, self.human).catalogue
 
     @property
     def site(self) -> ShopSite:
@@ -84,9 +84,9 @@ class Shop(Env):
         if self.data is None:
             self.goal = draw_goal(self.catalogue, task.seed, split)
         else:
-            from arborl.envs.games.shop_catalogue import from_files
+            from arborl.envs.games.shop_catalogue import load_webshop
 
-            self.goal = from_files(self.data, self.human).draw(task.seed, split)
+            self.goal = load_webshop(self.data, self.human).draw(task.seed, split)
         self.page = ShopPage()
         self.steps = self.valid = self.effective = 0
         self.score = 0.0

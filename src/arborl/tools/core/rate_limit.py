@@ -85,7 +85,7 @@ class RateLimit:
         if scope == "host":
             if server is not None:
                 raise ConfigError(f"RateLimit {name!r}: server={server!r} is for scope='cluster'")
-            path = Path(folder) if folder else user_runtime_dir() / "limits"
+            path = Path(folder) if folder else default_limit_dir()
             self._limiter = HostRateLimiter(self.per_minute, self.burst, name, path)
         else:
             self._limiter = ServerRateLimiter(self.per_minute, self.burst, name, server, api_key)
@@ -359,6 +359,10 @@ def _try_lock(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def default_limit_dir() -> Path:
+    return user_runtime_dir() / "limits"
 
 
 def user_runtime_dir() -> Path:
