@@ -188,7 +188,7 @@ def test_calls_beyond_the_limit_of_one_message_are_answered_with_that(renderer):
     (episode,) = play(renderer, [READ * 3, DONE], max_calls=2, tokens=200).episodes
     answers = responses(prompts(renderer, episode)[1])
     assert len(answers) == 3
-    assert answers[2].startswith("#4 error: not run: one message may hold 2 calls")
+    assert answers[2].startswith("#4 error: not run: a message may contain 2 calls")
     assert episode.metrics["tool/too_many"] == 1.0
 
 

@@ -70,11 +70,11 @@ def test_a_reply_is_rewarded_for_what_it_was_expected_to_mention_and_success_wan
 
 def test_expectations_are_met_by_whole_words_and_any_of_the_alternatives():
     line = UserLine("?", ("on|power", "money back"))
-    assert line.met_by("Is it ON? You get your money back.")
-    assert not line.met_by("Button. money back")
-    assert not line.met_by("power")
-    assert UserLine("?").met_by("anything")
-    assert line.met_by(line.good_reply)
+    assert line.is_met_by("Is it ON? You get your money back.")
+    assert not line.is_met_by("Button. money back")
+    assert not line.is_met_by("power")
+    assert UserLine("?").is_met_by("anything")
+    assert line.is_met_by(line.good_reply)
 
 
 @pytest.mark.parametrize("preset", CONVERSATION_CONFIGS)
@@ -84,7 +84,7 @@ def test_every_scenario_of_the_presets_can_be_satisfied(preset):
     for scenario in env.scenarios:
         for line in scenario.lines:
             assert line.expect
-            assert line.met_by(line.reply), (scenario.id, line)
+            assert line.is_met_by(line.reply), (scenario.id, line)
 
 
 def test_an_empty_reply_is_no_reply_and_the_script_waits():

@@ -79,7 +79,7 @@ def test_a_run_that_executes_code_does_not_start_or_says_what_isolates_it(tmp_pa
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     settings = {"data": str(tmp_path / "rows.json"), "rewards": ["equal"], "agent": "code", "stub": True}
     settings |= {"output_dir": str(tmp_path / "out"), "evaluation.tasks": 2, "track.gifs": 0, "trainer.steps": 1}
-    with pytest.raises(ConfigError, match="this run executes code, and nothing isolates code here"):
+    with pytest.raises(ConfigError, match="this run executes code, and no isolation works on this machine"):
         arborl.run(**settings)
     assert not (tmp_path / "out").exists()
     done = arborl.run(**settings, **{"sandbox.allow_unsafe": True})

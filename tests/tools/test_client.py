@@ -158,7 +158,7 @@ def test_the_wrong_key_is_said_before_the_run_and_in_it(tmp_path):
     locked = Served(tmp_path, "--api-key", "secret")
     locked.wait()
     try:
-        with pytest.raises(ConfigError, match="wants another API key"):
+        with pytest.raises(ConfigError, match="needs another API key"):
             ToolClient(locked.url, api_key="wrong").tools()
         assert len(ToolClient(locked.url, api_key="secret").tools()) == 4
         result = asyncio.run(ToolClient(locked.url, api_key="wrong").call("enter", {"line": "x"}))
@@ -458,7 +458,7 @@ def test_a_key_of_any_letters_opens(tmp_path):
         client = ToolClient(served.url, "ключ-ü")
         (double,) = [each for each in client.tools() if each.name == "double"]
         assert asyncio.run(double.run({"n": 21})).content == "42"
-        with pytest.raises(ConfigError, match="wants another API key"):
+        with pytest.raises(ConfigError, match="needs another API key"):
             ToolClient(served.url, "ключ").tools()
     finally:
         served.stop()

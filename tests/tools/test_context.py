@@ -83,7 +83,7 @@ def test_a_field_that_the_task_lacks_is_the_runs_mistake_and_costs_the_episode()
     def check(guess: str, gold: Annotated[str, TaskField()]):
         return guess == gold
 
-    with pytest.raises(EpisodeError, match=r"tool 'check'.*wants the field 'gold'; task 't1' has: answer, document"):
+    with pytest.raises(EpisodeError, match=r"tool 'check'.*needs the field 'gold'; task 't1' has: answer, document"):
         run(check, {"guess": "x"}, ToolContext(TASK))
 
 

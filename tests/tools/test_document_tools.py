@@ -54,7 +54,7 @@ def run(*calls, document=TEXT, tokenizer=None, reading=None):
         fields = {} if document is None else {"document_content": document}
         async with ToolContext(Task("t", fields=fields), tokenizer) as context:
             if reading:
-                context.state(WORKSPACE, WORKSPACE.make).reading = DocumentSettings(**reading)
+                context.state(WORKSPACE, WORKSPACE.make).settings = DocumentSettings(**reading)
             return [await tool.run(arguments, context) for tool, arguments in calls]
 
     return [json.loads(result.content) for result in asyncio.run(main())]

@@ -23,7 +23,7 @@ KEY = "secret"
 def served(seconds: float = 0.3, most: int = 50, max_body: int = 2**16):
     """A server on a socket, in a thread: its address and its application."""
     app = make_app(ToolDispatcher([calculator]), KEY, max_body=max_body)
-    app.state.half_open.seconds, app.state.half_open.most = seconds, most
+    app.state.half_open.seconds, app.state.half_open.maximum = seconds, most
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         server = make_server(app, "127.0.0.1", 0)

@@ -28,4 +28,4 @@ def test_a_lack_of_memory_is_said_in_one_line_and_nothing_is_done(tmp_path):
     words = [sys.executable, "-c", PROGRAM, str(tmp_path / "journal")]
     received = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
     assert received[0] == "the journal of stateful calls cannot be used: out of memory"
-    assert "not a journal that can be written (out of memory)" in received[1]
+    assert "not a usable journal (out of memory)" in received[1]

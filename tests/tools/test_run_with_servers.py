@@ -130,7 +130,7 @@ def test_a_run_uses_a_tool_server_and_mcp_servers_that_only_its_file_names(tmp_p
     assert all(f"with a word in {tmp_path.name}" in text for text in worked)
     assert len({text.split()[3] for text in worked}) == 2  # one process a life, shared by all episodes
     assert [
-        text for text in outcome["greet"] if "is gone: Connection closed" in text
+        text for text in outcome["greet"] if "does not respond: Connection closed" in text
     ]  # who called it then was outcome so
     assert marked(str(program)) == {web.process.pid}
     for path in (tmp_path / "run").rglob("*"):
@@ -181,9 +181,9 @@ def test_no_process_outlives_a_real_run_however_that_ends(tmp_path, stop):
     [
         ({"server": "http://127.0.0.1:1"}, "tools.0: no tool server answers at http://127.0.0.1:1 (ConnectError"),
         ({"mcp": {"url": "http://127.0.0.1:1/mcp"}}, "tools.0: no MCP server answers at http://127.0.0.1:1/mcp: "),
-        ({"mcp": {"command": ["no-such-program", "x"]}}, "tools.0: there is no program 'no-such-program' to start."),
-        ({"mcp": {"command": ["sh", "-c", "echo oh no >&2; exit 3"]}}, "Connection closed. It received: oh no"),
-        ({"mcp": {"command": ["sh"], "cwd": "/nowhere"}}, "'/nowhere', where sh is to be started, is no folder."),
+        ({"mcp": {"command": ["no-such-program", "x"]}}, "tools.0: program 'no-such-program' not found."),
+        ({"mcp": {"command": ["sh", "-c", "echo oh no >&2; exit 3"]}}, "Connection closed. Its last line: oh no"),
+        ({"mcp": {"command": ["sh"], "cwd": "/nowhere"}}, "cwd='/nowhere' of sh is not a folder."),
         ({"mcp": {"command": ["sh"], "pass_env": ["NOT_THERE"]}}, "tools.0.mcp.pass_env: the environment has no NOT"),
         ({"server": "http://127.0.0.1:1", "api_key_env": "NOT_THERE"}, "tools.0.api_key_env: the environment has no"),
         ("calculater", "tools.0: no tool is called 'calculater'. Did you mean 'calculator'?"),

@@ -121,7 +121,7 @@ def test_a_changed_corpus_is_indexed_anew(tmp_path):
 
 
 def test_a_bad_corpus_says_where(tmp_path):
-    with pytest.raises(ConfigError, match="no corpus there"):
+    with pytest.raises(ConfigError, match="no corpus"):
         Search(tmp_path / "none.jsonl", index=tmp_path)
     file = tmp_path / "bad.jsonl"
     file.write_text('{"text": "a"}\n{"txt": "b"}\n')

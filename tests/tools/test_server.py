@@ -192,9 +192,9 @@ def test_an_empty_key_is_refused_when_the_server_is_made():
 
 @pytest.mark.parametrize("key", ["a\nb", " a", "a\x7f"])
 def test_a_key_that_no_header_can_carry_is_refused(key):
-    with pytest.raises(ConfigError, match="no header can carry it"):
+    with pytest.raises(ConfigError, match="the API key begins or ends"):
         make_app(ToolDispatcher([calculator]), key)
-    with pytest.raises(ConfigError, match="no header can carry it"):
+    with pytest.raises(ConfigError, match="the API key begins or ends"):
         ToolClient("http://127.0.0.1:1", key)
 
 
@@ -408,7 +408,7 @@ def test_a_journal_that_cannot_be_written_runs_nothing_and_says_so(tmp_path):
 
 def test_a_file_that_is_no_journal_is_one_sentence(tmp_path):
     (tmp_path / "journal").write_bytes(b"not SQLite" * 1000)
-    with pytest.raises(ConfigError, match=r"not a journal that can be written .* Remove it"):
+    with pytest.raises(ConfigError, match=r"not a usable journal .* Remove it"):
         CallJournal(tmp_path / "journal")
 
 

@@ -96,7 +96,7 @@ def test_variables_of_other_systems_are_said_to_do_nothing(monkeypatch, caplog):
     monkeypatch.setenv("RATE_LIMIT_PER_MINUTE", "60000")
     workshop = Workshop(load(None, ["agent=tool", "tools=[calculator]"]), {})
     workshop.tools(workshop.seats())
-    assert "RATE_LIMIT_PER_MINUTE is set in the environment and does nothing here" in caplog.text
+    assert "the environment variable RATE_LIMIT_PER_MINUTE has no effect" in caplog.text
     assert "limit: {per_minute: N}" in caplog.text
 
 

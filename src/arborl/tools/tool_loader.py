@@ -169,7 +169,7 @@ def merge_tool_args(
         known: entries that arguments may refer to.
     """
     if unknown := [name for name in args if name not in tool_names(known)]:
-        raise ConfigError(f"{where}agent.tool_args.{unknown[0]}: no such tool. Write {where}tools=[{unknown[0]}].")
+        raise ConfigError(f"{where}agent.tool_args.{unknown[0]}: no such tool here. Write {where}tools=[{unknown[0]}].")
     merged = []
     for index, entry in enumerate(entries):
         entry_path = f"{where}tools.{index}"
