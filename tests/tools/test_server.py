@@ -387,7 +387,7 @@ def test_a_key_that_was_another_calls_is_refused(other, tmp_path):
     now = serving(play, journal=CallJournal(tmp_path / "journal"))
     answers = [*now, serving(later, journal=CallJournal(tmp_path / "journal"))]
     assert [answer.status_code for answer in answers] == [409] * 3
-    assert "the key 'k1' was another call's" in answers[0].json()["detail"]
+    assert "the key 'k1' belongs to another call" in answers[0].json()["detail"]
     assert RUNS == ["collect 5"]
 
 
@@ -541,9 +541,9 @@ def test_a_server_started_anew_neither_runs_again_nor_pretends(tmp_path):
     done, begun, new, other = serving(after, journal=CallJournal(path))
     assert (done["content"], done["replayed"]) == ("5", True)
     assert begun["kind"] == "lost"
-    assert "may or may not" in begun["content"]
+    assert "its effect is unknown" in begun["content"]
     assert new["kind"] == "lost"
-    assert "started anew" in new["content"]
+    assert "was restarted" in new["content"]
     assert other["content"] == "5"
     assert RUNS == ["collect 5"]
 
