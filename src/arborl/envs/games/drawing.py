@@ -40,16 +40,16 @@ class CellCanvas:
         return self.left + x * self.side, self.top + y * self.side
 
     def oval(self, x: float, y: float, across: float, down: float, fill: Color) -> None:
-        self.brush.ellipse((*self.at(x - across / 2, y - down / 2), *self.at(x + across / 2, y + down / 2)), fill=fill)
+        self.draw.ellipse((*self.at(x - across / 2, y - down / 2), *self.at(x + across / 2, y + down / 2)), fill=fill)
 
     def box(self, x0: float, y0: float, x1: float, y1: float, fill: Color, radius: float = 0.0) -> None:
-        self.brush.rounded_rectangle((*self.at(x0, y0), *self.at(x1, y1)), radius * self.side, fill=fill)
+        self.draw.rounded_rectangle((*self.at(x0, y0), *self.at(x1, y1)), radius * self.side, fill=fill)
 
     def shape(self, points: list[tuple[float, float]], fill: Color) -> None:
-        self.brush.polygon([self.at(x, y) for x, y in points], fill=fill)
+        self.draw.polygon([self.at(x, y) for x, y in points], fill=fill)
 
     def line(self, points: list[tuple[float, float]], fill: Color, width: float) -> None:
-        self.brush.line([self.at(x, y) for x, y in points], fill, max(1, round(width * self.side)), joint="curve")
+        self.draw.line([self.at(x, y) for x, y in points], fill, max(1, round(width * self.side)), joint="curve")
 
 
 def draw_text_page(text: str, title: str = "") -> Image.Image:
@@ -153,7 +153,7 @@ def _hole(canvas: CellCanvas) -> None:
     canvas.oval(0.5, 0.5, 0.74, 0.74, SHADOW)
     canvas.oval(0.5, 0.52, 0.7, 0.7, WATER)
     canvas.oval(0.5, 0.56, 0.58, 0.56, DEEP)
-    canvas.brush.arc(
+    canvas.draw.arc(
         (*canvas.at(0.22, 0.23), *canvas.at(0.78, 0.79)), 200, 262, SHEEN, max(1, round(0.03 * canvas.side))
     )
 
@@ -203,7 +203,7 @@ def _lost_player(canvas: CellCanvas) -> None:
     for side in (-1, 1):
         canvas.line([(0.5 + side * 0.055 - 0.022, 0.485), (0.5 + side * 0.055 + 0.022, 0.53)], INK, 0.018)
         canvas.line([(0.5 + side * 0.055 + 0.022, 0.485), (0.5 + side * 0.055 - 0.022, 0.53)], INK, 0.018)
-    canvas.brush.chord((*canvas.at(0.22, 0.28), *canvas.at(0.78, 0.84)), 25, 155, (96, 24, 38))
+    canvas.draw.chord((*canvas.at(0.22, 0.28), *canvas.at(0.78, 0.84)), 25, 155, (96, 24, 38))
 
 
 def _player_at_goal(canvas: CellCanvas) -> None:

@@ -249,12 +249,12 @@ class ShopSite:
 
     def results(self, page: ShopPage) -> list[Product]:
         """Products of a result page."""
-        found = self.catalogue.places_of(page.words, RESULTS)
+        found = self.catalogue.search_indices(page.words, RESULTS)
         return [self.catalogue.products[i] for i in found[page.number * self.per_page :][: self.per_page]]
 
     def last(self, page: ShopPage) -> int:
         """Number of the last result page."""
-        return max(len(self.catalogue.places_of(page.words, RESULTS)) - 1, 0) // self.per_page
+        return max(len(self.catalogue.search_indices(page.words, RESULTS)) - 1, 0) // self.per_page
 
     def item(self, page: ShopPage) -> Product:
         found = self.catalogue.product(page.item)
