@@ -67,10 +67,11 @@ async def run_command(
     output, stdout = bytearray(), child.stdout
 
     async def read_output() -> None:
-        while len(output) <= max_output and (part := await stdout.read(2**16)):
-            output.extend(part)
-        if len(output) > max_output:
-            child.terminate()
+        while part := await stdout.read(2**16):  # to the end: a full pipe would delay the end of the process
+            if len(output) <= max_output:
+                output.extend(part)
+                if len(output) > max_output:
+                    child.terminate()
 
     reader = asyncio.create_task(read_output())
     try:
