@@ -56,7 +56,7 @@ async def measure(tokens: int, chunk_size: int, repeats: int) -> dict[str, Any]:
     words = round(tokens * 10_000 / len(tokenizer.encode(sample)))
     problem = make_problem(0, words, hops=3, distractors=100)
     task = Task("t", fields={"document_content": problem.document})
-    async with Context(task, tokenizer) as context:
+    async with ToolContext(task, tokenizer) as context:
         began = time.perf_counter()
         built = json.loads((await build_index.run({"chunk_size": chunk_size}, context)).content)
         build_seconds = time.perf_counter() - began

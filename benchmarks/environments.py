@@ -27,7 +27,7 @@ from arborl.chat import Renderer
 from arborl.config.algorithm import AlgorithmConfig
 from arborl.engines.scripted import ScriptedEngine
 from arborl.envs.env import Env, Step
-from arborl.envs.frozen_lake import FrozenLake
+from arborl.envs.games.frozen_lake import FrozenLake
 from arborl.models.load import resolve
 from arborl.rollout.groups import Manner
 from arborl.rollout.recorder import Limits

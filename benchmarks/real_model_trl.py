@@ -39,7 +39,7 @@ from arborl.config.run import RunConfig
 from arborl.data import open_source
 from arborl.envs import ENVS
 from arborl.envs.env import Env
-from arborl.envs.prompted import prompted
+from arborl.envs.prompt_wrapper import wrap_with_prompt
 from arborl.learner.schedule import usual_rate
 from arborl.models.find import resolve
 from arborl.types import Message, Task
@@ -58,7 +58,7 @@ class Problems:
 
     def env(self) -> Env:
         env = ENVS.build(self.config.env.name, self.config.env.args, "env.args")
-        return prompted(env, self.config.env.prompt, self.config.agent.system)
+        return wrap_with_prompt(env, self.config.env.prompt, self.config.agent.system)
 
     def rows(self, steps: int) -> list[dict[str, Any]]:
         """Prompts in the order in which they are trained on, each with the task that it belongs to."""

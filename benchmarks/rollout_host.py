@@ -29,7 +29,7 @@ from arborl.config.load import load
 from arborl.config.run import RunConfig
 from arborl.engines.executor import Ready, Step
 from arborl.engines.local import LocalEngine
-from arborl.envs.frozen_lake import draw_map
+from arborl.envs.games.frozen_lake import draw_map
 from arborl.models.attention import NAME
 from arborl.rewards import Rewards
 from arborl.rollout.given import GivenEpisodes

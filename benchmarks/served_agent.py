@@ -27,8 +27,8 @@ import httpx
 
 from arborl.api.located import located
 from arborl.build import Parts, build
-from arborl.envs.documents import FIELD, is_right
-from arborl.envs.wrapper import word_of
+from arborl.envs.games.documents_env import FIELD, is_right
+from arborl.envs.wrapper import inner_attribute
 from arborl.types import Task
 
 
@@ -53,7 +53,7 @@ async def problem(parts: Parts, task: Task) -> tuple[str, str, str]:
     """Document, question and right answer of a task."""
     env = parts.cast.env(task)
     observation = await env.reset(task, 0)
-    return str(word_of(env, "document")), observation.messages[-1].content, str(env.oracle())
+    return str(inner_attribute(env, "document")), observation.messages[-1].content, str(env.oracle())
 
 
 async def evaluated(parts: Parts, tasks: list[Task]) -> list[str]:

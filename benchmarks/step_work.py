@@ -18,7 +18,7 @@ from texts import ChatText, RandomIds, Texts
 
 from arborl.build import TOKENIZER_FILES
 from arborl.envs.env import Observation, Step
-from arborl.envs.frozen_lake import FrozenLake
+from arborl.envs.games.frozen_lake import FrozenLake
 from arborl.models.find import resolve
 from arborl.types import Message, Task, ToolSpec
 

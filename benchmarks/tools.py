@@ -27,8 +27,8 @@ from pathlib import Path
 import httpx
 import numpy as np
 
-from arborl.sandbox import Pool, Sandbox, best_level
-from arborl.tools.client import ToolClient
+from arborl.sandbox import Sandbox, SandboxPool, best_level
+from arborl.tools.remote.tool_client import ToolClient
 
 LEDGER = """
 import os, time
@@ -44,7 +44,7 @@ def enter(line: str) -> str:
 """
 LIMIT = """
 import os, sys, time
-from arborl.tools.limit import LimitTimeout, RateLimit
+from arborl.tools.core.rate_limit import LimitTimeout, RateLimit
 count, rate, burst, seconds = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
 folder = sys.argv[5]
 limit = RateLimit(60 * rate, burst, "load", folder=folder)
@@ -199,7 +199,7 @@ def sandbox() -> None:
         with Sandbox() as box:
             assert box.run_sync(code).ok
 
-    pool = Pool(spare=4)
+    pool = SandboxPool(spare=4)
     with Sandbox() as kept:
         cases = {
             "bare process": bare,

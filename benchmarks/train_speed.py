@@ -50,7 +50,7 @@ from arborl.api.objects import name_objects
 from arborl.build import TOKENIZER_FILES, Parts, build
 from arborl.config.load import from_kwargs
 from arborl.envs.env import Step
-from arborl.envs.frozen_lake import FrozenLake
+from arborl.envs.games.frozen_lake import FrozenLake
 from arborl.models.load import resolve, tune_cpu
 from arborl.track import Trackers
 from arborl.trainer.hooks import Save

@@ -25,8 +25,8 @@ from arborl.rewards import Rewards
 from arborl.rollout.given import GivenEpisodes
 from arborl.rollout.recorder import Limits
 from arborl.rollout.runner import Cast, Rollout
-from arborl.sandbox import Found
-from arborl.tools.opened import OpenTools
+from arborl.sandbox import ActiveLevel
+from arborl.tools.tool_loader import ToolLoader
 from arborl.track.from_config import Makers, followers
 from arborl.types import Message, Sampling
 from arborl.workshop import Workshop
@@ -71,9 +71,9 @@ class Parts:
     evaluator: Measures
     steps: int
     """Of the whole run."""
-    sandbox: Found | None
+    sandbox: ActiveLevel | None
     """What isolates the code that the model writes, where the run has some."""
-    tools: OpenTools
+    tools: ToolLoader
     """What the tools came from."""
     plan: Plan
     """Of the device's memory."""
@@ -222,7 +222,7 @@ class Served:
     sampling: Sampling
     """As the run is evaluated."""
     limits: Limits
-    tools: OpenTools
+    tools: ToolLoader
 
     def read(self, folder: Path) -> Mapping[str, Any]:
         """The weights of another checkpoint of the same run, under the names that the engine has for them."""

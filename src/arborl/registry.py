@@ -60,7 +60,7 @@ class Registry(Mapping[str, Any]):
     """Short name or `module:attribute` -> object.
 
     Example:
-        ENVS = Registry("environment", {"frozen_lake": "arborl.envs.frozen_lake:FrozenLake"})
+        ENVS = Registry("environment", {"frozen_lake": "arborl.envs.games.frozen_lake:FrozenLake"})
         ENVS["frozen_lake"]        # the class
         ENVS["my_pkg.envs:Maze"]   # yours, no registration needed
     """

@@ -19,7 +19,7 @@ from arborl.data import Mixture, TaskSource, open_source
 from arborl.data.mixing.streams import RowPool
 from arborl.engines import ENGINES, Engine
 from arborl.envs import ENVS, Env
-from arborl.envs.prompted import NO_PROMPT, opened, prompted
+from arborl.envs.prompt_wrapper import NO_PROMPT, prepend_system_prompt, wrap_with_prompt
 from arborl.errors import ConfigError, EngineError
 from arborl.registry import Registry, call_checked, short, unique
 from arborl.rewards import REWARDS, Rewards
@@ -34,10 +34,10 @@ from arborl.rollout.replay import Recording, Replay
 from arborl.rollout.runner import Cast, Rollout
 from arborl.rollout.slots import FIRST
 from arborl.rollout.workers import Workers
-from arborl.sandbox import Found
+from arborl.sandbox import ActiveLevel
 from arborl.tools import TOOLS, AnyTool
-from arborl.tools.opened import OpenTools, warn_of_variables, with_args
-from arborl.tools.tool_warnings import warn_of_gaps
+from arborl.tools.core.toolbox import warn_incomplete_specs
+from arborl.tools.tool_loader import ToolLoader, merge_tool_args, warn_foreign_variables
 from arborl.types import Message, Sampling, Task
 
 if TYPE_CHECKING:  # what needs torch
@@ -53,7 +53,7 @@ class Workshop:
 
     def __init__(self, config: RunConfig, objects: Mapping[str, Any], connect: bool = False):
         self.config, self.objects = config, objects
-        self.open_tools = OpenTools(lambda name: self.find(TOOLS, name), connect)
+        self.open_tools = ToolLoader(lambda name: self.find(TOOLS, name), connect)
         self.made: list[Any] = []
         """Agents, tools and rewards."""
         self.cluster: RayCluster | None = None
@@ -122,7 +122,7 @@ class Workshop:
             system = getattr(part_of(name, agent), "system", None)
             system = config.agent.system if system is None else system
             prompt = seat.env.prompt if own else NO_PROMPT
-            return lambda: prompted(make(), prompt, system, seat.sizes)
+            return lambda: wrap_with_prompt(make(), prompt, system, seat.sizes)
 
         @cache
         def agents_of(name: str, asked: str | None) -> Callable[[], Agent]:
@@ -152,12 +152,12 @@ class Workshop:
     def tools(self, seats: Mapping[str, Seat]) -> dict[str, list[AnyTool]]:
         """The tools of each seat, made with their arguments or got from their servers."""
         everywhere = [entry for seat in seats.values() for entry in seat.tools]
-        warn_of_variables(everywhere)
+        warn_foreign_variables(everywhere)
         made = {}
         for name, seat in seats.items():
-            entries = with_args(seat.tools, seat.tool_args, seat.where, seat.tools if seat.where else everywhere)
-            made[name] = [tool for entry in entries for tool in self.open_tools.open(*entry)]
-        warn_of_gaps({tool.name: tool for some in made.values() for tool in some}.values())
+            entries = merge_tool_args(seat.tools, seat.tool_args, seat.where, seat.tools if seat.where else everywhere)
+            made[name] = [tool for entry in entries for tool in self.open_tools.load(*entry)]
+        warn_incomplete_specs({tool.name: tool for some in made.values() for tool in some}.values())
         return made
 
     def rewards(self) -> Rewards:
@@ -184,13 +184,13 @@ class Workshop:
             chosen.append((name, found, part.weight * float(getattr(found, "weight", 1.0))))
         return Rewards(chosen, self.config.rollout.step_seconds)
 
-    def sandbox(self) -> Found | None:
+    def sandbox(self) -> ActiveLevel | None:
         """What isolates code where a part of the run executes some; ConfigError where nothing does, unallowed."""
         sandbox.allow_unsafe(self.config.sandbox.allow_unsafe)
         if not any(getattr(part, "sandboxed", False) for part in self.made):
             return None
         try:
-            return sandbox.level_in_force()
+            return sandbox.active_level()
         except sandbox.SandboxError as error:
             raise ConfigError(f"this run executes code, and {error}.") from error
 
@@ -200,7 +200,7 @@ class Workshop:
         config = self.config
 
         def length(messages: Sequence[Message]) -> int:
-            return len(renderer.encode(renderer.render(opened(messages, config.agent.system or ""))))
+            return len(renderer.encode(renderer.render(prepend_system_prompt(messages, config.agent.system or ""))))
 
         rows = given.rows(config.algorithm.loss) if given is not None and config.data.given else None
         source = open_source(config.data, config.env.name, config.seed, length, self.objects, rows)

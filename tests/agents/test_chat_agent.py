@@ -5,7 +5,7 @@ import pytest
 from arborl.agents import AGENTS
 from arborl.agents.chat import ChatAgent
 from arborl.envs.env import Env, Observation, Step
-from arborl.envs.frozen_lake import FrozenLake
+from arborl.envs.games.frozen_lake import FrozenLake
 from arborl.errors import ContextFull
 from arborl.types import Message, Task
 

@@ -9,18 +9,18 @@ import pytest
 from arborl.agents import AGENTS
 from arborl.agents.code import CodeAgent, between
 from arborl.engines.scripted import ScriptedEngine
-from arborl.envs.question import Question
+from arborl.envs.games.question import Question
 from arborl.errors import ConfigError
 from arborl.rollout.recorder import Limits
 from arborl.rollout.runner import Cast, Rollout
-from arborl.tools import State, tool
+from arborl.tools import EpisodeState, tool
 from arborl.types import Message, Sampling, Task
 
 TASK = Task("t", (Message("user", "What is 6*7?"),), {"answer": "42"})
 
 
 @tool(stateful=True)
-def interpreter(code: str, names: Annotated[dict, State(dict)]) -> str:
+def interpreter(code: str, names: Annotated[dict, EpisodeState(dict)]) -> str:
     """Run trusted code of a test, here."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):

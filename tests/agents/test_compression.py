@@ -19,8 +19,8 @@ from arborl.agents.context.statelm import StateLM
 from arborl.chat import HermesParser, Renderer, Template
 from arborl.config.load import from_kwargs
 from arborl.engines.scripted import ScriptedEngine
-from arborl.envs.conversation import Conversation
 from arborl.envs.env import Env, Observation, Step
+from arborl.envs.games.conversation import Conversation
 from arborl.errors import ConfigError
 from arborl.models.find import SEEDLING_DIR
 from arborl.rollout.recorder import Limits

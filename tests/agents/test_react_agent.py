@@ -6,7 +6,7 @@ import pytest
 from arborl.agents import AGENTS
 from arborl.agents.react import ReactAgent
 from arborl.agents.tool import ToolAgent
-from arborl.envs.question import Question
+from arborl.envs.games.question import Question
 from arborl.tools import TOOLS, tool
 from arborl.types import Message, Task, ToolCall
 

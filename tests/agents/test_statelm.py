@@ -21,8 +21,8 @@ from arborl.chat import FileTokenizer, HermesParser, Renderer, Template
 from arborl.config.algorithm import AlgorithmConfig
 from arborl.data.made.documents import make_problem
 from arborl.engines.scripted import ScriptedEngine
-from arborl.envs.documents import Documents
-from arborl.envs.question import Question
+from arborl.envs.games.documents_env import Documents
+from arborl.envs.games.question import Question
 from arborl.errors import ConfigError
 from arborl.models.find import SEEDLING_DIR
 from arborl.registry import call_checked
@@ -31,7 +31,7 @@ from arborl.rewards.reward import Rewards
 from arborl.rollout.recorder import Limits
 from arborl.rollout.runner import Cast, Rollout
 from arborl.rollout.tree import plant
-from arborl.tools.library.context.chunks import Index
+from arborl.tools.library.document_index import DocumentIndex
 from arborl.types import Group, Message, Sampling, Stop, Task
 from arborl.view.context_length import lengths as context_lengths
 
@@ -188,7 +188,7 @@ def test_calls_beyond_the_limit_of_one_message_are_answered_with_that(renderer):
     (episode,) = play(renderer, [READ * 3, DONE], max_calls=2, tokens=200).episodes
     answers = responses(prompts(renderer, episode)[1])
     assert len(answers) == 3
-    assert answers[2].startswith("#4 error: not run: one message may hold 2 calls")
+    assert answers[2].startswith("#4 error: not run: a message may contain 2 calls")
     assert episode.metrics["tool/too_many"] == 1.0
 
 
@@ -383,7 +383,7 @@ def test_defect_7_other_agents_play_in_the_same_run(renderer):
 def test_defect_8_tools_leave_the_event_loop_free_and_need_no_server(renderer):
     text = make_problem(3, tokens=200_000).document
     began = time.perf_counter()
-    Index(text, 50, 0, renderer.tokenizer)
+    DocumentIndex(text, 50, 0, renderer.tokenizer)
     blocked = time.perf_counter() - began
     beats = []
 

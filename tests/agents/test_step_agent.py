@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from arborl.agents.step import StepAgent, joined
-from arborl.envs.countdown import Countdown
 from arborl.envs.env import Env, Observation, Step
-from arborl.envs.frozen_lake import FrozenLake
+from arborl.envs.games.countdown import Countdown
+from arborl.envs.games.frozen_lake import FrozenLake
 from arborl.types import Message, Task
 
 

@@ -7,7 +7,7 @@ import torch
 
 import arborl
 from arborl.agents.chat import ChatAgent
-from arborl.envs.frozen_lake import FrozenLake
+from arborl.envs.games.frozen_lake import FrozenLake
 
 
 @arborl.tool

@@ -12,7 +12,7 @@ import arborl
 from arborl.api.objects import name_objects
 from arborl.cli.main import app
 from arborl.config.load import load
-from arborl.envs.frozen_lake import FrozenLake
+from arborl.envs.games.frozen_lake import FrozenLake
 
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "1 + 2"}}</tool_call>'
 SMALL = {

@@ -140,7 +140,7 @@ def test_what_is_no_environment_or_agent_is_refused_at_the_start(tmp_path, monke
 
 
 def test_ones_own_parts_may_be_called_and_made_as_they_like(tmp_path, monkeypatch):
-    lines = ("from functools import partial", "from arborl.envs.frozen_lake import FrozenLake",
+    lines = ("from functools import partial", "from arborl.envs.games.frozen_lake import FrozenLake",
              "small = partial(FrozenLake, size=3)")  # fmt: skip
     (tmp_path / "calendar_of_mine.py").write_text("\n".join(lines))
     monkeypatch.syspath_prepend(tmp_path)

@@ -3,7 +3,7 @@
 The code runs after `PRELUDE`. It says `fell(…)` where it got what it was after; what it cannot see itself (files of the
 host, signals, connections) is looked at from outside, after every attack alike: see `attack_runner.py`. Names in
 capitals are filled in: SECRET (a file that anybody may read), FOLDER (which anybody may write), HOST and VICTIM
-(processes), PORT, SOCKET, ABSTRACT and DATAGRAM (that somebody listens at), STDLIB (a file of the interpreter).
+(processes), PORT, SOCKET, ABSTRACT and DATAGRAM (that a person listens at), STDLIB (a file of the interpreter).
 
 One that succeeds must do no harm to the machine that shows it: it sets what is set already.
 """

@@ -19,11 +19,11 @@ from pathlib import Path
 
 from attack_list import ATTACKS, PRELUDE, Attack
 
-from arborl.sandbox import LEVELS, Limits, Outcome, Sandbox, SandboxError, try_level
-from arborl.sandbox.protocol import Forged, Inbox
-from arborl.sandbox.watch import descendants
+from arborl.sandbox import LEVELS, Sandbox, SandboxError, SandboxLimits, SandboxResult, try_level
+from arborl.sandbox.process_usage import descendants
+from arborl.sandbox.sandbox_protocol import ForgedMessage, MessageParser
 
-LIMITS = Limits(
+LIMITS = SandboxLimits(
     wall_seconds=1.0, cpu_seconds=0.6, memory_mb=128, file_mb=4, disk_mb=8, processes=8, output_bytes=10_000,
     open_files=64,
 )  # fmt: skip
@@ -45,7 +45,7 @@ def available() -> list[str]:
 
 
 class World:
-    """What there is to be harmed: a secret, a folder, a process, somebody who listens."""
+    """What there is to be harmed: a secret, a folder, a process, a person who listens."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="arborl-attack-"))
@@ -149,7 +149,7 @@ def attempt(attack: Attack, level: str, there: World) -> tuple[str, str]:
     box = Sandbox(limits, level)
     started = time.perf_counter() - start
     try:
-        guests = Spaces(box._keeper.pid)
+        guests = Spaces(box._supervisor.pid)
         outcomes = [box.run_sync(f"{PRELUDE}\n{there.fill(attack.code)}")]
         if attack.then:
             time.sleep(0.5)
@@ -208,28 +208,28 @@ def fuzz_reader(frames: int, seed: int = 0) -> dict[str, int]:
             body += struct.pack("<I", max(len(text) + rng.choice((0, 0, 0, 0, 1, -1, 2**31)), 0)) + text
         size = max(len(body) + rng.choice((0, 0, 0, 0, 1, -1, -9)), 0)
         data = struct.pack("<I", size) + body
-        inbox, place, came = Inbox(token), 0, "waits"
+        inbox, place, came = MessageParser(token), 0, "waits"
         try:
             while place < len(data) and came == "waits":
                 step = rng.randint(1, 12)
                 came = "answer" if inbox.feed(data[place : place + step]) is not None else "waits"
                 place += step
-        except Forged:
+        except ForgedMessage:
             came = "forged"
         counts[came] += 1
     return counts
 
 
-def harm(outcomes: list[Outcome], limits: Limits, seconds: float) -> str:
-    """What the attack said or used that it must not."""
+def harm(outcomes: list[SandboxResult], limits: SandboxLimits, seconds: float) -> str:
+    """What the attack received or used that it must not."""
     for outcome in outcomes:
-        said = outcome.stdout + outcome.stderr + outcome.value + outcome.error
+        received = outcome.stdout + outcome.stderr + outcome.value + outcome.error
         if "FELL" in outcome.stdout:
             return next(line for line in outcome.stdout.splitlines() if line.startswith("FELL"))
-        if "swordfish" in said:
+        if "swordfish" in received:
             return "the secret came out"
-        if len(said.encode()) > 3 * 2**20:
-            return f"{len(said)} characters came out"
+        if len(received.encode()) > 3 * 2**20:
+            return f"{len(received)} characters came out"
     if len(outcomes) > 1 and outcomes[-1].value == "42":
         return "a forged answer was taken for another"
     if seconds > len(outcomes) * limits.wall_seconds + GRACE:
@@ -249,7 +249,7 @@ def left(box: Sandbox, guests: Spaces) -> str:
 
 
 class Spaces:
-    """The process name spaces of a keeper's guests, held open so that their numbers go to nobody else; and where these
+    """The process name spaces of a keeper's guests, held open so that their numbers go to no one else; and where these
     are the host's, the processes themselves."""
 
     def __init__(self, keeper: int):

@@ -37,10 +37,10 @@ def cells(text: str) -> dict[str, dict[str, str]]:
     return found
 
 
-def table(said: dict[str, dict[str, str]]) -> str:
+def table(received: dict[str, dict[str, str]]) -> str:
     lines = [f"| area | attack | must not happen: | {' | '.join(f'`{level}`' for level in LEVELS)} |", "|---" * 6 + "|"]
     for attack in ATTACKS:
-        row = [said.get(attack.name, {}).get(level, "not run") for level in LEVELS]
+        row = [received.get(attack.name, {}).get(level, "not run") for level in LEVELS]
         lines.append(f"| {attack.area} | {attack.name} | {attack.must_not} | {' | '.join(row)} |")
     return "\n".join(lines) + "\n"
 
@@ -51,17 +51,17 @@ def shown(outcome: tuple[str, str]) -> str:
 
 def main() -> None:
     text = PAGE.read_text()
-    said = cells(text)
+    received = cells(text)
     here = available()
     fuzzed = [f"The reader alone, {FRAMES:,} random frames in random pieces: {counted(fuzz_reader(FRAMES))}.\n"]
     for level in here:
         for name, outcome in outcomes(level).items():
-            said.setdefault(name, {})[level] = shown(outcome)
+            received.setdefault(name, {})[level] = shown(outcome)
             if outcome[0] != HELD:
                 sys.stderr.write(f"{level}: {name}: {outcome[1]}\n")
         fuzzed.append(f"{GUESTS} hostile guests at `{level}`, two runs each: {counted(fuzz(level, GUESTS))}.\n")
     where = f"Last run on Linux {platform.release().partition('-')[0]}, {platform.machine()}: {', '.join(here)}.\n"
-    text = put(text, "attacks", f"{where}\n{table(said)}")
+    text = put(text, "attacks", f"{where}\n{table(received)}")
     PAGE.write_text(put(text, "fuzzing", "\n".join(fuzzed)))
 
 

@@ -24,8 +24,8 @@ def test_every_attack_is_held_or_known_and_the_page_says_so(level):
     wrong = {name: why for name, (state, why) in found.items() if (state == OPEN) != (name in known)}
     assert wrong == {}
     page = cells(PAGE.read_text())
-    said = {name: page.get(name, {}).get(level) for name in found if name != "the world is as it was"}
-    assert said == {name: shown(found[name]) for name in said}
+    received = {name: page.get(name, {}).get(level) for name in found if name != "the world is as it was"}
+    assert received == {name: shown(found[name]) for name in received}
 
 
 def test_the_page_has_every_attack_and_no_other():

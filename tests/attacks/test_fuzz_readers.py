@@ -25,7 +25,7 @@ from arborl.data.reading.tables import ParquetTable
 from arborl.errors import ConfigError
 from arborl.rollout.replay import Recording, Replay
 from arborl.rollout.store import EpisodeStore
-from arborl.tools.journal import Journal
+from arborl.tools.remote.tool_dispatcher import CallJournal
 from arborl.track.jsonl import JsonlTracker, read_metrics
 from arborl.types import Call, Completion, Episode, Finish, Group, Message, Task, ToolCall, Turn
 
@@ -120,7 +120,7 @@ def metrics(folder: Path) -> Path:
 
 
 def journal(folder: Path) -> Path:
-    made = Journal(folder / "journal")
+    made = CallJournal(folder / "journal")
     made.begin("a", "digest")
     made.open_session("s")
     made._base.execute("PRAGMA journal_mode=DELETE")
@@ -131,7 +131,7 @@ def journal(folder: Path) -> Path:
 def open_journal(path: Path) -> None:
     for beside in ("-wal", "-shm", "-journal"):
         Path(f"{path}{beside}").unlink(missing_ok=True)
-    Journal(path).close()
+    CallJournal(path).close()
 
 
 READERS = {
@@ -170,16 +170,16 @@ def test_a_changed_file_is_read_or_refused_in_one_line(kind, tmp_path):
     good = path.read_bytes()
     read(path)
     chance, threads = random.Random(kind), threading.active_count()
-    said: list[str] = []
+    received: list[str] = []
     for _ in range(5 * settings().max_examples // SLOW.get(kind, 1)):
         path.write_bytes(mutated(good, chance))
         try:
             with no_longer_than(20):
                 read(path)
         except ConfigError as error:
-            said.append(str(error))
-    assert all(0 < len(text) < 20_000 for text in said)  # a name of 5,000 digits may be repeated
-    assert said or kind == "metrics"  # torn lines are left out there
+            received.append(str(error))
+    assert all(0 < len(text) < 20_000 for text in received)  # a name of 5,000 digits may be repeated
+    assert received or kind == "metrics"  # torn lines are left out there
     assert threading.active_count() <= threads
 
 

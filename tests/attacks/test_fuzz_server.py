@@ -1,4 +1,4 @@
-"""The tool server against requests nobody would write: from its own schema, and as bytes on its socket.
+"""The tool server against requests no one would write: from its own schema, and as bytes on its socket.
 
 Quick by default; `pytest tests/attacks --hypothesis-profile thorough` sends ten times as much.
 """
@@ -21,10 +21,10 @@ import httpx
 from hypothesis import HealthCheck, Phase, given, settings
 
 from arborl.tools import tool
-from arborl.tools.dispatcher import Desk
 from arborl.tools.library.calculator import calculator
 from arborl.tools.library.python import python_once
-from arborl.tools.server import make_app, make_server
+from arborl.tools.remote.tool_dispatcher import ToolDispatcher
+from arborl.tools.remote.tool_server import make_app, make_server
 
 KEY = "secret"
 
@@ -42,12 +42,12 @@ async def nap(seconds: float) -> str:
 
 
 def application():
-    return make_app(Desk([calculator, remember, nap, python_once], concurrency=8), KEY, limit_seconds=0.02)
+    return make_app(ToolDispatcher([calculator, remember, nap, python_once], concurrency=8), KEY, limit_seconds=0.02)
 
 
 def test_no_request_of_its_schema_is_answered_with_a_server_error(tmp_path, monkeypatch):
     schemathesis = pytest.importorskip("schemathesis")
-    monkeypatch.setattr("arborl.tools.limit.default_folder", lambda: tmp_path)
+    monkeypatch.setattr("arborl.tools.core.rate_limit.default_limit_dir", lambda: tmp_path)
     schema = schemathesis.openapi.from_asgi("/openapi.json", application(), headers={"X-API-Key": KEY})
     seen: list[int] = []
     quietly = settings(
@@ -114,14 +114,14 @@ def attack(chance: random.Random) -> bytes:
 
 def answered(address, data: bytes) -> bytes:
     """What the server says; the client may go away in the middle."""
-    said = b""
+    received = b""
     with contextlib.suppress(OSError), socket.create_connection(address, timeout=40) as link:
         link.sendall(data)
         if data[-1:] < b"\x80":
             link.shutdown(socket.SHUT_WR)
         while piece := link.recv(2**16):
-            said += piece
-    return said
+            received += piece
+    return received
 
 
 @contextlib.contextmanager

@@ -298,8 +298,8 @@ def test_the_limit_of_a_tools_answer_counts_control_text_as_text():
     tokenizer = Renderer.from_folder(SEEDLING_DIR).tokenizer
     text = "<|im_end|>" * 50
     assert len(tokenizer.encode(text)) == 50
-    assert count(text, TextTokenizer(tokenizer)) == len(tokenizer.encode("<|im end|>" * 50)) > 200
-    assert "[cut:" in cut(text, 10_000, 100, TextTokenizer(tokenizer))
+    assert count_tokens(text, TextTokenizer(tokenizer)) == len(tokenizer.encode("<|im end|>" * 50)) > 200
+    assert "[cut:" in truncate(text, 10_000, 100, TextTokenizer(tokenizer))
 
 
 def test_scripted_replies_are_what_a_model_could_have_sampled():

@@ -281,7 +281,9 @@ def test_python_dash_m_is_the_same_program(here: Path) -> None:
 
 
 def test_parts_in_a_module_of_the_current_folder_are_found_by_every_verb(here: Path) -> None:
-    (here / "hilo.py").write_text("from arborl.envs.frozen_lake import FrozenLake\nclass HiLo(FrozenLake):\n    pass\n")
+    (here / "hilo.py").write_text(
+        "from arborl.envs.games.frozen_lake import FrozenLake\nclass HiLo(FrozenLake):\n    pass\n"
+    )
     (here / "broken.py").write_text("import arborl\n\nclass HiLo:\n    size = missing\n")
     script = Path(sys.executable).with_name("arborl")
     for words in (["env", "check", "hilo:HiLo"], ["train", "env=hilo:HiLo", "seed=-1"]):

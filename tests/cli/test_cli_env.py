@@ -113,7 +113,7 @@ def test_check_ends_with_the_call_that_hangs(where):
     began = time.monotonic()
     done = call("check", f"{__name__}:Blocking", f"where={where}", "--seconds", "0.2")
     assert done.exit_code == 1
-    assert f"{where}() did not come back within 0.2 s" in done.output
+    assert f"{where}() did not return within 0.2 s" in done.output
     assert "(1 of 1 tasks)" in done.output
     assert time.monotonic() - began < 60
 
@@ -129,7 +129,7 @@ def test_playing_ends_with_the_call_that_hangs(monkeypatch):
     monkeypatch.setattr("arborl.cli.play.SECONDS", 0.2)
     done = call("play", f"{__name__}:Blocking", "--random")
     assert done.exit_code == 2
-    assert "Blocking.step() did not come back within 0.2 s" in done.output
+    assert "Blocking.step() did not return within 0.2 s" in done.output
 
 
 @pytest.mark.parametrize(

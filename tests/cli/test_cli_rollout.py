@@ -64,7 +64,7 @@ def test_mistakes_are_one_line_and_exit_code_2(words, complaint):
 
 def test_an_episode_that_fails_is_shown_and_has_exit_code_1(tmp_path, monkeypatch):
     (tmp_path / "breaking_lake.py").write_text(
-        "from arborl.envs.frozen_lake import FrozenLake\n"
+        "from arborl.envs.games.frozen_lake import FrozenLake\n"
         "class Breaking(FrozenLake):\n"
         "    async def step(self, action):\n"
         "        raise RuntimeError('the ice broke')\n"

@@ -19,7 +19,7 @@ import arborl
 from arborl.checkpoint.manifest import write_manifest
 from arborl.cli.main import app
 from arborl.envs.env import Env, Observation, Step
-from arborl.envs.frozen_lake import FrozenLake
+from arborl.envs.games.frozen_lake import FrozenLake
 from arborl.rollout.store import EpisodeStore
 from arborl.track.jsonl import read_metrics
 from arborl.types import Message

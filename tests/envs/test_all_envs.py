@@ -108,7 +108,7 @@ def test_silence_earns_less_than_random_play(name):
         return sum(step.reward for steps in plays for _, step in steps) / 12
 
     for silence in ("", "I will not."):
-        if "conversation" not in name or not silence:  # whatever is said to a user is a reply
+        if "conversation" not in name or not silence:  # whatever is received to a user is a reply
             assert mean(lambda seed, silence=silence: lambda env: silence) < mean(randomly)
 
 
@@ -168,7 +168,7 @@ def test_nonsense_is_answered_costs_at_least_as_much_as_a_move_and_changes_nothi
         assert step.info["valid"] == 0.0
         assert step.reward < 0
         assert not step.terminated
-        if not name.startswith(("conversation", "countdown")):  # what was said is part of those states
+        if not name.startswith(("conversation", "countdown")):  # what was received is part of those states
             assert step.observation.state_key == opening.state_key
         assert env.metrics()["valid"] == 0.0
         assert env.metrics()["success"] == 0.0
@@ -181,7 +181,7 @@ def test_no_held_out_task_is_trained_on(name):
     def problem(seed, split):
         env = MAKERS[name]()
         opening = asyncio.run(env.reset(task(seed, split), 0))
-        return repr(env.house if name.startswith("rooms") else opening.messages)
+        return repr(env.map if name.startswith("rooms") else opening.messages)
 
     train = {problem(seed, "train") for seed in range(150)}
     held_out = {problem(seed, "held_out") for seed in range(40)}

@@ -239,7 +239,7 @@ def test_looking_that_changes_the_state_is_found(method):
         self.place += 1
         return getattr(Walk, method)(self, *given)
 
-    assert "looking must not change the state" in problems_of(type("Shy", (Walk,), {method: look}))[-1]
+    assert "these must not change the state" in problems_of(type("Shy", (Walk,), {method: look}))[-1]
 
 
 @pytest.mark.parametrize(
@@ -248,12 +248,12 @@ def test_looking_that_changes_the_state_is_found(method):
         ("render", 7, "render() returned 7 (int): return a str"),
         ("picture", "png", "picture() returned 'png' (str): return a PIL image of mode RGB"),
         ("state_key", 7, "state_key() returned 7 (int): return a str"),
-        ("state_key", "here", "state_key() returned 'here' (str) where the observation says '3' (str)"),
+        ("state_key", "here", "state_key() returned 'here' (str), the observation has '3' (str)"),
         ("oracle", 7, "oracle() returned 7 (int): return the text of a message"),
         ("random", 7, "random() returned 7 (int): return the text of a message"),
         ("metrics", {"success": 0.5}, "metrics() returned success=0.5 (float): return 1 for a solved task, else 0."),
-        ("metrics", {"valid": -0.5}, "metrics() returned valid=-0.5 (float): return a share from 0 to 1."),
-        ("metrics", {"effective": 2}, "metrics() returned effective=2 (int): return a share from 0 to 1."),
+        ("metrics", {"valid": -0.5}, "metrics() returned valid=-0.5 (float): return a fraction from 0 to 1."),
+        ("metrics", {"effective": 2}, "metrics() returned effective=2 (int): return a fraction from 0 to 1."),
     ],
 )
 def test_a_wrong_answer_of_a_further_method_is_named(method, returned, says):
@@ -289,7 +289,7 @@ def test_a_snapshot_that_only_its_own_environment_understands_is_found():
         def restore(self, snapshot):
             super().restore(getattr(self, "kept", {"place": 0, "chance": generator(0)}))
 
-    assert any("after restore() in a fresh environment" in problem for problem in problems_of(Keeps))
+    assert any("after restore() in a new environment" in problem for problem in problems_of(Keeps))
 
 
 def test_an_environment_may_say_that_it_has_no_snapshots():

@@ -5,10 +5,8 @@ import json
 import pytest
 
 from arborl.envs.checker import check_env
-from arborl.envs.conversation import CONVERSATION_CONFIGS, Conversation, Line, Persona, Scenario
-from arborl.envs.conversation.game import EMPTY
-from arborl.envs.conversation.scenario import pairs, read_scenario
-from arborl.envs.conversation.user import END
+from arborl.envs.games.conversation import CONVERSATION_CONFIGS, EMPTY, END, Conversation, Persona, Scenario, UserLine
+from arborl.envs.games.conversation_presets import read_scenario, split_pairs
 from arborl.rewards.reward import Rewards
 from arborl.rewards.rules import environment
 from arborl.types import Episode, Group, Message, Task, Turn
@@ -71,12 +69,12 @@ def test_a_reply_is_rewarded_for_what_it_was_expected_to_mention_and_success_wan
 
 
 def test_expectations_are_met_by_whole_words_and_any_of_the_alternatives():
-    line = Line("?", ("on|power", "money back"))
-    assert line.met_by("Is it ON? You get your money back.")
-    assert not line.met_by("Button. money back")
-    assert not line.met_by("power")
-    assert Line("?").met_by("anything")
-    assert line.met_by(line.good_reply)
+    line = UserLine("?", ("on|power", "money back"))
+    assert line.is_met_by("Is it ON? You get your money back.")
+    assert not line.is_met_by("Button. money back")
+    assert not line.is_met_by("power")
+    assert UserLine("?").is_met_by("anything")
+    assert line.is_met_by(line.good_reply)
 
 
 @pytest.mark.parametrize("preset", CONVERSATION_CONFIGS)
@@ -86,7 +84,7 @@ def test_every_scenario_of_the_presets_can_be_satisfied(preset):
     for scenario in env.scenarios:
         for line in scenario.lines:
             assert line.expect
-            assert line.met_by(line.reply), (scenario.id, line)
+            assert line.is_met_by(line.reply), (scenario.id, line)
 
 
 def test_an_empty_reply_is_no_reply_and_the_script_waits():
@@ -103,32 +101,32 @@ def test_too_many_turns_are_cut():
 
 
 def test_a_persona_shows_in_the_opening_and_may_be_fixed_by_the_scenario():
-    curt = Persona("curt", manner="Quick!")
+    curt = Persona("curt", remark="Quick!")
     _, heard = talk(Conversation(personas=[curt]), "a")
     assert heard[0] == "It is late. Quick!"
     fixed = read_scenario({**OTHER, "persona": "curt"})
-    assert {persona.name for _, persona in pairs([fixed], [curt, Persona("mild")], "train")} <= {"curt"}
+    assert {persona.name for _, persona in split_pairs([fixed], [curt, Persona("mild")], "train")} <= {"curt"}
     with pytest.raises(ValueError, match="no persona 'loud'; known: curt"):
         Conversation(scenarios=[{**OTHER, "persona": "loud"}], personas=[curt])
 
 
 def test_a_simulated_user_hears_the_conversation_from_their_side_and_ends_it():
-    asked = []
+    requested = []
 
     async def user(messages, seed):
-        asked.append((messages, seed))
-        return Message("assistant", "And then?") if len(asked) < 3 else f"{END} thanks"
+        requested.append((messages, seed))
+        return Message("assistant", "And then?") if len(requested) < 3 else f"{END} thanks"
 
     env = Conversation(scenarios=[{**SCENARIO, "goal": "to know when"}, OTHER], user=user, personas=QUIET)
     steps, heard = talk(env, "one", "two", "three")
     assert heard[1:] == ["And then?", "And then?"]
     assert steps[-1].terminated
-    assert env.metrics() == {"judged": 0.0, "finished": 1.0, "valid": 1.0}  # nobody said what is a success
-    roles = [[message.role for message in messages] for messages, _ in asked]
+    assert env.metrics() == {"judged": 0.0, "finished": 1.0, "valid": 1.0}  # no one received what is a success
+    roles = [[message.role for message in messages] for messages, _ in requested]
     assert roles[1] == ["system", "assistant", "user", "assistant", "user"]
-    assert asked[1][0][2].content == "one"
-    assert END in asked[0][0][0].content
-    assert len({seed for _, seed in asked}) == 3
+    assert requested[1][0][2].content == "one"
+    assert END in requested[0][0][0].content
+    assert len({seed for _, seed in requested}) == 3
     assert env.oracle() is None
 
 
@@ -159,7 +157,7 @@ def shrug(messages):
 
 
 def test_a_simulated_user_who_says_no_text_is_named():
-    with pytest.raises(TypeError, match=r"said 7 \(int\): return a Message or a str"):
+    with pytest.raises(TypeError, match=r"received 7 \(int\): return a Message or a str"):
         talk(Conversation(user=lambda messages: 7, personas=QUIET), "a")
 
 
@@ -182,9 +180,9 @@ def test_scenarios_come_from_a_file_and_mistakes_in_them_are_named(tmp_path):
 
 
 def test_one_pair_in_ten_is_held_out_and_never_trained_on():
-    scenarios = [Scenario(f"s{i}", "t", (Line("hi"),)) for i in range(10)]
+    scenarios = [Scenario(f"s{i}", "t", (UserLine("hi"),)) for i in range(10)]
     people = [Persona(name) for name in "abc"]
-    train, held_out = pairs(scenarios, people, "train"), pairs(scenarios, people, "held_out")
+    train, held_out = split_pairs(scenarios, people, "train"), split_pairs(scenarios, people, "held_out")
     assert len(held_out) == 3
     assert len(train) == 27
     assert not [pair for pair in held_out if pair in train]

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arborl.envs.answers import read_answer
-from arborl.envs.countdown import INVALID, Countdown, draw_problem, value_of
+from arborl.envs.env import parse_answer
+from arborl.envs.games.countdown import INVALID, Countdown, draw_problem, value_of
 from arborl.types import Message, Task
 
 seeds = st.integers(0, 2**63 - 1)
@@ -80,7 +80,7 @@ def test_tries_are_answered_with_what_they_make_until_one_is_right_or_they_are_u
     wrong = "{} + {} + {}"
     env, _ = asyncio.run(play())
     text = f"<answer>{wrong.format(*env.problem.numbers)}</answer>"
-    assert value_of(read_answer(text), env.problem.numbers) != env.problem.target
+    assert value_of(parse_answer(text), env.problem.numbers) != env.problem.target
     env, steps = asyncio.run(play(text, "hm", None))
     assert (
         steps[0].observation.messages[0].content == f"That makes {sum(env.problem.numbers)}. Make {env.problem.target}."

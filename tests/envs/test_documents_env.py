@@ -6,8 +6,8 @@ import pytest
 
 from arborl.envs import ENVS
 from arborl.envs.checker import check_env
-from arborl.envs.documents import Documents, document_of, is_right
 from arborl.envs.env import Env
+from arborl.envs.games.documents_env import Documents, episode_document, is_right
 from arborl.types import Message, Task
 
 
@@ -39,14 +39,14 @@ def test_the_oracle_is_right_and_others_are_not():
             step = asyncio.run(env.step(Message("assistant", env.oracle())))
             assert (step.reward, step.terminated, env.metrics()["success"]) == (1.0, True, 1.0)
             env, _ = opened(Task("t", seed=seed), kind=kind)
-            assert asyncio.run(env.step(Message("assistant", "nobody knows"))).reward == 0.0
+            assert asyncio.run(env.step(Message("assistant", "no one knows"))).reward == 0.0
 
 
 def test_a_row_brings_its_own_document_question_and_answer():
     task = Task("t", (Message("user", "Who?"),), {"document_content": "Mira did.", "answer": "Mira"})
     env, observation = opened(task)
     assert observation.messages[-1].content == "Who?"
-    assert document_of(task, env) == "Mira did."
+    assert episode_document(task, env) == "Mira did."
     assert asyncio.run(env.step(Message("assistant", "mira."))).reward == 1.0
 
 
@@ -56,17 +56,17 @@ def test_the_document_is_found_behind_wrappers():
             self.env = env
 
     env, _ = opened(Task("t", seed=1))
-    assert document_of(Task("t"), Wrapper(Wrapper(env))) is env.document
-    assert document_of(Task("t"), Wrapper(object())) is None
+    assert episode_document(Task("t"), Wrapper(Wrapper(env))) is env.document
+    assert episode_document(Task("t"), Wrapper(object())) is None
 
 
 def test_no_held_out_question_is_trained_on():
-    def asked(seed, split):
+    def requested(seed, split):
         env, _ = opened(Task("t", seed=seed, fields={"split": split}), hops=1)
         return env.problem.question, env.problem.answer
 
-    train = {asked(seed, "train") for seed in range(200)}
-    held_out = {asked(seed, "held_out") for seed in range(60)}
+    train = {requested(seed, "train") for seed in range(200)}
+    held_out = {requested(seed, "held_out") for seed in range(60)}
     assert train.isdisjoint(held_out)
 
 

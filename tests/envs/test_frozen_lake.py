@@ -4,15 +4,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arborl.envs.frozen_lake import (
+from arborl.envs.games.frozen_lake import (
     INVALID,
     MOVES,
     FrozenLake,
     best_moves,
-    chances,
     distances,
     draw_map,
-    read_move,
+    goal_probabilities,
+    parse_move,
     safest_move,
 )
 from arborl.types import Message, Task
@@ -27,7 +27,7 @@ def task(seed, split="train"):
 
 
 async def play(env, chosen_task, seed, choose):
-    """Everything said in one episode, and the steps."""
+    """Everything received in one episode, and the steps."""
     opening = await env.reset(chosen_task, seed)
     steps = []
     while not steps or not steps[-1].over:
@@ -91,7 +91,7 @@ def test_random_legal_moves_are_always_valid(seed, size, slippery, random):
     assert steps[-1].terminated == ("X" in last or "√" in last)
 
 
-@given(seeds, st.text(max_size=40).filter(lambda text: read_move(text) is None))
+@given(seeds, st.text(max_size=40).filter(lambda text: parse_move(text) is None))
 def test_text_that_is_no_move_leaves_the_player_and_costs_the_penalty(seed, text):
     async def one():
         env = FrozenLake(format_penalty=-0.25)
@@ -141,10 +141,10 @@ def test_best_moves_are_those_that_come_one_nearer(seed, size):
 
 
 def test_moves_are_read_whatever_their_case_and_padding():
-    assert read_move("I go <answer> right\n</answer>") == "Right"
-    assert read_move("<answer>Right</answer><answer>Left</answer>") == "Right"
-    assert read_move("<answer>Sideways</answer>") is None
-    assert read_move("Right") is None
+    assert parse_move("I go <answer> right\n</answer>") == "Right"
+    assert parse_move("<answer>Right</answer><answer>Left</answer>") == "Right"
+    assert parse_move("<answer>Sideways</answer>") is None
+    assert parse_move("Right") is None
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def chance_by_walking(grid, player, steps):
 @settings(max_examples=20)
 def test_the_best_play_on_slippery_ice_is_known(seed, steps):
     grid, player = draw_map(seed, "train", 3, 0.8, 10)
-    assert chances(grid, steps)[-1][player] == pytest.approx(chance_by_walking(grid, player, steps))
+    assert goal_probabilities(grid, steps)[-1][player] == pytest.approx(chance_by_walking(grid, player, steps))
 
 
 def test_on_slippery_ice_the_oracle_prefers_the_safe_move_and_beats_the_shortest_path():

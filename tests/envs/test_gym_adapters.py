@@ -10,9 +10,9 @@ from gymnasium import spaces
 from gymnasium.utils.env_checker import check_env as gymnasium_check
 
 from arborl.envs import ENVS, from_gymnasium, to_gymnasium
+from arborl.envs.adapters.gymnasium_adapter import GymnasiumEnv, is_textual_space, observation_text
 from arborl.envs.checker import check_env
-from arborl.envs.frozen_lake import FrozenLake
-from arborl.envs.gym import FromGymnasium, in_words, readable
+from arborl.envs.games.frozen_lake import FrozenLake
 from arborl.types import Message, Task
 
 LAKE = {"names": ("Left", "Down", "Right", "Up")}
@@ -101,7 +101,7 @@ def test_it_runs_inside_an_event_loop_too():
         lambda: from_gymnasium("FrozenLake-v1", kwargs={"is_slippery": False, "map_name": "8x8"}, **LAKE),
         lambda: from_gymnasium("CliffWalking-v1", max_steps=9),
         lambda: from_gymnasium("Blackjack-v1"),
-        lambda: FromGymnasium(Echo()),
+        lambda: GymnasiumEnv(Echo()),
     ],
 )
 def test_theirs_keep_our_contract(make):
@@ -111,7 +111,7 @@ def test_theirs_keep_our_contract(make):
 def test_there_and_back_again_passes_both_checks():
     back = to_gymnasium(from_gymnasium("FrozenLake-v1", **LAKE))
     gymnasium_check(back)
-    assert check_env(lambda: FromGymnasium(to_gymnasium(FrozenLake()), describe=str), Task("t", seed=3)) == []
+    assert check_env(lambda: GymnasiumEnv(to_gymnasium(FrozenLake()), describe=str), Task("t", seed=3)) == []
 
 
 def test_a_known_walk_over_gymnasiums_lake_is_the_same_walk():
@@ -127,7 +127,7 @@ def test_a_known_walk_over_gymnasiums_lake_is_the_same_walk():
 
 def test_the_start_is_the_tasks_and_chance_the_episodes():
     def play(task_seed, seed):
-        opening, steps = say(FromGymnasium(Echo()), "a", "b", "c", task=Task("t", seed=task_seed), seed=seed)
+        opening, steps = say(GymnasiumEnv(Echo()), "a", "b", "c", task=Task("t", seed=task_seed), seed=seed)
         return opening, [step.reward for step in steps]
 
     assert play(1, 0)[0] == play(1, 9)[0]
@@ -137,7 +137,7 @@ def test_the_start_is_the_tasks_and_chance_the_episodes():
 
 
 def test_what_is_no_action_is_replaced_by_a_random_one_and_costs_the_penalty_on_top():
-    env = FromGymnasium(Echo(), format_penalty=-0.5)
+    env = GymnasiumEnv(Echo(), format_penalty=-0.5)
     _, (step,) = say(env, "xyz")
     instead = re.match(r"Not an action. ([abc]*) was taken instead.", step.observation.messages[0].content)[1]
     assert step.info["valid"] == 0.0
@@ -212,6 +212,6 @@ def test_spaces_without_words_are_refused_with_what_to_give():
 
 def test_observations_are_said_in_words():
     space = spaces.Dict({"row": spaces.Discrete(4), "seen": spaces.Tuple((spaces.Text(3), spaces.MultiBinary(2)))})
-    assert readable(space)
-    assert not readable(spaces.Dict({"x": spaces.Box(0, 1)}))
-    assert in_words({"row": np.int64(3), "seen": ("ab", np.array([0, 1]))}) == "row: 3, seen: ab 0 1"
+    assert is_textual_space(space)
+    assert not is_textual_space(spaces.Dict({"x": spaces.Box(0, 1)}))
+    assert observation_text({"row": np.int64(3), "seen": ("ab", np.array([0, 1]))}) == "row: 3, seen: ab 0 1"

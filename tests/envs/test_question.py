@@ -5,7 +5,7 @@ import pytest
 
 from arborl.envs import ENVS, EXTRAS
 from arborl.envs.checker import assert_env
-from arborl.envs.question import Question
+from arborl.envs.games.question import Question
 from arborl.errors import ConfigError
 from arborl.types import Message, Task
 

@@ -4,9 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arborl.envs.rooms import Rooms
-from arborl.envs.rooms.house import BACK, TREASURE
-from arborl.envs.rooms.walk import Place, draw_house, possible, shortest
+from arborl.envs.games.rooms import BACK, TREASURE, Rooms, RoomsState, draw_rooms_map, legal_commands, shortest_solution
 from arborl.types import Message, Task
 
 seeds = st.integers(0, 2**63 - 1)
@@ -16,7 +14,7 @@ def everything_in_reach(house):
     """Rooms one gets to by walking about and picking up every key, over and over: no search, just growth."""
     rooms, keys = {0}, set()
     while True:
-        keys_now = keys | {thing for room in rooms for thing in house.things[room] if thing.endswith("key")}
+        keys_now = keys | {thing for room in rooms for thing in house.items[room] if thing.endswith("key")}
         rooms_now = rooms | {
             there for room in rooms for _, there, door in house.links[room] if door is None or f"{door} key" in keys_now
         }
@@ -29,21 +27,21 @@ def everything_in_reach(house):
 @settings(max_examples=40)
 def test_every_house_can_be_solved_and_every_room_be_reached(seed, rooms, doors, split):
     doors = min(doors, rooms - 1)
-    house = draw_house(seed, split, rooms, doors, 120)
+    house = draw_rooms_map(seed, split, rooms, doors, 120)
     assert everything_in_reach(house) == set(range(rooms))
-    assert sum(there.count(TREASURE) for there in house.things) == 1
+    assert sum(there.count(TREASURE) for there in house.items) == 1
     assert len({door for links in house.links for _, _, door in links if door}) == doors
-    way = shortest(house, Place())
-    place = Place()
+    way = shortest_solution(house, RoomsState())
+    place = RoomsState()
     for command in way:
-        place = possible(house, place)[command]
+        place = legal_commands(house, place)[command]
     assert place.done
 
 
 @given(seeds)
 @settings(max_examples=25)
 def test_ways_lead_back_and_rooms_lie_where_they_lead(seed):
-    house = draw_house(seed, "train", 10, 3, 120)
+    house = draw_rooms_map(seed, "train", 10, 3, 120)
     for room, links in enumerate(house.links):
         for way, there, door in links:
             assert (BACK[way], room, door) in house.links[there]
@@ -64,13 +62,13 @@ def test_a_locked_door_wants_its_key_and_only_a_door_that_is_there_can_be_unlock
         env = Rooms(rooms=8, doors=3, max_steps=100)
         await env.reset(Task("t", seed=11), 0)
         refused = 0
-        while not env.place.done:
-            links = env.house.links[env.place.room]
+        while not env.state.done:
+            links = env.map.links[env.state.room]
             for way, _, door in links:
-                if door and door not in env.place.unlocked:
-                    before = env.place
+                if door and door not in env.state.unlocked:
+                    before = env.state
                     assert (await env.step(Message("assistant", f"<answer>go {way}</answer>"))).info["valid"] == 0.0
-                    assert env.place == before
+                    assert env.state == before
                     refused += 1
             await env.step(Message("assistant", env.oracle()))
         return refused
@@ -80,7 +78,7 @@ def test_a_locked_door_wants_its_key_and_only_a_door_that_is_there_can_be_unlock
 
 def test_only_the_treasure_pays_unless_keys_and_steps_are_said_to():
     env, _ = play([])
-    way = shortest(env.house, Place())
+    way = shortest_solution(env.map, RoomsState())
     env, steps = play(way)
     assert [step.reward for step in steps] == [0.0] * (len(way) - 1) + [1.0]
     assert steps[-1].terminated
@@ -93,7 +91,7 @@ def test_only_the_treasure_pays_unless_keys_and_steps_are_said_to():
 
 def test_commands_are_read_with_and_without_the_tag_whatever_their_case_and_spacing():
     env, _ = play([])
-    command = shortest(env.house, Place())[0]
+    command = shortest_solution(env.map, RoomsState())[0]
     for text in (
         command,
         f"<answer>{command}</answer>",
@@ -123,4 +121,4 @@ def test_arguments_that_make_no_house_are_refused(wrong):
 
 def test_a_house_that_is_too_far_for_its_limit_is_an_error_and_not_a_hang():
     with pytest.raises(ValueError, match="no house of split 'train'"):
-        draw_house(0, "train", 12, 6, 3)
+        draw_rooms_map(0, "train", 12, 6, 3)

@@ -6,13 +6,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arborl.envs.shop import Shop
-from arborl.envs.shop.catalogue import Catalogue, Goal, Product
-from arborl.envs.shop.game import INVALID
-from arborl.envs.shop.pages import Page, Site
-from arborl.envs.shop.reward import alike, plain_color, reward, type_score
-from arborl.envs.shop.stock import Stock, draw_goal, generated
-from arborl.envs.shop.webshop import from_files, nouns
+from arborl.envs.games.shop import (
+    INVALID,
+    Shop,
+    ShopPage,
+    ShopSite,
+    plain_color,
+    purchase_reward,
+    token_set_ratio,
+    type_score,
+)
+from arborl.envs.games.shop_catalogue import (
+    Catalogue,
+    GeneratedProducts,
+    Product,
+    ShopGoal,
+    draw_goal,
+    generated_catalogue,
+    load_webshop,
+    nouns,
+)
 from arborl.types import Message, Task
 
 seeds = st.integers(0, 2**63 - 1)
@@ -29,25 +42,27 @@ SHIRT = Product(
     description="A shirt by Norva.",
     features=("It can be machine washed.",),
 )
-GOAL = Goal("Find me", SHIRT, ("soft", "cotton"), (("color", "red"), ("size", "large")), 30.0, "soft cotton shirt")
+GOAL = ShopGoal("Find me", SHIRT, ("soft", "cotton"), (("color", "red"), ("size", "large")), 30.0, "soft cotton shirt")
 RIGHT = {"color": "red", "size": "large"}
 
 
 def test_a_purchase_is_worth_its_share_of_attributes_options_and_price():
-    assert reward(GOAL, SHIRT, RIGHT) == 1.0
-    assert reward(GOAL, SHIRT, {"color": "red"}) == pytest.approx(4 / 5)
-    assert reward(GOAL, SHIRT, {"color": "blue", "size": "small"}) == pytest.approx(3 / 5)
-    assert reward(GOAL, replace(SHIRT, price=30.01), RIGHT) == pytest.approx(4 / 5)
-    assert reward(GOAL, replace(SHIRT, attributes=("warm",), title="warm running shirt"), RIGHT) == pytest.approx(3 / 5)
-    assert reward(replace(GOAL, price_upper=0.0), replace(SHIRT, price=999.0), RIGHT) == 1.0
-    assert reward(GOAL, SHIRT, {}) == pytest.approx(3 / 5)
+    assert purchase_reward(GOAL, SHIRT, RIGHT) == 1.0
+    assert purchase_reward(GOAL, SHIRT, {"color": "red"}) == pytest.approx(4 / 5)
+    assert purchase_reward(GOAL, SHIRT, {"color": "blue", "size": "small"}) == pytest.approx(3 / 5)
+    assert purchase_reward(GOAL, replace(SHIRT, price=30.01), RIGHT) == pytest.approx(4 / 5)
+    assert purchase_reward(
+        GOAL, replace(SHIRT, attributes=("warm",), title="warm running shirt"), RIGHT
+    ) == pytest.approx(3 / 5)
+    assert purchase_reward(replace(GOAL, price_upper=0.0), replace(SHIRT, price=999.0), RIGHT) == 1.0
+    assert purchase_reward(GOAL, SHIRT, {}) == pytest.approx(3 / 5)
 
 
 def test_an_attribute_counts_wherever_the_product_mentions_it():
     washed = replace(GOAL, attributes=("machine washed",))
-    assert reward(washed, SHIRT, RIGHT) == 1.0
-    assert reward(washed, replace(SHIRT, features=()), RIGHT) == pytest.approx(3 / 4)
-    assert reward(washed, replace(SHIRT, features=(), description="Machine washed at 30."), RIGHT) == 1.0
+    assert purchase_reward(washed, SHIRT, RIGHT) == 1.0
+    assert purchase_reward(washed, replace(SHIRT, features=()), RIGHT) == pytest.approx(3 / 4)
+    assert purchase_reward(washed, replace(SHIRT, features=(), description="Machine washed at 30."), RIGHT) == 1.0
 
 
 def test_the_kind_of_product_scales_the_whole_as_in_webshop():
@@ -81,37 +96,37 @@ def test_the_kind_of_product_scales_the_whole_as_in_webshop():
     ],
 )
 def test_texts_are_as_alike_as_thefuzz_says(one, other, score):
-    assert alike(one, other) == alike(other, one) == score
+    assert token_set_ratio(one, other) == token_set_ratio(other, one) == score
 
 
 def test_a_color_is_known_by_any_of_its_names():
     assert plain_color("Light Navy stripes") == "navy"
     assert plain_color("large") == "large"
     navy = replace(GOAL, options=(("color", "navy"),))
-    assert reward(navy, SHIRT, {"color": "navy 02"}) == 1.0
+    assert purchase_reward(navy, SHIRT, {"color": "navy 02"}) == 1.0
 
 
 @given(seeds, st.integers(0, 3))
 @settings(max_examples=40)
 def test_the_goals_own_product_always_gives_the_full_reward_and_no_purchase_gives_more(seed, number):
-    catalogue = generated(2000, number)
+    catalogue = generated_catalogue(2000, number)
     goal = draw_goal(catalogue, seed, "train")
-    assert reward(goal, goal.product, dict(goal.options)) == 1.0
+    assert purchase_reward(goal, goal.product, dict(goal.options)) == 1.0
     other = catalogue.products[seed % 2000]
     chosen = {kind: values[seed % len(values)] for kind, values in other.options}
-    assert 0.0 <= reward(goal, other, chosen) <= 1.0
+    assert 0.0 <= purchase_reward(goal, other, chosen) <= 1.0
     assert goal.product.price < goal.price_upper
 
 
 def test_a_catalogue_is_decided_by_its_size_and_seed():
-    first, again, other = Stock(500, 1), Stock(500, 1), Stock(500, 2)
+    first, again, other = GeneratedProducts(500, 1), GeneratedProducts(500, 1), GeneratedProducts(500, 2)
     assert list(first) == list(again)
     assert list(first) != list(other)
     assert len({product.id for product in first}) == 500
 
 
 def test_products_of_one_kind_compete():
-    titles = [product.query for product in Stock(1000, 0)]
+    titles = [product.query for product in GeneratedProducts(1000, 0)]
     assert min(titles.count(query) for query in set(titles)) > 10
 
 
@@ -139,28 +154,28 @@ def say(env, *texts):
 def test_pages_lead_where_webshops_do():
     env = Shop()
     asyncio.run(env.reset(Task("t", seed=2), 0))
-    words = env.asked.words
+    words = env.requested.words
     say(env, f"search[{words}]", "click[next >]", "click[< prev]")
-    assert env.page == Page("results", words=words)
+    assert env.page == ShopPage("results", words=words)
     item = env.site.results(env.page)[0]
     (kind, (value, *_)), *_ = item.options
     path = [f"search[{words}]", f"click[{item.id.lower()}]", f"click[{value}]", "click[Features]", "click[< Prev]"]
     steps = say(env, *path)
-    assert env.page == Page("item", words=words, item=item.id, chosen=((kind, value),))
+    assert env.page == ShopPage("item", words=words, item=item.id, chosen=((kind, value),))
     assert f"It is {item.attributes[0]}." in steps[3].observation.messages[0].content
     assert f"Chosen: {value}" in steps[4].observation.messages[0].content
     say(env, *path, "click[< Prev]")
-    assert env.page == Page("results", words=words)
+    assert env.page == ShopPage("results", words=words)
     say(env, *path, "click[Back to Search]")
-    assert env.page == Page()
+    assert env.page == ShopPage()
     steps = say(env, *path, "click[Buy Now]")
     assert steps[-1].terminated
     assert [step.reward for step in steps[:-1]] == [0.0] * 5
 
 
 def test_an_option_chosen_again_replaces_the_last_choice():
-    site = Site(Catalogue([SHIRT], ["shirt"], ["B1"]), 5)
-    page = site.click(site.click(Page("item", item="B1"), "red"), "Blue")
+    site = ShopSite(Catalogue([SHIRT], ["shirt"], ["B1"]), 5)
+    page = site.click(site.click(ShopPage("item", item="B1"), "red"), "Blue")
     assert page.options == {"color": "blue"}
     assert site.click(page, "small").options == {"color": "blue", "size": "small"}
 
@@ -174,7 +189,7 @@ def test_what_the_page_does_not_offer_is_refused_and_the_page_stays(text):
     (step,) = say(env, text)
     assert step.reward == -0.2
     assert step.observation.messages[0].content.startswith(INVALID)
-    assert env.page == Page()
+    assert env.page == ShopPage()
 
 
 def test_searching_is_for_the_search_page_alone_and_actions_may_stand_in_words_or_tags():
@@ -190,7 +205,7 @@ def test_searching_is_for_the_search_page_alone_and_actions_may_stand_in_words_o
 def test_a_purchase_that_is_not_what_was_asked_for_is_no_success():
     env = Shop()
     asyncio.run(env.reset(Task("t", seed=2), 0))
-    wrong = next(product for product in env.catalogue.products if type_score(env.asked.product, product) == 0.0)
+    wrong = next(product for product in env.catalogue.products if type_score(env.requested.product, product) == 0.0)
     steps = say(env, f"search[{wrong.title}]", f"click[{wrong.id}]", "click[Buy Now]")
     assert steps[-1].terminated
     assert env.metrics()["bought"] == 1.0
@@ -206,7 +221,7 @@ def test_the_step_limit_truncates():
 
 def write_webshop(folder, count=40):
     """Files in WebShop's shape, with products of our own."""
-    stock = Stock(count, 9)
+    stock = GeneratedProducts(count, 9)
     rows, notes, people = [], {}, {}
     for product in stock:
         asin = f"B{product.id[1:].zfill(9)}"
@@ -247,7 +262,7 @@ def write_webshop(folder, count=40):
 @pytest.mark.parametrize("human", [True, False])
 def test_webshops_own_files_are_played(human, tmp_path):
     write_webshop(tmp_path)
-    shelf = from_files(str(tmp_path), human)
+    shelf = load_webshop(str(tmp_path), human)
     assert len(shelf.catalogue) == 40
     assert sum(map(len, shelf.goals.values())) == 40
 
@@ -266,13 +281,13 @@ def test_webshops_own_files_are_played(human, tmp_path):
 
 def test_prices_of_files_may_be_ranges_or_missing_and_missing_files_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"no items_shuffle.json or items_shuffle_1000.json there"):
-        from_files(str(tmp_path))
+        load_webshop(str(tmp_path))
     write_webshop(tmp_path, 20)
     file = tmp_path / "items_shuffle_1000.json"
     rows = json.loads(file.read_text())
     rows[0]["pricing"], rows[1]["pricing"], rows[2]["pricing"] = "$10.00$20.00", None, "$1,299.00"
     file.write_text(json.dumps(rows[:20]))
-    prices = [product.price for product in from_files(str(tmp_path), False).catalogue.products]
+    prices = [product.price for product in load_webshop(str(tmp_path), False).catalogue.products]
     assert 10 <= prices[0] <= 20
     assert prices[1:3] == [100.0, 1299.0]
 

@@ -5,11 +5,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arborl.envs.sokoban import Sokoban
-from arborl.envs.sokoban.board import MOVES, BoardState, Level, move, read, write
-from arborl.envs.sokoban.game import INVALID
-from arborl.envs.sokoban.levels import draw_level, read_levels, split_levels
-from arborl.envs.sokoban.solver import GaveUp, solve
+from arborl.envs.games.sokoban import INVALID, Sokoban
+from arborl.envs.games.sokoban_levels import (
+    MOVES,
+    BoardState,
+    Level,
+    SolverLimitExceeded,
+    apply_move,
+    draw_level,
+    format_board,
+    parse_board,
+    read_levels,
+    solve,
+    split_levels,
+)
 from arborl.types import Message, Task
 
 seeds = st.integers(0, 2**63 - 1)
@@ -55,7 +64,7 @@ def plain_search(text):
 
 def played(level, state, moves):
     for name in moves:
-        state = move(level, state, name)
+        state = apply_move(level, state, name)
     return state
 
 
@@ -66,7 +75,7 @@ def test_every_level_is_solvable_and_the_solver_agrees_with_a_search_over_single
     solution = solve(level, state)
     assert 1 <= len(solution) <= 40
     assert played(level, state, solution).solved(level)
-    assert len(solution) == plain_search(write(level, state))
+    assert len(solution) == plain_search(format_board(level, state))
     assert len(level.targets) == len(state.boxes) == boxes
     assert not level.targets & state.boxes
 
@@ -83,7 +92,7 @@ def test_large_levels_with_two_boxes_are_solved_too(seed):
 def test_whether_a_state_can_still_be_solved_is_known_wherever_play_has_led(seed, moves):
     level, state = draw_level(seed, "train", 6, 1, 0.1, 5, 12)
     state = played(level, state, moves)
-    solution, length = solve(level, state), plain_search(write(level, state))
+    solution, length = solve(level, state), plain_search(format_board(level, state))
     assert (solution is None) == (length is None)
     assert solution is None or len(solution) == length
 
@@ -93,7 +102,7 @@ def test_whether_a_state_can_still_be_solved_is_known_wherever_play_has_led(seed
 def test_a_board_reads_back_as_it_was_written(seed, large):
     size, boxes = (10, 2) if large else (6, 1)
     level, state = draw_level(seed, "train", size, boxes, 0.1, 5, 60)
-    assert read(write(level, state)) == (level, state)
+    assert parse_board(format_board(level, state)) == (level, state)
 
 
 @given(seeds, st.lists(st.sampled_from(list(MOVES)), max_size=30))
@@ -112,7 +121,7 @@ def rewards_of(text, *moves, **arguments):
     async def play():
         env = Sokoban(**arguments)
         await env.reset(Task("t", seed=0), 0)
-        env.level, env.state = read(text)
+        env.level, env.state = parse_board(text)
         return env, [await env.step(Message("assistant", f"<answer>{name}</answer>")) for name in moves]
 
     env, steps = asyncio.run(play())
@@ -146,10 +155,10 @@ def test_a_stuck_box_does_not_end_the_episode_but_the_step_limit_does():
 
 
 def test_a_level_without_a_solution_has_none_and_a_search_cut_short_says_so():
-    level, state = read("######\n#XP_O#\n#____#\n######")
+    level, state = parse_board("######\n#XP_O#\n#____#\n######")
     assert solve(level, state) is None
     level, state = draw_level(3, "train", 10, 2, 0.15, 16, 50)
-    with pytest.raises(GaveUp, match="within 1 pushes"):
+    with pytest.raises(SolverLimitExceeded, match="within 1 pushes"):
         solve(level, state, 1)
 
 
@@ -226,7 +235,7 @@ def test_too_many_boxes_for_the_room_are_an_error_and_not_a_hang():
 
 
 def test_a_level_is_what_it_says():
-    level, state = read("#####\n#@$.#\n#####")
+    level, state = parse_board("#####\n#@$.#\n#####")
     assert level == Level(3, 5, level.walls, frozenset({8}))
     assert state == BoardState(6, frozenset({7}))
     assert len(level.walls) == 12

@@ -72,7 +72,7 @@ def sums(count: int) -> list[str]:
 def test_every_step_of_a_worked_sum_is_right():
     for expression in sums(2000):
         said = working(expression)
-        assert read_answer(said) == str(eval(expression))
+        assert parse_answer(said) == str(eval(expression))
         for left, right in re.findall(r"([\d+-]+)=(-?\d+)", said):
             assert eval(re.sub(r"\b0+(?=\d)", "", left)) == int(right), said
         for line in said.splitlines()[:-1]:
@@ -83,7 +83,7 @@ def test_every_step_of_a_worked_sum_is_right():
 
 def test_worked_sums_ask_what_the_environment_asks_and_never_a_held_out_problem():
     pytest.importorskip("reasoning_gym")
-    from arborl.envs.splits import split_of
+    from arborl.envs.env import split_of
 
     rows = transcript_rows(40, 1, "worked_sums", None, {"min_terms": 2, "max_terms": 3})
     for row in rows:
@@ -91,7 +91,7 @@ def test_worked_sums_ask_what_the_environment_asks_and_never_a_held_out_problem(
         assert "<answer>answer</answer>" in system["content"]
         assert split_of(user["content"]) == "train"
         expression = user["content"].partition(": ")[2].removesuffix(" =")
-        assert read_answer(assistant["content"]) == str(eval(expression))
+        assert parse_answer(assistant["content"]) == str(eval(expression))
     assert rows == transcript_rows(40, 1, "worked_sums", None, {"min_terms": 2, "max_terms": 3})
     assert {len(re.findall(r" [+-] ", row["messages"][1]["content"])) for row in rows} == {1, 2}
 
@@ -100,7 +100,7 @@ def test_players_of_a_lake_move_in_every_message():
     for row in transcript_rows(20, 0, "frozen_lake", 0.5, {"spaced": True}):
         said = [message["content"] for message in row["messages"] if message["role"] == "assistant"]
         assert said
-        assert all(read_move(text) for text in said)
+        assert all(parse_move(text) for text in said)
 
 
 def test_calls_of_a_calculator_are_answered_as_the_tool_answers_them():

@@ -15,7 +15,7 @@ from arborl.rewards.efficiency import Efficient
 from arborl.rewards.score_function import ScoreFunction
 from arborl.rewards.text.base import reward_function
 from arborl.rewards.text.general import HelpfulnessReward
-from arborl.tools import threads
+from arborl.tools.core import background_threads
 from arborl.track.jsonl import read_metrics
 from arborl.types import Episode, Group, Message, Task, Turn
 
@@ -112,7 +112,7 @@ def test_those_that_compute_run_few_at_a_time_so_that_none_uses_up_the_time_of_o
 
 
 def test_what_hangs_every_time_is_bounded_and_said(released, monkeypatch, caplog):
-    monkeypatch.setattr(threads, "MOST", 3)
+    monkeypatch.setattr(background_threads, "MAX_HANGING_CALLS", 3)
 
     def judge(episode):
         released.wait(LONG)
@@ -128,7 +128,7 @@ def test_what_hangs_every_time_is_bounded_and_said(released, monkeypatch, caplog
     assert len(said) == 2  # that no more are begun, and the first episode that failed of it
     assert rewards.metrics()["rewards/calls_stuck"] >= 4
     released.set()
-    while threads.left_behind.stuck()["reward 'judge'"]:
+    while background_threads.abandoned_calls.hanging()["reward 'judge'"]:
         time.sleep(0.01)
     again = group(1)
     asyncio.run(rewards.score([again]))

@@ -3,7 +3,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arborl.envs.answers import read_answer
+from arborl.envs.env import parse_answer
 from arborl.rewards.code import final_code
 from arborl.rewards.numbers import final_part
 from arborl.rewards.tags import last_tagged
@@ -25,5 +25,5 @@ def test_tags_that_are_never_closed_are_read_in_one_pass():
     text = "<answer><code>" * 70_000 + "\n42"
     assert final_part(text) == "42"
     assert final_code(text) == text
-    assert read_answer(text) is None
-    assert read_answer(text + "</answer>") is not None
+    assert parse_answer(text) is None
+    assert parse_answer(text + "</answer>") is not None

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import arborl
-from arborl.envs.conversation import Conversation
+from arborl.envs.games.conversation import Conversation
 from arborl.rewards import REWARDS
 from arborl.rewards.text.turns import ConversationTurn, episode_of, exchanges, spoken
 from arborl.types import Message, Task

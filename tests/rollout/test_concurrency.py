@@ -12,7 +12,7 @@ from arborl.busy_time import BusyTime
 from arborl.chat import Renderer
 from arborl.config.load import load
 from arborl.engines.local import LocalEngine
-from arborl.envs.frozen_lake import FrozenLake
+from arborl.envs.games.frozen_lake import FrozenLake
 from arborl.errors import ConfigError
 from arborl.models.load import load_model, resolve
 from arborl.rollout import slots as module

@@ -16,7 +16,7 @@ from arborl.algorithms import make_algorithm
 from arborl.config.algorithm import AlgorithmConfig
 from arborl.engines.scripted import ScriptedEngine
 from arborl.envs.env import Env, Observation, Step
-from arborl.envs.frozen_lake import FrozenLake
+from arborl.envs.games.frozen_lake import FrozenLake
 from arborl.rollout.groups import PLAIN, Manager, Manner, divided
 from arborl.rollout.recorder import Limits
 from arborl.rollout.runner import Cast, Rollout

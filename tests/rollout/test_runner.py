@@ -10,7 +10,7 @@ import pytest
 from arborl.agents.chat import ChatAgent
 from arborl.engines.scripted import ScriptedEngine
 from arborl.envs.env import Env, Observation, Step
-from arborl.envs.frozen_lake import FrozenLake
+from arborl.envs.games.frozen_lake import FrozenLake
 from arborl.rollout.recorder import Limits
 from arborl.rollout.runner import Cast, Rollout
 from arborl.types import Message, Sampling, Stop, Task

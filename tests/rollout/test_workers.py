@@ -21,15 +21,15 @@ from rollout_worlds import Allowed, Declared, Promising, Secretive, Sync
 from arborl import sandbox
 from arborl.agents.chat import ChatAgent
 from arborl.engines.scripted import ScriptedEngine
-from arborl.envs.countdown import Countdown
-from arborl.envs.frozen_lake import FrozenLake
+from arborl.envs.games.countdown import Countdown
+from arborl.envs.games.frozen_lake import FrozenLake
 from arborl.rollout import watchdog
 from arborl.rollout.processes import Process, ProcessEnv, Processes
 from arborl.rollout.recorder import Limits
 from arborl.rollout.runner import Cast, Rollout
 from arborl.rollout.store import to_json
-from arborl.rollout.workers import Workers, blocks
-from arborl.tools import threads
+from arborl.rollout.workers import Workers, is_blocking
+from arborl.tools.core import background_threads
 from arborl.types import Message, Sampling, Stop, Task
 
 
@@ -50,11 +50,11 @@ def play(run: Rollout, *names: str, size: int = 1):
 
 
 def test_only_environments_that_may_block_are_put_into_threads():
-    assert blocks(Sync())
-    assert blocks(Declared())
-    assert blocks(Secretive())
-    assert not blocks(Promising())
-    assert not blocks(FrozenLake())
+    assert is_blocking(Sync())
+    assert is_blocking(Declared())
+    assert is_blocking(Secretive())
+    assert not is_blocking(Promising())
+    assert not is_blocking(FrozenLake())
 
 
 def test_the_word_of_a_class_does_not_hold_for_calls_that_a_subclass_overrides():
@@ -70,12 +70,12 @@ def test_the_word_of_a_class_does_not_hold_for_calls_that_a_subclass_overrides()
     class Sure(Slow):
         blocking = False
 
-    assert blocks(Slow())
-    assert not blocks(Painted())
-    assert not blocks(Sure())
+    assert is_blocking(Slow())
+    assert not is_blocking(Painted())
+    assert not is_blocking(Sure())
     one = Sure()
     one.blocking = True
-    assert blocks(one)
+    assert is_blocking(one)
 
 
 @pytest.mark.parametrize("world", [Sync, Declared, Secretive])
@@ -334,7 +334,7 @@ def test_an_environment_that_ends_the_process_costs_its_episode(seedling, worker
 def test_environments_that_hang_for_good_are_counted_by_name_and_no_more_are_begun_at_the_cap(
     seedling, caplog, monkeypatch
 ):
-    monkeypatch.setattr(threads, "MOST", 3)
+    monkeypatch.setattr(background_threads, "MAX_HANGING_CALLS", 3)
     _, renderer = seedling
     run = rollout(renderer, Secretive, concurrency=3, step_seconds=0.2)
 
@@ -349,12 +349,12 @@ def test_environments_that_hang_for_good_are_counted_by_name_and_no_more_are_beg
     assert all("3 calls of environment 'bad' hang" in failure.message for failure in failures[3:9])
     assert "rollout.workers=process" in failures[8].message
     assert failures[9:] == [None] * 3
-    assert run.workers.threads.left.stuck() == {"environment 'bad'": 3}
-    assert caplog.text.count("WARNING  arborl.tools.threads") == 1
+    assert run.workers.threads.left.hanging() == {"environment 'bad'": 3}
+    assert caplog.text.count("WARNING  arborl.tools.core.background_threads") == 1
 
 
 def test_cancelled_episodes_are_not_taken_for_hung_ones(monkeypatch):
-    monkeypatch.setattr(threads, "MOST", 3)
+    monkeypatch.setattr(background_threads, "MAX_HANGING_CALLS", 3)
     workers = Workers()
 
     async def main():

@@ -3,7 +3,7 @@
 import pytest
 from working_levels import WORKING_LEVELS
 
-from arborl.sandbox import Limits, Sandbox
+from arborl.sandbox import Sandbox, SandboxLimits
 
 SQLITE = """
 import sqlite3
@@ -91,21 +91,21 @@ ANYWHERE = {
 @pytest.mark.parametrize("name", ANYWHERE)
 def test_ordinary_code_runs_at_every_level(level, name):
     code, value = ANYWHERE[name]
-    with Sandbox(Limits(wall_seconds=30, cpu_seconds=20), level) as box:
+    with Sandbox(SandboxLimits(wall_seconds=30, cpu_seconds=20), level) as box:
         outcome = box.run_sync(code)
     assert (outcome.value, outcome.error) == (value, "")
 
 
 @pytest.mark.parametrize("level", [level for level in WORKING_LEVELS if level != "rlimits"])
 def test_other_programs_run_with_name_spaces(level):
-    with Sandbox(Limits(wall_seconds=30, cpu_seconds=20), level) as box:
+    with Sandbox(SandboxLimits(wall_seconds=30, cpu_seconds=20), level) as box:
         assert box.run_sync(SHELL).value == repr("a\n2048\n")
 
 
 @pytest.mark.skipif("namespaces" not in WORKING_LEVELS, reason="needs name spaces")
 def test_multiprocessing_runs_with_name_spaces():
     """Under bubblewrap `/dev/shm`, where its semaphores are, is read-only."""
-    with Sandbox(Limits(wall_seconds=30, cpu_seconds=20), "namespaces") as box:
+    with Sandbox(SandboxLimits(wall_seconds=30, cpu_seconds=20), "namespaces") as box:
         outcome = box.run_sync(PROCESSES)
     assert (outcome.value, outcome.error) == ("(5, 3, [1, 2])", "")
 
@@ -114,7 +114,7 @@ def test_multiprocessing_runs_with_name_spaces():
 def test_numpy_runs_at_every_level(level):
     numpy = pytest.importorskip("numpy")
     folder = numpy.__path__[0].rpartition("/")[0]
-    with Sandbox(Limits(wall_seconds=60, cpu_seconds=30), level, packages=[folder]) as box:
+    with Sandbox(SandboxLimits(wall_seconds=60, cpu_seconds=30), level, packages=[folder]) as box:
         outcome = box.run_sync("import numpy as np; a = np.ones((200, 200)); float((a @ a).sum()), np.linalg.norm(a)")
     if "No module named 'numpy'" in outcome.error:
         pytest.skip("numpy is in a folder that is closed to other users")
@@ -124,6 +124,6 @@ def test_numpy_runs_at_every_level(level):
 
 @pytest.mark.parametrize("level", WORKING_LEVELS)
 def test_zeros_can_be_read_from_the_device_where_there_is_one(level):
-    with Sandbox(Limits(), level) as box:
+    with Sandbox(SandboxLimits(), level) as box:
         outcome = box.run_sync("open('/dev/zero', 'rb').read(3)")
     assert outcome.value == r"b'\x00\x00\x00'" or level == "rlimits"

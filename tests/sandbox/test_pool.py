@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from arborl.sandbox import Limits, Pool, SandboxError, run_code, run_code_sync
+from arborl.sandbox import SandboxError, SandboxLimits, SandboxPool, run_code, run_code_sync
 
-LIMITS = Limits(wall_seconds=20, memory_mb=128)
+LIMITS = SandboxLimits(wall_seconds=20, memory_mb=128)
 
 
 @pytest.fixture
 def pool():
-    made = Pool(LIMITS, size=3, spare=2)
+    made = SandboxPool(LIMITS, size=3, spare=2)
     yield made
     made.close()
 
@@ -60,7 +60,7 @@ def test_a_spare_that_died_is_passed_over(pool):
         time.sleep(0.01)
     for box in pool._ready:
         box.kill()
-        box._keeper.wait()
+        box._supervisor.wait()
     assert pool.run_sync("2").value == "2"
 
 
@@ -90,7 +90,7 @@ def test_the_same_pool_serves_one_event_loop_after_another():
 
 
 def test_a_cancelled_lease_is_given_back():
-    pool = Pool(replace(LIMITS, wall_seconds=100), size=1, spare=0)
+    pool = SandboxPool(replace(LIMITS, wall_seconds=100), size=1, spare=0)
 
     async def play() -> str:
         with pytest.raises(TimeoutError):

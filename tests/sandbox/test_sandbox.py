@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from working_levels import WORKING_LEVELS
 
-from arborl.sandbox import Limits, Sandbox, SandboxError, best_level, try_level
+from arborl.sandbox import Sandbox, SandboxError, SandboxLimits, best_level, try_level
 
-TIGHT = Limits(
+TIGHT = SandboxLimits(
     wall_seconds=12, cpu_seconds=1, memory_mb=128, file_mb=4, disk_mb=8, processes=8, output_bytes=10_000, open_files=64
 )
 
@@ -139,8 +139,10 @@ def test_a_forged_answer_ends_the_guest(box, code):
 
 def test_an_answer_written_by_the_code_is_followed_by_no_other(box):
     """Code that knows the token may speak for itself; what the guest says afterwards then answers nothing."""
-    told = "sys._getframe(1).f_locals['request']['token']"
-    first = box.run_sync(f"{FORGED}\nimport sys, time; os.write(3, answer({told}, b'42', b'')); time.sleep(0.1)")
+    outcome_text = "sys._getframe(1).f_locals['request']['token']"
+    first = box.run_sync(
+        f"{FORGED}\nimport sys, time; os.write(3, answer({outcome_text}, b'42', b'')); time.sleep(0.1)"
+    )
     assert first.value in ("42", "")
     second = box.run_sync("import time; time.sleep(0.3); 'second'")
     assert second.stopped in ("forged", "died")
@@ -176,8 +178,8 @@ def test_limits_are_watched_while_an_answer_drips(level):
 def test_a_request_that_is_not_read_is_not_waited_for(level):
     """Code of the last run holds the interpreter: the next request, larger than any buffer, finds no reader."""
     with Sandbox(replace(TIGHT, wall_seconds=1, cpu_seconds=30), level) as box:
-        told = "sys._getframe(1).f_locals['request']['token']"
-        box.run_sync(f"{FORGED}\nimport sys, time; os.write(3, answer({told}, b'', b'')); time.sleep(60)")
+        outcome_text = "sys._getframe(1).f_locals['request']['token']"
+        box.run_sync(f"{FORGED}\nimport sys, time; os.write(3, answer({outcome_text}, b'', b'')); time.sleep(60)")
         outcome = box.run_sync("x = '" + "y" * 2_000_000 + "'")
     assert outcome.stopped == "wall"
     within(outcome, 20)
@@ -353,7 +355,7 @@ import os, signal
 for pid in (os.getppid(), PARENT, KEEPER, -1):
     try: os.kill(pid, signal.SIGKILL)
     except OSError as error: print(pid, error)
-""".replace("PARENT", str(os.getpid())).replace("KEEPER", str(box._keeper.pid))
+""".replace("PARENT", str(os.getpid())).replace("KEEPER", str(box._supervisor.pid))
     box.run_sync(code)
     # Reaching this line is the test; `-1` may have ended the guest itself, and nothing else.
     assert os.getpid()
@@ -392,9 +394,9 @@ time.sleep(0.3)
 def host_of(level: str, code: str, folder: Path) -> subprocess.Popen[str]:
     """A process that keeps its sandboxes' folders under `folder`, and says True when `code` ran in one."""
     made = f"from arborl.sandbox import *; import time; box = Sandbox(Limits(), {level!r}); "
-    said = f"print(box.run_sync({code!r}).ok, flush=True); "
+    received = f"print(box.run_sync({code!r}).ok, flush=True); "
     host = subprocess.Popen(
-        [sys.executable, "-c", made + said + "time.sleep(60)"],
+        [sys.executable, "-c", made + received + "time.sleep(60)"],
         stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(folder)},
     )  # fmt: skip
     assert host.stdout.readline() == "True\n"
@@ -487,9 +489,9 @@ def test_a_package_folder_can_be_imported_and_not_changed(tmp_path):
 
 def test_limits_that_make_no_sense_are_refused():
     with pytest.raises(ValueError, match="wall_seconds=0"):
-        Limits(wall_seconds=0)
-    with pytest.raises(ValueError, match="Python itself needs 32"):
-        Limits(memory_mb=8)
+        SandboxLimits(wall_seconds=0)
+    with pytest.raises(ValueError, match="give 32 or more"):
+        SandboxLimits(memory_mb=8)
 
 
 def test_a_level_that_does_not_work_says_why(monkeypatch):

@@ -96,7 +96,7 @@ def test_a_body_that_is_too_large_is_refused_also_in_pieces(opened):
 
 
 def test_one_key_over_its_rate_waits_and_another_does_not(opened, tmp_path, monkeypatch):
-    monkeypatch.setattr("arborl.tools.limit.default_folder", lambda: tmp_path)
+    monkeypatch.setattr("arborl.tools.core.rate_limit.default_limit_dir", lambda: tmp_path)
 
     async def some():
         async with client_of(opened, keys=["sk-aaaa", "sk-bbbb"], bounds=Bounds(per_minute=6, burst=2)) as client:

@@ -20,7 +20,7 @@ import pytest
 from arborl.build import check
 from arborl.config.load import load
 from arborl.envs.env import Env, Observation, Step
-from arborl.envs.question import Question
+from arborl.envs.games.question import Question
 from arborl.errors import ConfigError
 from arborl.rewards.reward import Rewards
 from arborl.rewards.rules import POSTED, posted

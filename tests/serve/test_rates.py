@@ -21,7 +21,7 @@ KEYS = Keys(["sk-aaaa"])
 KILLED = """
 import asyncio, os, sys
 from pathlib import Path
-import arborl.tools.limit as limit
+import arborl.tools.core.rate_limit as limit
 limit.default_folder = lambda: Path(sys.argv[1])
 from arborl.serve.keys import Keys, Rates
 async def serve():
@@ -35,7 +35,7 @@ os.kill(os.getpid(), 9)
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr("arborl.tools.limit.default_folder", lambda: tmp_path / "limits")
+    monkeypatch.setattr("arborl.tools.core.rate_limit.default_limit_dir", lambda: tmp_path / "limits")
     return tmp_path / "limits"
 
 

@@ -8,8 +8,8 @@ import json
 from conftest_serve import client_of
 
 from arborl.agents import FunctionAgent
-from arborl.envs.documents import Documents
-from arborl.envs.wrapper import word_of
+from arborl.envs.games.documents_env import Documents
+from arborl.envs.wrapper import inner_attribute
 from arborl.rollout.runner import Cast
 from arborl.serve.sessions import AgentSession, Company
 from arborl.types import Message, Task
@@ -69,7 +69,7 @@ def test_the_agent_is_shown_what_its_environment_would_show(opened):
 
     async def looks(task, env, model):
         observation = await env.reset(task, 0)
-        seen.append((observation.messages, word_of(env, "document")))
+        seen.append((observation.messages, inner_attribute(env, "document")))
         await env.step(Message("assistant", "yes"))
 
     def documents(task):
@@ -188,7 +188,7 @@ def test_a_reader_of_long_documents_answers_in_a_session_as_it_does_in_a_rollout
     async def both(task):
         env = served.cast.env(task)
         question = (await env.reset(task, 0)).messages[-1].content
-        fields = {"document_content": word_of(env, "document")}
+        fields = {"document_content": inner_attribute(env, "document")}
         episode = await rollout.play(task, 0, "plain", {"temperature": 0.0})
         session = AgentSession(company, fields=fields, temperature=0.0)
         reply = await session.say(question)

@@ -18,15 +18,16 @@ import httpx
 import uvicorn
 
 from arborl.errors import ConfigError
-from arborl.tools import Context, RateLimit, Toolbox
-from arborl.tools.breaker import Breaker
-from arborl.tools.client import ToolClient
+from arborl.tools import RateLimit, Toolbox, ToolContext
+from arborl.tools.remote.circuit_breaker import CircuitBreaker
+from arborl.tools.remote.tool_client import ToolClient
 from arborl.types import Task, ToolCall
 
 TOOLS = """
 import os, time
 from typing import Annotated
-from arborl.tools import Given, State, tool
+from arborl.tools import Given, State
+from arborl.tools import tool
 
 @tool(stateful=True)
 def enter(line: str) -> str:
@@ -115,7 +116,7 @@ def test_remote_tools_stand_in_a_toolbox_like_any_other(served):
     assert box.specs[2].parameters["properties"] == {"n": {"type": "integer"}}
 
     async def play():
-        async with Context(Task("t", fields={"answer": "yes", "other": object()})) as context:
+        async with ToolContext(Task("t", fields={"answer": "yes", "other": object()})) as context:
             calls = [
                 ToolCall("1", "double", {"n": 21}),
                 ToolCall("2", "double", {"m": 21}),
@@ -126,7 +127,7 @@ def test_remote_tools_stand_in_a_toolbox_like_any_other(served):
             ]
             first = await box.run(calls, context)
             second = await box.run([ToolCall("7", "add", {"n": 1})], context)
-        async with Context() as other:
+        async with ToolContext() as other:
             third = await box.run([ToolCall("8", "add", {"n": 1})], other)
         await client.close()
         return first, second, third
@@ -157,7 +158,7 @@ def test_the_wrong_key_is_said_before_the_run_and_in_it(tmp_path):
     locked = Served(tmp_path, "--api-key", "secret")
     locked.wait()
     try:
-        with pytest.raises(ConfigError, match="wants another API key"):
+        with pytest.raises(ConfigError, match="needs another API key"):
             ToolClient(locked.url, api_key="wrong").tools()
         assert len(ToolClient(locked.url, api_key="secret").tools()) == 4
         result = asyncio.run(ToolClient(locked.url, api_key="wrong").call("enter", {"line": "x"}))
@@ -190,7 +191,7 @@ def test_a_cluster_limit_is_one_limit_for_all_who_ask_the_server(served):
 def through_a_restart(served: Served, calls: int) -> list:
     """`calls` stateful calls at once; the server is killed while some run, and started anew."""
     served.wait()
-    client = ToolClient(served.url, concurrency=32, call_seconds=90, pause=0.05)
+    client = ToolClient(served.url, concurrency=32, call_seconds=90, backoff=0.05)
 
     async def play() -> list:
         jobs = [asyncio.ensure_future(client.call("enter", {"line": f"line {n}"})) for n in range(calls)]
@@ -262,7 +263,7 @@ def test_a_server_asked_to_stop_finishes_what_it_has(restarted):
 
 
 class Moody:
-    """An HTTP server in a thread that answers as it was told, and keeps what it was sent."""
+    """An HTTP server in a thread that answers as it was outcome, and keeps what it was sent."""
 
     def __init__(self, codes: list[int], headers: dict[str, str] | None = None):
         self.codes, self.headers, self.bodies, self.times = list(codes), headers or {}, [], []
@@ -311,7 +312,7 @@ def moody():
 
 def test_what_may_help_is_tried_again_under_the_same_key(moody):
     server = moody(503, 429, 502)
-    result = asyncio.run(ToolClient(server.url, pause=0.01).call("x", {}))
+    result = asyncio.run(ToolClient(server.url, backoff=0.01).call("x", {}))
     assert result.content == "fine"
     assert len(server.bodies) == 4
     assert len({body["key"] for body in server.bodies}) == 1
@@ -320,7 +321,7 @@ def test_what_may_help_is_tried_again_under_the_same_key(moody):
 @pytest.mark.parametrize("code", [400, 401, 404, 422, 500])
 def test_what_cannot_help_is_not_tried_again(moody, code):
     server = moody(code)
-    result = asyncio.run(ToolClient(server.url, pause=0.01).call("x", {}))
+    result = asyncio.run(ToolClient(server.url, backoff=0.01).call("x", {}))
     assert (result.ok, result.kind) == (False, "refused")
     assert len(server.bodies) == 1
 
@@ -338,7 +339,7 @@ def test_every_call_has_a_key_of_its_own(moody):
 
 def test_retries_wait_longer_each_time_and_as_long_as_asked(moody):
     server = moody(503, 503, **{"Retry-After": "0.3"})
-    asyncio.run(ToolClient(server.url, pause=0.01).call("x", {}))
+    asyncio.run(ToolClient(server.url, backoff=0.01).call("x", {}))
     gaps = [later - before for before, later in zip(server.times, server.times[1:], strict=False)]
     assert all(gap >= 0.29 for gap in gaps)
 
@@ -347,14 +348,14 @@ def test_retries_count_against_the_limit(moody, tmp_path):
     server = moody(503, 503)
     limit = RateLimit(per_minute=600, burst=1, name="retries", folder=tmp_path)
     start = time.monotonic()
-    asyncio.run(ToolClient(server.url, pause=0.001, limit=limit).call("x", {}))
+    asyncio.run(ToolClient(server.url, backoff=0.001, limit=limit).call("x", {}))
     assert time.monotonic() - start >= 0.2
 
 
 def test_a_call_whose_time_is_up_is_reported(moody):
     server = moody(*[503] * 1000)
     start = time.monotonic()
-    result = asyncio.run(ToolClient(server.url, pause=0.01, call_seconds=0.4).call("x", {}))
+    result = asyncio.run(ToolClient(server.url, backoff=0.01, call_seconds=0.4).call("x", {}))
     assert result.kind == "unavailable"
     assert "within 0.4 s (503: no)" in result.content
     assert time.monotonic() - start < 20  # a thousand tries take longer
@@ -401,20 +402,20 @@ def test_an_open_breaker_lets_one_try_at_a_time():
     now = [0.0]
 
     async def play() -> None:
-        breaker = Breaker(failures=2, pause=1.0, clock=lambda: now[0])
-        await breaker.enter()
-        breaker.failed()
+        breaker = CircuitBreaker(failures=2, backoff=1.0, clock=lambda: now[0])
+        await breaker.acquire()
+        breaker.record_failure()
         assert not breaker.open
-        breaker.failed()
+        breaker.record_failure()
         assert breaker.open
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(breaker.enter(), 0.05)
+            await asyncio.wait_for(breaker.acquire(), 0.05)
         now[0] = 1.1
-        await breaker.enter()  # the one that tries
-        second = asyncio.ensure_future(breaker.enter())
+        await breaker.acquire()  # the one that tries
+        second = asyncio.ensure_future(breaker.acquire())
         await asyncio.sleep(0.03)
         assert not second.done()
-        breaker.worked()
+        breaker.record_success()
         await asyncio.wait_for(second, 20)
         assert not breaker.open
 
@@ -425,14 +426,14 @@ def test_a_breaker_whose_trier_gave_up_lets_the_next_try():
     now = [0.0]
 
     async def play() -> tuple[bool, bool]:
-        breaker = Breaker(failures=1, pause=1.0, clock=lambda: now[0])
-        breaker.failed()
+        breaker = CircuitBreaker(failures=1, backoff=1.0, clock=lambda: now[0])
+        breaker.record_failure()
         now[0] = 1.1
-        await breaker.enter()
-        following = asyncio.ensure_future(breaker.enter())
+        await breaker.acquire()
+        following = asyncio.ensure_future(breaker.acquire())
         await asyncio.sleep(0.03)
         before = following.done()
-        breaker.left()
+        breaker.cancel()
         await asyncio.wait([following], timeout=20)
         return before, following.done()
 
@@ -441,12 +442,12 @@ def test_a_breaker_whose_trier_gave_up_lets_the_next_try():
 
 def test_the_pauses_of_a_breaker_grow_and_shrink_again():
     now = [0.0]
-    breaker = Breaker(failures=1, pause=1.0, longest=3.0, clock=lambda: now[0])
+    breaker = CircuitBreaker(failures=1, backoff=1.0, longest=3.0, clock=lambda: now[0])
     for expected in (1.0, 2.0, 3.0, 3.0):
-        breaker.failed()
+        breaker.record_failure()
         assert breaker._until - now[0] == expected
-    breaker.worked()
-    breaker.failed()
+    breaker.record_success()
+    breaker.record_failure()
     assert breaker._until - now[0] == 1.0
 
 
@@ -457,7 +458,7 @@ def test_a_key_of_any_letters_opens(tmp_path):
         client = ToolClient(served.url, "ключ-ü")
         (double,) = [each for each in client.tools() if each.name == "double"]
         assert asyncio.run(double.run({"n": 21})).content == "42"
-        with pytest.raises(ConfigError, match="wants another API key"):
+        with pytest.raises(ConfigError, match="needs another API key"):
             ToolClient(served.url, "ключ").tools()
     finally:
         served.stop()

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
 from arborl.errors import ConfigError, EpisodeError
-from arborl.tools import TOOLS, Context, Given, State, Tool, Toolbox, as_tool, tool
-from arborl.tools.output import count, cut, within
+from arborl.tools import TOOLS, EpisodeState, TaskField, Tool, Toolbox, ToolContext, as_tool, tool
+from arborl.tools.core.tool_context import _longest_prefix, count_tokens, truncate
 from arborl.types import Task, ToolCall
 
 TASK = Task("t1", fields={"answer": "42", "document": "long"})
-Notes = Annotated[list[str], State(list)]
+Notes = Annotated[list[str], EpisodeState(list)]
 
 
 @dataclass
@@ -55,7 +55,7 @@ def played(box, *rounds, task=TASK):
     """The texts of several rounds of calls in one episode."""
 
     async def play():
-        async with Context(task) as context:
+        async with ToolContext(task) as context:
             calls = [[ToolCall(str(i), name, given) for i, (name, given) in enumerate(one)] for one in rounds]
             return [[result.content for result in await box.run(one, context)] for one in calls]
 
@@ -66,33 +66,33 @@ def test_fields_of_the_task_are_filled_and_no_part_of_the_schema():
     @tool
     def check(
         guess: str,
-        right: Annotated[str, Given("answer")],
-        document: Annotated[str, Given],
-        lang: Annotated[str, Given()] = "en",
+        right: Annotated[str, TaskField("answer")],
+        document: Annotated[str, TaskField],
+        lang: Annotated[str, TaskField()] = "en",
     ):
         """Check a guess."""
         return [guess == right, document, lang]
 
     assert list(check.spec.parameters["properties"]) == ["guess"]
-    assert run(check, {"guess": "42"}, Context(TASK)).content == '[true, "long", "en"]'
-    assert "argument 'right' is unknown" in run(check, {"guess": "42", "right": "x"}, Context(TASK)).content
+    assert run(check, {"guess": "42"}, ToolContext(TASK)).content == '[true, "long", "en"]'
+    assert "argument 'right' is unknown" in run(check, {"guess": "42", "right": "x"}, ToolContext(TASK)).content
 
 
 def test_a_field_that_the_task_lacks_is_the_runs_mistake_and_costs_the_episode():
     @tool
-    def check(guess: str, gold: Annotated[str, Given()]):
+    def check(guess: str, gold: Annotated[str, TaskField()]):
         return guess == gold
 
-    with pytest.raises(EpisodeError, match=r"tool 'check'.*wants the field 'gold'; task 't1' has: answer, document"):
-        run(check, {"guess": "x"}, Context(TASK))
+    with pytest.raises(EpisodeError, match=r"tool 'check'.*needs the field 'gold'; task 't1' has: answer, document"):
+        run(check, {"guess": "x"}, ToolContext(TASK))
 
 
 def test_the_context_can_be_had_whole():
     @tool
-    def who(context: Context) -> str:
+    def who(context: ToolContext) -> str:
         return f"{context.task.id} {context.fields['answer']}"
 
-    assert run(who, {}, Context(TASK)).content == "t1 42"
+    assert run(who, {}, ToolContext(TASK)).content == "t1 42"
     assert who.spec.parameters == {"type": "object", "properties": {}}
 
 
@@ -129,7 +129,7 @@ def test_states_are_closed_with_the_episode_even_when_one_fails():
             raise OSError("stuck")
 
     @tool(stateful=True)
-    def hold(a: Annotated[Any, State(Held)], b: Annotated[Any, State(HeldToo)]):
+    def hold(a: Annotated[Any, EpisodeState(Held)], b: Annotated[Any, EpisodeState(HeldToo)]):
         return "held"
 
     with pytest.raises(EpisodeError, match="closing the state of a tool: OSError: stuck"):
@@ -142,7 +142,7 @@ def test_a_state_that_cannot_be_made_costs_the_episode():
         raise OSError("no sandbox here")
 
     @tool(stateful=True)
-    def use(x: Annotated[Any, State(broken)]):
+    def use(x: Annotated[Any, EpisodeState(broken)]):
         return x
 
     with pytest.raises(EpisodeError, match="state of tool 'use': OSError: no sandbox here"):
@@ -373,14 +373,14 @@ def test_the_limit_in_tokens_is_the_tokenizers_and_the_cut_is_seen():
     def long():
         return "abcdefghijklmnopqrstuvwxyz"
 
-    context = Context(TASK, tokenizer=Letters())
+    context = ToolContext(TASK, tokenizer=Letters())
     assert run(long, {}, context).content == "abcdefghijkl… [cut: 14 more characters]"
 
 
 @given(st.text(), st.integers(1, 30), st.sampled_from([None, Letters()]))
 def test_what_is_kept_is_the_longest_beginning_that_fits(text, limit, tokenizer):
-    kept = within(text, limit, tokenizer)
+    kept = _longest_prefix(text, limit, tokenizer)
     assert text.startswith(kept)
-    assert count(kept, tokenizer) <= limit
-    assert kept == text or count(text[: len(kept) + 1], tokenizer) > limit
-    assert cut(text, 10**6, limit, tokenizer).startswith(kept)
+    assert count_tokens(kept, tokenizer) <= limit
+    assert kept == text or count_tokens(text[: len(kept) + 1], tokenizer) > limit
+    assert truncate(text, 10**6, limit, tokenizer).startswith(kept)

@@ -11,12 +11,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arborl.tools.injection import Context
-from arborl.tools.library.context import documents, notes
-from arborl.tools.library.context.brief import BRIEF, listed, shorten
-from arborl.tools.library.context.chunks import MARKS, Index, Shelf, cut_into_chunks, highlights, match_expression
-from arborl.tools.library.context.workspace import WORKSPACE, Reading
-from arborl.tools.output import count
+from arborl.tools.core.tool_context import ToolContext, count_tokens
+from arborl.tools.library import document_tools
+from arborl.tools.library.document_index import (
+    MARKS,
+    DocumentIndex,
+    IndexCache,
+    cut_into_chunks,
+    highlights,
+    match_expression,
+)
+from arborl.tools.library.document_tools import (
+    SHORT_FORMS,
+    WORKSPACE,
+    DocumentSettings,
+    format_tool_list,
+    shorten_result,
+)
 from arborl.types import Task
 
 TEXT = (
@@ -41,26 +52,28 @@ def run(*calls, document=TEXT, tokenizer=None, reading=None):
 
     async def main():
         fields = {} if document is None else {"document_content": document}
-        async with Context(Task("t", fields=fields), tokenizer) as context:
+        async with ToolContext(Task("t", fields=fields), tokenizer) as context:
             if reading:
-                context.state(WORKSPACE, WORKSPACE.make).reading = Reading(**reading)
+                context.state(WORKSPACE, WORKSPACE.make).settings = DocumentSettings(**reading)
             return [await tool.run(arguments, context) for tool, arguments in calls]
 
     return [json.loads(result.content) for result in asyncio.run(main())]
 
 
-BUILD = (documents.build_index, {"chunk_size": 20})
+BUILD = (document_tools.build_index, {"chunk_size": 20})
 
 
 def test_the_document_is_measured_and_loaded_whole():
-    about, whole = run((documents.analyze_text, {}), (documents.load_document, {}))
+    about, whole = run((document_tools.analyze_text, {}), (document_tools.load_document, {}))
     assert about["file_name"] == "attached_document.txt"
-    assert about["total_tokens"] == pytest.approx(count(TEXT, None), rel=0.1)
+    assert about["total_tokens"] == pytest.approx(count_tokens(TEXT, None), rel=0.1)
     assert whole == {"document_content": TEXT}
 
 
 def test_chunks_are_slices_of_the_text_and_say_where_they_are():
-    built, first, last = run(BUILD, (documents.read_chunk, {"chunk_id": 0}), (documents.read_chunk, {"chunk_id": 1}))
+    built, first, last = run(
+        BUILD, (document_tools.read_chunk, {"chunk_id": 0}), (document_tools.read_chunk, {"chunk_id": 1})
+    )
     assert built["index_id"] == "document_index"
     assert built["first_chunk_id"] == 0
     assert built["last_chunk_id"] == built["total_chunks"] - 1
@@ -91,17 +104,19 @@ def test_chunks_hold_at_most_so_many_tokens_and_overlap_by_at_most_so_many():
 
 
 def test_a_scan_reads_on_until_the_end_and_tells_how_far_it_is():
-    answers = run(BUILD, (documents.read_chunk, {"enable_scan": True}), *[(documents.read_chunk, {})] * 20)
+    answers = run(BUILD, (document_tools.read_chunk, {"enable_scan": True}), *[(document_tools.read_chunk, {})] * 20)
     total = answers[0]["total_chunks"]
     assert [a.get("reading_progress") for a in answers[1 : total + 1]] == [f"{i + 1}/{total}" for i in range(total)]
     assert answers[total + 1] == {"error": f"all {total} chunks have been read"}
     assert "".join(a["retrieved_chunk"][0]["content"] for a in answers[1 : total + 1]) == TEXT
-    stopped = run(BUILD, (documents.read_chunk, {"enable_scan": True}), (documents.read_chunk, {"enable_scan": False}))
+    stopped = run(
+        BUILD, (document_tools.read_chunk, {"enable_scan": True}), (document_tools.read_chunk, {"enable_scan": False})
+    )
     assert stopped[2] == {"error": "give chunk_id, or enable_scan=true"}
 
 
 def found(keyword, **more):
-    _, answer = run(BUILD, (documents.search_engine, {"keyword": keyword, **more}))
+    _, answer = run(BUILD, (document_tools.search_engine, {"keyword": keyword, **more}))
     return answer
 
 
@@ -130,14 +145,16 @@ def test_and_wants_all_keywords_in_one_chunk():
 
 
 def test_at_most_twenty_are_shown_and_it_says_so():
-    (_, answer) = run((documents.build_index, {"chunk_size": 5}), (documents.search_engine, {"keyword": "the"}))
+    (_, answer) = run(
+        (document_tools.build_index, {"chunk_size": 5}), (document_tools.search_engine, {"keyword": "the"})
+    )
     assert len(answer["retrieved_chunks"]) == 20
     assert answer["message"].startswith("Showing the most relevant 20/")
 
 
 @given(st.lists(st.text(max_size=12), max_size=4), st.sampled_from(["or", "and"]))
 def test_no_keyword_is_a_syntax_error(keywords, mode):
-    index = Index("alpha beta gamma", 2, 0, None)
+    index = DocumentIndex("alpha beta gamma", 2, 0, None)
     total, hits = index.search(keywords, mode, 20)
     assert total == len(hits)
     assert bool(match_expression(keywords, mode)) or not hits
@@ -166,8 +183,9 @@ def test_highlights_are_few_short_and_balanced(text, size, most):
 )
 def test_a_document_that_cannot_be_read_is_an_error_for_every_tool(document, words):
     answers = run(
-        (documents.analyze_text, {}), (documents.load_document, {}), (documents.build_index, {}),
-        (documents.read_chunk, {"chunk_id": 0}), (documents.search_engine, {"keyword": "x"}), document=document,
+        (document_tools.analyze_text, {}), (document_tools.load_document, {}), (document_tools.build_index, {}),
+        (document_tools.read_chunk, {"chunk_id": 0}), (document_tools.search_engine, {"keyword": "x"}),
+        document=document,
     )  # fmt: skip
     for answer in answers:
         assert set(answer) == {"error"}
@@ -177,18 +195,18 @@ def test_a_document_that_cannot_be_read_is_an_error_for_every_tool(document, wor
 @pytest.mark.parametrize(
     ("tool", "arguments", "words"),
     [
-        (documents.read_chunk, {"chunk_id": 0}, "the index is not built; call buildIndex first"),
-        (documents.search_engine, {"keyword": "x"}, "the index is not built; call buildIndex first"),
-        (documents.build_index, {"chunk_size": 0}, "chunk_size=0: give 1 or more"),
-        (documents.build_index, {"chunk_size": 5, "overlap": 5}, "overlap=5: give 0 or more, and less"),
-        (documents.build_index, {"chunk_size": 5, "overlap": -1}, "overlap=-1: give 0 or more"),
-        (documents.build_index, {"chunk_size": "many"}, "argument 'chunk_size'"),
-        (notes.read_note, {"key": "a"}, "Note 'a' not found!"),
-        (notes.update_note, {"mode": "append", "key": "a", "new_content": "x"}, "Note 'a' not found!"),
-        (notes.merge_notes, {"keys": ["a"]}, "give the keys of two notes or more"),
-        (notes.delete_context, {"msg_id": 1}, "keeps no context that can be edited"),
-        (notes.summarize, {"summary": " "}, "the summary is empty"),
-        (documents.finish, {}, "argument 'answer' is missing"),
+        (document_tools.read_chunk, {"chunk_id": 0}, "the index is not built; call buildIndex first"),
+        (document_tools.search_engine, {"keyword": "x"}, "the index is not built; call buildIndex first"),
+        (document_tools.build_index, {"chunk_size": 0}, "chunk_size=0: give 1 or more"),
+        (document_tools.build_index, {"chunk_size": 5, "overlap": 5}, "overlap=5: give 0 or more, and less"),
+        (document_tools.build_index, {"chunk_size": 5, "overlap": -1}, "overlap=-1: give 0 or more"),
+        (document_tools.build_index, {"chunk_size": "many"}, "argument 'chunk_size'"),
+        (document_tools.read_note, {"key": "a"}, "Note 'a' not found!"),
+        (document_tools.update_note, {"mode": "append", "key": "a", "new_content": "x"}, "Note 'a' not found!"),
+        (document_tools.merge_notes, {"keys": ["a"]}, "give the keys of two notes or more"),
+        (document_tools.delete_context, {"msg_id": 1}, "keeps no context that can be edited"),
+        (document_tools.summarize, {"summary": " "}, "the summary is empty"),
+        (document_tools.finish, {}, "argument 'answer' is missing"),
     ],
 )
 def test_calls_that_cannot_be_answered_are_errors_in_words(tool, arguments, words):
@@ -199,18 +217,18 @@ def test_calls_that_cannot_be_answered_are_errors_in_words(tool, arguments, word
 
 @pytest.mark.parametrize("chunk", [-1, 9999])
 def test_a_chunk_out_of_range_is_told_the_range(chunk):
-    built, answer = run(BUILD, (documents.read_chunk, {"chunk_id": chunk}))
+    built, answer = run(BUILD, (document_tools.read_chunk, {"chunk_id": chunk}))
     assert answer == {"error": f"chunk_id={chunk}: give 0 to {built['last_chunk_id']}"}
 
 
 def test_a_new_index_forgets_what_was_searched_in_the_old():
     async def main():
-        async with Context(Task("t", fields={"document_content": TEXT})) as context:
-            for tool, arguments in (BUILD, (documents.search_engine, {"keyword": "Mira"})):
+        async with ToolContext(Task("t", fields={"document_content": TEXT})) as context:
+            for tool, arguments in (BUILD, (document_tools.search_engine, {"keyword": "Mira"})):
                 await tool.run(arguments, context)
             space = context.state(WORKSPACE, WORKSPACE.make)
             before = list(space.searched)
-            await documents.build_index.run({"chunk_size": 30}, context)
+            await document_tools.build_index.run({"chunk_size": 30}, context)
             return before, space.searched
 
     assert asyncio.run(main()) == (["Mira"], [])
@@ -218,16 +236,16 @@ def test_a_new_index_forgets_what_was_searched_in_the_old():
 
 def test_notes_are_written_changed_merged_and_deleted():
     answers = run(
-        (notes.note, {"key": "a", "summary": "one", "content": {"x": 1}}),
-        (notes.read_note, {"key": "a"}),
-        (notes.update_note, {"mode": "append", "key": "a", "new_content": "more"}),
-        (notes.read_note, {"key": "a"}),
-        (notes.update_note, {"mode": "overwrite", "key": "a", "new_content": "new", "new_summary": "1"}),
-        (notes.note, {"key": "b", "summary": "two"}),
-        (notes.merge_notes, {"keys": ["a", "b"]}),
-        (notes.read_note, {"key": "a_b"}),
-        (notes.update_note, {"mode": "delete", "key": "a_b"}),
-        (notes.read_note, {"key": "a_b"}),
+        (document_tools.note, {"key": "a", "summary": "one", "content": {"x": 1}}),
+        (document_tools.read_note, {"key": "a"}),
+        (document_tools.update_note, {"mode": "append", "key": "a", "new_content": "more"}),
+        (document_tools.read_note, {"key": "a"}),
+        (document_tools.update_note, {"mode": "overwrite", "key": "a", "new_content": "new", "new_summary": "1"}),
+        (document_tools.note, {"key": "b", "summary": "two"}),
+        (document_tools.merge_notes, {"keys": ["a", "b"]}),
+        (document_tools.read_note, {"key": "a_b"}),
+        (document_tools.update_note, {"mode": "delete", "key": "a_b"}),
+        (document_tools.read_note, {"key": "a_b"}),
     )
     assert answers[0] == {"status": "success", "key": "a"}
     assert answers[1] == {"summary": "one", "full_content": '{"x": 1}'}
@@ -238,7 +256,7 @@ def test_notes_are_written_changed_merged_and_deleted():
 
 
 def test_episodes_on_one_document_share_its_index_and_forget_the_oldest():
-    shelf = Shelf(chars=len(TEXT) + 10)
+    shelf = IndexCache(chars=len(TEXT) + 10)
     made = []
     threads = [threading.Thread(target=lambda: made.append(shelf.index(TEXT, 9, 0, None))) for _ in range(6)]
     for thread in threads:
@@ -251,13 +269,17 @@ def test_episodes_on_one_document_share_its_index_and_forget_the_oldest():
 
 
 def test_brief_answers_say_the_same_in_few_words():
-    assert set(BRIEF) == {*(tool.name for tool in vars(documents).values() if hasattr(tool, "spec")),
-                          *(tool.name for tool in vars(notes).values() if hasattr(tool, "spec"))}  # fmt: skip
-    _, read = run(BUILD, (documents.read_chunk, {"chunk_id": 1}))
-    assert shorten("readChunk", json.dumps(read)) == f"1: {read['retrieved_chunk'][0]['content'].strip()}"
-    assert shorten("searchEngine", json.dumps(found("Mira"))).startswith("4: The village was quiet. <em>")
-    _, bare = run(BUILD, (documents.search_engine, {"keyword": "Mira"}), reading={"fragments": 0})
-    assert shorten("searchEngine", json.dumps(bare)).startswith("chunks ")
-    assert shorten("deleteContext", '{"error": "no. Never."}') == "error: no"
-    assert shorten("mine", "plain") == "plain"
-    assert listed([documents.read_chunk.spec, documents.finish.spec]) == "readChunk(chunk_id), finish(answer)"
+    assert set(SHORT_FORMS) == {
+        tool.name for tool in vars(document_tools).values() if isinstance(tool, document_tools.JsonTool)
+    }
+    _, read = run(BUILD, (document_tools.read_chunk, {"chunk_id": 1}))
+    assert shorten_result("readChunk", json.dumps(read)) == f"1: {read['retrieved_chunk'][0]['content'].strip()}"
+    assert shorten_result("searchEngine", json.dumps(found("Mira"))).startswith("4: The village was quiet. <em>")
+    _, bare = run(BUILD, (document_tools.search_engine, {"keyword": "Mira"}), reading={"fragments": 0})
+    assert shorten_result("searchEngine", json.dumps(bare)).startswith("chunks ")
+    assert shorten_result("deleteContext", '{"error": "no. Never."}') == "error: no"
+    assert shorten_result("mine", "plain") == "plain"
+    assert (
+        format_tool_list([document_tools.read_chunk.spec, document_tools.finish.spec])
+        == "readChunk(chunk_id), finish(answer)"
+    )

@@ -10,7 +10,7 @@ import sqlite3, sys
 from contextlib import suppress
 from pathlib import Path
 from arborl.errors import ConfigError
-from arborl.tools.journal import Journal, Unusable
+from arborl.tools.remote.tool_dispatcher import Journal, Unusable
 
 journal = Journal(Path(sys.argv[1]))
 with suppress(MemoryError):
@@ -26,6 +26,6 @@ for use in (lambda: journal.begin("key", "digest" * 100_000), lambda: Journal(Pa
 def test_a_lack_of_memory_is_said_in_one_line_and_nothing_is_done(tmp_path):
     """In a process of its own: the limit is of all that SQLite does there, and cannot be taken back."""
     words = [sys.executable, "-c", PROGRAM, str(tmp_path / "journal")]
-    said = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert said[0] == "the journal of stateful calls cannot be used: out of memory"
-    assert "not a journal that can be written (out of memory)" in said[1]
+    received = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert received[0] == "the journal of stateful calls cannot be used: out of memory"
+    assert "not a usable journal (out of memory)" in received[1]

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from arborl.tools.json_bounds import JsonBounds, JsonBoundsError, check_json, load_json
+from arborl.tools.core.json_bounds import JsonBounds, JsonBoundsError, check_json, load_json
 
 LEAVES = [1, -2.5e10, None, True, 'a"b', "\\", '\\"', "\\\\", "[[[", '{"a": [1, 2]}', "", "\u20ac,:", "\ud800"]
 KEYS = ["a", '"', "\\", "[", "é", ":,"]

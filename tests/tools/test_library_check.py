@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from arborl.tools import TOOLS, Context, as_tool
+from arborl.tools import TOOLS, ToolContext, as_tool
 from arborl.types import Task
 
 
@@ -25,8 +25,8 @@ def test_an_answer_is_compared_with_the_tasks(given, right, says):
     assert (tool.name, tool.spec.description) == ("calc_reward", "Grades.")
     assert list(tool.spec.parameters["properties"]) == ["answer"]  # the right one is not for the model to see
 
-    async def asked():
-        async with Context(Task("t", fields={"answer": right})) as context:
+    async def requested():
+        async with ToolContext(Task("t", fields={"answer": right})) as context:
             return await tool.run({"answer": given}, context)
 
-    assert asyncio.run(asked()).content == says
+    assert asyncio.run(requested()).content == says

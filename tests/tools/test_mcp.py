@@ -14,8 +14,8 @@ pytest.importorskip("mcp_types", reason="the extra 'mcp', version 2 or newer")
 pytest.importorskip("fastapi", reason="the extra 'serve'")
 
 from arborl.errors import ConfigError
-from arborl.tools import Context, Toolbox
-from arborl.tools.mcp import McpServer
+from arborl.tools import Toolbox, ToolContext
+from arborl.tools.remote.mcp import McpClient
 from arborl.types import ToolCall
 
 OURS = [sys.executable, "-m", "arborl", "tools", "serve", "--tools", "calculator,python"]
@@ -29,13 +29,13 @@ server = MCPServer("foreign")
 
 @server.tool()
 def greet(name: str, times: int = 1) -> str:
-    '''Greet somebody.'''
+    '''Greet a person.'''
     return "hello " * times + name
 
 @server.tool()
 def fail() -> str:
     '''Always fails.'''
-    raise ToolError("as said")
+    raise ToolError("as received")
 
 @server.tool()
 def leave() -> str:
@@ -57,7 +57,7 @@ def foreign(tmp_path_factory):
     """A server written with the official SDK alone, in a process of its own."""
     path = tmp_path_factory.mktemp("mcp") / "foreign.py"
     path.write_text(FOREIGN)
-    made = McpServer([sys.executable, str(path)])
+    made = McpClient([sys.executable, str(path)])
     yield made
     made.close()
 
@@ -66,7 +66,7 @@ def foreign(tmp_path_factory):
 def ours(request, tmp_path_factory):
     """Our tools as an MCP server, seen through our client."""
     if request.param == "stdio":
-        made = McpServer([*OURS, "--stdio"])
+        made = McpClient([*OURS, "--stdio"])
         yield made
         made.close()
         return
@@ -83,7 +83,7 @@ def ours(request, tmp_path_factory):
         str(tmp_path_factory.mktemp("j") / "j"),
     ]
     process = subprocess.Popen([*OURS, *options], stderr=subprocess.DEVNULL)
-    made = McpServer(f"http://127.0.0.1:{port}/mcp", headers={"Authorization": "Bearer secret"})
+    made = McpClient(f"http://127.0.0.1:{port}/mcp", headers={"Authorization": "Bearer secret"})
     wait_for(port)
     yield made
     made.close()
@@ -104,7 +104,7 @@ def wait_for(port: int) -> None:
 def test_tools_of_a_foreign_server_stand_in_a_toolbox_like_any_other(foreign):
     box = Toolbox(foreign.tools())
     spec = next(spec for spec in box.specs if spec.name == "greet")
-    assert spec.description == "Greet somebody."
+    assert spec.description == "Greet a person."
     assert spec.parameters["required"] == ["name"]
     calls = [
         ToolCall("1", "greet", {"name": "you", "times": 2}),
@@ -115,7 +115,7 @@ def test_tools_of_a_foreign_server_stand_in_a_toolbox_like_any_other(foreign):
     results = asyncio.run(box.run(calls))
     assert results[0].content == "hello hello you"
     assert [result.kind for result in results] == ["ok", "exception", "exception", "unknown_tool"]
-    assert "as said" in results[1].content
+    assert "as received" in results[1].content
 
 
 def test_a_foreign_server_that_dies_is_an_answer_and_is_started_anew(foreign):
@@ -140,14 +140,14 @@ def test_only_the_tools_asked_for_are_taken(foreign):
     foreign.only = ["greet"]
     assert [each.name for each in foreign.tools()] == ["greet"]
     foreign.only = ["great"]
-    said = r"has no tool 'great'\. Did you mean 'greet'\? It has: greet, fail, leave, sleep"
-    with pytest.raises(ConfigError, match=said):
+    received = r"has no tool 'great'\. Did you mean 'greet'\? It has: greet, fail, leave, sleep"
+    with pytest.raises(ConfigError, match=received):
         foreign.tools()
     foreign.only = None
 
 
 def test_a_command_that_is_no_server_is_an_error_before_the_run():
-    made = McpServer([sys.executable, "-c", "pass"], timeout=40)
+    made = McpClient([sys.executable, "-c", "pass"], timeout=40)
     with pytest.raises(ConfigError, match="no MCP server answers at"):
         made.tools()
     made.close()
@@ -159,7 +159,7 @@ def test_our_tools_can_be_called_over_mcp(ours):
     assert list(tools["python"].spec.parameters["properties"]) == ["code"]
 
     async def play():
-        async with Context() as one, Context() as two:
+        async with ToolContext() as one, ToolContext() as two:
             return [
                 await tools["calculator"].run({"expression": "6*7"}),
                 await tools["calculator"].run({"expresion": "6*7"}),
@@ -178,14 +178,14 @@ def test_our_tools_can_be_called_over_mcp(ours):
 def test_over_http_the_key_is_wanted_for_mcp_too(ours):
     if not isinstance(ours.server, str):
         pytest.skip("standard input has no key")
-    made = McpServer(ours.server, timeout=40)
+    made = McpClient(ours.server, timeout=40)
     with pytest.raises(ConfigError, match="no MCP server answers at"):
         made.tools()
     made.close()
 
 
 def test_a_closed_connection_ends_its_command():
-    made = McpServer([*OURS, "--stdio"])
+    made = McpClient([*OURS, "--stdio"])
     made.tools()
     mine = children_of_this_process()
     assert mine

@@ -1,7 +1,7 @@
 import asyncio
 
-from arborl.sandbox import Limits, Pool
-from arborl.tools import TOOLS, Context, Toolbox, tool
+from arborl.sandbox import SandboxLimits, SandboxPool
+from arborl.tools import TOOLS, Toolbox, ToolContext, tool
 from arborl.tools.library.python import PythonSession, python, python_once
 from arborl.types import ToolCall
 
@@ -14,16 +14,16 @@ def test_the_model_is_told_about_code_and_nothing_else():
 
 def test_variables_last_an_episode_and_no_longer():
     async def play() -> list[str]:
-        async with Context() as first, Context() as second:
-            said = [
+        async with ToolContext() as first, ToolContext() as second:
+            received = [
                 await python.run({"code": "x = 6"}, first),
                 await python.run({"code": "print('hi')\nx * 7"}, first),
                 await python.run({"code": "x"}, second),
             ]
-        async with Context() as third:
-            said.append(await python.run({"code": "x"}, third))
-        assert all(result.ok for result in said)
-        return [result.content for result in said]
+        async with ToolContext() as third:
+            received.append(await python.run({"code": "x"}, third))
+        assert all(result.ok for result in received)
+        return [result.content for result in received]
 
     assert asyncio.run(play())[:2] == ["(no output)", "hi\n42"]
     for content in asyncio.run(play())[2:]:
@@ -33,7 +33,7 @@ def test_variables_last_an_episode_and_no_longer():
 def test_the_calls_of_one_turn_run_in_the_order_written():
     async def play() -> list[str]:
         box = Toolbox([python])
-        async with Context() as context:
+        async with ToolContext() as context:
             calls = [ToolCall(str(n), "python", {"code": code}) for n, code in enumerate(("x = 1", "x += 1", "x"))]
             return [result.content for result in await box.run(calls, context)]
 
@@ -42,20 +42,20 @@ def test_the_calls_of_one_turn_run_in_the_order_written():
 
 def test_once_begins_anew_each_time():
     async def play() -> list[str]:
-        async with Context() as context:
+        async with ToolContext() as context:
             return [(await python_once.run({"code": code}, context)).content for code in ("x = 1", "x")]
 
     assert asyncio.run(play())[1].endswith("NameError: name 'x' is not defined")
 
 
 def test_passing_a_limit_is_said_and_the_next_call_begins_anew():
-    pool = Pool(Limits(wall_seconds=0.5), spare=0)
+    pool = SandboxPool(SandboxLimits(wall_seconds=0.5), spare=0)
 
     async def play() -> list:
         session = PythonSession(pool)
-        said = [await session.run(code) for code in ("x = 1", "while True: pass", "x", "'fresh'")]
+        received = [await session.run(code) for code in ("x = 1", "while True: pass", "x", "'fresh'")]
         await session.close()
-        return said
+        return received
 
     _, endless, after, fresh = asyncio.run(play())
     assert endless.stopped == "wall"
@@ -65,7 +65,7 @@ def test_passing_a_limit_is_said_and_the_next_call_begins_anew():
 
 
 def test_the_interpreter_is_given_back_at_the_end_of_the_episode():
-    pool = Pool(Limits(), size=1, spare=0)
+    pool = SandboxPool(SandboxLimits(), size=1, spare=0)
 
     async def play() -> None:
         for number in range(3):
@@ -79,7 +79,7 @@ def test_the_interpreter_is_given_back_at_the_end_of_the_episode():
 
 
 def test_a_tool_call_that_times_out_ends_its_code():
-    session = PythonSession(Pool(Limits(wall_seconds=60), size=1, spare=0))
+    session = PythonSession(SandboxPool(SandboxLimits(wall_seconds=60), size=1, spare=0))
 
     @tool(timeout=0.3)
     async def slow() -> str:

@@ -53,14 +53,14 @@ def first_step(folder: Path) -> None:
 
 
 def results(folder: Path) -> dict[str, list[str]]:
-    """What the model was told, by tool, in the order of steps."""
+    """What the model was outcome, by tool, in the order of steps."""
     found: dict[str, list[str]] = {}
     for path in sorted((folder / "run" / "episodes").glob("*.jsonl")):
         for line in path.read_text().splitlines():
             episode = json.loads(line)
             assert episode["failure"] is None
-            told = [message for call in episode["calls"] for message in call["messages"][2]]
-            for message in told:
+            outcome = [message for call in episode["calls"] for message in call["messages"][2]]
+            for message in outcome:
                 if message["role"] == "tool":
                     found.setdefault(message["name"], []).append(message["content"])
     return found
@@ -119,30 +119,32 @@ def test_a_run_uses_a_tool_server_and_mcp_servers_that_only_its_file_names(tmp_p
 
     killer = threading.Thread(target=kill)
     killer.start()
-    said = train(file)
+    received = train(file)
     killer.join()
-    assert said.exit_code == 0, said.output
-    told = results(tmp_path)
-    assert told["far_calculator"] == ["42"] * 12  # every call was answered, however late
-    assert len(told["web_greet"]) == 12
-    assert all(text.startswith("hello web from") for text in told["web_greet"])
-    worked = [text for text in told["greet"] if text.startswith("hello here from")]
+    assert received.exit_code == 0, received.output
+    outcome = results(tmp_path)
+    assert outcome["far_calculator"] == ["42"] * 12  # every call was answered, however late
+    assert len(outcome["web_greet"]) == 12
+    assert all(text.startswith("hello web from") for text in outcome["web_greet"])
+    worked = [text for text in outcome["greet"] if text.startswith("hello here from")]
     assert all(f"with a word in {tmp_path.name}" in text for text in worked)
     assert len({text.split()[3] for text in worked}) == 2  # one process a life, shared by all episodes
-    assert [text for text in told["greet"] if "is gone: Connection closed" in text]  # who called it then was told so
+    assert [
+        text for text in outcome["greet"] if "does not respond: Connection closed" in text
+    ]  # who called it then was outcome so
     assert marked(str(program)) == {web.process.pid}
     for path in (tmp_path / "run").rglob("*"):
         assert not path.is_file() or KEY.encode() not in path.read_bytes(), path
-    assert KEY not in said.output
+    assert KEY not in received.output
 
     monkeypatch.delenv("FAR_KEY")
-    said = train("--resume", tmp_path / "run", "trainer.steps=7")
-    assert said.exit_code == 2
-    assert "tools.1.api_key_env: the environment has no FAR_KEY. Write: export FAR_KEY=…" in said.stderr
+    received = train("--resume", tmp_path / "run", "trainer.steps=7")
+    assert received.exit_code == 2
+    assert "tools.1.api_key_env: the environment has no FAR_KEY. Write: export FAR_KEY=…" in received.stderr
 
 
 def test_told_to_stop_a_run_leaves_no_process_behind(tmp_path):
-    command = stubborn(tmp_path, "mark-of-a-run-told-to-stop")
+    command = stubborn(tmp_path, "mark-of-a-run-outcome-to-stop")
     file = config(tmp_path, [{"mcp": {"command": command}}], [call("echo", text="x")], trainer={"steps": 10**6})
     lived = []
 
@@ -153,12 +155,12 @@ def test_told_to_stop_a_run_leaves_no_process_behind(tmp_path):
 
     stopper = threading.Thread(target=stop)
     stopper.start()
-    said = train(file)
+    received = train(file)
     stopper.join()
-    assert said.exit_code == 143, said.output
+    assert received.exit_code == 143, received.output
     assert len(lived) == 5  # the server, its children, and the two processes of the guard
     assert gone(command[-1])
-    assert "this is said aside" not in said.output
+    assert "this is received aside" not in received.output
 
 
 @pytest.mark.slow
@@ -175,40 +177,40 @@ def test_no_process_outlives_a_real_run_however_that_ends(tmp_path, stop):
 
 
 @pytest.mark.parametrize(
-    ("entry", "said"),
+    ("entry", "received"),
     [
         ({"server": "http://127.0.0.1:1"}, "tools.0: no tool server answers at http://127.0.0.1:1 (ConnectError"),
         ({"mcp": {"url": "http://127.0.0.1:1/mcp"}}, "tools.0: no MCP server answers at http://127.0.0.1:1/mcp: "),
-        ({"mcp": {"command": ["no-such-program", "x"]}}, "tools.0: there is no program 'no-such-program' to start."),
-        ({"mcp": {"command": ["sh", "-c", "echo oh no >&2; exit 3"]}}, "Connection closed. It said: oh no"),
-        ({"mcp": {"command": ["sh"], "cwd": "/nowhere"}}, "'/nowhere', where sh is to be started, is no folder."),
+        ({"mcp": {"command": ["no-such-program", "x"]}}, "tools.0: program 'no-such-program' not found."),
+        ({"mcp": {"command": ["sh", "-c", "echo oh no >&2; exit 3"]}}, "Connection closed. Its last line: oh no"),
+        ({"mcp": {"command": ["sh"], "cwd": "/nowhere"}}, "cwd='/nowhere' of sh is not a folder."),
         ({"mcp": {"command": ["sh"], "pass_env": ["NOT_THERE"]}}, "tools.0.mcp.pass_env: the environment has no NOT"),
         ({"server": "http://127.0.0.1:1", "api_key_env": "NOT_THERE"}, "tools.0.api_key_env: the environment has no"),
         ("calculater", "tools.0: no tool is called 'calculater'. Did you mean 'calculator'?"),
     ],
 )  # fmt: skip
-def test_what_is_not_there_is_one_line_before_anything_is_written(tmp_path, entry, said):
-    told = train(config(tmp_path, [entry], ["x"]))
-    assert told.exit_code == 2, told.output
-    assert said in told.stderr
-    assert told.stderr.count("\n") == 1
+def test_what_is_not_there_is_one_line_before_anything_is_written(tmp_path, entry, received):
+    outcome = train(config(tmp_path, [entry], ["x"]))
+    assert outcome.exit_code == 2, outcome.output
+    assert received in outcome.stderr
+    assert outcome.stderr.count("\n") == 1
     assert not (tmp_path / "run").exists()
 
 
 def test_a_tool_that_a_server_has_not_got_is_one_line_and_its_process_is_ended(tmp_path):
     command = stubborn(tmp_path, "gentle-mark-of-a-missing-tool")
-    told = train(config(tmp_path, [{"mcp": {"command": command}, "tools": ["eco"]}], ["x"]))
-    assert told.exit_code == 2, told.output
-    assert "has no tool 'eco'. Did you mean 'echo'? It has: echo." in told.stderr
-    assert told.stderr.count("\n") == 1
+    outcome = train(config(tmp_path, [{"mcp": {"command": command}, "tools": ["eco"]}], ["x"]))
+    assert outcome.exit_code == 2, outcome.output
+    assert "has no tool 'eco'. Did you mean 'echo'? It has: echo." in outcome.stderr
+    assert outcome.stderr.count("\n") == 1
     assert not (tmp_path / "run").exists()
     assert gone(command[-1])
 
 
 def test_a_mistake_elsewhere_ends_what_was_started_for_the_tools(tmp_path):
     command = stubborn(tmp_path, "gentle-mark-of-another-mistake")
-    told = train(config(tmp_path, [{"mcp": {"command": command}}], ["x"], rewards=["equl"]))
-    assert told.exit_code == 2, told.output
+    outcome = train(config(tmp_path, [{"mcp": {"command": command}}], ["x"], rewards=["equl"]))
+    assert outcome.exit_code == 2, outcome.output
     assert gone(command[-1])
 
 
@@ -221,27 +223,27 @@ def test_each_source_may_name_its_own_the_same_entry_is_one_process_and_resume_o
     tree["data"] = {"sources": {name: {"path": rows, "tools": entry} for name in ("one", "two")}}
     tree["rollout"]["tasks_per_step"] = 2
     file.write_text(yaml.safe_dump(tree))
-    told = train(file)
-    assert told.exit_code == 0, told.output
+    outcome = train(file)
+    assert outcome.exit_code == 0, outcome.output
     assert len({text.split()[0] for text in results(tmp_path)["echo"]}) == 1
-    told = train("--resume", tmp_path / "run", "trainer.steps=3")
-    assert told.exit_code == 0, told.output
+    outcome = train("--resume", tmp_path / "run", "trainer.steps=3")
+    assert outcome.exit_code == 0, outcome.output
     assert len({text.split()[0] for text in results(tmp_path)["echo"]}) == 2
 
 
 def test_tools_list_and_show_ask_the_servers_of_a_run(tmp_path):
     command = stubborn(tmp_path, "gentle-mark-of-a-list")
     file = config(tmp_path, ["calculator", {"mcp": {"command": command}, "prefix": "my_"}], ["x"])
-    told = CliRunner().invoke(app, ["tools", "list", str(file)])
-    assert told.exit_code == 0, told.output
-    assert [line.split()[0] for line in told.stdout.splitlines()] == ["calculator", "my_echo"]
-    told = CliRunner().invoke(app, ["tools", "show", "my_echo", str(file)])
-    assert json.loads(told.stdout)["parameters"]["properties"] == {"text": {"type": "string"}}
+    outcome = CliRunner().invoke(app, ["tools", "list", str(file)])
+    assert outcome.exit_code == 0, outcome.output
+    assert [line.split()[0] for line in outcome.stdout.splitlines()] == ["calculator", "my_echo"]
+    outcome = CliRunner().invoke(app, ["tools", "show", "my_echo", str(file)])
+    assert json.loads(outcome.stdout)["parameters"]["properties"] == {"text": {"type": "string"}}
     assert "has no tool 'echo'" in CliRunner().invoke(app, ["tools", "show", "echo", str(file)]).stderr
     assert json.loads(CliRunner().invoke(app, ["tools", "show", "calculator"]).stdout)["name"] == "calculator"
-    told = train(file, "--print")
-    assert told.exit_code == 0
-    assert yaml.safe_load(told.stdout)["tools"] == ["calculator", {"mcp": {"command": command}, "prefix": "my_"}]
+    outcome = train(file, "--print")
+    assert outcome.exit_code == 0
+    assert yaml.safe_load(outcome.stdout)["tools"] == ["calculator", {"mcp": {"command": command}, "prefix": "my_"}]
     assert gone(command[-1])
 
 

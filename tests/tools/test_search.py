@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arborl.errors import ConfigError
-from arborl.tools.library.retrieve import Retrieve
-from arborl.tools.library.search import Search, build_index, match_expression
+from arborl.tools.library.search import Retrieve, Search, build_index, match_expression
 
 TEXTS = {
     "lake": "The frozen lake lies in the north. In winter the lake is cold.",
@@ -106,7 +105,7 @@ def test_processes_that_want_an_index_at_once_make_one(corpus, tmp_path):
     with multiprocessing.get_context("fork").Pool(4) as pool:
         made = set(pool.map(_index, [(corpus, tmp_path)] * 8))
         pool.close()
-        pool.join()  # they end by themselves: a signal to end would be handled by whoever has a handler here
+        pool.join()  # they end by themselves: a signal to end would be handled by any caller has a handler here
     assert len(made) == 1
     assert len(list(tmp_path.glob("*.sqlite"))) == 1
     assert not list(tmp_path.glob("*.part"))
@@ -122,7 +121,7 @@ def test_a_changed_corpus_is_indexed_anew(tmp_path):
 
 
 def test_a_bad_corpus_says_where(tmp_path):
-    with pytest.raises(ConfigError, match="no corpus there"):
+    with pytest.raises(ConfigError, match="no corpus"):
         Search(tmp_path / "none.jsonl", index=tmp_path)
     file = tmp_path / "bad.jsonl"
     file.write_text('{"text": "a"}\n{"txt": "b"}\n')

@@ -11,15 +11,14 @@ pytest.importorskip("fastapi", reason="the extra 'serve'")
 pytest.importorskip("prometheus_client", reason="the extra 'serve'")
 
 from arborl.errors import ConfigError
-from arborl.tools import Given, State, tool
-from arborl.tools.client import ToolClient
-from arborl.tools.dispatcher import Desk
-from arborl.tools.journal import Journal
+from arborl.tools import EpisodeState, TaskField, tool
+from arborl.tools.core.arguments import ArgumentError
 from arborl.tools.library.calculator import calculator
 from arborl.tools.library.python import python
-from arborl.tools.protocol import CallRequest, bearer
-from arborl.tools.schema import ArgumentError
-from arborl.tools.server import make_app
+from arborl.tools.remote.tool_client import ToolClient
+from arborl.tools.remote.tool_dispatcher import CallJournal, ToolDispatcher
+from arborl.tools.remote.tool_protocol import CallRequest, bearer_header
+from arborl.tools.remote.tool_server import make_app
 
 RUNS: list[str] = []
 
@@ -37,7 +36,7 @@ class Purse:
 
 
 @tool(stateful=True)
-async def collect(coins: int, purse: Annotated[Purse, State(Purse)]) -> int:
+async def collect(coins: int, purse: Annotated[Purse, EpisodeState(Purse)]) -> int:
     """Put coins into the purse.
 
     Args:
@@ -59,7 +58,7 @@ async def nap(seconds: float) -> str:
 
 
 @tool
-def check(guess: str, answer: Annotated[str, Given()]) -> bool:
+def check(guess: str, answer: Annotated[str, TaskField()]) -> bool:
     """Compare with the task's answer."""
     return guess == answer
 
@@ -74,7 +73,7 @@ def serving(play, api_key: str | None = None, headers: dict | None = None, drain
     """`play(http, desk)` against the application, without a network."""
 
     async def run():
-        desk = Desk([calculator, collect, nap, check, *tools], **options)
+        desk = ToolDispatcher([calculator, collect, nap, check, *tools], **options)
         app = make_app(desk, api_key, limit_seconds=2.5)
         url, transport = "http://127.0.0.1", httpx.ASGITransport(app)
         async with (
@@ -156,7 +155,7 @@ def test_health_and_metrics_tell_how_it_stands():
     assert health == {"status": "ok", "running": 0, "waiting": 0, "sandbox": None}
     assert 'arborl_tool_calls_total{kind="ok",tool="calculator"} 1.0' in metrics
     assert 'arborl_tool_calls_total{kind="unknown_tool",tool="unknown"} 1.0' in metrics
-    assert 'arborl_tool_stuck{tool="calculator"} 0.0' in metrics
+    assert 'arborl_tool_hanging{tool="calculator"} 0.0' in metrics
 
 
 # ------------------------------------------------------------------------------------------------ who may ask
@@ -188,14 +187,14 @@ def test_the_right_key_opens(headers):
 
 def test_an_empty_key_is_refused_when_the_server_is_made():
     with pytest.raises(ConfigError, match="the API key is empty"):
-        make_app(Desk([calculator]), "")
+        make_app(ToolDispatcher([calculator]), "")
 
 
 @pytest.mark.parametrize("key", ["a\nb", " a", "a\x7f"])
 def test_a_key_that_no_header_can_carry_is_refused(key):
-    with pytest.raises(ConfigError, match="no header can carry it"):
-        make_app(Desk([calculator]), key)
-    with pytest.raises(ConfigError, match="no header can carry it"):
+    with pytest.raises(ConfigError, match="the API key begins or ends"):
+        make_app(ToolDispatcher([calculator]), key)
+    with pytest.raises(ConfigError, match="the API key begins or ends"):
         ToolClient("http://127.0.0.1:1", key)
 
 
@@ -203,7 +202,9 @@ def test_a_key_may_have_any_letters():
     key = "schlüssel-ключ-鍵"
 
     async def play(http, desk):
-        answers = [await http.get("/tools", headers=headers) for headers in (bearer(key), bearer("schlüssel"))]
+        answers = [
+            await http.get("/tools", headers=headers) for headers in (bearer_header(key), bearer_header("schlüssel"))
+        ]
         answers.append(await http.get("/tools", headers={"X-API-Key": key.encode()}))
         return [answer.status_code for answer in answers]
 
@@ -269,12 +270,12 @@ def test_calls_that_wait_for_their_session_hold_up_no_other_session():
                 await free.wait()
             return "held"
 
-        desk = Desk([hold], concurrency=2)
+        desk = ToolDispatcher([hold], concurrency=2)
         calls = [CallRequest(name="hold", arguments={"free_now": False}, session="a") for _ in range(5)]
-        held = [asyncio.ensure_future(desk.answer(call)) for call in calls]
+        held = [asyncio.ensure_future(desk.call(call)) for call in calls]
         await asyncio.sleep(0.01)
         other = CallRequest(name="hold", arguments={"free_now": True}, session="b")
-        answer = await asyncio.wait_for(desk.answer(other), 40)
+        answer = await asyncio.wait_for(desk.call(other), 40)
         counts = desk.running, desk.waiting
         free.set()
         await asyncio.gather(*held)
@@ -319,9 +320,9 @@ def test_a_body_that_is_too_large_is_refused():
             for _ in range(40):
                 yield b"x" * 100_000
 
-        said = (await http.post("/call", content=b"x" * 3_000_000)).status_code
+        received = (await http.post("/call", content=b"x" * 3_000_000)).status_code
         unsaid = (await http.post("/call", content=pieces())).status_code
-        return said, unsaid
+        return received, unsaid
 
     assert serving(play) == (413, 413)
 
@@ -345,9 +346,9 @@ def test_whatever_is_sent_is_answered_without_a_crash(body):
         answer = await http.post("/call", content=body, headers={"Content-Type": "application/json"})
         return answer.status_code, answer.json()
 
-    code, said = serving(play)
+    code, received = serving(play)
     assert code in (200, 400, 422)
-    json.dumps(said)
+    json.dumps(received)
 
 
 # ------------------------------------------------------------------------------------------------ once, and in turn
@@ -383,15 +384,15 @@ def test_a_key_that_was_another_calls_is_refused(other, tmp_path):
     async def later(http, desk):
         return await post(http, "/call", **call | other)
 
-    now = serving(play, journal=Journal(tmp_path / "journal"))
-    answers = [*now, serving(later, journal=Journal(tmp_path / "journal"))]
+    now = serving(play, journal=CallJournal(tmp_path / "journal"))
+    answers = [*now, serving(later, journal=CallJournal(tmp_path / "journal"))]
     assert [answer.status_code for answer in answers] == [409] * 3
-    assert "the key 'k1' was another call's" in answers[0].json()["detail"]
+    assert "the key 'k1' belongs to another call" in answers[0].json()["detail"]
     assert RUNS == ["collect 5"]
 
 
 def test_a_journal_that_cannot_be_written_runs_nothing_and_says_so(tmp_path):
-    journal = Journal(tmp_path / "journal")
+    journal = CallJournal(tmp_path / "journal")
 
     async def play(http, desk):
         journal._base.execute("PRAGMA query_only = ON")  # as on a full disk
@@ -407,8 +408,8 @@ def test_a_journal_that_cannot_be_written_runs_nothing_and_says_so(tmp_path):
 
 def test_a_file_that_is_no_journal_is_one_sentence(tmp_path):
     (tmp_path / "journal").write_bytes(b"not SQLite" * 1000)
-    with pytest.raises(ConfigError, match=r"not a journal that can be written .* Remove it"):
-        Journal(tmp_path / "journal")
+    with pytest.raises(ConfigError, match=r"not a usable journal .* Remove it"):
+        CallJournal(tmp_path / "journal")
 
 
 def test_arguments_that_nest_too_deep_are_no_request():
@@ -529,7 +530,7 @@ def test_a_server_started_anew_neither_runs_again_nor_pretends(tmp_path):
         begun = CallRequest(name="collect", arguments={"coins": 5}, key="begun", session="s")
         desk.journal.begin("begun", begun.digest)
 
-    serving(before, journal=Journal(path), drain=False)  # killed: nobody closed anything
+    serving(before, journal=CallJournal(path), drain=False)  # killed: no one closed anything
     RUNS.clear()
 
     async def after(http, desk):
@@ -537,12 +538,12 @@ def test_a_server_started_anew_neither_runs_again_nor_pretends(tmp_path):
         calls = [post(http, "/call", name="collect", arguments={"coins": 5}, key=k, session=s) for k, s in keys.items()]
         return [answer.json() for answer in await asyncio.gather(*calls)]
 
-    done, begun, new, other = serving(after, journal=Journal(path))
+    done, begun, new, other = serving(after, journal=CallJournal(path))
     assert (done["content"], done["replayed"]) == ("5", True)
     assert begun["kind"] == "lost"
-    assert "may or may not" in begun["content"]
+    assert "its effect is unknown" in begun["content"]
     assert new["kind"] == "lost"
-    assert "started anew" in new["content"]
+    assert "was restarted" in new["content"]
     assert other["content"] == "5"
     assert RUNS == ["collect 5"]
 
@@ -566,7 +567,7 @@ def test_a_server_that_is_about_to_stop_takes_no_more_and_finishes_what_it_has()
 
 
 def test_it_grants_a_rate_limit_to_all_who_ask_by_its_name(tmp_path, monkeypatch):
-    monkeypatch.setattr("arborl.tools.limit.default_folder", lambda: tmp_path)
+    monkeypatch.setattr("arborl.tools.core.rate_limit.default_limit_dir", lambda: tmp_path)
 
     async def play(http, desk):
         asks = [post(http, "/limit", name="x", per_minute=60, burst=2, timeout=2.5) for _ in range(6)]
@@ -582,7 +583,7 @@ def test_it_grants_a_rate_limit_to_all_who_ask_by_its_name(tmp_path, monkeypatch
 
 def test_limits_that_owe_nothing_leave_no_file_behind(tmp_path, monkeypatch):
     """One that has granted ahead is kept: a server started anew must not grant it again."""
-    monkeypatch.setattr("arborl.tools.limit.default_folder", lambda: tmp_path)
+    monkeypatch.setattr("arborl.tools.core.rate_limit.default_limit_dir", lambda: tmp_path)
 
     async def play(http, desk):
         for name in "abc":
@@ -599,8 +600,8 @@ def test_limits_that_owe_nothing_leave_no_file_behind(tmp_path, monkeypatch):
 
 
 def test_limits_beyond_the_most_take_the_place_of_those_that_owe_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("arborl.tools.limit.default_folder", lambda: tmp_path)
-    monkeypatch.setattr("arborl.tools.server.MAX_LIMITS", 3)
+    monkeypatch.setattr("arborl.tools.core.rate_limit.default_limit_dir", lambda: tmp_path)
+    monkeypatch.setattr("arborl.tools.remote.tool_server.MAX_RATE_LIMITS", 3)
 
     async def play(http, desk):
         return [(await post(http, "/limit", name=f"n{i}", per_minute=1e9)).status_code for i in range(10)]

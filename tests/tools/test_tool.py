@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arborl.tools import Tool, threads, tool
-from arborl.tools.docstring import read_docstring
+from arborl.tools import Tool, tool
+from arborl.tools.core import background_threads
+from arborl.tools.core.arguments import parse_docstring
 from arborl.types import ToolResult
 
 
@@ -181,7 +182,7 @@ def test_long_output_is_cut_where_the_model_can_see_it():
 
 @given(st.text())
 def test_any_docstring_can_be_read(text):
-    read = read_docstring(text)
+    read = parse_docstring(text)
     assert isinstance(read.description, str)
     assert all(isinstance(name, str) and isinstance(words, str) for name, words in read.arguments.items())
 
@@ -197,7 +198,7 @@ def test_whatever_the_model_writes_is_answered(arguments):
 
 
 def test_calls_that_hang_are_counted_by_tool_and_refused_at_the_cap_while_other_tools_go_on(monkeypatch):
-    monkeypatch.setattr(threads, "MOST", 2)
+    monkeypatch.setattr(background_threads, "MAX_HANGING_CALLS", 2)
     done = threading.Event()
 
     @tool(timeout=0.1)
@@ -208,7 +209,7 @@ def test_calls_that_hang_are_counted_by_tool_and_refused_at_the_cap_while_other_
     async def main():
         late = [await hanging.run({"seconds": 30}) for _ in range(2)]
         assert [result.kind for result in late] == ["timeout", "timeout"]
-        assert threads.stuck_calls("hanging") == 2
+        assert background_threads.num_hanging_calls("hanging") == 2
         began = time.monotonic()
         refused = await hanging.run({"seconds": 0})
         assert time.monotonic() - began < 20
@@ -216,7 +217,7 @@ def test_calls_that_hang_are_counted_by_tool_and_refused_at_the_cap_while_other_
         assert "2 calls of tool 'hanging' hang in threads" in refused.content
         assert (await search.run({"query": "cats"})).ok
         done.set()
-        while threads.stuck_calls("hanging"):
+        while background_threads.num_hanging_calls("hanging"):
             await asyncio.sleep(0.01)
         assert (await hanging.run({"seconds": 0})).content == "at last"
 

@@ -56,7 +56,7 @@ def test_every_kind_of_bad_call_is_an_answer():
         ToolCall("3", "double", {"y": 4}),
     )
     assert [result.kind for result in results] == ["unknown_tool", "malformed", "arguments"]
-    assert results[0].content == "no tool is called 'doubel'. Did you mean 'double'? Known: double."
+    assert results[0].content == "there is no tool 'doubel'. Did you mean 'double'? Known: double."
     assert results[1].content == "not JSON: {x"
     assert not any(result.ok for result in results)
 
@@ -75,7 +75,7 @@ def test_a_plain_function_is_taken_as_a_tool():
 
 
 def test_two_tools_of_one_name_are_refused():
-    with pytest.raises(ConfigError, match="two tools are called 'double'"):
+    with pytest.raises(ConfigError, match="two tools have the name 'double'"):
         Toolbox([double, double])
 
 

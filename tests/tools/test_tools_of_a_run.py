@@ -24,11 +24,11 @@ def test_tools_are_made_with_their_arguments(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "received"),
     [
         (["tools=[search]"], r"tools\.0\.args\.corpus: is missing"),
         (["tools=[search]", "agent.tool_args.search.korpus=x"], r"agent.tool_args.search.korpus: unknown argument"),
-        (["tools=[search]", "agent.tool_args.search.corpus=nowhere.jsonl"], "nowhere.jsonl: no corpus there"),
+        (["tools=[search]", "agent.tool_args.search.corpus=nowhere.jsonl"], "nowhere.jsonl: no corpus"),
         (["tools=[calculator]", "agent.tool_args.calculator.x=1"], "takes no arguments"),
         (
             ["tools=[calculator]", "agent.tool_args.search.corpus=x"],
@@ -37,14 +37,14 @@ def test_tools_are_made_with_their_arguments(tmp_path, monkeypatch):
         (["tools=[calculater]"], "Did you mean 'calculator'"),
     ],
 )
-def test_mistakes_say_where_and_what(settings, said):
-    with pytest.raises(ConfigError, match=said):
+def test_mistakes_say_where_and_what(settings, received):
+    with pytest.raises(ConfigError, match=received):
         tools(*settings)
 
 
 def test_a_tool_without_types_or_docstring_warns_what_the_model_will_see(caplog):
     from arborl.tools import tool
-    from arborl.tools.tool_warnings import gaps, warn_of_gaps
+    from arborl.tools.core.toolbox import missing_parts, warn_incomplete_specs
 
     @tool
     def guess(city, days: int = 1):
@@ -54,18 +54,18 @@ def test_a_tool_without_types_or_docstring_warns_what_the_model_will_see(caplog)
     def weather(city: str, near: list[str] | None = None) -> str:
         """Forecast the weather."""
 
-    warn_of_gaps([guess, weather])
+    warn_incomplete_specs([guess, weather])
     (warning,) = caplog.messages
     assert "tool 'guess' has no docstring and no type for 'city'. All that the model sees of it: " in warning
     assert '"name": "guess"' in warning
-    assert gaps(weather.spec) == []
+    assert missing_parts(weather.spec) == []
 
 
 def test_no_tool_of_the_library_leaves_gaps(tmp_path):
     from arborl.tools import TOOLS, Tool
-    from arborl.tools.tool_warnings import gaps
+    from arborl.tools.core.toolbox import missing_parts
 
-    assert all(gaps(TOOLS[name].spec) == [] for name in TOOLS if isinstance(TOOLS[name], Tool))
+    assert all(missing_parts(TOOLS[name].spec) == [] for name in TOOLS if isinstance(TOOLS[name], Tool))
 
 
 def test_a_port_that_is_taken_is_one_line():
@@ -80,7 +80,7 @@ def test_a_port_that_is_taken_is_one_line():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        said = CliRunner().invoke(app, ["tools", "serve", "--tools", "calculator", "--port", str(port)])
-    assert said.exit_code == 2
-    assert "cannot listen there (Address already in use)" in said.stderr
-    assert said.stderr.count("\n") == 1
+        received = CliRunner().invoke(app, ["tools", "serve", "--tools", "calculator", "--port", str(port)])
+    assert received.exit_code == 2
+    assert "cannot listen there (Address already in use)" in received.stderr
+    assert received.stderr.count("\n") == 1

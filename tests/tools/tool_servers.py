@@ -17,7 +17,7 @@ server = MCPServer("foreign")
 
 @server.tool()
 def greet(name: str) -> str:
-    '''Greet somebody.'''
+    '''Greet a person.'''
     return f"hello {name} from {os.getpid()} with {os.environ.get('WORD')} in {os.path.basename(os.getcwd())}"
 
 if len(sys.argv) > 1:
@@ -34,27 +34,27 @@ child = [sys.executable, "-c", "import signal, time; signal.signal(15, 1); time.
 subprocess.Popen(child)
 subprocess.Popen(child, start_new_session=True)  # leaves the process group
 print("this is no message", flush=True)
-print("this is said aside", file=sys.stderr, flush=True)
+print("this is received aside", file=sys.stderr, flush=True)
 TOOL = {"name": "echo", "inputSchema": {"type": "object", "properties": {"text": {"type": "string"}}}}
 for line in sys.stdin:
-    asked = json.loads(line)
-    if "id" not in asked:
+    requested = json.loads(line)
+    if "id" not in requested:
         continue
     answer = {"error": {"code": -32601, "message": "unknown"}}
-    if asked["method"] == "initialize":
-        version = asked["params"]["protocolVersion"]
+    if requested["method"] == "initialize":
+        version = requested["params"]["protocolVersion"]
         about = {"serverInfo": {"name": "stubborn", "version": "1"}, "capabilities": {"tools": {}}}
         answer = {"result": {"protocolVersion": version, **about}}
-    elif asked["method"] == "tools/list":
+    elif requested["method"] == "tools/list":
         answer = {"result": {"tools": [TOOL]}}
-    elif asked["method"] == "tools/call":
-        text = asked["params"]["arguments"].get("text", "")
+    elif requested["method"] == "tools/call":
+        text = requested["params"]["arguments"].get("text", "")
         if text == "die":
             os._exit(3)
         if text == "wait":
             continue
         answer = {"result": {"content": [{"type": "text", "text": f"{os.getpid()} {text}"}]}}
-    print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], **answer}), flush=True)
+    print(json.dumps({"jsonrpc": "2.0", "id": requested["id"], **answer}), flush=True)
 time.sleep(0 if "gentle" in sys.argv[1] else 600)
 """
 """One that starts at once, by hand; it has two children, one of them in a session of its own, and unless it is gentle

@@ -14,7 +14,7 @@ from arborl.api import train
 from arborl.build import build
 from arborl.config.load import load
 from arborl.engines.engine import PROBE
-from arborl.envs.frozen_lake import FrozenLake
+from arborl.envs.games.frozen_lake import FrozenLake
 from arborl.errors import ConfigError, RunStopped
 from arborl.models.attention import Causal, library_hidden_states, logits
 from arborl.rollout.store import EpisodeStore, to_json

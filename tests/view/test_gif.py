@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from arborl.envs.env import Env, Observation, Step
-from arborl.envs.frozen_lake import FrozenLake
+from arborl.envs.games.frozen_lake import FrozenLake
 from arborl.rollout.recorder import Limits, RecordedEnv
 from arborl.seeds import derive
 from arborl.types import Call, Completion, Episode, Finish, Message, Task, Turn

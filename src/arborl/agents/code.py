@@ -14,9 +14,9 @@ from arborl.agents.context.policy import Policy
 from arborl.agents.rounds import Act, RoundsAgent, count
 from arborl.errors import ConfigError
 from arborl.tools import TOOLS
-from arborl.tools.injection import Context
-from arborl.tools.tool import AnyTool
-from arborl.tools.toolbox import as_tool
+from arborl.tools.core.tool import AnyTool
+from arborl.tools.core.tool_context import ToolContext
+from arborl.tools.core.toolbox import as_tool
 from arborl.types import Message, ToolResult
 
 USUAL_ANSWER = ("<answer>", "</answer>")
@@ -76,7 +76,7 @@ class CodeAgent(RoundsAgent):
     async def ask(self, messages: Sequence[Message], model: Model) -> Message:
         return await model.chat(messages, stop=self.stop)
 
-    async def work(self, message: Message, context: Context, model: Model, last: bool) -> Act | list[Message]:
+    async def work(self, message: Message, context: ToolContext, model: Model, last: bool) -> Act | list[Message]:
         text = message.content
         code_at, answer_at = text.find(self.code[0]), text.find(self.answers[0])
         if last or code_at < 0 or 0 <= answer_at < code_at:

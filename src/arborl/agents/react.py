@@ -10,9 +10,9 @@ from arborl.agents.agent import Model
 from arborl.agents.context.policy import Policy
 from arborl.agents.rounds import Act, RoundsAgent, count
 from arborl.chat.formats.react import ReactParser, final_answer
-from arborl.tools.injection import Context
-from arborl.tools.tool import AnyTool
-from arborl.tools.toolbox import Toolbox
+from arborl.tools.core.tool import AnyTool
+from arborl.tools.core.tool_context import ToolContext
+from arborl.tools.core.toolbox import Toolbox
 from arborl.types import Message, ToolResult, ToolSpec
 
 STOP = "\nObservation:"
@@ -58,7 +58,7 @@ class ReactAgent(RoundsAgent):
     async def ask(self, messages: Sequence[Message], model: Model) -> Message:
         return await model.chat(messages, stop=(STOP,))
 
-    async def work(self, message: Message, context: Context, model: Model, last: bool) -> Act | list[Message]:
+    async def work(self, message: Message, context: ToolContext, model: Model, last: bool) -> Act | list[Message]:
         answer = final_answer(message.content)
         if answer is not None:
             return Act(message, Message("assistant", answer))

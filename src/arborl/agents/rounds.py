@@ -10,7 +10,7 @@ from arborl.agents.agent import Agent, Model
 from arborl.agents.context.policy import Policy
 from arborl.agents.context.talk import Talk
 from arborl.envs.env import Env
-from arborl.tools.injection import Context
+from arborl.tools.core.tool_context import ToolContext
 from arborl.types import Message, Task, ToolCall, ToolResult, ToolSpec
 
 KINDS = ("unknown_tool", "malformed", "arguments", "exception", "timeout")
@@ -56,7 +56,7 @@ class RoundsAgent(Agent):
         """The model's next message."""
 
     @abstractmethod
-    async def work(self, message: Message, context: Context, model: Model, last: bool) -> Act | list[Message]:
+    async def work(self, message: Message, context: ToolContext, model: Model, last: bool) -> Act | list[Message]:
         """What follows from a message: what the model is answered; or, always where it is the last, an act."""
 
     def opening(self, messages: Sequence[Message]) -> list[Message]:
@@ -65,7 +65,7 @@ class RoundsAgent(Agent):
 
     async def run(self, task: Task, env: Env, model: Model) -> None:
         model.count({"tool/offered": float(self.offered), **NONE_YET})
-        async with Context(task, getattr(model, "tokenizer", None)) as context:
+        async with ToolContext(task, getattr(model, "tokenizer", None)) as context:
             observation = await env.reset(task, task.seed)
             with Talk(model, self.opening(observation.messages), self.context, self.specs) as talk:
                 while True:
@@ -76,7 +76,7 @@ class RoundsAgent(Agent):
                     talk.add(act.said)
                     talk.hear(step.observation.messages)
 
-    async def _act(self, talk: Talk, context: Context, model: Model) -> Act:
+    async def _act(self, talk: Talk, context: ToolContext, model: Model) -> Act:
         """The model's next message to the environment; the rounds before it are added to the talk."""
         for left in range(self.max_tool_rounds, -1, -1):
             message = await talk.ask(lambda messages: self.ask(messages, model))
@@ -87,7 +87,7 @@ class RoundsAgent(Agent):
         raise AssertionError("the last round always acts")
 
 
-def count(results: Sequence[ToolResult], context: Context, model: Model) -> None:
+def count(results: Sequence[ToolResult], context: ToolContext, model: Model) -> None:
     """Add these results to the episode's metrics: all, those that failed, and the failures by kind.
 
     `tool/used` is 1 for an episode with a call, so its mean is the share of episodes that use tools.

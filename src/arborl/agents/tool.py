@@ -8,9 +8,9 @@ from typing import Any
 from arborl.agents.agent import Model
 from arborl.agents.context.policy import Policy
 from arborl.agents.rounds import Act, RoundsAgent, answer, count
-from arborl.tools.injection import Context
-from arborl.tools.tool import AnyTool
-from arborl.tools.toolbox import Toolbox
+from arborl.tools.core.tool import AnyTool
+from arborl.tools.core.tool_context import ToolContext
+from arborl.tools.core.toolbox import Toolbox
 from arborl.types import Message
 
 
@@ -41,7 +41,7 @@ class ToolAgent(RoundsAgent):
     async def ask(self, messages: Sequence[Message], model: Model) -> Message:
         return await model.chat(messages, self.toolbox.specs)
 
-    async def work(self, message: Message, context: Context, model: Model, last: bool) -> Act | list[Message]:
+    async def work(self, message: Message, context: ToolContext, model: Model, last: bool) -> Act | list[Message]:
         calls = message.tool_calls
         if last:
             calls = tuple(call for call in calls if self.toolbox.is_terminal(call))

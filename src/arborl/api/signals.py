@@ -18,7 +18,7 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
 from arborl.rollout.watchdog import holder
-from arborl.tools.threads import left_behind
+from arborl.tools.core.background_threads import abandoned_calls
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ class Stops:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if self.got is not None and isinstance(error, asyncio.CancelledError):
-            if running := left_behind.running():
+            if running := abandoned_calls.running():
                 names = ", ".join(f"{name} ×{count}" for name, count in running.most_common(NAMES))
                 self._say(f"{signal.Signals(self.got).name}: calls in threads had not returned: {names}.")
             self._leave()

@@ -188,7 +188,7 @@ def opened(config: RunConfig) -> Mixture:
     limited = [config.data, *config.data.sources.values()]
     if any(source.max_prompt_tokens for source in limited):
         from arborl.chat import Renderer
-        from arborl.envs.prompted import opened as with_system
+        from arborl.envs.prompt_wrapper import prepend_system_prompt as with_system
         from arborl.models.load import resolve
 
         asked = config.model

@@ -78,7 +78,7 @@ def play(
     from arborl.cli.play import Stage, by_hand, by_model, by_oracle, by_random, run_with
     from arborl.config.base import validate
     from arborl.config.prompt import PromptConfig
-    from arborl.envs.prompted import Sizes, prompted
+    from arborl.envs.prompt_wrapper import PromptLimits, wrap_with_prompt
     from arborl.types import Task
 
     if oracle + random + bool(model) > 1:
@@ -88,11 +88,11 @@ def play(
     made, pause = first(name, args), pause if oracle or random or model else 0.0
     if model:
         config = run_with(model, name, args, prompt)
-        sizes = Sizes(config.rollout.max_turns, config.sampling.max_tokens)
-        stage = Stage(prompted(made, config.env.prompt, config.agent.system, sizes), task, seed, pause)
+        sizes = PromptLimits(config.rollout.max_turns, config.sampling.max_tokens)
+        stage = Stage(wrap_with_prompt(made, config.env.prompt, config.agent.system, sizes), task, seed, pause)
         player, stage.seed = by_model(config, task, seed)
     else:
-        stage = Stage(prompted(made, validate(PromptConfig, prompt)), task, seed, pause)
+        stage = Stage(wrap_with_prompt(made, validate(PromptConfig, prompt)), task, seed, pause)
         player = by_oracle if oracle else by_random(seed) if random else by_hand(stage.console)
     stage.run(player)
 
@@ -113,7 +113,7 @@ def check(
     from arborl.config.base import validate
     from arborl.config.prompt import PromptConfig
     from arborl.envs.checker import check_env
-    from arborl.envs.prompted import prompted
+    from arborl.envs.prompt_wrapper import wrap_with_prompt
     from arborl.types import Message, Task
 
     name, args, prompt = named(arguments, CHECK_OPTIONS)
@@ -121,7 +121,7 @@ def check(
     around = validate(PromptConfig, prompt)
 
     def fresh() -> Any:
-        return prompted(make(name, args), around)
+        return wrap_with_prompt(make(name, args), around)
 
     question = (Message("user", "What is 6 * 7?"),)
     problems: dict[str, int] = {}
@@ -129,7 +129,7 @@ def check(
         chosen, began = "held_out" if seed % 2 else "train", monotonic()
         task = Task(f"{name}/check-{seed}", question, {"split": chosen, "answer": "42"}, seed=seed)
         for problem in check_env(
-            lambda: prompted(make(name, args), around), task, seed=seed, steps=steps, seconds=seconds
+            lambda: wrap_with_prompt(make(name, args), around), task, seed=seed, steps=steps, seconds=seconds
         ):
             problems[problem] = problems.get(problem, 0) + 1
         if problems and monotonic() - began > seconds:  # it hangs: once is enough

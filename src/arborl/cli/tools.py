@@ -12,7 +12,7 @@ import typer
 from arborl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from arborl.tools.tool import AnyTool
+    from arborl.tools.core.tool import AnyTool
 
 tools = typer.Typer(
     name="tools", help="List tools, or serve them to other processes.", no_args_is_help=True, rich_markup_mode=None
@@ -34,7 +34,7 @@ def listed(
     import json
 
     from arborl.tools import TOOLS
-    from arborl.tools.docstring import read_docstring
+    from arborl.tools.core.arguments import parse_docstring
 
     if arguments:
         rows = [(tool.name, _first(tool.spec.description), where) for where, tool in of_run(arguments)]
@@ -43,7 +43,7 @@ def listed(
         rows = [
             (
                 name,
-                _first(read_docstring(inspect.getdoc(p)).description if inspect.isclass(p) else p.spec.description),
+                _first(parse_docstring(inspect.getdoc(p)).description if inspect.isclass(p) else p.spec.description),
                 "",
             )
             for name, p in shipped
@@ -131,26 +131,26 @@ def serve(
     chosen = pick(names, arg or [])
     fenced = sandbox_of(chosen, allow_unsafe)
     if stdio:
-        from arborl.tools.mcp import serve_stdio
+        from arborl.tools.remote.mcp import serve_stdio
 
         serve_stdio(chosen)
         return
     try:
-        from arborl.tools.server import make_app
-        from arborl.tools.server import serve as run
+        from arborl.tools.remote.tool_server import make_app
+        from arborl.tools.remote.tool_server import serve as run
     except ImportError as error:
         raise ConfigError(f"the tool server needs {error.name}: pip install 'arborl[serve]'") from error
     check_port(host, port)
-    from arborl.tools.dispatcher import Desk
-    from arborl.tools.host_limit import private_folder
-    from arborl.tools.journal import Journal
+    from arborl.tools.core.rate_limit import user_runtime_dir
+    from arborl.tools.remote.tool_dispatcher import CallJournal, ToolDispatcher
 
     extra = []
-    desk = Desk(chosen, concurrency, queue, Journal(journal or private_folder() / f"tools-{port}.journal"))
+    call_journal = CallJournal(journal or user_runtime_dir() / f"tools-{port}.journal")
+    desk = ToolDispatcher(chosen, concurrency, queue, call_journal)
     if mcp:
-        from arborl.tools.mcp import mounted
+        from arborl.tools.remote.mcp import mcp_endpoint
 
-        extra.append(mounted(desk))
+        extra.append(mcp_endpoint(desk))
     typer.echo(f"arborl: serving {', '.join(desk.toolbox.tools)} at http://{host}:{port}{fenced}", err=True)
     run(make_app(desk, api_key, extra=extra), host, port)
 
@@ -163,7 +163,7 @@ def sandbox_of(tools: Sequence[AnyTool], allow_unsafe: bool) -> str:
     if not any(getattr(each, "sandboxed", False) for each in tools):
         return ""
     try:
-        return f"; code runs under {sandbox.level_in_force()}"
+        return f"; code runs under {sandbox.active_level()}"
     except sandbox.SandboxError as error:
         raise ConfigError(f"{error}; or --allow-unsafe here.") from error
 
@@ -191,7 +191,7 @@ def pick(names: str, arguments: list[str]) -> list[AnyTool]:
         pick("calculator,search", ["search.corpus=docs.jsonl"])
     """
     from arborl.tools import TOOLS, as_tool
-    from arborl.tools.tool_warnings import warn_of_gaps
+    from arborl.tools.core.toolbox import warn_incomplete_specs
 
     given: dict[str, dict[str, Any]] = {}
     for argument in arguments:
@@ -208,7 +208,7 @@ def pick(names: str, arguments: list[str]) -> list[AnyTool]:
     if astray := [name for name in given if name not in wanted]:
         raise ConfigError(f"--arg {astray[0]}.…: --tools does not name {astray[0]!r}.")
     made = [as_tool(TOOLS[name], given.get(name), f"--arg {name}") for name in wanted]
-    warn_of_gaps(made)
+    warn_incomplete_specs(made)
     return made
 
 

@@ -15,9 +15,8 @@ from functools import partial
 from typing import Any
 
 from arborl.conversational.trajectory import ConversationTurn, as_turn
-from arborl.envs.conversation import CONVERSATION_CONFIGS, Conversation, Persona, Scenario
-from arborl.envs.conversation.game import read_scenarios
 from arborl.envs.env import Env, Observation, Step
+from arborl.envs.games.conversation import CONVERSATION_CONFIGS, Conversation, Persona, Scenario, read_scenarios
 from arborl.errors import ConfigError
 from arborl.rewards.text.turns import ROLES
 from arborl.seeds import derive, generator
@@ -214,14 +213,14 @@ class ConversationEnvironment(Environment):
     """A user who says the lines of a scenario, one after the other; the user speaks first.
 
     Args:
-        scenarios: each `{"id", "topic", "user_responses": [...], "metadata"}`; see `arborl.envs.conversation`. Without
+        scenarios: each `{"id", "topic", "user_responses": [...], "metadata"}`; see `arborl.envs.games`. Without
             any, those of `preset`.
         max_turns: the conversation is cut short after this many replies of the agent.
         randomize_scenarios: whether they come in a new order every time round.
         preset: `customer_service`, `technical_support` or `sales`.
         eval_scenarios: what is measured on; without any, one in ten of the others is held out.
         system: what an agent is told that has no system prompt of its own; by default the preset's.
-        more: further arguments of `arborl.envs.conversation.Conversation` (`personas`, `user`, `topics`, `order`, …).
+        more: further arguments of `Conversation` (`personas`, `user`, `topics`, `order`, …).
 
     Example:
         ConversationEnvironment(scenarios=[{"id": "hello", "user_responses": ["Hello!", "Who are you?"]}], max_turns=6)

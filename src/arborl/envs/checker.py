@@ -1,8 +1,8 @@
-"""Holds an environment to its contract: run it on yours before you train on it.
+"""The environment checker: tests an environment against the protocol. Run it on yours before training.
 
-Two plays by one random, legal policy must be the same play; two openings of one task the same opening; looking must
-change nothing; a snapshot must continue as the original did; nonsense must be answered; and every field must be of the
-type its record promises (`validation.py`). Problems come back as sentences; the checker itself never raises.
+It checks that: two episodes of one random legal policy are equal; two resets with one task are equal; reading methods
+change nothing; a restored snapshot continues as the original did; illegal messages get an observation; all fields have
+the declared types (`validation.py`). Problems are returned as sentences; the checker itself never raises.
 """
 
 from __future__ import annotations
@@ -18,67 +18,73 @@ from typing import Any
 
 from arborl.envs.env import Env, Observation, Step
 from arborl.envs.validation import (
-    fault_of_policy,
-    faults_of_looks,
-    faults_of_metrics,
-    faults_of_observation,
-    faults_of_picture,
-    faults_of_step,
-    show,
+    metrics_errors,
+    observation_errors,
+    picture_errors,
+    policy_errors,
+    short_repr,
+    step_errors,
+    view_errors,
 )
-from arborl.envs.wrapper import awaited
+from arborl.envs.wrapper import as_async_env
 from arborl.errors import EpisodeError, boundary
 from arborl.seeds import generator
 from arborl.types import Message, Task
 
-SECONDS = 30.0
-"""What one call may take."""
-LOOK, GRACE = 0.05, 1.0
-"""Seconds between looks at a call; and what a call that is told to stop has to do so."""
-PICTURES = 3
-"""Pictures asked for in one play, besides the last: some take long to draw."""
-NONSENSE = ("", "\n", "banana", "<answer></answer>", "<answer>banana</answer>", "</answer> <answer>", "é√\x00" * 500)
-"""What models say when they have no idea."""
+CALL_SECONDS = 30.0
+POLL_SECONDS, GRACE_SECONDS = 0.05, 1.0
+"""Interval between checks for a hanging call, and extra time for a cancelled call to end."""
+MAX_PICTURES = 3
+"""Pictures drawn per episode, besides the last."""
+ILLEGAL_MESSAGES = (
+    "",
+    "\n",
+    "banana",
+    "<answer></answer>",
+    "<answer>banana</answer>",
+    "</answer> <answer>",
+    "é√\x00" * 500,
+)
 
 
 def check_env(
-    make: Callable[[], Env], task: Task, *, seed: int = 0, steps: int = 20, seconds: float = SECONDS
+    make: Callable[[], Env], task: Task, *, seed: int = 0, steps: int = 20, seconds: float = CALL_SECONDS
 ) -> list[str]:
-    """What is wrong with an environment; an empty list when nothing was found.
+    """Problems of an environment; an empty list when it follows the protocol.
 
-    The check runs in a thread and is watched from here: a call that blocks, async or not, ends it with a problem too.
+    The check runs in a thread, so a call that blocks is reported as a problem too.
 
     Args:
-        make: gives a fresh environment; it is called several times.
-        task: one it can open.
-        seed: of the episode's chance and of the policy that plays it.
-        steps: length of a play, unless the environment ends it sooner.
-        seconds: what one call may take.
+        make: returns a new environment; called several times.
+        task: a task for `reset`.
+        seed: seed of the episode and of the random policy.
+        steps: maximum length of an episode.
+        seconds: timeout of one call.
 
     Example:
         assert check_env(FrozenLake, Task("t", seed=1)) == []
     """
-    check = _Check(make, task, seed, steps, seconds)
-    thread = threading.Thread(target=check.work, name="arborl-check", daemon=True)
+    check = _EnvCheck(make, task, seed, steps, seconds)
+    thread = threading.Thread(target=check.run_in_thread, name="arborl-check", daemon=True)
     thread.start()
     while thread.is_alive():
-        thread.join(LOOK)
-        name, began = check.doing
-        if thread.is_alive() and time.monotonic() - began > seconds + GRACE:
-            hung = f"{name} did not come back within {seconds:g} s: it hangs, or blocks for longer."
+        thread.join(POLL_SECONDS)
+        name, start = check.current_call
+        if thread.is_alive() and time.monotonic() - start > seconds + GRACE_SECONDS:
+            hung = f"{name} did not return within {seconds:g} s: it hangs or blocks."
             return list(dict.fromkeys([*check.problems, hung]))
     return list(dict.fromkeys(check.problems))
 
 
 def assert_env(make: Callable[[], Env], task: Task, *, seed: int = 0, steps: int = 20) -> None:
-    """`check_env` as an assertion, for a test of your own."""
+    """`check_env` as an assertion, for tests."""
     problems = check_env(make, task, seed=seed, steps=steps)
-    assert not problems, "the environment breaks its contract:\n" + "\n".join(f"- {problem}" for problem in problems)
+    assert not problems, "the environment violates the protocol:\n" + "\n".join(f"- {problem}" for problem in problems)
 
 
 @dataclass(slots=True)
-class _Play:
-    """What one play showed, for comparison with the next."""
+class _RecordedEpisode:
+    """Observations of one episode, for comparison."""
 
     opening: Observation | None = None
     texts: list[str] = field(default_factory=list)
@@ -86,176 +92,174 @@ class _Play:
 
 
 @dataclass(slots=True)
-class _Check:
+class _EnvCheck:
     make: Callable[[], Env]
     task: Task
     seed: int
     steps: int
     seconds: float
     problems: list[str] = field(default_factory=list)
-    doing: tuple[str, float] = ("", math.inf)
-    """The call that is being made, and since when."""
+    current_call: tuple[str, float] = ("", math.inf)
+    """Name and start time of the running call."""
 
     @asynccontextmanager
     async def call(self, name: str) -> AsyncIterator[None]:
-        """One call of the environment: what it raises is attributed to it, and it is known to be under way."""
+        """Run one call of the environment: record its name, and convert its exception to EpisodeError."""
         async with boundary(name, self.seconds):
-            self.doing = name, time.monotonic()
+            self.current_call = name, time.monotonic()
             try:
                 yield
             finally:
-                self.doing = "", math.inf
+                self.current_call = "", math.inf
 
-    def work(self) -> None:
-        """The whole check, in a thread of its own: there, whatever ends it is the environment's doing."""
+    def run_in_thread(self) -> None:
         try:
             asyncio.run(self.run())
         except BaseException as error:
             self.problems.append(f"the check stopped at {type(error).__name__}: {error}.")
 
     async def run(self) -> None:
-        first, second = await self._play(), await self._play()
-        if not self.problems:  # a play that broke off says nothing about the other
+        first, second = await self._record_episode(), await self._record_episode()
+        if not self.problems:  # an incomplete episode cannot be compared
             self._compare(first, second)
-        for further in (self._watch, self._branch, self._babble):
+        for check in (self._check_reading_methods, self._check_snapshots, self._check_illegal_messages):
             if not self.problems:
-                await self._fresh(further, first)
+                await self._with_new_env(check, first)
 
-    async def _play(self) -> _Play:
-        """One episode from a fresh environment."""
-        play = _Play()
+    async def _record_episode(self) -> _RecordedEpisode:
+        episode = _RecordedEpisode()
 
-        async def whole(env: Env, play: _Play) -> None:
-            await self._moves(env, play)
-            await self._reopen(env, play)
+        async def record(env: Env, episode: _RecordedEpisode) -> None:
+            await self._play_randomly(env, episode)
+            await self._check_second_reset(env, episode)
 
-        await self._fresh(whole, play)
-        return play
+        await self._with_new_env(record, episode)
+        return episode
 
-    async def _fresh(self, part: Callable[[Env, _Play], Awaitable[None]], play: _Play) -> None:
-        """Do this part of the check with an environment of its own; what it raises is a problem."""
+    async def _with_new_env(
+        self, check: Callable[[Env, _RecordedEpisode], Awaitable[None]], episode: _RecordedEpisode
+    ) -> None:
+        """Run a check with a new environment; an exception is a problem."""
         env: Env | None = None
         try:
             async with self.call("make()"):
-                env = awaited(self.make())
-            await part(env, play)
+                env = as_async_env(self.make())
+            await check(env, episode)
         except EpisodeError as error:
-            self._raised(error)
+            self._add_exception(error)
         if env is not None:
             await self._close(env)
 
-    async def _moves(self, env: Env, play: _Play) -> None:
-        """Open the episode and play it with random, legal moves."""
+    async def _play_randomly(self, env: Env, episode: _RecordedEpisode) -> None:
         async with self.call("reset()"):
-            play.opening = await env.reset(self.task, self.seed)
-        self.problems += faults_of_observation("reset()", play.opening)
-        chance = generator(self.seed, "checker")
+            episode.opening = await env.reset(self.task, self.seed)
+        self.problems += observation_errors("reset()", episode.opening)
+        rng = generator(self.seed, "checker")
         for _ in range(self.steps):
-            text = await self._choose(env, chance)
+            text = await self._choose(env, rng)
             async with self.call("step()"):
                 step = await env.step(Message("assistant", text))
-            self.problems += faults_of_step(step)
-            play.texts.append(text)
-            play.steps.append(step)
+            self.problems += step_errors(step)
+            episode.texts.append(text)
+            episode.steps.append(step)
             if getattr(step, "terminated", False) or getattr(step, "truncated", False):
                 break
         async with self.call("metrics()"):
-            self.problems += faults_of_metrics(env.metrics())
+            self.problems += metrics_errors(env.metrics())
 
-    async def _choose(self, env: Env, chance: Any) -> str:
+    async def _choose(self, env: Env, rng: Any) -> str:
         async with self.call("actions()"):
             legal = env.actions()
         if not isinstance(legal, list) or not all(isinstance(text, str) for text in legal):
             self.problems.append(
-                f"actions() returned {show(legal)}: return a list of str, empty when any text is a move."
+                f"actions() returned {short_repr(legal)}: return a list of str, empty when any text is legal."
             )
             return "hello"
         if legal:
-            return legal[int(chance.integers(len(legal)))]
+            return legal[int(rng.integers(len(legal)))]
         async with self.call("random()"):
-            text = env.random(chance)
-        self.problems += fault_of_policy("random()", text)
+            text = env.random(rng)
+        self.problems += policy_errors("random()", text)
         return text if isinstance(text, str) else "hello"
 
-    async def _reopen(self, env: Env, play: _Play) -> None:
-        """The same object opens the same task again: nothing of the last episode, or of its chance, may show."""
+    async def _check_second_reset(self, env: Env, episode: _RecordedEpisode) -> None:
+        """A second reset of the same object must not depend on the last episode."""
         async with self.call("the second reset()"):
             again = await env.reset(self.task, self.seed)
-        if again != play.opening:
-            what = "state_key" if _messages(again) == _messages(play.opening) else "messages"
+        if again != episode.opening:
+            what = "state_key" if _messages(again) == _messages(episode.opening) else "messages"
             self.problems.append(
-                f"reset() gave other {what} the second time, for the same task and seed: set every attribute of the "
-                "episode anew in reset()."
+                f"reset() returned other {what} the second time, for the same task and seed: set every attribute of "
+                "the episode in reset()."
             )
             return
         async with self.call("reset() with another seed"):
             other = await env.reset(self.task, self.seed + 1)
         if _messages(other) != _messages(again):
             self.problems.append(
-                "reset() gave other messages for another seed: draw the start state from task.seed and task.fields "
-                "alone, so that all attempts of a group begin alike."
+                "reset() returned other messages for another seed: derive the start state from task.seed and "
+                "task.fields alone, so that all episodes of a group start equal."
             )
 
-    async def _watch(self, env: Env, first: _Play) -> None:
-        """The first play again, looked at from all sides before every step: looking must not change anything."""
+    async def _check_reading_methods(self, env: Env, first: _RecordedEpisode) -> None:
+        """Replay the first episode with all reading methods called before every step."""
         async with self.call("reset()"):
-            seen = await env.reset(self.task, self.seed)
+            observation = await env.reset(self.task, self.seed)
         for number, (text, expected) in enumerate(zip(first.texts, first.steps, strict=True), 1):
-            await self._look(env, seen, picture=number <= PICTURES)
+            await self._read_all(env, observation, picture=number <= MAX_PICTURES)
             async with self.call("step()"):
                 step = await env.step(Message("assistant", text))
-            seen = step.observation
+            observation = step.observation
             if differs := _difference(expected, step):
                 self.problems.append(
-                    f"step() gave another {differs} (step {number}) after render(), picture(), state_key(), metrics(), "
-                    "oracle(), random() and snapshot() had been called: looking must not change the state, or draw "
-                    "from its chance."
+                    f"step() returned another {differs} (step {number}) after render(), picture(), state_key(), "
+                    "metrics(), oracle(), random() and snapshot(): these must not change the state or its generator."
                 )
                 return
-        await self._look(env, seen)
+        await self._read_all(env, observation)
 
-    async def _look(self, env: Env, seen: Observation, picture: bool = True) -> None:
+    async def _read_all(self, env: Env, observation: Observation, picture: bool = True) -> None:
         async with self.call("render() or state_key()"):
-            self.problems += faults_of_looks(env)
+            self.problems += view_errors(env)
             key = env.state_key()
         if picture:
             async with self.call("picture()"):
-                self.problems += faults_of_picture(env.picture())
-        if key and key != seen.state_key:
+                self.problems += picture_errors(env.picture())
+        if key and key != observation.state_key:
             self.problems.append(
-                f"state_key() returned {show(key)} where the observation says {show(seen.state_key)}: give "
-                "Observation(…, state_key=self.state_key())."
+                f"state_key() returned {short_repr(key)}, the observation has {short_repr(observation.state_key)}: "
+                "return Observation(…, state_key=self.state_key())."
             )
         for name, ask in (("oracle()", env.oracle), ("random()", lambda: env.random(generator(self.seed, "look")))):
             async with self.call(name):
-                self.problems += fault_of_policy(name, ask())
+                self.problems += policy_errors(name, ask())
         async with self.call("metrics()"):
-            self.problems += faults_of_metrics(env.metrics())
+            self.problems += metrics_errors(env.metrics())
         async with self.call("snapshot()"):
             env.snapshot()
 
-    async def _branch(self, env: Env, first: _Play) -> None:
-        """From the middle of the first play: the rest, then the rest again from a snapshot, here and elsewhere."""
+    async def _check_snapshots(self, env: Env, first: _RecordedEpisode) -> None:
+        """Replay the second half of the first episode from a snapshot, in the same and in a new environment."""
         half = len(first.texts) // 2
         async with self.call("reset()"):
             await env.reset(self.task, self.seed)
         await self._steps(env, first.texts[:half])
         async with self.call("snapshot()"):
-            kept = env.snapshot()
-        if kept is None:
+            snapshot = env.snapshot()
+        if snapshot is None:
             return
         await self._steps(env, first.texts[half:])
         async with self.call("make()"):
-            other = awaited(self.make())
-        for place, place_name in ((env, "the same environment"), (other, "a fresh environment")):
+            other = as_async_env(self.make())
+        for target, target_name in ((env, "the same environment"), (other, "a new environment")):
             async with self.call("restore()"):
-                place.restore(kept)
-            again = await self._steps(place, first.texts[half:])
+                target.restore(snapshot)
+            again = await self._steps(target, first.texts[half:])
             differs = next(filter(None, map(_difference, first.steps[half:], again)), "")
             if differs:
                 self.problems.append(
-                    f"step() gave another {differs} after restore() in {place_name}: snapshot() must keep all that the "
-                    "rest of the episode depends on, chance included, and later steps must not change it."
+                    f"step() returned another {differs} after restore() in {target_name}: snapshot() must copy "
+                    "everything that the rest of the episode depends on, random state included."
                 )
                 break
         await self._close(other)
@@ -267,23 +271,23 @@ class _Check:
                 steps.append(await env.step(Message("assistant", text)))
         return steps
 
-    async def _babble(self, env: Env, first: _Play) -> None:
-        """Each piece of nonsense at the opening: it is answered, and counts as no move where moves can be listed."""
-        for text in NONSENSE:
+    async def _check_illegal_messages(self, env: Env, first: _RecordedEpisode) -> None:
+        """Every illegal message gets an observation, with `valid` 0 where the legal actions are listed."""
+        for text in ILLEGAL_MESSAGES:
             async with self.call("reset()"):
                 await env.reset(self.task, self.seed)
             async with self.call("actions()"):
                 listed = env.actions()
-            async with self.call(f"step() on the message {show(text)}"):
+            async with self.call(f"step() on the message {short_repr(text)}"):
                 step = await env.step(Message("assistant", text))
-            self.problems += faults_of_step(step)
+            self.problems += step_errors(step)
             if listed and text not in listed and isinstance(step, Step) and step.info.get("valid"):
                 self.problems.append(
-                    f"step() returned info['valid']={show(step.info['valid'])} for {show(text)}, which is not among "
-                    "actions(): return 0 for a message that is no move."
+                    f"step() returned info['valid']={short_repr(step.info['valid'])} for {short_repr(text)}, which is "
+                    "not among actions(): return 0 for an illegal message."
                 )
         async with self.call("metrics()"):
-            self.problems += faults_of_metrics(env.metrics())
+            self.problems += metrics_errors(env.metrics())
 
     async def _close(self, env: Env) -> None:
         try:
@@ -291,18 +295,18 @@ class _Check:
                 async with self.call(call):
                     await env.close()
         except EpisodeError as error:
-            self._raised(error)
+            self._add_exception(error)
 
-    def _raised(self, error: EpisodeError) -> None:
+    def _add_exception(self, error: EpisodeError) -> None:
         self.problems.append(f"{error.where} raised {type(error.cause).__name__}: {error.cause}.")
 
-    def _compare(self, first: _Play, second: _Play) -> None:
-        """The first difference between two plays that should be one."""
+    def _compare(self, first: _RecordedEpisode, second: _RecordedEpisode) -> None:
+        """Report the first difference between two episodes."""
         if first.opening != second.opening:
             what = "state_key" if _messages(first.opening) == _messages(second.opening) else "messages"
             self.problems.append(
-                f"reset() gave other {what} in a second environment, for the same task and seed: draw everything from "
-                "task.seed, never from a shared or unseeded generator."
+                f"reset() returned other {what} in a second environment, for the same task and seed: derive the start "
+                "state from task.seed, never from a shared or unseeded generator."
             )
             return
         for number, (one, other) in enumerate(zip(first.steps, second.steps, strict=False), 1):
@@ -311,13 +315,13 @@ class _Check:
                 differs = "actions()"
             if differs == "state_key":
                 self.problems.append(
-                    f"step() gave another state_key on replay (step {number}), in an equal state: make it from the "
-                    "state alone, with no counter, time or id()."
+                    f"step() returned another state_key on replay (step {number}), in an equal state: compute it "
+                    "from the state alone, without counters, time or id()."
                 )
             elif differs:
                 self.problems.append(
-                    f"step() gave another {differs} on replay (step {number}), for the same task, seed and messages: "
-                    "draw chance from the seed given to reset()."
+                    f"step() returned another {differs} on replay (step {number}), for the same task, seed and "
+                    "messages: seed all randomness with the seed of reset()."
                 )
             if differs:
                 return
@@ -328,7 +332,7 @@ def _messages(observation: Any) -> Any:
 
 
 def _difference(one: Any, other: Any) -> str:
-    """The name of the first field in which two steps differ; empty when they do not."""
+    """Name of the first field in which two steps differ; empty when they are equal."""
     for name in ("reward", "terminated", "truncated", "info"):
         if repr(getattr(one, name, None)) != repr(getattr(other, name, None)):  # by repr: nan is nan
             return name

@@ -1,10 +1,12 @@
-"""What an environment is: `reset` opens an episode, `step` answers one message of the agent."""
+"""The environment protocol, `<answer>` tags, and the held-out split of generated problems."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 from arborl.fast_init import fast_init
@@ -18,26 +20,26 @@ if TYPE_CHECKING:
 @fast_init
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the agent is shown."""
+    """Messages that the agent receives."""
 
     messages: tuple[Message, ...]
     state_key: str = ""
-    """Equal for equal states of the same task; algorithms that compare states (GiGPO) group by it."""
+    """Equal for equal states of the same task; state-based algorithms (GiGPO) group by it."""
 
 
 @fast_init
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The environment's answer to one message."""
+    """Result of `Env.step`."""
 
     observation: Observation
     reward: float = 0.0
     terminated: bool = False
-    """The task is over: solved, lost, or answered."""
+    """The task ended: solved, lost, or answered."""
     truncated: bool = False
-    """Cut short by a limit; the state itself was not final."""
+    """A limit ended the episode in a non-final state."""
     info: Mapping[str, float] = field(default_factory=dict)
-    """Numbers about this step, kept with the turn. `valid` (0 or 1) says whether the message was a move at all."""
+    """Numbers of this step, stored with the turn. `valid` (0 or 1): whether the message was a legal action."""
 
     @property
     def over(self) -> bool:
@@ -45,59 +47,59 @@ class Step:
 
 
 class Env(Protocol):
-    """Answers messages. One object plays one episode at a time; `reset` starts the next.
+    """An environment. One object runs one episode at a time; `reset` starts the next.
 
-    `reset` and `step` are yours to write; subclass `Env` to inherit the rest. The start state must depend on
-    `task` alone (all attempts of a group begin alike), chance during the episode on `seed` alone. A message that is no
-    move is answered, never an exception: models say all sorts of things.
+    Implement `reset` and `step`; subclass `Env` to inherit the rest. The start state depends on `task` alone (all
+    episodes of a group start equal), randomness during the episode on `seed` alone. An illegal message gets an
+    observation, never an exception.
 
-    `reset`, `step` and `close` run in a thread, plain or async: they may take their time without holding other episodes
-    up. Those of a class that says `blocking = False` run in the event loop, which is faster; they must never block it.
+    `reset`, `step` and `close` may be plain or async and run in a thread, so they may block. Those of a class with
+    `blocking = False` run in the event loop, which is faster; they must not block.
 
-    A class that says `tagged = True` reads moves between `<answer>` and `</answer>`: an action that
-    `env.prompt.action_pattern` found in a reply reaches it in these, and any other class as it is. Where there is an
-    attribute `max_steps`, prompts may tell how many are left.
+    A class with `tagged = True` reads actions between `<answer>` and `</answer>`: an action found by
+    `env.prompt.action_pattern` is passed to it inside these tags, and to any other class without tags. With an
+    attribute `max_steps`, prompt templates can state the steps that remain.
     """
 
     async def reset(self, task: Task, seed: int) -> Observation:
-        """Begin an episode."""
+        """Start an episode."""
         ...
 
     async def step(self, action: Message) -> Step:
-        """Answer the agent's message."""
+        """Apply the agent's message."""
         ...
 
     async def close(self) -> None:
-        """Release what the episode holds. Called once, also after a failure."""
+        """Release the episode's resources. Called once, also after a failure."""
         return None
 
     def metrics(self) -> Metrics:
-        """Numbers about the episode so far. `success` (0 or 1) is what success rates are made of."""
+        """Numbers of the episode so far. Success rates use `success` (0 or 1)."""
         return {}
 
     def actions(self) -> list[str]:
-        """Texts that are valid moves now; empty when any text is, or when they are too many to list."""
+        """Texts that are legal actions now; empty when any text is legal, or when there are too many to list."""
         return []
 
     def oracle(self) -> str | None:
-        """The text a perfect player would say now, if one is known."""
+        """The message of an optimal policy in this state, if known."""
         return None
 
-    def random(self, chance: Generator) -> str | None:
-        """The text a random player would say now: any of `actions()`; None where the environment cannot tell."""
+    def random(self, rng: Generator) -> str | None:
+        """The message of a random policy: one of `actions()`; None where the environment cannot draw one."""
         legal = self.actions()
-        return legal[int(chance.integers(len(legal)))] if legal else None
+        return legal[int(rng.integers(len(legal)))] if legal else None
 
     def state_key(self) -> str:
-        """Names the present state: what `Observation.state_key` says. Equal states of a task have equal names."""
+        """Key of the current state, as in `Observation.state_key`. Equal states of a task have equal keys."""
         return ""
 
     def snapshot(self) -> Any:
-        """The episode as it stands, to come back to with `restore`, any number of times; None where that cannot be."""
+        """The current episode, for `restore`, any number of times; None where the environment cannot be copied."""
         return copy.deepcopy(vars(self))
 
     def restore(self, snapshot: Any) -> None:
-        """Go on from there, in this object or in another of the same kind. Chance goes on from there too."""
+        """Continue from a snapshot, in this object or another one of the same class, random state included."""
         vars(self).clear()
         vars(self).update(copy.deepcopy(snapshot))
 
@@ -106,5 +108,60 @@ class Env(Protocol):
         return ""
 
     def picture(self) -> Image | None:
-        """The state as a picture, for people."""
+        """The state as an image, for people."""
         return None
+
+
+# ------------------------------------------------------------------------------------------------ answer tags
+
+
+def parse_answer(text: str) -> str | None:
+    """The stripped text in the first `<answer>…</answer>`; None without one."""
+    _, opening, rest = text.partition("<answer>")
+    inside, closing, _ = rest.partition("</answer>")
+    return inside.strip() if opening and closing else None
+
+
+def parse_choice(text: str, choices: Iterable[str]) -> str | None:
+    """The choice in the first answer, ignoring case; None without a match.
+
+    Example:
+        parse_choice("I go <answer> right </answer>", ["Left", "Right"])      # 'Right'
+    """
+    found = parse_answer(text)
+    return None if found is None else _by_lower_case(tuple(choices)).get(found.lower())
+
+
+@lru_cache(maxsize=256)
+def _by_lower_case(choices: tuple[str, ...]) -> dict[str, str]:
+    return {choice.lower(): choice for choice in choices}
+
+
+def format_answer(text: str) -> str:
+    return f"<answer>{text}</answer>"
+
+
+# ------------------------------------------------------------------------------------------------ splits
+
+SPLITS = ("train", "held_out")
+
+
+def split_of(problem: Any) -> str:
+    """`held_out` for one problem in ten, by a hash of the problem, else `train`.
+
+    A held-out problem is never trained on, whatever seed drew it. Equal problems of plain values have the same split on
+    every machine.
+    """
+    digest = hashlib.blake2b(repr(problem).encode(), digest_size=2).digest()
+    return "held_out" if int.from_bytes(digest, "big") % 10 == 0 else "train"
+
+
+def task_split(task: Task, env: str) -> str:
+    """The task's field `split`; `train` by default."""
+    return check_split(str(task.fields.get("split", "train")), env)
+
+
+def check_split(split: str, env: str) -> str:
+    if split not in SPLITS:
+        raise ValueError(f"split={split!r}: {env} has 'train' and 'held_out'")
+    return split

@@ -1,4 +1,4 @@
-"""An environment around another: whatever it does not do itself, the inner one does."""
+"""Wrappers around an environment, and helpers that look through them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-CALLS = ("reset", "step", "close")
-
-
-class PassingEnv(Env):
-    """Passes everything on. Subclass it and change what should differ."""
+class EnvWrapper(Env):
+    """Delegates every call to `env`. Subclass it and override what differs."""
 
     env: Env
 
@@ -39,8 +36,8 @@ class PassingEnv(Env):
     def oracle(self) -> str | None:
         return self.env.oracle()
 
-    def random(self, chance: Generator) -> str | None:
-        return self.env.random(chance)
+    def random(self, rng: Generator) -> str | None:
+        return self.env.random(rng)
 
     def state_key(self) -> str:
         return self.env.state_key()
@@ -58,62 +55,58 @@ class PassingEnv(Env):
         return self.env.picture()
 
 
-class Awaited(PassingEnv):
-    """An environment of plain functions, to be awaited. They run where they are called, and whoever awaits them waits.
-
-    Example:
-        env = awaited(Mine())      # Mine as it is, if it is async
-    """
+class AsyncEnvWrapper(EnvWrapper):
+    """Makes plain `reset`, `step` and `close` awaitable. They run, and block, in the calling thread."""
 
     def __init__(self, env: Env):
         self.env = env
 
     async def reset(self, task: Task, seed: int) -> Observation:
-        return await _settled(self.env.reset(task, seed))  # type: ignore[no-any-return]
+        return await await_if_needed(self.env.reset(task, seed))  # type: ignore[no-any-return]
 
     async def step(self, action: Message) -> Step:
-        return await _settled(self.env.step(action))  # type: ignore[no-any-return]
+        return await await_if_needed(self.env.step(action))  # type: ignore[no-any-return]
 
     async def close(self) -> None:
-        await _settled(self.env.close())
+        await await_if_needed(self.env.close())
 
 
-def awaited(env: Env) -> Env:
-    """The environment, so that its `reset`, `step` and `close` can be awaited."""
-    return env if all(map(inspect.iscoroutinefunction, (env.reset, env.step, env.close))) else Awaited(env)
+def as_async_env(env: Env) -> Env:
+    """The environment with awaitable `reset`, `step` and `close`."""
+    return env if all(map(inspect.iscoroutinefunction, (env.reset, env.step, env.close))) else AsyncEnvWrapper(env)
 
 
-async def _settled(value: Any) -> Any:
+async def await_if_needed(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
-def blocks(env: Env) -> bool:
-    """Whether an environment's calls may take their time without letting others run: unless it says that they do not.
+def is_blocking(env: Env) -> bool:
+    """Whether the environment's calls may block: True unless it declares `blocking = False`.
 
-    That `reset` and `step` are `async` says nothing: what they call may block, and then nobody else plays, no deadline
-    is kept and Ctrl-C is not heard. The word of a class is about its own calls: one that overrides them gives its own.
+    `async def` is no evidence: a coroutine that blocks stops all other episodes, deadlines and Ctrl-C. A declaration
+    covers the calls of its own class only: a subclass that overrides one of them must declare `blocking` again.
     """
     if "blocking" in getattr(env, "__dict__", ()):
         return bool(vars(env)["blocking"])
     for kind in type(env).__mro__:
         if "blocking" in vars(kind):
             return bool(vars(kind)["blocking"])
-        if any(call in vars(kind) for call in CALLS):
+        if any(call in vars(kind) for call in ("reset", "step", "close")):
             return True
     return True
 
 
-def word_of(env: Any, name: str, otherwise: Any = None) -> Any:
-    """What an environment, or the first one inside it that says anything, says under this name."""
+def inner_attribute(env: Any, name: str, default: Any = None) -> Any:
+    """The attribute of the environment, or of the outermost wrapped environment where it is not None."""
     while env is not None:
         if getattr(env, name, None) is not None:
             return getattr(env, name)
         env = getattr(env, "env", None)
-    return otherwise
+    return default
 
 
-def kind_of(env: Env) -> str:
-    """The name of its class, whatever the library put around it."""
-    while isinstance(env, PassingEnv) and type(env).__module__.startswith("arborl."):
+def env_class_name(env: Env) -> str:
+    """Class name of the environment below this library's wrappers."""
+    while isinstance(env, EnvWrapper) and type(env).__module__.startswith("arborl."):
         env = env.env
     return type(env).__name__

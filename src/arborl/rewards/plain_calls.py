@@ -1,9 +1,9 @@
 """Plain functions of rewards in threads: one that blocks holds up neither the event loop nor another reward.
 
 The deadline is that of the `boundary` around the call, and a call that does not return is left behind under its name
-(`arborl.tools.threads`). How many run at the same time depends on what they do. Those that wait (for a judge's answer,
-say) may be many. Those that compute share one interpreter lock: more of them at once finish no earlier, but all run
-into their deadlines. So few are started, and more only while the threads use little processor time.
+(`arborl.tools.core.background_threads`). How many run at the same time depends on what they do. Those that wait (for a
+judge's answer, say) may be many. Those that compute share one interpreter lock: more of them at once finish no earlier,
+but all run into their deadlines. So few are started, and more only while the threads use little processor time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from arborl.errors import current_deadline, queued
-from arborl.tools.threads import in_thread
+from arborl.tools.core.background_threads import run_in_thread
 
 FEW = 8
 """Calls that run at once in any case."""
@@ -59,7 +59,7 @@ async def threaded(function: Callable[..., Any], *args: Any, **more: Any) -> Any
     await slots.take()
     try:
         whose, seconds = current_deadline() or (getattr(function, "__name__", type(function).__name__), SECONDS)
-        value = await in_thread(functools.partial(slots.measured, function, *args, **more), whose, seconds)
+        value = await run_in_thread(functools.partial(slots.measured, function, *args, **more), whose, seconds)
     except ValueError as error:
         if MAIN_THREAD not in str(error):
             raise

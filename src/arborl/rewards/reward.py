@@ -20,7 +20,7 @@ from arborl.errors import EpisodeError, boundary
 from arborl.failures import Firsts
 from arborl.rewards.plain_calls import call, is_async, threaded
 from arborl.spans import scored
-from arborl.tools.threads import left_behind
+from arborl.tools.core.background_threads import abandoned_calls
 from arborl.types import Episode, Group, Metrics
 
 log = logging.getLogger(__name__)
@@ -185,7 +185,7 @@ class Rewards:
         self.seconds = seconds
         self.firsts = Firsts(log)
         self.busy_time = BusyTime()
-        self.hung = left_behind.stuck()
+        self.hung = abandoned_calls.hanging()
         """Calls of others in this process, which hang already."""
         self.elsewhere: Counting | None = None
         """Where they are computed, if not here."""
@@ -197,7 +197,7 @@ class Rewards:
 
     def metrics(self) -> Metrics:
         """Since the last call: seconds in which a reward was under way; and how many calls hang in threads now."""
-        stuck = sum(count for whose, count in (left_behind.stuck() - self.hung).items() if of_reward(whose))
+        stuck = sum(count for whose, count in (abandoned_calls.hanging() - self.hung).items() if of_reward(whose))
         own = {"time/rewards": self.busy_time.busy(), "rewards/calls_stuck": float(stuck)}
         return own | (self.elsewhere.metrics() if self.elsewhere is not None else {})
 
@@ -305,7 +305,7 @@ def _compares(one: object) -> bool:
 
 
 def of_reward(whose: str) -> bool:
-    """Whether a call that hangs (`arborl.tools.threads`) is a reward's, by its name."""
+    """Whether a call that hangs (`arborl.tools.core.background_threads`) is a reward's, by its name."""
     return whose.startswith("reward ")
 
 

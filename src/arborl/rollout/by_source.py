@@ -9,9 +9,9 @@ from typing import Any
 from arborl.agents.context.policy import Policy
 from arborl.config.data import SourceConfig
 from arborl.config.run import AgentConfig, ContextConfig, EnvConfig, RewardConfig, RunConfig, ToolConfig
-from arborl.envs.prompted import Sizes
+from arborl.envs.prompt_wrapper import PromptLimits
 from arborl.rollout.recorder import Limits
-from arborl.tools.opened import names
+from arborl.tools.tool_loader import tool_names
 from arborl.types import Sampling, Task
 
 
@@ -47,7 +47,7 @@ class Seat:
     tools: tuple[ToolConfig, ...]
     rewards: tuple[RewardConfig, ...]
     tool_args: Mapping[str, dict[str, Any]]
-    sizes: Sizes
+    sizes: PromptLimits
     """What its prompts may tell of limits."""
     context: Policy | None
     """What is done about a conversation that outgrows its window."""
@@ -56,7 +56,7 @@ class Seat:
 def seats_of(config: RunConfig) -> dict[str, Seat]:
     """The run's own under the empty name, and that of each source."""
     turns, reply = config.rollout.max_turns, config.sampling.max_tokens
-    sizes = Sizes(turns, reply)
+    sizes = PromptLimits(turns, reply)
     own = Seat(
         "",
         config.agent,
@@ -73,10 +73,10 @@ def seats_of(config: RunConfig) -> dict[str, Seat]:
         tools = config.tools if source.tools is None else source.tools
         given = agent.tool_args
         if source.agent is None:  # the run's agent at other tools: what is said of those it has not is not for here
-            given = {tool: args for tool, args in given.items() if tool in names(tools)}
+            given = {tool: args for tool, args in given.items() if tool in tool_names(tools)}
         where = f"data.sources.{name}."
         env, rewards = source.env or config.env, source.rewards or config.rewards
-        sizes = Sizes(source.limits.max_turns or turns, source.sampling.max_tokens or reply)
+        sizes = PromptLimits(source.limits.max_turns or turns, source.sampling.max_tokens or reply)
         context = as_policy(source.context or config.context)
         seats[name] = Seat(where, agent, env, tools, rewards, given, sizes, context)
     return seats

@@ -22,8 +22,8 @@ from arborl.chat.renderer import Renderer
 from arborl.chat.tokenizer import TextTokenizer
 from arborl.engines.engine import Engine
 from arborl.envs.env import Env, Observation, Step
-from arborl.envs.validation import faults_of_numbers, faults_of_observation, faults_of_step
-from arborl.envs.wrapper import PassingEnv
+from arborl.envs.validation import number_errors, observation_errors, step_errors
+from arborl.envs.wrapper import EnvWrapper
 from arborl.errors import ContextFull, EpisodeError, MaxTurns
 from arborl.rollout.call_order import Asking, Place
 from arborl.rollout.deadlines import ENGINE, across, untimed
@@ -231,7 +231,7 @@ class Recorder:
             self.episode.metrics[name] = self.episode.metrics.get(name, 0.0) + value
 
 
-class RecordedEnv(PassingEnv):
+class RecordedEnv(EnvWrapper):
     """An environment that writes its turns into the episode and answers within its deadline.
 
     What else an agent may ask of it (`actions`, `oracle`, `snapshot`, …) is passed on, and not recorded.
@@ -255,7 +255,7 @@ class RecordedEnv(PassingEnv):
         self.opened = True
         own = derive(self.episode.seed, "environment")
         observation = await across(self.where, self.seconds, self.env.reset, task, own)
-        self._check(faults_of_observation("reset()", observation))
+        self._check(observation_errors("reset()", observation))
         self.episode.opening = observation.messages
         self.key = observation.state_key
         return observation  # type: ignore[no-any-return]
@@ -267,7 +267,7 @@ class RecordedEnv(PassingEnv):
                 "env.step before env.reset: an agent begins with `observation = await env.reset(task, task.seed)`"
             )
         step: Step = await across(self.where, self.seconds, self.env.step, action)
-        self._check(faults_of_step(step))
+        self._check(step_errors(step))
         episode, observation = self.episode, step.observation
         episode.turns.append(Turn(action, observation.messages, float(step.reward), self.key, dict(step.info)))
         self.key = observation.state_key
@@ -280,7 +280,7 @@ class RecordedEnv(PassingEnv):
     async def finish(self) -> None:
         """Take the environment's own numbers."""
         metrics = await across(self.where, self.seconds, self.env.metrics)
-        self._check(faults_of_numbers("metrics()", metrics, "metrics"))
+        self._check(number_errors("metrics()", metrics, "metrics"))
         self.episode.metrics.update({name: float(value) for name, value in metrics.items()})
 
     async def close(self) -> None:

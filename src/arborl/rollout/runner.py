@@ -33,7 +33,7 @@ from arborl.rollout.slots import FIRST, Slots
 from arborl.rollout.watchdog import Watchdog
 from arborl.rollout.workers import Workers
 from arborl.spans import span
-from arborl.tools.threads import left_behind
+from arborl.tools.core.background_threads import abandoned_calls
 from arborl.types import Episode, Group, Metrics, Sampling, Stop, Task
 
 log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class Rollout:
         self.counts: Counter[str] = Counter()
         self.firsts, self.lost = Firsts(log), list[Episode]()
         self.asked = BusyTime()
-        self.hung = left_behind.stuck()
+        self.hung = abandoned_calls.hanging()
         """Calls of others in this process, which hang already."""
 
     async def collect(
@@ -254,11 +254,11 @@ class Rollout:
         """Since the last call: episodes cancelled, groups expired or filtered, environments left behind or replaced,
         and what code waited for a sandbox."""
         counts, self.counts = self.counts, Counter()
-        hang = left_behind.stuck() - self.hung
+        hang = abandoned_calls.hanging() - self.hung
         stuck = {"rollout/tool_calls_stuck": float(sum(n for whose, n in hang.items() if not of_reward(whose)))}
         limit = self._line.slots.limit if self._line is not None else self.concurrency or self._first()
         stuck["rollout/concurrency"] = float(int(limit))
-        return named(counts) | self.workers.metrics() | sandbox.metrics() | stuck
+        return named(counts) | self.workers.metrics() | sandbox.sandbox_metrics() | stuck
 
     def failed_unseen(self) -> list[Episode]:
         """Since the last call: failed episodes of groups that a filter dropped, which nobody else hears of."""

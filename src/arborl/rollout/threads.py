@@ -20,9 +20,9 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from arborl.envs.env import Env, Observation, Step
-from arborl.envs.wrapper import PassingEnv
+from arborl.envs.wrapper import EnvWrapper
 from arborl.errors import ArborError, boundary
-from arborl.tools.threads import LeftBehind
+from arborl.tools.core.background_threads import AbandonedCalls
 from arborl.types import Message, Metrics, Task
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Hand:
         def job() -> None:
             last()
             self.ended = True
-            self.pool.left.came_back(self)
+            self.pool.left.remove(self)
 
         self.submit(job)
 
@@ -130,7 +130,7 @@ class Threads:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.idle: list[Hand] = []
-        self.left = LeftBehind()
+        self.left = AbandonedCalls()
         """Threads whose call has not come back."""
         self.abandoned = 0
 
@@ -169,7 +169,7 @@ class Threads:
         return {"rollout/threads_abandoned": float(abandoned), "rollout/threads_stuck": float(len(self.left.calls))}
 
 
-class ThreadEnv(PassingEnv):
+class ThreadEnv(EnvWrapper):
     """An environment that is made in a thread, and called in it until it is closed.
 
     Args:

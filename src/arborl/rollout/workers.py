@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from arborl.envs.env import Env
-from arborl.envs.wrapper import blocks, kind_of
+from arborl.envs.wrapper import env_class_name, is_blocking
 from arborl.errors import EpisodeError
 from arborl.rollout.processes import ProcessEnv, Processes
 from arborl.rollout.threads import ThreadEnv, Threads
@@ -49,7 +49,7 @@ class Workers:
             one = ThreadEnv(self.threads, f"environment {name!r}" if name else "environment of the run", seconds)
             await one.open(make)
             one.release()
-            if not blocks(one.env):
+            if not is_blocking(one.env):
                 self.near.add(name)
 
     async def place(self, make: Callable[[], Env], name: str | None, seconds: float) -> tuple[Env, str]:
@@ -64,14 +64,14 @@ class Workers:
         """
         if self.kind == "none" or (self.kind == "auto" and name in self.near):
             env = make()
-            if self.kind == "none" or not blocks(env):
-                return env, name or kind_of(env)
+            if self.kind == "none" or not is_blocking(env):
+                return env, name or env_class_name(env)
             self.near.discard(name)  # another class by the same name: it is made anew, elsewhere
         threaded = ThreadEnv(self.threads, f"environment {name!r}" if name else "environment of the run", seconds)
         self.threads.left.admit(threaded.name, KILLABLE)
         await threaded.open(make)
-        env, name = threaded.env, name or kind_of(threaded.env)
-        if self.kind == "thread" or (self.kind == "auto" and blocks(env)):
+        env, name = threaded.env, name or env_class_name(threaded.env)
+        if self.kind == "thread" or (self.kind == "auto" and is_blocking(env)):
             return threaded, name
         threaded.release()
         if self.kind == "auto":  # nobody met it before

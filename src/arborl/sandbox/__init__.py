@@ -1,16 +1,14 @@
-"""Sandbox: foreign code in a process of its own that can reach nothing and use little.
+"""Sandbox: untrusted code in a process without access to files, network and other processes, within resource limits.
 
 In reading order:
 
-    sandbox.py   The sandbox: a Python process that can reach nothing
-    level.py     Which isolation works on this machine: found by trying, best first
-    process.py   One guest, seen from the host: started, given code, watched, ended
-    protocol.py  What host and guest say to each other, read by a host that believes nothing before it is whole
-    pool.py      Guests kept ready
-    slots.py     A counter that threads and event loops wait for together
-    limits.py    What a guest may use, and what became of a piece of code
-    watch.py     How much a tree of processes uses
-    inside/      What runs on the other side: standard library only, started by path, with an empty environment
+    sandbox.py           The best isolation level of this machine, and `Sandbox`
+    sandbox_process.py   One sandboxed process: start, requests, limits, end
+    sandbox_protocol.py  Limits, results, and the messages between host and sandboxed process
+    sandbox_pool.py      A pool of started sandboxes
+    fair_semaphore.py    A semaphore for threads and event loops, first come first served
+    process_usage.py     Memory, processor time and files of a process tree, and its freezing
+    guest_process/       The code of the sandboxed process: standard library only, started by path
 """
 
 from __future__ import annotations
@@ -18,46 +16,53 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 
-from arborl.sandbox.level import Found, allow_unsafe, best_level, level_in_force, try_level, unsafe_allowed
-from arborl.sandbox.limits import Limits, Outcome
-from arborl.sandbox.pool import POOLS, Pool, metrics
-from arborl.sandbox.process import LEVELS, Level, SandboxError
-from arborl.sandbox.sandbox import Sandbox
+from arborl.sandbox.sandbox import (
+    ActiveLevel,
+    Sandbox,
+    active_level,
+    allow_unsafe,
+    best_level,
+    try_level,
+    unsafe_allowed,
+)
+from arborl.sandbox.sandbox_pool import POOLS, SandboxPool, sandbox_metrics
+from arborl.sandbox.sandbox_process import LEVELS, Level, SandboxError
+from arborl.sandbox.sandbox_protocol import SandboxLimits, SandboxResult
 
 __all__ = [
     "LEVELS",
     "POOLS",
-    "Found",
+    "ActiveLevel",
     "Level",
-    "Limits",
-    "Outcome",
-    "Pool",
     "Sandbox",
     "SandboxError",
+    "SandboxLimits",
+    "SandboxPool",
+    "SandboxResult",
+    "active_level",
     "allow_unsafe",
     "best_level",
-    "level_in_force",
-    "metrics",
     "run_code",
     "run_code_sync",
+    "sandbox_metrics",
     "shared_pool",
     "try_level",
     "unsafe_allowed",
 ]
 
-DEFAULT = Limits()
+DEFAULT_LIMITS = SandboxLimits()
 
 
 @functools.lru_cache(maxsize=8)
-def shared_pool(limits: Limits = DEFAULT) -> Pool:
-    """The pool of this process for these limits; guests are kept ready from its first use on."""
-    return Pool(limits)
+def shared_pool(limits: SandboxLimits = DEFAULT_LIMITS) -> SandboxPool:
+    """The process's pool for these limits."""
+    return SandboxPool(limits)
 
 
 async def run_code(
-    code: str, stdin: str = "", files: Mapping[str, str] | None = None, limits: Limits = DEFAULT
-) -> Outcome:
-    """Run Python in a fresh sandbox.
+    code: str, stdin: str = "", files: Mapping[str, str] | None = None, limits: SandboxLimits = DEFAULT_LIMITS
+) -> SandboxResult:
+    """Run Python in a new sandbox.
 
     Example:
         (await run_code("print(int(input()) * 2)", stdin="21")).stdout      # '42\\n'
@@ -66,7 +71,7 @@ async def run_code(
 
 
 def run_code_sync(
-    code: str, stdin: str = "", files: Mapping[str, str] | None = None, limits: Limits = DEFAULT
-) -> Outcome:
-    """As `run_code`, for callers without an event loop."""
+    code: str, stdin: str = "", files: Mapping[str, str] | None = None, limits: SandboxLimits = DEFAULT_LIMITS
+) -> SandboxResult:
+    """As `run_code`, without an event loop."""
     return shared_pool(limits).run_sync(code, stdin, files)

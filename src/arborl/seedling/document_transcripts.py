@@ -23,7 +23,7 @@ from arborl.chat.formats.hermes import HermesParser
 from arborl.chat.messages import read_messages
 from arborl.data.made.documents import DocumentProblem
 from arborl.data.made.words import COLOURS, OBJECTS, PEOPLE, TOWNS, TRADES
-from arborl.envs.documents import Documents
+from arborl.envs.games.documents_env import Documents
 from arborl.errors import EpisodeOver
 from arborl.seedling.transcript_base import PIECE, SPECIAL_STRINGS, Transcript, draw, pick
 from arborl.types import Message, Metrics, Task, ToolCall, ToolSpec

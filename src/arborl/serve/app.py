@@ -22,7 +22,7 @@ from arborl.serve.responses import response_routes
 from arborl.serve.sessions import Sessions
 from arborl.serve.source import Refused
 from arborl.serve.speaker import Speaker
-from arborl.tools.gate import HalfOpen
+from arborl.tools.remote.http_middleware import PendingConnections
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
@@ -76,7 +76,7 @@ def make_app(
             rates.forget()
 
     app = FastAPI(title="Arbor", lifespan=lifespan)
-    app.state.load, app.state.half_open = load, HalfOpen()
+    app.state.load, app.state.half_open = load, PendingConnections()
     meters = Meters(load, speaker, sessions)
     app.add_middleware(Door, keys=keys, max_body=bounds.body, load=load, rates=rates, seen=meters.count)
     add_problems(app)
@@ -115,7 +115,7 @@ def _add_models(app: FastAPI, speaker: Speaker) -> None:
 
 def _add_health(app: FastAPI, load: Load, speaker: Speaker, rates: Rates, meters: Meters) -> None:
     def state() -> str:
-        failing = speaker.breaker.open or rates.fault() is not None
+        failing = speaker.breaker.is_open or rates.fault() is not None
         return "draining" if load.draining else "failing" if failing else "ok"
 
     @app.get("/live")
@@ -151,7 +151,7 @@ class Meters:
         for name, about, read in (
             ("running", "requests that are being answered", lambda: load.running),
             ("model_version", "step of the weights", lambda: speaker.version),
-            ("breaker_open", "whether the model fails", lambda: float(speaker.breaker.open)),
+            ("breaker_open", "whether the model fails", lambda: float(speaker.breaker.is_open)),
             ("sessions", "sessions of agents", lambda: len(sessions) if sessions is not None else 0),
         ):
             Gauge(f"arborl_{name}", about, registry=self.registry).set_function(read)

@@ -16,7 +16,7 @@ from arborl.serve.keys import NO_KEY, Keys, Rates
 from arborl.serve.problems import problem
 from arborl.serve.source import Unavailable
 from arborl.spans import span
-from arborl.tools.gate import Gate, given_key, is_ours
+from arborl.tools.remote.http_middleware import RequestFilter, is_local_request, request_api_key
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Load:
         return True
 
 
-class Door(Gate):
+class Door(RequestFilter):
     """Refuses by the head alone what may not be read; counts, limits and writes down the rest.
 
     Args:
@@ -93,7 +93,7 @@ class Door(Gate):
         headers = {name.lower(): value for name, value in scope["headers"]}
         given = headers.get(b"x-request-id", b"")
         name = given.decode("ascii") if WORDS.fullmatch(given) else uuid.uuid4().hex
-        who = (self.keys.find(given_key(headers)) if self.keys else None) or NO_KEY
+        who = (self.keys.find(request_api_key(headers)) if self.keys else None) or NO_KEY
         state = scope.setdefault("state", {})
         state["request_id"], state["key"] = name, who
         began, status = time.perf_counter(), 499  # as long as nothing was said
@@ -139,13 +139,13 @@ class Door(Gate):
             self.load.leave()
 
     def _refusal(self, path: str, headers: Mapping[bytes, bytes]) -> Any:
-        if not self.keys and not is_ours(headers):
+        if not self.keys and not is_local_request(headers):
             what = headers.get(b"origin") or headers.get(b"host", b"")
             told = (
                 f"without an API key this server answers to addresses and localhost, not to {what.decode('latin-1')!r}"
             )
             return problem(421, told)
-        if self.keys and path not in OPEN and self.keys.find(given_key(headers)) is None:
+        if self.keys and path not in OPEN and self.keys.find(request_api_key(headers)) is None:
             return problem(401, "wrong or missing API key", "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or len(length) > 18 or int(length) > self.max_body:

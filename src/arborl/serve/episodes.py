@@ -31,7 +31,7 @@ from arborl.serve.recorded import GONE, OVER, Recorded
 from arborl.serve.responses import response_routes
 from arborl.serve.schemas import RewardRequest, StepRequest
 from arborl.serve.source import Refused, Unavailable
-from arborl.tools.gate import Gate, HalfOpen, listening
+from arborl.tools.remote.http_middleware import PendingConnections, RequestFilter, uvicorn_config
 from arborl.types import Message, Task
 
 MAX_BODY = 2**24
@@ -144,7 +144,9 @@ class Endpoint:
             ) from error
         own, number = self.socket.getsockname()[:2]
         self.at = public or f"http://{f'[{own}]' if ':' in own else own}:{number}"
-        self._server = Background(listening(self._app(), host, port, 1, lifespan="off", timeout_keep_alive=PATIENCE))
+        self._server = Background(
+            uvicorn_config(self._app(), host, port, 1, lifespan="off", timeout_keep_alive=PATIENCE)
+        )
         self._serving = asyncio.create_task(self._serve())
 
     @classmethod
@@ -187,7 +189,7 @@ class Endpoint:
 
     def _app(self) -> FastAPI:
         app, workers = FastAPI(title="Arbor, episodes", openapi_url=None), RequestWorkers()
-        app.state.half_open = HalfOpen(PATIENCE)
+        app.state.half_open = PendingConnections(PATIENCE)
         app.router.route_class = bounded_route(workers)
         app.add_middleware(EpisodeGate, known=self.visits)
         add_problems(app)
@@ -236,7 +238,7 @@ class Background(uvicorn.Server):
         self.up.set()
 
 
-class EpisodeGate(Gate):
+class EpisodeGate(RequestFilter):
     """Refuses requests whose path names no open episode, or that are too large, before their body is read.
 
     Args:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from arborl.errors import ArborError, ConfigError
 from arborl.serve.source import Unavailable
-from arborl.tools.limit import LimitTimeout, RateLimit
-from arborl.tools.protocol import key_bytes
+from arborl.tools.core.rate_limit import RateLimit, RateLimitTimeout
+from arborl.tools.remote.tool_protocol import encode_api_key
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class Keys:
     """
 
     def __init__(self, keys: Iterable[str] = ()):
-        self._known = {hashlib.sha256(key_bytes(key)).digest() for key in keys}
+        self._known = {hashlib.sha256(encode_api_key(key)).digest() for key in keys}
 
     def __len__(self) -> int:
         return len(self._known)
@@ -112,7 +112,7 @@ class Rates:
             return
         try:
             await self._limits[who].acquire(timeout=0)
-        except LimitTimeout as error:
+        except RateLimitTimeout as error:
             wait = math.ceil(60.0 / self.per_minute)
             told = f"more than {self.per_minute:g} requests a minute of this key"
             raise Unavailable(told, wait, 429, "rate_limit_exceeded") from error
@@ -124,4 +124,4 @@ class Rates:
     def forget(self) -> None:
         for limit in self._limits.values():
             with suppress(OSError):
-                limit.forget()
+                limit.remove()

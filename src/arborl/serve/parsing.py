@@ -17,8 +17,8 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 
 from arborl.serve.source import Refused, Unavailable
-from arborl.tools.json_bounds import JsonBoundsError, load_json
-from arborl.tools.threads import TooManyStuck, in_thread
+from arborl.tools.core.background_threads import TooManyHangingCalls, run_in_thread
+from arborl.tools.core.json_bounds import JsonBoundsError, load_json
 
 T = TypeVar("T")
 SMALL_BODY = 8192
@@ -54,9 +54,9 @@ class RequestWorkers:
             return work()
         try:
             async with asyncio.timeout(self.seconds), self._slots:
-                result: T = await in_thread(work, "reading requests", self.seconds)
+                result: T = await run_in_thread(work, "reading requests", self.seconds)
                 return result
-        except (TimeoutError, TooManyStuck) as error:
+        except (TimeoutError, TooManyHangingCalls) as error:
             message = f"reading the request took longer than {self.seconds:g} s: send less, or try again later"
             raise Unavailable(message, code="request_timeout") from error
         finally:

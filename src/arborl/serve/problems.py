@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from arborl.serve.source import Refused, Unavailable
-from arborl.tools.protocol import encodable
+from arborl.tools.remote.tool_protocol import replace_surrogates
 
 KINDS = {
     401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error", 413: "invalid_request_error",
@@ -28,7 +28,7 @@ def problem(
 
 def shaped(status: int, message: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
     kind = KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": encodable(message)[:2000], "type": kind, "param": param, "code": code}}
+    return {"error": {"message": replace_surrogates(message)[:2000], "type": kind, "param": param, "code": code}}
 
 
 def as_problem(error: Refused | Unavailable) -> tuple[int, dict[str, Any]]:

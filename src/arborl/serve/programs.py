@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+from arborl import child_process
 from arborl.agents.agent import is_async
 from arborl.errors import queued
 from arborl.registry import load
 from arborl.serve.episodes import Visit
-from arborl.tools import guard
-from arborl.tools.http import Connections
-from arborl.tools.threads import in_thread
+from arborl.tools.core.background_threads import run_in_thread
+from arborl.tools.remote.http_connections import HttpConnections
 
 MOST_SAID = 2**20
 """Bytes that a program may print."""
@@ -86,7 +86,7 @@ class Command:
             slots.release()
 
     async def _run(self, question: str, environment: Mapping[str, str]) -> str | None:
-        guarded = [sys.executable, "-I", "-S", str(Path(guard.__file__)), *self.words]
+        guarded = [sys.executable, "-I", "-S", str(Path(child_process.__file__)), *self.words]
         pipe = asyncio.subprocess.PIPE
         async with output_pipe() as (printed, writing):
             child = await asyncio.create_subprocess_exec(
@@ -148,7 +148,7 @@ class Function:
         if is_async(self.function):
             said = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_called(asked), beside(os.getpid())))
         else:
-            said = await in_thread(asked, f"program {self.name!r}", visit.model.limits.episode_seconds)
+            said = await run_in_thread(asked, f"program {self.name!r}", visit.model.limits.episode_seconds)
         return None if said is None else str(said)
 
 
@@ -168,7 +168,7 @@ class Address:
 
     async def play(self, visit: Visit, at: str) -> str | None:
         told = {"task": visit.told(), "base_url": f"{at}/v1", "api_key": KEY, "episode_url": at}
-        said = await Connections(self.url, {"Connection": "close"}).request("POST", "", json.dumps(told).encode())
+        said = await HttpConnections(self.url, {"Connection": "close"}).request("POST", "", json.dumps(told).encode())
         if said.status == 202:
             await visit.rewarded.wait()
             return None

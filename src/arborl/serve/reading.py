@@ -18,8 +18,8 @@ from arborl.serve.choices import Choice, Delta, Manner, forced
 from arborl.serve.parsing import TOO_COMPLEX
 from arborl.serve.schemas import LONGEST_NAME, Drawing, Sampled, ToolChoice
 from arborl.serve.source import TOO_LONG, Asked, Refused, Source, Unavailable
-from arborl.tools.json_bounds import DEFAULT_BOUNDS, JsonBounds, JsonBoundsError, check_json
-from arborl.tools.protocol import encodable
+from arborl.tools.core.json_bounds import DEFAULT_BOUNDS, JsonBounds, JsonBoundsError, check_json
+from arborl.tools.remote.tool_protocol import replace_surrogates
 from arborl.types import Message, Sampling, ToolSpec
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ class Tools:
 def clean(value: Any) -> Any:
     """The same without what UTF-8 has no form for, in a text wherever it stands."""
     if isinstance(value, str):
-        return encodable(value)
+        return replace_surrogates(value)
     if isinstance(value, dict):
         return {clean(key): clean(one) for key, one in value.items()}
     return [clean(one) for one in value] if isinstance(value, list) else value
@@ -113,7 +113,7 @@ def tokens_of(prompt: str | Sequence[int], source: Source) -> list[int]:
     """The ids of a prompt. A text that cannot fit is refused before all of it is tokenised."""
     if not isinstance(prompt, str):
         return list(prompt)
-    text, tokenizer = encodable(prompt), TextTokenizer(source.renderer.tokenizer)
+    text, tokenizer = replace_surrogates(prompt), TextTokenizer(source.renderer.tokenizer)
     if has_more_tokens(text, tokenizer.encode, source.context):
         raise Refused(f"the prompt has more tokens than the context of {source.context}", "prompt", TOO_LONG)
     ids = tokenizer.encode(text)

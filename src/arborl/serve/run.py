@@ -11,7 +11,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from arborl.serve.door import Load
-from arborl.tools.gate import listening
+from arborl.tools.remote.http_middleware import uvicorn_config
 
 
 class Server(uvicorn.Server):
@@ -25,7 +25,7 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, app: FastAPI, host: str, port: int, drain: float = 60.0):
-        super().__init__(listening(app, host, port, 5, backlog=4096))
+        super().__init__(uvicorn_config(app, host, port, 5, backlog=4096))
         self.load: Load = app.state.load
         self.drain = drain
         self.loop: asyncio.AbstractEventLoop | None = None

@@ -20,7 +20,7 @@ from arborl.engines.engine import Engine, Listener, Weights
 from arborl.errors import EngineError
 from arborl.serve.memory import Memory
 from arborl.serve.source import TOO_LONG, Asked, Likely, Piece, Refused, Saying, Unavailable
-from arborl.tools.breaker import Breaker
+from arborl.tools.remote.circuit_breaker import CircuitBreaker
 from arborl.types import Completion, Message, Metrics, Sampling, ToolSpec
 
 UNRENDERED = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
@@ -125,14 +125,14 @@ class EngineSaying:
                     yield piece(said, self.asked.top)
             whole = sampled.result()
         except EngineError as error:
-            breaker.failed()
+            breaker.record_failure()
             raise Unavailable(f"the model could not answer: {error}", status=500, code="engine_error") from error
         except BaseException:
-            breaker.left()
+            breaker.cancel()
             raise
         finally:
             sampled.cancel()
-        breaker.worked()
+        breaker.record_success()
         rest = pipe.take()
         last = piece(rest, self.asked.top)
         if told + len(rest) < len(whole.tokens):  # an engine that does not stream says all at the end
@@ -165,11 +165,11 @@ class Speaker:
         name: str,
         context: int,
         sampling: Sampling | None = None,
-        breaker: Breaker | None = None,
+        breaker: CircuitBreaker | None = None,
     ):
         self.engine, self.renderer, self.vocabulary = engine, renderer, vocabulary
         self.name, self.context = name, context
-        self.sampling, self.breaker = sampling or Sampling(), breaker or Breaker(longest=30.0)
+        self.sampling, self.breaker = sampling or Sampling(), breaker or CircuitBreaker(longest=30.0)
         self.version, self.memory = 0, Memory()
 
     def answers_to(self, model: str) -> bool:
@@ -215,6 +215,6 @@ class Speaker:
         """Return at once, or raise where the engine has failed too often to be asked now."""
         try:
             async with asyncio.timeout(0.02):
-                await self.breaker.enter()
+                await self.breaker.acquire()
         except TimeoutError as error:
             raise Unavailable("the model has failed several times in a row; it is tried again soon") from error

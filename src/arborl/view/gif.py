@@ -104,9 +104,9 @@ def said(episode: Episode, number: int, decode: Decode | None) -> str:
 
 
 def _written(text: str) -> Image | None:
-    from arborl.envs.text_picture import write
+    from arborl.envs.games.drawing import draw_text_page
 
-    return write(text) if text else None
+    return draw_text_page(text) if text else None
 
 
 def save_gif(frames: Sequence[Frame], path: Path, seconds: float = 0.8, last_seconds: float = 2.5) -> Path:

@@ -14,8 +14,13 @@ from arborl.agents.context.history import ContextError, Delete, Edit, Fold, Styl
 from arborl.agents.context.talk import Bounds, Talk
 from arborl.chat.formats.hermes import HermesParser
 from arborl.errors import ContextFull, MaxTurns
-from arborl.tools.library.context.brief import listed, shorten
-from arborl.tools.library.context.workspace import Refused, Workspace, error_object
+from arborl.tools.library.document_tools import (
+    DocumentToolError,
+    Workspace,
+    error_object,
+    format_tool_list,
+    shorten_result,
+)
 from arborl.types import Message, ToolCall, ToolResult, ToolSpec
 
 EXAMPLE = ToolCall("", "readChunk", {"chunk_id": 1})
@@ -77,9 +82,9 @@ class ContextSession(Talk):
             content = error_object(call.name, content)
         tag = ""
         if self.space.scanning and call.name == "readChunk" and self.space.index and result.ok:
-            tag = f"{self.space.at + 1}/{len(self.space.index)}"
+            tag = f"{self.space.last_chunk + 1}/{len(self.space.index)}"
         if self.style.form == "brief":
-            content = shorten(call.name, content)
+            content = shorten_result(call.name, content)
         said = Message("tool", content, tool_call_id=call.id, name=call.name or None)
         self.history = self.history.add(said, caller, room, tag, result.ok)
 
@@ -112,7 +117,7 @@ class ContextSession(Talk):
         alone = all(call.name == "summarize" for call in asker.message.tool_calls)
         last = asking if alone else asking - 1
         if last < 1:
-            raise Refused("there is nothing to summarize yet")
+            raise DocumentToolError("there is nothing to summarize yet")
         self._edit(Fold(1, last, summary))
         return {"status": "success", "folded": last}
 
@@ -120,13 +125,13 @@ class ContextSession(Talk):
         try:
             self.edit(new)
         except ContextError as error:
-            raise Refused(str(error)) from error
+            raise DocumentToolError(str(error)) from error
 
 
 def with_tools(opening: Sequence[Message], specs: Sequence[ToolSpec], model: Model) -> list[Message]:
     """The opening with the tools in a line of the system's message, and how to call one in the model's own format."""
     parser = getattr(getattr(model, "renderer", None), "parser", None) or HermesParser()
-    told = f"Tools: {listed(specs)}\nCall: {parser.format(EXAMPLE)}"
+    told = f"Tools: {format_tool_list(specs)}\nCall: {parser.format(EXAMPLE)}"
     if opening and opening[0].role == "system":
         return [replace(opening[0], content=f"{opening[0].content}\n{told}"), *opening[1:]]
     return [Message("system", told), *opening]

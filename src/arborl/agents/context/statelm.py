@@ -17,22 +17,23 @@ from arborl.agents.context.policy import Kind, Policy
 from arborl.agents.context.session import ContextSession
 from arborl.agents.context.talk import Bounds
 from arborl.agents.rounds import count
-from arborl.envs.documents import document_of
 from arborl.envs.env import Env
+from arborl.envs.games.documents_env import episode_document
 from arborl.errors import ConfigError, did_you_mean
 from arborl.registry import call_checked
-from arborl.tools.injection import Context
-from arborl.tools.library.context import documents, notes
-from arborl.tools.library.context.workspace import WORKSPACE, JsonTool, Reading, Workspace
-from arborl.tools.threads import in_thread
-from arborl.tools.tool import AnyTool
-from arborl.tools.toolbox import Toolbox
+from arborl.tools.core.background_threads import run_in_thread
+from arborl.tools.core.tool import AnyTool
+from arborl.tools.core.tool_context import ToolContext
+from arborl.tools.core.toolbox import Toolbox
+from arborl.tools.library import document_tools
+from arborl.tools.library.document_tools import WORKSPACE, DocumentSettings, JsonTool, Workspace
 from arborl.types import Message, Task, ToolResult
 
 ALL = (
-    documents.analyze_text, documents.load_document, documents.build_index, documents.read_chunk,
-    documents.search_engine, notes.note, notes.read_note, notes.update_note, notes.merge_notes, notes.check_budget,
-    notes.get_context_stats, notes.delete_context, notes.summarize, documents.finish,
+    document_tools.analyze_text, document_tools.load_document, document_tools.build_index, document_tools.read_chunk,
+    document_tools.search_engine, document_tools.note, document_tools.read_note, document_tools.update_note,
+    document_tools.merge_notes, document_tools.check_budget,
+    document_tools.get_context_stats, document_tools.delete_context, document_tools.summarize, document_tools.finish,
 )  # fmt: skip
 TOOLSET: dict[str, JsonTool] = {tool.name: tool for tool in ALL}
 """All tools of this agent, by name."""
@@ -113,7 +114,7 @@ class StateLM(Agent):
             raise ValueError(f"policy={policy} and context.policy={context.kind}: write one of them")
         self.policy = context or Policy(policy, window, compress_at, compression_ratio, train_summaries)
         self.toolbox = Toolbox([*chosen(toolset, self.policy.kind), *tools], max_calls)
-        self.reading: Reading = call_checked(Reading, reading or {}, "agent.args.reading")
+        self.reading: DocumentSettings = call_checked(DocumentSettings, reading or {}, "agent.args.reading")
         self.limits = (max_model_len, single_turn_max_tokens, max_assistant_turns)
         self.min_assistant_turns = min_assistant_turns
         has = self.toolbox.tools
@@ -121,14 +122,14 @@ class StateLM(Agent):
         self.dump = Dump(dump_trajectories_enabled, dump_trajectories_dir, dump_trajectories_freq)
 
     async def run(self, task: Task, env: Env, model: Model) -> None:
-        async with Context(task, getattr(model, "tokenizer", None)) as context:
+        async with ToolContext(task, getattr(model, "tokenizer", None)) as context:
             await Play(self, env, model, context).run()
 
 
 class Play:
     """One episode of the agent."""
 
-    def __init__(self, agent: StateLM, env: Env, model: Model, context: Context):
+    def __init__(self, agent: StateLM, env: Env, model: Model, context: ToolContext):
         self.agent, self.env, self.model, self.context = agent, env, model, context
         self.session: ContextSession
         self.message: Message
@@ -154,11 +155,11 @@ class Play:
         agent, task = self.agent, self.context.task
         observation = await self.env.reset(task, task.seed)
         space: Workspace = self.context.state(WORKSPACE, WORKSPACE.make)
-        space.document, space.reading = document_of(task, self.env), agent.reading
+        space.document, space.settings = episode_document(task, self.env), agent.reading
         bounds = Bounds.of(self.model, *agent.limits)
         specs = agent.toolbox.specs
         self.session = ContextSession(self.model, observation.messages, specs, space, bounds, agent.style)
-        space.keeper = self.session
+        space.editor = self.session
         agent.policy.begin(self.session)
         if agent.reading.built:
             await self._build(space)
@@ -171,7 +172,7 @@ class Play:
             text = space.text(self.context)
         except ValueError:
             return
-        await in_thread(lambda: space.build(text, reading.chunk_size, reading.overlap, tokenizer))
+        await run_in_thread(lambda: space.build(text, reading.chunk_size, reading.overlap, tokenizer))
 
     async def _generate(self) -> Phase:
         """The model speaks, if limits allow; what is no call goes to the environment."""

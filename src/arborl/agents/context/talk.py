@@ -14,7 +14,7 @@ from arborl.agents.agent import Model
 from arborl.agents.context.history import Edit, Fold, History, Style, Truncate, edited, view
 from arborl.chat.fit import cannot_fit
 from arborl.errors import ContextFull
-from arborl.tools.output import count
+from arborl.tools.core.tool_context import count_tokens
 from arborl.types import Message, ToolSpec
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class Talk:
         if conversations is not None:
             return int(conversations.count(messages, self.specs))
         texts = [message.content for message in messages] + [str(spec) for spec in self.specs]
-        return sum(count(text, tokenizer) + HEADER for text in texts)
+        return sum(count_tokens(text, tokenizer) + HEADER for text in texts)
 
     def room(self, messages: Sequence[Message] | None = None) -> int:
         """Tokens that may be added before the episode ends; negative when it is too late."""

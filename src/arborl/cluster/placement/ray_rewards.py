@@ -16,7 +16,7 @@ from arborl.rewards.by_source import RewardsBySource
 from arborl.rewards.plain_calls import call
 from arborl.rewards.reward import GroupReward, Reward
 from arborl.rewards.rules import environment
-from arborl.tools.threads import MOST, left_behind
+from arborl.tools.core.background_threads import MAX_HANGING_CALLS, abandoned_calls
 from arborl.types import Episode, Metrics
 
 CHECK_SECONDS = 5.0
@@ -131,8 +131,8 @@ class RewardWorkers:
         try:
             hang = await asyncio.wait_for(asyncio.wrap_future(actor.left_behind.remote().future()), CHECK_SECONDS)
         except (TimeoutError, self.cluster.ray.exceptions.RayError):
-            hang = MOST
-        if hang >= MOST and replica.actor is actor:
+            hang = MAX_HANGING_CALLS
+        if hang >= MAX_HANGING_CALLS and replica.actor is actor:
             self.cluster.stop(actor)
             self.routes.lose(replica, f"{replica.name} hangs in a reward")
 

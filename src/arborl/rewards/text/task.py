@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Literal
 
-from arborl.envs.conversation import Line
-from arborl.envs.conversation.scenario import read_scenario
+from arborl.envs.games.conversation import UserLine
+from arborl.envs.games.conversation_presets import read_scenario
 from arborl.rewards.choice import exactly, f1, read_letter
 from arborl.rewards.numbers import equal, final_part, read_number
 from arborl.rewards.text.backing import Judge, TextReward
@@ -128,7 +128,7 @@ def completion(said: Sequence[Exchange], context: Context) -> float | None:
     expect = lookup(context, "expect")
     wanted = [expect] if isinstance(expect, str) else list(expect or ())
     if wanted:
-        anywhere = [Line("", (str(one),)) for one in wanted]
+        anywhere = [UserLine("", (str(one),)) for one in wanted]
         return sum(_met(line, said) for line in anywhere) / len(anywhere)
     goal = telling(str(lookup(context, "goal") or ""))
     if goal:
@@ -137,12 +137,12 @@ def completion(said: Sequence[Exchange], context: Context) -> float | None:
     return None
 
 
-def _lines(context: Context) -> Sequence[Line]:
+def _lines(context: Context) -> Sequence[UserLine]:
     given = context.get("user_responses")
     return read_scenario({"user_responses": given}, "context").lines if given else ()
 
 
-def _met(line: Line, said: Sequence[Exchange]) -> float:
+def _met(line: UserLine, said: Sequence[Exchange]) -> float:
     """What the best reply to a line is worth, if it mentions what is expected."""
     return max((_worth(one) for one in said if line.text in one.asked and line.met_by(one.reply)), default=0.0)
 

@@ -1,14 +1,12 @@
-"""Tools that ship, by the names in `arborl.tools.TOOLS`.
+"""Tools of this library, by the names in `arborl.tools.TOOLS`.
 
 In reading order:
 
-    calculator.py  A calculator that walks the syntax tree itself
-    python.py      Python that cannot reach anything: the model's code runs in the sandbox
-    search.py      Full-text search over a local corpus
-    retrieve.py    Dense retrieval over a local corpus: documents near a query in an embedding space that you bring
-    corpus.py      Documents out of files: what `search` and `retrieve` look through
-    fetch.py       HTTP for a model: pages of listed hosts, so much of them, so long, and nowhere else
-    check.py       A tool that tells the model whether its answer is right, before it gives it: the task knows
-    finish.py      Ways to say that the work is done: a call that ends the episode with the answer it was given
-    context/       Tools for a context that is too small for the document: look, search and read; keep notes; delete
+    calculator.py      Arithmetic on the syntax tree, without eval
+    python.py          Python in the sandbox
+    search.py          Full-text search and dense retrieval over a local corpus
+    fetch.py           Web pages of an allow-list of hosts
+    finish.py          Tools that end the episode with an answer, or check one
+    document_tools.py  Tools for documents larger than the context: search, read, notes, context edits
+    document_index.py  Chunks of a document and their full-text index
 """

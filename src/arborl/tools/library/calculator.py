@@ -1,4 +1,4 @@
-"""A calculator that walks the syntax tree itself: nothing is evaluated, and no expression can be made expensive."""
+"""Arithmetic on the syntax tree: no `eval`, bounded cost."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from arborl.tools.tool import tool
+from arborl.tools.core.tool import tool
 
 Number = int | float
 
@@ -25,7 +25,7 @@ BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 }
 UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 FUNCTIONS: dict[str, Callable[..., Any]] = {"sqrt": math.sqrt, "abs": abs, "min": min, "max": max, "round": round}
-TAKES = f"It takes numbers, + - * / // % **, parentheses and {', '.join(FUNCTIONS)}."
+USAGE = f"Write numbers, + - * / // % **, parentheses and {', '.join(FUNCTIONS)}."
 
 
 @tool
@@ -38,70 +38,70 @@ def calculator(expression: str) -> str:
     if len(expression) > MAX_LENGTH:
         raise ValueError(f"the expression has {len(expression)} characters; {MAX_LENGTH} is the limit")
     try:
-        return show(value_of(ast.parse(expression.strip(), mode="eval").body))
+        return format_number(value_of(ast.parse(expression.strip(), mode="eval").body))
     except SyntaxError:
-        raise ValueError(f"{expression!r} is not an expression. {TAKES}") from None
+        raise ValueError(f"{expression!r} is not an expression. {USAGE}") from None
     except (RecursionError, MemoryError):
         raise ValueError("the expression is nested too deeply") from None
 
 
 def value_of(node: ast.expr) -> Number:
-    """The value of one node; every intermediate result is held to `MAX_DIGITS`."""
+    """Value of one node; every intermediate result is checked against `MAX_DIGITS`."""
     match node:
         case ast.Constant(value=value) if type(value) in (int, float):
-            return bounded(value)
+            return check_number(value)
         case ast.UnaryOp(op=op, operand=operand) if type(op) in UNARY:
-            return bounded(UNARY[type(op)](value_of(operand)))
+            return check_number(UNARY[type(op)](value_of(operand)))
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
             return power(value_of(left), value_of(right))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in BINARY:
-            return bounded(BINARY[type(op)](value_of(left), value_of(right)))
+            return check_number(BINARY[type(op)](value_of(left), value_of(right)))
         case ast.BinOp(op=ast.BitXor()):
             raise ValueError("^ is not a power here; write **")
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS:
             return apply(name, [value_of(arg) for arg in args])
         case _:
-            raise ValueError(f"{ast.unparse(node)!r} is not arithmetic. {TAKES}")
+            raise ValueError(f"{ast.unparse(node)!r} is not arithmetic. {USAGE}")
 
 
 def power(base: Number, exponent: Number) -> Number:
-    """`base ** exponent`, refused before it is computed when the result would be too long."""
+    """`base ** exponent`; a result that would be too long is refused before it is computed."""
     if isinstance(base, int) and isinstance(exponent, int) and abs(base) > 1 and abs(exponent) > 1:
         digits = math.log10(abs(base)) * abs(exponent)
         if digits > MAX_DIGITS:
-            raise ValueError(f"the result is beyond {MAX_DIGITS} digits")
+            raise ValueError(f"the result exceeds {MAX_DIGITS} digits")
     try:
-        return bounded(base**exponent)
+        return check_number(base**exponent)
     except OverflowError:
-        raise ValueError(f"the result is beyond {MAX_DIGITS} digits") from None
+        raise ValueError(f"the result exceeds {MAX_DIGITS} digits") from None
 
 
 def apply(name: str, values: list[Number]) -> Number:
-    """One of `FUNCTIONS`; one value is a value to min and max too."""
+    """Apply one of `FUNCTIONS`."""
     if not values:
         raise ValueError(f"{name}() needs a number")
     if name == "round" and len(values) == 2 and not (isinstance(values[1], int) and abs(values[1]) <= MAX_DIGITS):
         raise ValueError(f"round(x, n) takes a whole n of at most {MAX_DIGITS}")
     if name in ("min", "max"):
-        return bounded(FUNCTIONS[name](values))
-    return bounded(FUNCTIONS[name](*values))
+        return check_number(FUNCTIONS[name](values))
+    return check_number(FUNCTIONS[name](*values))
 
 
-def bounded(value: Any) -> Number:
-    """The value, if it is a real number of reasonable length."""
+def check_number(value: Any) -> Number:
+    """The value; ValueError if it is not a real number within `MAX_DIGITS`."""
     if isinstance(value, complex):
         raise ValueError("the result is not a real number")
     if not abs(value) < 10**MAX_DIGITS:  # also true of nan
-        raise ValueError(f"the result is beyond {MAX_DIGITS} digits")
+        raise ValueError(f"the result exceeds {MAX_DIGITS} digits")
     return value  # type: ignore[no-any-return]
 
 
-def show(value: Number) -> str:
-    """Whole numbers without a point, others with every digit that matters.
+def format_number(value: Number) -> str:
+    """Integers without a decimal point, other numbers with all digits.
 
     Example:
-        show(84 / 2)      # '42'
-        show(0.5)         # '0.5'
+        format_number(84 / 2)      # '42'
+        format_number(0.5)         # '0.5'
     """
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         value = int(value)

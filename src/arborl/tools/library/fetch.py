@@ -1,7 +1,7 @@
-"""HTTP for a model: pages of listed hosts, so much of them, so long, and nowhere else.
+"""Web pages of an allow-list of hosts.
 
-Neither the model nor a page is trusted. A host's address is looked up once, must be a public one, and is the one that
-is asked; what comes back is unpacked and decoded within its bounds, and beside the event loop.
+Neither the model nor a page is trusted. A host name is resolved once; the address must be public and is the one that is
+contacted (no DNS rebinding). Responses are decompressed and decoded within bounds, in a thread.
 """
 
 from __future__ import annotations
@@ -18,46 +18,46 @@ from collections.abc import Iterator, Sequence
 
 import httpx
 
-from arborl.tools.threads import in_thread
-from arborl.tools.tool import Tool
+from arborl.tools.core.background_threads import run_in_thread
+from arborl.tools.core.tool import Tool
 
-MOST_REDIRECTS = 5
-USUAL_PORTS = {"http": 80, "https": 443}
+MAX_REDIRECTS = 5
+DEFAULT_PORTS = {"http": 80, "https": 443}
 LOWER = {ord(letter): letter.lower() for letter in string.ascii_uppercase}
 TAG = re.compile(r"<(!--|[!?]?/?[a-z][a-z0-9]*)")
 HIDDEN = frozenset(["script", "style", "head", "noscript", "template"])
 HEADINGS = ("h1", "h2", "h3", "h4", "h5", "h6")
 BLOCKS = frozenset({"br"} | {f"{end}{tag}" for end in ("", "/") for tag in ("p", "div", "li", "tr", "pre", *HEADINGS)})
 ENCODINGS = {"": None, "identity": None, "gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": 0}
-"""What a page may be packed with, once: the window of its unpacker; `deflate` is written with and without a header."""
+"""Content encodings -> zlib window; `deflate` exists with and without a header."""
 CHARSETS = frozenset(
     ["utf-8", "us-ascii", "utf-16", "utf-16le", "utf-16be", "utf-32", "koi8-r", "koi8-u", "macintosh", "tis-620"]
     + [f"iso-8859-{part}" for part in (*range(1, 12), *range(13, 17))]
     + [f"windows-125{page}" for page in range(9)]
     + ["shift_jis", "euc-jp", "iso-2022-jp", "euc-kr", "gb2312", "gbk", "gb18030", "big5"]
 )
-"""Those of pages, all of them quick; Python knows others, of which some take minutes for a page."""
+"""Charsets of web pages that decode fast; some of Python's others take minutes for a page."""
 NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
-"""All that IPv6 has given out to hosts of the open net; site-local addresses (`fec0::1`) are elsewhere."""
+"""Public IPv6 addresses; site-local addresses (`fec0::1`) are outside."""
 NOT_PUBLIC = tuple(map(ipaddress.ip_network, ("3fff::/20", "2001:db8::/32", "192.88.99.0/24", "192.0.0.0/24")))
-"""Documentation, former 6to4 relays and protocol assignments, of which some releases of `ipaddress` do not know."""
+"""Documentation, former 6to4 relays and protocol assignments; some versions of `ipaddress` miss them."""
 READABLE = re.compile(r"text/|application/(json|xml|xhtml)|application/[\w.-]+\+(json|xml)")
 
 
 class Fetch(Tool):
-    """A tool that reads web pages, from an allow-list only. A redirect must stay in the list too.
+    """Reads web pages of an allow-list; redirects must stay in the list.
 
     Example:
         tool = Fetch(allow=["docs.python.org", "*.wikipedia.org"])
         tool = Fetch(allow=["localhost:8000"], allow_private=True)
 
     Args:
-        allow: hosts, `*.host` for every host below one, each with `:port` where the port is not the usual one.
-        max_bytes: what is read of a page, packed and unpacked.
-        timeout: seconds for all of it, redirects included.
-        max_tokens: length of an answer.
-        allow_private: whether a listed host may be this machine or one of its own network.
+        allow: hosts, `*.host` for all subdomains, with `:port` for other than the default port.
+        max_bytes: maximum bytes of a page, compressed and decompressed.
+        timeout: seconds per call, redirects included.
+        max_tokens: maximum tokens of a result.
+        allow_private: whether listed hosts may have private addresses.
     """
 
     def __init__(
@@ -82,21 +82,21 @@ class Fetch(Tool):
         Args:
             url: its whole address, with http or https.
         """
-        address = self.allowed(url)
-        # `trust_env=False`: neither a proxy nor credentials of the host's are for the model to use.
-        async with httpx.AsyncClient(trust_env=False, timeout=self.timeout, verify=tls()) as client:
-            for _ in range(MOST_REDIRECTS + 1):
-                response = await self._ask(client, address)
+        address = self.check_allowed(url)
+        # `trust_env=False`: no proxy and no credentials of this machine.
+        async with httpx.AsyncClient(trust_env=False, timeout=self.timeout, verify=tls_context()) as client:
+            for _ in range(MAX_REDIRECTS + 1):
+                response = await self._send(client, address)
                 try:
                     if not response.has_redirect_location:
                         return await self._read(response)
-                    address = self.allowed(address.join(response.headers["location"]))
+                    address = self.check_allowed(address.join(response.headers["location"]))
                 finally:
                     await response.aclose()
-        raise ValueError(f"more than {MOST_REDIRECTS} redirects")
+        raise ValueError(f"more than {MAX_REDIRECTS} redirects")
 
-    async def _ask(self, client: httpx.AsyncClient, address: httpx.URL) -> httpx.Response:
-        """The answer of one of the host's addresses. Those were checked, so they are asked, not the name again."""
+    async def _send(self, client: httpx.AsyncClient, address: httpx.URL) -> httpx.Response:
+        """Response of one of the host's checked addresses."""
         headers = {"accept": "text/*, application/json", "accept-encoding": "gzip, deflate"}
         headers["host"] = address.netloc.decode("ascii")
         failed: httpx.ConnectError | None = None
@@ -111,27 +111,27 @@ class Fetch(Tool):
         raise ValueError(f"{address.host} cannot be reached: {failed}")
 
     async def _addresses(self, address: httpx.URL) -> list[str]:
-        port = address.port or USUAL_PORTS[address.scheme]
+        port = address.port or DEFAULT_PORTS[address.scheme]
         host = address.raw_host.decode("ascii").rstrip(".")
         try:
-            found = await in_thread(functools.partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM))
+            found = await run_in_thread(functools.partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM))
         except OSError as error:
             raise ValueError(f"{host} has no address: {error}") from error
-        # IPv4 first: where a host has both, a machine without IPv6 would only wait.
+        # IPv4 first, for machines without IPv6.
         each = sorted({str(entry[4][0]): entry[0] for entry in found}.items(), key=lambda pair: pair[1])
         usable = [found for found, _ in each if self.allow_private or is_public(found)]
         if not usable:
-            raise ValueError(f"{host} is this machine or one of its network, which only allow_private=True allows.")
+            raise ValueError(f"{host} has only private addresses; allow_private=True permits them.")
         return usable[:3]
 
-    def allowed(self, url: str | httpx.URL) -> httpx.URL:
-        """The address, read once by what will also ask for it; refused when it is not of a listed host."""
+    def check_allowed(self, url: str | httpx.URL) -> httpx.URL:
+        """The parsed URL; ValueError if its host is not in the allow-list."""
         address = httpx.URL(url)
-        if address.scheme not in USUAL_PORTS or not address.host:
-            raise ValueError(f"{str(url)[:100]!r} is not an address. Write http:// or https:// and a host.")
-        usual = USUAL_PORTS[address.scheme]
-        host, port = address.host.lower().rstrip("."), address.port or usual
-        if address.userinfo or not any(_covers(entry, host, port, usual) for entry in self.allow):
+        if address.scheme not in DEFAULT_PORTS or not address.host:
+            raise ValueError(f"{str(url)[:100]!r} is not a URL. Write http:// or https:// and a host.")
+        default_port = DEFAULT_PORTS[address.scheme]
+        host, port = address.host.lower().rstrip("."), address.port or default_port
+        if address.userinfo or not any(_matches(entry, host, port, default_port) for entry in self.allow):
             raise ValueError(f"{host}:{port} is not allowed. Allowed: {', '.join(self.allow)}.")
         return address
 
@@ -141,37 +141,36 @@ class Fetch(Tool):
         kind = response.headers.get("content-type", "text/plain")
         if not READABLE.match(kind):
             raise ValueError(f"the page is {kind.partition(';')[0]}, not text")
-        packed = response.headers.get("content-encoding", "").strip().lower()
-        if packed not in ENCODINGS:
-            raise ValueError(f"the page is packed as {packed[:50]!r}, which is not read. Ask for another.")
+        encoding = response.headers.get("content-encoding", "").strip().lower()
+        if encoding not in ENCODINGS:
+            raise ValueError(f"the page has the unsupported encoding {encoding[:50]!r}")
         body = bytearray()
         async for part in response.aiter_raw(65_536):
             body += part
             if len(body) > self.max_bytes:
                 break
         charset = (response.charset_encoding or "utf-8").lower()
-        return str(await in_thread(functools.partial(self._text, bytes(body), packed, charset, "html" in kind)))
+        return str(await run_in_thread(functools.partial(self._text, bytes(body), encoding, charset, "html" in kind)))
 
-    def _text(self, body: bytes, packed: str, charset: str, is_html: bool) -> str:
-        """What the page says; linear in `max_bytes` whatever the page is, since nobody can stop a thread."""
-        whole = len(body) <= self.max_bytes
-        body = unpacked(body, ENCODINGS[packed], self.max_bytes + 1)
-        # As browsers do: what is not known is read as UTF-8.
+    def _text(self, body: bytes, encoding: str, charset: str, is_html: bool) -> str:
+        """Text of the page, in time linear in `max_bytes`: a thread cannot be stopped."""
+        is_complete = len(body) <= self.max_bytes
+        body = decompress(body, ENCODINGS[encoding], self.max_bytes + 1)
         text = body[: self.max_bytes].decode(charset if charset in CHARSETS else "utf-8", errors="replace")
         if is_html:
-            text = as_plain(text)
-        whole = whole and len(body) <= self.max_bytes
-        return text if whole else f"{text}\n[only the first {self.max_bytes:,} bytes were read]"
+            text = html_to_text(text)
+        is_complete = is_complete and len(body) <= self.max_bytes
+        return text if is_complete else f"{text}\n[only the first {self.max_bytes:,} bytes were read]"
 
 
 @functools.cache
-def tls() -> ssl.SSLContext:
-    """Reading the list of authorities takes longer than many a page."""
+def tls_context() -> ssl.SSLContext:
+    """Cached: loading the certificate authorities is slow."""
     return httpx.create_ssl_context(trust_env=False)
 
 
 def is_public(address: str) -> bool:
-    """Whether this is a host of the open net; one that is written inside another (IPv6 can) counts too."""
+    """Whether the address, and an IPv4 address embedded in IPv6, is public."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         if ip in NAT64:
@@ -185,41 +184,41 @@ def is_public(address: str) -> bool:
     return ip.is_global and not (listed or ip.is_multicast or ip.is_reserved or ip.is_unspecified)
 
 
-def unpacked(body: bytes, window: int | None, most: int) -> bytes:
-    """At most so many bytes of what was packed; what is cut off or damaged ends where it does."""
+def decompress(body: bytes, window: int | None, max_bytes: int) -> bytes:
+    """At most `max_bytes` decompressed bytes; truncated data gives a prefix."""
     if window is None:
-        return body[:most]
+        return body[:max_bytes]
     windows = (window,) if window else (zlib.MAX_WBITS, -zlib.MAX_WBITS)
     for one in windows:
         try:
-            return zlib.decompressobj(one).decompress(body, most)
+            return zlib.decompressobj(one).decompress(body, max_bytes)
         except zlib.error as error:
-            failed = error
-    raise ValueError(f"the page is damaged: {failed}")
+            failure = error
+    raise ValueError(f"the page is damaged: {failure}")
 
 
-def _covers(entry: str, host: str, port: int, usual: int) -> bool:
+def _matches(entry: str, host: str, port: int, default_port: int) -> bool:
     name, _, number = entry.partition(":")
-    if str(port) != (number or str(usual)):
+    if str(port) != (number or str(default_port)):
         return False
     return host.endswith(name[1:]) if name.startswith("*.") else host == name
 
 
-def as_plain(page: str) -> str:
-    """The words of an HTML page, a line for each block. One pass: no page makes it slow."""
-    lines = (" ".join(line.split()) for line in html.unescape("".join(_words(page))).split("\n"))
+def html_to_text(page: str) -> str:
+    """Text of an HTML page, one line per block, in one pass."""
+    lines = (" ".join(line.split()) for line in html.unescape("".join(_visible_text(page))).split("\n"))
     return "\n".join(line for line in lines if line)
 
 
-def _words(page: str) -> Iterator[str]:
-    """The text between tags; what is not shown to people is left out, and so is what a tag left open swallows."""
-    lower, at = page.translate(LOWER), 0  # `str.lower` may change the length
-    while (opening := page.find("<", at)) >= 0:
-        yield page[at:opening]
+def _visible_text(page: str) -> Iterator[str]:
+    """Text between tags, without hidden elements and without the rest after an unclosed tag."""
+    lower, position = page.translate(LOWER), 0  # `str.lower` may change the length
+    while (opening := page.find("<", position)) >= 0:
+        yield page[position:opening]
         tag = TAG.match(lower, opening)
-        if tag is None:  # a sign, not a tag
+        if tag is None:  # not a tag
             yield "<"
-            at = opening + 1
+            position = opening + 1
             continue
         name = tag[1]
         until = "-->" if name == "!--" else f"</{name}" if name in HIDDEN else ">"
@@ -228,5 +227,5 @@ def _words(page: str) -> Iterator[str]:
             return
         if name in BLOCKS:
             yield "\n"
-        at = end if name in HIDDEN else end + len(until)
-    yield page[at:]
+        position = end if name in HIDDEN else end + len(until)
+    yield page[position:]

@@ -1,56 +1,52 @@
-"""Python that cannot reach anything: the model's code runs in the sandbox."""
+"""Python in the sandbox."""
 
 from __future__ import annotations
 
-from arborl.sandbox import Limits, Outcome, Pool, Sandbox, shared_pool
-from arborl.tools.injection import Context
-from arborl.tools.tool import Tool, tool
+from arborl.sandbox import Sandbox, SandboxLimits, SandboxPool, SandboxResult, shared_pool
+from arborl.tools.core.tool import Tool, tool
+from arborl.tools.core.tool_context import ToolContext
 
-LIMITS = Limits(wall_seconds=10, cpu_seconds=5)
+LIMITS = SandboxLimits(wall_seconds=10, cpu_seconds=5)
 
 
 class PythonSession:
-    """One episode's interpreter: leased at its first call, ended with the episode.
+    """The interpreter of one episode: leased at the first call, ended with the episode."""
 
-    Args:
-        pool: where it is leased; by default the one that this process shares.
-    """
-
-    def __init__(self, pool: Pool | None = None):
+    def __init__(self, pool: SandboxPool | None = None):
         self.pool = pool or shared_pool(LIMITS)
-        self._box: Sandbox | None = None
+        self._sandbox: Sandbox | None = None
 
-    async def run(self, code: str) -> Outcome:
-        """Run code after all that was run before. After a limit was passed, the next call begins anew."""
-        if self._box is not None and not self._box.alive:
+    async def run(self, code: str) -> SandboxResult:
+        """Run code; variables persist. After a limit was exceeded, the next call has a new interpreter."""
+        if self._sandbox is not None and not self._sandbox.alive:
             await self.close()
-        if self._box is None:
-            self._box = await self.pool.take()
-        async with self.pool.turn():
-            return await self._box.run(code)
+        if self._sandbox is None:
+            self._sandbox = await self.pool.acquire()
+        async with self.pool.run_slot():
+            return await self._sandbox.run(code)
 
     async def close(self) -> None:
-        """Give the interpreter back."""
-        box, self._box = self._box, None
-        if box is not None:
-            await self.pool.give(box)
+        """Return the interpreter to the pool."""
+        sandbox, self._sandbox = self._sandbox, None
+        if sandbox is not None:
+            await self.pool.release(sandbox)
 
 
 class Python(Tool):
-    """Run Python code in the sandbox; variables last the episode.
+    """Run Python code in the sandbox; variables persist during the episode.
 
     Example:
         Python(wall_seconds=2, memory_mb=256)
 
     Args:
-        wall_seconds: of one call.
-        cpu_seconds: of one call, all its processes together.
-        memory_mb: address space of each process, and resident memory of all together.
-        file_mb: size of any one file.
-        disk_mb: all files together.
-        processes: processes and threads.
-        output_bytes: standard output and error together.
-        open_files: at a time.
+        wall_seconds: time limit of one call.
+        cpu_seconds: processor time of all processes of one call.
+        memory_mb: address space of each process, and resident memory of all processes.
+        file_mb: maximum size of a file.
+        disk_mb: maximum size of all files.
+        processes: maximum number of processes and threads.
+        output_bytes: maximum bytes of standard output and error.
+        open_files: maximum number of open files.
     """
 
     def __init__(
@@ -64,22 +60,22 @@ class Python(Tool):
         output_bytes: int = LIMITS.output_bytes,
         open_files: int = LIMITS.open_files,
     ):
-        self.limits = Limits(
+        self.limits = SandboxLimits(
             wall_seconds, cpu_seconds, memory_mb, file_mb, disk_mb, processes, output_bytes, open_files
         )
         super().__init__(self.python, stateful=True, timeout=max(60.0, 2 * wall_seconds))
         self.sandboxed = True
 
-    async def python(self, code: str, context: Context) -> str:
+    async def python(self, code: str, context: ToolContext) -> str:
         """Run Python code and read what it prints, and the value of its last line. Variables last from call to call.
 
         Args:
             code: for example: x = 6; print(x * 7)
         """
         session: PythonSession = context.state(self.limits, lambda: PythonSession(shared_pool(self.limits)))
-        outcome = await session.run(code)
-        lost = "\nVariables are lost; the next call begins anew." if outcome.stopped else ""
-        return shown(outcome) + lost
+        result = await session.run(code)
+        lost = "\nVariables are lost; the next call begins anew." if result.stopped else ""
+        return result_text(result) + lost
 
 
 python = Python()
@@ -92,12 +88,12 @@ async def python_once(code: str) -> str:
     Args:
         code: for example: x = 6; print(x * 7)
     """
-    return shown(await shared_pool(LIMITS).run(code))
+    return result_text(await shared_pool(LIMITS).run(code))
 
 
 python_once.sandboxed = True
 
 
-def shown(outcome: Outcome) -> str:
-    """What the model reads. Code that fails is an answer of a tool that worked, so it says so itself."""
-    return outcome.output or ("(no output)" if outcome.ok else outcome.error)
+def result_text(result: SandboxResult) -> str:
+    """Text for the model. Failed code is a successful tool call."""
+    return result.output or ("(no output)" if result.ok else result.error)

@@ -1,27 +1,95 @@
-"""Full-text search over a local corpus: SQLite's FTS5, ranked by BM25, with the words that matched marked."""
+"""Full-text search (SQLite FTS5, BM25) and dense retrieval over a local corpus."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import sqlite3
 import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from filelock import FileLock
 
-from arborl.tools.library.corpus import fingerprint, read_corpus
-from arborl.tools.tool import Tool
+from arborl.errors import ConfigError
+from arborl.registry import load
+from arborl.tools.core.tool import Tool
 
-LAYOUT = 1
-"""Part of an index's name: raise it when what is in an index changes."""
+TEXT_FILES = (".txt", ".md")
+TEXT_KEYS = ("text", "contents", "content")
+
+
+@dataclass(frozen=True, slots=True)
+class CorpusDocument:
+    id: str
+    title: str
+    text: str
+
+
+def read_corpus(path: str | Path) -> Iterator[CorpusDocument]:
+    """Documents of a JSONL file (`text`, optionally `id` and `title`), a text file, or a folder of such files.
+
+    Example:
+        list(read_corpus("wiki.jsonl"))      # [Document("0", "Anarchism", "Anarchism is …"), …]
+    """
+    for file in corpus_files(path):
+        if file.suffix == ".jsonl":
+            yield from _read_lines(file)
+        else:
+            yield CorpusDocument(
+                file.stem, file.stem.replace("_", " "), file.read_text(encoding="utf-8", errors="replace")
+            )
+
+
+def corpus_files(path: str | Path) -> list[Path]:
+    """Files of a corpus, sorted."""
+    root = Path(path)
+    found = sorted(p for p in root.rglob("*") if p.is_file()) if root.is_dir() else [root]
+    files = [file for file in found if file.suffix in (".jsonl", *TEXT_FILES)]
+    if not root.exists() or not files:
+        raise ConfigError(f"{path}: no corpus. Give a .jsonl or text file, or a folder of these.")
+    return files
+
+
+def fingerprint(path: str | Path) -> str:
+    """Hash of names, sizes and modification times of the files."""
+    digest = hashlib.blake2b(digest_size=12)
+    for file in corpus_files(path):
+        status = file.stat()
+        digest.update(f"{file.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\0".encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
+
+
+def _read_lines(file: Path) -> Iterator[CorpusDocument]:
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ConfigError(f"{file}, line {number + 1}: not valid JSON: {error}") from error
+            text = next((row[key] for key in TEXT_KEYS if key in row), None) if isinstance(row, dict) else None
+            if not isinstance(text, str):
+                raise ConfigError(f'{file}, line {number + 1}: no text. Write {{"id": …, "title": …, "text": "…"}}.')
+            yield CorpusDocument(str(row.get("id", number)), str(row.get("title", "")), text)
+
+
+INDEX_VERSION = 1
+"""Part of an index's file name."""
 TERM = re.compile(r'"([^"]*)"|(\w+)')
-MOST_TERMS = 64
+MAX_TERMS = 64
 
 
 class Search(Tool):
-    """A tool that searches one corpus. Its index is made once and kept; a corpus that changed gets a new one.
+    """Full-text search over a corpus. The index is built once and stored; a changed corpus gets a new one.
 
     Example:
         tool = Search("wiki.jsonl", top_k=3)
@@ -29,12 +97,12 @@ class Search(Tool):
         # 1. [12] Lakes: a …[[frozen lake]] in [[winter]]…
 
     Args:
-        corpus: a JSONL file (`text`, and where known `id` and `title`), a text file, or a folder of such files.
-        top_k: most results of a query.
-        words: length of what is shown of a document, around the words that matched.
-        index: folder for the index; by default one in the user's cache.
-        timeout: seconds a query may take.
-        max_tokens: length of an answer.
+        corpus: a JSONL file (`text`, optionally `id` and `title`), a text file, or a folder of such files.
+        top_k: maximum number of results.
+        words: length of a snippet around the matches.
+        index: folder of the index; by default in the user's cache.
+        timeout: seconds per query.
+        max_tokens: maximum tokens of a result.
     """
 
     def __init__(
@@ -49,7 +117,7 @@ class Search(Tool):
         if not 1 <= top_k <= 100:
             raise ValueError(f"top_k={top_k}: give 1 to 100")
         if not 1 <= words <= 64:
-            raise ValueError(f"words={words}: give 1 to 64, which is what FTS5 can show")
+            raise ValueError(f"words={words}: give 1 to 64 (limit of FTS5)")
         self.top_k, self.words = top_k, words
         self.file = build_index(corpus, Path(index) if index is not None else cache_folder())
         super().__init__(self.search, timeout=timeout, max_tokens=max_tokens, max_chars=20_000)
@@ -78,13 +146,13 @@ class Search(Tool):
 
 
 def match_expression(query: str) -> str:
-    """Any text as an FTS5 query that cannot be wrong: phrases stay together, and a document needs one of the terms.
+    """A valid FTS5 query from any text: quoted phrases stay together, terms are joined by OR.
 
     Example:
         match_expression('"frozen lake" ice-cold AND')      # '"frozen lake" OR "ice" OR "cold" OR "AND"'
     """
     terms = []
-    for phrase, word in TERM.findall(query)[:MOST_TERMS]:
+    for phrase, word in TERM.findall(query)[:MAX_TERMS]:
         inside = " ".join(re.findall(r"\w+", phrase or word))
         if inside:
             terms.append(f'"{inside}"')
@@ -92,16 +160,16 @@ def match_expression(query: str) -> str:
 
 
 def build_index(corpus: str | Path, folder: Path) -> Path:
-    """The index of `corpus` in `folder`, made now if it is not there; processes that want it at once make it once."""
+    """The index of `corpus` in `folder`, built if missing; concurrent processes build it once."""
     folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / f"{fingerprint(corpus)}-{LAYOUT}.sqlite").resolve()
+    file = (folder / f"{fingerprint(corpus)}-{INDEX_VERSION}.sqlite").resolve()
     with FileLock(f"{file}.lock"):
         if not file.exists():
             handle, name = tempfile.mkstemp(dir=folder, suffix=".part")
             os.close(handle)
             try:
                 _write(corpus, name)
-                os.replace(name, file)  # complete or not there at all
+                os.replace(name, file)  # atomic
             finally:
                 Path(name).unlink(missing_ok=True)
     return file
@@ -120,3 +188,83 @@ def _write(corpus: str | Path, name: str) -> None:
 def cache_folder() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "arborl" / "search"
+
+
+EmbeddingFunction = Callable[[Sequence[str]], Any]
+"""Texts -> array with one row per text."""
+
+
+class Retrieve(Tool):
+    """Dense retrieval. Documents are embedded once, when the tool is created.
+
+    Example:
+        tool = Retrieve("wiki.jsonl", embed="my_package.vectors:embed")      # texts -> array, a row each
+        tool = Retrieve("wiki.jsonl", embed="sentence-transformers/all-MiniLM-L6-v2")
+
+    Args:
+        corpus: a JSONL file (`text`, optionally `id` and `title`), a text file, or a folder of such files.
+        embed: a function, `package.module:function`, or a model of the package sentence-transformers.
+        top_k: maximum number of results.
+        chars: characters shown per document.
+        timeout: seconds per query.
+        max_tokens: maximum tokens of a result.
+    """
+
+    def __init__(
+        self,
+        corpus: str | Path,
+        embed: str | EmbeddingFunction,
+        top_k: int = 5,
+        chars: int = 240,
+        timeout: float = 30.0,
+        max_tokens: int = 512,
+    ):
+        if top_k < 1:
+            raise ValueError(f"top_k={top_k}: give 1 or more")
+        self.top_k, self.chars = top_k, chars
+        self.embed = _load_embedding(embed) if isinstance(embed, str) else embed
+        self.documents = list(read_corpus(corpus))
+        self.vectors_ND = unit_vectors([f"{one.title} {one.text}".strip() for one in self.documents], self.embed)
+        self._lock = threading.Lock()  # most embedding models are not thread-safe
+        super().__init__(self.retrieve, timeout=timeout, max_tokens=max_tokens, max_chars=20_000)
+
+    def retrieve(self, query: str) -> str:
+        """Find documents about something, by meaning.
+
+        Args:
+            query: what they should be about, in a sentence.
+        """
+        with self._lock:
+            query_D = unit_vectors([query], self.embed)[0]
+        similarity_N = self.vectors_ND @ query_D
+        best = np.argsort(-similarity_N, kind="stable")[: self.top_k]
+        return "\n".join(f"{rank}. {self._show(int(index))}" for rank, index in enumerate(best, start=1))
+
+    def _show(self, index: int) -> str:
+        one = self.documents[index]
+        text = " ".join(one.text.split())
+        shown = text if len(text) <= self.chars else f"{text[: self.chars]}…"
+        return f"[{one.id}] {one.title + ': ' if one.title else ''}{shown}"
+
+
+def unit_vectors(texts: Sequence[str], embed: EmbeddingFunction) -> np.ndarray:
+    """Embeddings of length 1."""
+    rows = np.asarray(embed(texts), dtype=np.float64)
+    if rows.ndim != 2 or len(rows) != len(texts) or not np.isfinite(rows).all():
+        raise ValueError(
+            f"embed returned shape {rows.shape} for {len(texts)} texts; return one row of finite numbers per text"
+        )
+    return rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
+
+
+def _load_embedding(name: str) -> EmbeddingFunction:
+    if ":" in name:
+        return load(name, "embedding function")  # type: ignore[no-any-return]
+    try:
+        from sentence_transformers import SentenceTransformer
+    except ImportError:
+        raise ConfigError(
+            f"embed={name}: the package sentence-transformers is not installed. Run `pip install "
+            "sentence-transformers`, or give your own function as embed=package.module:function."
+        ) from None
+    return SentenceTransformer(name).encode  # type: ignore[no-any-return]

@@ -22,7 +22,7 @@ from fastapi.responses import JSONResponse, Response
 
 from arborl.errors import ConfigError
 from arborl.rollout.term_store import TermStore
-from arborl.tools.gate import Gate, HalfOpen
+from arborl.tools.remote.http_middleware import PendingConnections, RequestFilter
 from arborl.track.folder_files import MAX_INT, Unreadable, entries_of, read_bytes, read_json
 from arborl.types import Episode
 from arborl.view.web import folders, metrics, search
@@ -132,7 +132,7 @@ class Shelf:
 def make_app(root: Path) -> FastAPI:
     """The viewer of the runs in a folder, as an ASGI application."""
     app = FastAPI(title="Arbor's viewer", openapi_url=None, docs_url=None, redoc_url=None)
-    app.state.half_open = HalfOpen()
+    app.state.half_open = PendingConnections()
     delete_unused(user_cache())
     shelf = Shelf(folders.Runs(root))
     _add_runs(app, shelf)
@@ -158,7 +158,7 @@ def make_app(root: Path) -> FastAPI:
         answer.headers.update(HEADERS)
         return answer
 
-    app.add_middleware(Gate, key=None, max_body=4096)
+    app.add_middleware(RequestFilter, key=None, max_body=4096)
     return app
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import uvicorn
 
 from arborl.errors import ConfigError
-from arborl.tools.gate import listening
+from arborl.tools.remote.http_middleware import uvicorn_config
 from arborl.view.web.app import make_app
 
 HOST = "127.0.0.1"
@@ -27,7 +27,7 @@ class Viewer(uvicorn.Server):
     """
 
     def __init__(self, root: Path, port: int, said: Callable[[str], object] = lambda at: None):
-        super().__init__(listening(make_app(root), HOST, port, 1))
+        super().__init__(uvicorn_config(make_app(root), HOST, port, 1))
         self.said = said
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

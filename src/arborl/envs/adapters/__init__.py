@@ -1,0 +1,7 @@
+"""Adapters for environments of other packages.
+
+In reading order:
+
+    gymnasium_adapter.py  Gymnasium in both directions: `from_gymnasium`, `to_gymnasium`
+    other_packages.py     reasoning_gym, textarena, OpenEnv servers
+"""

@@ -1,0 +1,17 @@
+"""Environments of this library.
+
+In reading order:
+
+    frozen_lake.py           FrozenLake on random maps
+    sokoban.py               Sokoban
+    sokoban_levels.py        Sokoban boards, generated levels, Boxoban files, solver
+    shop.py                  Shop: WebShop's pages, actions and reward
+    shop_catalogue.py        Products, search, a generated catalogue, WebShop's data files
+    rooms.py                 Rooms: find the treasure behind locked doors
+    countdown.py             Countdown: make the target from the numbers
+    question.py              One question, one answer
+    documents_env.py         A question about a document that is not in the prompt
+    conversation.py          A conversation with a scripted or simulated user
+    conversation_presets.py  Scenarios, personas, and presets for three domains
+    drawing.py               Pictures of the environments
+"""

@@ -1,0 +1,191 @@
+"""Countdown: make the target from the numbers, each used once, with + - * / and brackets.
+
+    Numbers: 3, 7, 25   Target: 46      ->      <answer>25 + 3 * 7</answer>
+
+A problem is drawn as an expression, which is the oracle's answer.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from arborl.envs.env import Env, Observation, Step, check_split, format_answer, parse_answer, split_of, task_split
+from arborl.seeds import generator
+from arborl.types import Message, Metrics, Task
+
+if TYPE_CHECKING:
+    from numpy.random import Generator
+    from PIL.Image import Image
+
+OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+SIGNS = "+-*/"
+MAX_LENGTH = 200
+"""Maximum number of characters of an expression."""
+MAX_DRAWS = 10_000
+INVALID = "Not an expression of these numbers, each used once."
+
+
+class Countdown(Env):
+    """Make a target from some numbers, each used once.
+
+    Args:
+        count: number of numbers.
+        largest: maximum number.
+        max_target: maximum target.
+        tries: number of attempts; the value of each is returned.
+        format_penalty: reward of a message that is not an expression of exactly these numbers.
+    """
+
+    blocking = False
+    tagged = True
+
+    def __init__(
+        self,
+        count: int = 3,
+        largest: int = 20,
+        max_target: int = 100,
+        tries: int = 3,
+        format_penalty: float = -0.05,
+    ):
+        if not 2 <= count <= 8:
+            raise ValueError(f"count={count}: give a number from 2 to 8")
+        if largest < 2 or max_target < 2:
+            raise ValueError(f"largest={largest}, max_target={max_target}: give at least 2 of each")
+        if tries < 1:
+            raise ValueError(f"tries={tries}: give at least 1")
+        if format_penalty > 0:
+            raise ValueError(f"format_penalty={format_penalty}: a penalty is negative or zero")
+        self.count, self.largest, self.max_target = count, largest, max_target
+        self.tries, self.format_penalty = tries, format_penalty
+
+    async def reset(self, task: Task, seed: int) -> Observation:
+        split = task_split(task, "countdown")
+        self.problem = draw_problem(task.seed, split, self.count, self.largest, self.max_target)
+        self.results: tuple[str, ...] = ()
+        self.valid, self.solved = 0, False
+        rules = (
+            f"Make {self.problem.target} out of {', '.join(map(str, self.problem.numbers))}. Use each number once, "
+            "with + - * / and brackets. Answer with an expression: <answer>1 + 2 * 3</answer>."
+        )
+        return Observation((Message("user", rules),), state_key=self.state_key())
+
+    async def step(self, action: Message) -> Step:
+        value = value_of(parse_answer(action.content), self.problem.numbers)
+        self.solved = value == self.problem.target
+        self.valid += value is not None
+        verdict = INVALID if value is None else f"That makes {value}."
+        self.results = (*self.results, verdict)
+        text = "Right." if self.solved else f"{verdict} Make {self.problem.target}."
+        return Step(
+            Observation((Message("user", text),), state_key=self.state_key()),
+            reward=self.format_penalty if value is None else float(self.solved),
+            terminated=self.solved,
+            truncated=not self.solved and len(self.results) >= self.tries,
+            info={"valid": float(value is not None)},
+        )
+
+    @property
+    def max_steps(self) -> int:
+        return self.tries
+
+    def metrics(self) -> Metrics:
+        played = max(len(self.results), 1)
+        return {"success": float(self.solved), "valid": self.valid / played, "tries": float(len(self.results))}
+
+    def oracle(self) -> str:
+        return format_answer(self.problem.solution)
+
+    def random(self, rng: Generator) -> str:
+        """A random expression with a value."""
+        while True:
+            text = _draw_expression(rng, list(self.problem.numbers))
+            if value_of(text, self.problem.numbers) is not None:
+                return format_answer(text)
+
+    def state_key(self) -> str:
+        return " ".join([str(self.problem.target), *map(str, self.problem.numbers), *sorted(set(self.results))])
+
+    def render(self) -> str:
+        numbers = " ".join(f"[{number}]" for number in self.problem.numbers)
+        return "\n".join([f"Target: {self.problem.target}", f"Numbers: {numbers}", *self.results])
+
+    def picture(self) -> Image:
+        from arborl.envs.games.drawing import draw_text_page
+
+        return draw_text_page(self.render(), "Countdown")
+
+
+@dataclass(frozen=True, slots=True)
+class CountdownProblem:
+    """Numbers, target, and one solution."""
+
+    numbers: tuple[int, ...]
+    target: int
+    solution: str
+
+
+@lru_cache(maxsize=8192)
+def draw_problem(seed: int, split: str, count: int, largest: int, max_target: int) -> CountdownProblem:
+    """A problem of this split; deterministic on every machine."""
+    check_split(split, "countdown")
+    rng = generator(seed, "countdown", count)
+    for _ in range(MAX_DRAWS):
+        numbers = tuple(int(number) for number in rng.integers(1, largest + 1, size=count))
+        text = _draw_expression(rng, list(numbers))
+        value = value_of(text, numbers)
+        if value is None or value.denominator != 1 or not 1 <= value <= max_target:
+            continue
+        if split_of((tuple(sorted(numbers)), int(value))) == split:
+            return CountdownProblem(numbers, int(value), text)
+    raise ValueError(
+        f"no problem of split {split!r} in {MAX_DRAWS:,} draws with count={count}, largest={largest}, "
+        f"max_target={max_target}: give larger numbers"
+    )
+
+
+def _draw_expression(rng: Generator, numbers: list[int]) -> str:
+    """A random expression: combine two random parts until one is left."""
+    parts = [str(number) for number in numbers]
+    while len(parts) > 1:
+        left = parts.pop(int(rng.integers(len(parts))))
+        right = parts.pop(int(rng.integers(len(parts))))
+        joined = f"{left} {SIGNS[int(rng.integers(4))]} {right}"
+        parts.append(f"({joined})" if parts else joined)
+    return parts[0]
+
+
+def value_of(text: str | None, numbers: tuple[int, ...]) -> Fraction | None:
+    """The exact value of an expression of exactly these numbers; None for any other text or a division by zero.
+
+    Example:
+        value_of("(3 + 7) / 4", (3, 7, 4))      # Fraction(5, 2)
+    """
+    if text is None or len(text) > MAX_LENGTH:
+        return None
+    used: list[int] = []
+    try:
+        value = _walk(ast.parse(text, mode="eval").body, used)
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return None
+    return value if sorted(used) == sorted(numbers) else None
+
+
+def _walk(node: ast.expr, used: list[int]) -> Fraction:
+    match node:
+        case ast.Constant(value=value) if type(value) is int:
+            used.append(value)
+            return Fraction(value)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
+            return OPERATORS[type(op)](_walk(left, used), _walk(right, used))
+    raise ValueError("not plain arithmetic")
