@@ -28,7 +28,7 @@ from arborl.config.algorithm import AlgorithmConfig
 from arborl.engines.scripted import ScriptedEngine
 from arborl.envs.env import Env, Step
 from arborl.envs.frozen_lake import FrozenLake
-from arborl.models.load import resolve
+from arborl.models.model_loading import resolve
 from arborl.rollout.groups import Manner
 from arborl.rollout.recorder import Limits
 from arborl.rollout.runner import Cast, Rollout

@@ -19,7 +19,7 @@ from texts import ChatText, RandomIds, Texts
 from arborl.build import TOKENIZER_FILES
 from arborl.envs.env import Observation, Step
 from arborl.envs.frozen_lake import FrozenLake
-from arborl.models.find import resolve
+from arborl.models.model_files import resolve
 from arborl.types import Message, Task, ToolSpec
 
 FIVE_MILLION = {

@@ -51,7 +51,7 @@ from arborl.build import TOKENIZER_FILES, Parts, build
 from arborl.config.load import from_kwargs
 from arborl.envs.env import Step
 from arborl.envs.frozen_lake import FrozenLake
-from arborl.models.load import resolve, tune_cpu
+from arborl.models.model_loading import resolve, tune_cpu
 from arborl.track import Trackers
 from arborl.trainer.hooks import Save
 from arborl.trainer.trainer import Trainer
@@ -98,18 +98,18 @@ class Counts:
     def _count_kernels(self) -> None:
         import triton
 
-        from arborl.engines.cuda_graphs import GraphExecutor
+        from arborl.engines.local.cuda_graph_runner import CudaGraphModelRunner
 
-        record = GraphExecutor._record
+        record = CudaGraphModelRunner._record
 
-        def recorded(executor: GraphExecutor, *given: Any) -> None:
+        def recorded(executor: CudaGraphModelRunner, *given: Any) -> None:
             self.recorded += 1
             record(executor, *given)
 
         def compiled(*given: Any, fn: Any = None, **more: Any) -> None:
             self.compiled += "arborl" in str(getattr(fn, "module", ""))  # the learner's are torch's
 
-        GraphExecutor._record = recorded  # type: ignore[method-assign]
+        CudaGraphModelRunner._record = recorded  # type: ignore[method-assign]
         triton.knobs.runtime.jit_post_compile_hook = compiled
 
     @property
@@ -208,7 +208,7 @@ async def train(parts: Parts, counts: Counts, save: TimedSave | None) -> tuple[L
     )  # fmt: skip
     trainer.tracker = log  # type: ignore[assignment]
     began = time.perf_counter()
-    parts.engine.warm(parts.rollout.sampling)  # type: ignore[attr-defined]
+    parts.engine.warm_up(parts.rollout.sampling)  # type: ignore[attr-defined]
     last, trainer.last = trainer.last, 1
     await trainer.fit()
     first, before = time.perf_counter() - began, counts.now

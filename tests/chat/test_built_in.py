@@ -9,9 +9,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from arborl.chat import Conversations, Renderer, Template
-from arborl.chat.built_in import BUILT_IN
-from arborl.chat.formats import PARSERS, choose
-from arborl.chat.tool_section import how_to_call, shown_by
+from arborl.chat.builtin_templates import BUILTIN_TEMPLATES, how_to_call, template_support
+from arborl.chat.formats import PARSERS, make_parser
 from arborl.errors import ConfigError
 from arborl.models.smollm2 import TEMPLATE as SMOLLM2
 from arborl.types import Completion, Finish, Message, ToolCall, ToolSpec
@@ -48,7 +47,7 @@ def gpt2_like(tmp_path):
 
 
 def said(renderer: Renderer, text: str) -> Completion:
-    ids = [*renderer.encode(renderer.said(text)), renderer.stop[0]]
+    ids = [*renderer.encode(renderer.escape_reply(text)), renderer.stop[0]]
     return Completion(tuple(ids), (-1.0,) * len(ids), Finish.STOP)
 
 
@@ -64,7 +63,7 @@ def assert_grows(renderer: Renderer, tools=()) -> None:
         assert renderer.tokenizer.decode(prompt.tokens) == prompt.text
         completion = said(renderer, text)
         reply = renderer.read(completion)
-        conversations.sampled(prompt, completion, said=reply)
+        conversations.record(prompt, completion, reply=reply)
         talk += [reply, *([answer] if answer else [])]
         before = (*prompt.tokens, *completion.tokens)
         if answer:
@@ -131,7 +130,7 @@ def test_a_template_without_tools_tells_the_model_of_them_in_its_own_format(mode
     text = renderer.text([Message("system", "Be brief."), Message("user", "Hi")], TOOLS)
     assert text.startswith('<|im_start|>system\nBe brief.\n\nYou may call these tools:\n{"type": "function"')
     assert all(f'"name": "{tool.name}"' in text for tool in TOOLS)
-    parser = choose(format)
+    parser = make_parser(format)
     shown = how_to_call(parser).removeprefix("\nTo call one, write\n")
     assert shown in text
     assert len(parser.parse(shown)) == 1
@@ -173,9 +172,9 @@ def test_the_amended_template_renders_the_same_by_transformers(model_folder, tok
     """So what is saved with the model shows it its tools wherever it is served (law 10)."""
     from transformers import PreTrainedTokenizerFast
 
-    from arborl.chat.control import PLAIN
+    from arborl.chat.control_tokens import PLAIN
 
-    for source in (SMOLLM2, STRICT, BUILT_IN["chatml"](tokenizer)):
+    for source in (SMOLLM2, STRICT, BUILTIN_TEMPLATES["chatml"](tokenizer)):
         folder = model_folder(tokenizer_config={"eos_token": "<|im_end|>", "chat_template": source})
         renderer = Renderer.from_folder(folder)
         (saved,) = renderer.template.sources
@@ -186,9 +185,9 @@ def test_the_amended_template_renders_the_same_by_transformers(model_folder, tok
             tokenize=False,
         )  # fmt: skip
         assert renderer.text(talk, TOOLS) == expected
-        assert shown_by(Template(saved, None, None)).tools
+        assert template_support(Template(saved, None, None)).tools
 
 
 @pytest.mark.parametrize("family", ["chatml_hermes", "llama3", "mistral", "thinking"])
 def test_a_template_that_shows_tools_stays_as_it_is(renderer_for, tokenizer, family):
-    assert shown_by(renderer_for(family, tokenizer).template).tools
+    assert template_support(renderer_for(family, tokenizer).template).tools

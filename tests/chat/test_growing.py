@@ -11,12 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arborl.chat import Conversations, HermesParser, Renderer, Template
-from arborl.chat.built_in import CHATML
-from arborl.chat.control import DIVIDER, Joined
-from arborl.chat.growing import Growing
-from arborl.chat.rounds import Render
-from arborl.chat.tool_section import shown_by, with_tools
-from arborl.models.find import resolve
+from arborl.chat.builtin_templates import CHATML, add_tool_section, template_support
+from arborl.chat.control_tokens import DIVIDER, TextParts
+from arborl.chat.incremental import IncrementalRenderer, TemplateRender
+from arborl.models.model_files import resolve
 from arborl.types import Completion, Finish, Message, ToolCall, ToolSpec
 
 FOLDER = Path(__file__).parent.parent / "fixtures" / "templates"
@@ -94,7 +92,7 @@ def source_of(name: str) -> str:
     if not name.endswith("+"):
         return SOURCES[name]
     bare = {"chatml+": CHATML, "two ahead+": ODD["looks two ahead"]}[name]
-    return with_tools(bare, shown_by(Template(bare, None, None)), HERMES)
+    return add_tool_section(bare, template_support(Template(bare, None, None)), HERMES)
 
 
 @cache
@@ -153,7 +151,7 @@ def test_whatever_is_added_deleted_changed_or_taken_up_again_the_text_is_that_of
         if messages and data.draw(st.booleans()):
             ids = tokenizer.encode(data.draw(TEXT))
             said = Completion((*ids, renderer.stop[0]), (0.0,) * (len(ids) + 1), Finish.STOP)
-            conversations.sampled(prompt, said)
+            conversations.record(prompt, said)
             earlier.append([*messages, renderer.read(said)])
 
 
@@ -173,7 +171,7 @@ class Whole(Conversations):
         self._growing = self
 
     def render(self, messages, tools=()):
-        return Joined([self.renderer.render(messages, tools)])
+        return TextParts([self.renderer.render(messages, tools)])
 
     def _opening(self, messages, tools):
         return None
@@ -208,7 +206,7 @@ USED = [
 @pytest.mark.parametrize("name", USED)
 def test_a_turn_goes_through_what_is_new_and_the_message_before_it(name, tokenizer):
     renderer = renderer_of(name, tokenizer)
-    growing, messages = Growing(renderer), [Message("system", "Be brief."), Message("user", "Hi")]
+    growing, messages = IncrementalRenderer(renderer), [Message("system", "Be brief."), Message("user", "Hi")]
     before = growing.render(messages, TOOLS)
     for turn in range(12):
         messages += [Message("assistant", f"say {turn}", sampled=True), Message("tool", f"hear {turn}")]
@@ -223,11 +221,11 @@ def test_a_turn_goes_through_what_is_new_and_the_message_before_it(name, tokeniz
 def test_a_role_that_was_seen_before_needs_no_template(name, tokenizer, monkeypatch):
     renderer = renderer_of(name, tokenizer)
     for episode in range(2):
-        growing, messages = Growing(renderer), [Message("user", f"Hi {episode}")]
+        growing, messages = IncrementalRenderer(renderer), [Message("user", f"Hi {episode}")]
         growing.render(messages)
         for turn in range(3):
             if turn or episode:
-                monkeypatch.setattr(Render, "text", lambda self: pytest.fail("the template was gone through"))
+                monkeypatch.setattr(TemplateRender, "text", lambda self: pytest.fail("the template was gone through"))
             messages += [Message("assistant", f"say {turn}", sampled=True), Message("user", f"hear {turn}")]
             shown = growing.render(messages).whole
             assert shown == renderer.render(messages)
@@ -236,7 +234,7 @@ def test_a_role_that_was_seen_before_needs_no_template(name, tokenizer, monkeypa
 
 def test_conversations_that_are_gone_through_in_turns_are_each_kept(tokenizer):
     renderer = renderer_of("seedling", tokenizer)
-    growing = Growing(renderer)
+    growing = IncrementalRenderer(renderer)
     talks = {name: [Message("system", f"You are {name}."), Message("user", "Hi")] for name in ("Ada", "Bob", "Cy")}
     before = {name: growing.render(messages) for name, messages in talks.items()}
     for turn in range(5):
@@ -268,10 +266,10 @@ def test_conversations_that_begin_alike_go_their_own_ways():
     for text in ("Left", "Right", "Left"):
         conversations = Conversations(renderer)
         prompt = conversations.prompt(opening)
-        ids = (*renderer.encode(renderer.said(text)), renderer.stop[0])
+        ids = (*renderer.encode(renderer.escape_reply(text)), renderer.stop[0])
         said = Completion(ids, (0.0,) * len(ids), Finish.STOP)
         reply = renderer.read(said)
-        conversations.sampled(prompt, said, said=reply)
+        conversations.record(prompt, said, said=reply)
         later = (*opening, reply, Message("user", "And now?"))
         following = conversations.prompt(later)
         assert following.text == renderer.text(later)

@@ -6,9 +6,8 @@ import time
 
 import pytest
 
-from arborl.chat import render_deadline
-from arborl.chat.render_deadline import RenderDeadline, RenderTimeout
-from arborl.chat.template import Template
+from arborl.chat import chat_template
+from arborl.chat.chat_template import RenderDeadline, RenderTimeout, Template
 from arborl.errors import ConfigError
 from arborl.types import Message
 
@@ -27,8 +26,8 @@ ENDLESS = {
 @pytest.fixture
 def soon(monkeypatch):
     """The deadline of a template, short."""
-    monkeypatch.setattr(render_deadline.DEADLINE, "seconds", 0.2)
-    monkeypatch.setattr(render_deadline.DEADLINE, "look_seconds", 0.05)
+    monkeypatch.setattr(chat_template.DEADLINE, "seconds", 0.2)
+    monkeypatch.setattr(chat_template.DEADLINE, "look_seconds", 0.05)
 
 
 @pytest.mark.parametrize("source", ENDLESS.values(), ids=ENDLESS)

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from arborl.chat import Template
-from arborl.chat.control import PLAIN
+from arborl.chat.control_tokens import PLAIN
 from arborl.errors import ConfigError
 from arborl.types import Message, ToolCall, ToolSpec
 

@@ -17,7 +17,7 @@ from arborl.cluster import connection
 from arborl.cluster.host import Host, OtherVersions, check_versions, versions
 from arborl.cluster.seats import Node, find_node, gpus_of
 from arborl.config.load import load
-from arborl.engines.replicas import Unreachable
+from arborl.engines.remote.replicas import ReplicaUnavailable
 from arborl.errors import ConfigError
 from arborl.track.jsonl import read_metrics
 from arborl.types import Sampling
@@ -91,7 +91,7 @@ def test_gpus_are_counted_over_all_nodes_and_a_node_that_is_back_is_found_by_its
     seat = gpus_of(nodes)[3]
     assert (seat.node.id, seat.index) == ("b", 1)
     assert find_node(seat, [nodes[0], Node("c", "10.0.0.2", 8, 2)]).id == "c"
-    with pytest.raises(Unreachable, match=r"10.0.0.2 with its GPU 1 is gone"):
+    with pytest.raises(ReplicaUnavailable, match=r"10.0.0.2 with its GPU 1 is gone"):
         find_node(seat, nodes[:1])
 
 
@@ -199,7 +199,7 @@ def test_a_run_on_two_nodes_that_loses_an_engine_and_a_worker_is_the_run_in_one_
 
 @pytest.mark.slow
 def test_an_engine_in_the_place_of_a_dead_one_has_the_newest_weights_before_its_first_request(two_nodes, monkeypatch):
-    from arborl.engines import replicas
+    from arborl.engines.remote import replicas
 
     monkeypatch.setattr(replicas, "AGAIN", 0.05)
     parts = build(config_of("placement=ray", "placement.engines=1"))

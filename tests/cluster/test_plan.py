@@ -22,7 +22,7 @@ from arborl.cluster.plan_work import given, of_run, slowest
 from arborl.config.load import from_kwargs
 from arborl.config.run import LoraConfig, ModelConfig
 from arborl.learner.memory import sizes_of
-from arborl.models.attention import NAME
+from arborl.models.attention import ATTENTION_NAME
 from arborl.models.lora import add_lora
 
 KINDS = {
@@ -55,7 +55,7 @@ def test_a_model_counted_from_its_configuration_is_the_model_that_torch_counts(k
             num_key_value_heads=2, head_dim=16, tie_word_embeddings=kind == "qwen2",
         )
     )  # fmt: skip
-    made.set_attn_implementation(NAME)
+    made.set_attn_implementation(ATTENTION_NAME)
     if rank:
         add_lora(made, LoraConfig(rank=rank))
     said = ModelConfig(name="x", dtype="float32", lora=LoraConfig(rank=rank))

@@ -14,6 +14,6 @@ def rows_are_checked(monkeypatch):
 
     def checked(self):
         step(self)
-        self.rows.check(np.fromiter(self.scheduler.live, np.int64), self.pages.size)
+        self.rows.check(np.fromiter(self.scheduler.running, np.int64), self.pages.size)
 
     monkeypatch.setattr(LocalEngine, "_step", checked)

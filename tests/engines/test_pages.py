@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arborl.engines.pages import Pages, Path
+from arborl.engines.local.block_pool import BlockPool, BlockTable
 
 
 def ids(*tokens: int) -> np.ndarray:
     return np.array(tokens, dtype=np.int32)
 
 
-def read(pages: Pages, tokens: np.ndarray) -> Path:
+def read(pages: BlockPool, tokens: np.ndarray) -> BlockTable:
     """Open, extend and publish: what a request does with its prompt."""
     path = pages.open(tokens)
     assert pages.extend(path, len(tokens))
@@ -22,7 +22,7 @@ def read(pages: Pages, tokens: np.ndarray) -> Path:
     return path
 
 
-def nodes(pages: Pages) -> list:
+def nodes(pages: BlockPool) -> list:
     found, queue = [], [pages.root]
     while queue:
         node = queue.pop()
@@ -32,7 +32,7 @@ def nodes(pages: Pages) -> list:
 
 
 def test_full_pages_are_shared_and_a_part_of_one_is_copied():
-    pages = Pages(10, 4)
+    pages = BlockPool(10, 4)
     first = read(pages, ids(1, 2, 3, 4, 5, 6, 7))
     second = pages.open(ids(1, 2, 3, 4, 5, 6, 9))
     assert second.found == 6
@@ -41,7 +41,7 @@ def test_full_pages_are_shared_and_a_part_of_one_is_copied():
 
 
 def test_a_copy_replaces_the_page_it_outgrows_and_no_other():
-    pages = Pages(10, 8)
+    pages = BlockPool(10, 8)
     paths = [read(pages, ids(1, 2, *rest)) for rest in ((3, 4, 5, 6), (3,), (7,))]
     ahead, own, other = (path.nodes[0].page for path in paths)
     for path in paths[1:]:
@@ -54,7 +54,7 @@ def test_a_copy_replaces_the_page_it_outgrows_and_no_other():
 
 
 def test_a_page_nobody_writes_to_is_taken_over_where_it_ends():
-    pages = Pages(10, 4)
+    pages = BlockPool(10, 4)
     first = read(pages, ids(1, 2, 3, 4, 5, 6))
     kept = list(first.nodes)
     pages.close(first)
@@ -64,7 +64,7 @@ def test_a_page_nobody_writes_to_is_taken_over_where_it_ends():
 
 
 def test_what_was_let_go_longest_ago_is_forgotten_first_and_leaves_before_their_stem():
-    pages = Pages(4, 2)
+    pages = BlockPool(4, 2)
     old, new = read(pages, ids(1, 2, 3, 4)), read(pages, ids(5, 6))
     pages.close(old)
     pages.close(new)
@@ -74,7 +74,7 @@ def test_what_was_let_go_longest_ago_is_forgotten_first_and_leaves_before_their_
 
 
 def test_pages_that_are_held_are_never_given_away():
-    pages = Pages(3, 2)
+    pages = BlockPool(3, 2)
     held = read(pages, ids(1, 2, 3, 4))
     other = pages.open(ids(9, 9, 9, 9))
     assert not pages.extend(other, 4)
@@ -84,7 +84,7 @@ def test_pages_that_are_held_are_never_given_away():
 
 
 def test_forgetting_while_something_is_held_is_refused():
-    pages = Pages(3, 2)
+    pages = BlockPool(3, 2)
     path = read(pages, ids(1, 2))
     with pytest.raises(RuntimeError, match="held"):
         pages.forget()
@@ -101,9 +101,9 @@ def test_forgetting_while_something_is_held_is_refused():
 )
 def test_every_page_is_free_or_findable_or_held_and_contents_are_what_they_say(size, count, actions):
     """A memory of what was written stands in for the tensors: whatever is found must have been written there."""
-    pages = Pages(count, size)
+    pages = BlockPool(count, size)
     written: dict[int, list[int]] = {page: [-1] * size for page in range(count)}
-    live: list[tuple[Path, np.ndarray]] = []
+    live: list[tuple[BlockTable, np.ndarray]] = []
     for kind, tokens in actions:
         if kind == 3 and live:
             path, _ = live.pop(0)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from arborl.engines.vllm import VllmEngine
+from arborl.engines.remote.vllm_engine import VllmEngine
 from arborl.errors import EngineError
 from arborl.types import Sampling
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from arborl.engines.http.files import HELD, WeightFiles
+from arborl.engines.remote.weight_files import HELD, WeightFiles
 from arborl.errors import EngineError
 
 

@@ -62,7 +62,7 @@ def test_incremental_rendering_of_its_own_transcripts_equals_the_full_render(see
             renderer.text(transcript.messages[:end], transcript.tools)
         )
         said = (*renderer.tokenizer.encode(message.content), renderer.stop[0])
-        conversations.sampled(prompt, Completion(said, (0.0,) * len(said), Finish.STOP))
+        conversations.record(prompt, Completion(said, (0.0,) * len(said), Finish.STOP))
 
 
 def test_the_maker_imitates_the_assistants_words_and_nothing_else():

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from arborl.agents.agent import Model
 from arborl.agents.context.policy import Policy
 from arborl.agents.rounds import Act, RoundsAgent, count
-from arborl.chat.formats.react import ReactParser, final_answer
+from arborl.chat.formats.react_format import ReactParser, final_answer
 from arborl.tools.injection import Context
 from arborl.tools.tool import AnyTool
 from arborl.tools.toolbox import Toolbox

@@ -1,6 +1,6 @@
 """Engines on a Ray cluster, behind `Engine`: each a process with a copy of the weights (`engine_host.py`).
 
-Which of them a request goes to, and what happens when one goes, is decided as for servers (`arborl.engines.replicas`).
+Which of them a request goes to, and what happens when one goes, is decided as for servers (`arborl.engines.remote.replicas`).
 Weights are put into the object store once an update; every node fetches them from there once, and every process of the
 node reads them where they are. What was put last stays there, and is what a process is given that takes the place of a
 dead one. Where a model has adapters, only these move after the first time.
@@ -24,17 +24,17 @@ from arborl.cluster.connection import Actor, Cluster
 from arborl.cluster.engine_host import EngineHost, EnginePlan
 from arborl.cluster.host import OtherVersions, Told, check_versions
 from arborl.cluster.seats import Seat
-from arborl.engines.checks import check_sampling, read_prompt
-from arborl.engines.copies import COARSE_GAP, GAP, PROMPT, Probe
-from arborl.engines.engine import Weights
-from arborl.engines.replicas import OtherWeights, Replica, Replicas, Unreachable, now
+from arborl.engines.engine import Engine, TokenListener, Weights
+from arborl.engines.engine_requests import check_sampling, read_prompt
+from arborl.engines.remote.replicas import Replica, ReplicaPool, ReplicaUnavailable, WeightMismatch, run_blocking
+from arborl.engines.remote.weight_sync import MAX_COARSE_GAP, MAX_LOGPROB_GAP, PROBE_PROMPT, WeightProbe
 from arborl.errors import EngineError
 from arborl.models.lora import has_lora
 from arborl.types import Completion, Metrics, Sampling
 
 log = logging.getLogger(__name__)
 
-SUMS = ("sampled", "read", "reused", "steps", "paused", "restarted", "seconds")
+SUMS = ("sampled", "read", "reused", "steps", "preempted", "restarted", "seconds")
 """Counts of an engine that add up over several."""
 
 
@@ -60,7 +60,7 @@ class EngineReplica(Replica):
         return f"{self.name} (process {self.told.pid} on {self.told.address})" if self.told else self.name
 
 
-class RayEngine:
+class RayEngine(Engine):
     """Several engines.
 
     Args:
@@ -70,8 +70,8 @@ class RayEngine:
         plan: what they are made by.
     """
 
-    follows_weights = proves_weights = True
-    shared = False
+    follows_weights = verifies_weights = True
+    shares_weights = False
 
     def __init__(
         self,
@@ -88,13 +88,13 @@ class RayEngine:
             EngineReplica(f"engine {number}", seat=seat, sharing=seats.count(seat), cpus=placed.cpus_per_engine)
             for number, seat in enumerate(seats)
         ]
-        self.routes = Replicas(self.replicas, self._revive, placed.seconds, "engine")
+        self.routes = ReplicaPool(self.replicas, self._revive, placed.seconds, "engine")
         self.plan = cluster.ray.put(plan)
         self.base: Any = None
         """What does not change, in the object store, where the model has adapters."""
         self.newest: Any = None
         """What changes, as it was last put there."""
-        self.probe = Probe(model, plan.sampling, str(model.dtype).removeprefix("torch."))
+        self.probe = WeightProbe(model, plan.sampling, str(model.dtype).removeprefix("torch."))
         self.known: Completion | None = None
         """What an engine with the newest weights says to the probe's question."""
         self.counts = dict.fromkeys((*SUMS, "requests"), 0.0)
@@ -102,11 +102,13 @@ class RayEngine:
         """The share of its pages that each engine holds."""
         self.gap = self.update_seconds = 0.0
         self.closed = False
-        now(self._open())
+        run_blocking(self._open())
 
     # ------------------------------------------------------------------------------------------ as an engine
 
-    async def generate(self, prompt: Sequence[int], sampling: Sampling, *, session: str) -> Completion:
+    async def generate(
+        self, prompt: Sequence[int], sampling: Sampling, *, session: str, listener: TokenListener | None = None
+    ) -> Completion:
         """Sample a continuation of `prompt` by the session's engine, or by another where that one is gone."""
         if self.closed:
             raise EngineError("the engine is closed; make another")
@@ -127,7 +129,7 @@ class RayEngine:
         said, wrong, counts = await self._answer(replica, asked)
         for name in SUMS:
             self.counts[name] += counts.get(f"engine/{name}", 0.0)
-        self.held[replica.name] = counts.get("engine/pages_held", 0.0)
+        self.held[replica.name] = counts.get("engine/block_usage", 0.0)
         if said is None:
             raise EngineError(f"{replica.name}: {wrong}")
         return said  # type: ignore[no-any-return]
@@ -154,7 +156,7 @@ class RayEngine:
         except errors.RayError as error:
             why = f"{replica.where} cannot be reached: {type(error).__name__}"
         replica.gone = True
-        raise Unreachable(why)
+        raise ReplicaUnavailable(why)
 
     def _forget(self, asked: Any) -> None:
         try:
@@ -176,7 +178,7 @@ class RayEngine:
         self.known = None
         errors = await self.routes.publish(version, lambda replica: self._give(replica, given))
         for replica, error in errors.items():
-            if isinstance(error, OtherWeights):
+            if isinstance(error, WeightMismatch):
                 raise error
             log.debug("%s took no weights: %s", replica.name, error)
         return errors
@@ -194,12 +196,12 @@ class RayEngine:
         """Give one engine the weights, and compare what it says: with the learner's model, where these are the
         learner's `weights` of this moment; else with what the others say."""
         assert replica.actor is not None
-        version = self.routes.coming
+        version = self.routes.target_version
         parts = [part for part in (self.base if replica.fresh else None, self.newest) if part is not None]
         seconds = self.cluster.placement.seconds
         await self._answer(replica, replica.actor.load.remote(version, *parts), seconds)
         replica.fresh, replica.version = False, version
-        said = await self._ask(replica, np.asarray(PROMPT), self.probe.question, "probe")
+        said = await self._ask(replica, np.asarray(PROBE_PROMPT), self.probe.question, "probe")
         self.counts["sampled"] -= len(said.tokens)
         if weights is not None and (self.known is None or self.known.tokens != said.tokens):
             self.gap = self.probe.check(said, weights, replica.where)
@@ -218,9 +220,9 @@ class RayEngine:
                 self.cluster.stop(replica.actor)
 
     @property
-    def crowded(self) -> bool:
+    def is_saturated(self) -> bool:
         """Whether every engine has as much as it is to have."""
-        return self.routes.crowded(self.max_requests)
+        return self.routes.is_saturated(self.max_requests)
 
     def metrics(self) -> Metrics:
         """Since the last call, over all engines: as of `LocalEngine`; requests sent again, engines lost and for how
@@ -230,7 +232,7 @@ class RayEngine:
         known = counts["read"] + counts["reused"]
         return {f"engine/{name}": value for name, value in counts.items()} | self.routes.metrics() | {
             "engine/hit_rate": counts["reused"] / known if known else 0.0,
-            "engine/pages_held": max(self.held.values(), default=0.0),
+            "engine/block_usage": max(self.held.values(), default=0.0),
             "engine/update_seconds": self.update_seconds,
             "engine/probe_gap": self.gap,
         }  # fmt: skip
@@ -246,7 +248,7 @@ class RayEngine:
             for error in (await self._publish(self.model.state_dict(), 0)).values():
                 raise error
         finally:
-            self.routes.leave()
+            self.routes.leave_loop()
 
     async def _start(self, replica: EngineReplica) -> None:
         """A process for it, with no weights yet; one that is on its way is waited for, whoever began it."""
@@ -269,7 +271,7 @@ class RayEngine:
         try:
             await self._start(replica)
             await self._give(replica)
-        except (OtherVersions, OtherWeights):
+        except (OtherVersions, WeightMismatch):
             replica.gone = True
             raise
 
@@ -280,8 +282,8 @@ def compare(said: Completion, known: Completion, dtype: str, whose: str) -> None
     count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], tokens))
     same = list(zip(said.logprobs[:count], known.logprobs[:count], strict=True))
     gap = sum(abs(a - b) for a, b in same) / len(same) if same else float("inf")
-    if not gap <= GAP.get(dtype, COARSE_GAP):
-        raise OtherWeights(
+    if not gap <= MAX_LOGPROB_GAP.get(dtype, MAX_COARSE_GAP):
+        raise WeightMismatch(
             f"{whose} does not say what the other engines say, though it was given their weights: the log-probabilities"
             f" of {len(same)} tokens differ by {gap:.2g} on average"
         )

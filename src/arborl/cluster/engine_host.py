@@ -45,24 +45,24 @@ class Blueprint:
 
     @classmethod
     def of(cls, model: PreTrainedModel, head: str, threads: int, deterministic: bool) -> Blueprint:
-        from arborl.models.lora import ADAPTER, has_lora
+        from arborl.models.lora import ADAPTER_NAME, has_lora
 
         dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
-        adapters = model.peft_config[ADAPTER] if has_lora(model) else None
+        adapters = model.peft_config[ADAPTER_NAME] if has_lora(model) else None
         return cls(type(model), model.config, dtypes, head == "float32", adapters, threads, deterministic)
 
     def build(self, device: str) -> PreTrainedModel:
         """The model, with random weights until it is given some: execution paths are checked on them."""
         import torch
 
-        from arborl.models.load import bare_model
-        from arborl.models.lora import ADAPTER
+        from arborl.models.lora import ADAPTER_NAME
+        from arborl.models.model_loading import empty_model
 
         torch.set_num_threads(self.threads)
         torch.use_deterministic_algorithms(self.deterministic)
-        model = bare_model(self.kind, self.config)
+        model = empty_model(self.kind, self.config)
         if self.adapters is not None:
-            model.add_adapter(self.adapters, ADAPTER)
+            model.add_adapter(self.adapters, ADAPTER_NAME)
         chance = torch.Generator().manual_seed(0)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(False)
@@ -70,7 +70,7 @@ class Blueprint:
             parameter.normal_(mean, spread, generator=chance)
             parameter.data = parameter.data.to(self.dtypes[name])
         if self.float32_head:
-            from arborl.models.heads import float32_head
+            from arborl.models.output_heads import float32_head
 
             float32_head(model)
         return model.to(device).eval()
@@ -115,7 +115,7 @@ class EngineHost(Host):
         self.version: int | None = None
         model = plan.blueprint.build("cuda" if gpu else "cpu")
         self.engine = LocalEngine(model, decode=_decoder(plan.tokenizer), **plan.settings)
-        self.engine.warm(plan.sampling)
+        self.engine.warm_up(plan.sampling)
 
     async def load(self, version: int, *parts: Arrays) -> int:
         """Take weights; those of several parts, one after the other."""

@@ -16,7 +16,7 @@ from arborl.cluster.engine_host import Blueprint, EnginePlan
 from arborl.cluster.rewards import place_rewards
 from arborl.config.placement import PlacementConfig
 from arborl.config.run import RunConfig
-from arborl.engines.cache import default_kv_tokens
+from arborl.engines.local.kv_cache import default_kv_tokens
 from arborl.errors import ConfigError, EngineError
 from arborl.rewards import Rewards
 from arborl.types import Sampling

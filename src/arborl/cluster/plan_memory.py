@@ -13,7 +13,7 @@ from typing import Literal
 from arborl.cluster.hardware import Device
 from arborl.cluster.plan_model import Shape
 from arborl.config.run import RunConfig
-from arborl.engines.cache_size import usual_tokens
+from arborl.engines.engine import default_cache_tokens
 from arborl.learner.forecast import BESIDE, SEQUENCES, Forecast, Plan, Planner, Sizes, fused, learner_sizes, logit_rows
 
 Strategy = Literal["single", "ddp", "fsdp2", "tensor"]
@@ -136,7 +136,7 @@ def rank_planner(
     share = strategy in ("single", "ddp") and split == 1 and engine.name == "local"
     own = sizes.weights // (ranks if strategy != "ddp" else 1)
     free = max(0, device.memory - own - (CONTEXT if device.cuda else 0))
-    usual = usual_tokens("cuda" if device.cuda else "cpu", free, token, context) if token else 0
+    usual = default_cache_tokens("cuda" if device.cuda else "cpu", free, token, context) if token else 0
     wanted = (engine.kv_tokens or usual) if token else 0
     return RankPlanner(
         sizes, learner.model_copy(update={"strategy": "single", "ranks": 1}), Needs.of(config),  # divided here

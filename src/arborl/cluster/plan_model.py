@@ -15,7 +15,7 @@ from typing import Any
 from arborl.config.run import ModelConfig
 from arborl.errors import ConfigError, did_you_mean
 from arborl.learner.forecast import Sizes
-from arborl.models.find import EMBEDDED, described, holds_model, resolve
+from arborl.models.model_files import EMBEDDED, is_model_folder, read_model_config, resolve
 
 ITEM = {"auto": 2, "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 LEAN = ("llama", "mistral", "qwen2", "qwen3")
@@ -91,10 +91,10 @@ def shape_of(config: ModelConfig) -> Shape:
 def about(name: str) -> Mapping[str, Any]:
     """A model's `config.json`, or what is known of its shape; nothing is downloaded."""
     path = Path(name).expanduser()
-    if path.is_dir() and holds_model(path):
-        return described(path)
+    if path.is_dir() and is_model_folder(path):
+        return read_model_config(path)
     if name == "seedling":
-        return described(resolve(name))
+        return read_model_config(resolve(name))
     plain = ENDINGS.sub("", name.rpartition("/")[2])
     known = {one.lower(): one for one in KNOWN}
     found = SHORT.get(plain.lower()) or known.get(plain.lower())

@@ -9,7 +9,7 @@ from typing import Any
 
 from arborl.cluster.connection import Actor, Cluster
 from arborl.cluster.host import Host, check_versions
-from arborl.engines.replicas import Replica, Replicas, Unreachable, now
+from arborl.engines.remote.replicas import Replica, ReplicaPool, ReplicaUnavailable, run_blocking
 from arborl.errors import ConfigError, EpisodeError, boundary
 from arborl.rewards import Rewards
 from arborl.rewards.by_source import RewardsBySource
@@ -90,9 +90,9 @@ class RewardWorkers:
         self.packed = cluster.ray.put(cloudpickle.dumps(list(rewards)))
         count, seconds = cluster.placement.reward_workers, cluster.placement.seconds
         self.replicas = [RewardReplica(f"reward worker {number}") for number in range(count)]
-        self.routes = Replicas(self.replicas, self._start, seconds, "reward worker")
+        self.routes = ReplicaPool(self.replicas, self._start, seconds, "reward worker")
         self.tasks: set[asyncio.Task[None]] = set()
-        now(self._open())
+        run_blocking(self._open())
 
     async def _open(self) -> None:
         """All must start: what is wrong with the nodes is found here."""
@@ -118,7 +118,7 @@ class RewardWorkers:
             self._suspect(replica)
             raise
         except self.cluster.ray.exceptions.RayError as error:
-            raise Unreachable(f"{replica.name} is gone: {type(error).__name__}") from error
+            raise ReplicaUnavailable(f"{replica.name} is gone: {type(error).__name__}") from error
 
     def _suspect(self, replica: RewardReplica) -> None:
         """Its reward took too long: see whether the process still answers."""
@@ -146,9 +146,9 @@ class RewardWorkers:
             told = await asyncio.wait_for(asked, self.cluster.placement.seconds)
         except (TimeoutError, self.cluster.ray.exceptions.RayError) as error:
             said = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-            raise Unreachable(f"{replica.name} does not start: {said[-1].strip()[:300]}") from error
+            raise ReplicaUnavailable(f"{replica.name} does not start: {said[-1].strip()[:300]}") from error
         check_versions(self.cluster.versions, told.versions, replica.name)
-        replica.version = self.routes.coming
+        replica.version = self.routes.target_version
 
     def metrics(self) -> Metrics:
         """Since the last call: processes lost, for how long; and how many answer now."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from arborl.engines.replicas import Unreachable
+from arborl.engines.remote.replicas import ReplicaUnavailable
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,4 +44,4 @@ def find_node(seat: Seat, alive: Sequence[Node]) -> Node:
     for node in alive:
         if node.address == seat.node.address and node.gpus > seat.index:
             return node
-    raise Unreachable(f"the node {seat.node.address} with its GPU {seat.index} is gone")
+    raise ReplicaUnavailable(f"the node {seat.node.address} with its GPU {seat.index} is gone")

@@ -22,7 +22,7 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from arborl.chat.template import Template
+from arborl.chat.chat_template import Template
 from arborl.models.seedling import WEIGHTS
 from arborl.seedling.corpus import WRITERS, write
 from arborl.seedling.transcript import MARKS, PIECE
