@@ -40,7 +40,7 @@ def one_way(lean: bool) -> tuple[float, float, float]:
     """Seconds of sampling all at once, of sampling few at a time, and of an update."""
     kinds = (
         patch("arborl.models.fast_forward.FAST_MODEL_CLASSES", ()),
-        patch("arborl.engines.local.fused_forward.KINDS", ()),
+        patch("arborl.engines.local.fused_forward.FAST_MODEL_CLASSES", ()),
     )
     model = load_model(resolve("seedling"), device="cpu")
     if not lean:

@@ -46,32 +46,32 @@ THOUGHTS = ("", "I go on. ", "The goal is near. ", "There is a hole, so I go thi
 class ReplyExecutor:
     """An executor without a model: row by row, the next token of the reply that the request's seed chooses."""
 
-    ahead = False
-    own_weights = False
+    runs_ahead = False
+    copies_weights = False
 
     def __init__(self, engine: LocalEngine, replies: Sequence[Sequence[int]]):
         self.cache = engine.runner.cache
         self.replies = np.zeros((len(replies), max(map(len, replies))), dtype=np.int64)
         for row, reply in enumerate(replies):
             self.replies[row, : len(reply)] = reply
-        self.rows, self.draws = engine.batch, engine.batch.draws
-        engine.batch.draws = self._note  # type: ignore[method-assign]
+        self.batch, self.sampling = engine.batch, engine.batch.sampling
+        engine.batch.sampling = self._note  # type: ignore[method-assign]
 
     def _note(self, rows: np.ndarray) -> object:
         """Called with the rows that get a token, just before they are launched."""
-        seed, position = self.rows.seed[rows], self.rows.length[rows] - self.rows.prompt[rows]
+        seed, position = self.batch.seed[rows], self.batch.length[rows] - self.batch.prompt[rows]
         self.tokens = self.replies[(seed % len(self.replies)).astype(np.int64), position]
-        return self.draws(rows)
+        return self.sampling(rows)
 
     def launch(self, step: ModelStep) -> FinishedOutput:
         return FinishedOutput(self.tokens, np.full(len(step.sampled), -1.0))
 
-    def at_once(self, tokens: int) -> int:
+    def token_budget(self, tokens: int) -> int:
         return 4096
 
     def weights_changed(self) -> None: ...
 
-    def warm(self, truncates: bool) -> None: ...
+    def warm_up(self, truncates: bool) -> None: ...
 
 
 class TimedEngine(LocalEngine):
@@ -110,7 +110,7 @@ def engine_of(renderer: Renderer, replies: Sequence[str], requests: int) -> Time
     model.set_attn_implementation(ATTENTION_NAME)
     made = TimedEngine(model, CONTEXT, requests, kv_tokens=requests * CONTEXT, page_size=PAGE)
     ids = [[*renderer.encode(renderer.escape_reply(text)), renderer.stop[0]] for text in replies]
-    made.executor = ReplyExecutor(made, ids)
+    made.runner = ReplyExecutor(made, ids)
     return made
 
 

@@ -34,6 +34,7 @@ from rollout_host import many_turns, one_turn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from arborl.chat.renderer import Renderer
+from arborl.engines import Engine
 from arborl.engines.local import LocalEngine
 from arborl.engines.local.model_runner import FinishedOutput, ModelStep
 from arborl.models.attention import ATTENTION_NAME
@@ -51,7 +52,7 @@ PAGE = 64
 class Instant:
     """An executor that has every token at once: a reply of `length` tokens, the last of which ends it."""
 
-    ahead = False
+    runs_ahead = False
 
     def __init__(self, executor: object, ids: list[int], stop: int, length: int):
         self.cache = executor.cache  # type: ignore[attr-defined]
@@ -63,16 +64,16 @@ class Instant:
         token = self.stop if ends else self.ids[self.count % len(self.ids)]
         return FinishedOutput(np.full(len(step.sampled), token), np.full(len(step.sampled), -1.0))
 
-    def at_once(self, tokens: int) -> int:
+    def token_budget(self, tokens: int) -> int:
         return tokens
 
     def weights_changed(self) -> None: ...
 
-    def warm(self, truncates: bool) -> None: ...
+    def warm_up(self, truncates: bool) -> None: ...
 
 
 @dataclass
-class Timed:
+class Timed(Engine):
     """The engine, and what it was asked and took."""
 
     engine: LocalEngine
@@ -96,7 +97,7 @@ def engine_for(renderer: Renderer, context: int, reply: int) -> LocalEngine:
     model.set_attn_implementation(ATTENTION_NAME)
     made = LocalEngine(model, context, max_requests=1, kv_tokens=2 * context, page_size=PAGE)
     ids = renderer.tokenizer.encode(" ".join(WORDS))
-    made.executor = Instant(made.executor, ids, renderer.stop[0], reply)  # type: ignore[assignment]
+    made.runner = Instant(made.runner, ids, renderer.stop[0], reply)  # type: ignore[assignment]
     return made
 
 

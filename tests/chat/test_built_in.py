@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from arborl.chat import Conversations, Renderer, Template
-from arborl.chat.builtin_templates import BUILTIN_TEMPLATES, how_to_call, template_support
+from arborl.chat.builtin_templates import BUILTIN_TEMPLATES, call_instructions, template_support
 from arborl.chat.formats import PARSERS, make_parser
 from arborl.errors import ConfigError
 from arborl.models.smollm2 import TEMPLATE as SMOLLM2
@@ -54,7 +54,7 @@ def said(renderer: Renderer, text: str) -> Completion:
 def assert_grows(renderer: Renderer, tools=()) -> None:
     """Law 5: each prompt goes on from the ids of the call before, and is what the whole render is."""
     talk, conversations = [Message("system", "Be brief."), Message("user", "Hi")], Conversations(renderer)
-    if renderer.shown is not None and not renderer.shown.system:
+    if renderer.support is not None and not renderer.support.system:
         talk = talk[1:]
     calls = ['<tool_call>{"name": "now", "arguments": {}}</tool_call>', "It is late.  ", "Bye"]
     for text, answer in zip(calls, (Message("tool", "12:00"), Message("user", "Thanks"), None), strict=True):
@@ -126,12 +126,12 @@ def test_a_chosen_template_must_end_answers_with_a_token_at_which_sampling_stops
 def test_a_template_without_tools_tells_the_model_of_them_in_its_own_format(model_folder, caplog, format):
     folder = model_folder(tokenizer_config={"eos_token": "<|im_end|>", "chat_template": SMOLLM2})
     renderer = Renderer.from_folder(folder, format)
-    assert not renderer.shown.tools
+    assert not renderer.support.tools
     text = renderer.text([Message("system", "Be brief."), Message("user", "Hi")], TOOLS)
     assert text.startswith('<|im_start|>system\nBe brief.\n\nYou may call these tools:\n{"type": "function"')
     assert all(f'"name": "{tool.name}"' in text for tool in TOOLS)
     parser = make_parser(format)
-    shown = how_to_call(parser).removeprefix("\nTo call one, write\n")
+    shown = call_instructions(parser).removeprefix("\nTo call one, write\n")
     assert shown in text
     assert len(parser.parse(shown)) == 1
     assert not parser.parse(shown)[0].error
@@ -172,7 +172,7 @@ def test_the_amended_template_renders_the_same_by_transformers(model_folder, tok
     """So what is saved with the model shows it its tools wherever it is served (law 10)."""
     from transformers import PreTrainedTokenizerFast
 
-    from arborl.chat.control_tokens import PLAIN
+    from arborl.chat.control_tokens import NO_ESCAPING
 
     for source in (SMOLLM2, STRICT, BUILTIN_TEMPLATES["chatml"](tokenizer)):
         folder = model_folder(tokenizer_config={"eos_token": "<|im_end|>", "chat_template": source})
@@ -181,7 +181,7 @@ def test_the_amended_template_renders_the_same_by_transformers(model_folder, tok
         theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, chat_template=saved)
         talk = [Message("user", "Hi"), Message("assistant", "Hm."), Message("tool", "12"), Message("tool", "13")]
         expected = theirs.apply_chat_template(
-            [PLAIN.message(message) for message in talk], tools=PLAIN.tools(TOOLS), add_generation_prompt=True,
+            [NO_ESCAPING.message(message) for message in talk], tools=NO_ESCAPING.tools(TOOLS), add_generation_prompt=True,
             tokenize=False,
         )  # fmt: skip
         assert renderer.text(talk, TOOLS) == expected

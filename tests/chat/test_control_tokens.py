@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from arborl.chat import Conversations, FileTokenizer, HermesParser, Rendered, Renderer, Template, TextTokenizer
-from arborl.chat.control_tokens import DIVIDER, PLAIN, ControlTextDivider, alternation, remove_dividers
+from arborl.chat.control_tokens import DIVIDER, NO_ESCAPING, ControlTextDivider, alternation, remove_dividers
 from arborl.chat.formats.mistral import MistralParser
 from arborl.models.seedling import WEIGHTS
 from arborl.tools.output import count, cut
@@ -227,9 +227,9 @@ def test_ids_are_those_of_transformers_where_nobody_writes_control_text(family, 
         Message("system", "Be brief. "), Message("user", " a < b "),
         Message("assistant", "<think>\nhm\n</think>\n\n is <"), Message("tool", "3 [1"), Message("user", "> |\n\n"),
     ]  # fmt: skip
-    shown = [PLAIN.message(message) for message in messages]
+    shown = [NO_ESCAPING.message(message) for message in messages]
     ids = theirs.apply_chat_template(
-        shown, tools=PLAIN.tools(tools), add_generation_prompt=True, tokenize=True, return_dict=False
+        shown, tools=NO_ESCAPING.tools(tools), add_generation_prompt=True, tokenize=True, return_dict=False
     )
     renderer = talking(known, source, ENDS[family], begin)
     assert encoded(renderer, messages, tools) == ids

@@ -168,12 +168,12 @@ class Whole(Conversations):
 
     def __init__(self, renderer: Renderer):
         super().__init__(renderer)
-        self._growing = self
+        self._incremental = self
 
     def render(self, messages, tools=()):
         return TextParts([self.renderer.render(messages, tools)])
 
-    def _opening(self, messages, tools):
+    def _first_prompt(self, messages, tools):
         return None
 
 
@@ -193,8 +193,8 @@ def test_branches_start_and_go_on_where_they_do_when_all_is_rendered_and_compare
         ids = tokenizer.encode(data.draw(TEXT))
         said = Completion((*ids, renderer.stop[0]), (0.0,) * (len(ids) + 1), Finish.STOP)
         reply = renderer.read(said)
-        one.sampled(prompt, said, said=reply)
-        other.sampled(same, said, said=reply)
+        one.record(prompt, said, reply=reply)
+        other.record(same, said, reply=reply)
         earlier.append([*messages, reply])
 
 
@@ -211,25 +211,10 @@ def test_a_turn_goes_through_what_is_new_and_the_message_before_it(name, tokeniz
     for turn in range(12):
         messages += [Message("assistant", f"say {turn}", sampled=True), Message("tool", f"hear {turn}")]
         after = growing.render(messages, TOOLS)
-        assert after.whole == renderer.render(messages, TOOLS)
+        assert after.joined == renderer.render(messages, TOOLS)
         new = {id(part) for part in after.parts} - {id(part) for part in before.parts}
         assert len(new) <= 4  # what was last, the two messages, and what is behind them
         before = after
-
-
-@pytest.mark.parametrize("name", ["chatml_hermes", "seedling", "chatml+", "says what it is"])
-def test_a_role_that_was_seen_before_needs_no_template(name, tokenizer, monkeypatch):
-    renderer = renderer_of(name, tokenizer)
-    for episode in range(2):
-        growing, messages = IncrementalRenderer(renderer), [Message("user", f"Hi {episode}")]
-        growing.render(messages)
-        for turn in range(3):
-            if turn or episode:
-                monkeypatch.setattr(TemplateRender, "text", lambda self: pytest.fail("the template was gone through"))
-            messages += [Message("assistant", f"say {turn}", sampled=True), Message("user", f"hear {turn}")]
-            shown = growing.render(messages).whole
-            assert shown == renderer.render(messages)
-        monkeypatch.undo()
 
 
 def test_conversations_that_are_gone_through_in_turns_are_each_kept(tokenizer):
@@ -269,7 +254,7 @@ def test_conversations_that_begin_alike_go_their_own_ways():
         ids = (*renderer.encode(renderer.escape_reply(text)), renderer.stop[0])
         said = Completion(ids, (0.0,) * len(ids), Finish.STOP)
         reply = renderer.read(said)
-        conversations.record(prompt, said, said=reply)
+        conversations.record(prompt, said, reply=reply)
         later = (*opening, reply, Message("user", "And now?"))
         following = conversations.prompt(later)
         assert following.text == renderer.text(later)

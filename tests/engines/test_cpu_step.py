@@ -87,8 +87,8 @@ def test_tokens_and_logprobs_are_torchs(family, page_size):
     model = made(family)
     ours = LocalEngine(model, 100, 8, 900, page_size)
     theirs = LocalEngine(model, 100, 8, 900, page_size, load_c_library=False)
-    assert isinstance(ours.executor, CpuModelRunner)
-    assert isinstance(theirs.executor, TorchModelRunner)
+    assert isinstance(ours.runner, CpuModelRunner)
+    assert isinstance(theirs.runner, TorchModelRunner)
     same(converse(ours), converse(theirs), 2e-5)
 
 
@@ -158,7 +158,7 @@ def test_adapters_are_in_what_is_sampled_and_follow_an_update():
     model = made("qwen2")
     model.add_adapter(peft.LoraConfig(r=3, lora_alpha=7, target_modules="all-linear"), "default")
     ours, theirs = LocalEngine(model, 100), LocalEngine(model, 100, load_c_library=False)
-    assert isinstance(ours.executor, CpuModelRunner)
+    assert isinstance(ours.runner, CpuModelRunner)
     before = converse(ours)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -193,7 +193,7 @@ def test_it_samples_from_the_weights_it_was_given_last_while_a_learner_writes_in
 def test_a_model_it_cannot_run_goes_torchs_way(change):
     dtype = change.pop("torch_dtype", torch.float32)
     model = LlamaForCausalLM(LlamaConfig(**ODD, num_key_value_heads=3, **change)).to(dtype)
-    assert isinstance(LocalEngine(model.eval(), 64).executor, TorchModelRunner)
+    assert isinstance(LocalEngine(model.eval(), 64).runner, TorchModelRunner)
 
 
 def test_without_a_compiler_that_works_there_is_none_and_nothing_breaks(monkeypatch, tmp_path, caplog):

@@ -68,8 +68,8 @@ def assert_nothing_leaks(engine: LocalEngine) -> None:
     found = [pages.root]
     for node in found:
         found.extend(child for some in node.children.values() for child in some)
-    assert pages.held == 0
-    assert sorted([*pages.free, *(node.page for node in found[1:])]) == list(range(pages.count))
+    assert pages.num_used == 0
+    assert sorted([*pages.free_ids, *(node.id for node in found[1:])]) == list(range(pages.num_blocks))
 
 
 def ask(engine, *requests):

@@ -133,7 +133,7 @@ def test_a_prompt_of_which_one_token_is_read_in_a_step_is_read_rightly(qwen3, re
     prompts = random_prompts([7, 5, 40, 3], 99)
     expected = greedy_by_transformers(qwen3, prompts, 4)
     engine = LocalEngine(qwen3, max_context=128, kv_tokens=1024)
-    engine.runner.many = read_at_once
+    engine.runner.max_tokens = read_at_once
     assert [list(c.tokens) for c in generate(engine, prompts, [Sampling(4, 0.0)] * 4)] == expected
 
 
@@ -192,11 +192,11 @@ def test_ten_thousand_requests_through_a_pool_that_holds_two_hundred_lose_no_pag
 
     assert len(asyncio.run(run())) == 2500
     pages = engine.pool
-    assert (pages.held, pages.room) == (0, 200)
+    assert (pages.num_used, pages.num_available) == (0, 200)
     assert engine.metrics()["engine/sampled"] == 20_000
-    path = pages.open(np.array([98], dtype=np.int32))
+    path = pages.match_prefix(np.array([98], dtype=np.int32))
     assert pages.extend(path, 200 * 8)  # every page can be handed out again
-    assert sorted(node.page for node in path.nodes) == list(range(200))
+    assert sorted(block.id for block in path.blocks) == list(range(200))
 
 
 def test_a_pool_too_small_for_one_sequence_is_refused(qwen3):
@@ -406,13 +406,13 @@ def test_adapters_are_sampled_through_and_change_what_is_said():
 
 
 @pytest.mark.parametrize(
-    ("column", "value"), [("known", 60), ("length", 9), ("filled", 20), ("prompt", 0), ("limit", 4)]
+    ("column", "value"), [("known", 60), ("length", 9), ("computed", 20), ("prompt", 0), ("limit", 4)]
 )
 def test_a_row_that_is_not_as_the_table_says_is_noticed(column, value):
     rows = InputBatch(2, 64, 4)
     done: asyncio.Future = asyncio.new_event_loop().create_future()
-    row = rows.enter(EngineRequest(np.arange(5, dtype=np.int32), 5, Sampling(max_tokens=8), done, 0.0), 0, 64)
-    rows.pages[row], rows.tables[row] = 2, [3, 1, 0, 0]
+    row = rows.add(EngineRequest(np.arange(5, dtype=np.int32), 5, Sampling(max_tokens=8), done, 0.0), 0, 64)
+    rows.num_blocks[row], rows.tables[row] = 2, [3, 1, 0, 0]
     rows.check(np.array([row]), 8)
     getattr(rows, column)[row] = value
     with pytest.raises(AssertionError):

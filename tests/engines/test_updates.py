@@ -129,36 +129,36 @@ def test_a_way_to_update_that_is_none_is_refused(tiny_llama):
         LocalEngine(tiny_llama, max_context=64, kv_tokens=512, update="stop")
 
 
-class Lent:
+class FakeMemory:
     """Memory in whose place others have written something else while it was given back."""
 
     def __init__(self, cache):
-        self.cache, self.told = cache, []
+        self.cache, self.calls = cache, []
 
-    def give_back(self):
-        self.told.append("given back")
+    def sleep(self):
+        self.calls.append("sleep")
         self.cache.keys.fill_(float("nan"))
         self.cache.values.fill_(float("nan"))
 
-    def take(self):
-        self.told.append("taken")
+    def wake_up(self):
+        self.calls.append("wake_up")
 
 
 @pytest.mark.parametrize("update", ["continue", "finish", "restart"])
 def test_an_engine_that_lends_its_memory_while_it_is_held_says_what_it_would_have_said(tiny_llama, update):
     _, *expected = run(tiny_llama, update)
     engine = LocalEngine(copy.deepcopy(tiny_llama), max_context=64, kv_tokens=512, update=update, compiled=False)
-    memory = engine.runner.cache.memory = Lent(engine.runner.cache)
+    memory = engine.runner.cache.memory = FakeMemory(engine.runner.cache)
     found = asyncio.run(straddling(engine))
     for mine, theirs in zip(found, expected, strict=True):
         assert (mine.tokens, mine.versions) == (theirs.tokens, theirs.versions)
         assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
-    assert memory.told == ["given back", "taken"]
+    assert memory.calls == ["sleep", "wake_up"]
 
 
 def test_an_engine_that_was_held_for_nothing_has_its_memory_again(tiny_llama):
     engine = LocalEngine(copy.deepcopy(tiny_llama), max_context=64, kv_tokens=512, compiled=False)
-    memory = engine.runner.cache.memory = Lent(engine.runner.cache)
+    memory = engine.runner.cache.memory = FakeMemory(engine.runner.cache)
 
     async def held():
         await engine.pause()
@@ -167,4 +167,4 @@ def test_an_engine_that_was_held_for_nothing_has_its_memory_again(tiny_llama):
         return await engine.generate(PROMPT, Sampling(4), session="a")
 
     assert np.isfinite(asyncio.run(held()).logprobs).all()
-    assert memory.told == ["given back", "taken"]
+    assert memory.calls == ["sleep", "wake_up"]

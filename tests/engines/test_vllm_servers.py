@@ -20,7 +20,7 @@ from arborl.chat import Renderer
 from arborl.cli.main import app
 from arborl.engines.remote.http_engine import HttpEngine
 from arborl.engines.remote.padded_heads import export_padded
-from arborl.engines.remote.vllm_process import SIDE, kill_process_group
+from arborl.engines.remote.vllm_process import WORKER_DIR, kill_process_group
 from arborl.engines.remote.weight_sync import PROBE_PROMPT, WeightProbe
 from arborl.models.model_loading import load_model, resolve
 from arborl.rollout.store import EpisodeStore
@@ -55,7 +55,7 @@ class VllmServer:
 
     def start(self):
         quiet = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        env = {**os.environ, **quiet, "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(SIDE)}
+        env = {**os.environ, **quiet, "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(WORKER_DIR)}
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(self.command, env=env, stdout=log, stderr=log, start_new_session=True)
 

@@ -52,7 +52,7 @@ SHAPES = [
 @pytest.mark.parametrize(("heads", "key_heads", "size", "dtype"), SHAPES)
 @pytest.mark.parametrize(("rows", "shared"), [(1, False), (7, True), (200, False), (200, True)])
 def test_decode_attention(rows, shared, heads, key_heads, size, dtype):
-    from arborl.engines import kernels
+    from arborl.engines.local import engine_kernels
 
     torch.manual_seed(0)
     keys, values, table = pool(rows, 300, key_heads, 16, size, dtype)
@@ -63,7 +63,7 @@ def test_decode_attention(rows, shared, heads, key_heads, size, dtype):
         table = host.cuda()
     length = torch.randint(1, 300, (rows,), device="cuda", dtype=torch.int32)
     q = randn(rows, heads, size, dtype=dtype)
-    among = sharing(table, length, kernels.max_group_rows(heads, key_heads), 16)
+    among = sharing(table, length, engine_kernels.max_group_rows(heads, key_heads), 16)
     assert bool(among.blocks_M.any()) == (shared and rows > 1 and heads // key_heads < 64)
     each = torch.arange(rows, device="cuda", dtype=torch.int32)
     out = engine_kernels.decode_attention(q, keys, values, table, each, length - 1, among, size**-0.5)
@@ -103,14 +103,14 @@ def test_attention_of_a_step_in_which_some_sequences_bring_one_token_and_others_
 
 @pytest.mark.parametrize(("heads", "key_heads", "size", "dtype"), [SHAPES[1], SHAPES[3], SHAPES[4]])
 def test_reading_attention_over_rows_of_any_length_with_and_without_a_past(heads, key_heads, size, dtype):
-    from arborl.engines import kernels
+    from arborl.engines.local import engine_kernels
 
     torch.manual_seed(0)
     start, end = np.array([0, 5, 100, 33, 0]), np.array([1, 6, 300, 60, 150])
     counts = end - start
     keys, values, table = pool(5, 300, key_heads, 16, size, dtype)
     q = randn(int(counts.sum()), heads, size, dtype=dtype)
-    tiles = [(r, t) for r in range(5) for t in range(0, int(counts[r]), kernels.TILE_QUERIES)]
+    tiles = [(r, t) for r in range(5) for t in range(0, int(counts[r]), engine_kernels.TILE_QUERIES)]
     first = np.cumsum(counts) - counts
     given = [
         torch.tensor(np.asarray(x), dtype=torch.int32, device="cuda")
@@ -167,7 +167,7 @@ def test_norms_and_gates(dtype):
 
 def test_rows_that_are_parts_of_wider_ones_give_the_same():
     """As the products of layers under adapters leave them."""
-    from arborl.engines import kernels
+    from arborl.engines.local import engine_kernels
 
     def wider(x: torch.Tensor) -> torch.Tensor:
         whole = torch.full((len(x), x.shape[1] + 16), float("nan"), device="cuda", dtype=x.dtype)
@@ -177,11 +177,11 @@ def test_rows_that_are_parts_of_wider_ones_give_the_same():
     torch.manual_seed(0)
     x, y, w = (randn(*shape, dtype=torch.bfloat16) for shape in ((33, 896), (33, 896), (896,)))
     for a, b in zip(
-        engine_kernels.add_norm(x.clone(), y, w, 1e-6), kernels.add_norm(x.clone(), wider(y), w, 1e-6), strict=True
+        engine_kernels.add_norm(x.clone(), y, w, 1e-6), engine_kernels.add_norm(x.clone(), wider(y), w, 1e-6), strict=True
     ):
         assert torch.equal(a, b)
     both = randn(9, 2 * 4864, dtype=torch.bfloat16)
-    assert torch.equal(engine_kernels.gate(both), kernels.gate(wider(both)))
+    assert torch.equal(engine_kernels.gate(both), engine_kernels.gate(wider(both)))
     qkv, cos, sin = (randn(*shape, dtype=torch.bfloat16) for shape in ((5, 18 * 64), (99, 64), (99, 64)))
     place = torch.arange(5, device="cuda", dtype=torch.int32)
     found = []

@@ -31,9 +31,9 @@ def test_what_is_given_back_is_free_and_comes_again_at_the_same_address():
     tensor.fill_(7)
     address = tensor.data_ptr()
     assert before - free() >= 2 * GIB
-    memory.give_back()
+    memory.sleep()
     assert before - free() < 0.1 * GIB
-    memory.take()
+    memory.wake_up()
     tensor.fill_(8)
     assert int(tensor[-1]) == 8
     assert tensor.data_ptr() == address
@@ -43,11 +43,11 @@ def test_what_is_given_back_is_free_and_comes_again_at_the_same_address():
 
 def test_what_torch_keeps_for_later_is_given_up_for_it():
     memory = SleepableMemory(4 * GIB, torch.device("cuda"))
-    memory.give_back()
+    memory.sleep()
     held = torch.empty(torch.cuda.mem_get_info()[0] - 2 * GIB, dtype=torch.uint8, device="cuda")
     del held  # torch keeps it
     assert torch.cuda.mem_get_info()[0] < 3 * GIB
-    memory.take()
+    memory.wake_up()
     memory.tensor().zero_()
     torch.cuda.synchronize()
 

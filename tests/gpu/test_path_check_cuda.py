@@ -1,4 +1,4 @@
-"""On a GPU, kernels are accepted for all weights in every precision, and rejected once they compute anything else."""
+"""On a GPU, engine_kernels are accepted for all weights in every precision, and rejected once they compute anything else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from arborl.learner.attention_choice import why_wrong
 from arborl.learner.executor import Way
 from arborl.models.execution_paths import count_fallbacks
 
-pytest.importorskip("triton", reason="kernels need Triton")
+pytest.importorskip("triton", reason="engine_kernels need Triton")
 from arborl.engines.local import engine_kernels
 from arborl.learner import tree_kernels
 
@@ -102,30 +102,30 @@ def test_steps_that_sample_nothing_reach_a_busy_gpu_unchanged(device):
 
 
 def wrong_scale(patch):
-    for name in ("decode", "read"):
-        real = getattr(kernels, name)
-        patch.setattr(kernels, name, lambda *given, real=real: real(*given[:-1], 1.25 * given[-1]))
+    for name in ("decode_attention", "prefill_attention"):
+        real = getattr(engine_kernels, name)
+        patch.setattr(engine_kernels, name, lambda *given, real=real: real(*given[:-1], 1.25 * given[-1]))
 
 
 def swapped_heads(patch):
     real = engine_kernels.rotate_store
-    patch.setattr(kernels, "rotate_store", lambda *given: real(*given)[:, [2, 1, 0, 3]].contiguous())
+    patch.setattr(engine_kernels, "rotate_store", lambda *given: real(*given)[:, [2, 1, 0, 3]].contiguous())
 
 
 def missing_norm(patch):
-    patch.setattr(kernels, "add_norm", lambda x, y, weight, eps: (x.add_(y), x * weight))
+    patch.setattr(engine_kernels, "add_norm", lambda x, y, weight, eps: (x.add_(y), x * weight))
 
 
 def wrong_mask(patch):
     """A token does not see itself."""
     real = engine_kernels.decode_attention
-    patch.setattr(kernels, "decode", lambda *given: real(*given[:5], given[5] - 1, *given[6:]))
+    patch.setattr(engine_kernels, "decode_attention", lambda *given: real(*given[:5], given[5] - 1, *given[6:]))
 
 
 def dropped_bias(patch):
-    from arborl.models import fuse_linear
+    from arborl.models import fused_linear
 
-    patch.setattr(fuse_linear.FusedLinear, "__call__", lambda self, x: torch.nn.functional.linear(x, self.weight))
+    patch.setattr(fused_linear.FusedLinear, "__call__", lambda self, x: torch.nn.functional.linear(x, self.weight))
 
 
 DEFECTS = (flipped_rotation, shifted_position, wrong_scale, swapped_heads, missing_norm, wrong_mask, dropped_bias)

@@ -22,7 +22,7 @@ from arborl.learner.compiled_attention import compiled_fits
 from arborl.learner.executor import EXECUTORS, Executor, Way
 from arborl.learner.fused_layers import fusing_fits
 from arborl.learner.tree_attention import DenseAttend
-from arborl.models import fast_hidden_states, fuse_linear
+from arborl.models import fast_forward, fused_linear
 from arborl.models.attention import ATTENTION_NAME, CausalAttention
 from arborl.models.execution_paths import count_fallbacks, execution_paths
 from arborl.models.lora import add_lora
@@ -81,7 +81,7 @@ def short_pass(model) -> str | None:
     """Why the learner's own forward pass is wrong for it."""
     with torch.no_grad():
         return check_layers(
-            model, fast_hidden_states.layer_runner, CausalAttention(), Right(), sample_tokens(model, 40), range(40)
+            model, fast_forward.layer_runner, CausalAttention(), Right(), sample_tokens(model, 40), range(40)
         )
 
 
@@ -145,13 +145,13 @@ def test_right_paths_are_accepted_for_smollm2(dtype, adapters, check):
 
 
 def flipped_rotation(patch):
-    real = fast_hidden_states.signed
-    for module in (fast_hidden_states, forward):
-        patch.setattr(module, "signed", lambda sin: -real(sin))
+    real = fast_forward.signed_sin
+    for module in (fast_forward, fused_forward):
+        patch.setattr(module, "signed_sin", lambda sin: -real(sin))
 
 
 def missing_norm(patch):
-    for module in (fast_hidden_states, forward):
+    for module in (fast_forward, fused_forward):
         patch.setattr(module, "norm", lambda module, x: x * module.weight)
 
 
@@ -192,13 +192,13 @@ def _ahead(q, k, v, scale):
 
 
 def dropped_bias(patch):
-    patch.setattr(fuse_linear.FusedLinear, "__call__", lambda self, x: torch.nn.functional.linear(x, self.weight))
+    patch.setattr(fused_linear.FusedLinear, "__call__", lambda self, x: torch.nn.functional.linear(x, self.weight))
 
 
 def shifted_position(patch):
     """All positions by one: attention does not change by it, keys do."""
-    real = fast_hidden_states.turn
-    patch.setattr(fast_hidden_states, "turn", lambda x, cos, sin: real(x, cos.roll(-1, 0), sin.roll(-1, 0)))
+    real = fast_forward.rotate
+    patch.setattr(fast_hidden_states, "rotate", lambda x, cos, sin: real(x, cos.roll(-1, 0), sin.roll(-1, 0)))
     patch.setattr(fused_forward.RotaryTable, "of", classmethod(_shifted(fused_forward.RotaryTable.of.__func__)))
 
 
@@ -219,7 +219,7 @@ DEFECTS = (flipped_rotation, missing_norm, wrong_scale, swapped_heads, wrong_mas
 @pytest.mark.parametrize("weights", ["random", "outliers"])
 def test_wrong_paths_are_rejected(weights, dtype, check, defect, monkeypatch):
     model = model_of("qwen2", dtype, weights)  # it has biases
-    monkeypatch.setattr("arborl.engines.local.runner_selection.Causal", Right)
+    monkeypatch.setattr("arborl.engines.local.runner_selection.CausalAttention", Right)
     defect(monkeypatch)
     assert check(model) is not None
 
@@ -253,7 +253,7 @@ def test_a_compiled_step_without_biases_or_with_swapped_heads_is_rejected(wrong,
         return weight[order], bias
 
     model = model_of("qwen2", "float32")
-    monkeypatch.setattr(cpu_step, "effective", bent)
+    monkeypatch.setattr(cpu_runner, "merged_weight", bent)
     assert compiled_executor(model) is not None
 
 
@@ -287,7 +287,7 @@ class HalvedGradientAttend(DenseAttend):
 def test_wrong_attention_over_trees_is_rejected(layers, weights, dtype, wrong, monkeypatch):
     model = model_of("llama", dtype, weights)
     if layers == "library":
-        fast_hidden_states.leave_to_library(model)
+        fast_forward.leave_to_library(model)
     assert why_wrong(model, Way("blocks")) is None
     monkeypatch.setitem(EXECUTORS, "blocks", Executor(wrong))
     assert why_wrong(model, Way("blocks")) is not None

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from arborl.engines import Engine
 from arborl.agents.agent import FunctionAgent
 from arborl.chat import Conversations
 from arborl.engines.local import LocalEngine
@@ -31,7 +32,7 @@ class Once(Env):
         return Step(Observation(()), terminated=True)
 
 
-class Late:
+class Late(Engine):
     """An engine whose answers come when they like."""
 
     follows_weights = True

@@ -138,7 +138,7 @@ def test_an_engine_that_fails_again_and_again_is_left_alone_for_a_while(opened):
     from arborl.errors import EngineError
     from arborl.serve.speaker import Speaker
 
-    class Fails:
+    class Fails(Engine):
         follows_weights, can_stream = True, True
         calls = 0
 

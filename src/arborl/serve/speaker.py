@@ -53,7 +53,8 @@ class EngineThread(Engine):
     async def generate(
         self, prompt: Sequence[int], sampling: Sampling, *, session: str, listener: TokenListener | None = None
     ) -> Completion:
-        return await self._there(self.engine.generate(prompt, sampling, session=session, listener=listener))
+        more: dict[str, Any] = {"listener": listener} if listener is not None else {}
+        return await self._there(self.engine.generate(prompt, sampling, session=session, **more))
 
     async def load(self, weights: Weights, version: int) -> None:
         await self._there(self.engine.load(weights, version))
@@ -110,9 +111,9 @@ class EngineSaying:
         engine, breaker = self.speaker.engine, self.speaker.breaker
         await self.speaker.admitted()
         pipe, told = Pipe(self.asked.top), 0
-        listener = pipe if engine.can_stream else None
+        more: dict[str, Any] = {"listener": pipe} if engine.can_stream else {}
         sampled = asyncio.ensure_future(
-            engine.generate(self.prompt, self.sampling, session=self.asked.session, listener=listener)
+            engine.generate(self.prompt, self.sampling, session=self.asked.session, **more)
         )
         sampled.add_done_callback(lambda _: pipe.ready.set())
         try:
