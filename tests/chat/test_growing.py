@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from arborl.chat import Conversations, HermesParser, Renderer, Template
 from arborl.chat.builtin_templates import CHATML, add_tool_section, template_support
 from arborl.chat.control_tokens import DIVIDER, TextParts
-from arborl.chat.incremental import IncrementalRenderer, TemplateRender
+from arborl.chat.incremental import IncrementalRenderer
 from arborl.models.model_files import resolve
 from arborl.types import Completion, Finish, Message, ToolCall, ToolSpec
 

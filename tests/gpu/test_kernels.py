@@ -77,6 +77,8 @@ def test_decode_attention(rows, shared, heads, key_heads, size, dtype):
 
 @pytest.mark.parametrize(("heads", "key_heads", "size", "dtype"), [SHAPES[1], SHAPES[3]])
 def test_attention_of_a_step_in_which_some_sequences_bring_one_token_and_others_many(heads, key_heads, size, dtype):
+    from arborl.engines.local import engine_kernels
+
     from arborl.engines.local.shared_prefix import PrefixGrouping, max_groups
 
     torch.manual_seed(0)
@@ -150,6 +152,8 @@ def test_the_sampler_draws_the_same_tokens_as_on_a_cpu(vocabulary, temperature):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norms_and_gates(dtype):
+
+    from arborl.engines.local import engine_kernels
 
     torch.manual_seed(0)
     x, y, w = randn(33, 896, dtype=dtype), randn(33, 896, dtype=dtype), randn(896, dtype=dtype)

@@ -198,7 +198,7 @@ def dropped_bias(patch):
 def shifted_position(patch):
     """All positions by one: attention does not change by it, keys do."""
     real = fast_forward.rotate
-    patch.setattr(fast_hidden_states, "rotate", lambda x, cos, sin: real(x, cos.roll(-1, 0), sin.roll(-1, 0)))
+    patch.setattr(fast_forward, "rotate", lambda x, cos, sin: real(x, cos.roll(-1, 0), sin.roll(-1, 0)))
     patch.setattr(fused_forward.RotaryTable, "of", classmethod(_shifted(fused_forward.RotaryTable.of.__func__)))
 
 
