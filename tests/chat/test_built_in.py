@@ -76,7 +76,7 @@ def test_a_model_without_template_speaks_plainly_and_that_is_said_in_one_line(gp
     with caplog.at_level(logging.WARNING):
         renderer = Renderer.from_folder(gpt2_like)
     assert [r.getMessage() for r in caplog.records] == [
-        f"{gpt2_like} has no chat template: the built-in one called plain is used (model.chat_template)"
+        f"{gpt2_like} has no chat template; uses the built-in plain (model.chat_template)"
     ]
     talk = [Message("system", "Be brief."), Message("user", "Hi"), Message("assistant", "Yes."), Message("user", "So?")]
     assert renderer.text(talk) == (
@@ -118,7 +118,7 @@ def test_a_template_is_chosen_by_name_by_file_or_as_text(model_folder, tmp_path)
 def test_a_chosen_template_must_end_answers_with_a_token_at_which_sampling_stops(gpt2_like):
     with pytest.raises(ConfigError, match=r"model\.chat_template=chatml: .*'<\|im_end\|>.*'<\|endoftext\|>'.*plain"):
         Renderer.from_folder(gpt2_like, chat_template="chatml")
-    with pytest.raises(ConfigError, match="behind an answer it writes ''"):
+    with pytest.raises(ConfigError, match="it writes '' behind a reply"):
         Renderer.from_folder(gpt2_like, chat_template="{{ messages[-1].content }}")
 
 
