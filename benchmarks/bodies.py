@@ -17,9 +17,9 @@ from torch import nn
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from arborl.config.run import LoraConfig
-from arborl.models.find import resolve
-from arborl.models.load import load_model
 from arborl.models.lora import add_lora
+from arborl.models.model_files import resolve
+from arborl.models.model_loading import load_model
 
 QWEN2 = {"vocab_size": 151936, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
 SHAPES = {

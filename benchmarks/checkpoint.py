@@ -32,7 +32,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen3Config
 from arborl.checkpoint import Background, save
 from arborl.config.run import LearnerConfig, LoraConfig
 from arborl.learner.learner import Learner
-from arborl.models.attention import NAME
+from arborl.models.attention import ATTENTION_NAME
 from arborl.models.lora import add_lora
 from arborl.types import Sampling
 
@@ -62,7 +62,7 @@ def random_model(name: str, device: str) -> PreTrainedModel:
     config = SHAPES[name]()
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    model.set_attn_implementation(NAME)
+    model.set_attn_implementation(ATTENTION_NAME)
     return model
 
 

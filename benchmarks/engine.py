@@ -39,9 +39,9 @@ from bodies import SHAPES, give_adapters, load, settle, weights_of
 from texts import Texts, texts_of
 from transformers import GenerationConfig, PreTrainedModel
 
-from arborl.engines.cache import token_bytes
 from arborl.engines.local import LocalEngine
-from arborl.models.load import tune_cpu
+from arborl.engines.local.kv_cache import token_bytes
+from arborl.models.model_loading import tune_cpu
 from arborl.types import Sampling
 
 

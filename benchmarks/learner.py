@@ -37,9 +37,9 @@ from arborl.learner.attention_choice import Ways
 from arborl.learner.executor import Way
 from arborl.learner.learner import Learner
 from arborl.learner.packing import MicroBatch
-from arborl.models.attention import NAME
-from arborl.models.lean import leave_to_library
-from arborl.models.load import tune_cpu
+from arborl.models.attention import ATTENTION_NAME
+from arborl.models.fast_forward import use_library_forward
+from arborl.models.model_loading import tune_cpu
 from arborl.rollout.tree import plant
 from arborl.types import Call, Completion, Episode, Finish, Forest, Group, Sampling, Task
 
@@ -164,7 +164,7 @@ def without_fast_paths(learner: Learner, forest: Forest, repeats: int) -> dict[s
     found = {}
     for name, allows in restrictions.items():
         if name == "short forward pass":
-            leave_to_library(learner.model)
+            use_library_forward(learner.model)
         learner.ways = RestrictedWays(allows)
         found[name] = measure(lambda: ours(learner, forest), learner.model, repeats)[0]
     return found
@@ -200,7 +200,7 @@ def main() -> int:
 
     model.set_attn_implementation("sdpa")
     baseline, baseline_peak, expected = measure(lambda: theirs(model, calls), model, args.repeats)
-    model.set_attn_implementation(NAME)
+    model.set_attn_implementation(ATTENTION_NAME)
     tune_cpu()
     config = LearnerConfig(micro_batch_tokens=8192, master="none")
     learner = Learner(model, config, Sampling())

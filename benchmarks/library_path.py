@@ -28,8 +28,8 @@ from arborl.config.algorithm import AlgorithmConfig
 from arborl.config.run import LearnerConfig
 from arborl.engines.local import LocalEngine
 from arborl.learner.learner import Learner
-from arborl.models.lean import is_lean
-from arborl.models.load import load_model, resolve
+from arborl.models.fast_forward import has_fast_forward
+from arborl.models.model_loading import load_model, resolve
 from arborl.rollout.tree import plant
 from arborl.types import Call, Episode, Group, Sampling, Task
 
@@ -38,15 +38,18 @@ PROMPTS, SIBLINGS, PROMPT, ANSWER = 8, 8, 96, 48
 
 def one_way(lean: bool) -> tuple[float, float, float]:
     """Seconds of sampling all at once, of sampling few at a time, and of an update."""
-    kinds = patch("arborl.models.lean.KINDS", ()), patch("arborl.engines.forward.KINDS", ())
+    kinds = (
+        patch("arborl.models.fast_forward.FAST_MODEL_CLASSES", ()),
+        patch("arborl.engines.local.fused_forward.FAST_MODEL_CLASSES", ()),
+    )
     model = load_model(resolve("seedling"), device="cpu")
     if not lean:
         for one in kinds:
             one.start()
     try:
-        assert is_lean(model) == lean
+        assert has_fast_forward(model) == lean
         engines = [LocalEngine(model, max_context=256, max_requests=live, kv_tokens=256 * 96) for live in (64, 4)]
-        assert all(engine.executor.forward.fused == lean for engine in engines)  # type: ignore[attr-defined]
+        assert all(engine.runner.forward.is_fused == lean for engine in engines)  # type: ignore[attr-defined]
         learner = Learner(model, LearnerConfig(lr=1e-9), Sampling())
         chance = np.random.default_rng(0)
         starts = [tuple(chance.integers(0, 2000, PROMPT).tolist()) for _ in range(PROMPTS)]

@@ -41,7 +41,7 @@ from arborl.envs import ENVS
 from arborl.envs.env import Env
 from arborl.envs.prompt_wrapper import wrap_with_prompt
 from arborl.learner.schedule import usual_rate
-from arborl.models.find import resolve
+from arborl.models.model_files import resolve
 from arborl.types import Message, Task
 
 ROOT = Path(__file__).parents[1]

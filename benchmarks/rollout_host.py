@@ -27,7 +27,6 @@ from arborl.build import sampling_of
 from arborl.chat.renderer import Renderer
 from arborl.config.load import load
 from arborl.config.run import RunConfig
-from arborl.engines.executor import Ready, Step
 from arborl.engines.local import LocalEngine
 from arborl.envs.games.frozen_lake import draw_map
 from arborl.models.attention import NAME
@@ -46,32 +45,32 @@ THOUGHTS = ("", "I go on. ", "The goal is near. ", "There is a hole, so I go thi
 class ReplyExecutor:
     """An executor without a model: row by row, the next token of the reply that the request's seed chooses."""
 
-    ahead = False
-    own_weights = False
+    runs_ahead = False
+    copies_weights = False
 
     def __init__(self, engine: LocalEngine, replies: Sequence[Sequence[int]]):
-        self.cache = engine.executor.cache
+        self.cache = engine.runner.cache
         self.replies = np.zeros((len(replies), max(map(len, replies))), dtype=np.int64)
         for row, reply in enumerate(replies):
             self.replies[row, : len(reply)] = reply
-        self.rows, self.draws = engine.rows, engine.rows.draws
-        engine.rows.draws = self._note  # type: ignore[method-assign]
+        self.batch, self.sampling = engine.batch, engine.batch.sampling
+        engine.batch.sampling = self._note  # type: ignore[method-assign]
 
     def _note(self, rows: np.ndarray) -> object:
         """Called with the rows that get a token, just before they are launched."""
-        seed, position = self.rows.seed[rows], self.rows.length[rows] - self.rows.prompt[rows]
+        seed, position = self.batch.seed[rows], self.batch.length[rows] - self.batch.prompt[rows]
         self.tokens = self.replies[(seed % len(self.replies)).astype(np.int64), position]
-        return self.draws(rows)
+        return self.sampling(rows)
 
-    def launch(self, step: Step) -> Ready:
-        return Ready(self.tokens, np.full(len(step.sampled), -1.0))
+    def launch(self, step: ModelStep) -> FinishedOutput:
+        return FinishedOutput(self.tokens, np.full(len(step.sampled), -1.0))
 
-    def at_once(self, tokens: int) -> int:
+    def token_budget(self, tokens: int) -> int:
         return 4096
 
     def weights_changed(self) -> None: ...
 
-    def warm(self, truncates: bool) -> None: ...
+    def warm_up(self, truncates: bool) -> None: ...
 
 
 class TimedEngine(LocalEngine):
@@ -82,7 +81,7 @@ class TimedEngine(LocalEngine):
     def _step(self) -> None:
         began = time.thread_time()
         super()._step()
-        self.first = self.first or len(self.scheduler.live) + len(self.scheduler.waiting)
+        self.first = self.first or len(self.scheduler.running) + len(self.scheduler.waiting)
         self.spent += time.thread_time() - began
 
 
@@ -107,10 +106,10 @@ def engine_of(renderer: Renderer, replies: Sequence[str], requests: int) -> Time
         num_attention_heads=1, num_key_value_heads=1, max_position_embeddings=CONTEXT,
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
-    model.set_attn_implementation(NAME)
+    model.set_attn_implementation(ATTENTION_NAME)
     made = TimedEngine(model, CONTEXT, requests, kv_tokens=requests * CONTEXT, page_size=PAGE)
-    ids = [[*renderer.encode(renderer.said(text)), renderer.stop[0]] for text in replies]
-    made.executor = ReplyExecutor(made, ids)
+    ids = [[*renderer.encode(renderer.escape_reply(text)), renderer.stop[0]] for text in replies]
+    made.runner = ReplyExecutor(made, ids)
     return made
 
 
@@ -165,7 +164,7 @@ async def played(rollout: Rollout, rewards: Rewards, tasks: Sequence[Task], grou
     engine = rollout.engine
     assert isinstance(engine, TimedEngine)
     engine.spent, engine.first = 0.0, 0
-    engine.scheduler.read_again()
+    engine.scheduler.clear_cache()
     clock = [time.thread_time()]
     groups = await rollout.train(tasks, seed, group, len(tasks))
     clock.append(time.thread_time())

@@ -30,7 +30,7 @@ from pathlib import Path
 
 import numpy as np
 
-from arborl.models.find import resolve
+from arborl.models.model_files import resolve
 
 WORDS = "What is the sum of these numbers, and which of them is the largest"
 

@@ -32,8 +32,8 @@ from arborl.config.run import AlgorithmConfig, LearnerConfig
 from arborl.engines.local import LocalEngine
 from arborl.envs.env import Env
 from arborl.learner.learner import Learner
-from arborl.models.attention import NAME
-from arborl.models.load import tune_cpu
+from arborl.models.attention import ATTENTION_NAME
+from arborl.models.model_loading import tune_cpu
 from arborl.rollout.recorder import Limits
 from arborl.rollout.runner import Cast, Rollout
 from arborl.rollout.tree import plant
@@ -55,14 +55,14 @@ class Ours:
     """Engine and learner on one model, put together as a run does."""
 
     def __init__(self, case: Case, body: Body, model: hf.PreTrainedModel, micro_batch_tokens: int):
-        model.set_attn_implementation(NAME)
+        model.set_attn_implementation(ATTENTION_NAME)
         self.case, self.model = case, model.eval()
         context = case.context or case.prompt + case.sampled
         self.engine = LocalEngine(model, context, max(case.episodes, 256))
         self.algorithm = make_algorithm(AlgorithmConfig(name="grpo", std="group"))
         self.sampling = Sampling(case.sampled, stop=(model.config.vocab_size,))
         config = LearnerConfig(lr=RATE, decay="none", micro_batch_tokens=micro_batch_tokens)
-        self.engine.warm(self.sampling)
+        self.engine.warm_up(self.sampling)
         self.learner = Learner(model, config, self.sampling, self.algorithm.needs)
         self.share = 1.0
         """Tokens that were learned from, over those that rows of their own would have had."""

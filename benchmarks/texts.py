@@ -13,7 +13,7 @@ import numpy as np
 from bodies import SHAPES, SINK
 from transformers import AutoTokenizer
 
-from arborl.models.find import resolve
+from arborl.models.model_files import resolve
 
 WHO = ("The baker", "A student", "My neighbour", "The old captain", "Our teacher", "The engineer", "A farmer")
 DOES = ("buys", "counts", "sells", "carries", "finds", "paints", "repairs", "delivers", "collects", "returns")

@@ -98,18 +98,18 @@ class Counts:
     def _count_kernels(self) -> None:
         import triton
 
-        from arborl.engines.cuda_graphs import GraphExecutor
+        from arborl.engines.local.cuda_graph_runner import CudaGraphModelRunner
 
-        record = GraphExecutor._record
+        record = CudaGraphModelRunner._record
 
-        def recorded(executor: GraphExecutor, *given: Any) -> None:
+        def recorded(executor: CudaGraphModelRunner, *given: Any) -> None:
             self.recorded += 1
             record(executor, *given)
 
         def compiled(*given: Any, fn: Any = None, **more: Any) -> None:
             self.compiled += "arborl" in str(getattr(fn, "module", ""))  # the learner's are torch's
 
-        GraphExecutor._record = recorded  # type: ignore[method-assign]
+        CudaGraphModelRunner._record = recorded  # type: ignore[method-assign]
         triton.knobs.runtime.jit_post_compile_hook = compiled
 
     @property
@@ -208,7 +208,7 @@ async def train(parts: Parts, counts: Counts, save: TimedSave | None) -> tuple[L
     )  # fmt: skip
     trainer.tracker = log  # type: ignore[assignment]
     began = time.perf_counter()
-    parts.engine.warm(parts.rollout.sampling)  # type: ignore[attr-defined]
+    parts.engine.warm_up(parts.rollout.sampling)  # type: ignore[attr-defined]
     last, trainer.last = trainer.last, 1
     await trainer.fit()
     first, before = time.perf_counter() - began, counts.now

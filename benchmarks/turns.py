@@ -34,10 +34,11 @@ from rollout_host import many_turns, one_turn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from arborl.chat.renderer import Renderer
-from arborl.engines.executor import Ready, Step
+from arborl.engines import Engine
 from arborl.engines.local import LocalEngine
-from arborl.models.attention import NAME
-from arborl.models.find import resolve
+from arborl.engines.local.model_runner import FinishedOutput, ModelStep
+from arborl.models.attention import ATTENTION_NAME
+from arborl.models.model_files import resolve
 from arborl.rollout.recorder import Limits, Recorder
 from arborl.rollout.store import dumps, to_json
 from arborl.rollout.tree import plant
@@ -51,28 +52,28 @@ PAGE = 64
 class Instant:
     """An executor that has every token at once: a reply of `length` tokens, the last of which ends it."""
 
-    ahead = False
+    runs_ahead = False
 
     def __init__(self, executor: object, ids: list[int], stop: int, length: int):
         self.cache = executor.cache  # type: ignore[attr-defined]
         self.ids, self.stop, self.length, self.count = ids, stop, length, 0
 
-    def launch(self, step: Step) -> Ready:
+    def launch(self, step: ModelStep) -> FinishedOutput:
         self.count += len(step.sampled)
         ends = self.count % self.length == 0
         token = self.stop if ends else self.ids[self.count % len(self.ids)]
-        return Ready(np.full(len(step.sampled), token), np.full(len(step.sampled), -1.0))
+        return FinishedOutput(np.full(len(step.sampled), token), np.full(len(step.sampled), -1.0))
 
-    def at_once(self, tokens: int) -> int:
+    def token_budget(self, tokens: int) -> int:
         return tokens
 
     def weights_changed(self) -> None: ...
 
-    def warm(self, truncates: bool) -> None: ...
+    def warm_up(self, truncates: bool) -> None: ...
 
 
 @dataclass
-class Timed:
+class Timed(Engine):
     """The engine, and what it was asked and took."""
 
     engine: LocalEngine
@@ -93,10 +94,10 @@ def engine_for(renderer: Renderer, context: int, reply: int) -> LocalEngine:
         num_attention_heads=1, num_key_value_heads=1, max_position_embeddings=context,
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
-    model.set_attn_implementation(NAME)
+    model.set_attn_implementation(ATTENTION_NAME)
     made = LocalEngine(model, context, max_requests=1, kv_tokens=2 * context, page_size=PAGE)
     ids = renderer.tokenizer.encode(" ".join(WORDS))
-    made.executor = Instant(made.executor, ids, renderer.stop[0], reply)  # type: ignore[assignment]
+    made.runner = Instant(made.runner, ids, renderer.stop[0], reply)  # type: ignore[assignment]
     return made
 
 

@@ -77,7 +77,7 @@ def tiny_llama():
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from arborl.models.attention import NAME
+    from arborl.models.attention import ATTENTION_NAME
 
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -94,7 +94,7 @@ def tiny_llama():
         for name, child in list(parent.named_children()):
             if type(child).__name__ == "LlamaRMSNorm":
                 setattr(parent, name, torch.nn.RMSNorm(32, eps=child.variance_epsilon, dtype=torch.float64))
-    model.set_attn_implementation(NAME)
+    model.set_attn_implementation(ATTENTION_NAME)
     return model
 
 
@@ -102,7 +102,7 @@ def tiny_llama():
 def seedling():
     """The embedded model and its renderer."""
     from arborl.chat import Renderer
-    from arborl.models.load import load_model, resolve
+    from arborl.models.model_loading import load_model, resolve
 
     folder = resolve("seedling")
     return load_model(folder, device="cpu"), Renderer.from_folder(folder)

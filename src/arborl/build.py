@@ -20,7 +20,7 @@ from arborl.data import TaskSource
 from arborl.data.demonstrations import with_demonstrations
 from arborl.engines import Engine
 from arborl.errors import ConfigError
-from arborl.models.find import check_supported, described, resolve
+from arborl.models.model_files import check_supported, read_model_config, resolve
 from arborl.rewards import Rewards
 from arborl.rollout.given import GivenEpisodes
 from arborl.rollout.recorder import Limits
@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # what needs torch
     from arborl.learner.forecast import Plan
     from arborl.learner.group import LearnerGroup
     from arborl.learner.learner import Learner
-    from arborl.models.scalar import Origin
+    from arborl.models.output_heads import CriticInit
     from arborl.trainer.evaluate import Measures
 
 SAMPLE = (
@@ -136,7 +136,9 @@ def _build(workshop: Workshop, training: bool) -> Parts:
     found = workshop.sandbox()
     folder, named = check_model(resolve(config.model.name)), config.learner.critic_from
     began = check_model(resolve(named, "learner.critic_from")) if named is not None else None
-    check_supported(described(folder), config.model.name, config.sampling.max_context)  # before the weights are read
+    check_supported(
+        read_model_config(folder), config.model.name, config.sampling.max_context
+    )  # before the weights are read
     renderer = renderer_of(config, folder)
     given = GivenEpisodes.of(config, renderer)
     source, steps = workshop.source(renderer, given)
@@ -148,8 +150,8 @@ def _build(workshop: Workshop, training: bool) -> Parts:
     from arborl.learner.launch import check_ranks, make_learner
     from arborl.learner.memory import planned
     from arborl.learner.teacher import teacher_of
-    from arborl.models.probe import check_runs
-    from arborl.models.scalar import load_origin
+    from arborl.models.output_heads import load_critic_init
+    from arborl.models.path_check import check_tree_support
     from arborl.trainer.evaluate import Evaluator
     from arborl.trainer.given_evaluation import GivenEvaluator
 
@@ -163,9 +165,9 @@ def _build(workshop: Workshop, training: bool) -> Parts:
         check_ranks(config.learner, config.model.device, algorithm, elsewhere=config.placement.name == "ray")
     model = _policy(config, folder)
     _use_sample_text(renderer, model)
-    check_runs(model, config.model.name, config.sampling.max_context)
+    check_tree_support(model, config.model.name, config.sampling.max_context)
     _check_tokens(config, renderer, model)
-    origin = load_origin(began, model, folder) if began is not None else None
+    origin = load_critic_init(began, model, folder) if began is not None else None
     teacher = teacher_of(config, folder)
     plan = planned(model, config, algorithm.needs)  # now that all models of others have their memory
     sampling, asked = sampling_of(config, renderer), config.rollout
@@ -236,18 +238,18 @@ def build_served(config: RunConfig, objects: Mapping[str, Any] | None = None) ->
         cast = workshop.cast()
         workshop.sandbox()
         folder = check_model(resolve(config.model.name))
-        check_supported(described(folder), config.model.name, config.sampling.max_context)
+        check_supported(read_model_config(folder), config.model.name, config.sampling.max_context)
         renderer = renderer_of(config, folder)
         import torch
 
-        from arborl.models.probe import check_runs
+        from arborl.models.path_check import check_tree_support
 
         if config.threads:
             torch.set_num_threads(config.threads)
         config = workshop.config = with_dtype(config)
         model = _policy(config, folder)
         _use_sample_text(renderer, model)
-        check_runs(model, config.model.name, config.sampling.max_context)
+        check_tree_support(model, config.model.name, config.sampling.max_context)
         _check_tokens(config, renderer, model)
         sampling = sampling_of(config, renderer)
         engine = workshop.engine(model, renderer, cast, sampling, config.engine.kv_tokens, training=False)
@@ -300,7 +302,7 @@ def check(config: RunConfig) -> None:
 
 def with_dtype(config: RunConfig) -> RunConfig:
     """With the precision that `model.dtype=auto` stands for here, so that a run that is resumed elsewhere keeps it."""
-    from arborl.models.load import dtype_of
+    from arborl.models.model_loading import dtype_of
 
     asked = config.model
     if asked.dtype != "auto":
@@ -319,9 +321,9 @@ def _use_sample_text(renderer: Renderer, model: PreTrainedModel) -> None:
 
 
 def _policy(config: RunConfig, folder: Path) -> PreTrainedModel:
-    from arborl.models.heads import float32_head
-    from arborl.models.load import load_model
     from arborl.models.lora import add_lora, has_lora, load_4bit
+    from arborl.models.model_loading import load_model
+    from arborl.models.output_heads import float32_head
 
     asked = config.model
     model = (load_4bit if asked.quantize == "4bit" else load_model)(folder, asked.dtype, asked.device)
@@ -338,10 +340,10 @@ def _policy_on(config: RunConfig, folder: Path, device: str) -> PreTrainedModel:
     return _policy(config.model_copy(update={"model": model}), folder)
 
 
-def _origin(began: Path | None, folder: Path, model: PreTrainedModel) -> Origin | None:
-    from arborl.models.scalar import load_origin
+def _origin(began: Path | None, folder: Path, model: PreTrainedModel) -> CriticInit | None:
+    from arborl.models.output_heads import load_critic_init
 
-    return load_origin(began, model, folder) if began is not None else None
+    return load_critic_init(began, model, folder) if began is not None else None
 
 
 def _check_tokens(config: RunConfig, renderer: Renderer, model: PreTrainedModel) -> None:

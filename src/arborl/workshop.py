@@ -397,4 +397,4 @@ def _check_has(part: Any, methods: Sequence[str], where: str) -> None:
 
 def replies(renderer: Renderer, texts: Sequence[str]) -> list[list[int]]:
     """Texts as what a model would have sampled: their ids and a stop token."""
-    return [[*renderer.encode(renderer.said(text)), renderer.stop[0]] for text in texts]
+    return [[*renderer.encode(renderer.escape_reply(text)), renderer.stop[0]] for text in texts]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 
 from arborl.api.measure import Asked, policies, settings_of
-from arborl.models.load import resolve
+from arborl.models.model_loading import resolve
 
 
 def test_a_checkpoint_that_was_taken_out_of_its_run_stands_for_its_model(tmp_path):

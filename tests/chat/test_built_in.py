@@ -9,9 +9,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from arborl.chat import Conversations, Renderer, Template
-from arborl.chat.built_in import BUILT_IN
-from arborl.chat.formats import PARSERS, choose
-from arborl.chat.tool_section import how_to_call, shown_by
+from arborl.chat.builtin_templates import BUILTIN_TEMPLATES, call_instructions, template_support
+from arborl.chat.formats import PARSERS, make_parser
 from arborl.errors import ConfigError
 from arborl.models.smollm2 import TEMPLATE as SMOLLM2
 from arborl.types import Completion, Finish, Message, ToolCall, ToolSpec
@@ -48,14 +47,14 @@ def gpt2_like(tmp_path):
 
 
 def said(renderer: Renderer, text: str) -> Completion:
-    ids = [*renderer.encode(renderer.said(text)), renderer.stop[0]]
+    ids = [*renderer.encode(renderer.escape_reply(text)), renderer.stop[0]]
     return Completion(tuple(ids), (-1.0,) * len(ids), Finish.STOP)
 
 
 def assert_grows(renderer: Renderer, tools=()) -> None:
     """Law 5: each prompt goes on from the ids of the call before, and is what the whole render is."""
     talk, conversations = [Message("system", "Be brief."), Message("user", "Hi")], Conversations(renderer)
-    if renderer.shown is not None and not renderer.shown.system:
+    if renderer.support is not None and not renderer.support.system:
         talk = talk[1:]
     calls = ['<tool_call>{"name": "now", "arguments": {}}</tool_call>', "It is late.  ", "Bye"]
     for text, answer in zip(calls, (Message("tool", "12:00"), Message("user", "Thanks"), None), strict=True):
@@ -64,7 +63,7 @@ def assert_grows(renderer: Renderer, tools=()) -> None:
         assert renderer.tokenizer.decode(prompt.tokens) == prompt.text
         completion = said(renderer, text)
         reply = renderer.read(completion)
-        conversations.sampled(prompt, completion, said=reply)
+        conversations.record(prompt, completion, reply=reply)
         talk += [reply, *([answer] if answer else [])]
         before = (*prompt.tokens, *completion.tokens)
         if answer:
@@ -77,7 +76,7 @@ def test_a_model_without_template_speaks_plainly_and_that_is_said_in_one_line(gp
     with caplog.at_level(logging.WARNING):
         renderer = Renderer.from_folder(gpt2_like)
     assert [r.getMessage() for r in caplog.records] == [
-        f"{gpt2_like} has no chat template: the built-in one called plain is used (model.chat_template)"
+        f"{gpt2_like} has no chat template; uses the built-in plain (model.chat_template)"
     ]
     talk = [Message("system", "Be brief."), Message("user", "Hi"), Message("assistant", "Yes."), Message("user", "So?")]
     assert renderer.text(talk) == (
@@ -119,7 +118,7 @@ def test_a_template_is_chosen_by_name_by_file_or_as_text(model_folder, tmp_path)
 def test_a_chosen_template_must_end_answers_with_a_token_at_which_sampling_stops(gpt2_like):
     with pytest.raises(ConfigError, match=r"model\.chat_template=chatml: .*'<\|im_end\|>.*'<\|endoftext\|>'.*plain"):
         Renderer.from_folder(gpt2_like, chat_template="chatml")
-    with pytest.raises(ConfigError, match="behind an answer it writes ''"):
+    with pytest.raises(ConfigError, match="it writes '' behind a reply"):
         Renderer.from_folder(gpt2_like, chat_template="{{ messages[-1].content }}")
 
 
@@ -127,12 +126,12 @@ def test_a_chosen_template_must_end_answers_with_a_token_at_which_sampling_stops
 def test_a_template_without_tools_tells_the_model_of_them_in_its_own_format(model_folder, caplog, format):
     folder = model_folder(tokenizer_config={"eos_token": "<|im_end|>", "chat_template": SMOLLM2})
     renderer = Renderer.from_folder(folder, format)
-    assert not renderer.shown.tools
+    assert not renderer.support.tools
     text = renderer.text([Message("system", "Be brief."), Message("user", "Hi")], TOOLS)
     assert text.startswith('<|im_start|>system\nBe brief.\n\nYou may call these tools:\n{"type": "function"')
     assert all(f'"name": "{tool.name}"' in text for tool in TOOLS)
-    parser = choose(format)
-    shown = how_to_call(parser).removeprefix("\nTo call one, write\n")
+    parser = make_parser(format)
+    shown = call_instructions(parser).removeprefix("\nTo call one, write\n")
     assert shown in text
     assert len(parser.parse(shown)) == 1
     assert not parser.parse(shown)[0].error
@@ -173,22 +172,22 @@ def test_the_amended_template_renders_the_same_by_transformers(model_folder, tok
     """So what is saved with the model shows it its tools wherever it is served (law 10)."""
     from transformers import PreTrainedTokenizerFast
 
-    from arborl.chat.control import PLAIN
+    from arborl.chat.control_tokens import NO_ESCAPING
 
-    for source in (SMOLLM2, STRICT, BUILT_IN["chatml"](tokenizer)):
+    for source in (SMOLLM2, STRICT, BUILTIN_TEMPLATES["chatml"](tokenizer)):
         folder = model_folder(tokenizer_config={"eos_token": "<|im_end|>", "chat_template": source})
         renderer = Renderer.from_folder(folder)
         (saved,) = renderer.template.sources
         theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, chat_template=saved)
         talk = [Message("user", "Hi"), Message("assistant", "Hm."), Message("tool", "12"), Message("tool", "13")]
         expected = theirs.apply_chat_template(
-            [PLAIN.message(message) for message in talk], tools=PLAIN.tools(TOOLS), add_generation_prompt=True,
+            [NO_ESCAPING.message(message) for message in talk], tools=NO_ESCAPING.tools(TOOLS), add_generation_prompt=True,
             tokenize=False,
         )  # fmt: skip
         assert renderer.text(talk, TOOLS) == expected
-        assert shown_by(Template(saved, None, None)).tools
+        assert template_support(Template(saved, None, None)).tools
 
 
 @pytest.mark.parametrize("family", ["chatml_hermes", "llama3", "mistral", "thinking"])
 def test_a_template_that_shows_tools_stays_as_it_is(renderer_for, tokenizer, family):
-    assert shown_by(renderer_for(family, tokenizer).template).tools
+    assert template_support(renderer_for(family, tokenizer).template).tools

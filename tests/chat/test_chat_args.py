@@ -30,7 +30,7 @@ def talk(made, turns):
         assert prompt.tokens == tuple(made.encode(made.render(messages)))
         ids = (*made.tokenizer.encode("Three."), made.stop[0])
         said = Completion(ids, (0.0,) * len(ids), Finish.STOP)
-        conversations.sampled(prompt, said)
+        conversations.record(prompt, said)
         messages.append(made.read(said))
         prompts.append((prompt, (*prompt.tokens, *ids)))
     return prompts

@@ -25,7 +25,7 @@ def say(renderer: Renderer, text: str) -> Completion:
 def answer(conversations: Conversations, messages: list[Message], said: Completion, tools=()):
     """One turn: ask, record what was sampled, put it into the messages; the prompt that was used."""
     prompt = conversations.prompt(messages, tools)
-    conversations.sampled(prompt, said)
+    conversations.record(prompt, said)
     messages.append(conversations.renderer.read(said))
     return prompt
 
@@ -62,7 +62,7 @@ def test_incremental_ids_equal_the_full_render(family, renderer_for, tokenizer, 
             said = say(renderer, text)
             # Canonical in its context: no token of the text merges with one of the prompt.
             assume((*prompt.tokens, *said.tokens) == (*tokenizer.encode(prompt.text + text), renderer.stop[0]))
-            conversations.sampled(prompt, said)
+            conversations.record(prompt, said)
             earlier = (*prompt.tokens, *said.tokens)
             messages += [renderer.read(said), *results]
             appends = family != "llama3" or text == text.strip()

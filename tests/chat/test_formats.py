@@ -11,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from arborl.chat import PARSERS, FileTokenizer, Renderer
-from arborl.chat.formats import choose, sniff
-from arborl.chat.formats.react import final_answer
+from arborl.chat.formats import detect_format, make_parser
+from arborl.chat.formats.react_format import final_answer
 from arborl.types import ToolCall
 
 TEMPLATES = Path(__file__).parent.parent / "fixtures" / "templates"
@@ -273,11 +273,11 @@ def test_a_template_shows_its_format_and_the_format_reads_what_the_template_writ
     from arborl.types import Message
 
     source = (TEMPLATES / f"{template}.jinja").read_text()
-    assert sniff([source]) == format
+    assert detect_format([source]) == format
     call = ToolCall("call00000", "add", {"a": 1, "b": ["x", None]})
     said = Message("assistant", tool_calls=(call,))
     text = Template(source, "", "").render([Message("user", "go"), said], (), generation=False)
-    assert plain(choose("auto", [source]).parse(text)) == plain([call])
+    assert plain(make_parser("auto", [source]).parse(text)) == plain([call])
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_a_template_shows_its_format_and_the_format_reads_what_the_template_writ
     [("x <function=name> <tool_call>", "qwen_xml"), ("[func_name1(params_name1=", "pythonic"), ("plain", "hermes")],
 )
 def test_other_signs_of_a_format(template, format):
-    assert sniff([template]) == format
+    assert detect_format([template]) == format
 
 
 def test_a_renderer_takes_the_format_from_the_template_or_by_name(model_folder):

@@ -10,7 +10,7 @@ import pytest
 
 from arborl.agents.tool import ToolAgent
 from arborl.chat import Renderer
-from arborl.chat.formats import choose
+from arborl.chat.formats import make_parser
 from arborl.data.reading.given import GivenReader
 from arborl.engines.scripted import ScriptedEngine
 from arborl.envs.env import Env, Observation, Step
@@ -70,11 +70,11 @@ def given(renderer, row, **more):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ids_equal_those_of_a_rollout_in_which_the_model_says_the_same(family, renderer_for, tokenizer):
     plain = renderer_for(family, tokenizer)
-    renderer = replace(plain, parser=choose("auto", plain.template.sources))
+    renderer = replace(plain, parser=make_parser("auto", plain.template.sources))
     (shown,) = given(renderer, {"messages": TRANSCRIPT, "tools": TOOLS}).episodes
     replies = [call.completion.tokens for call in shown.calls]
     count = iter(range(len(replies)))
-    engine = ScriptedEngine(replies, choose=lambda prompt, session: next(count))
+    engine = ScriptedEngine(replies, make_parser=lambda prompt, session: next(count))
     cast = Cast(lambda task: ToolAgent([ADD]), lambda task: Talk())
     rollout = Rollout(engine, renderer, cast, Sampling(512), Limits(max_context=4096), 1)
     played = asyncio.run(rollout.play(Task("t"), 0, "t#0"))

@@ -11,12 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arborl.chat import Conversations, HermesParser, Renderer, Template
-from arborl.chat.built_in import CHATML
-from arborl.chat.control import DIVIDER, Joined
-from arborl.chat.growing import Growing
-from arborl.chat.rounds import Render
-from arborl.chat.tool_section import shown_by, with_tools
-from arborl.models.find import resolve
+from arborl.chat.builtin_templates import CHATML, add_tool_section, template_support
+from arborl.chat.control_tokens import DIVIDER, TextParts
+from arborl.chat.incremental import IncrementalRenderer
+from arborl.models.model_files import resolve
 from arborl.types import Completion, Finish, Message, ToolCall, ToolSpec
 
 FOLDER = Path(__file__).parent.parent / "fixtures" / "templates"
@@ -94,7 +92,7 @@ def source_of(name: str) -> str:
     if not name.endswith("+"):
         return SOURCES[name]
     bare = {"chatml+": CHATML, "two ahead+": ODD["looks two ahead"]}[name]
-    return with_tools(bare, shown_by(Template(bare, None, None)), HERMES)
+    return add_tool_section(bare, template_support(Template(bare, None, None)), HERMES)
 
 
 @cache
@@ -153,7 +151,7 @@ def test_whatever_is_added_deleted_changed_or_taken_up_again_the_text_is_that_of
         if messages and data.draw(st.booleans()):
             ids = tokenizer.encode(data.draw(TEXT))
             said = Completion((*ids, renderer.stop[0]), (0.0,) * (len(ids) + 1), Finish.STOP)
-            conversations.sampled(prompt, said)
+            conversations.record(prompt, said)
             earlier.append([*messages, renderer.read(said)])
 
 
@@ -170,12 +168,12 @@ class Whole(Conversations):
 
     def __init__(self, renderer: Renderer):
         super().__init__(renderer)
-        self._growing = self
+        self._incremental = self
 
     def render(self, messages, tools=()):
-        return Joined([self.renderer.render(messages, tools)])
+        return TextParts([self.renderer.render(messages, tools)])
 
-    def _opening(self, messages, tools):
+    def _first_prompt(self, messages, tools):
         return None
 
 
@@ -195,8 +193,8 @@ def test_branches_start_and_go_on_where_they_do_when_all_is_rendered_and_compare
         ids = tokenizer.encode(data.draw(TEXT))
         said = Completion((*ids, renderer.stop[0]), (0.0,) * (len(ids) + 1), Finish.STOP)
         reply = renderer.read(said)
-        one.sampled(prompt, said, said=reply)
-        other.sampled(same, said, said=reply)
+        one.record(prompt, said, reply=reply)
+        other.record(same, said, reply=reply)
         earlier.append([*messages, reply])
 
 
@@ -208,35 +206,20 @@ USED = [
 @pytest.mark.parametrize("name", USED)
 def test_a_turn_goes_through_what_is_new_and_the_message_before_it(name, tokenizer):
     renderer = renderer_of(name, tokenizer)
-    growing, messages = Growing(renderer), [Message("system", "Be brief."), Message("user", "Hi")]
+    growing, messages = IncrementalRenderer(renderer), [Message("system", "Be brief."), Message("user", "Hi")]
     before = growing.render(messages, TOOLS)
     for turn in range(12):
         messages += [Message("assistant", f"say {turn}", sampled=True), Message("tool", f"hear {turn}")]
         after = growing.render(messages, TOOLS)
-        assert after.whole == renderer.render(messages, TOOLS)
+        assert after.joined == renderer.render(messages, TOOLS)
         new = {id(part) for part in after.parts} - {id(part) for part in before.parts}
         assert len(new) <= 4  # what was last, the two messages, and what is behind them
         before = after
 
 
-@pytest.mark.parametrize("name", ["chatml_hermes", "seedling", "chatml+", "says what it is"])
-def test_a_role_that_was_seen_before_needs_no_template(name, tokenizer, monkeypatch):
-    renderer = renderer_of(name, tokenizer)
-    for episode in range(2):
-        growing, messages = Growing(renderer), [Message("user", f"Hi {episode}")]
-        growing.render(messages)
-        for turn in range(3):
-            if turn or episode:
-                monkeypatch.setattr(Render, "text", lambda self: pytest.fail("the template was gone through"))
-            messages += [Message("assistant", f"say {turn}", sampled=True), Message("user", f"hear {turn}")]
-            shown = growing.render(messages).whole
-            assert shown == renderer.render(messages)
-        monkeypatch.undo()
-
-
 def test_conversations_that_are_gone_through_in_turns_are_each_kept(tokenizer):
     renderer = renderer_of("seedling", tokenizer)
-    growing = Growing(renderer)
+    growing = IncrementalRenderer(renderer)
     talks = {name: [Message("system", f"You are {name}."), Message("user", "Hi")] for name in ("Ada", "Bob", "Cy")}
     before = {name: growing.render(messages) for name, messages in talks.items()}
     for turn in range(5):
@@ -268,10 +251,10 @@ def test_conversations_that_begin_alike_go_their_own_ways():
     for text in ("Left", "Right", "Left"):
         conversations = Conversations(renderer)
         prompt = conversations.prompt(opening)
-        ids = (*renderer.encode(renderer.said(text)), renderer.stop[0])
+        ids = (*renderer.encode(renderer.escape_reply(text)), renderer.stop[0])
         said = Completion(ids, (0.0,) * len(ids), Finish.STOP)
         reply = renderer.read(said)
-        conversations.sampled(prompt, said, said=reply)
+        conversations.record(prompt, said, reply=reply)
         later = (*opening, reply, Message("user", "And now?"))
         following = conversations.prompt(later)
         assert following.text == renderer.text(later)

@@ -6,9 +6,8 @@ import time
 
 import pytest
 
-from arborl.chat import render_deadline
-from arborl.chat.render_deadline import RenderDeadline, RenderTimeout
-from arborl.chat.template import Template
+from arborl.chat import chat_template
+from arborl.chat.chat_template import RenderDeadline, RenderTimeout, Template
 from arborl.errors import ConfigError
 from arborl.types import Message
 
@@ -27,8 +26,8 @@ ENDLESS = {
 @pytest.fixture
 def soon(monkeypatch):
     """The deadline of a template, short."""
-    monkeypatch.setattr(render_deadline.DEADLINE, "seconds", 0.2)
-    monkeypatch.setattr(render_deadline.DEADLINE, "look_seconds", 0.05)
+    monkeypatch.setattr(chat_template.DEADLINE, "seconds", 0.2)
+    monkeypatch.setattr(chat_template.DEADLINE, "check_seconds", 0.05)
 
 
 @pytest.mark.parametrize("source", ENDLESS.values(), ids=ENDLESS)
@@ -94,7 +93,7 @@ def test_an_exception_that_comes_too_late_comes_to_nobody():
     came = 0
     for _ in range(300):
         mark = deadline.begin()
-        striking = threading.Thread(target=deadline.strike, args=(mark,))
+        striking = threading.Thread(target=deadline.interrupt, args=(mark,))
         try:
             try:
                 striking.start()
@@ -105,14 +104,14 @@ def test_an_exception_that_comes_too_late_comes_to_nobody():
         for _ in range(10):  # what was left over would be raised here
             sum(range(100))
         striking.join()
-        deadline.strike(mark)  # it is over: nothing happens
+        deadline.interrupt(mark)  # it is over: nothing happens
     assert 0 <= came <= 300
     assert deadline._renders == {}
 
 
 def test_waiting_is_not_counted():
     """Processor time is: a machine that is busy with other things ends no honest render."""
-    deadline = RenderDeadline(seconds=0.2, look_seconds=0.02)
+    deadline = RenderDeadline(seconds=0.2, check_seconds=0.02)
     mark = deadline.begin()
     time.sleep(0.6)
     deadline.end(mark)

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from arborl.chat import Template
-from arborl.chat.control import PLAIN
+from arborl.chat.control_tokens import NO_ESCAPING
 from arborl.errors import ConfigError
 from arborl.types import Message, ToolCall, ToolSpec
 
@@ -53,8 +53,8 @@ def test_the_text_is_the_one_transformers_renders(family, conversation, tools, g
     theirs.chat_template = (TEMPLATES / f"{family}.jinja").read_text()
     messages = CONVERSATIONS[conversation]
     expected = theirs.apply_chat_template(
-        [PLAIN.message(message) for message in messages],
-        tools=PLAIN.tools(tools) or None,
+        [NO_ESCAPING.message(message) for message in messages],
+        tools=NO_ESCAPING.tools(tools) or None,
         add_generation_prompt=generation,
         tokenize=False,
     )
@@ -69,15 +69,15 @@ def test_white_space_around_blocks_is_treated_as_transformers_treats_it(tokenize
         "{% for m in messages %}\n    {% if m.role == 'user' %}\n  {{ m.content }}\n    {% endif %}\n{% endfor %}\n"
     )
     theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, chat_template=source)
-    expected = theirs.apply_chat_template([PLAIN.message(message) for message in (USER, CALL, USER)], tokenize=False)
+    expected = theirs.apply_chat_template([NO_ESCAPING.message(message) for message in (USER, CALL, USER)], tokenize=False)
     assert Template(source, None, None).render([USER, CALL, USER], (), generation=False) == expected
 
 
 def test_a_sampled_message_is_shown_as_its_text_and_one_written_by_hand_as_its_calls():
-    assert PLAIN.message(SAMPLED) == {"role": "assistant", "content": SAMPLED.content}
+    assert NO_ESCAPING.message(SAMPLED) == {"role": "assistant", "content": SAMPLED.content}
     function = {"name": "add", "arguments": {"a": 1, "b": [None, "ü<&>"]}}
-    assert PLAIN.message(CALL)["tool_calls"] == [{"id": "call_0", "type": "function", "function": function}]
-    assert PLAIN.message(RESULT) == {"role": "tool", "content": "3", "tool_call_id": "call_0", "name": "add"}
+    assert NO_ESCAPING.message(CALL)["tool_calls"] == [{"id": "call_0", "type": "function", "function": function}]
+    assert NO_ESCAPING.message(RESULT) == {"role": "tool", "content": "3", "tool_call_id": "call_0", "name": "add"}
 
 
 def test_a_sampled_message_appears_verbatim():

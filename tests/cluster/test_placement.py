@@ -17,7 +17,7 @@ from arborl.cluster.placement import ray_cluster
 from arborl.cluster.placement.actors import ClusterActor, VersionMismatch, check_versions, versions
 from arborl.cluster.placement.ray_cluster import ClusterNode, find_node, gpus_of
 from arborl.config.load import load
-from arborl.engines.replicas import Unreachable
+from arborl.engines.remote.replicas import ReplicaUnavailable
 from arborl.errors import ConfigError
 from arborl.track.jsonl import read_metrics
 from arborl.types import Sampling
@@ -199,7 +199,7 @@ def test_a_run_on_two_nodes_that_loses_an_engine_and_a_worker_is_the_run_in_one_
 
 @pytest.mark.slow
 def test_an_engine_in_the_place_of_a_dead_one_has_the_newest_weights_before_its_first_request(two_nodes, monkeypatch):
-    from arborl.engines import replicas
+    from arborl.engines.remote import replicas
 
     monkeypatch.setattr(replicas, "AGAIN", 0.05)
     parts = build(config_of("placement=ray", "placement.engines=1"))

@@ -21,7 +21,7 @@ from arborl.cluster.planner.workload import workload_from_options, workload_from
 from arborl.config.load import from_kwargs
 from arborl.config.run import LoraConfig, ModelConfig
 from arborl.learner.memory import sizes_of
-from arborl.models.attention import NAME
+from arborl.models.attention import ATTENTION_NAME
 from arborl.models.lora import add_lora
 
 KINDS = {
@@ -54,7 +54,7 @@ def test_a_model_counted_from_its_configuration_is_the_model_that_torch_counts(k
             num_key_value_heads=2, head_dim=16, tie_word_embeddings=kind == "qwen2",
         )
     )  # fmt: skip
-    made.set_attn_implementation(NAME)
+    made.set_attn_implementation(ATTENTION_NAME)
     if rank:
         add_lora(made, LoraConfig(rank=rank))
     config = ModelConfig(name="x", dtype="float32", lora=LoraConfig(rank=rank))

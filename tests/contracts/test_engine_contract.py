@@ -12,11 +12,11 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 from fake_server import FakeServer
 
-from arborl.engines.http import HttpEngine
 from arborl.engines.local import LocalEngine
+from arborl.engines.remote.http_engine import HttpEngine
 from arborl.engines.scripted import ScriptedEngine
 from arborl.errors import EngineError
-from arborl.models.load import load_model, resolve
+from arborl.models.model_loading import load_model, resolve
 from arborl.types import Finish, Sampling
 
 STOP = 2
@@ -25,7 +25,7 @@ STOP = 2
 @pytest.fixture(scope="module")
 def vllm_engine(vllm_python):
     """One of a model for all tests: it takes half a minute to start. The last of them closes it."""
-    from arborl.engines.vllm import VllmEngine
+    from arborl.engines.remote.vllm_engine import VllmEngine
 
     made: dict[str, VllmEngine] = {}
 

@@ -16,7 +16,7 @@ import torch
 import arborl
 from arborl import ConversationTurn, NeuralReward, NeuralRewardTrainer
 from arborl.errors import ConfigError
-from arborl.models.find import resolve
+from arborl.models.model_files import resolve
 from arborl.rewards.reward_model import RewardModel, conversation
 from arborl.rewards.text.turns import episode_of, turns_of
 from arborl.rollout.store import EpisodeStore

@@ -27,7 +27,7 @@ from arborl.conversational.training import run_config
 from arborl.conversational.trl_terms import batch_of, fail_branched, played, row_of
 from arborl.conversational.trl_terms import settings as trl_settings
 from arborl.errors import ConfigError, EpisodeError, RunStopped
-from arborl.models.load import read_weights, resolve
+from arborl.models.model_loading import read_weights, resolve
 from arborl.rollout.store import EpisodeStore
 from arborl.types import Call, Completion, Episode, Finish, Task
 

@@ -18,7 +18,7 @@ from arborl.config.load import load
 from arborl.doctor import Finding, examine_run, template
 from arborl.doctor.model import ask, examine_model
 from arborl.errors import RunStopped
-from arborl.models.find import described
+from arborl.models.model_files import read_model_config
 from arborl.types import Failure, Finish
 
 
@@ -49,7 +49,7 @@ def shown(what: str, finding: str, state: str = "fail", tool_format: str = "auto
     def find(tmp: Path) -> list[Finding]:
         folder = model(tmp / "model", **changes)
         renderer = template.Renderer.from_folder(folder, tool_format)
-        subject = template.Subject(renderer, described(folder), tools=True)
+        subject = template.Subject(renderer, read_model_config(folder), tools=True)
         return [ask(question, subject) for question in template.QUESTIONS]
 
     return Fault(what, finding, find, "doctor --model", state)

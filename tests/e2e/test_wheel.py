@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, sys.argv[1])
 import arborl
-from arborl.models.find import resolve
+from arborl.models.model_files import resolve
 from arborl.view.web.app import make_app
 from arborl.view.web.words import decoder_of
 

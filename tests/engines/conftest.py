@@ -1,4 +1,4 @@
-"""Every step of every engine in these tests leaves its rows as `Rows` says they are."""
+"""Every step of every engine in these tests keeps the invariants of `InputBatch`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from arborl.engines.local import LocalEngine
 
 
 @pytest.fixture(autouse=True)
-def rows_are_checked(monkeypatch):
+def batch_is_checked(monkeypatch):
     step = LocalEngine._step
 
     def checked(self):
         step(self)
-        self.rows.check(np.fromiter(self.scheduler.live, np.int64), self.pages.size)
+        self.batch.check(np.fromiter(self.scheduler.running, np.int64), self.pool.block_size)
 
     monkeypatch.setattr(LocalEngine, "_step", checked)

@@ -12,10 +12,10 @@ import torch
 from forked import Forked
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from arborl.engines.cpu_step import SOURCE, CpuExecutor, library
-from arborl.engines.executor import TorchExecutor
 from arborl.engines.local import LocalEngine
-from arborl.models.compiled import compiled
+from arborl.engines.local.cpu_runner import SOURCE, CpuModelRunner, library
+from arborl.engines.local.model_runner import TorchModelRunner
+from arborl.models.c_library import load_c_library
 from arborl.types import Sampling
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler")
@@ -86,9 +86,9 @@ def threads(request):
 def test_tokens_and_logprobs_are_torchs(family, page_size):
     model = made(family)
     ours = LocalEngine(model, 100, 8, 900, page_size)
-    theirs = LocalEngine(model, 100, 8, 900, page_size, compiled=False)
-    assert isinstance(ours.executor, CpuExecutor)
-    assert isinstance(theirs.executor, TorchExecutor)
+    theirs = LocalEngine(model, 100, 8, 900, page_size, load_c_library=False)
+    assert isinstance(ours.runner, CpuModelRunner)
+    assert isinstance(theirs.runner, TorchModelRunner)
     same(converse(ours), converse(theirs), 2e-5)
 
 
@@ -102,19 +102,19 @@ def test_a_tokens_numbers_depend_neither_on_its_neighbours_nor_on_threads(seedli
 def test_a_prompt_in_the_hands_of_several_threads_is_read_as_by_one(seedling, threads):
     model, _ = seedling
     ours = converse(LocalEngine(model, 400), [{}], [333])
-    same(ours, converse(LocalEngine(model, 400, compiled=False), [{}], [333]), 5e-5)
+    same(ours, converse(LocalEngine(model, 400, load_c_library=False), [{}], [333]), 5e-5)
 
 
 MANY_THREADS = """
 import asyncio, torch
-from arborl.engines.cpu_step import CpuExecutor
+from arborl.engines.local.cpu_runner import CpuExecutor
 from arborl.engines.local import LocalEngine
-from arborl.models.load import load_model, resolve
+from arborl.models.model_loading import load_model, resolve
 from arborl.types import Sampling
 
 model = load_model(resolve("seedling"), device="cpu")
 engines = [LocalEngine(model, 450), LocalEngine(model, 450)]
-assert all(isinstance(engine.executor, CpuExecutor) for engine in engines)
+assert all(isinstance(engine.runner, CpuExecutor) for engine in engines)
 first = {}
 for threads in (1, 2, 7, 8, 33, 64, 2, 40):
     torch.set_num_threads(threads)
@@ -157,8 +157,8 @@ def test_where_the_system_starts_no_more_threads_fewer_read_the_prompt(seedling,
 def test_adapters_are_in_what_is_sampled_and_follow_an_update():
     model = made("qwen2")
     model.add_adapter(peft.LoraConfig(r=3, lora_alpha=7, target_modules="all-linear"), "default")
-    ours, theirs = LocalEngine(model, 100), LocalEngine(model, 100, compiled=False)
-    assert isinstance(ours.executor, CpuExecutor)
+    ours, theirs = LocalEngine(model, 100), LocalEngine(model, 100, load_c_library=False)
+    assert isinstance(ours.runner, CpuModelRunner)
     before = converse(ours)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -175,7 +175,7 @@ def test_adapters_are_in_what_is_sampled_and_follow_an_update():
 def test_it_samples_from_the_weights_it_was_given_last_while_a_learner_writes_into_its_own(family):
     model = made(family)
     engine = LocalEngine(model, 100)
-    assert not engine.shared
+    assert not engine.shares_weights
     asyncio.run(engine.load({}, 1))
     with torch.no_grad():
         for p in model.parameters():
@@ -193,14 +193,14 @@ def test_it_samples_from_the_weights_it_was_given_last_while_a_learner_writes_in
 def test_a_model_it_cannot_run_goes_torchs_way(change):
     dtype = change.pop("torch_dtype", torch.float32)
     model = LlamaForCausalLM(LlamaConfig(**ODD, num_key_value_heads=3, **change)).to(dtype)
-    assert isinstance(LocalEngine(model.eval(), 64).executor, TorchExecutor)
+    assert isinstance(LocalEngine(model.eval(), 64).runner, TorchModelRunner)
 
 
 def test_without_a_compiler_that_works_there_is_none_and_nothing_breaks(monkeypatch, tmp_path, caplog):
     for compiler in (str(tmp_path / "nowhere"), "false"):
         monkeypatch.setenv("CC", compiler)
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        assert compiled.__wrapped__(SOURCE) is None
+        assert load_c_library.__wrapped__(SOURCE) is None
         assert compiler in caplog.text
 
 
@@ -210,7 +210,7 @@ def test_a_user_without_a_home_samples_torchs_way(monkeypatch, caplog):
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr("pathlib.Path.home", homeless)
-    assert compiled.__wrapped__(SOURCE) is None
+    assert load_c_library.__wrapped__(SOURCE) is None
     assert "home directory" in caplog.text
 
 
@@ -218,8 +218,8 @@ def test_what_is_compiled_is_kept_and_found_again(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     source = tmp_path / "two.c"
     source.write_text("int two(void) { return 2; }")
-    assert compiled.__wrapped__(source).two() == 2
+    assert load_c_library.__wrapped__(source).two() == 2
     (kept,) = (tmp_path / "arborl").iterdir()
     made_at = kept.stat().st_mtime_ns
-    assert compiled.__wrapped__(source).two() == 2
+    assert load_c_library.__wrapped__(source).two() == 2
     assert kept.stat().st_mtime_ns == made_at

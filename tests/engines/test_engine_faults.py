@@ -30,8 +30,8 @@ class Meddling:
     """An executor beside which something happens while it runs a step."""
 
     def __init__(self, engine: LocalEngine, meddle):
-        self.inner, self.meddle, self.steps = engine.executor, meddle, 0
-        engine.executor = self
+        self.inner, self.meddle, self.steps = engine.runner, meddle, 0
+        engine.runner = self
 
     def launch(self, step):
         self.steps += 1
@@ -62,14 +62,14 @@ class Ahead(Meddling):
 
 
 def assert_nothing_leaks(engine: LocalEngine) -> None:
-    pages, scheduler = engine.pages, engine.scheduler
-    assert (list(scheduler.waiting), scheduler.live) == ([], {})
-    assert sorted(engine.rows.free) == list(range(engine.rows.count))
+    pages, scheduler = engine.pool, engine.scheduler
+    assert (list(scheduler.waiting), scheduler.running) == ([], {})
+    assert sorted(engine.batch.free) == list(range(engine.batch.count))
     found = [pages.root]
     for node in found:
         found.extend(child for some in node.children.values() for child in some)
-    assert pages.held == 0
-    assert sorted([*pages.free, *(node.page for node in found[1:])]) == list(range(pages.count))
+    assert pages.num_used == 0
+    assert sorted([*pages.free_ids, *(node.id for node in found[1:])]) == list(range(pages.num_blocks))
 
 
 def ask(engine, *requests):
@@ -239,7 +239,7 @@ def same(done, expected) -> bool:
 @pytest.mark.parametrize("seed", range(6))
 def test_under_cancels_deadlines_faults_and_loads_survivors_say_what_they_would_have_said(qwen3, seed, monkeypatch):
     """Every other seed with steps that are launched ahead, and a model that makes NaN of a token."""
-    monkeypatch.setattr("arborl.engines.scheduler.HEADROOM", 0)
+    monkeypatch.setattr("arborl.engines.local.scheduler.HEADROOM", 0)
     chance = np.random.default_rng(seed)
     requests = random_requests(chance, 80)
     if seed % 2:

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from arborl.engines.checks import read_prompt
+from arborl.engines.engine_requests import read_prompt
 from arborl.engines.local import LocalEngine
 from arborl.errors import EngineError
 from arborl.tokens import Tokens

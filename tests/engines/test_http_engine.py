@@ -14,8 +14,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from fake_server import FakeServer
 
-from arborl.engines import replicas
-from arborl.engines.http import HttpEngine
+from arborl.engines.remote import replicas
+from arborl.engines.remote.http_engine import HttpEngine
 from arborl.errors import EngineError
 from arborl.types import Finish, Sampling
 

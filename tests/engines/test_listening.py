@@ -34,7 +34,7 @@ def test_what_is_heard_is_what_is_answered_also_of_requests_that_are_put_back(ti
 
     async def one(number):
         sampling = Sampling(max_tokens=100 - number, seed=number)
-        return await engine.generate([1, 2, number], sampling, session=str(number), heard=ears[number])
+        return await engine.generate([1, 2, number], sampling, session=str(number), listener=ears[number])
 
     async def all_of_them():
         return await asyncio.gather(*map(one, range(6)))
@@ -42,7 +42,7 @@ def test_what_is_heard_is_what_is_answered_also_of_requests_that_are_put_back(ti
     for ear, said in zip(ears, asyncio.run(all_of_them()), strict=True):
         assert tuple(token for token, _, _ in ear.said) == said.tokens
         assert tuple(logprob for _, logprob, _ in ear.said) == said.logprobs
-    assert engine.metrics()["engine/paused"] > 0
+    assert engine.metrics()["engine/preempted"] > 0
 
 
 def test_the_likeliest_tokens_are_those_of_the_distribution_and_differ_by_listener(tiny_llama):
@@ -52,8 +52,8 @@ def test_the_likeliest_tokens_are_those_of_the_distribution_and_differ_by_listen
     async def both():
         greedy = Sampling(max_tokens=8, temperature=0.0)
         return await asyncio.gather(
-            engine.generate([1, 2], greedy, session="a", heard=three),
-            engine.generate([3], Sampling(max_tokens=8), session="b", heard=none),
+            engine.generate([1, 2], greedy, session="a", listener=three),
+            engine.generate([3], Sampling(max_tokens=8), session="b", listener=none),
         )
 
     asyncio.run(both())
@@ -68,8 +68,8 @@ def test_a_listener_that_breaks_costs_its_own_request(tiny_llama):
     engine = engine_of(tiny_llama)
 
     async def both():
-        broken = engine.generate([1], Sampling(max_tokens=4), session="a", heard=Breaks())
-        fine = engine.generate([2], Sampling(max_tokens=4), session="b", heard=Heard())
+        broken = engine.generate([1], Sampling(max_tokens=4), session="a", listener=Breaks())
+        fine = engine.generate([2], Sampling(max_tokens=4), session="b", listener=Heard())
         return await asyncio.gather(broken, fine, return_exceptions=True)
 
     broken, fine = asyncio.run(both())
@@ -81,7 +81,7 @@ def test_a_listener_that_breaks_costs_its_own_request(tiny_llama):
 def test_listening_changes_no_token(tiny_llama):
     async def said(heard):
         engine = engine_of(tiny_llama)
-        return await engine.generate([5, 6], Sampling(max_tokens=12, seed=3), session="", heard=heard)
+        return await engine.generate([5, 6], Sampling(max_tokens=12, seed=3), session="", listener=heard)
 
     plain, heard = asyncio.run(said(None)), asyncio.run(said(Heard(top=2)))
     assert heard.tokens == plain.tokens

@@ -27,9 +27,9 @@ from transformers import (
 )
 
 from arborl.config.run import LearnerConfig
-from arborl.engines.draw_tokens import Draws, draw, uniforms
 from arborl.engines.local import LocalEngine
-from arborl.engines.rows import Request, Rows
+from arborl.engines.local.sampler import SamplingBatch, sample_tokens, uniform_numbers
+from arborl.engines.local.scheduler import EngineRequest, InputBatch
 from arborl.errors import EngineError
 from arborl.learner.learner import Learner
 from arborl.rollout.tree import plant
@@ -133,24 +133,24 @@ def test_a_prompt_of_which_one_token_is_read_in_a_step_is_read_rightly(qwen3, re
     prompts = random_prompts([7, 5, 40, 3], 99)
     expected = greedy_by_transformers(qwen3, prompts, 4)
     engine = LocalEngine(qwen3, max_context=128, kv_tokens=1024)
-    engine.executor.many = read_at_once
+    engine.runner.max_tokens = read_at_once
     assert [list(c.tokens) for c in generate(engine, prompts, [Sampling(4, 0.0)] * 4)] == expected
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_requests_put_back_for_want_of_room_go_on_with_the_same_tokens(family, monkeypatch):
-    monkeypatch.setattr("arborl.engines.scheduler.HEADROOM", 0)  # let them in as soon as they fit: room runs out
+    monkeypatch.setattr("arborl.engines.local.scheduler.HEADROOM", 0)  # let them in as soon as they fit: room runs out
     torch.manual_seed(3)
     model = FAMILIES[family]().eval()
     prompts = random_prompts([3, 40, 25, 31, 12, 30], 99)
     expected = greedy_by_transformers(model, prompts, 24)
     engine = LocalEngine(model, max_context=96, kv_tokens=120, page_size=4)
     assert [list(c.tokens) for c in generate(engine, prompts, [Sampling(24, 0.0)] * len(prompts))] == expected
-    assert engine.metrics()["engine/paused"] >= 3
+    assert engine.metrics()["engine/preempted"] >= 3
 
 
 def test_seedlings_greedy_tokens_equal_those_of_transformers_with_hits_and_when_put_back(seedling, monkeypatch):
-    monkeypatch.setattr("arborl.engines.scheduler.HEADROOM", 0)
+    monkeypatch.setattr("arborl.engines.local.scheduler.HEADROOM", 0)
     model, _ = seedling
     prompts = random_prompts([5, 33, 60, 12], 600)
     prompts += [[*prompts[1], 7], prompts[2]]
@@ -162,15 +162,15 @@ def test_seedlings_greedy_tokens_equal_those_of_transformers_with_hits_and_when_
     for engine in (plain, plain, paged, paged, tight):
         assert [list(c.tokens) for c in generate(engine, prompts, [Sampling(16, 0.0)] * len(prompts))] == expected
     assert min(engine.metrics()["engine/hit_rate"] for engine in (plain, paged)) > 0.3
-    assert tight.metrics()["engine/paused"] > 0
+    assert tight.metrics()["engine/preempted"] > 0
 
 
 def test_a_request_put_back_draws_the_tokens_it_would_have_drawn(qwen3, monkeypatch):
-    monkeypatch.setattr("arborl.engines.scheduler.HEADROOM", 0)
+    monkeypatch.setattr("arborl.engines.local.scheduler.HEADROOM", 0)
     prompts, samplings = random_prompts([3, 40, 25, 31], 99), [Sampling(40, seed=i) for i in range(4)]
     roomy, tight = (LocalEngine(qwen3, max_context=96, kv_tokens=kv, page_size=4) for kv in (1000, 120))
     free, held = generate(roomy, prompts, samplings), generate(tight, prompts, samplings)
-    assert tight.metrics()["engine/paused"] > 0
+    assert tight.metrics()["engine/preempted"] > 0
     assert [c.tokens for c in held] == [c.tokens for c in free]
     for a, b in zip(held, free, strict=True):
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
@@ -191,12 +191,12 @@ def test_ten_thousand_requests_through_a_pool_that_holds_two_hundred_lose_no_pag
         return await asyncio.gather(*(episode(i) for i in range(2500)))
 
     assert len(asyncio.run(run())) == 2500
-    pages = engine.pages
-    assert (pages.held, pages.room) == (0, 200)
+    pages = engine.pool
+    assert (pages.num_used, pages.num_available) == (0, 200)
     assert engine.metrics()["engine/sampled"] == 20_000
-    path = pages.open(np.array([98], dtype=np.int32))
+    path = pages.match_prefix(np.array([98], dtype=np.int32))
     assert pages.extend(path, 200 * 8)  # every page can be handed out again
-    assert sorted(node.page for node in path.nodes) == list(range(200))
+    assert sorted(block.id for block in path.blocks) == list(range(200))
 
 
 def test_a_pool_too_small_for_one_sequence_is_refused(qwen3):
@@ -213,10 +213,10 @@ def test_new_weights_while_requests_are_live_are_used_from_the_next_token_on(qwe
 
     async def run():
         request = asyncio.create_task(engine.generate(prompt, Sampling(40, 0.0), session="a"))
-        while engine.rows.known.max() < 25:
+        while engine.batch.known.max() < 25:
             await asyncio.sleep(0)
-        (row,) = engine.scheduler.live
-        before = engine.rows.tokens[row, 20:25].tolist()
+        (row,) = engine.scheduler.running
+        before = engine.batch.tokens[row, 20:25].tolist()
         other = {name: torch.randn_like(value) * 0.05 for name, value in model.state_dict().items()}
         await engine.load(other, version=1)
         return before, await request
@@ -312,8 +312,8 @@ def test_a_stop_text_ends_the_completion_as_soon_as_it_is_written(seedling):
 
 def test_a_deadline_ends_a_request_with_what_has_been_sampled(qwen3):
     engine = LocalEngine(qwen3, max_context=250, max_requests=4, kv_tokens=1000)
-    launch = engine.executor.launch
-    engine.executor.launch = lambda step: (time.sleep(0.002), launch(step))[1]  # else all is said in less
+    launch = engine.runner.launch
+    engine.runner.launch = lambda step: (time.sleep(0.002), launch(step))[1]  # else all is said in less
     late, free = generate(engine, [[1, 2], [3]], [Sampling(200, 0.0, seconds=0.1), Sampling(200, 0.0)])
     assert late.finish is Finish.ABORT
     assert 0 < len(late.tokens) < 200
@@ -359,7 +359,7 @@ def test_a_cancelled_request_leaves_and_the_others_go_on(qwen3):
         await asyncio.sleep(0.02)
         slow.cancel()
         done = await quick
-        return done, engine.scheduler.live, engine.scheduler.waiting
+        return done, engine.scheduler.running, engine.scheduler.waiting
 
     done, live, waiting = asyncio.run(run())
     assert len(done.tokens) == 30
@@ -369,14 +369,16 @@ def test_a_cancelled_request_leaves_and_the_others_go_on(qwen3):
 
 def test_tokens_are_drawn_with_their_probabilities():
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.2, 0.0]])).expand(20_000, 4)
-    tokens, logprobs, _ = draw(logits, Draws.of([Sampling(seed=i) for i in range(20_000)], [0] * 20_000))
+    tokens, logprobs, _ = sample_tokens(
+        logits, SamplingBatch.of([Sampling(seed=i) for i in range(20_000)], [0] * 20_000)
+    )
     shares = np.bincount(tokens, minlength=4) / 20_000
     assert shares == pytest.approx([0.5, 0.3, 0.2, 0.0], abs=0.015)
     assert np.exp(logprobs[:5]) == pytest.approx([[0.5, 0.3, 0.2][t] for t in tokens[:5]])
 
 
 def test_uniform_numbers_are_uniform_over_seeds_and_over_positions():
-    for numbers in (uniforms(range(50_000), [3] * 50_000), uniforms([3] * 50_000, range(50_000))):
+    for numbers in (uniform_numbers(range(50_000), [3] * 50_000), uniform_numbers([3] * 50_000, range(50_000))):
         assert numbers.min() >= 0
         assert numbers.max() < 1
         assert np.histogram(numbers, 10, (0, 1))[0] == pytest.approx([5000] * 10, abs=350)
@@ -398,19 +400,19 @@ def test_adapters_are_sampled_through_and_change_what_is_said():
             torch.nn.init.normal_(parameter, std=0.3)
     expected = greedy_by_transformers(model, prompts, 12)
     engine = LocalEngine(model, max_context=64, kv_tokens=512, page_size=8)
-    assert engine.executor.forward.fused
+    assert engine.runner.forward.is_fused
     assert [list(c.tokens) for c in generate(engine, prompts, [Sampling(12, 0.0)] * 2)] == expected
     assert expected != bare
 
 
 @pytest.mark.parametrize(
-    ("column", "value"), [("known", 60), ("length", 9), ("filled", 20), ("prompt", 0), ("limit", 4)]
+    ("column", "value"), [("known", 60), ("length", 9), ("computed", 20), ("prompt", 0), ("limit", 4)]
 )
 def test_a_row_that_is_not_as_the_table_says_is_noticed(column, value):
-    rows = Rows(2, 64, 4)
+    rows = InputBatch(2, 64, 4)
     done: asyncio.Future = asyncio.new_event_loop().create_future()
-    row = rows.enter(Request(np.arange(5, dtype=np.int32), 5, Sampling(max_tokens=8), done, 0.0), 0, 64)
-    rows.pages[row], rows.tables[row] = 2, [3, 1, 0, 0]
+    row = rows.add(EngineRequest(np.arange(5, dtype=np.int32), 5, Sampling(max_tokens=8), done, 0.0), 0, 64)
+    rows.num_blocks[row], rows.tables[row] = 2, [3, 1, 0, 0]
     rows.check(np.array([row]), 8)
     getattr(rows, column)[row] = value
     with pytest.raises(AssertionError):
@@ -423,7 +425,7 @@ def test_pages_take_no_memory_before_they_are_written(tiny_llama):
 
     before = resident()
     engine = LocalEngine(tiny_llama, max_context=256, kv_tokens=2_000_000)
-    assert engine.executor.cache.keys.nbytes + engine.executor.cache.values.nbytes > 5e8
+    assert engine.runner.cache.keys.nbytes + engine.runner.cache.values.nbytes > 5e8
     assert resident() - before < 3e8
     said = asyncio.run(engine.generate([1, 2, 3], Sampling(4), session="one"))
     assert len(said.tokens) == 4

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from arborl.engines.padded_heads import PaddedHeads, export_padded, head_size
-from arborl.models.attention import Causal, library_hidden_states, logits
-from arborl.models.find import described, resolve
-from arborl.models.load import load_model
+from arborl.engines.remote.padded_heads import PaddedHeads, export_padded, head_size
+from arborl.models.attention import CausalAttention, library_hidden_states, logits
+from arborl.models.model_files import read_model_config, resolve
+from arborl.models.model_loading import load_model
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +18,7 @@ def padded(tmp_path_factory):
 
 def read(model, ids):
     """Logits of a sequence."""
-    return logits(model, library_hidden_states(model, ids, torch.arange(len(ids)), Causal()))
+    return logits(model, library_hidden_states(model, ids, torch.arange(len(ids)), CausalAttention()))
 
 
 def loss_of(model):
@@ -58,7 +58,7 @@ def test_adapters_are_padded_like_the_weights_they_correct():
 
 
 def test_heads_that_hold_more_than_attention_are_refused():
-    about = described(resolve("seedling"))
+    about = read_model_config(resolve("seedling"))
     assert head_size(about) == 40
     with pytest.raises(ValueError, match="only padded in models like llama"):
         PaddedHeads(40, 64).config({**about, "model_type": "qwen3"})

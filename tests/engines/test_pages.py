@@ -7,22 +7,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arborl.engines.pages import Pages, Path
+from arborl.engines.local.block_pool import BlockPool, BlockTable
 
 
 def ids(*tokens: int) -> np.ndarray:
     return np.array(tokens, dtype=np.int32)
 
 
-def read(pages: Pages, tokens: np.ndarray) -> Path:
+def read(pages: BlockPool, tokens: np.ndarray) -> BlockTable:
     """Open, extend and publish: what a request does with its prompt."""
-    path = pages.open(tokens)
+    path = pages.match_prefix(tokens)
     assert pages.extend(path, len(tokens))
     pages.publish(path, tokens)
     return path
 
 
-def nodes(pages: Pages) -> list:
+def nodes(pages: BlockPool) -> list:
     found, queue = [], [pages.root]
     while queue:
         node = queue.pop()
@@ -32,106 +32,106 @@ def nodes(pages: Pages) -> list:
 
 
 def test_full_pages_are_shared_and_a_part_of_one_is_copied():
-    pages = Pages(10, 4)
+    pages = BlockPool(10, 4)
     first = read(pages, ids(1, 2, 3, 4, 5, 6, 7))
-    second = pages.open(ids(1, 2, 3, 4, 5, 6, 9))
-    assert second.found == 6
-    assert second.nodes[0] is first.nodes[0]
-    assert second.copy == (first.nodes[1].page, second.nodes[1].page, 2)
+    second = pages.match_prefix(ids(1, 2, 3, 4, 5, 6, 9))
+    assert second.cached == 6
+    assert second.blocks[0] is first.blocks[0]
+    assert second.copy == (first.blocks[1].id, second.blocks[1].id, 2)
 
 
 def test_a_copy_replaces_the_page_it_outgrows_and_no_other():
-    pages = Pages(10, 8)
+    pages = BlockPool(10, 8)
     paths = [read(pages, ids(1, 2, *rest)) for rest in ((3, 4, 5, 6), (3,), (7,))]
-    ahead, own, other = (path.nodes[0].page for path in paths)
+    ahead, own, other = (path.blocks[0].id for path in paths)
     for path in paths[1:]:
-        pages.close(path)
-    path = pages.open(ids(1, 2, 3, 4, 5, 9))
-    assert path.found == 5
+        pages.free(path)
+    path = pages.match_prefix(ids(1, 2, 3, 4, 5, 9))
+    assert path.cached == 5
     assert path.copy == (ahead, own, 5)
-    assert other in {node.page for node in nodes(pages)}
-    assert pages.open(ids(1, 2, 7, 8)).nodes[0].page == other
+    assert other in {node.id for node in nodes(pages)}
+    assert pages.match_prefix(ids(1, 2, 7, 8)).blocks[0].id == other
 
 
 def test_a_page_nobody_writes_to_is_taken_over_where_it_ends():
-    pages = Pages(10, 4)
+    pages = BlockPool(10, 4)
     first = read(pages, ids(1, 2, 3, 4, 5, 6))
-    kept = list(first.nodes)
-    pages.close(first)
-    second = pages.open(ids(1, 2, 3, 4, 5, 6, 7, 8, 9))
-    assert second.nodes == kept
-    assert (second.found, second.copy) == (6, None)
+    kept = list(first.blocks)
+    pages.free(first)
+    second = pages.match_prefix(ids(1, 2, 3, 4, 5, 6, 7, 8, 9))
+    assert second.blocks == kept
+    assert (second.cached, second.copy) == (6, None)
 
 
 def test_what_was_let_go_longest_ago_is_forgotten_first_and_leaves_before_their_stem():
-    pages = Pages(4, 2)
+    pages = BlockPool(4, 2)
     old, new = read(pages, ids(1, 2, 3, 4)), read(pages, ids(5, 6))
-    pages.close(old)
-    pages.close(new)
+    pages.free(old)
+    pages.free(new)
     read(pages, ids(7, 8, 9, 9))  # takes the free page, then the leaf of the oldest
-    assert pages.open(ids(1, 2, 3, 4)).found == 2
-    assert pages.open(ids(5, 6)).found == 2
+    assert pages.match_prefix(ids(1, 2, 3, 4)).cached == 2
+    assert pages.match_prefix(ids(5, 6)).cached == 2
 
 
 def test_pages_that_are_held_are_never_given_away():
-    pages = Pages(3, 2)
+    pages = BlockPool(3, 2)
     held = read(pages, ids(1, 2, 3, 4))
-    other = pages.open(ids(9, 9, 9, 9))
+    other = pages.match_prefix(ids(9, 9, 9, 9))
     assert not pages.extend(other, 4)
-    assert len(other.nodes) == 0
+    assert len(other.blocks) == 0
     assert pages.extend(other, 2)
-    assert {n.page for n in held.nodes}.isdisjoint(n.page for n in other.nodes)
+    assert {n.id for n in held.blocks}.isdisjoint(n.id for n in other.blocks)
 
 
 def test_forgetting_while_something_is_held_is_refused():
-    pages = Pages(3, 2)
+    pages = BlockPool(3, 2)
     path = read(pages, ids(1, 2))
     with pytest.raises(RuntimeError, match="held"):
-        pages.forget()
-    pages.close(path)
-    pages.forget()
-    assert pages.open(ids(1, 2)).found == 0
+        pages.clear_cache()
+    pages.free(path)
+    pages.clear_cache()
+    assert pages.match_prefix(ids(1, 2)).cached == 0
 
 
 @settings(max_examples=60)
 @given(
-    size=st.sampled_from([1, 2, 3, 8]),
-    count=st.integers(4, 12),
+    block_size=st.sampled_from([1, 2, 3, 8]),
+    num_blocks=st.integers(4, 12),
     actions=st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 2), min_size=1, max_size=8)), max_size=40),
 )
 def test_every_page_is_free_or_findable_or_held_and_contents_are_what_they_say(size, count, actions):
     """A memory of what was written stands in for the tensors: whatever is found must have been written there."""
-    pages = Pages(count, size)
+    pages = BlockPool(count, size)
     written: dict[int, list[int]] = {page: [-1] * size for page in range(count)}
-    live: list[tuple[Path, np.ndarray]] = []
+    live: list[tuple[BlockTable, np.ndarray]] = []
     for kind, tokens in actions:
         if kind == 3 and live:
             path, _ = live.pop(0)
-            pages.close(path)
+            pages.free(path)
             continue
         row = ids(*tokens)
-        path = pages.open(row)
+        path = pages.match_prefix(row)
         if path.copy:
             source, target, n = path.copy
             written[target][:n] = written[source][:n]
-        for place in range(path.found):
-            assert written[path.nodes[place // size].page][place % size] == row[place]
+        for place in range(path.cached):
+            assert written[path.blocks[place // size].id][place % size] == row[place]
         if not pages.extend(path, len(row)):
-            pages.close(path)
+            pages.free(path)
             continue
-        for place in range(path.found, len(row)):
-            written[path.nodes[place // size].page][place % size] = int(row[place])
+        for place in range(path.cached, len(row)):
+            written[path.blocks[place // size].id][place % size] = int(row[place])
         if kind:
             pages.publish(path, row)
         live.append((path, row))
         for other, own in live:  # nobody's sequence was written over
-            assert [written[other.nodes[i // size].page][i % size] for i in range(len(own))] == own.tolist()
-    held = {node.page for path, _ in live for node in path.nodes}
-    assert pages.held == len(held)
-    assert held.isdisjoint(pages.free)
-    assert len(set(pages.free)) == len(pages.free)
-    assert held | {node.page for node in nodes(pages)} | set(pages.free) == set(range(count))
+            assert [written[other.blocks[i // size].id][i % size] for i in range(len(own))] == own.tolist()
+    held = {node.id for path, _ in live for node in path.blocks}
+    assert pages.num_used == len(held)
+    assert held.isdisjoint(pages.free_ids)
+    assert len(set(pages.free_ids)) == len(pages.free_ids)
+    assert held | {node.id for node in nodes(pages)} | set(pages.free_ids) == set(range(count))
     for path, _ in live:
-        pages.close(path)
-    assert pages.room == count
-    assert pages.extend(pages.open(ids(99)), count * size)  # all of it can be handed out again
+        pages.free(path)
+    assert pages.num_available == count
+    assert pages.extend(pages.match_prefix(ids(99)), count * size)  # all of it can be handed out again

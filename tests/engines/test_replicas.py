@@ -7,8 +7,8 @@ import logging
 
 import pytest
 
-from arborl.engines import replicas
-from arborl.engines.replicas import Replica, Replicas, Unreachable
+from arborl.engines.remote import replicas
+from arborl.engines.remote.replicas import Replica, ReplicaPool, ReplicaUnavailable
 
 SILENT = 0.3
 
@@ -25,11 +25,11 @@ def test_time_is_lost_from_when_a_replica_was_last_heard_and_not_from_when_it_is
     async def work(replica):
         if replica.name in dead:
             await asyncio.sleep(SILENT)  # its node is cut off: nobody says that it is gone
-            raise Unreachable(f"{replica.name} is gone")
+            raise ReplicaUnavailable(f"{replica.name} is gone")
         return replica.name
 
     async def run():
-        routes = Replicas(places, revive, 5.0)
+        routes = ReplicaPool(places, revive, 5.0)
         said = await routes.ask("one", work)
         while len(routes.up) < 2:
             await asyncio.sleep(0.01)

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arborl.engines.shared_prefix import Bundling, bundle, room_for
+from arborl.engines.local.shared_prefix import PrefixGrouping, group_by_prefix, max_groups
 
 
 def tables(*rows: list[int]) -> np.ndarray:
@@ -17,9 +17,9 @@ def tables(*rows: list[int]) -> np.ndarray:
 
 def found(rows: list[list[int]], most: int = 8) -> list[tuple[int, list[int]]]:
     """Every page of a row but its last holds only what was read before."""
-    bundles = bundle(tables(*rows), np.array([len(row) - 1 for row in rows]), most)
+    bundles = group_by_prefix(tables(*rows), np.array([len(row) - 1 for row in rows]), most)
     members = [[row for row in some if row >= 0] for some in bundles.rows_MB.tolist()]
-    return sorted(zip(bundles.pages_M.tolist(), map(sorted, members), strict=True), key=lambda pair: pair[1])
+    return sorted(zip(bundles.blocks_M.tolist(), map(sorted, members), strict=True), key=lambda pair: pair[1])
 
 
 def test_siblings_are_bundled_by_what_they_share():
@@ -28,8 +28,8 @@ def test_siblings_are_bundled_by_what_they_share():
 
 
 def test_a_row_with_pages_of_its_own_is_in_no_bundle():
-    bundles = bundle(tables([1, 2], [1, 3], [4, 5]), np.array([1, 1, 1]), 8)
-    assert bundles.own_R.tolist() == [1, 1, 0]
+    bundles = group_by_prefix(tables([1, 2], [1, 3], [4, 5]), np.array([1, 1, 1]), 8)
+    assert bundles.shared_R.tolist() == [1, 1, 0]
 
 
 def test_the_page_being_written_is_never_shared():
@@ -58,33 +58,33 @@ def test_rows_that_share_a_system_prompt_alone_are_bundled_for_it():
 @given(st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=5), min_size=1, max_size=12), st.integers(2, 5))
 def test_whatever_is_shared_is_the_same_and_was_read_and_each_row_is_in_one_bundle(rows, most):
     table, whole = tables(*rows), np.array([len(row) - 1 for row in rows])
-    bundles = bundle(table, whole, most)
+    bundles = group_by_prefix(table, whole, most)
     seen = bundles.rows_MB[bundles.rows_MB >= 0].tolist()
     assert len(seen) == len(set(seen))
-    assert (bundles.own_R <= whole).all()
-    for pages, some in zip(bundles.pages_M, bundles.rows_MB, strict=True):
+    assert (bundles.shared_R <= whole).all()
+    for pages, some in zip(bundles.blocks_M, bundles.rows_MB, strict=True):
         members = some[some >= 0]
         assert 2 <= len(members) <= most
         assert pages > 0
-        assert (bundles.own_R[members] == pages).all()
+        assert (bundles.shared_R[members] == pages).all()
         assert (table[members, :pages] == table[members[0], :pages]).all()
-    assert (np.delete(bundles.own_R, seen) == 0).all()
+    assert (np.delete(bundles.shared_R, seen) == 0).all()
 
 
 def test_bundles_are_kept_while_rows_grow_and_made_anew_when_rows_change():
-    bundling = Bundling(8)
+    bundling = PrefixGrouping(8)
     before = bundling(tables([1, 2, 5], [1, 2, 6]), np.array([2, 2]))
     grown = bundling(tables([1, 2, 5, 9], [1, 2, 6, 8]), np.array([3, 3]))
     assert grown is before
     other = bundling(tables([1, 3, 5, 9], [1, 2, 6, 8]), np.array([3, 3]))
-    assert other.pages_M.tolist() == [1]
-    assert bundling(tables([4, 3], [5, 2], [6, 1]), np.array([1, 1, 1])).pages_M.tolist() == []
+    assert other.blocks_M.tolist() == [1]
+    assert bundling(tables([4, 3], [5, 2], [6, 1]), np.array([1, 1, 1])).blocks_M.tolist() == []
 
 
 def test_bundles_are_made_anew_when_a_row_has_read_less_than_the_one_before_it_in_its_place():
-    bundling = Bundling(8)
+    bundling = PrefixGrouping(8)
     bundling(tables([1, 2, 5], [1, 2, 6]), np.array([2, 2]))
-    assert bundling(tables([1, 2, 5], [1, 2, 6]), np.array([2, 1])).pages_M.tolist() == [1]
+    assert bundling(tables([1, 2, 5], [1, 2, 6]), np.array([2, 1])).blocks_M.tolist() == [1]
 
 
 @given(
@@ -97,17 +97,17 @@ def test_tokens_that_are_read_together_are_bundled_over_pages_that_all_of_them_s
     starts = np.array([*[17] * alone, *(start for start, _ in reads)])
     counts = np.array([*[1] * alone, *(count for _, count in reads)])
     pages = np.arange(len(counts) * 80, dtype=np.int32).reshape(len(counts), 80)
-    bundles = Bundling(most).of_step(pages, starts, counts, size)
+    bundles = PrefixGrouping(most).of_step(pages, starts, counts, size)
     sequence = np.repeat(np.arange(len(counts)), counts)
     position = np.concatenate([np.arange(a, a + n) for a, n in zip(starts, counts, strict=True)])
     seen = np.zeros(len(position), dtype=int)
-    for shared, rows in zip(bundles.pages_M, bundles.rows_MB, strict=True):
+    for shared, rows in zip(bundles.blocks_M, bundles.rows_MB, strict=True):
         rows = rows[rows >= 0]
         assert shared > 0
         assert len(rows) > 1
         assert len(set(sequence[rows])) == 1
         assert (position[rows] + 1 >= shared * size).all()
-        assert (bundles.own_R[rows] == shared).all()
+        assert (bundles.shared_R[rows] == shared).all()
         seen[rows] += 1
-    assert (seen == (bundles.own_R > 0)).all()
-    assert len(bundles.pages_M) <= room_for(len(position))
+    assert (seen == (bundles.shared_R > 0)).all()
+    assert len(bundles.blocks_M) <= max_groups(len(position))

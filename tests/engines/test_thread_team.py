@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from arborl.engines.thread_team import ThreadTeam
+from arborl.engines.local.cpu_runner import ThreadGroup
 
 
 def meet(count: int):
@@ -20,14 +20,14 @@ def meet(count: int):
 
 @pytest.mark.parametrize("count", [1, 2, 7, 8, 33, 64])
 def test_all_parts_run_at_the_same_time(count):
-    team = ThreadTeam("test")
+    team = ThreadGroup("test")
     assert team.start(count) == count
     for _ in range(3):
         team.run(meet(count), count)
 
 
 def test_a_team_grows_and_a_smaller_job_uses_some_of_it():
-    team = ThreadTeam("test")
+    team = ThreadGroup("test")
     for count in (2, 40, 3, 64, 1):
         assert team.start(count) == count
         team.run(meet(count), count)
@@ -35,7 +35,7 @@ def test_a_team_grows_and_a_smaller_job_uses_some_of_it():
 
 
 def test_two_teams_run_at_the_same_time():
-    teams = [ThreadTeam("one"), ThreadTeam("two")]
+    teams = [ThreadGroup("one"), ThreadGroup("two")]
     together = threading.Barrier(16, timeout=60)
 
     def run(team):
@@ -50,7 +50,7 @@ def test_two_teams_run_at_the_same_time():
 
 
 def test_an_error_in_a_part_is_raised_when_all_parts_are_done_and_the_team_goes_on():
-    team, done = ThreadTeam("test"), []
+    team, done = ThreadGroup("test"), []
     team.start(4)
 
     def work(part):
@@ -66,11 +66,11 @@ def test_an_error_in_a_part_is_raised_when_all_parts_are_done_and_the_team_goes_
 
 def test_more_parts_than_threads_are_refused():
     with pytest.raises(ValueError, match="2 parts and 1 threads"):
-        ThreadTeam("test").run(meet(2), 2)
+        ThreadGroup("test").run(meet(2), 2)
 
 
 def test_a_forked_process_starts_threads_of_its_own():
-    team = ThreadTeam("test")
+    team = ThreadGroup("test")
     team.run(meet(4), team.start(4))
     child = os.fork()
     if child == 0:
@@ -80,7 +80,7 @@ def test_a_forked_process_starts_threads_of_its_own():
 
 
 def test_the_threads_end_with_the_team():
-    team = ThreadTeam("ending")
+    team = ThreadGroup("ending")
     team.run(meet(5), team.start(5))
     del team
     gc.collect()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from arborl.engines.engine import PROBE
+from arborl.engines.engine import PROBE_SESSION
 from arborl.engines.local import LocalEngine
 from arborl.rollout.tree import plant
 from arborl.types import Call, Episode, Group, Sampling, Task
@@ -25,9 +25,9 @@ def other_weights(model, seed: int = 1):
 async def straddling(engine, landed: int = 5, **sampling):
     """A request of 20 tokens that gets other weights once so many have landed."""
     request = asyncio.create_task(engine.generate(PROMPT, Sampling(20, seed=7, **sampling), session="a"))
-    while engine.rows.known.max() < len(PROMPT) + landed:
+    while engine.batch.known.max() < len(PROMPT) + landed:
         await asyncio.sleep(0)
-    await engine.hold()
+    await engine.pause()
     await engine.sleep()
     late = asyncio.create_task(engine.generate(PROMPT, Sampling(3, seed=7), session="b"))
     await asyncio.sleep(0.01)
@@ -36,10 +36,10 @@ async def straddling(engine, landed: int = 5, **sampling):
     assert engine.counts["sampled"] == sampled
     assert not late.done()
     await engine.load(other_weights(engine.model), version=1)
-    probe = await asyncio.wait_for(engine.generate(PROMPT, Sampling(1), session=PROBE), 40)
+    probe = await asyncio.wait_for(engine.generate(PROMPT, Sampling(1), session=PROBE_SESSION), 40)
     assert probe.version == 1
     assert not late.done()
-    engine.release()
+    engine.resume()
     return await request, await late
 
 
@@ -85,7 +85,7 @@ def test_the_same_version_again_restarts_nothing(tiny_llama):
 
     async def measured_half_way():
         request = asyncio.create_task(engine.generate(PROMPT, Sampling(20), session="a"))
-        while engine.rows.known.max() < len(PROMPT) + 5:
+        while engine.batch.known.max() < len(PROMPT) + 5:
             await asyncio.sleep(0)
         await engine.load(engine.model.state_dict(), version=0)
         return await request
@@ -98,14 +98,14 @@ def test_who_goes_while_held_leaves_nothing_behind_and_closing_tells_the_others(
     engine = LocalEngine(copy.deepcopy(tiny_llama), max_context=64, kv_tokens=512)
 
     async def gone():
-        await engine.hold()
+        await engine.pause()
         first, second = (asyncio.create_task(engine.generate(PROMPT, Sampling(3), session=name)) for name in ("a", "b"))
         await asyncio.sleep(0)
         first.cancel()
         await asyncio.sleep(0)
-        engine.release()
+        engine.resume()
         assert len((await second).tokens) == 3
-        await engine.hold()
+        await engine.pause()
         third = asyncio.create_task(engine.generate(PROMPT, Sampling(3), session="c"))
         await asyncio.sleep(0)
         await engine.close()
@@ -113,7 +113,7 @@ def test_who_goes_while_held_leaves_nothing_behind_and_closing_tells_the_others(
             await third
 
     asyncio.run(gone())
-    assert engine.pages.held == 0
+    assert engine.pool.num_used == 0
 
 
 def test_terms_have_the_version_of_their_token(tiny_llama):
@@ -129,42 +129,42 @@ def test_a_way_to_update_that_is_none_is_refused(tiny_llama):
         LocalEngine(tiny_llama, max_context=64, kv_tokens=512, update="stop")
 
 
-class Lent:
+class FakeMemory:
     """Memory in whose place others have written something else while it was given back."""
 
     def __init__(self, cache):
-        self.cache, self.told = cache, []
+        self.cache, self.calls = cache, []
 
-    def give_back(self):
-        self.told.append("given back")
+    def sleep(self):
+        self.calls.append("sleep")
         self.cache.keys.fill_(float("nan"))
         self.cache.values.fill_(float("nan"))
 
-    def take(self):
-        self.told.append("taken")
+    def wake_up(self):
+        self.calls.append("wake_up")
 
 
 @pytest.mark.parametrize("update", ["continue", "finish", "restart"])
 def test_an_engine_that_lends_its_memory_while_it_is_held_says_what_it_would_have_said(tiny_llama, update):
     _, *expected = run(tiny_llama, update)
     engine = LocalEngine(copy.deepcopy(tiny_llama), max_context=64, kv_tokens=512, update=update, compiled=False)
-    memory = engine.executor.cache.memory = Lent(engine.executor.cache)
+    memory = engine.runner.cache.memory = FakeMemory(engine.runner.cache)
     found = asyncio.run(straddling(engine))
     for mine, theirs in zip(found, expected, strict=True):
         assert (mine.tokens, mine.versions) == (theirs.tokens, theirs.versions)
         assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
-    assert memory.told == ["given back", "taken"]
+    assert memory.calls == ["sleep", "wake_up"]
 
 
 def test_an_engine_that_was_held_for_nothing_has_its_memory_again(tiny_llama):
     engine = LocalEngine(copy.deepcopy(tiny_llama), max_context=64, kv_tokens=512, compiled=False)
-    memory = engine.executor.cache.memory = Lent(engine.executor.cache)
+    memory = engine.runner.cache.memory = FakeMemory(engine.runner.cache)
 
     async def held():
-        await engine.hold()
+        await engine.pause()
         await engine.sleep()
-        engine.release()
+        engine.resume()
         return await engine.generate(PROMPT, Sampling(4), session="a")
 
     assert np.isfinite(asyncio.run(held()).logprobs).all()
-    assert memory.told == ["given back", "taken"]
+    assert memory.calls == ["sleep", "wake_up"]

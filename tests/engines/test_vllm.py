@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from arborl.config.run import LoraConfig
-from arborl.engines.copies import PROMPT, Probe
-from arborl.engines.vllm import VllmEngine
-from arborl.models.load import load_model, resolve
+from arborl.engines.remote.vllm_engine import VllmEngine
+from arborl.engines.remote.weight_sync import PROBE_PROMPT, WeightProbe
 from arborl.models.lora import add_lora
+from arborl.models.model_loading import load_model, resolve
 from arborl.types import Sampling
 
 pytestmark = pytest.mark.vllm
@@ -37,8 +37,8 @@ def learn(model, by, only=""):
 
 async def gap(engine, model, sampling, count=16):
     """The largest difference of one token's log-probability, over completions of many requests at once."""
-    asked = [engine.generate(PROMPT, Sampling(32, seed=i, **sampling), session=str(i)) for i in range(count)]
-    probe = Probe(model, Sampling(**sampling), "float32")
+    asked = [engine.generate(PROBE_PROMPT, Sampling(32, seed=i, **sampling), session=str(i)) for i in range(count)]
+    probe = WeightProbe(model, Sampling(**sampling), "float32")
     found = 0.0
     for done in await asyncio.gather(*asked):
         expected = probe.expected(done.tokens, model.state_dict())
@@ -49,7 +49,7 @@ async def gap(engine, model, sampling, count=16):
 @pytest.fixture(scope="module")
 def plain(vllm_python):
     """One of seedling for all tests that want nothing else: it takes half a minute to start."""
-    engine = VllmEngine(model_of("seedling"), 2048, 16, kv_tokens=16384, python=vllm_python, sleeps=True)
+    engine = VllmEngine(model_of("seedling"), 2048, 16, kv_tokens=16384, python=vllm_python, sleep_mode=True)
     yield engine
     asyncio.run(engine.close())
 
@@ -90,7 +90,7 @@ def test_an_update_under_way_neither_loses_nor_repeats_a_token(plain):
     learn(model, 0.02)
 
     async def long(i):
-        return await engine.generate(PROMPT, Sampling(LONG, seed=i, stop_texts=("\0",)), session="")
+        return await engine.generate(PROBE_PROMPT, Sampling(LONG, seed=i, stop_texts=("\0",)), session="")
 
     def decode(ids):
         seen.add(tuple(ids))
@@ -105,7 +105,7 @@ def test_an_update_under_way_neither_loses_nor_repeats_a_token(plain):
         await engine.load(model.state_dict(), 1)
         return await asyncio.gather(*under_way)
 
-    old, new = Probe(start, Sampling(), "float32"), Probe(model, Sampling(), "float32")
+    old, new = WeightProbe(start, Sampling(), "float32"), WeightProbe(model, Sampling(), "float32")
     for done in asyncio.run(run()):
         assert len(done.tokens) == LONG
         assert (done.oldest, done.version) == (0, 1)
@@ -141,9 +141,9 @@ def test_of_a_model_with_adapters_only_these_are_sent(vllm_python):
 
 def test_sleeping_and_waking_change_nothing(plain):
     async def run():
-        first = await plain.generate(PROMPT, Sampling(8, seed=1), session="a")
+        first = await plain.generate(PROBE_PROMPT, Sampling(8, seed=1), session="a")
         await plain.sleep()
-        return first, await plain.generate(PROMPT, Sampling(8, seed=1), session="a")
+        return first, await plain.generate(PROBE_PROMPT, Sampling(8, seed=1), session="a")
 
     first, again = asyncio.run(run())
     assert first.tokens == again.tokens

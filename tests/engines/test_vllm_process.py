@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from arborl.engines.vllm import VllmEngine
+from arborl.engines.remote.vllm_engine import VllmEngine
 from arborl.errors import EngineError
 from arborl.types import Sampling
 
@@ -143,7 +143,7 @@ def test_whoever_goes_ends_only_its_own_request(engine):
         await asyncio.sleep(0.05)
         long[0].cancel()
         done = await asyncio.gather(*long, return_exceptions=True)
-        return done, dict(engine.process.waiting)
+        return done, dict(engine.process.pending)
 
     (gone, there), waiting = asyncio.run(run())
     assert isinstance(gone, asyncio.CancelledError)

@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 
 from arborl.chat import Renderer
 from arborl.cli.main import app
-from arborl.engines.copies import PROMPT, Probe
-from arborl.engines.http import HttpEngine
-from arborl.engines.padded_heads import export_padded
-from arborl.engines.vllm_process import SIDE, kill_all
-from arborl.models.load import load_model, resolve
+from arborl.engines.remote.http_engine import HttpEngine
+from arborl.engines.remote.padded_heads import export_padded
+from arborl.engines.remote.vllm_process import WORKER_DIR, kill_process_group
+from arborl.engines.remote.weight_sync import PROBE_PROMPT, WeightProbe
+from arborl.models.model_loading import load_model, resolve
 from arborl.rollout.store import EpisodeStore
 from arborl.track.jsonl import read_metrics
 from arborl.types import Sampling
@@ -55,7 +55,7 @@ class VllmServer:
 
     def start(self):
         quiet = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        env = {**os.environ, **quiet, "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(SIDE)}
+        env = {**os.environ, **quiet, "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(WORKER_DIR)}
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(self.command, env=env, stdout=log, stderr=log, start_new_session=True)
 
@@ -71,7 +71,7 @@ class VllmServer:
 
     def kill(self):
         """SIGKILL, to it and to all that it has started."""
-        kill_all(self.process.pid)
+        kill_process_group(self.process.pid)
         self.process.wait()
 
 
@@ -101,10 +101,10 @@ def servers(vllm_python, folder):
 def test_a_server_that_is_killed_and_started_again_samples_from_the_newest_weights(servers, folder):
     model, renderer = load_model(folder, device="cpu"), Renderer.from_folder(folder)
     engine = HttpEngine(model, [server.url for server in servers], 256, renderer=renderer)
-    probe, found = Probe(model, Sampling(), "float32"), []
+    probe, found = WeightProbe(model, Sampling(), "float32"), []
 
     async def ask(count):
-        asked = (engine.generate(PROMPT, Sampling(16, seed=i), session=f"{len(found)}-{i}") for i in range(count))
+        asked = (engine.generate(PROBE_PROMPT, Sampling(16, seed=i), session=f"{len(found)}-{i}") for i in range(count))
         for done in await asyncio.gather(*asked):
             expected = probe.expected(done.tokens, model.state_dict())
             found.append((done.version, max(abs(a - b) for a, b in zip(done.logprobs, expected, strict=True))))

@@ -15,8 +15,8 @@ class Noting(LocalEngine):
     def __init__(self, model):
         super().__init__(model, max_requests=8)
 
-    def warm(self, sampling: Sampling) -> None:
-        super().warm(sampling)
+    def warm_up(self, sampling: Sampling) -> None:
+        super().warm_up(sampling)
         HEARD.append(sampling)
 
     async def generate(self, prompt, sampling, *, session):

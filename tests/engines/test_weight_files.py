@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from arborl.engines.http.files import HELD, WeightFiles
+from arborl.engines.remote.weight_files import LOCK_NAME, WeightFiles
 from arborl.errors import EngineError
 
 
@@ -62,10 +62,10 @@ def test_folders_that_are_not_known_to_be_dead_are_left_alone(tmp_path):
     stranger.mkdir()
     other = tmp_path / "weights"
     other.mkdir()
-    (other / HELD).touch()
+    (other / LOCK_NAME).touch()
     elsewhere = tmp_path / "arborl-weights-of-another-host"
     elsewhere.mkdir()
-    (elsewhere / f"{HELD}-too").touch()
+    (elsewhere / f"{LOCK_NAME}-too").touch()
     link = tmp_path / "arborl-weights-link"
     link.symlink_to(other)
     WeightFiles(None, tmp_path).close()  # type: ignore[arg-type]
@@ -76,10 +76,10 @@ def test_folders_that_are_not_known_to_be_dead_are_left_alone(tmp_path):
 def test_another_users_folder_is_not_touched(tmp_path):
     theirs = tmp_path / "arborl-weights-theirs"
     theirs.mkdir()
-    (theirs / HELD).touch()
+    (theirs / LOCK_NAME).touch()
     os.chown(theirs, 1234, 1234)
     WeightFiles(None, tmp_path).close()  # type: ignore[arg-type]
-    assert (theirs / HELD).exists()
+    assert (theirs / LOCK_NAME).exists()
 
 
 def test_only_the_newest_weights_stay_and_the_folder_stays_held(seedling, tmp_path):
@@ -87,7 +87,7 @@ def test_only_the_newest_weights_stay_and_the_folder_stays_held(seedling, tmp_pa
     files = WeightFiles(model, tmp_path)
     first = files.write(model.state_dict(), 1)
     second = files.write(model.state_dict(), 2)
-    files.only(second)
+    files.remove_others(second)
     assert not first.exists()
     assert (second / "model.safetensors").exists()
     WeightFiles(None, tmp_path).close()  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ import arborl
 from arborl.config.run import LearnerConfig
 from arborl.engines.local import LocalEngine
 from arborl.learner.learner import Learner
-from arborl.models.load import load_model, resolve
+from arborl.models.model_loading import load_model, resolve
 from arborl.rollout.tree import plant
 from arborl.track.jsonl import read_metrics
 from arborl.types import Call, Episode, Group, Sampling, Task

@@ -67,7 +67,7 @@ def by_transformers(model, prompts, count: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_equal_those_of_transformers_also_when_requests_are_put_back(family, monkeypatch):
-    monkeypatch.setattr("arborl.engines.scheduler.HEADROOM", 0)
+    monkeypatch.setattr("arborl.engines.local.scheduler.HEADROOM", 0)
     model = make(family)
     prompts = random_prompts([3, 40, 25, 31, 12, 30])
     prompts += [[*prompts[1], 5, 6], prompts[1]]
@@ -76,9 +76,9 @@ def test_greedy_tokens_equal_those_of_transformers_also_when_requests_are_put_ba
         engine = LocalEngine(model, max_context=96, max_requests=8, kv_tokens=kv_tokens, page_size=page_size)
         for _ in range(2):
             assert [list(c.tokens) for c in generate(engine, prompts, [Sampling(40, 0.0)] * 8)] == expected
-        assert not engine.executor.broken
-        assert len(engine.executor.graphs) > 0
-    assert engine.metrics()["engine/paused"] > 0
+        assert not engine.runner.is_broken
+        assert len(engine.runner.graphs) > 0
+    assert engine.metrics()["engine/preempted"] > 0
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma"])
@@ -86,7 +86,7 @@ def test_conversations_out_of_step_get_the_tokens_of_transformers(family):
     """Replies and observations of unequal length, prompts that come late, and one that is longer than any graph."""
     model = make(family)
     engine = LocalEngine(model, max_context=250, max_requests=12, kv_tokens=8000, page_size=16)
-    engine.executor.buckets = [b for b in engine.executor.buckets if b <= 96]
+    engine.runner.buckets = [b for b in engine.runner.buckets if b <= 96]
     told: list[tuple[list[int], int, list[int]]] = []
 
     async def converse(number: int) -> None:
@@ -103,7 +103,7 @@ def test_conversations_out_of_step_get_the_tokens_of_transformers(family):
         await asyncio.gather(*(converse(number) for number in range(16)))
 
     asyncio.run(everyone())
-    assert not engine.executor.broken
+    assert not engine.runner.is_broken
     for context, count, tokens in told[::4]:
         assert [tokens] == by_transformers(model, [context], count)
 
@@ -126,7 +126,7 @@ def test_siblings_that_share_their_prompt_get_the_tokens_they_would_get_alone():
     samplings = [Sampling(30, seed=i) for i in range(len(prompts))]
     engine = LocalEngine(model, max_context=128, kv_tokens=4000, page_size=16)
     together = generate(engine, prompts, samplings)
-    assert engine.executor.bundling.last[0].pages_M.max() >= 3
+    assert engine.runner.prefix_grouping.last[0].blocks_M.max() >= 3
     alone = LocalEngine(model, max_context=128, kv_tokens=4000, page_size=16)
     for prompt, sampling, found in zip(prompts, samplings, together, strict=True):
         assert generate(alone, [prompt], [sampling])[0].tokens == found.tokens
@@ -142,7 +142,7 @@ def test_requests_stop_where_they_should_and_others_go_on():
     assert stopped.tokens == free.tokens[: free.tokens.index(stop) + 1]
     assert stopped.finish is Finish.STOP
     assert len(other.tokens) == 20
-    assert engine.pages.held == 0
+    assert engine.pool.num_used == 0
 
 
 def test_graphs_use_weights_that_change_in_place():
@@ -150,14 +150,14 @@ def test_graphs_use_weights_that_change_in_place():
     engine = LocalEngine(model, max_context=96, kv_tokens=2000)
     prompts = random_prompts([20, 7])
     generate(engine, prompts, [Sampling(10, 0.0)] * 2)
-    recorded = dict(engine.executor.graphs)
+    recorded = dict(engine.runner.graphs)
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p) * 0.05)
     asyncio.run(engine.load(dict(model.state_dict()), version=1))
     done = generate(engine, prompts, [Sampling(10, 0.0)] * 2)
     assert [list(c.tokens) for c in done] == by_transformers(model, prompts, 10)
-    assert engine.executor.graphs == recorded
+    assert engine.runner.graphs == recorded
 
 
 def with_adapters(model, target):
@@ -181,14 +181,14 @@ def test_graphs_sample_through_adapters_and_see_their_updates(target):
     prompts = random_prompts([20, 7, 33])
     first = generate(engine, prompts, [Sampling(12, 0.0)] * 3)
     assert [list(c.tokens) for c in first] == by_transformers(model, prompts, 12)
-    recorded = dict(engine.executor.graphs)
+    recorded = dict(engine.runner.graphs)
     stir(model)
     asyncio.run(engine.load(dict(model.state_dict()), version=1))
     again = generate(engine, prompts, [Sampling(12, 0.0)] * 3)
     assert [list(c.tokens) for c in again] == by_transformers(model, prompts, 12)
     assert [c.tokens for c in again] != [c.tokens for c in first]
-    assert engine.executor.graphs == recorded
-    assert not engine.executor.broken
+    assert engine.runner.graphs == recorded
+    assert not engine.runner.is_broken
 
 
 def test_once_warm_nothing_is_compiled_or_recorded_any_more():
@@ -196,10 +196,10 @@ def test_once_warm_nothing_is_compiled_or_recorded_any_more():
     import triton
 
     engine = LocalEngine(make("qwen2"), max_context=250, max_requests=13, kv_tokens=8000, page_size=16)
-    engine.executor.buckets = [1, 2, 4, 8, 13, 16, 32, 64, 96]
-    engine.warm(Sampling())
-    assert sorted(bucket for bucket, _ in engine.executor.graphs) == engine.executor.buckets
-    recorded, compiled = dict(engine.executor.graphs), []
+    engine.runner.buckets = [1, 2, 4, 8, 13, 16, 32, 64, 96]
+    engine.warm_up(Sampling())
+    assert sorted(bucket for bucket, _ in engine.runner.graphs) == engine.runner.buckets
+    recorded, compiled = dict(engine.runner.graphs), []
     triton.knobs.runtime.jit_post_compile_hook = lambda *given, **more: compiled.append(more.get("repr"))
 
     async def converse(number: int) -> None:
@@ -219,7 +219,7 @@ def test_once_warm_nothing_is_compiled_or_recorded_any_more():
         asyncio.run(everyone())
     finally:
         triton.knobs.runtime.jit_post_compile_hook = None
-    assert engine.executor.graphs == recorded
+    assert engine.runner.graphs == recorded
     assert compiled == []
 
 
@@ -227,12 +227,12 @@ def test_truncated_draws_replay_graphs_of_their_own_and_share_one_place_for_logi
     model = make("llama")
     prompts, samplings = random_prompts([3, 40, 25]), [Sampling(12, 0.8, seed=i, top_p=0.7) for i in range(3)]
     engine = LocalEngine(model, max_context=96, max_requests=4, kv_tokens=2000)
-    engine.executor.buckets = [1, 2, 4, 8, 64, 96]
-    engine.warm(samplings[0])
+    engine.runner.buckets = [1, 2, 4, 8, 64, 96]
+    engine.warm_up(samplings[0])
     here = generate(engine, prompts, samplings)
     there = generate(LocalEngine(copy.deepcopy(model).cpu(), max_context=96, kv_tokens=2000), prompts, samplings)
     assert [c.tokens for c in here] == [c.tokens for c in there]
-    assert {truncates for _, truncates in engine.executor.graphs} == {True}
+    assert {truncates for _, truncates in engine.runner.graphs} == {True}
 
 
 def test_weights_moved_to_other_memory_are_found_again():

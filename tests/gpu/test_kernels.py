@@ -28,13 +28,13 @@ def pool(rows: int, longest: int, key_heads: int, page: int, size: int, dtype):
 
 def sharing(table: torch.Tensor, length: torch.Tensor, members: int, page: int):
     """Which rows share their first pages, as the kernel is told."""
-    from arborl.engines import kernels
-    from arborl.engines.shared_prefix import bundle, room_for
+    from arborl.engines.local import engine_kernels
+    from arborl.engines.local.shared_prefix import group_by_prefix, max_groups
 
-    found = bundle(table.cpu().numpy(), ((length - 1) // page).cpu().numpy(), members)
-    none = room_for(len(table)) - len(found.pages_M)
-    pages, rows = np.pad(found.pages_M, (0, none)), np.pad(found.rows_MB, ((0, none), (0, 0)))
-    return kernels.Shared(*(torch.from_numpy(x).cuda() for x in (pages, rows, found.own_R)))
+    found = group_by_prefix(table.cpu().numpy(), ((length - 1) // page).cpu().numpy(), members)
+    none = max_groups(len(table)) - len(found.blocks_M)
+    pages, rows = np.pad(found.blocks_M, (0, none)), np.pad(found.rows_MB, ((0, none), (0, 0)))
+    return engine_kernels.SharedPrefix(*(torch.from_numpy(x).cuda() for x in (pages, rows, found.shared_R)))
 
 
 def sequence(cached: torch.Tensor, table: torch.Tensor, row: int, length: int) -> torch.Tensor:
@@ -52,7 +52,7 @@ SHAPES = [
 @pytest.mark.parametrize(("heads", "key_heads", "size", "dtype"), SHAPES)
 @pytest.mark.parametrize(("rows", "shared"), [(1, False), (7, True), (200, False), (200, True)])
 def test_decode_attention(rows, shared, heads, key_heads, size, dtype):
-    from arborl.engines import kernels
+    from arborl.engines.local import engine_kernels
 
     torch.manual_seed(0)
     keys, values, table = pool(rows, 300, key_heads, 16, size, dtype)
@@ -63,10 +63,10 @@ def test_decode_attention(rows, shared, heads, key_heads, size, dtype):
         table = host.cuda()
     length = torch.randint(1, 300, (rows,), device="cuda", dtype=torch.int32)
     q = randn(rows, heads, size, dtype=dtype)
-    among = sharing(table, length, kernels.members_for(heads, key_heads), 16)
-    assert bool(among.pages_M.any()) == (shared and rows > 1 and heads // key_heads < 64)
+    among = sharing(table, length, engine_kernels.max_group_rows(heads, key_heads), 16)
+    assert bool(among.blocks_M.any()) == (shared and rows > 1 and heads // key_heads < 64)
     each = torch.arange(rows, device="cuda", dtype=torch.int32)
-    out = kernels.decode(q, keys, values, table, each, length - 1, among, size**-0.5)
+    out = engine_kernels.decode_attention(q, keys, values, table, each, length - 1, among, size**-0.5)
     for row in range(0, rows, max(1, rows // 7)):
         k, v = (sequence(x, table, row, int(length[row])).float() for x in (keys, values))
         expected = torch.nn.functional.scaled_dot_product_attention(
@@ -77,21 +77,24 @@ def test_decode_attention(rows, shared, heads, key_heads, size, dtype):
 
 @pytest.mark.parametrize(("heads", "key_heads", "size", "dtype"), [SHAPES[1], SHAPES[3]])
 def test_attention_of_a_step_in_which_some_sequences_bring_one_token_and_others_many(heads, key_heads, size, dtype):
-    from arborl.engines import kernels
-    from arborl.engines.shared_prefix import Bundling, room_for
+    from arborl.engines.local import engine_kernels
+
+    from arborl.engines.local.shared_prefix import PrefixGrouping, max_groups
 
     torch.manual_seed(0)
     start, counts = np.array([40, 250, 0, 100, 33, 0]), np.array([1, 1, 7, 150, 20, 64])
     keys, values, table = pool(6, 300, key_heads, 16, size, dtype)
-    found = Bundling(kernels.members_for(heads, key_heads)).of_step(table.cpu().numpy(), start, counts, 16)
-    none = room_for(int(counts.sum())) - len(found.pages_M)
-    padded = np.pad(found.pages_M, (0, none)), np.pad(found.rows_MB, ((0, none), (0, 0))), found.own_R
+    found = PrefixGrouping(engine_kernels.max_group_rows(heads, key_heads)).of_step(
+        table.cpu().numpy(), start, counts, 16
+    )
+    none = max_groups(int(counts.sum())) - len(found.blocks_M)
+    padded = np.pad(found.blocks_M, (0, none)), np.pad(found.rows_MB, ((0, none), (0, 0))), found.shared_R
     sequence_of = np.repeat(np.arange(6), counts)
     position = np.concatenate([np.arange(a, a + n) for a, n in zip(start, counts, strict=True)])
     given = [torch.from_numpy(x.astype(np.int32)).cuda() for x in (sequence_of, position)]
     q = randn(len(position), heads, size, dtype=dtype)
-    among = kernels.Shared(*(torch.from_numpy(x).cuda() for x in padded))
-    out = kernels.decode(q, keys, values, table, *given, among, size**-0.5)
+    among = engine_kernels.SharedPrefix(*(torch.from_numpy(x).cuda() for x in padded))
+    out = engine_kernels.decode_attention(q, keys, values, table, *given, among, size**-0.5)
     for row in range(0, len(position), 3):
         k, v = (sequence(x, table, int(sequence_of[row]), int(position[row]) + 1).float() for x in (keys, values))
         expected = torch.nn.functional.scaled_dot_product_attention(
@@ -102,20 +105,20 @@ def test_attention_of_a_step_in_which_some_sequences_bring_one_token_and_others_
 
 @pytest.mark.parametrize(("heads", "key_heads", "size", "dtype"), [SHAPES[1], SHAPES[3], SHAPES[4]])
 def test_reading_attention_over_rows_of_any_length_with_and_without_a_past(heads, key_heads, size, dtype):
-    from arborl.engines import kernels
+    from arborl.engines.local import engine_kernels
 
     torch.manual_seed(0)
     start, end = np.array([0, 5, 100, 33, 0]), np.array([1, 6, 300, 60, 150])
     counts = end - start
     keys, values, table = pool(5, 300, key_heads, 16, size, dtype)
     q = randn(int(counts.sum()), heads, size, dtype=dtype)
-    tiles = [(r, t) for r in range(5) for t in range(0, int(counts[r]), kernels.QUERIES)]
+    tiles = [(r, t) for r in range(5) for t in range(0, int(counts[r]), engine_kernels.TILE_QUERIES)]
     first = np.cumsum(counts) - counts
     given = [
         torch.tensor(np.asarray(x), dtype=torch.int32, device="cuda")
         for x in ([r for r, _ in tiles], [t for _, t in tiles], first, start, end)
     ]
-    out = kernels.read(q, keys, values, table, (given[0], given[1]), *given[2:], size**-0.5)
+    out = engine_kernels.prefill_attention(q, keys, values, table, (given[0], given[1]), *given[2:], size**-0.5)
     for row in range(5):
         k, v = (sequence(x, table, row, int(end[row])).float() for x in (keys, values))
         own = slice(int(first[row]), int(first[row] + counts[row]))
@@ -128,20 +131,20 @@ def test_reading_attention_over_rows_of_any_length_with_and_without_a_past(heads
 
 @pytest.mark.parametrize(("vocabulary", "temperature"), [(50, 1.0), (1024, 0.0), (1024, 0.7), (151936, 1.0)])
 def test_the_sampler_draws_the_same_tokens_as_on_a_cpu(vocabulary, temperature):
-    from arborl.engines import token_kernels
-    from arborl.engines.draw_tokens import Draws, draw
+    from arborl.engines.local import engine_kernels
+    from arborl.engines.local.sampler import SamplingBatch, sample_tokens
     from arborl.types import Sampling
 
     torch.manual_seed(0)
     rows = 64
     logits = randn(rows, vocabulary) * 3
-    draws = Draws.of([Sampling(temperature=temperature, seed=i) for i in range(rows)], [5] * rows)
-    expected, logprob, _ = draw(logits.cpu(), draws)
+    draws = SamplingBatch.of([Sampling(temperature=temperature, seed=i) for i in range(rows)], [5] * rows)
+    expected, logprob, _ = sample_tokens(logits.cpu(), draws)
     heat = torch.full((rows,), temperature or 1.0, device="cuda")
     greedy = torch.full((rows,), int(temperature == 0), dtype=torch.int32, device="cuda")
     token_B = torch.zeros(rows, dtype=torch.int64, device="cuda")
     logprob_B = torch.zeros(rows, device="cuda")
-    token_kernels.sample(logits, heat, greedy, torch.from_numpy(draws.uniform_B).cuda(), token_B, logprob_B)
+    engine_kernels.sample_logits(logits, heat, greedy, torch.from_numpy(draws.uniform_B).cuda(), token_B, logprob_B)
     same = token_B.cpu() == expected
     assert same.float().mean() >= 0.95  # a number next to a border may fall on its other side by rounding
     torch.testing.assert_close(logprob_B.cpu()[same], logprob[same], atol=1e-4, rtol=1e-4)
@@ -149,25 +152,26 @@ def test_the_sampler_draws_the_same_tokens_as_on_a_cpu(vocabulary, temperature):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norms_and_gates(dtype):
-    from arborl.engines import kernels
+
+    from arborl.engines.local import engine_kernels
 
     torch.manual_seed(0)
     x, y, w = randn(33, 896, dtype=dtype), randn(33, 896, dtype=dtype), randn(896, dtype=dtype)
     close = {"atol": DTYPES[dtype], "rtol": DTYPES[dtype]}
     rms = torch.nn.functional.rms_norm
-    torch.testing.assert_close(kernels.norm(x, w, 1e-6), rms(x, (896,), w, 1e-6), **close)
+    torch.testing.assert_close(engine_kernels.norm(x, w, 1e-6), rms(x, (896,), w, 1e-6), **close)
     total = x + y
-    both, normed = kernels.add_norm(x.clone(), y, w, 1e-6)
+    both, normed = engine_kernels.add_norm(x.clone(), y, w, 1e-6)
     torch.testing.assert_close(both, total)
     torch.testing.assert_close(normed, rms(total, (896,), w, 1e-6), **close)
     wide = randn(9, 2 * 4864, dtype=dtype)
     a, b = wide.chunk(2, dim=-1)
-    torch.testing.assert_close(kernels.gate(wide), torch.nn.functional.silu(a) * b, **close)
+    torch.testing.assert_close(engine_kernels.gate(wide), torch.nn.functional.silu(a) * b, **close)
 
 
 def test_rows_that_are_parts_of_wider_ones_give_the_same():
     """As the products of layers under adapters leave them."""
-    from arborl.engines import kernels
+    from arborl.engines.local import engine_kernels
 
     def wider(x: torch.Tensor) -> torch.Tensor:
         whole = torch.full((len(x), x.shape[1] + 16), float("nan"), device="cuda", dtype=x.dtype)
@@ -177,15 +181,15 @@ def test_rows_that_are_parts_of_wider_ones_give_the_same():
     torch.manual_seed(0)
     x, y, w = (randn(*shape, dtype=torch.bfloat16) for shape in ((33, 896), (33, 896), (896,)))
     for a, b in zip(
-        kernels.add_norm(x.clone(), y, w, 1e-6), kernels.add_norm(x.clone(), wider(y), w, 1e-6), strict=True
+        engine_kernels.add_norm(x.clone(), y, w, 1e-6), engine_kernels.add_norm(x.clone(), wider(y), w, 1e-6), strict=True
     ):
         assert torch.equal(a, b)
     both = randn(9, 2 * 4864, dtype=torch.bfloat16)
-    assert torch.equal(kernels.gate(both), kernels.gate(wider(both)))
+    assert torch.equal(engine_kernels.gate(both), engine_kernels.gate(wider(both)))
     qkv, cos, sin = (randn(*shape, dtype=torch.bfloat16) for shape in ((5, 18 * 64), (99, 64), (99, 64)))
     place = torch.arange(5, device="cuda", dtype=torch.int32)
     found = []
     for rows in (qkv, wider(qkv)):
         keys, values = torch.zeros(2, 1, 2, 16, 64, device="cuda", dtype=torch.bfloat16)
-        found.append((kernels.rotate_store(rows, cos, sin, place, place, keys, values, 14, None), keys, values))
+        found.append((engine_kernels.rotate_store(rows, cos, sin, place, place, keys, values, 14, None), keys, values))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

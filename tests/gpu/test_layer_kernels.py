@@ -12,8 +12,8 @@ from arborl.learner.attention_choice import why_wrong
 from arborl.learner.executor import DENSE, Way
 from arborl.learner.fused_layers import FUSED, fused_head
 from arborl.learner.score import _head, score
-from arborl.models.lean import signed, turn
-from arborl.models.sampling import Shape
+from arborl.models.fast_forward import rotate, signed_sin
+from arborl.models.sampling import DistributionParams
 from arborl.types import Sampling
 
 pytest.importorskip("triton")
@@ -47,10 +47,10 @@ def test_positions(device, dtype, size):
     torch.manual_seed(0)
     qkv = torch.randn(7, 5, size, device=device).to(dtype)
     angle = torch.randn(7, 1, size // 2, device=device)
-    cos, sin = torch.cat([angle.cos()] * 2, -1).to(dtype), signed(torch.cat([angle.sin()] * 2, -1)).to(dtype)
+    cos, sin = torch.cat([angle.cos()] * 2, -1).to(dtype), signed_sin(torch.cat([angle.sin()] * 2, -1)).to(dtype)
     both(
         lambda x: FUSED.turn(x[:, :3], cos, sin),
-        lambda x: turn(x[:, :3], cos.double(), sin.double()),
+        lambda x: rotate(x[:, :3], cos.double(), sin.double()),
         [qkv],
         dtype,
     )
@@ -77,7 +77,7 @@ def test_what_is_said_about_terms_at_any_temperature(device, dtype, vocabulary, 
     torch.manual_seed(0)
     hidden, weight = torch.randn(5, 8, device=device).to(dtype), torch.randn(vocabulary, 8, device=device).to(dtype)
     token = torch.randint(0, vocabulary, (5,), device=device)
-    shape = Shape.of([Sampling(temperature=heat) for heat in heats], device)
+    shape = DistributionParams.of([Sampling(temperature=heat) for heat in heats], device)
 
     def fused(x, w):
         said, spread = fused_head(lambda h: h @ w.T, x, token, shape, entropy)
@@ -92,7 +92,7 @@ def test_what_is_said_about_terms_at_any_temperature(device, dtype, vocabulary, 
 
 def test_logits_far_apart_and_tokens_that_are_impossible(device):
     logit = torch.tensor([[1e4, -1e4, 0.0], [float("-inf"), 0.0, 0.0]], device=device)
-    token, shape = torch.tensor([1, 2], device=device), Shape.of([Sampling()], device)
+    token, shape = torch.tensor([1, 2], device=device), DistributionParams.of([Sampling()], device)
     said, spread = fused_head(lambda x: x, logit, token, shape, True)
     torch.testing.assert_close(said.cpu(), torch.tensor([-2e4, -0.6931472]))
     torch.testing.assert_close(spread.cpu(), torch.tensor([0.0, 0.6931472]))

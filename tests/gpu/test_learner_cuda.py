@@ -14,8 +14,8 @@ from arborl.config.run import LearnerConfig, LoraConfig
 from arborl.learner.attention_choice import why_wrong
 from arborl.learner.executor import Way
 from arborl.learner.learner import Learner
-from arborl.models.load import load_model, resolve
 from arborl.models.lora import add_lora
+from arborl.models.model_loading import load_model, resolve
 from arborl.rollout.tree import plant
 from arborl.types import Call, Completion, Episode, Finish, Forest, Group, Sampling, Task
 

@@ -15,7 +15,7 @@ from arborl.learner.forecast import GIB, Planner
 from arborl.learner.learner import Learner
 from arborl.learner.memory import sizes_of
 from arborl.learner.score import rows_at_once
-from arborl.models.attention import NAME
+from arborl.models.attention import ATTENTION_NAME
 from arborl.models.lora import add_lora
 from arborl.types import Sampling
 
@@ -37,7 +37,7 @@ def test_an_update_takes_about_what_is_forecast_and_not_more(recompute, rank, of
         num_key_value_heads=4, head_dim=64, tie_word_embeddings=True,
     )  # fmt: skip
     model = Qwen3ForCausalLM(config).to("cuda", torch.bfloat16).eval()
-    model.set_attn_implementation(NAME)
+    model.set_attn_implementation(ATTENTION_NAME)
     if rank:
         add_lora(model, LoraConfig(rank=rank))
     learner_config = LearnerConfig(micro_batch_tokens=8_192, recompute=recompute, offload=offload)

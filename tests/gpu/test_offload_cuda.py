@@ -12,7 +12,7 @@ from arborl.algorithms.algorithm import Needs
 from arborl.config.run import LearnerConfig
 from arborl.learner import offload
 from arborl.learner.learner import Learner
-from arborl.models.attention import NAME
+from arborl.models.attention import ATTENTION_NAME
 from arborl.types import Sampling
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -26,7 +26,7 @@ def model():
         num_key_value_heads=2,
     )  # fmt: skip
     made = Qwen2ForCausalLM(config).to("cuda", torch.bfloat16).eval()
-    made.set_attn_implementation(NAME)
+    made.set_attn_implementation(ATTENTION_NAME)
     return made
 
 

@@ -1,4 +1,4 @@
-"""On a GPU, kernels are accepted for all weights in every precision, and rejected once they compute anything else."""
+"""On a GPU, engine_kernels are accepted for all weights in every precision, and rejected once they compute anything else."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ import torch
 sys.path.append(str(Path(__file__).parents[1] / "models"))
 from test_path_check import CONTEXT, DTYPES, KINDS, flipped_rotation, model_of, shifted_position, smollm2
 
-from arborl.engines.cache import Reading
-from arborl.engines.draw_tokens import Draws
-from arborl.engines.executor import Step
-from arborl.engines.executor_check import why_layers_are_wrong
 from arborl.engines.local import LocalEngine
+from arborl.engines.local.kv_cache import AttentionMetadata
+from arborl.engines.local.model_runner import ModelStep
+from arborl.engines.local.runner_selection import layers_mismatch
+from arborl.engines.local.sampler import SamplingBatch
 from arborl.learner.attention_choice import why_wrong
 from arborl.learner.executor import Way
-from arborl.models.fallbacks import fallbacks
+from arborl.models.execution_paths import count_fallbacks
 
-pytest.importorskip("triton", reason="kernels need Triton")
-from arborl.engines import kernels
+pytest.importorskip("triton", reason="engine_kernels need Triton")
+from arborl.engines.local import engine_kernels
 from arborl.learner import tree_kernels
 
 pytestmark = pytest.mark.gpu
 
 
 def engine_check(model) -> str | None:
-    from arborl.engines.cuda_graphs import GraphExecutor
+    from arborl.engines.local.cuda_graph_runner import CudaGraphModelRunner
 
-    return why_layers_are_wrong(GraphExecutor(model, 8, 32, CONTEXT, 16), CONTEXT)
+    return layers_mismatch(CudaGraphModelRunner(model, 8, 32, CONTEXT, 16), CONTEXT)
 
 
 def learner_check(model) -> str | None:
@@ -56,7 +56,7 @@ def test_right_kernels_are_accepted(device, kind, weights, dtype, check):
 def test_smollm2_runs_on_all_fast_paths(device, dtype, adapters):
     model = smollm2(dtype, adapters).to(device)
     LocalEngine(model, 512, 64)
-    assert fallbacks(model, "engine") == 0
+    assert count_fallbacks(model, "engine") == 0
     assert learner_check(model) is None
 
 
@@ -65,25 +65,25 @@ BUSY = 2_000_000_000
 
 
 def test_a_busy_gpu_does_not_change_the_verdict(device):
-    from arborl.engines.cuda_graphs import GraphExecutor
+    from arborl.engines.local.cuda_graph_runner import CudaGraphModelRunner
 
-    executor = GraphExecutor(model_of("llama", "bfloat16").to(device), 8, 32, CONTEXT, 16)
-    assert why_layers_are_wrong(executor, CONTEXT) is None
+    executor = CudaGraphModelRunner(model_of("llama", "bfloat16").to(device), 8, 32, CONTEXT, 16)
+    assert layers_mismatch(executor, CONTEXT) is None
     torch.cuda._sleep(BUSY)
-    assert why_layers_are_wrong(executor, CONTEXT) is None
+    assert layers_mismatch(executor, CONTEXT) is None
 
 
 def test_steps_that_sample_nothing_reach_a_busy_gpu_unchanged(device):
     """Such steps have no outcome that the host waits for, so many of them are queued."""
-    from arborl.engines.cuda_graphs import GraphExecutor
+    from arborl.engines.local.cuda_graph_runner import CudaGraphModelRunner
 
-    executor = GraphExecutor(model_of("llama", "bfloat16").to(device), 8, 32, CONTEXT, 16)
+    executor = CudaGraphModelRunner(model_of("llama", "bfloat16").to(device), 8, 32, CONTEXT, 16)
     executor.warm(False)
     table = np.arange(CONTEXT // 32, dtype=np.int32)[None]
     none = np.zeros(0)
     pieces = [
-        Step(np.full(5, i, np.int32), Reading(np.array([5 * i]), np.array([5 * i + 5]), table), none.astype(np.int64),
-             Draws(none, none.astype(np.int64), none, none, none))
+        ModelStep(np.full(5, i, np.int32), AttentionMetadata(np.array([5 * i]), np.array([5 * i + 5]), table), none.astype(np.int64),
+             SamplingBatch(none, none.astype(np.int64), none, none, none))
         for i in range(8)
     ]  # fmt: skip
     keys = []
@@ -102,30 +102,30 @@ def test_steps_that_sample_nothing_reach_a_busy_gpu_unchanged(device):
 
 
 def wrong_scale(patch):
-    for name in ("decode", "read"):
-        real = getattr(kernels, name)
-        patch.setattr(kernels, name, lambda *given, real=real: real(*given[:-1], 1.25 * given[-1]))
+    for name in ("decode_attention", "prefill_attention"):
+        real = getattr(engine_kernels, name)
+        patch.setattr(engine_kernels, name, lambda *given, real=real: real(*given[:-1], 1.25 * given[-1]))
 
 
 def swapped_heads(patch):
-    real = kernels.rotate_store
-    patch.setattr(kernels, "rotate_store", lambda *given: real(*given)[:, [2, 1, 0, 3]].contiguous())
+    real = engine_kernels.rotate_store
+    patch.setattr(engine_kernels, "rotate_store", lambda *given: real(*given)[:, [2, 1, 0, 3]].contiguous())
 
 
 def missing_norm(patch):
-    patch.setattr(kernels, "add_norm", lambda x, y, weight, eps: (x.add_(y), x * weight))
+    patch.setattr(engine_kernels, "add_norm", lambda x, y, weight, eps: (x.add_(y), x * weight))
 
 
 def wrong_mask(patch):
     """A token does not see itself."""
-    real = kernels.decode
-    patch.setattr(kernels, "decode", lambda *given: real(*given[:5], given[5] - 1, *given[6:]))
+    real = engine_kernels.decode_attention
+    patch.setattr(engine_kernels, "decode_attention", lambda *given: real(*given[:5], given[5] - 1, *given[6:]))
 
 
 def dropped_bias(patch):
-    from arborl.models import joined
+    from arborl.models import fused_linear
 
-    patch.setattr(joined.Joined, "__call__", lambda self, x: torch.nn.functional.linear(x, self.weight))
+    patch.setattr(fused_linear.FusedLinear, "__call__", lambda self, x: torch.nn.functional.linear(x, self.weight))
 
 
 DEFECTS = (flipped_rotation, shifted_position, wrong_scale, swapped_heads, missing_norm, wrong_mask, dropped_bias)

@@ -11,7 +11,7 @@ from arborl.config.run import LearnerConfig
 from arborl.learner.files import parts_of
 from arborl.learner.host_copy import HostCopies
 from arborl.learner.learner import Learner
-from arborl.models.load import load_model, resolve
+from arborl.models.model_loading import load_model, resolve
 from arborl.types import Sampling
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

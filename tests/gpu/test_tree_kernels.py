@@ -20,7 +20,7 @@ from arborl.learner.packing import MicroBatch, pack
 from arborl.learner.score import score
 from arborl.learner.tree_attention import DenseAttend
 from arborl.learner.tree_plan import Tile, Tiles
-from arborl.models.attention import FREE, Bounds
+from arborl.models.attention import NO_LIMITS, AttentionLimits
 from arborl.rollout.tree import grow, plant
 from arborl.types import Sampling
 
@@ -60,14 +60,14 @@ def heads(batch: MicroBatch, device: torch.device, shape: tuple[int, int, int], 
     return whole.split([query_heads, key_heads, key_heads], dim=1)
 
 
-def numbers(attend, q, k, v, bounds: Bounds, scale: float = 0.3) -> list[torch.Tensor]:
+def numbers(attend, q, k, v, bounds: AttentionLimits, scale: float = 0.3) -> list[torch.Tensor]:
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     out = attend(0, q, k, v, scale, bounds)
     slope = torch.linspace(-1.0, 1.0, out.numel(), dtype=torch.float64).view(out.shape).to(out)
     return [out.detach(), *torch.autograd.grad((out * slope).sum(), (q, k, v))]
 
 
-def check(batch, device, shape, dtype=torch.float32, bounds=FREE, tiles=None, apart=False):
+def check(batch, device, shape, dtype=torch.float32, bounds=NO_LIMITS, tiles=None, apart=False):
     q, k, v = heads(batch, device, shape, dtype, apart)
     attend = KernelAttend(batch, device)
     attend.prepare([bounds.window] if bounds.window else [], shape[2], dtype, tiles)
@@ -77,7 +77,18 @@ def check(batch, device, shape, dtype=torch.float32, bounds=FREE, tiles=None, ap
         assert float((ours.double() - theirs).norm()) < CLOSE[dtype] * (float(theirs.norm()) + 1.0), name
 
 
-@pytest.mark.parametrize("bounds", [FREE, Bounds(1), Bounds(7), Bounds(30), Bounds(None, 2.0), Bounds(9, 0.7)], ids=str)
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        NO_LIMITS,
+        AttentionLimits(1),
+        AttentionLimits(7),
+        AttentionLimits(30),
+        AttentionLimits(None, 2.0),
+        AttentionLimits(9, 0.7),
+    ],
+    ids=str,
+)
 def test_trees_within_windows_and_caps(device, bounds):
     check(bush(0, trees=2, branches=2, stem=33, twig=9), device, (2, 1, 16), bounds=bounds, tiles=SMALL)
 
@@ -94,7 +105,7 @@ def test_chains_of_any_length(device, lengths):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("bounds", [FREE, Bounds(9, 5.0)], ids=str)
+@pytest.mark.parametrize("bounds", [NO_LIMITS, AttentionLimits(9, 5.0)], ids=str)
 def test_sixteen_bits(device, dtype, bounds):
     if device.type == "cpu" and dtype == torch.bfloat16:
         pytest.skip("the interpreter multiplies bfloat16 as if it were integers")
@@ -112,7 +123,7 @@ def test_scores_so_large_that_their_exponentials_overflow(device):
     q, k, v = heads(batch, device, (2, 1, 16), torch.float32, False)
     attend = KernelAttend(batch, device)
     attend.prepare([], 16, torch.float32, SMALL)
-    ours, dense = (numbers(a, q * 100, k, v, FREE, 1.0) for a in (attend, DenseAttend(batch, device)))
+    ours, dense = (numbers(a, q * 100, k, v, NO_LIMITS, 1.0) for a in (attend, DenseAttend(batch, device)))
     for mine, theirs in zip(ours, dense, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
 
@@ -149,7 +160,7 @@ def test_a_model_is_trained_through_them_as_through_squares(device, tiny_llama, 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize("shape", [(14, 2, 64), (32, 8, 128), (4, 2, 40), (8, 8, 80), (16, 4, 96), (4, 1, 256)])
-@pytest.mark.parametrize("bounds", [FREE, Bounds(300, 20.0)], ids=str)
+@pytest.mark.parametrize("bounds", [NO_LIMITS, AttentionLimits(300, 20.0)], ids=str)
 def test_every_size_that_there_are_tiles_for(dtype, shape, bounds):
     batch = bush(5, trees=2, branches=8, stem=700, twig=200)
     check(batch, torch.device("cuda"), shape, dtype, bounds)
@@ -161,7 +172,7 @@ def test_the_same_bits_twice():
     q, k, v = heads(batch, device, (14, 2, 64), torch.bfloat16, False)
     attend = KernelAttend(batch, device)
     attend.prepare([], 64, torch.bfloat16)
-    first, second = (numbers(attend, q, k, v, FREE) for _ in range(2))
+    first, second = (numbers(attend, q, k, v, NO_LIMITS) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 

@@ -17,9 +17,9 @@ from arborl.learner.compiled_attention import compiled_fits
 from arborl.learner.executor import DENSE, EXECUTORS, Executor, Way, hidden
 from arborl.learner.packing import branches, split
 from arborl.learner.tree_attention import DenseAttend
-from arborl.models.joined import NAME
-from arborl.models.lean import is_lean
-from arborl.models.place import place_of, stays_at
+from arborl.models.fast_forward import has_fast_forward
+from arborl.models.fused_linear import FUSED_ATTRIBUTE
+from arborl.models.model_loading import compute_device, set_compute_device
 from arborl.types import TokenTree
 
 
@@ -88,7 +88,7 @@ def test_kernels_that_fail_leave_blocks(monkeypatch, model, batch):
 
 
 def test_layers_are_fused_where_they_can_be_and_plain_at_last(monkeypatch, model, batch):
-    assert is_lean(model)
+    assert has_fast_forward(model)
     monkeypatch.setattr(attention_choice, "fusing_fits", lambda model: True)
     monkeypatch.setattr(attention_choice, "why_wrong", lambda model, way: tried.append(way) or "so")
     tried = []
@@ -113,7 +113,7 @@ def test_the_sample_is_a_tree_that_branches_twice_or_a_chain(model, chain):
 @pytest.mark.parametrize("kind", ["lean", "library"])
 def test_recomputation_gives_the_same_gradients_and_keeps_less(model, batch, kind, monkeypatch):
     if kind == "library":
-        monkeypatch.setattr(executor, "is_lean", lambda model: False)
+        monkeypatch.setattr(executor, "has_fast_forward", lambda model: False)
     training = [module.training for module in model.modules()]
     kept, found = [], []
     for recompute in (False, True):
@@ -153,8 +153,8 @@ def test_a_way_is_checked_where_no_matrix_is_trained(model):
 
 def test_a_model_that_is_left_to_the_library_lets_go_of_joined_weights(model):
     """A body of 7B kept 20 GiB of a GPU for products that it no longer ran."""
-    assert is_lean(model)
-    joined = weakref.ref(model.model.layers[0].self_attn.__dict__[NAME].weight)
+    assert has_fast_forward(model)
+    joined = weakref.ref(model.model.layers[0].self_attn.__dict__[FUSED_ATTRIBUTE].weight)
     Ways.settle(model)
     for parameter in model.parameters():
         parameter.data = parameter.data.float()
@@ -166,6 +166,6 @@ def test_ways_are_those_of_the_precision_that_a_sharded_model_runs_in():
     """Its own parts are float32, and to ask them what fits bfloat16 would run it in the middle of an update."""
     model = LlamaForCausalLM(LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
                                          num_attention_heads=2)).bfloat16()  # fmt: skip
-    stays_at(model, place_of(model))
+    set_compute_device(model, compute_device(model))
     model.float()
     assert not compiled_fits(model)

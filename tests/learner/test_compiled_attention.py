@@ -17,7 +17,7 @@ from arborl.learner.compiled_attention import CompiledAttend, library
 from arborl.learner.executor import Way
 from arborl.learner.packing import MicroBatch, pack
 from arborl.learner.tree_attention import DenseAttend
-from arborl.models.attention import FREE, Bounds
+from arborl.models.attention import NO_LIMITS, AttentionLimits
 from arborl.rollout.tree import grow, plant
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler")
@@ -58,13 +58,15 @@ def given_to(batch: MicroBatch, heads: int, key_heads: int, size: int, dtype=tor
     return [torch.randn(len(batch), h, size, dtype=dtype, requires_grad=True) for h in (heads, key_heads, key_heads)]
 
 
-def numbers(attend, q, k, v, bounds: Bounds = FREE):
+def numbers(attend, q, k, v, bounds: AttentionLimits = NO_LIMITS):
     out = attend(0, q, k, v, 0.3, bounds)
     slope = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape).sin()
     return out.detach(), *torch.autograd.grad((out * slope).sum(), (q, k, v))
 
 
-def agree(batch: MicroBatch, heads: int, key_heads: int, size: int, bounds: Bounds = FREE, seed: int = 0) -> None:
+def agree(
+    batch: MicroBatch, heads: int, key_heads: int, size: int, bounds: AttentionLimits = NO_LIMITS, seed: int = 0
+) -> None:
     """With the dense way in float64, as closely as float32 can."""
     q, k, v = given_to(batch, heads, key_heads, size, seed=seed)
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
@@ -85,7 +87,7 @@ def agree(batch: MicroBatch, heads: int, key_heads: int, size: int, bounds: Boun
     seed=st.integers(0, 99),
 )
 def test_any_forest_gives_the_numbers_and_gradients_of_the_dense_way(bushes, heads, size, window, seed):
-    agree(forest(*(bush(*shape) for shape in bushes)), *heads, size, Bounds(window), seed)
+    agree(forest(*(bush(*shape) for shape in bushes)), *heads, size, AttentionLimits(window), seed)
 
 
 @pytest.mark.parametrize(("heads", "key_heads", "size"), [(8, 4, 40), (14, 2, 64), (3, 3, 20)])
@@ -94,7 +96,7 @@ def test_large_bushes_agree_too_and_so_do_long_chains_and_single_tokens(heads, k
 
 
 def test_a_window_shorter_than_a_chunk_of_keys_leaves_the_rest_out():
-    agree(forest(bush(700, 3, 90)), 4, 2, 16, Bounds(40))
+    agree(forest(bush(700, 3, 90)), 4, 2, 16, AttentionLimits(40))
 
 
 def test_inputs_need_not_lie_side_by_side():
@@ -166,7 +168,7 @@ def test_what_it_cannot_do_is_refused():
     batch = forest(bush(5, 1, 3))
     q, k, v = (x.detach() for x in given_to(batch, 2, 1, 4))
     with pytest.raises(ValueError, match="cap"):
-        CompiledAttend(batch, CPU)(0, q, k, v, 0.3, Bounds(cap=1.0))
+        CompiledAttend(batch, CPU)(0, q, k, v, 0.3, AttentionLimits(cap=1.0))
     with pytest.raises(ValueError, match="float32"):
         CompiledAttend(batch, CPU)(0, q.double(), k.double(), v.double(), 0.3)
 

@@ -14,8 +14,8 @@ from arborl.learner.compiled_layers import library
 from arborl.learner.executor import DENSE, Way
 from arborl.learner.fused_layers import FUSED, fused_head
 from arborl.learner.score import _head, score
-from arborl.models.lean import gated, norm, turn
-from arborl.models.sampling import Shape
+from arborl.models.fast_forward import gated_activation, norm, rotate
+from arborl.models.sampling import DistributionParams
 from arborl.types import Sampling
 
 pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler")
@@ -49,7 +49,7 @@ def test_a_norm_and_a_gate_are_torchs(shape, threads):
 
     try:
         both_ways(with_weight(FUSED.norm), with_weight(norm), x, torch.randn(shape[1]))
-        both_ways(lambda a, b: FUSED.gated(nn.SiLU(), a, b), lambda a, b: gated(nn.SiLU(), a, b), x * 8, y)
+        both_ways(lambda a, b: FUSED.gated(nn.SiLU(), a, b), lambda a, b: gated_activation(nn.SiLU(), a, b), x * 8, y)
     finally:
         torch.set_num_threads(before)
 
@@ -59,7 +59,9 @@ def test_a_turn_is_torchs_of_a_view_too(heads, size):
     torch.manual_seed(0)
     x, angle = torch.randn(77, heads + 2, size), torch.randn(77, 1, size)
     cos, sin = angle.cos(), angle.sin()
-    both_ways(lambda x: FUSED.turn(x[:, :heads], cos, sin), lambda x: turn(x[:, :heads], cos.double(), sin.double()), x)
+    both_ways(
+        lambda x: FUSED.turn(x[:, :heads], cos, sin), lambda x: rotate(x[:, :heads], cos.double(), sin.double()), x
+    )
 
 
 @pytest.mark.parametrize("vocabulary", [2, 17, 101, 2048])
@@ -68,7 +70,9 @@ def test_a_head_says_what_torchs_says_at_any_temperature(vocabulary, entropy):
     torch.manual_seed(0)
     head = nn.Linear(8, vocabulary)
     token, hidden = torch.randint(0, vocabulary, (37,)), torch.randn(37, 8) * 3
-    shape = Shape.of([Sampling(temperature=t) for t in torch.linspace(0.3, 2, 37).tolist()], torch.device("cpu"))
+    shape = DistributionParams.of(
+        [Sampling(temperature=t) for t in torch.linspace(0.3, 2, 37).tolist()], torch.device("cpu")
+    )
 
     def ours(hidden):
         return fused_head(head, hidden, token, shape, entropy)
@@ -85,7 +89,7 @@ def test_a_token_that_cannot_be_said_adds_nothing():
     with torch.no_grad():
         head.bias[3] = float("-inf")
     hidden = torch.randn(5, 4, requires_grad=True)
-    shape = Shape.of([Sampling()], torch.device("cpu"))
+    shape = DistributionParams.of([Sampling()], torch.device("cpu"))
     logprob, entropy = fused_head(head, hidden, torch.tensor([0, 1, 2, 4, 5]), shape, True)
     (logprob.sum() + entropy.sum()).backward()
     assert all(numbers.isfinite().all() for numbers in (logprob, entropy, hidden.grad))

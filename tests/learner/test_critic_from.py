@@ -15,9 +15,9 @@ from arborl.config.load import load
 from arborl.config.run import LearnerConfig
 from arborl.errors import ConfigError
 from arborl.learner.learner import Learner
-from arborl.models.attention import NAME
-from arborl.models.find import resolve
-from arborl.models.scalar import load_origin
+from arborl.models.attention import ATTENTION_NAME
+from arborl.models.model_files import resolve
+from arborl.models.output_heads import load_critic_init
 from arborl.types import Sampling
 
 SIZES = {
@@ -42,7 +42,7 @@ def saved(folder: Path, kind=LlamaForSequenceClassification, vocabulary: int = 5
 def policy():
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, **SIZES)).eval()
-    model.set_attn_implementation(NAME)
+    model.set_attn_implementation(ATTENTION_NAME)
     return model
 
 
@@ -52,7 +52,7 @@ def judge(tmp_path_factory) -> Path:
 
 
 def learner_from(policy, folder: Path) -> Learner:
-    origin = load_origin(folder, policy, folder)
+    origin = load_critic_init(folder, policy, folder)
     return Learner(
         policy, LearnerConfig(critic_from=str(folder), lr=1e-2), Sampling(), Fake("value").needs, origin=origin
     )
@@ -101,9 +101,9 @@ def test_it_is_trained_whole_and_goes_on_from_a_checkpoint(policy, judge, tmp_pa
 
 def test_models_that_cannot_be_a_critic_are_refused(policy, judge, tmp_path):
     with pytest.raises(ConfigError, match="its head has 3 labels"):
-        load_origin(saved(tmp_path / "three", num_labels=3), policy, judge)
+        load_critic_init(saved(tmp_path / "three", num_labels=3), policy, judge)
     with pytest.raises(ConfigError, match="knows 40 tokens, and the policy 50"):
-        load_origin(saved(tmp_path / "small", vocabulary=40), policy, judge)
+        load_critic_init(saved(tmp_path / "small", vocabulary=40), policy, judge)
     other = saved(tmp_path / "other")
     shutil.copyfile(resolve("seedling") / "tokenizer.json", other / "tokenizer.json")
     text = (other / "tokenizer.json").read_text()
@@ -111,7 +111,7 @@ def test_models_that_cannot_be_a_critic_are_refused(policy, judge, tmp_path):
     mine.mkdir()
     (mine / "tokenizer.json").write_text(text.replace('"vocab": {', '"vocab": {"never heard": 9999, ', 1))
     with pytest.raises(ConfigError, match="reads other tokens"):
-        load_origin(other, policy, mine)
+        load_critic_init(other, policy, mine)
 
 
 @pytest.mark.parametrize(

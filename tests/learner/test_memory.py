@@ -19,9 +19,9 @@ from arborl.learner.executor import Way, hidden
 from arborl.learner.forecast import GIB, LADDER, Planner, Sizes, learner_sizes, logit_rows
 from arborl.learner.learner import Learner
 from arborl.learner.memory import planned, sizes_of, told, warned
-from arborl.models.attention import NAME
-from arborl.models.load import load_model, resolve
+from arborl.models.attention import ATTENTION_NAME
 from arborl.models.lora import add_lora
+from arborl.models.model_loading import load_model, resolve
 
 KINDS = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
@@ -41,7 +41,7 @@ def model_of(kind: str, rank: int = 0, **more):
     sizes = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 12}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     made = model(config(**sizes | heads | own | more)).eval()
-    made.set_attn_implementation(NAME)
+    made.set_attn_implementation(ATTENTION_NAME)
     if rank:
         add_lora(made, LoraConfig(rank=rank))
     return made

@@ -10,8 +10,8 @@ import torch
 from arborl.config.training import LearnerConfig
 from arborl.errors import ConfigError, RunStopped
 from arborl.learner.pairs import Pair, PairLearner, fit, micro_batches
-from arborl.models.find import resolve
-from arborl.models.scalar import Scorer
+from arborl.models.model_files import resolve
+from arborl.models.output_heads import SequenceScorer
 from arborl.seeds import generator
 
 
@@ -21,8 +21,8 @@ def some_pairs(count: int, seed: int = 0) -> list[Pair]:
     return [Pair(ids[2 * n], ids[2 * n + 1], weight=[1.0, 2.5][n % 2]) for n in range(count)]
 
 
-def scorer(dtype: str = "float64") -> Scorer:
-    made = Scorer(resolve("seedling"), dtype, "cpu", begin=True)
+def scorer(dtype: str = "float64") -> SequenceScorer:
+    made = SequenceScorer(resolve("seedling"), dtype, "cpu", begin=True)
     torch.manual_seed(1)
     torch.nn.init.normal_(made.model.score.weight, std=0.02)
     return made
@@ -58,7 +58,7 @@ def test_loss_and_gradients_are_those_of_the_formula(dtype, near, tokens, monkey
 
 
 def test_a_new_scorer_says_0_and_loses_log_2_and_ties_count_half():
-    learner = PairLearner(Scorer(resolve("seedling"), "float32", "cpu", begin=True), LearnerConfig(), 0)
+    learner = PairLearner(SequenceScorer(resolve("seedling"), "float32", "cpu", begin=True), LearnerConfig(), 0)
     assert learner.measure(some_pairs(3)) == pytest.approx((math.log(2), 0.5))
     assert learner.says(some_pairs(2)) == [0.0] * 4
 
@@ -71,7 +71,7 @@ def test_micro_batches_hold_every_pair_once_within_their_tokens():
 
 
 def train(pairs: list[Pair], held: list[Pair], seed: int = 5):
-    learner = PairLearner(Scorer(resolve("seedling"), "float32", "cpu", begin=True), LearnerConfig(lr=3e-3), 12)
+    learner = PairLearner(SequenceScorer(resolve("seedling"), "float32", "cpu", begin=True), LearnerConfig(lr=3e-3), 12)
     rows: list[dict[str, float]] = []
     best = fit(learner, pairs, held, 3, 4, seed, lambda *_: None, rows.append)
     return learner, rows, best
@@ -109,11 +109,11 @@ def test_a_model_of_several_labels_and_one_that_is_no_language_model_are_refused
     small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     LlamaForSequenceClassification(LlamaConfig(vocab_size=50, num_labels=3, **small)).save_pretrained(tmp_path / "a")
     with pytest.raises(ConfigError, match="3 labels, and a reward is one number"):
-        Scorer(tmp_path / "a", "float32", "cpu", begin=True)
+        SequenceScorer(tmp_path / "a", "float32", "cpu", begin=True)
     BertModel(BertConfig(vocab_size=50, **small)).save_pretrained(tmp_path / "b")
     with pytest.raises(ConfigError, match=r"is missing|no layer called score"):
-        Scorer(tmp_path / "b", "float32", "cpu", begin=True)
+        SequenceScorer(tmp_path / "b", "float32", "cpu", begin=True)
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "config.json").write_text('{"model_type": "unheard_of"}')
     with pytest.raises(ConfigError, match="cannot be read as a classifier"):
-        Scorer(tmp_path / "c", "float32", "cpu", begin=True)
+        SequenceScorer(tmp_path / "c", "float32", "cpu", begin=True)

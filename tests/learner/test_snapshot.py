@@ -17,7 +17,7 @@ from arborl.learner import host_copy
 from arborl.learner.files import parts_of
 from arborl.learner.host_copy import HostCopies
 from arborl.learner.learner import Learner
-from arborl.models.attention import NAME
+from arborl.models.attention import ATTENTION_NAME
 from arborl.models.lora import add_lora
 
 CPU = torch.device("cpu")
@@ -145,7 +145,7 @@ def test_tied_and_joined_weights_are_written_once_each(tmp_path):
         num_key_value_heads=2, tie_word_embeddings=True, attn_implementation="eager",
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
-    model.set_attn_implementation(NAME)
+    model.set_attn_implementation(ATTENTION_NAME)
     learner, algorithm = learner_of(model, reference=False)
     step(learner, algorithm, 0)
     learner.save(tmp_path)

@@ -20,8 +20,8 @@ from arborl.config.run import LearnerConfig
 from arborl.errors import ConfigError
 from arborl.learner.learner import Learner
 from arborl.learner.teacher import RemoteTeacher, check_tokenizer, open_teacher, paths
-from arborl.models.attention import NAME
-from arborl.models.load import resolve
+from arborl.models.attention import ATTENTION_NAME
+from arborl.models.model_loading import resolve
 from arborl.rollout.tree import plant
 from arborl.trainer.look import look
 from arborl.types import Call, Completion, Episode, Finish, Group, Sampling, Task
@@ -176,7 +176,7 @@ def test_the_policys_gradient_is_that_of_the_reverse_kl_at_its_own_samples(big, 
     algorithm = Recipe(AlgorithmConfig(name="distill", aggregation="token"))
     student = copy.deepcopy(seedling[0])
     teacher = copy.deepcopy(big).requires_grad_(False)
-    teacher.set_attn_implementation(NAME)
+    teacher.set_attn_implementation(ATTENTION_NAME)
     learner = Learner(student, LearnerConfig(), Sampling(), algorithm.needs, teacher=teacher)
     old = direct(student, GROUPS)
     groups = [

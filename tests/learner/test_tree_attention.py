@@ -12,7 +12,7 @@ from arborl.learner import tree_attention
 from arborl.learner.executor import cheapest
 from arborl.learner.packing import MicroBatch, pack
 from arborl.learner.tree_attention import BlockAttend, CausalAttend, DenseAttend
-from arborl.models.attention import Bounds
+from arborl.models.attention import AttentionLimits
 from arborl.rollout.tree import grow, plant
 from arborl.types import TokenTree
 
@@ -24,11 +24,11 @@ def batch_of(trees: list[TokenTree]) -> MicroBatch:
     return pack(trees, list(range(len(trees))), plant([]).terms)
 
 
-BOUNDS = st.builds(Bounds, st.sampled_from([None, 1, 2, 5, 40]), st.sampled_from([None, 0.7]))
+BOUNDS = st.builds(AttentionLimits, st.sampled_from([None, 1, 2, 5, 40]), st.sampled_from([None, 0.7]))
 
 
 def by_the_rule(
-    batch: MicroBatch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, bounds: Bounds
+    batch: MicroBatch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, bounds: AttentionLimits
 ) -> torch.Tensor:
     """One query at a time, straight from the definition; a window counts positions along the branch."""
     groups = q.shape[1] // k.shape[1]
@@ -43,7 +43,7 @@ def by_the_rule(
     return torch.stack(rows)
 
 
-def assert_equal_to_the_rule(batch: MicroBatch, ways: list, seed: int, bounds: Bounds) -> None:
+def assert_equal_to_the_rule(batch: MicroBatch, ways: list, seed: int, bounds: AttentionLimits) -> None:
     torch.manual_seed(seed)
     shapes = [(len(batch.tokens), heads, 4) for heads in (4, 2, 2)]
     q, k, v = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)

@@ -16,7 +16,7 @@ from arborl.errors import ConfigError
 from arborl.learner.learner import Learner
 from arborl.learner.packing import split
 from arborl.learner.trust_region import PolicyKL, conjugate_gradient
-from arborl.models.attention import NAME
+from arborl.models.attention import ATTENTION_NAME
 
 GROUPS = random_groups(0, groups=2, vocabulary=8)
 
@@ -45,7 +45,7 @@ def small_model() -> LlamaForCausalLM:
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.3)
-    made.set_attn_implementation(NAME)
+    made.set_attn_implementation(ATTENTION_NAME)
     return made
 
 

@@ -24,7 +24,7 @@ from arborl.learner.group import LearnerGroup
 from arborl.learner.learner import Learner
 from arborl.learner.rendezvous import Meeting
 from arborl.learner.run_store import JoinInfo
-from arborl.models.attention import NAME
+from arborl.models.attention import ATTENTION_NAME
 from arborl.models.lora import add_lora
 
 cloudpickle.register_pickle_by_value(learner_fakes)
@@ -52,7 +52,7 @@ def body(lora: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(vocab_size=50, num_hidden_layers=2, max_position_embeddings=256, **sizes)
     model = LlamaForCausalLM(config).to(dtype).eval()
-    model.set_attn_implementation(NAME)
+    model.set_attn_implementation(ATTENTION_NAME)
     if lora:
         add_lora(model, LoraConfig(rank=lora))
         for name, parameter in model.named_parameters():

@@ -98,7 +98,7 @@ def example(renderer: Renderer, transcript: Transcript, longest: int = 512) -> t
     for message in transcript.messages:
         if message.role == "assistant":
             prompt = renderer.encode(renderer.render(shown))
-            said = [*renderer.encode(renderer.said(message.content)), renderer.stop[0]]
+            said = [*renderer.encode(renderer.escape_reply(message.content)), renderer.stop[0]]
             own += [0.0] * (len(prompt) - len(ids)) + [1.0] * len(said)
             ids = [*prompt, *said]
         shown.append(message)

@@ -26,9 +26,9 @@ from arborl.config.load import load
 from arborl.config.run import LearnerConfig, LoraConfig
 from arborl.engines.local import LocalEngine
 from arborl.learner.learner import Learner
-from arborl.models.adapted import Adapted, product
-from arborl.models.load import load_model, resolve
-from arborl.models.lora import add_lora, dropout_on, factors_of
+from arborl.models.fused_linear import LoraProduct, make_product
+from arborl.models.lora import add_lora, dropout_on, lora_factors
+from arborl.models.model_loading import load_model, resolve
 from arborl.rollout.tree import plant
 from arborl.types import Call, Episode, Group, Sampling, Task
 
@@ -77,8 +77,8 @@ def adapted(family: str, target: tuple[str, ...] = ("all-linear",), dtype=torch.
 def sample(model: nn.Module, by_peft: bool = False, engine: LocalEngine | None = None) -> list[tuple]:
     engine = engine or LocalEngine(model, max_context=64, max_requests=8, page_size=16, compiled=not by_peft)
     if by_peft:
-        engine.executor.forward.rope = None
-        assert not engine.executor.forward.fused
+        engine.runner.forward.rope = None
+        assert not engine.runner.forward.is_fused
     chance = np.random.default_rng(0)
     prompts = [chance.integers(0, 60, size).tolist() for size in (1, 9, 20, 20)]
 
@@ -90,9 +90,9 @@ def sample(model: nn.Module, by_peft: bool = False, engine: LocalEngine | None =
     return asyncio.run(run())
 
 
-def products(engine: LocalEngine) -> list[Adapted]:
-    found = [p for block in engine.executor.forward.blocks for p in block.products]
-    return [p for p in found if isinstance(p, Adapted)]
+def products(engine: LocalEngine) -> list[LoraProduct]:
+    found = [p for block in engine.runner.forward.layers for p in block.products]
+    return [p for p in found if isinstance(p, LoraProduct)]
 
 
 @pytest.mark.parametrize("target", TARGETS, ids="+".join)
@@ -101,7 +101,7 @@ def test_the_engines_tokens_are_those_of_pefts_modules(family, target):
     model = adapted(family, target)
     engine = LocalEngine(model, max_context=64, max_requests=8, page_size=16)
     ours, theirs = sample(model, engine=engine), sample(copy.deepcopy(model), by_peft=True)
-    assert engine.executor.forward.fused
+    assert engine.runner.forward.is_fused
     assert products(engine)
     assert [c.tokens for c in ours] == [c.tokens for c in theirs]
     for a, b in zip(ours, theirs, strict=True):
@@ -174,18 +174,18 @@ def test_two_engines_on_one_model_share_what_they_are_bound_to():
     one = LocalEngine(model, max_context=64, max_requests=8, page_size=16)
     two = LocalEngine(model, max_context=64, max_requests=8, page_size=16)
     assert products(one) == products(two)
-    assert not any(p.moved for p in products(one))
+    assert not any(p.has_moved for p in products(one))
 
 
 def test_the_layers_keep_their_parameters_and_only_the_base_shares_memory():
     model = adapted("qwen2")
     before = {name: (id(p), p.detach().clone()) for name, p in model.named_parameters()}
     attention = model.model.layers[0].self_attn
-    whole = product(attention, *QKV)
-    assert isinstance(whole, Adapted)
+    whole = make_product(attention, *QKV)
+    assert isinstance(whole, LoraProduct)
     assert {name: id(p) for name, p in model.named_parameters()} == {name: i for name, (i, _) in before.items()}
     assert all(torch.equal(p, before[name][1]) for name, p in model.named_parameters())
-    assert product(attention, *QKV) is whole
+    assert make_product(attention, *QKV) is whole
     with torch.no_grad():
         attention.k_proj.base_layer.weight.fill_(3.0)
     assert (whole.weight[32:48] == 3.0).all()
@@ -193,14 +193,14 @@ def test_the_layers_keep_their_parameters_and_only_the_base_shares_memory():
 
 def test_a_copy_of_the_model_has_products_of_its_own():
     model = adapted("llama")
-    product(model.model.layers[0].self_attn, "o_proj")
+    make_product(model.model.layers[0].self_attn, "o_proj")
     other = copy.deepcopy(model)
     with torch.no_grad():
         other.model.layers[0].self_attn.o_proj.base_layer.weight.zero_()
     x = torch.randn(3, 32, dtype=torch.float64)
     for one in (model, other):
         layer = one.model.layers[0].self_attn
-        torch.testing.assert_close(product(layer, "o_proj")(x), layer.o_proj(x))
+        torch.testing.assert_close(make_product(layer, "o_proj")(x), layer.o_proj(x))
 
 
 def test_gradients_are_taken_through_peft_as_before(tmp_path):
@@ -208,7 +208,7 @@ def test_gradients_are_taken_through_peft_as_before(tmp_path):
     model = adapted("llama", lora_dropout=0.5)
     x = torch.randn(3, 32, dtype=torch.float64)
     layer = model.model.layers[0].self_attn
-    whole = product(layer, "o_proj")
+    whole = make_product(layer, "o_proj")
     with dropout_on(model, 1):
         assert not torch.equal(layer.o_proj(x), layer.o_proj(x))
         torch.testing.assert_close(whole(x), whole(x))
@@ -217,7 +217,7 @@ def test_gradients_are_taken_through_peft_as_before(tmp_path):
 
 
 def test_a_layer_without_an_adapter_has_no_factors():
-    assert factors_of(nn.Linear(2, 3)) is None
+    assert lora_factors(nn.Linear(2, 3)) is None
 
 
 def test_in_bfloat16_the_rollouts_logprobs_are_as_near_the_learners_as_those_of_pefts_modules():
@@ -230,7 +230,7 @@ def test_in_bfloat16_the_rollouts_logprobs_are_as_near_the_learners_as_those_of_
     for by_peft in (False, True):
         engine = LocalEngine(model, max_context=128)
         if by_peft:
-            engine.executor.forward.rope = None
+            engine.runner.forward.rope = None
         chance = np.random.default_rng(0)
         prompts = [tuple(chance.integers(0, 600, size).tolist()) for size in (5, 33, 60, 12)]
 

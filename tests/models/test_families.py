@@ -17,7 +17,7 @@ from arborl.learner.executor import Way
 from arborl.learner.fused_layers import fusing_fits
 from arborl.learner.packing import pack
 from arborl.learner.score import score
-from arborl.models.lean import is_lean
+from arborl.models.fast_forward import has_fast_forward
 from arborl.rollout.tree import plant
 from arborl.types import Call, Episode, Group, Sampling, Task
 
@@ -111,9 +111,9 @@ def test_plain_rows_need_no_tree_and_layers_may_be_run_again_for_their_gradient(
 @pytest.mark.parametrize("name", NAMES)
 def test_the_quick_ways_are_chosen_and_the_lean_way_where_it_is_known(name, caplog):
     model = family(name)
-    assert is_lean(model) == (name in LEAN)
+    assert has_fast_forward(model) == (name in LEAN)
     made = forest(played(name))
     batch = pack(made.trees, [0], made.terms)
     with torch.no_grad():
-        assert Ways("blocks")(model, batch) == Way("blocks", fused=is_lean(model) and fusing_fits(model))
+        assert Ways("blocks")(model, batch) == Way("blocks", fused=has_fast_forward(model) and fusing_fits(model))
     assert "not used" not in caplog.text

@@ -21,7 +21,7 @@ from arborl.engines.local import LocalEngine
 from arborl.errors import ConfigError
 from arborl.learner.learner import Learner
 from arborl.models.lora import add_lora, export_merged
-from arborl.models.probe import check_runs
+from arborl.models.path_check import check_tree_support
 from arborl.rollout.store import EpisodeStore
 from arborl.rollout.tree import plant
 from arborl.track.jsonl import read_metrics
@@ -56,7 +56,7 @@ def column(run: Path, name: str) -> list[float]:
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "mistral", "qwen3-moe"])
 def test_a_family_passes_the_check_that_comes_before_a_run(name):
-    check_runs(family(name), name, 128)
+    check_tree_support(family(name), name, 128)
 
 
 def test_a_gpt2_folder_without_chat_template_plays_and_its_export_is_a_whole_model(tmp_path):

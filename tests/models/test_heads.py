@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from arborl.models.attention import logits
-from arborl.models.heads import ValueHead, float32_head
+from arborl.models.output_heads import ValueHead, float32_head
 
 
 def test_a_value_head_starts_at_zero_and_is_finer_than_a_coarse_model(tiny_llama):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from arborl.models.joined import joined
+from arborl.models.fused_linear import fuse_linear
 
 NAMES = ("a", "b", "c")
 
@@ -31,7 +31,7 @@ def test_outputs_and_gradients_are_those_of_the_layers_apart(layers):
     weight = torch.randn(7, 9, dtype=torch.float64)
     expected = apart(layers, x)
     wanted = torch.autograd.grad((expected.tanh() * weight).sum(), [x, *layers.parameters()])
-    found = joined(layers, *NAMES)(x)
+    found = fuse_linear(layers, *NAMES)(x)
     torch.testing.assert_close(found, expected)
     for a, b in zip(torch.autograd.grad((found.tanh() * weight).sum(), [x, *layers.parameters()]), wanted, strict=True):
         torch.testing.assert_close(a, b)
@@ -40,7 +40,7 @@ def test_outputs_and_gradients_are_those_of_the_layers_apart(layers):
 def test_gradients_of_gradients_reach_the_weights(layers):
     x = torch.randn(7, 5, dtype=torch.float64)
     both = []
-    for run in (lambda: apart(layers, x), lambda: joined(layers, *NAMES)(x)):
+    for run in (lambda: apart(layers, x), lambda: fuse_linear(layers, *NAMES)(x)):
         first = torch.autograd.grad(run().tanh().square().sum(), list(layers.parameters()), create_graph=True)
         both.append(torch.autograd.grad(sum(g.square().sum() for g in first), list(layers.parameters())))
     for a, b in zip(*both, strict=True):
@@ -49,32 +49,32 @@ def test_gradients_of_gradients_reach_the_weights(layers):
 
 def test_parameters_stay_the_same_objects_and_are_updated_in_place(layers):
     before = list(layers.parameters())
-    whole = joined(layers, *NAMES)
+    whole = fuse_linear(layers, *NAMES)
     assert [id(p) for p in layers.parameters()] == [id(p) for p in before]
     assert set(layers.state_dict()) == {name for name, _ in layers.named_parameters()}
     with torch.no_grad():
         layers.b.weight.fill_(3.0)
     assert (whole.weight[4:6] == 3.0).all()
-    assert joined(layers, *NAMES) is whole
+    assert fuse_linear(layers, *NAMES) is whole
 
 
 def test_weights_given_other_memory_are_joined_again(layers):
-    whole = joined(layers, *NAMES)
+    whole = fuse_linear(layers, *NAMES)
     layers.c.weight.data = torch.ones_like(layers.c.weight)
-    assert whole.moved
+    assert whole.has_moved
     x = torch.randn(2, 5, dtype=torch.float64)
-    torch.testing.assert_close(joined(layers, *NAMES)(x), apart(layers, x))
-    assert joined(layers, *NAMES) is not whole
+    torch.testing.assert_close(fuse_linear(layers, *NAMES)(x), apart(layers, x))
+    assert fuse_linear(layers, *NAMES) is not whole
 
 
 def test_a_copy_has_weights_of_its_own(layers):
-    joined(layers, *NAMES)
+    fuse_linear(layers, *NAMES)
     other = copy.deepcopy(layers)
     with torch.no_grad():
         other.a.weight.zero_()
     x = torch.randn(2, 5, dtype=torch.float64)
-    torch.testing.assert_close(joined(other, *NAMES)(x), apart(other, x))
-    torch.testing.assert_close(joined(layers, *NAMES)(x), apart(layers, x))
+    torch.testing.assert_close(fuse_linear(other, *NAMES)(x), apart(other, x))
+    torch.testing.assert_close(fuse_linear(layers, *NAMES)(x), apart(layers, x))
     assert not torch.equal(layers.a.weight, other.a.weight)
 
 
@@ -83,8 +83,8 @@ def test_a_layer_that_is_not_plain_is_asked_itself(layers):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return 2 * super().forward(x)
 
-    joined(layers, *NAMES)
+    fuse_linear(layers, *NAMES)
     layers.b = Doubled(5, 2).double()
     x = torch.randn(2, 5, dtype=torch.float64)
-    torch.testing.assert_close(joined(layers, *NAMES)(x), apart(layers, x))
-    assert joined(layers, *NAMES).weight is None
+    torch.testing.assert_close(fuse_linear(layers, *NAMES)(x), apart(layers, x))
+    assert fuse_linear(layers, *NAMES).weight is None

@@ -15,7 +15,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from arborl.models import lean
+from arborl.models import fast_forward
 from arborl.models.attention import library_hidden_states
 
 SIZES = {
@@ -51,9 +51,9 @@ def test_values_and_gradients_are_the_librarys(kind):
     model = random(kind)
     tokens, positions = torch.randint(0, 60, (20,)), torch.arange(3, 23)
     results = []
-    for way in (library_hidden_states, lean.lean):
+    for way in (library_hidden_states, fast_forward.lean):
         model.zero_grad()
-        out = way(model, tokens, positions, lean.Causal())
+        out = way(model, tokens, positions, fast_forward.Causal())
         out.square().mean().backward()
         results.append([out.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
     for theirs, ours in zip(*results, strict=True):
@@ -64,11 +64,11 @@ def test_values_and_gradients_are_the_librarys(kind):
 def test_the_rows_that_are_wanted_are_those_of_the_whole_in_value_and_gradient(kind):
     model = random(kind).double()
     tokens, positions, wanted = torch.randint(0, 60, (20,)), torch.arange(3, 23), torch.tensor([0, 4, 5, 13, 19])
-    attend, results = lean.Causal(), []
+    attend, results = fast_forward.Causal(), []
     ways = (
-        lambda: lean.lean(model, tokens, positions, attend)[wanted],
-        lambda: lean.lean(model, tokens, positions, attend, wanted=wanted),
-        lambda: lean.lean(model, tokens, positions, attend, lean.in_turn, wanted),
+        lambda: fast_forward.lean(model, tokens, positions, attend)[wanted],
+        lambda: fast_forward.lean(model, tokens, positions, attend, wanted=wanted),
+        lambda: fast_forward.lean(model, tokens, positions, attend, fast_forward.in_turn, wanted),
     )
     for way in ways:
         model.zero_grad()
@@ -82,16 +82,16 @@ def test_the_rows_that_are_wanted_are_those_of_the_whole_in_value_and_gradient(k
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_model_of_a_known_kind_is_trusted_after_the_check(kind):
-    assert lean.is_lean(random(kind))
+    assert fast_forward.has_fast_forward(random(kind))
 
 
 def test_a_kind_with_other_norms_keeps_the_librarys_code():
-    assert not lean.is_lean(GemmaForCausalLM(GemmaConfig(**SIZES, head_dim=8)).eval())
+    assert not fast_forward.has_fast_forward(GemmaForCausalLM(GemmaConfig(**SIZES, head_dim=8)).eval())
 
 
 def test_a_model_that_differs_keeps_the_librarys_code_and_says_so(caplog):
     model = random("llama")
     model.model.layers[1].mlp.forward = lambda x: x  # someone changed the computation
-    assert not lean.is_lean(model)
+    assert not fast_forward.has_fast_forward(model)
     assert "without short forward pass" in caplog.text
     assert "slower" in caplog.text

@@ -19,9 +19,9 @@ from arborl.config.run import LearnerConfig, LoraConfig
 from arborl.engines.local import LocalEngine
 from arborl.errors import ConfigError
 from arborl.learner.learner import Learner
-from arborl.models.lean import is_lean, lean
-from arborl.models.load import load_model, resolve
-from arborl.models.lora import adapter_of, add_lora, dropout_on, export_merged, has_lora, load_4bit, with_adapter
+from arborl.models.fast_forward import fast_hidden_states, has_fast_forward
+from arborl.models.lora import adapter_copy, add_lora, dropout_on, export_merged, has_lora, load_4bit, with_adapter
+from arborl.models.model_loading import load_model, resolve
 from arborl.rollout.tree import plant
 from arborl.types import Call, Completion, Episode, Finish, Group, Sampling, Task
 
@@ -106,18 +106,18 @@ def test_fresh_adapters_change_nothing(plain):
 
 
 def test_the_lean_forward_goes_through_the_adapters(adapted, plain):
-    from arborl.models.attention import Causal
+    from arborl.models.attention import CausalAttention
 
-    assert is_lean(adapted)
+    assert has_fast_forward(adapted)
     tokens, positions = IDS[0], torch.arange(IDS.shape[1])
     with torch.no_grad():
-        new, old = (lean(model, tokens, positions, Causal()) for model in (adapted, plain))
+        new, old = (fast_hidden_states(model, tokens, positions, CausalAttention()) for model in (adapted, plain))
     torch.testing.assert_close(adapted.lm_head(new)[None], logits(adapted, IDS), rtol=1e-4, atol=1e-4)
     assert float((new - old).abs().max()) > 0.01
 
 
 def test_with_other_adapters_the_model_is_another_and_afterwards_itself(adapted):
-    before, was = logits(adapted, IDS), adapter_of(adapted)
+    before, was = logits(adapted, IDS), adapter_copy(adapted)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_B" in name:

@@ -9,9 +9,9 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from arborl.config.run import LoraConfig
-from arborl.models.attention import NAME
-from arborl.models.lora import ADAPTER, add_lora
-from arborl.models.low_rank import through
+from arborl.models.attention import ATTENTION_NAME
+from arborl.models.fused_linear import lora_linear
+from arborl.models.lora import ADAPTER_NAME, add_lora
 
 
 def model_of(dtype: torch.dtype = torch.float32, bias: bool = True, **lora):
@@ -20,7 +20,7 @@ def model_of(dtype: torch.dtype = torch.float32, bias: bool = True, **lora):
         vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, attention_bias=bias,
     )).to(dtype).eval()  # fmt: skip
-    model.set_attn_implementation(NAME)
+    model.set_attn_implementation(ATTENTION_NAME)
     add_lora(model, LoraConfig(**{"rank": 4, "alpha": 8} | lora))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -44,7 +44,7 @@ def results(run, module, x):
 def test_a_layers_output_and_gradients_are_those_of_peft(bias):
     module = one_of(model_of(torch.float64, bias).double())
     x = torch.randn(7, 32, dtype=torch.float64)
-    ours, theirs = results(lambda x: through(module, x), module, x), results(module, module, x)
+    ours, theirs = results(lambda x: lora_linear(module, x), module, x), results(module, module, x)
     assert len(ours) == len(theirs) == 4
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
@@ -53,7 +53,7 @@ def test_a_layers_output_and_gradients_are_those_of_peft(bias):
 def test_in_bfloat16_the_factors_gradients_are_float32_and_near_those_of_peft():
     module = one_of(model_of(torch.bfloat16))
     x = torch.randn(64, 32).bfloat16()
-    ours, theirs = results(lambda x: through(module, x), module, x), results(module, module, x)
+    ours, theirs = results(lambda x: lora_linear(module, x), module, x), results(module, module, x)
     assert [one.dtype for one in ours] == [torch.bfloat16] * 2 + [torch.float32] * 2
     for mine, other in zip(ours, theirs, strict=True):
         assert float((mine.float() - other.float()).norm() / other.float().norm()) < 0.02
@@ -69,7 +69,7 @@ def test_layers_that_read_one_input_keep_it_once_and_in_its_own_precision():
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        _ = [through(module, x) for module in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        _ = [lora_linear(module, x) for module in (attention.q_proj, attention.k_proj, attention.v_proj)]
     long = [tensor for tensor in kept.values() if len(tensor) == len(x)]
     assert sum(tensor.nbytes for tensor in long) == x.nbytes + 3 * 500 * 4 * 2
 
@@ -77,19 +77,19 @@ def test_layers_that_read_one_input_keep_it_once_and_in_its_own_precision():
 def test_what_drops_and_what_is_not_plain_goes_through_pefts_own_module():
     module = one_of(model_of(dropout=0.5))
     x = torch.randn(5, 32)
-    assert torch.allclose(through(module, x), module(x), atol=1e-6)
+    assert torch.allclose(lora_linear(module, x), module(x), atol=1e-6)
     module.train()
     torch.manual_seed(1)
-    ours = through(module, x)
+    ours = lora_linear(module, x)
     torch.manual_seed(1)
     assert torch.equal(ours, module(x))
     module.eval()
     module.enable_adapters(False)
-    assert torch.equal(through(module, x), module.base_layer(x))
+    assert torch.equal(lora_linear(module, x), module.base_layer(x))
     magnitude = PeftConfig(r=4, use_dora=True, target_modules=["q_proj"])
     plain = LlamaForCausalLM(LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
                                          num_attention_heads=4, num_key_value_heads=2)).eval()  # fmt: skip
-    plain.add_adapter(magnitude, ADAPTER)
-    assert torch.equal(through(one_of(plain), x), one_of(plain)(x))
+    plain.add_adapter(magnitude, ADAPTER_NAME)
+    assert torch.equal(lora_linear(one_of(plain), x), one_of(plain)(x))
     linear = nn.Linear(32, 3)
-    assert torch.equal(through(linear, x), linear(x))
+    assert torch.equal(lora_linear(linear, x), linear(x))

@@ -10,24 +10,24 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from arborl.config.run import LoraConfig
-from arborl.engines import cache, executors, forward
-from arborl.engines.cpu_step import CpuExecutor
-from arborl.engines.executor import TorchExecutor
-from arborl.engines.executor_check import why_compiled_is_wrong, why_layers_are_wrong
-from arborl.engines.forward import Forward
-from arborl.engines.pages import Pages
+from arborl.engines.local import fused_forward, kv_cache, runner_selection
+from arborl.engines.local.block_pool import BlockPool
+from arborl.engines.local.cpu_runner import CpuModelRunner
+from arborl.engines.local.fused_forward import FusedForward
+from arborl.engines.local.model_runner import TorchModelRunner
+from arborl.engines.local.runner_selection import compiled_step_mismatch, layers_mismatch
 from arborl.learner import attention_choice
 from arborl.learner.attention_choice import why_wrong
 from arborl.learner.compiled_attention import compiled_fits
 from arborl.learner.executor import EXECUTORS, Executor, Way
 from arborl.learner.fused_layers import fusing_fits
 from arborl.learner.tree_attention import DenseAttend
-from arborl.models import joined, lean
-from arborl.models.attention import NAME, Causal
-from arborl.models.fallbacks import execution_paths, fallbacks
-from arborl.models.find import resolve
-from arborl.models.load import load_model
+from arborl.models import fast_forward, fused_linear
+from arborl.models.attention import ATTENTION_NAME, CausalAttention
+from arborl.models.execution_paths import count_fallbacks, execution_paths
 from arborl.models.lora import add_lora
+from arborl.models.model_files import resolve
+from arborl.models.model_loading import load_model
 from arborl.models.path_check import check_layers, sample_tokens, use_sample_text
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -62,7 +62,7 @@ def model_of(kind: str, dtype: str, weights: str = "random", adapters: bool = Fa
     if weights == "outliers":
         add_outliers(model)
     model = model.to(getattr(torch, dtype))
-    model.set_attn_implementation(NAME)
+    model.set_attn_implementation(ATTENTION_NAME)
     if adapters:
         add_lora(model, LoraConfig(rank=4))
         for name, parameter in model.named_parameters():
@@ -71,24 +71,26 @@ def model_of(kind: str, dtype: str, weights: str = "random", adapters: bool = Fa
     return model
 
 
-class Right(Causal):
+class Right(CausalAttention):
     """Attention that no defect of a test reaches."""
 
-    __call__ = Causal.__call__
+    __call__ = CausalAttention.__call__
 
 
 def short_pass(model) -> str | None:
     """Why the learner's own forward pass is wrong for it."""
     with torch.no_grad():
-        return check_layers(model, lean.layer_runner, Causal(), Right(), sample_tokens(model, 40), range(40))
+        return check_layers(
+            model, fast_forward.layer_runner, CausalAttention(), Right(), sample_tokens(model, 40), range(40)
+        )
 
 
 def torch_executor(model) -> str | None:
-    return why_layers_are_wrong(TorchExecutor(Forward(model, CONTEXT), 8, 32), CONTEXT)
+    return layers_mismatch(TorchModelRunner(FusedForward(model, CONTEXT), 8, 32), CONTEXT)
 
 
 def compiled_executor(model) -> str | None:
-    return why_compiled_is_wrong(CpuExecutor(Forward(model, CONTEXT), 8, 32, CONTEXT), CONTEXT)
+    return compiled_step_mismatch(CpuModelRunner(FusedForward(model, CONTEXT), 8, 32, CONTEXT), CONTEXT)
 
 
 def updates(model) -> str | None:
@@ -143,13 +145,13 @@ def test_right_paths_are_accepted_for_smollm2(dtype, adapters, check):
 
 
 def flipped_rotation(patch):
-    real = lean.signed
-    for module in (lean, forward):
-        patch.setattr(module, "signed", lambda sin: -real(sin))
+    real = fast_forward.signed_sin
+    for module in (fast_forward, fused_forward):
+        patch.setattr(module, "signed_sin", lambda sin: -real(sin))
 
 
 def missing_norm(patch):
-    for module in (lean, forward):
+    for module in (fast_forward, fused_forward):
         patch.setattr(module, "norm", lambda module, x: x * module.weight)
 
 
@@ -160,8 +162,8 @@ def wrong_scale(patch):
 
         return call
 
-    patch.setattr(Causal, "__call__", bent(Causal.__call__))
-    patch.setattr(cache.TorchAttend, "__call__", bent(cache.TorchAttend.__call__))
+    patch.setattr(CausalAttention, "__call__", bent(CausalAttention.__call__))
+    patch.setattr(kv_cache.TorchAttention, "__call__", bent(kv_cache.TorchAttention.__call__))
 
 
 def swapped_heads(patch):
@@ -171,15 +173,15 @@ def swapped_heads(patch):
 
         return call
 
-    patch.setattr(Causal, "__call__", bent(Causal.__call__))
-    patch.setattr(cache.TorchAttend, "__call__", bent(cache.TorchAttend.__call__))
+    patch.setattr(CausalAttention, "__call__", bent(CausalAttention.__call__))
+    patch.setattr(kv_cache.TorchAttention, "__call__", bent(kv_cache.TorchAttention.__call__))
 
 
 def wrong_mask(patch):
     """A token sees the one after it."""
-    real = cache.Lane.mask
-    patch.setattr(Causal, "__call__", lambda self, layer, q, k, v, scale, bounds=None: _ahead(q, k, v, scale))
-    patch.setattr(cache.Lane, "mask", lambda self, window, dtype: real(self, window, dtype).roll(-1, -2))
+    real = kv_cache.AttentionGroup.mask
+    patch.setattr(CausalAttention, "__call__", lambda self, layer, q, k, v, scale, bounds=None: _ahead(q, k, v, scale))
+    patch.setattr(kv_cache.AttentionGroup, "mask", lambda self, window, dtype: real(self, window, dtype).roll(-1, -2))
 
 
 def _ahead(q, k, v, scale):
@@ -190,14 +192,14 @@ def _ahead(q, k, v, scale):
 
 
 def dropped_bias(patch):
-    patch.setattr(joined.Joined, "__call__", lambda self, x: torch.nn.functional.linear(x, self.weight))
+    patch.setattr(fused_linear.FusedLinear, "__call__", lambda self, x: torch.nn.functional.linear(x, self.weight))
 
 
 def shifted_position(patch):
     """All positions by one: attention does not change by it, keys do."""
-    real = lean.turn
-    patch.setattr(lean, "turn", lambda x, cos, sin: real(x, cos.roll(-1, 0), sin.roll(-1, 0)))
-    patch.setattr(forward.Rope, "of", classmethod(_shifted(forward.Rope.of.__func__)))
+    real = fast_forward.rotate
+    patch.setattr(fast_forward, "rotate", lambda x, cos, sin: real(x, cos.roll(-1, 0), sin.roll(-1, 0)))
+    patch.setattr(fused_forward.RotaryTable, "of", classmethod(_shifted(fused_forward.RotaryTable.of.__func__)))
 
 
 def _shifted(real):
@@ -217,7 +219,7 @@ DEFECTS = (flipped_rotation, missing_norm, wrong_scale, swapped_heads, wrong_mas
 @pytest.mark.parametrize("weights", ["random", "outliers"])
 def test_wrong_paths_are_rejected(weights, dtype, check, defect, monkeypatch):
     model = model_of("qwen2", dtype, weights)  # it has biases
-    monkeypatch.setattr("arborl.engines.executor_check.Causal", Right)
+    monkeypatch.setattr("arborl.engines.local.runner_selection.CausalAttention", Right)
     defect(monkeypatch)
     assert check(model) is not None
 
@@ -231,16 +233,16 @@ def test_a_wrong_compiled_step_is_rejected(defect, monkeypatch):
 
 @pytest.mark.parametrize("setting", ["scale", "epsilon"])
 def test_a_compiled_step_with_another_scale_or_norm_is_rejected(setting):
-    executor = CpuExecutor(Forward(model_of("qwen2", "float32"), CONTEXT), 8, 32, CONTEXT)
+    executor = CpuModelRunner(FusedForward(model_of("qwen2", "float32"), CONTEXT), 8, 32, CONTEXT)
     setattr(executor.step, setting, getattr(executor.step, setting) * 1.25 + 0.1)
-    assert why_compiled_is_wrong(executor, CONTEXT) is not None
+    assert compiled_step_mismatch(executor, CONTEXT) is not None
 
 
 @pytest.mark.parametrize("wrong", ["bias", "heads"])
 def test_a_compiled_step_without_biases_or_with_swapped_heads_is_rejected(wrong, monkeypatch):
-    from arborl.engines import cpu_step
+    from arborl.engines.local import cpu_runner
 
-    real = cpu_step.effective
+    real = cpu_runner.merged_weight
 
     def bent(product):
         weight, bias = real(product)
@@ -251,7 +253,7 @@ def test_a_compiled_step_without_biases_or_with_swapped_heads_is_rejected(wrong,
         return weight[order], bias
 
     model = model_of("qwen2", "float32")
-    monkeypatch.setattr(cpu_step, "effective", bent)
+    monkeypatch.setattr(cpu_runner, "merged_weight", bent)
     assert compiled_executor(model) is not None
 
 
@@ -285,7 +287,7 @@ class HalvedGradientAttend(DenseAttend):
 def test_wrong_attention_over_trees_is_rejected(layers, weights, dtype, wrong, monkeypatch):
     model = model_of("llama", dtype, weights)
     if layers == "library":
-        lean.leave_to_library(model)
+        fast_forward.leave_to_library(model)
     assert why_wrong(model, Way("blocks")) is None
     monkeypatch.setitem(EXECUTORS, "blocks", Executor(wrong))
     assert why_wrong(model, Way("blocks")) is not None
@@ -316,13 +318,13 @@ def test_a_path_that_is_left_is_reported_once_and_counted(monkeypatch, caplog):
     flipped_rotation(monkeypatch)
     model = model_of("llama", "bfloat16")
     for _ in range(2):
-        executor = executors.executor_for(model, Pages(8, 32), CONTEXT, 4, lends=False, compiled=False)
-    assert not executor.forward.fused
+        executor = runner_selection.select_runner(model, BlockPool(8, 32), CONTEXT, 4, sleep_mode=False, compiled=False)
+    assert not executor.forward.is_fused
     lines = [line for line in caplog.messages if "without fused layers" in line]
     assert len(lines) == 1
     assert "slower" in lines[0]
     assert "Reason: " in lines[0]
-    assert fallbacks(model, "engine") == 1
+    assert count_fallbacks(model, "engine") == 1
     assert "no fused layers" in execution_paths(model)["engine"]
 
 
@@ -334,7 +336,7 @@ def test_checks_use_the_sample_text_where_there_is_one():
 
 
 def test_a_check_leaves_no_trace_in_the_cache():
-    executor = TorchExecutor(Forward(model_of("llama", "float32"), CONTEXT), 8, 32)
-    assert why_layers_are_wrong(executor, CONTEXT) is None
+    executor = TorchModelRunner(FusedForward(model_of("llama", "float32"), CONTEXT), 8, 32)
+    assert layers_mismatch(executor, CONTEXT) is None
     assert not executor.cache.keys.any()
     assert not executor.cache.values.any()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-from arborl.models.load import load_model, resolve
+from arborl.models.model_loading import load_model, resolve
 
 
 def test_models_that_are_read_at_once_are_whole_and_so_are_later_ones():

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from arborl.models.sampling import Shape, log_distribution
+from arborl.models.sampling import DistributionParams, sampling_logprobs
 from arborl.types import Sampling
 
 CPU = torch.device("cpu")
@@ -24,7 +24,9 @@ CPU = torch.device("cpu")
 def test_top_k_top_p_and_min_p_keep_what_transformers_keeps(seed, temperature, top_k, top_p, min_p):
     torch.manual_seed(seed)
     logits = torch.randn(4, 40, dtype=torch.float64) * 2
-    ours = log_distribution(logits, Shape.of([Sampling(8, temperature, top_k=top_k, top_p=top_p, min_p=min_p)], CPU))
+    ours = sampling_logprobs(
+        logits, DistributionParams.of([Sampling(8, temperature, top_k=top_k, top_p=top_p, min_p=min_p)], CPU)
+    )
     theirs = logits / temperature
     if top_k:
         theirs = TopKLogitsWarper(min(top_k, 40))(None, theirs)
@@ -38,13 +40,13 @@ def test_top_k_top_p_and_min_p_keep_what_transformers_keeps(seed, temperature, t
 def test_rows_may_differ_in_their_settings():
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.2]])).expand(3, 3)
     samplings = [Sampling(top_k=1), Sampling(top_p=0.6), Sampling()]
-    probs = log_distribution(logits, Shape.of(samplings, CPU)).exp()
+    probs = sampling_logprobs(logits, DistributionParams.of(samplings, CPU)).exp()
     torch.testing.assert_close(probs, torch.tensor([[1.0, 0.0, 0.0], [0.625, 0.375, 0.0], [0.5, 0.3, 0.2]]))
 
 
 def test_a_token_that_was_drawn_is_scored_even_if_it_would_not_be_drawn_now():
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.2]])).requires_grad_()
-    scored = log_distribution(logits, Shape.of([Sampling(top_k=1)], CPU), token_B=torch.tensor([2]))
+    scored = sampling_logprobs(logits, DistributionParams.of([Sampling(top_k=1)], CPU), token_B=torch.tensor([2]))
     assert scored[0, 2].exp().item() == pytest.approx(0.2 / 0.7)
     scored[0, 2].backward()
     assert torch.isfinite(logits.grad).all()

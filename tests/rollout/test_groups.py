@@ -235,7 +235,7 @@ def test_new_episodes_wait_while_the_engine_is_crowded(seedling):
         playing = most = 0
 
         @property
-        def crowded(self) -> bool:
+        def is_saturated(self) -> bool:
             return self.playing >= 3
 
         async def generate(self, prompt, sampling, *, session):

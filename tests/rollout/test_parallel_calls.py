@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from arborl.engines import Engine
 from arborl.agents.agent import FunctionAgent
 from arborl.chat import Conversations
 from arborl.engines.local import LocalEngine
@@ -31,7 +32,7 @@ class Once(Env):
         return Step(Observation(()), terminated=True)
 
 
-class Late:
+class Late(Engine):
     """An engine whose answers come when they like."""
 
     follows_weights = True
@@ -213,7 +214,7 @@ def test_equal_texts_in_other_tokens_go_on_from_the_message_they_are(seedling):
         tokens = (*ids, renderer.stop[0])
         completion = Completion(tokens, (0.0,) * len(tokens), Finish.STOP)
         said.append(renderer.read(completion))
-        conversations.sampled(prompt, completion, said=said[-1])
+        conversations.record(prompt, completion, said=said[-1])
     more = Message("user", "Go on.")
     for ids, message in zip((letters, whole, whole), (*said, replace(said[0])), strict=True):
         tokens = conversations.prompt([*WHO, message, more]).tokens

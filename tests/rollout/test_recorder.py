@@ -10,7 +10,7 @@ import pytest
 from arborl.agents.agent import FunctionAgent
 from arborl.agents.chat import ChatAgent
 from arborl.chat import HermesParser, Renderer, Template
-from arborl.chat.fit import cannot_fit
+from arborl.chat.conversation import messages_exceed
 from arborl.chat.messages import read_tools
 from arborl.engines.scripted import ScriptedEngine
 from arborl.envs.env import Env, Observation, Step
@@ -252,7 +252,9 @@ def test_an_observation_of_megabytes_fills_the_context_and_is_not_tokenised_to_f
 def test_a_long_text_of_long_tokens_is_shown():
     """The bound is in tokens: characters only say where to look."""
     tokenizer = Counting()
-    assert not cannot_fit([Message("user", " " * 100_000)], tokenizer, most=500)
-    assert cannot_fit([Message("tool", "a" * 100_000)], tokenizer, most=500)
-    assert not cannot_fit([Message("assistant", "a" * 100_000)], tokenizer, most=500)  # old thinking may be left out
-    assert not cannot_fit([Message("user", "a" * 4000)], tokenizer, most=500)  # tokenised whole, as ever
+    assert not messages_exceed([Message("user", " " * 100_000)], tokenizer, most=500)
+    assert messages_exceed([Message("tool", "a" * 100_000)], tokenizer, most=500)
+    assert not messages_exceed(
+        [Message("assistant", "a" * 100_000)], tokenizer, most=500
+    )  # old thinking may be left out
+    assert not messages_exceed([Message("user", "a" * 4000)], tokenizer, most=500)  # tokenised whole, as ever

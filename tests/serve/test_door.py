@@ -138,11 +138,11 @@ def test_an_engine_that_fails_again_and_again_is_left_alone_for_a_while(opened):
     from arborl.errors import EngineError
     from arborl.serve.speaker import Speaker
 
-    class Fails:
-        follows_weights, streams = True, True
+    class Fails(Engine):
+        follows_weights, can_stream = True, True
         calls = 0
 
-        async def generate(self, prompt, sampling, *, session, heard=None):
+        async def generate(self, prompt, sampling, *, session, listener=None):
             self.calls += 1
             raise EngineError("no")
 

@@ -218,7 +218,7 @@ def test_a_client_that_leaves_gives_its_place_back(address, opened):
                 await anext(got.aiter_bytes())
             assert got.status_code == 200
             for _ in range(200):
-                if not opened.served.engine.scheduler.busy:
+                if not opened.served.engine.scheduler.has_work:
                     return True
                 await asyncio.sleep(0.05)
             return False

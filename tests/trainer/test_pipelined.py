@@ -16,7 +16,7 @@ from arborl.config.load import load
 from arborl.engines.engine import PROBE
 from arborl.envs.games.frozen_lake import FrozenLake
 from arborl.errors import ConfigError, RunStopped
-from arborl.models.attention import Causal, library_hidden_states, logits
+from arborl.models.attention import CausalAttention, library_hidden_states, logits
 from arborl.rollout.store import EpisodeStore, to_json
 from arborl.seeds import derive
 from arborl.track.jsonl import read_metrics
@@ -171,7 +171,7 @@ def test_an_update_that_is_interrupted_is_whole(tmp_path):
 @pytest.mark.parametrize("more", [[], ["model.lora.rank=2"]], ids=["all weights", "adapters"])
 def test_what_is_sampled_while_the_learner_computes_is_of_the_version_that_it_says(more):
     parts = build(load(None, [*SMALL, *more, "trainer.steps=3", "rollout.max_lag=1"]))
-    if parts.engine.shared:
+    if parts.engine.shares_weights:
         pytest.skip("there is no C compiler")
     update, publish, generate = parts.learner.update, parts.engine.load, parts.engine.generate
     beside, kept, given, first, written = [], [], {}, [], threading.Event()
@@ -179,7 +179,7 @@ def test_what_is_sampled_while_the_learner_computes_is_of_the_version_that_it_sa
     async def late(prompt, sampling, *, session):
         """Those of the second batch get nothing until the first update is written."""
         task = session.split("#")[0]
-        if session != PROBE and task not in first:
+        if session != PROBE_SESSION and task not in first:
             first.append(task)
         while task in first[2:] and not written.is_set():
             await asyncio.sleep(0.01)
@@ -219,7 +219,7 @@ def test_what_is_sampled_while_the_learner_computes_is_of_the_version_that_it_sa
             model.load_state_dict(given[version], strict=False)
             read = torch.tensor([*call.prompt, *said.tokens[:-1]])
             with torch.no_grad():
-                hidden = library_hidden_states(model, read, torch.arange(len(read)), Causal())
+                hidden = library_hidden_states(model, read, torch.arange(len(read)), CausalAttention())
                 found = logits(model, hidden[len(call.prompt) - 1 :])
             scores = found.log_softmax(-1).gather(1, torch.tensor(said.tokens)[:, None])[:, 0]
             mine = np.array(said.versions or [version] * len(said.tokens)) == version

@@ -6,7 +6,7 @@ import asyncio
 
 import torch
 
-from arborl.models.compiled import at_once
+from arborl.models.c_library import run_parallel
 from arborl.trainer.thread import LearnerThread
 
 MANY = torch.full((1_000_000,), 1e-39)
@@ -33,5 +33,5 @@ def test_an_update_does_not_wade_through_numbers_next_to_nothing_and_other_threa
 
 def test_what_we_compiled_runs_beside_in_threads_that_take_them_for_zero():
     found = {}
-    at_once(lambda part: found.update({part: kept()}), 3)
+    run_parallel(lambda part: found.update({part: kept()}), 3)
     assert found == {0: len(MANY), 1: 0, 2: 0}  # the first is the caller's own thread

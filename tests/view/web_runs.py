@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from arborl.chat.tokenizer import FileTokenizer
-from arborl.models.find import resolve
+from arborl.models.model_files import resolve
 from arborl.rollout.store import EpisodeStore
 from arborl.rollout.term_store import NUMBERS, TermStore
 from arborl.types import Call, Completion, Episode, Failure, Finish, Group, Message, Stop, Task, ToolCall, Turn

@@ -13,10 +13,10 @@ def execution_of(model: PreTrainedModel) -> dict[str, str]:
     """Device, precision, and the execution paths of engine and learner."""
     import torch
 
-    from arborl.models.fallbacks import execution_paths
-    from arborl.models.place import place_of
+    from arborl.models.execution_paths import execution_paths
+    from arborl.models.model_loading import compute_device
 
-    place = place_of(model)
+    place = compute_device(model)
     name = str(place.device)
     if place.device.type == "cuda":
         name += f" ({torch.cuda.get_device_name(place.device)})"

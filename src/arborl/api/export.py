@@ -15,7 +15,7 @@ from arborl.build import copy_tokenizer, renderer_of
 from arborl.config.capabilities import READ
 from arborl.config.run import AgentConfig, RunConfig
 from arborl.errors import ConfigError, writing
-from arborl.models.find import check_supported, described, resolve, stored_dtype
+from arborl.models.model_files import check_supported, read_model_config, resolve, stored_dtype
 from arborl.registry import short
 
 if TYPE_CHECKING:
@@ -60,12 +60,12 @@ def export(
     config = settings_of(name, Asked(overrides, trust=trust), only=(READ,))
     config = config.model_copy(update={"agent": AgentConfig()})  # nothing that the run's folder names is imported
     folder, dtype = checkpoint.check_model(resolve(config.model.name)), dtype or config.model.dtype
-    about = described(folder)
+    about = read_model_config(folder)
     dtype = stored_dtype(about) if dtype == "auto" else dtype
     check_supported(about, config.model.name, 1)
 
-    from arborl.models.load import load_model
     from arborl.models.lora import export_merged, has_lora
+    from arborl.models.model_loading import load_model
 
     renderer, model = renderer_of(config, folder), load_model(folder, dtype, "cpu")
     merged = has_lora(model)
@@ -94,11 +94,11 @@ def _compared(
     import torch
     from transformers import AutoModelForCausalLM
 
-    from arborl.models.load import quiet
+    from arborl.models.model_loading import weight_loading
 
     most = getattr(model.config, "max_position_embeddings", None) or 64
     ids = torch.tensor([list(renderer.tokenizer.encode(TEXT))[: min(64, most)]])
-    with quiet():
+    with weight_loading():
         copy = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
     model.set_attn_implementation("eager")
     with torch.no_grad():

@@ -12,7 +12,7 @@ from arborl.config.load import load
 from arborl.config.run import RunConfig
 from arborl.config.trust import load_run
 from arborl.errors import ConfigError
-from arborl.models.find import holds_model
+from arborl.models.model_files import is_model_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +41,13 @@ def located(path: str, overrides: Sequence[str] = (), trust: bool = False, only:
     if place.suffix == ".yaml":
         config = load(place, overrides)
         return Located(config, config.model.name, place)
-    if run is place or (holds_model(place / "model") and (run / "config.yaml").exists()):
+    if run is place or (is_model_folder(place / "model") and (run / "config.yaml").exists()):
         config = load_run(run / "config.yaml", overrides, trust, only)
         folder = checkpoint.find(place / "checkpoints", "latest") if run is place else place
         step = re.fullmatch(r"step-(\d+)", folder.name)
         return Located(config, folder / "model", run, int(step[1]) if step else 0)
-    if holds_model(place / "model"):
+    if is_model_folder(place / "model"):
         place = place / "model"  # a checkpoint that was taken out of its run
-    if place.exists() and not holds_model(place):
+    if place.exists() and not is_model_folder(place):
         raise ConfigError(f"{path!r} is neither a run folder, a checkpoint, a model folder nor a YAML file.")
     return Located(load(None, overrides), place)

@@ -1,45 +1,51 @@
-"""The token bookkeeping of one episode: the next prompt extends the tokens of an earlier call wherever its text does.
+"""Token ids of an episode's prompts: a prompt extends the ids of an earlier call wherever its text does.
 
-Text decides, tokens follow. Each time the template says what the text of the conversation is (`growing.py`); where that
-begins with exactly what an earlier call was shown and wrote, the earlier call's ids are taken as they are and only
-the rest is tokenised. Where it does not (a message was deleted, old thinking was stripped, a sub-agent started), the
-prompt is tokenised whole and a new branch begins. So a sampled id is never changed, and nothing is ever patched.
+The text decides. Each time the template renders the conversation (`incremental.py`); if the text begins with the prompt
+and the reply of an earlier call, that call's ids are reused and only the rest is tokenised. Otherwise (a message was
+deleted, thinking was stripped, a sub-agent started) the prompt is tokenised as a whole and a new branch begins. A
+sampled id is never changed.
 
-Control text in a message is text, and counts as another text than the same of the template. A reply in which the model
-sampled a control token is therefore not gone on from: the next prompt shows it as text, on a new branch.
+Control text in a message is text and differs from the same control token of the template. A reply in which the model
+sampled a control token is therefore not continued: the next prompt shows it as text, on a new branch.
 """
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from arborl.chat.control import Joined, Rendered
-from arborl.chat.growing import Growing
-from arborl.chat.openings import Opening
+from arborl.chat.control_tokens import Rendered, TextParts
+from arborl.chat.incremental import FirstPrompt, IncrementalRenderer
 from arborl.chat.renderer import Renderer
+from arborl.chat.tokenizer import TextTokenizer
 from arborl.fast_init import fast_init
 from arborl.tokens import Tokens
 from arborl.types import Completion, Message, ToolSpec
 
 log = logging.getLogger(__name__)
 
+USUAL_CHARS, SLACK = 8, 16
+"""Characters per token that no text exceeds on average, and tokens that cutting a text may add."""
+JSON_FACTOR = 4
+"""How many times shorter than JSON a template may write tools."""
+
 
 @fast_init
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What the model is given."""
+    """Input of one model call."""
 
     tokens: Tokens
-    parts: Joined
+    parts: TextParts
     reused: int
-    """How many of the tokens, from the start, are an earlier call's; 0 begins a new branch."""
+    """Leading tokens of an earlier call; 0 begins a new branch."""
 
     @property
     def shown(self) -> Rendered:
-        return self.parts.whole
+        return self.parts.joined
 
     @property
     def text(self) -> str:
@@ -48,119 +54,118 @@ class Prompt:
 
 @fast_init
 @dataclass(frozen=True, slots=True)
-class Branch:
-    """What one call was shown and wrote."""
+class ConversationBranch:
+    """Prompt and reply of one call."""
 
-    shown: Joined
+    shown: TextParts
     prompt: Tokens
     sampled: tuple[int, ...]
-    said: Message | None = None
-    """What it wrote, as the agent was given it."""
+    reply: Message | None = None
 
     @property
     def size(self) -> int:
-        """Tokens of both."""
+        """Tokens of prompt and reply."""
         return len(self.prompt) + len(self.sampled)
 
 
-START = Branch(Joined(()), Tokens(), ())
+ROOT = ConversationBranch(TextParts(()), Tokens(), ())
 
 
 class Conversations:
-    """The branches of one episode; any number of conversations may be interleaved.
+    """The branches of one episode; conversations may be interleaved.
 
     Example:
         conversations = Conversations(renderer)
         prompt = conversations.prompt(messages)
         completion = await engine.generate(prompt.tokens, sampling, session="…")
-        conversations.sampled(prompt, completion)
+        conversations.record(prompt, completion)
         messages += [renderer.read(completion), Message("user", "Go on.")]
         conversations.prompt(messages).tokens     # begins with prompt.tokens + completion.tokens
     """
 
     def __init__(self, renderer: Renderer):
         self.renderer = renderer
-        self._growing = Growing(renderer)
-        self._branches: list[Branch] = []
+        self._incremental = IncrementalRenderer(renderer)
+        self._branches: list[ConversationBranch] = []
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), begins: str = "") -> Prompt:
-        """The ids to sample from, for these messages; with `begins`, behind the beginning of the reply."""
-        if not self._branches and not begins and (opening := self._opening(messages, tools)) is not None:
-            return Prompt(opening.tokens.copy(), opening.shown, reused=0)
-        shown, branch, rest = self._new(messages, tools, begins)
+        """Token ids of these messages, followed by the start `begins` of the reply."""
+        if not self._branches and not begins and (first := self._first_prompt(messages, tools)) is not None:
+            return Prompt(first.tokens.copy(), first.shown, reused=0)
+        shown, branch, rest = self._extend(messages, tools, begins)
         further = [*branch.sampled, *rest]
         return Prompt(branch.prompt + further, shown, reused=branch.size)
 
     def count(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> int:
-        """How many ids these messages would make."""
-        _, branch, rest = self._new(messages, tools)
+        """Number of token ids of these messages."""
+        _, branch, rest = self._extend(messages, tools)
         return branch.size + len(rest)
 
-    def _opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Opening | None:
-        """The first prompt, where it is kept: other episodes of the group have the same."""
-        opening = self.renderer.openings.find(messages, tools)
-        if opening is not None and opening.talk is not None:
-            self._growing.begin(opening.talk)
-        return opening
+    def _first_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> FirstPrompt | None:
+        """The cached first prompt: the episodes of a group share it."""
+        first = self.renderer.first_prompts.find(messages, tools)
+        if first is not None and first.conversation is not None:
+            self._incremental.start_from(first.conversation)
+        return first
 
-    def _new(
+    def _extend(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], begins: str = ""
-    ) -> tuple[Joined, Branch, list[int]]:
-        """The text, the branch it goes on from, and the ids that are new."""
-        shown = self._growing.render(messages, tools)
-        shown = shown.plus(self.renderer.said(begins)) if begins else shown
-        branch = self._begun(shown, messages)
+    ) -> tuple[TextParts, ConversationBranch, list[int]]:
+        """The text, the branch that it extends, and the new ids."""
+        shown = self._incremental.render(messages, tools)
+        shown = shown.extended(self.renderer.escape_reply(begins)) if begins else shown
+        branch = self._longest_branch(shown, messages)
         return shown, branch, self._encode(shown, branch)
 
-    def _begun(self, shown: Joined, messages: Sequence[Message]) -> Branch:
-        """The longest branch that this text goes on from.
+    def _longest_branch(self, shown: TextParts, messages: Sequence[Message]) -> ConversationBranch:
+        """The longest branch that this text extends.
 
-        Of equally long ones that whose very message is among these, for two that were asked side by side may have
-        written the same text in other tokens; else the latest: an agent that asks twice goes on from its second answer.
-        The latest is nearly always the one, so the others are told apart by their length alone.
+        Among branches of equal length the one whose reply is among the messages, because parallel calls may write the
+        same text in other tokens; otherwise the latest, because an agent that calls twice continues the second reply.
         """
-        best = START
+        best = ROOT
         for branch in reversed(self._branches):
             longer = branch.shown.size - best.shown.size
             if longer < 0 or not shown.starts_with(branch.shown):
                 continue
-            if longer or (among(branch, messages) and not among(best, messages)):
+            if longer or (contains_reply(messages, branch) and not contains_reply(messages, best)):
                 best = branch
         return best
 
-    def sampled(
+    def record(
         self,
         prompt: Prompt,
         completion: Completion,
         at: int | None = None,
-        said: Message | None = None,
-        written: tuple[str, str] | None = None,
+        reply: Message | None = None,
+        texts: tuple[str, str] | None = None,
     ) -> None:
-        """Record what the model answered to `prompt`. Earlier branches stay: a later prompt may leave from them.
+        """Record the model's completion of `prompt` as a branch.
 
         Args:
-            prompt: what it was given.
-            completion: what it sampled.
-            at: the call's place among the others, where they overlap; without one it is the latest.
-            said: the message that the agent was given.
-            written: what `Renderer.written` gives for the completion, where that is known.
+            prompt: the input of the call.
+            completion: its sampled tokens.
+            at: index of the call among concurrent ones; the last without one.
+            reply: the message that the agent got.
+            texts: result of `Renderer.split_completion`, if known.
         """
         renderer, ids = self.renderer, completion.tokens
-        content, end = renderer.written(completion) if written is None else written
-        within = ids[:-1] if ids and ids[-1] in renderer.stop else ids
-        branch = START
-        if renderer.unspoken.isdisjoint(within):
-            parts = prompt.parts.plus(renderer.said(content), Rendered(end))
-            branch = Branch(parts, prompt.tokens, ids, said)
+        content, end = renderer.split_completion(completion) if texts is None else texts
+        content_ids = ids[:-1] if ids and ids[-1] in renderer.stop else ids
+        branch = ROOT
+        if renderer.template_only.isdisjoint(content_ids):
+            parts = prompt.parts.extended(renderer.escape_reply(content), Rendered(end))
+            branch = ConversationBranch(parts, prompt.tokens, ids, reply)
         else:
-            _tell(renderer.tokenizer.decode([next(token for token in within if token in renderer.unspoken)]))
+            first = next(token for token in content_ids if token in renderer.template_only)
+            _warn_control_token(renderer.tokenizer.decode([first]))
         self._branches.insert(len(self._branches) if at is None else at, branch)
 
-    def _encode(self, shown: Joined, after: Branch) -> list[int]:
-        """The only place where a prompt is tokenised.
+    def _encode(self, shown: TextParts, after: ConversationBranch) -> list[int]:
+        """Ids of the text behind a branch.
 
-        A stop token is a hard border, so the ids behind it do not depend on what is before it, but they may depend on
-        its being there: some tokenizers mark the start of a text, and some control tokens take white space after them.
+        Ids behind a stop token do not depend on the text before it, but they may depend on the token itself: some
+        tokenizers mark the start of a text, and some control tokens absorb white space behind them.
         """
         renderer, last, size = self.renderer, after.sampled[-1:], after.shown.size
         if last and last[0] in renderer.stop and size < shown.size:
@@ -170,17 +175,60 @@ class Conversations:
         return renderer.encode(shown.after(size))
 
 
-def among(branch: Branch, messages: Sequence[Message]) -> bool:
-    """Whether what the branch wrote is one of these: the very object, for equal ones were sampled elsewhere."""
-    return any(message is branch.said for message in messages)
+def contains_reply(messages: Sequence[Message], branch: ConversationBranch) -> bool:
+    """Whether the branch's reply is one of these objects; an equal message may come from another call."""
+    return any(message is branch.reply for message in messages)
 
 
 @cache
-def _tell(token: str) -> None:
-    """Once: a model whose format has this token within replies needs a parser that says so."""
+def _warn_control_token(token: str) -> None:
+    """Warn once per token."""
     log.warning(
         "the model wrote the control token %s within a reply; later prompts show it as text. If its tool calls begin "
         "with it, give its parser `tokens = (%r,)`.",
         token,
         token,
     )
+
+
+# ------------------------------------------------------------------------------------------------ context limits
+
+
+def messages_exceed(messages: Sequence[Message], tokenizer: TextTokenizer, most: int) -> bool:
+    """Whether the messages not written by the model have more than `most` tokens, mostly without tokenising them."""
+    written = [message.content for message in messages if message.role != "assistant"]
+    if sum(map(len, written)) <= USUAL_CHARS * most:
+        return False
+    return has_more_tokens("".join(written), tokenizer.encode, most)
+
+
+def tools_exceed(messages: Sequence[Message], tools: Sequence[ToolSpec], tokenizer: TextTokenizer, most: int) -> bool:
+    """Whether tools and tool calls have far more than `most` tokens in any template's form."""
+    text = tool_text(messages, tools)
+    return len(text) > USUAL_CHARS * most and has_more_tokens(text, tokenizer.encode, JSON_FACTOR * most)
+
+
+def tool_text(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
+    """Tools and tool calls as JSON."""
+    calls = [[call.name, call.arguments] for message in messages for call in message.tool_calls]
+    specs = [[tool.name, tool.description, tool.parameters] for tool in tools]
+    return json.dumps([calls, specs], ensure_ascii=False, default=str) if calls or specs else ""
+
+
+def rendered_exceeds(shown: Rendered, renderer: Renderer, most: int) -> bool:
+    """Whether a rendered conversation has more than `most` tokens, mostly without tokenising it."""
+    return has_more_tokens(shown.text, lambda part: renderer.encode(shown.until(len(part))), most)
+
+
+def has_more_tokens(text: str, encode: Callable[[str], Sequence[int]], most: int) -> bool:
+    """Whether a text has more than `most` tokens.
+
+    Tokenising megabytes would block all other episodes for seconds. A prefix of the text suffices in general; only if
+    it has long tokens, prefixes of double length follow.
+    """
+    end = USUAL_CHARS * most
+    while end < len(text):
+        if len(encode(text[:end])) > most + SLACK:
+            return True
+        end *= 2
+    return False

@@ -1,4 +1,4 @@
-"""Everything one model needs to talk: its tokenizer, its template, its way of calling tools, and where it stops."""
+"""Tokenizer, chat template, tool-call format and stop tokens of one model."""
 
 from __future__ import annotations
 
@@ -9,13 +9,20 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from arborl.chat.built_in import BUILT_IN, chosen, usual
-from arborl.chat.control import THINKING, Quoting, Rendered, undivided
-from arborl.chat.formats import Parser, choose
-from arborl.chat.openings import Openings
-from arborl.chat.template import Template
+from arborl.chat.builtin_templates import (
+    BUILTIN_TEMPLATES,
+    TemplateSupport,
+    add_tool_section,
+    calls_as_text,
+    default_template,
+    template_source,
+    template_support,
+)
+from arborl.chat.chat_template import Template
+from arborl.chat.control_tokens import THINKING, MessageEscaper, Rendered, remove_dividers
+from arborl.chat.formats import ToolCallParser, make_parser
+from arborl.chat.incremental import FirstPromptCache
 from arborl.chat.tokenizer import END_OF_TURN, FileTokenizer, Tokenizer
-from arborl.chat.tool_section import Shown, shown_by, spelt_out, with_tools
 from arborl.errors import ConfigError
 from arborl.types import Completion, Message, ToolSpec
 
@@ -24,170 +31,162 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Renderer:
-    """Messages to the model's text, and its completions to messages.
+    """Messages to the model's text, and completions to messages.
 
     Example:
         renderer = Renderer.from_folder("models/qwen")
-        renderer.text([Message("user", "Hi")])     # what the model is shown
+        renderer.text([Message("user", "Hi")])     # the prompt's text
         renderer.read(completion)                  # Message("assistant", "Hello!", sampled=True)
     """
 
     tokenizer: Tokenizer
     template: Template
-    parser: Parser
+    parser: ToolCallParser
     stop: tuple[int, ...]
-    """Ids that end a completion; give them to the engine as `Sampling.stop`."""
-    shown: Shown | None = None
-    """What the model's template showed of tools before it was given a place for them; None where nobody has looked."""
-    quoting: Quoting = field(init=False, repr=False, compare=False)
-    unspoken: frozenset[int] = field(init=False, repr=False, compare=False)
-    """Ids of control tokens that have no place within a reply."""
-    openings: Openings = field(init=False, repr=False, compare=False)
-    """First prompts that were rendered already."""
+    """Ids that end a completion, for `Sampling.stop`."""
+    support: TemplateSupport | None = None
+    """What the template showed before it got a tool section; None if unknown."""
+    escaper: MessageEscaper = field(init=False, repr=False, compare=False)
+    template_only: frozenset[int] = field(init=False, repr=False, compare=False)
+    """Ids of control tokens that replies must not contain."""
+    first_prompts: FirstPromptCache = field(init=False, repr=False, compare=False)
     anchor: str = field(init=False, repr=False, compare=False)
-    """Text of the first of the stop tokens."""
+    """Text of the first stop token."""
 
     def __post_init__(self) -> None:
         known, source = self.tokenizer, "\n".join(self.template.sources)
-        spoken = {*THINKING, *getattr(self.parser, "tokens", ())}
-        quoting = Quoting(known.control, spoken, [tag for tag in known.tags if tag in source])
-        unspoken = frozenset(found for text in known.control - spoken if (found := known.token_id(text)) is not None)
-        object.__setattr__(self, "quoting", quoting)
-        object.__setattr__(self, "unspoken", unspoken)
-        object.__setattr__(self, "openings", Openings(self))
+        spoken = {*THINKING, *self.parser.tokens}
+        escaper = MessageEscaper(known.control, spoken, [tag for tag in known.tags if tag in source])
+        ids = (known.token_id(text) for text in known.control - spoken)
+        object.__setattr__(self, "escaper", escaper)
+        object.__setattr__(self, "template_only", frozenset(token for token in ids if token is not None))
+        object.__setattr__(self, "first_prompts", FirstPromptCache(self))
         object.__setattr__(self, "anchor", known.decode(self.stop[:1]))
 
     @classmethod
     def from_folder(
         cls,
         folder: str | Path,
-        tool_format: Parser | str = "auto",
+        tool_format: ToolCallParser | str = "auto",
         chat_args: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
     ) -> Renderer:
-        """From a model folder in Hugging Face's layout.
+        """The renderer of a model folder in Hugging Face's layout.
 
         Args:
             folder: of the model.
-            tool_format: how it writes tool calls: a parser, a name from `PARSERS`, or `auto` for what its chat template
-                shows it.
-            chat_args: arguments of its chat template, such as `enable_thinking`.
-            chat_template: in place of the model's own: a name from `BUILT_IN`, a file, or Jinja. A model that has none
-                is given a built-in one.
+            tool_format: format of tool calls: a parser, a name from `PARSERS`, or `auto` for the template's.
+            chat_args: variables of the chat template, such as `enable_thinking`.
+            chat_template: replaces the model's own: a name from `BUILTIN_TEMPLATES`, a file, or Jinja. A model without
+                a template gets a built-in one.
         """
         tokenizer = FileTokenizer(folder)
         sources = tokenizer.chat_templates
-        asked = chat_template
-        if asked is None and not sources:
-            asked = usual(tokenizer)
-            log.warning(
-                "%s has no chat template: the built-in one called %s is used (model.chat_template)", folder, asked
-            )
-        if asked is not None:
-            sources = {"default": chosen(asked, tokenizer)}
-        parser = choose(tool_format, sources.values()) if isinstance(tool_format, str) else tool_format
-        template, shown = _with_tools(tokenizer, sources, parser, chat_args)
-        made = cls(tokenizer, template, parser, _stop(tokenizer), shown)
-        if asked is not None:
-            _check_end(made, asked)
-        return made
+        setting = chat_template
+        if setting is None and not sources:
+            setting = default_template(tokenizer)
+            log.warning("%s has no chat template; uses the built-in %s (model.chat_template)", folder, setting)
+        if setting is not None:
+            sources = {"default": template_source(setting, tokenizer)}
+        parser = make_parser(tool_format, sources.values()) if isinstance(tool_format, str) else tool_format
+        template, support = _template_with_tools(tokenizer, sources, parser, chat_args)
+        renderer = cls(tokenizer, template, parser, _stop_tokens(tokenizer), support)
+        if setting is not None:
+            _check_end_token(renderer, setting)
+        return renderer
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = (), generation: bool = True) -> Rendered:
-        """The conversation as the model is shown it, up to where its answer begins; without `generation`, up to the end
-        of the last message.
-
-        The text, and where in it a control token is none because somebody wrote it into a message.
-        """
-        return self.template.quoted(self.adapted(messages, tools), tools, generation, self.quoting)
+        """The conversation's text up to the start of the reply; without `generation`, to the end of the last message.
+        Control text of messages is quoted in it."""
+        return self.template.render_escaped(self.adapted(messages, tools), tools, generation, self.escaper)
 
     def adapted(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Sequence[Message]:
-        """The messages, with calls in their text where the template would leave them out."""
-        shown = self.shown
-        if shown is None or shown.tools:
+        """The messages, with tool calls as text if the template ignores them."""
+        support = self.support
+        if support is None or support.tools:
             return messages
         if tools:
-            _tell()
-        if shown.calls or not any(message.tool_calls and not message.sampled for message in messages):
+            _warn_tool_section()
+        if support.calls or not any(message.tool_calls and not message.sampled for message in messages):
             return messages
-        return [spelt_out(message, self.parser) for message in messages]
+        return [calls_as_text(message, self.parser) for message in messages]
 
     def text(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> str:
-        """The text of that alone, for people."""
+        """The conversation's text, for display."""
         return self.render(messages, tools).text
 
     def encode(self, rendered: Rendered) -> list[int]:
-        """Ids of what was rendered, or of a part of it."""
+        """Ids of a rendered text or of a part of it."""
         if rendered.quoted:
             return self.tokenizer.encode(rendered.text, rendered.quoted)
         return self.tokenizer.encode(rendered.text)
 
-    def said(self, text: str) -> Rendered:
-        """A reply's text: tool calls may be marked by control tokens; all others in it are text."""
-        return undivided(self.quoting.spoken(text))
+    def escape_reply(self, text: str) -> Rendered:
+        """A reply's text: control tokens of tool calls stay, all others are quoted."""
+        return remove_dividers(self.escaper.spoken(text))
 
     def read(self, completion: Completion, begins: str = "") -> Message:
-        """The message that was sampled, behind what it was given to begin with. Its content is the text exactly, white
-        space included."""
-        return self.message(begins + self.written(completion)[0])
+        """The sampled message, behind its given start `begins`. Its content is the exact text."""
+        return self.message(begins + self.split_completion(completion)[0])
 
     def message(self, content: str) -> Message:
-        """The message that a sampled text is."""
+        """The message of a sampled text, with its tool calls."""
         return Message("assistant", content, tool_calls=self.parser.parse(content), sampled=True)
 
-    def written(self, completion: Completion) -> tuple[str, str]:
-        """The text of a completion, and that of the stop token that ended it (empty if none did)."""
+    def split_completion(self, completion: Completion) -> tuple[str, str]:
+        """The text of a completion, and the text of its stop token (empty without one)."""
         ids = completion.tokens
         if ids and ids[-1] in self.stop:
             return self.decode(ids[:-1]), self.tokenizer.decode(ids[-1:])
         return self.decode(ids), ""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of sampled ids, or of some of them in a row."""
-        # Some decoders drop a space at the very start of a text; behind a control token it is not at the start.
+        """The text of sampled ids. Some decoders drop a space at the start of a text, so the ids are decoded behind a
+        control token."""
         return self.tokenizer.decode((*self.stop[:1], *ids)).removeprefix(self.anchor)
 
 
-def _with_tools(
-    tokenizer: FileTokenizer, sources: Mapping[str, str], parser: Parser, chat_args: Mapping[str, Any] | None
-) -> tuple[Template, Shown]:
-    """The template, with a place for tools, and whether it had one before."""
-    named = (tokenizer.bos_token, tokenizer.eos_token)
-    template = Template(sources["default"], *named, with_tools=sources.get("tool_use"), arguments=chat_args)
-    shown = shown_by(template)
-    if "tool_use" in sources:  # its makers wrote it for tools
-        return template, replace(shown, tools=True)
-    if not shown.tools:
-        template = Template(with_tools(sources["default"], shown, parser), *named, arguments=chat_args)
-    return template, shown
+def _template_with_tools(
+    tokenizer: FileTokenizer, sources: Mapping[str, str], parser: ToolCallParser, chat_args: Mapping[str, Any] | None
+) -> tuple[Template, TemplateSupport]:
+    """The template, with a tool section if it ignores tools, and what it supported before."""
+    special = (tokenizer.bos_token, tokenizer.eos_token)
+    template = Template(sources["default"], *special, with_tools=sources.get("tool_use"), arguments=chat_args)
+    support = template_support(template)
+    if "tool_use" in sources:  # the model's own template for tools
+        return template, replace(support, tools=True)
+    if not support.tools:
+        template = Template(add_tool_section(sources["default"], support, parser), *special, arguments=chat_args)
+    return template, support
 
 
 @cache
-def _tell() -> None:
-    """Once: what the model is told of its tools is not of its makers' writing."""
-    log.warning("the model's chat template has no place for tools: they are described in the system message")
+def _warn_tool_section() -> None:
+    """Warn once."""
+    log.warning("the model's chat template ignores tools: they are described in the system message")
 
 
-def _check_end(renderer: Renderer, asked: str) -> None:
-    """What this template writes behind an answer must be a token at which sampling stops."""
-    said = "An answer of some words."
-    talk = [Message("user", "Hello."), Message("assistant", said), Message("user", "Go on.")]
-    text = renderer.text(talk)
-    behind = text[text.find(said) + len(said) :] if said in text else ""
+def _check_end_token(renderer: Renderer, setting: str) -> None:
+    """Raise ConfigError unless the template ends replies with a stop token."""
+    reply = "An answer of some words."
+    messages = [Message("user", "Hello."), Message("assistant", reply), Message("user", "Go on.")]
+    text = renderer.text(messages)
+    behind = text[text.find(reply) + len(reply) :] if reply in text else ""
     if renderer.tokenizer.encode(behind)[:1] not in [[stop] for stop in renderer.stop]:
         ends = " or ".join(repr(renderer.tokenizer.decode([stop])) for stop in renderer.stop)
-        name = asked if asked in BUILT_IN else "…"
+        name = setting if setting in BUILTIN_TEMPLATES else "…"
         raise ConfigError(
-            f"model.chat_template={name}: behind an answer it writes {behind[:16]!r}, and the tokens that end one of "
-            f"this model are {ends}. Write one of them there, or choose model.chat_template=plain."
+            f"model.chat_template={name}: it writes {behind[:16]!r} behind a reply, but the model's end tokens are "
+            f"{ends}. Write one of them there, or choose model.chat_template=plain."
         )
 
 
-def _stop(tokenizer: FileTokenizer) -> tuple[int, ...]:
+def _stop_tokens(tokenizer: FileTokenizer) -> tuple[int, ...]:
     turns = [found for text in END_OF_TURN if (found := tokenizer.token_id(text)) is not None]
     stop = tuple(dict.fromkeys([*tokenizer.eos_ids, *turns]))
     if not stop:
         raise ConfigError(
-            f"{tokenizer.folder}: nothing says which token ends an answer. Write eos_token in tokenizer_config.json, "
-            "or eos_token_id in generation_config.json."
+            f"{tokenizer.folder}: no end token is defined. Write eos_token in tokenizer_config.json, or eos_token_id "
+            "in generation_config.json."
         )
     return stop

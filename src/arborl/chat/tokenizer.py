@@ -1,4 +1,4 @@
-"""Text to token ids and back. Control tokens are parsed where they stand, unless quoted, and never added."""
+"""Text to token ids and back. Control tokens in the text are parsed unless quoted; none are added."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from typing import Any, Protocol
 import tokenizers
 from tokenizers.models import Model
 
-from arborl.chat.control import any_of
+from arborl.chat.control_tokens import alternation
 from arborl.errors import ConfigError
 
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<end_of_turn>", "<|end_of_turn|>")
-"""Tokens that end an assistant's turn wherever they exist; model files often forget to list them."""
+"""Tokens that end an assistant's turn; model files often omit them."""
 TAG = re.compile(r"<[^\s<>]+>|\[[^\s\[\]]+\]")
-"""What a token looks like that a template may put around something."""
-STAND_INS = range(0x10FFFD, 0x100000, -1)
-"""Private characters; one that is not in the text marks its control tokens."""
-REMEMBERED = 8192
-"""Texts whose ids are kept, and lists of ids whose text is; the least recently used leave first."""
-SHORT_TEXT, SHORT_IDS = 2048, 64
-"""Longer ones are not kept."""
+"""Form of tokens that a template may write around content."""
+PREFIX_CHARS = range(0x10FFFD, 0x100000, -1)
+"""Private-use characters; one that is not in the text marks its control tokens."""
+CACHE_SIZE = 8192
+"""Entries of the caches of encoded texts and decoded ids."""
+MAX_CACHED_TEXT, MAX_CACHED_IDS = 2048, 64
+"""Maximum length of their keys."""
 
 
 class Tokenizer(Protocol):
-    """What the rest of Arbor needs of a tokenizer."""
+    """The interface of tokenizers."""
 
     def encode(self, text: str, quoted: Sequence[int] = ()) -> list[int]:
         """Token ids of `text`. `<|im_end|>` in the text is that token; no BOS or EOS is added.
 
-        Where it covers one of the places `quoted` (in order), it is text. Never called with such places where there are
-        neither control tokens nor tags.
+        Where it covers one of the positions `quoted` (in order), it is text. There are no such positions without
+        control tokens and tags.
         """
         ...
 
@@ -45,7 +45,7 @@ class Tokenizer(Protocol):
         ...
 
     def token_id(self, text: str) -> int | None:
-        """The id of the one token that is `text`, if there is one."""
+        """The id of the token `text`, if there is one."""
         ...
 
     @property
@@ -53,18 +53,18 @@ class Tokenizer(Protocol):
 
     @property
     def control(self) -> frozenset[str]:
-        """Tokens by which a template says whose turn it is, or that stand for what is no text."""
+        """Control tokens: those that structure turns or stand for something that is no text."""
         ...
 
     @property
     def tags(self) -> frozenset[str]:
-        """Other tokens of the form `<…>` or `[…]`. Anybody may write them, but a template may use them as marks."""
+        """Other tokens of the form `<…>` or `[…]`, which messages may contain and templates may use."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TextTokenizer:
-    """A tokenizer for what others wrote: no text of theirs becomes a control token, or is counted as one."""
+    """A tokenizer for text of messages: nothing in it becomes a control token."""
 
     tokenizer: Tokenizer
 
@@ -100,26 +100,26 @@ class FileTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
             raise ConfigError(f"{file}: not a tokenizer that `tokenizers` can read: {error}") from error
-        # A folder saved after supervised training often has both on, and they would cut or fill every prompt.
+        # Folders saved after supervised training often enable both, which would cut or pad every prompt.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._settings = _read_json(self.folder / "tokenizer_config.json")
         self._special = _read_json(self.folder / "special_tokens_map.json")
         self.bos_token = self._named("bos_token")
         self.eos_token = self._named("eos_token")
-        # Siblings of a group are shown the same states, and say the same things.
-        self._known_ids = lru_cache(REMEMBERED)(self._encode)
-        self._known_text = lru_cache(REMEMBERED)(self._decode)
+        # The episodes of a group share many texts.
+        self._cached_ids = lru_cache(CACHE_SIZE)(self._encode)
+        self._cached_text = lru_cache(CACHE_SIZE)(self._decode)
 
     def encode(self, text: str, quoted: Sequence[int] = ()) -> list[int]:
         if quoted or self._folds:
             begins, any_quoted = self._unquoted(text, quoted)
             if any_quoted or self._folds:
                 return self._quoted.encode(text, begins)
-        return list((self._known_ids if len(text) <= SHORT_TEXT else self._encode)(text))
+        return list((self._cached_ids if len(text) <= MAX_CACHED_TEXT else self._encode)(text))
 
     def _unquoted(self, text: str, quoted: Sequence[int]) -> tuple[list[int], bool]:
-        """Where control tokens and tags begin that are none of the quoted, and whether there are quoted ones."""
+        """Positions of unquoted control tokens and tags, and whether there are quoted ones."""
         begins, any_quoted, at = [], False, 0
         while found := self._marks.search(text, at):
             begin, at = found.span()
@@ -131,10 +131,10 @@ class FileTokenizer:
         return begins, any_quoted
 
     def decode(self, ids: Sequence[int]) -> str:
-        return (self._known_text if len(ids) <= SHORT_IDS else self._decode)(tuple(ids))
+        return (self._cached_text if len(ids) <= MAX_CACHED_IDS else self._decode)(tuple(ids))
 
     def __reduce__(self) -> tuple[type[FileTokenizer], tuple[Path]]:
-        return FileTokenizer, (self.folder,)  # what is remembered stays where it is
+        return FileTokenizer, (self.folder,)  # without the caches
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(_ids(self._tokenizer, text))
@@ -146,7 +146,7 @@ class FileTokenizer:
         return self._tokenizer.token_to_id(text)
 
     def text_of(self, number: int) -> str | None:
-        """The token with this id, as the vocabulary writes it."""
+        """The vocabulary entry of this id."""
         return self._tokenizer.id_to_token(number)
 
     @property
@@ -155,7 +155,7 @@ class FileTokenizer:
 
     @property
     def wants_bos(self) -> bool:
-        """Whether its makers' own code puts the begin token before a text; then a template should write it."""
+        """Whether the model expects a begin token, which the template should write."""
         return bool(self.bos_token and self._settings.get("add_bos_token"))
 
     @cached_property
@@ -173,11 +173,11 @@ class FileTokenizer:
 
     @cached_property
     def _marks(self) -> re.Pattern[str]:
-        return re.compile(any_of(self.control | self.tags) or "(?!)")
+        return re.compile(alternation(self.control | self.tags) or "(?!)")
 
     @cached_property
     def _folds(self) -> bool:
-        """Whether text that only becomes a control token's when it is normalised would be taken for one."""
+        """Whether normalisation may turn text into a control token."""
         return self._tokenizer.normalizer is not None and any(self._added[text].normalized for text in self.control)
 
     @cached_property
@@ -186,7 +186,7 @@ class FileTokenizer:
 
     @cached_property
     def eos_ids(self) -> tuple[int, ...]:
-        """Ids that end a completion, as the model's own files say; the first is `eos_token`."""
+        """Ids that end a completion by the model's files; the first is `eos_token`."""
         ids = []
         if self.eos_token is not None:
             known = self.token_id(self.eos_token)
@@ -203,12 +203,12 @@ class FileTokenizer:
 
     @cached_property
     def chat_templates(self) -> dict[str, str]:
-        """Jinja sources by name: `default`, and `tool_use` where the model has its own for tools; empty without any."""
+        """Jinja sources by name: `default`, and `tool_use` if the model has one for tools; empty without any."""
         file = self.folder / "chat_template.jinja"
         extra = sorted((self.folder / "additional_chat_templates").glob("*.jinja"))
         given = self._settings.get("chat_template")
         found: dict[str, str] = {}
-        if file.is_file() or extra:  # these files, where there are any, replace the key
+        if file.is_file() or extra:  # these files replace the key
             found = {path.stem: path.read_text(encoding="utf-8") for path in extra}
             if file.is_file():
                 found["default"] = file.read_text(encoding="utf-8")
@@ -224,45 +224,44 @@ class FileTokenizer:
         return found
 
     def _named(self, key: str) -> str | None:
-        """A special token's text; files give it bare, or as an object with its `content`."""
+        """A special token's text; files have a string or an object with `content`."""
         given = self._settings.get(key) or self._special.get(key)
         return given["content"] if isinstance(given, dict) else given
 
 
 class QuotedText:
-    """The same tokenizer, but with its control tokens and tags under other names, which only the caller can write.
+    """The tokenizer with renamed control tokens and tags, whose new names cannot occur in the text.
 
-    Everything else about it is as it was: where texts are split, which tokens take the white space beside them, what
-    stands at the beginning. So ids differ only where a control token's text is now text.
+    Splitting, white space and the start of a text work as before, so ids differ only where control text is quoted.
 
     Args:
-        tokenizer: the one.
-        names: tokens that get other names.
+        tokenizer: the original.
+        names: tokens to rename.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, names: frozenset[str]):
         self._tokenizer, self._names = tokenizer, names
-        self._known = lru_cache(4)(self._renamed)
+        self._cached = lru_cache(4)(self._renamed)
 
     def encode(self, text: str, begins: Sequence[int]) -> list[int]:
         """Ids of `text`, in which tokens of those names begin at `begins`, and nowhere else."""
-        stand_in = next(sign for sign in map(chr, STAND_INS) if sign not in text)
+        prefix = next(sign for sign in map(chr, PREFIX_CHARS) if sign not in text)
         cuts = [0, *begins, len(text)]
-        marked = stand_in.join(text[cuts[i] : cuts[i + 1]] for i in range(len(cuts) - 1))
-        renamed, ids = self._known(stand_in)
+        marked = prefix.join(text[cuts[i] : cuts[i + 1]] for i in range(len(cuts) - 1))
+        renamed, ids = self._cached(prefix)
         return [ids.get(token, token) for token in _ids(renamed, marked)]
 
-    def _renamed(self, stand_in: str) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
-        """A tokenizer in which `stand_in` begins those names, and which of its ids are which of ours."""
-        made = self._with_model(self._tokenizer.model, stand_in)
+    def _renamed(self, prefix: str) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
+        """A tokenizer with `prefix` in front of those names, and the map of its ids to the original ones."""
+        made = self._with_model(self._tokenizer.model, prefix)
         if any(
             self._tokenizer.token_to_id(name) in made[0].encode(name, add_special_tokens=False).ids
             for name in self._names
         ):
-            made = self._with_model(self._model_without(stand_in), stand_in)
+            made = self._with_model(self._model_without(prefix), prefix)
         return made
 
-    def _with_model(self, model: Model, stand_in: str) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
+    def _with_model(self, model: Model, prefix: str) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
         made, known = tokenizers.Tokenizer(model), self._tokenizer
         if known.normalizer is not None:
             made.normalizer = known.normalizer
@@ -270,20 +269,20 @@ class QuotedText:
             made.pre_tokenizer = known.pre_tokenizer
         ids: dict[int, int] = {}
         for token_id, token in known.get_added_tokens_decoder().items():
-            name = stand_in + token.content if token.content in self._names else token.content
+            name = prefix + token.content if token.content in self._names else token.content
             flags = {flag: getattr(token, flag) for flag in ("single_word", "lstrip", "rstrip", "normalized")}
             made.add_tokens([tokenizers.AddedToken(name, **flags)])
             if (renamed := made.token_to_id(name)) is not None:
                 ids[renamed] = token_id
         return made, ids
 
-    def _model_without(self, stand_in: str) -> Model:
-        """Some models have these names among their words, and would find them in a text by themselves."""
+    def _model_without(self, prefix: str) -> Model:
+        """The model with renamed vocabulary entries: some vocabularies contain the names as words."""
         state = json.loads(self._tokenizer.to_str())
         model = state["model"]
 
         def renamed(word: str) -> str:
-            return stand_in + word if word in self._names else word
+            return prefix + word if word in self._names else word
 
         if isinstance(model["vocab"], dict):
             model["vocab"] = {renamed(word): number for word, number in model["vocab"].items()}
@@ -295,14 +294,14 @@ class QuotedText:
 
 
 def _ids(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
-    """The ids of a text. A long one is tokenised without Python's global lock, so that other threads go on."""
-    if len(text) <= SHORT_TEXT:
+    """The ids of a text. A long one is tokenised without Python's global lock."""
+    if len(text) <= MAX_CACHED_TEXT:
         return tokenizer.encode(text, add_special_tokens=False).ids
     return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """An object from a file; empty where there is no file."""
+    """The JSON object of a file; empty without one."""
     if not file.is_file():
         return {}
     try:
@@ -310,5 +309,5 @@ def _read_json(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{file}: not valid JSON: {error}") from error
     if not isinstance(found, dict):
-        raise ConfigError(f"{file}: holds a {type(found).__name__} where an object is wanted.")
+        raise ConfigError(f"{file}: contains a {type(found).__name__}; expected an object.")
     return found

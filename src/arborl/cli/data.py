@@ -88,7 +88,7 @@ def inspect(
     from arborl.chat import Renderer
     from arborl.data.reading.files import open_table
     from arborl.data.reading.rows import Reader
-    from arborl.models.load import resolve
+    from arborl.models.model_loading import resolve
 
     table, reader = open_table(Path(file)), Reader(Path(file).stem, question)
     total = int(table.sizes.sum())

@@ -116,7 +116,7 @@ def as_text(played: Sequence[Played], replies: bool) -> str:
 def check_names(names: Sequence[str], base_url: str | None) -> None:
     """That somebody is named, and that nobody is a setting which lost its `=`."""
     from arborl.config.load import named_key
-    from arborl.models.find import EMBEDDED
+    from arborl.models.model_files import EMBEDDED
 
     if not names:
         raise ConfigError(

@@ -202,9 +202,9 @@ def run_with(model: str, name: str, args: Mapping[str, Any], prompt: Mapping[str
 def model_folder(path: str) -> Path:
     """The model of a run's last checkpoint, of a checkpoint, or the model's own folder or name."""
     from arborl.checkpoint import checkpoint
-    from arborl.models.load import holds_model
+    from arborl.models.model_loading import is_model_folder
 
     place = Path(path).expanduser()
     if (place / "checkpoints").is_dir():
         return checkpoint.find(place / "checkpoints", "latest") / "model"
-    return place / "model" if holds_model(place / "model") else place
+    return place / "model" if is_model_folder(place / "model") else place

@@ -24,7 +24,7 @@ from arborl.conversational.settings import Settings
 from arborl.conversational.voice import SPEAKING, Scripted, Speaker, Voice
 from arborl.envs.env import Env
 from arborl.errors import ConfigError
-from arborl.models.find import described, resolve
+from arborl.models.model_files import read_model_config, resolve
 from arborl.rewards.text.turns import spoken
 from arborl.types import Message, Sampling, Task
 
@@ -104,7 +104,7 @@ class AgentConfig(Settings):
         """Tokens of the conversation and the reply."""
         if self.max_context is not None:
             return self.max_context
-        about = {} if self.use_stub_model else described(resolve(self.model_name, "AgentConfig, model_name"))
+        about = {} if self.use_stub_model else read_model_config(resolve(self.model_name, "AgentConfig, model_name"))
         takes = about.get("max_position_embeddings") or about.get("n_positions") or MOST
         return min(int(takes), MOST)
 
@@ -113,7 +113,7 @@ class AgentConfig(Settings):
         """What `torch_dtype` stands for here."""
         if self.torch_dtype != "auto":
             return self.torch_dtype
-        from arborl.models.load import dtype_of
+        from arborl.models.model_loading import dtype_of
 
         return dtype_of("auto", self.device_map)
 
@@ -121,7 +121,7 @@ class AgentConfig(Settings):
 def speaker_of(config: AgentConfig) -> Speaker:
     """The model of these settings, read and ready to talk."""
     from arborl.engines.local import LocalEngine
-    from arborl.models.load import load_model
+    from arborl.models.model_loading import load_model
 
     folder = check_model(resolve(config.model_name, "AgentConfig, model_name"))
     renderer = Renderer.from_folder(folder, chat_template=config.chat_template)

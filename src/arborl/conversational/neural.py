@@ -21,7 +21,7 @@ from arborl.config.run import RunConfig
 from arborl.config.training import LearnerConfig
 from arborl.conversational.preferences import Preference, held_out, read_preferences
 from arborl.errors import ConfigError, RunStopped, writing
-from arborl.models.find import described, resolve
+from arborl.models.model_files import read_model_config, resolve
 from arborl.rewards.neural import NeuralReward
 from arborl.rewards.reward_model import Record, shown
 from arborl.rewards.text.base import finite
@@ -125,7 +125,7 @@ class NeuralRewardTrainer:
     def _train(self, stop: threading.Event) -> Path:
         from arborl.api.folder import claimed
         from arborl.learner.pairs import NO_GAIN, PairLearner, fit
-        from arborl.models.scalar import Scorer
+        from arborl.models.output_heads import SequenceScorer
 
         asked = RunConfig(name="neural-reward", output_dir=self.output_dir)
         source = resolve(self.model_name, "model_name")
@@ -134,7 +134,7 @@ class NeuralRewardTrainer:
         training, held = self._pairs(renderer, most)
         with claimed(asked, resuming=False) as folder:
             steps = self.epochs * math.ceil(len(training) / self.batch_size)
-            learner = PairLearner(Scorer(source, self.dtype, self.device, begin=True), self.config, steps)
+            learner = PairLearner(SequenceScorer(source, self.dtype, self.device, begin=True), self.config, steps)
             with _Shown(self, len(training), len(held), stop) as seen:
                 best = fit(learner, training, held, self.epochs, self.batch_size, self.seed, seen.step, seen.epoch)
                 seen.check()
@@ -148,7 +148,7 @@ class NeuralRewardTrainer:
             return folder
 
     def _longest(self, source: Path) -> int:
-        about = described(source)
+        about = read_model_config(source)
         reads = about.get("max_position_embeddings") or about.get("n_positions") or MOST_TOKENS
         if self.max_tokens is not None and self.max_tokens > reads:
             raise ConfigError(f"max_tokens={self.max_tokens}: {self.model_name} reads {reads} at most.")

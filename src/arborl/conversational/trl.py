@@ -176,7 +176,7 @@ class Work:
         from transformers import PreTrainedTokenizerFast, PrinterCallback
         from trl.trainer.utils import disable_dropout_in_model
 
-        from arborl.models.load import read_weights
+        from arborl.models.model_loading import read_weights
 
         parts, told = self.parts, settings(self.asked, self.config, self.parts, self.home)
         model = read_weights(parts.model_folder, dtype=torch.float32)

@@ -13,7 +13,7 @@ from arborl.config.algorithm_parts import KLConfig
 from arborl.config.run import RunConfig
 from arborl.conversational.config import TrainingConfig
 from arborl.errors import ConfigError, EpisodeError
-from arborl.models.find import described, resolve
+from arborl.models.model_files import read_model_config, resolve
 from arborl.types import Episode
 
 if TYPE_CHECKING:  # what needs torch
@@ -45,7 +45,7 @@ def refuse(config: TrainingConfig, run: RunConfig) -> None:
         why = "wandb_project: TRL reads it from the environment. Set WANDB_PROJECT instead."
     elif run.model.dtype == "float64":
         why = "torch_dtype=float64: TRL's losses are in float32. Write float32."
-    elif not described(resolve(run.model.name)):
+    elif not read_model_config(resolve(run.model.name)):
         why = f"model_name={run.model.name}: holds adapters alone. Give the folder of a whole model."
     elif lost := sorted(key for key in config.overrides if not key.startswith(PLAYED)):
         why = f"overrides, {lost[0]}: is about Arbor's learner, and here TRL learns. Leave it out."

@@ -10,7 +10,7 @@ from pydantic import Field
 from arborl.conversational.agent import AgentConfig
 from arborl.conversational.settings import Settings
 from arborl.errors import ConfigError
-from arborl.models.find import described, resolve
+from arborl.models.model_files import read_model_config, resolve
 
 
 class ValueFunction(Settings):
@@ -49,7 +49,7 @@ class ValueFunction(Settings):
     def apply(self, settings: dict[str, Any], agent: AgentConfig) -> None:
         """Write it into a run's settings: advantages then come from it."""
         name = "seedling" if agent.use_stub_model else agent.model_name
-        about = described(resolve(name, "AgentConfig, model_name"))
+        about = read_model_config(resolve(name, "AgentConfig, model_name"))
         size = about.get("hidden_size") or about.get("n_embd")
         if self.hidden_size is not None and size is not None and self.hidden_size != size:
             raise ConfigError(

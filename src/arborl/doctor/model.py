@@ -17,7 +17,7 @@ from arborl.config.run import RunConfig
 from arborl.doctor import template
 from arborl.doctor.finding import Finding
 from arborl.errors import ArborError
-from arborl.models.find import check_supported, described, resolve
+from arborl.models.model_files import check_supported, read_model_config, resolve
 
 BROKEN = "This is a fault of the model or of a part that the configuration names: mend it, or name another."
 
@@ -31,7 +31,7 @@ def examine_model(config: RunConfig) -> list[Finding]:
     found: list[Finding] = []
     try:
         folder = check_model(resolve(config.model.name))
-        known = described(folder)
+        known = read_model_config(folder)
         check_supported(known, config.model.name, config.sampling.max_context)
         found.append(Finding("model", "ok", f"{known.get('model_type', 'a model')} in {folder}"))
         renderer = renderer_of(config, folder)

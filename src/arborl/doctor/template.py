@@ -52,10 +52,10 @@ def append_only(subject: Subject) -> Finding:
     for what, text in replies.items():
         talk, conversations = [Message("user", "What is 2 + 3?")], Conversations(renderer)
         prompt = conversations.prompt(talk)
-        ids = (*renderer.encode(renderer.said(text)), ending(renderer) or renderer.stop[0])
+        ids = (*renderer.encode(renderer.escape_reply(text)), ending(renderer) or renderer.stop[0])
         completion = Completion(ids, (0.0,) * len(ids), Finish.STOP)
         said = renderer.read(completion)
-        conversations.sampled(prompt, completion, said=said)
+        conversations.record(prompt, completion, said=said)
         if not conversations.prompt([*talk, said, Message("user", "And 3 + 4?")]).reused:
             rewritten.append(what)
     if not rewritten:
@@ -139,7 +139,7 @@ def tool_round_trip(subject: Subject) -> Finding:
     advice += "`qwen_xml`, `react`), or a parser of your own."
     state: State = "fail" if subject.tools else "warn"
     written = renderer.parser.format(CALL)
-    ids = renderer.encode(renderer.said(written))
+    ids = renderer.encode(renderer.escape_reply(written))
     if not _same(renderer.parser.parse(renderer.decode(ids))):
         return Finding(name, state, f"the call {written!r} is not read back as it was written", advice)
     talk = [Message("user", "What is 2 + 3?"), Message("assistant", tool_calls=(CALL,))]

@@ -1,82 +1,117 @@
-"""What an engine is: token ids in, sampled ids and their log-probabilities out."""
+"""The engine interface: token ids in, sampled ids and their log-probabilities out."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from arborl.types import Completion, Metrics, Sampling
+from arborl.types import Completion, Finish, Message, Metrics, Sampling
 
 if TYPE_CHECKING:
     import torch
 
 Weights = Mapping[str, "torch.Tensor"]
-"""Parameters by name. A tensor that already is the engine's own is recognised and costs nothing."""
-PROBE = "probe"
-"""The session of calls that ask whether new weights have arrived: they come through while everything else is held."""
+"""Parameters by name. A tensor that is already the engine's own costs nothing."""
+ChatFunction = Callable[..., Awaitable[tuple[Message, Finish]]]
+"""`chat(messages, tools, sampling, *, session)`: the next message and its finish reason."""
+PROBE_SESSION = "probe"
+"""Session of the requests that verify new weights: they run while the engine is paused."""
+MEMORY_SHARE = {"cpu": 0.1, "cuda": 0.3}
+"""Default size of the KV cache, as a share of the host's memory or of a GPU's free memory."""
+MAX_SEQUENCES = {"cpu": 128, "cuda": 1024}
+"""Upper bound of the default size, in sequences of full length."""
 
 
-class Listener(Protocol):
-    """Hears a completion's tokens while it is sampled, each once and in order; called where the engine works."""
+class TokenListener(Protocol):
+    """Receives each token of a completion once, in order, in the engine's thread."""
 
     top: int
-    """Likeliest tokens it wants to hear of beside each one; 0 for none."""
+    """Number of likeliest tokens to report at each position; 0 for none."""
 
     def __call__(self, token: int, logprob: float, top: Sequence[tuple[int, float]]) -> None:
-        """A token, its log-probability, and the likeliest tokens there with theirs."""
+        """A token, its log-probability, and the likeliest tokens with theirs."""
         ...
 
 
-class Engine(Protocol):
-    """Sees only tokens.
+class Engine(ABC):
+    """Samples token ids from the policy. A subclass implements `generate` and overrides the capabilities it has."""
 
-    One that also has a property `crowded` says with it that requests wait which it has no room for: no further
-    episodes are begun while that is so. One that has a property `capacity` says how many requests it can serve at
-    once: so many episodes are begun together. One that has a method `warm` is told with it, before a run's first step,
-    how tokens will be drawn (a `Sampling`), and makes what it needs for that. One whose `proves_weights` is true
-    compares its copy with the learner's at every `load`, and raises. One whose `chat` is not None is given messages
-    instead of tokens, and can be measured only.
+    follows_weights: bool = True
+    """Whether samples depend on the weights given to `load`."""
+    verifies_weights: bool = False
+    """Whether `load` compares the engine's copy with the learner's weights and raises on a mismatch."""
+    shares_weights: bool = True
+    """Whether weights or device are the learner's too: the engine is paused and put to sleep during an update."""
+    shares_threads: bool = False
+    """Whether sampling during an update uses torch's CPU threads: learner and engine then get half of them each."""
+    can_pause: bool = False
+    """Whether `pause` and `resume` have an effect."""
+    can_stream: bool = False
+    """Whether `generate` takes a `listener`."""
+    chat: ChatFunction | None = None
+    """For servers that take messages and no token ids; such an engine can be evaluated and not trained."""
 
-    One that has `hold` and `release` samples nothing between them: requests wait, new ones too, and go on afterwards.
-    Only those of the session `PROBE` are answered, once new weights are loaded. It is held while it is given weights;
-    and, unless it says `shared = False`, while the learner computes, since weights or device are the learner's too:
-    then one that has an async method `sleep` is told with it that nothing will be sampled until it is given weights.
-    One that is not held meanwhile, and says `threaded = True`, shares this process's threads with the learner: each
-    has half of them.
+    @property
+    def is_saturated(self) -> bool:
+        """Whether requests wait for memory: no new episodes start meanwhile."""
+        return False
 
-    One that says `streams = True` takes a `Listener` as `generate(…, heard=…)` and tells it every token as it is
-    sampled.
-    """
+    @property
+    def capacity(self) -> int:
+        """Requests served at once, which is the number of episodes started together; 0 if unknown."""
+        return 0
 
-    follows_weights: bool
-    """Whether what it samples depends on the weights it is given; a script's does not."""
+    @abstractmethod
+    async def generate(
+        self, prompt: Sequence[int], sampling: Sampling, *, session: str, listener: TokenListener | None = None
+    ) -> Completion:
+        """Sample a continuation of `prompt`. Calls of one `session` usually extend each other.
 
-    async def generate(self, prompt: Sequence[int], sampling: Sampling, *, session: str) -> Completion:
-        """Sample a continuation of `prompt`. Calls of one `session` tend to extend each other.
-
-        Raises `EngineError` for what cannot be sampled, and after `close`. What is wrong with one request, or a caller
-        that goes, never reaches another.
+        Raises EngineError for an invalid request and after `close`. An error of one request affects no other.
         """
-        ...
 
-    async def load(self, weights: Weights, version: int) -> None:
-        """Sample from these weights from now on, and stamp tokens with `version`.
+    async def load(self, weights: Weights, version: int) -> None:  # noqa: B027
+        """Sample from these weights from now on and label tokens with `version`.
 
-        A completion that is under way loses no token and repeats none: each keeps the version that sampled it
-        (`Completion.versions`), unless the engine was told to finish it first or to begin it again.
+        A running completion keeps its tokens, each with the version that sampled it (`Completion.versions`), unless the
+        engine is configured to finish or to restart it.
         """
-        ...
 
-    async def close(self) -> None:
-        """Release memory and threads; whoever still waits gets an `EngineError`."""
-        ...
+    async def close(self) -> None:  # noqa: B027
+        """Free memory and threads. Pending requests raise EngineError."""
 
     def metrics(self) -> Metrics:
-        """Counters since the last call: sampled and prefilled tokens, cache hits, …"""
-        ...
+        """Counters since the last call."""
+        return {}
+
+    def warm_up(self, sampling: Sampling) -> None:  # noqa: B027
+        """Compile and record before the first step what this kind of sampling needs."""
+
+    async def pause(self) -> None:  # noqa: B027
+        """Sample nothing until `resume`; requests wait. Only `PROBE_SESSION` is served, once weights are loaded."""
+
+    def resume(self) -> None:  # noqa: B027
+        """Continue the waiting requests."""
+
+    async def sleep(self) -> None:  # noqa: B027
+        """Free device memory; called while paused. The next call is `load`."""
 
 
-def told(versions: Sequence[int], otherwise: int) -> tuple[int, tuple[int, ...]]:
-    """`version` and `versions` of a completion whose tokens were sampled by these; of no tokens, `otherwise`."""
-    last = int(versions[-1]) if len(versions) else otherwise
+def completion_versions(versions: Sequence[int], default: int) -> tuple[int, tuple[int, ...]]:
+    """`version` and `versions` of a completion from the versions of its tokens; `default` without tokens."""
+    last = int(versions[-1]) if len(versions) else default
     return last, tuple(map(int, versions)) if any(one != last for one in versions) else ()
+
+
+def default_cache_tokens(device: str, memory: int, token_bytes: int, context: int) -> int:
+    """Default KV cache size in tokens: a share of the memory, at most `MAX_SEQUENCES` full sequences.
+
+    Args:
+        device: type of the device: `cpu`, `cuda`, …
+        memory: bytes of the host, or free bytes of the GPU.
+        token_bytes: bytes of one token's keys and values.
+        context: maximum tokens of a sequence.
+    """
+    share = int(memory * MEMORY_SHARE.get(device, 0.1)) // token_bytes
+    return max(context, min(share, MAX_SEQUENCES.get(device, 128) * context))

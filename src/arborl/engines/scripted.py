@@ -1,21 +1,36 @@
-"""Fixed replies, for stub mode and tests: the whole loop without a model."""
+"""Engines without a model: fixed replies for stub mode and tests, and none at all for given rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from arborl.engines.checks import check_sampling, read_prompt
-from arborl.engines.engine import Weights
+from arborl.engines.engine import Engine, TokenListener, Weights
+from arborl.engines.engine_requests import check_sampling, read_prompt
 from arborl.errors import EngineError
 from arborl.types import Completion, Finish, Metrics, Sampling
 
 
-class ScriptedEngine:
-    """Answers from a script, chosen by the request's seed. It has no doubts: log-probabilities are 0.
+class NoEngine(Engine):
+    """For runs that learn from given rows and sample nothing."""
+
+    follows_weights = False
+
+    def __init__(self, model: Any = None):
+        pass
+
+    async def generate(
+        self, prompt: Sequence[int], sampling: Sampling, *, session: str, listener: TokenListener | None = None
+    ) -> Completion:
+        raise EngineError("engine=none cannot sample: this run learns from given rows")
+
+
+class ScriptedEngine(Engine):
+    """Fixed replies selected by the request's seed. Log-probabilities are 0.
 
     Args:
-        replies: what may be said, as token ids; each is equally likely.
-        choose: instead of drawing, a function of (prompt, session) that names the reply's index.
+        replies: token ids of each reply; all are equally likely.
+        choose: selects the index of the reply from (prompt, session) in place of the seed.
         decode: token ids to text, for stop texts.
     """
 
@@ -29,14 +44,15 @@ class ScriptedEngine:
     ):
         if not replies or not all(replies):
             raise ValueError("replies: give at least one reply of at least one token")
-        self.replies, self.choose = [tuple(reply) for reply in replies], choose
-        self.decode = decode
+        self.replies, self.choose, self.decode = [tuple(reply) for reply in replies], choose, decode
         self.version = 0
         self.sampled = 0
         self.closed = False
 
-    async def generate(self, prompt: Sequence[int], sampling: Sampling, *, session: str) -> Completion:
-        """A reply, cut at `max_tokens` or where a stop text has been written."""
+    async def generate(
+        self, prompt: Sequence[int], sampling: Sampling, *, session: str, listener: TokenListener | None = None
+    ) -> Completion:
+        """A reply, cut at `max_tokens` or behind the first stop text."""
         if self.closed:
             raise EngineError("the engine is closed; make another")
         read_prompt(prompt)
@@ -44,18 +60,18 @@ class ScriptedEngine:
         index = self.choose(prompt, session) if self.choose else sampling.seed % len(self.replies)
         reply = self.replies[index % len(self.replies)]
         tokens = reply[: sampling.max_tokens]
-        cut = self._stop_text(tokens, sampling.stop_texts)
+        cut = self._stop_text_end(tokens, sampling.stop_texts)
         finish = Finish.STOP if cut or tokens == reply else Finish.LENGTH
         tokens = tokens[:cut] if cut else tokens
         self.sampled += len(tokens)
         return Completion(tokens, (0.0,) * len(tokens), finish, self.version)
 
-    def _stop_text(self, tokens: Sequence[int], texts: Sequence[str]) -> int:
-        """How many tokens it takes to write one of the texts; 0 if none is written."""
+    def _stop_text_end(self, tokens: Sequence[int], texts: Sequence[str]) -> int:
+        """Number of tokens up to the end of the first stop text; 0 without one."""
         if not texts:
             return 0
         if self.decode is None:
-            raise EngineError("stop_texts need an engine that can read tokens; give it `decode`")
+            raise EngineError("stop_texts need an engine with `decode`")
         counts = range(1, len(tokens) + 1)
         return next((n for n in counts if any(text in self.decode(tokens[:n]) for text in texts)), 0)
 

@@ -20,11 +20,11 @@ from arborl.learner.executor import DENSE, EXECUTORS, Way, cheapest
 from arborl.learner.fused_layers import FUSED, fused_logprobs, fusing_fits
 from arborl.learner.kernel_attention import KernelAttend
 from arborl.learner.packing import MicroBatch
-from arborl.models.attention import Attend, layout, library_hidden_states, raw_read_out
-from arborl.models.fallbacks import FastPath, first_line, note_path, report_fallback
-from arborl.models.lean import is_lean, layer_runner, leave_to_library
+from arborl.models.attention import AttentionFunction, attention_layout, library_hidden_states, raw_head_logits
+from arborl.models.execution_paths import FastPath, first_line, record_path, report_fallback
+from arborl.models.fast_forward import has_fast_forward, layer_runner, use_library_forward
+from arborl.models.model_loading import compute_device
 from arborl.models.path_check import HIGHER, Outputs, check_attention, check_layers, excess, norm_error, sample_tokens
-from arborl.models.place import place_of
 from arborl.types import Terms
 
 CHECKED, LARGE = 24, 200
@@ -47,14 +47,14 @@ class Ways:
         self.attention, self.recompute = attention, recompute
 
     def __call__(self, model: PreTrainedModel, batch: MicroBatch) -> Way:
-        is_lean(model)  # so that whoever has asked once has had everything checked
+        has_fast_forward(model)  # so that whoever has asked once has had everything checked
         known = _right.setdefault(model, {})
         for way in self._candidates(model, batch):
             key = (way, torch.is_grad_enabled())
             if key not in known:
                 known[key] = way == DENSE or self._is_right(model, way)
             if known[key]:
-                note_path(model, "learner", str(way))
+                record_path(model, "learner", str(way))
                 return replace(way, recompute=self.recompute)
         return replace(DENSE, recompute=self.recompute)
 
@@ -69,7 +69,7 @@ class Ways:
     def settle(model: PreTrainedModel) -> None:
         """Check every way now, by the library's own code, and none later: once a model is sharded, a check would be a
         meeting of all processes, and its gradients are no longer where a check looks for them."""
-        leave_to_library(model)
+        use_library_forward(model)
         known = _right.setdefault(model, {})
         known.clear()
         for way in (Way(name) for name in EXECUTORS):
@@ -80,14 +80,14 @@ class Ways:
 
     def _candidates(self, model: PreTrainedModel, batch: MicroBatch) -> Iterator[Way]:
         if self.attention == "auto":
-            device = place_of(model).device
+            device = compute_device(model).device
             names = [cheapest(batch, device)]
             if names == ["kernel"] or device.type == "cpu":
                 other = "blocks" if names == ["kernel"] else names[0]
                 names = ["kernel", other] if EXECUTORS["kernel"].fits(model) else [other]
         else:
             names = [DENSE.attend if self.attention == "causal" and not batch.is_chains else self.attention]
-        fuses = is_lean(model) and fusing_fits(model)
+        fuses = has_fast_forward(model) and fusing_fits(model)
         for name in names:
             if fuses and name != DENSE.attend:
                 yield Way(name, fused=True)
@@ -98,13 +98,13 @@ def why_wrong(model: PreTrainedModel, way: Way) -> str | None:
     """Why this way gives other numbers than the library's code with dense attention; None where it does not."""
     large = way.attend == "kernel" and model.device.type != "cpu"  # so are the blocks of a GPU's kernels
     batch = sample(model, chain=way.attend == "causal", size=LARGE if large else CHECKED)
-    device, dtype = place_of(model)
+    device, dtype = compute_device(model)
     attend, dense = EXECUTORS[way.attend].make(batch, device), EXECUTORS[DENSE.attend].make(batch, device)
     if isinstance(attend, KernelAttend):
-        attend.prepare(layout(model).windows, layout(model).size, dtype)
+        attend.prepare(attention_layout(model).windows, attention_layout(model).size, dtype)
     tokens, positions = batch.tokens.tolist(), batch.depth.tolist()
     try:
-        if not is_lean(model):
+        if not has_fast_forward(model):
             return check_attention(model, attend, dense, tokens, positions)
         run = partial(layer_runner, ops=FUSED if way.fused else None)
         why = check_layers(model, run, attend, dense, tokens, positions)
@@ -115,12 +115,14 @@ def why_wrong(model: PreTrainedModel, way: Way) -> str | None:
         return first_line(error)
 
 
-def _why_head_is_wrong(model: PreTrainedModel, tokens: list[int], positions: list[int], attend: Attend) -> str | None:
+def _why_head_is_wrong(
+    model: PreTrainedModel, tokens: list[int], positions: list[int], attend: AttentionFunction
+) -> str | None:
     """The same for log-probabilities and entropies, from identical logits."""
     token_N, position_N = (torch.tensor(x, device=model.device) for x in (tokens, positions))
     with torch.no_grad():
         hidden_NE = library_hidden_states(model, token_N, position_N, attend)[-HEAD_ROWS:]
-        logit_NV = raw_read_out(model.get_output_embeddings(), None, hidden_NE)
+        logit_NV = raw_head_logits(model.get_output_embeddings(), None, hidden_NE)
     graded, target_N = torch.is_grad_enabled(), token_N[-HEAD_ROWS:]
 
     def numbers(run: Callable[[Tensor], tuple[Tensor, Tensor]], dtype: torch.dtype) -> Outputs:

@@ -13,7 +13,7 @@ from arborl.learner.learner import Learner
 from arborl.learner.schedule import NONE, FirstSteps
 from arborl.learner.strategy import Strategy
 from arborl.learner.teacher import Teacher
-from arborl.models.scalar import Origin
+from arborl.models.output_heads import CriticInit
 from arborl.types import Sampling
 
 
@@ -28,7 +28,7 @@ class Blueprint:
     seed: int
     model: Callable[[str], PreTrainedModel]
     """The policy, on a device."""
-    origin: Callable[[PreTrainedModel], Origin | None] = lambda model: None
+    origin: Callable[[PreTrainedModel], CriticInit | None] = lambda model: None
     teacher: Callable[[], Teacher | None] = lambda: None
     deterministic: bool = False
     threads: int = 0
@@ -37,7 +37,7 @@ class Blueprint:
     def build(
         self,
         model: PreTrainedModel,
-        origin: Origin | None = None,
+        origin: CriticInit | None = None,
         teacher: Teacher | None = None,
         strategy: Strategy | None = None,
     ) -> Learner:

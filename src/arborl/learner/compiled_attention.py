@@ -20,9 +20,9 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from arborl.learner.packing import MicroBatch
-from arborl.models.attention import FREE, Bounds, layout
-from arborl.models.compiled import at_once, compiled
-from arborl.models.place import place_of
+from arborl.models.attention import NO_LIMITS, AttentionLimits, attention_layout
+from arborl.models.c_library import load_c_library, run_parallel
+from arborl.models.model_loading import compute_device
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class _Attention(Structure):
 @cache
 def library() -> ctypes.CDLL | None:
     """The compiled attention, where there is one."""
-    found = compiled(SOURCE)
+    found = load_c_library(SOURCE)
     if found is not None:
         found.attention_bytes.restype = c_int64
         found.forward.argtypes = found.backward.argtypes = [POINTER(_Attention)]
@@ -59,10 +59,10 @@ def library() -> ctypes.CDLL | None:
 
 def compiled_fits(model: PreTrainedModel) -> bool:
     """Whether the compiled attention can serve this model here."""
-    place = place_of(model)  # where and how it computes: of a sharded one, the weights may rest otherwise
+    place = compute_device(model)  # where and how it computes: of a sharded one, the weights may rest otherwise
     if place.device.type != "cpu" or place.dtype != torch.float32:
         return False
-    return not layout(model).capped and library() is not None
+    return not attention_layout(model).capped and library() is not None
 
 
 class CompiledAttend:
@@ -73,7 +73,7 @@ class CompiledAttend:
         self.end, self.depth = (np.ascontiguousarray(x, dtype=np.int64) for x in (batch.end, batch.depth))
 
     def __call__(
-        self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, scale: float, bounds: Bounds = FREE
+        self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, scale: float, bounds: AttentionLimits = NO_LIMITS
     ) -> Tensor:
         if bounds.cap is not None:
             raise ValueError("the compiled attention does not cap scores")
@@ -132,6 +132,6 @@ def _run(direction: str, a: _Attention) -> None:
     if found is None:
         raise RuntimeError("there is no C compiler to make it with")
     function = getattr(found, direction)
-    at_once(lambda part: function(a), min(torch.get_num_threads(), a.trees * a.key_heads))
+    run_parallel(lambda part: function(a), min(torch.get_num_threads(), a.trees * a.key_heads))
     if a.failed:
         raise MemoryError("there is no memory for attention over these trees")

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from arborl.models.compiled import at_once, compiled
+from arborl.models.c_library import load_c_library, run_parallel
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class _Rows(Structure):
 @cache
 def library() -> ctypes.CDLL | None:
     """The compiled functions, where there are some."""
-    found = compiled(SOURCE)
+    found = load_c_library(SOURCE)
     if found is not None:
         found.rows_bytes.restype = c_int64
         for name in FUNCTIONS:
@@ -62,7 +62,7 @@ def _run(name: str, rows: int, width: int, *, heads: int = 1, stride: int = 0, b
         setattr(s, field, None if tensor is None else tensor.data_ptr())
     function = getattr(library(), name)
     parts = min(torch.get_num_threads(), -(-rows // SOME), rows * width * heads // NUMBERS_A_THREAD)
-    at_once(lambda part: function(s), max(1, parts))
+    run_parallel(lambda part: function(s), max(1, parts))
 
 
 def norm(x_NE: Tensor, weight_E: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:

@@ -12,8 +12,7 @@ from arborl.config.training import LearnerConfig
 from arborl.errors import ConfigError
 from arborl.learner.executor import Way, hidden
 from arborl.learner.packing import MicroBatch
-from arborl.models.heads import ValueHead
-from arborl.models.scalar import Origin
+from arborl.models.output_heads import CriticInit, ValueHead
 
 
 def check_critic(config: LearnerConfig, wanted: bool) -> None:
@@ -34,7 +33,7 @@ class Critic(nn.Module):
         origin: what a model of its own begins as, instead of the policy.
     """
 
-    def __init__(self, model: PreTrainedModel, separate: bool, detach: bool = False, origin: Origin | None = None):
+    def __init__(self, model: PreTrainedModel, separate: bool, detach: bool = False, origin: CriticInit | None = None):
         super().__init__()
         self.trunk: PreTrainedModel | None = None
         if origin is not None:

@@ -24,9 +24,9 @@ from arborl.learner.kernel_attention import KernelAttend, kernel_fits
 from arborl.learner.packing import MicroBatch
 from arborl.learner.tree_attention import BLOCK, BlockAttend, CausalAttend, DenseAttend
 from arborl.learner.upload import upload
-from arborl.models.attention import Attend, layout, library_hidden_states
-from arborl.models.lean import Run, in_turn, is_lean, lean
-from arborl.models.place import place_of
+from arborl.models.attention import AttentionFunction, attention_layout, library_hidden_states
+from arborl.models.fast_forward import RunLayers, fast_hidden_states, has_fast_forward, run_layers
+from arborl.models.model_loading import compute_device
 
 WORTH_GATHERING = 0.7
 """Blocks are used when they multiply less than this share of what the dense way does."""
@@ -36,12 +36,12 @@ WORTH_GATHERING = 0.7
 class Executor:
     """Attention for one micro-batch, and what it asks of the batch."""
 
-    make: Callable[[MicroBatch, torch.device], Attend]
+    make: Callable[[MicroBatch, torch.device], AttentionFunction]
     fits: Callable[[PreTrainedModel], bool] = lambda model: True
     """Whether it is worth trying with a model, where nobody has asked for it by name."""
 
 
-def _kernel(batch: MicroBatch, device: torch.device) -> Attend:
+def _kernel(batch: MicroBatch, device: torch.device) -> AttentionFunction:
     return CompiledAttend(batch, device) if device.type == "cpu" else KernelAttend(batch, device)
 
 
@@ -74,26 +74,28 @@ DENSE = Way("dense")
 def hidden(model: PreTrainedModel, batch: MicroBatch, way: Way) -> Tensor:
     """The last layer's output where each term is predicted, `[M, hidden]`."""
     predicting = np.unique(batch.terms.position, return_inverse=True)
-    device, dtype = place_of(model)
+    device, dtype = compute_device(model)
     attend = EXECUTORS[way.attend].make(batch, device)
     if isinstance(attend, KernelAttend):
-        attend.prepare(layout(model).windows, layout(model).size, dtype)
+        attend.prepare(attention_layout(model).windows, attention_layout(model).size, dtype)
     tokens, depth, rows, term = upload(device, batch.tokens, batch.depth, *predicting)
     recompute = way.recompute and torch.is_grad_enabled()
-    if is_lean(model):
-        found = lean(model, tokens, depth, attend, _run(way, recompute), rows, FUSED if way.fused else None)
+    if has_fast_forward(model):
+        found = fast_hidden_states(
+            model, tokens, depth, attend, _run(way, recompute), rows, FUSED if way.fused else None
+        )
     else:
         with _recomputing(model, recompute):
             found = library_hidden_states(model, tokens, depth, attend)[rows]
     return found.index_select(0, term)
 
 
-def _run(way: Way, recompute: bool) -> Run | None:
+def _run(way: Way, recompute: bool) -> RunLayers | None:
     if not recompute:
         return None
-    run = partial(in_turn, ops=FUSED if way.fused else None)
+    run = partial(run_layers, ops=FUSED if way.fused else None)
 
-    def again(layers: Sequence[Any], x_NE: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def again(layers: Sequence[Any], x_NE: Tensor, cos: Tensor, sin: Tensor, attend: AttentionFunction) -> Tensor:
         for layer in layers:
             x_NE = checkpoint(run, [layer], x_NE, cos, sin, attend, use_reentrant=False)
         return x_NE

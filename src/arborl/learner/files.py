@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from arborl.learner.host_copy import Copied, HostCopies
 from arborl.learner.optimizer_file import NAME, check_moments, one_line, read_optimizer
 from arborl.learner.sharded_files import SHARDS, load_sharded, ordered, shape_of
-from arborl.models.load import quiet
-from arborl.models.lora import adapter_file, has_lora, load_adapter, save_adapter
+from arborl.models.lora import adapter_tensors, has_lora, load_adapter, save_adapter
+from arborl.models.model_loading import weight_loading
 
 if TYPE_CHECKING:
     from arborl.learner.learner import Learner
@@ -67,7 +67,7 @@ class Snapshot:
 def parts_of(learner: Learner) -> dict[str, Any]:
     """What a checkpoint holds of a learner: the tensors themselves, not copies."""
     model = learner.model
-    found: dict[str, Any] = {"model": adapter_file(model) if has_lora(model) else dict(model.state_dict())}
+    found: dict[str, Any] = {"model": adapter_tensors(model) if has_lora(model) else dict(model.state_dict())}
     if learner.reference is not None:
         found["reference"] = dict(learner.reference.state_dict())
     critic = {name: p.detach() for name, p in learner.critic.trained().items()} if learner.critic else {}
@@ -116,7 +116,7 @@ def _take(learner: Learner, state: dict[str, Any]) -> None:
 
 
 def _read(model: PreTrainedModel, folder: Path) -> None:
-    with quiet():
+    with weight_loading():
         saved = type(model).from_pretrained(folder, dtype=model.dtype).state_dict()
     with torch.no_grad():
         for name, own in model.state_dict().items():

@@ -26,7 +26,7 @@ from arborl.learner.attention_choice import Ways
 from arborl.learner.optimizer import COARSE, Optimizer
 from arborl.learner.scorer import Asked, Scorer
 from arborl.learner.strategy import Strategy, refuse
-from arborl.models.place import Place, place_of, stays_at
+from arborl.models.model_loading import ComputeDevice, compute_device, set_compute_device
 
 
 class FullySharded(Strategy):
@@ -44,12 +44,12 @@ class FullySharded(Strategy):
 
     def place(self, scorer: Scorer) -> Asked:
         """Shard the policy, and the critic with it."""
-        place = place_of(scorer.policy)
+        place = compute_device(scorer.policy)
         critic = scorer.critic
         models = [scorer.policy] + ([critic.trunk] if critic is not None and critic.trunk is not None else [])
         for model in models:
             Ways.settle(model)
-            stays_at(model, place)
+            set_compute_device(model, place)
             if self.config.master == "float32":
                 for parameter in model.parameters():
                     if parameter.requires_grad and parameter.dtype in COARSE:
@@ -61,9 +61,9 @@ class FullySharded(Strategy):
 
     def place_frozen(self, model: PreTrainedModel) -> Asked:
         """A reference, in parts too."""
-        place, scorer = place_of(model), Scorer(model)
+        place, scorer = compute_device(model), Scorer(model)
         Ways.settle(model)
-        stays_at(model, place)
+        set_compute_device(model, place)
         self._shard_all(scorer, [model], place, self.config.offload == "all")
         return Asked(model, scorer)
 
@@ -77,7 +77,7 @@ class FullySharded(Strategy):
     def add_up(self, optimizer: Optimizer) -> None:
         """Each backward pass has."""
 
-    def _shard_all(self, scorer: Scorer, models: list[PreTrainedModel], place: Place, away: bool) -> None:
+    def _shard_all(self, scorer: Scorer, models: list[PreTrainedModel], place: ComputeDevice, away: bool) -> None:
         mixed = MixedPrecisionPolicy()
         if place.dtype in COARSE:
             mixed = MixedPrecisionPolicy(param_dtype=place.dtype, reduce_dtype=torch.float32)
@@ -90,7 +90,7 @@ class FullySharded(Strategy):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
 
-    def _shard(self, module: nn.Module, place: Place, mixed: MixedPrecisionPolicy, away: bool) -> None:
+    def _shard(self, module: nn.Module, place: ComputeDevice, mixed: MixedPrecisionPolicy, away: bool) -> None:
         """Given back after each pass, at the root too: else what is asked after a step would be of the weights before
         it."""
         mesh = init_device_mesh(place.device.type, (self.ranks.count,))

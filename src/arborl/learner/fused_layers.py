@@ -15,9 +15,9 @@ from torch.autograd import Function
 from transformers import PreTrainedModel
 
 from arborl.learner import compiled_layers
-from arborl.models.attention import raw_read_out
-from arborl.models.lean import Ops, epsilon, gated, is_lean, norm
-from arborl.models.sampling import Shape
+from arborl.models.attention import raw_head_logits
+from arborl.models.fast_forward import LayerFunctions, epsilon, gated_activation, has_fast_forward, norm
+from arborl.models.sampling import DistributionParams
 
 SILU = ("SiLU", "SiLUActivation")
 
@@ -28,7 +28,7 @@ def fusing_fits(model: PreTrainedModel) -> bool:
         able = model.dtype == torch.float32 and compiled_layers.library() is not None
     else:
         able = model.dtype != torch.float64 and model.device.type == "cuda" and find_spec("triton") is not None
-    return able and is_lean(model)
+    return able and has_fast_forward(model)
 
 
 def _kernels(x: Tensor) -> Any:
@@ -103,16 +103,18 @@ def _normed(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def _gated(act: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
-    return _Gate.apply(gate, up) if type(act).__name__ in SILU else gated(act, gate, up)
+    return _Gate.apply(gate, up) if type(act).__name__ in SILU else gated_activation(act, gate, up)
 
 
-FUSED = Ops(_Turn.apply, _gated, _normed)
+FUSED = LayerFunctions(_Turn.apply, _gated, _normed)
 
 
-def fused_head(head: Any, hidden_ME: Tensor, token_M: Tensor, shape: Shape, entropy: bool) -> tuple[Tensor, Tensor]:
+def fused_head(
+    head: Any, hidden_ME: Tensor, token_M: Tensor, shape: DistributionParams, entropy: bool
+) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies, for a shape that keeps the whole vocabulary, of logits that nothing caps."""
     heat_M = shape.temperature_B.float().expand(len(token_M)).contiguous()
-    logprob_M, entropy_M = fused_logprobs(raw_read_out(head, None, hidden_ME), token_M, heat_M)
+    logprob_M, entropy_M = fused_logprobs(raw_head_logits(head, None, hidden_ME), token_M, heat_M)
     return logprob_M, entropy_M if entropy else entropy_M.detach()
 
 

@@ -52,7 +52,7 @@ from arborl.learner.strategies import strategy_of
 from arborl.learner.teacher import Teacher
 from arborl.learner.term_log import TermLog
 from arborl.models.lora import export_merged, has_lora
-from arborl.models.scalar import Origin
+from arborl.models.output_heads import CriticInit
 from arborl.types import Ints, Metrics, Terms, TokenTree
 
 T = TypeVar("T")
@@ -82,7 +82,7 @@ class LearnerGroup:
         blueprint: Blueprint,
         model: PreTrainedModel,
         launcher: Launcher | None = None,
-        origin: Origin | None = None,
+        origin: CriticInit | None = None,
         teacher: Teacher | None = None,
     ):
         self.meeting, self.model, self.config = meeting, model, blueprint.config
@@ -100,7 +100,7 @@ class LearnerGroup:
             self.close()
             raise
 
-    def _begin(self, blueprint: Blueprint, origin: Origin | None, teacher: Teacher | None) -> None:
+    def _begin(self, blueprint: Blueprint, origin: CriticInit | None, teacher: Teacher | None) -> None:
         self.meeting.begin(self.model.device, self._look)
         self._tell([cloudpickle.dumps(blueprint)] * self.meeting.count)
         strategy = strategy_of(blueprint.config, self.meeting.peers())

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from arborl.learner.packing import MicroBatch
 from arborl.learner.tree_plan import Tile, Tiles, plan, tiles_for
 from arborl.learner.upload import upload
-from arborl.models.attention import FREE, Bounds, layout
-from arborl.models.place import place_of
+from arborl.models.attention import NO_LIMITS, AttentionLimits, attention_layout
+from arborl.models.model_loading import compute_device
 
 GIVEN = "Tensor q, Tensor k, Tensor v, Tensor plan"
 SETTINGS = "float scale, int window, float cap, int[] tiles"
@@ -45,7 +45,7 @@ class KernelAttend:
         self.plans = dict(zip((None, *windows), upload(self.device, *made), strict=True))
 
     def __call__(
-        self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, scale: float, bounds: Bounds = FREE
+        self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, scale: float, bounds: AttentionLimits = NO_LIMITS
     ) -> Tensor:
         out, _ = torch.ops.arborl.tree_attend(
             q_NHD, k_NKD, v_NKD, self.plans[bounds.window], scale, bounds.window or 0, bounds.cap or 0.0, self.tiles
@@ -55,9 +55,9 @@ class KernelAttend:
 
 def kernel_fits(model: PreTrainedModel) -> bool:
     """Whether the kernels can serve this model here."""
-    if place_of(model).device.type != "cuda" or find_spec("triton") is None:
+    if compute_device(model).device.type != "cuda" or find_spec("triton") is None:
         return False
-    return tiles_for(layout(model).size, place_of(model).dtype) is not None
+    return tiles_for(attention_layout(model).size, compute_device(model).dtype) is not None
 
 
 # ------------------------------------------------------------------------------------------------ the operations

@@ -22,8 +22,8 @@ from arborl.learner.rank_worker import serve_rank
 from arborl.learner.rendezvous import Meeting, Starter
 from arborl.learner.run_store import JoinInfo
 from arborl.learner.teacher import Teacher
-from arborl.models.load import device_of
-from arborl.models.scalar import Origin
+from arborl.models.model_loading import device_of
+from arborl.models.output_heads import CriticInit
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def check_ranks(
 def make_learner(
     blueprint: Blueprint,
     model: PreTrainedModel,
-    origin: Origin | None = None,
+    origin: CriticInit | None = None,
     teacher: Teacher | None = None,
     elsewhere: Starter | None = None,
 ) -> Learner | LearnerGroup:

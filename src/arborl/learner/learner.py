@@ -35,14 +35,14 @@ from arborl.learner.teacher import Teacher
 from arborl.learner.term_log import TermLog
 from arborl.learner.trust_region import PolicyKL, natural_step
 from arborl.learner.update_metrics import Tally, anchored, columns, not_finite, summed_up, without
-from arborl.models.fallbacks import fallbacks
+from arborl.models.execution_paths import count_fallbacks
 from arborl.models.lora import (
     dropout_on,
     export_merged,
     has_lora,
 )
-from arborl.models.place import place_of
-from arborl.models.scalar import Origin
+from arborl.models.model_loading import compute_device
+from arborl.models.output_heads import CriticInit
 from arborl.seeds import derive
 from arborl.types import Ints, Metrics, Sampling, Terms, TokenTree
 
@@ -80,7 +80,7 @@ class Learner(Precompute):
         needs: Needs | None = None,
         total_steps: int = 0,
         seed: int = 0,
-        origin: Origin | None = None,
+        origin: CriticInit | None = None,
         teacher: Teacher | None = None,
         strategy: Strategy | None = None,
         first: schedule.FirstSteps = schedule.NONE,
@@ -89,7 +89,7 @@ class Learner(Precompute):
         self.teacher = teacher
         self.strategy = strategy = strategy or strategy_of(config)
         strategy.check(model)
-        self.peers, self.place = strategy.peers, place_of(model)
+        self.peers, self.place = strategy.peers, compute_device(model)
         self.model, self.config, self.sampling = model, config, sampling
         self.total_steps, self.seed, self.first = total_steps, seed, first
         adapted = has_lora(model)
@@ -207,7 +207,7 @@ class Learner(Precompute):
         if self.log is not None and not metrics["learner/skipped"]:
             self.log.add(tally.noted)
         metrics["learner/steps"] = 1.0 - metrics["learner/skipped"]
-        metrics["learner/fallbacks"] = float(fallbacks(self.model, "learner"))
+        metrics["learner/fallbacks"] = float(count_fallbacks(self.model, "learner"))
         metrics |= {"learner/lr": self.lr * scale, "learner/micro_batch_tokens": float(self.fitting.budget)}
         if self.place.device.type == "cuda":
             metrics["learner/memory_gib"] = torch.cuda.max_memory_allocated(self.place.device) / 2**30

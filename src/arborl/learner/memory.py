@@ -11,11 +11,11 @@ import torch
 from transformers import PreTrainedModel
 
 from arborl.config.run import RunConfig
-from arborl.engines.cache import default_kv_tokens, host_memory, token_bytes
+from arborl.engines.local.kv_cache import default_kv_tokens, host_memory, token_bytes
 from arborl.learner.forecast import GIB, SEQUENCES, Plan, Planner, Sizes, Wants, fused, learner_sizes
 from arborl.learner.optimizer import COARSE
 from arborl.learner.score import rows_at_once
-from arborl.models.lean import KINDS
+from arborl.models.fast_forward import FAST_MODEL_CLASSES
 from arborl.models.lora import has_lora
 
 
@@ -45,7 +45,7 @@ def sizes_of(model: PreTrainedModel) -> Sizes:
         vocabulary=config.vocab_size,
         head_norms=any(name.endswith("q_norm.weight") for name, _ in model.named_parameters()),
         rank=next(iter(model.peft_config.values())).r if has_lora(model) else 0,
-        lean=type(model).__name__ in KINDS,
+        lean=type(model).__name__ in FAST_MODEL_CLASSES,
     )
 
 

@@ -13,7 +13,7 @@ from arborl.config.run import LearnerConfig
 from arborl.learner.executor import EXECUTORS
 from arborl.learner.packing import Costs, MicroBatch, rows_pay, spare, split
 from arborl.learner.peers import ALONE, Peers
-from arborl.models.place import place_of
+from arborl.models.model_loading import compute_device
 from arborl.types import Terms, TokenTree
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class Fitting:
 
     def __init__(self, model: PreTrainedModel, config: LearnerConfig, meeting: Peers = ALONE):
         self.attention, self.meeting = config.attention, meeting
-        self.cuda, self.costs = place_of(model).device.type == "cuda", costs_of(model)
+        self.cuda, self.costs = compute_device(model).device.type == "cuda", costs_of(model)
         self.kernel = self.attention in ("auto", "kernel") and EXECUTORS["kernel"].fits(model)
         self.budget = config.micro_batch_tokens or (16_384 if self.cuda else 4_096)
         """Tokens a micro-batch; less than asked for once memory has not sufficed."""

@@ -19,7 +19,7 @@ from arborl.config.training import LearnerConfig
 from arborl.errors import RunStopped
 from arborl.learner import schedule
 from arborl.learner.optimizer import Optimizer
-from arborl.models.scalar import Scorer
+from arborl.models.output_heads import SequenceScorer
 from arborl.seeds import generator
 
 Row = dict[str, float]
@@ -50,7 +50,7 @@ class PairLearner:
         total_steps: for the learning rate's decay.
     """
 
-    def __init__(self, scorer: Scorer, config: LearnerConfig, total_steps: int):
+    def __init__(self, scorer: SequenceScorer, config: LearnerConfig, total_steps: int):
         self.scorer, self.config, self.total_steps, self.done = scorer, config, total_steps, 0
         self.lr = config.lr or schedule.usual_rate(scorer.model.num_parameters())
         self.optimizer = Optimizer(scorer.model.parameters(), (), config, (self.lr, self.lr))

@@ -25,7 +25,7 @@ from arborl.learner.peers import Peers
 from arborl.learner.scorer import Asked
 from arborl.learner.strategy import Strategy
 from arborl.learner.teacher import RemoteTeacher, Teacher, warn_of_equals
-from arborl.models.lora import adapter_of, with_adapter
+from arborl.models.lora import adapter_copy, with_adapter
 from arborl.types import Floats, Ints, Sampling, Terms, TokenTree
 
 
@@ -114,7 +114,7 @@ class Precompute:
 
     def _adapters(self) -> dict[str, Tensor]:
         with self.strategy.here([p for name, p in self.model.named_parameters() if "lora_" in name]):
-            return adapter_of(self.model)
+            return adapter_copy(self.model)
 
     def with_reference(self) -> AbstractContextManager[None]:
         """Inside, a reference model's weights are on the device."""

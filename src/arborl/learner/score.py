@@ -23,8 +23,8 @@ from arborl.learner.forecast import logit_rows
 from arborl.learner.fused_layers import fused_head
 from arborl.learner.packing import MicroBatch
 from arborl.learner.upload import upload
-from arborl.models.attention import logit_cap, read_out
-from arborl.models.sampling import Shape, log_distribution, shaped
+from arborl.models.attention import head_logits, logit_cap
+from arborl.models.sampling import DistributionParams, processed_logits, sampling_logprobs
 from arborl.types import Sampling
 
 LOGITS_AT_ONCE = 2**26
@@ -67,15 +67,15 @@ def distributions(model: PreTrainedModel, batch: MicroBatch, sampling: Sampling,
     """The whole log-distribution each term was drawn from, `[M, V]`; it may be differentiated twice."""
     return torch.cat(
         [
-            log_distribution(read_out(model.get_output_embeddings(), logit_cap(model), some_ME), shape, token_M)
+            sampling_logprobs(head_logits(model.get_output_embeddings(), logit_cap(model), some_ME), shape, token_M)
             for some_ME, token_M, shape in _chunks(model, hidden(model, batch, way), batch, sampling, way)
         ]
     )
 
 
 @cache
-def _shape(sampling: Sampling, device: torch.device) -> Shape:
-    return Shape.of([sampling], device)
+def _shape(sampling: Sampling, device: torch.device) -> DistributionParams:
+    return DistributionParams.of([sampling], device)
 
 
 def rows_at_once(device: torch.device, vocabulary: int, fused: bool) -> int:
@@ -87,23 +87,23 @@ def rows_at_once(device: torch.device, vocabulary: int, fused: bool) -> int:
 
 def _chunks(
     model: PreTrainedModel, hidden_ME: Tensor, batch: MicroBatch, sampling: Sampling, way: Way
-) -> Iterator[tuple[Tensor, Tensor, Shape]]:
+) -> Iterator[tuple[Tensor, Tensor, DistributionParams]]:
     """The terms in parts: what the model says, the token, and what it was drawn from: one shape where it is the run's
     for all, one row a term else."""
     rows = rows_at_once(hidden_ME.device, model.config.vocab_size, way.fused)
     (token,) = upload(hidden_ME.device, batch.terms.token)
     if batch.terms.drawn is None:
-        shapes: Iterator[Shape] = repeat(_shape(sampling, hidden_ME.device))
+        shapes: Iterator[DistributionParams] = repeat(_shape(sampling, hidden_ME.device))
     else:
-        shapes = Shape.noted(batch.terms.drawn, sampling, hidden_ME.device).split(rows)
+        shapes = DistributionParams.from_terms(batch.terms.drawn, sampling, hidden_ME.device).split(rows)
     yield from zip(hidden_ME.split(rows), token.split(rows), shapes, strict=False)
 
 
 def _head(
-    head: Any, cap: float | None, hidden_ME: Tensor, token_M: Tensor, shape: Shape, entropy: bool
+    head: Any, cap: float | None, hidden_ME: Tensor, token_M: Tensor, shape: DistributionParams, entropy: bool
 ) -> tuple[Tensor, Tensor]:
     """Not by way of all log-probabilities: what is needed of them are sums over the logits, and few passes do."""
-    logit_MV = shaped(read_out(head, cap, hidden_ME), shape, token_M)
+    logit_MV = processed_logits(head_logits(head, cap, hidden_ME), shape, token_M)
     total_M = logit_MV.logsumexp(-1)
     logprob_M = logit_MV.gather(1, token_M[:, None])[:, 0] - total_M
     if not entropy:
@@ -113,7 +113,7 @@ def _head(
 
 
 def _fused_head(
-    head: Any, cap: float | None, hidden_ME: Tensor, token_M: Tensor, shape: Shape, entropy: bool
+    head: Any, cap: float | None, hidden_ME: Tensor, token_M: Tensor, shape: DistributionParams, entropy: bool
 ) -> tuple[Tensor, Tensor]:
     if cap is not None or shape.truncates:
         return _head(head, cap, hidden_ME, token_M, shape, entropy)

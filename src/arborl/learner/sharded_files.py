@@ -33,8 +33,8 @@ from arborl.learner.host_copy import HostCopies
 from arborl.learner.optimizer import COARSE, local
 from arborl.learner.optimizer_file import NAME, check_moments, one_line, read_optimizer
 from arborl.learner.peers import PATIENT
-from arborl.models.load import quiet
-from arborl.models.lora import adapter_file, has_lora, name_in_file, save_adapter
+from arborl.models.lora import adapter_tensor_name, adapter_tensors, has_lora, save_adapter
+from arborl.models.model_loading import weight_loading
 
 if TYPE_CHECKING:
     from arborl.learner.learner import Learner
@@ -79,7 +79,7 @@ class Shelf:
     def snapshot(self, model: PreTrainedModel) -> ShardedSnapshot:
         """In rank 0, what has been staged in all of them."""
         self.copies = self.copies or HostCopies(model.device)
-        copied = self.copies.take(adapter_file(model) if has_lora(model) else dict(model.state_dict()))
+        copied = self.copies.take(adapter_tensors(model) if has_lora(model) else dict(model.state_dict()))
         copied.wait()
         return ShardedSnapshot(self, model, copied.tree, copied.live)
 
@@ -177,7 +177,7 @@ def load_whole(learner: Learner, folder: Path) -> None:
     saved = _weights(learner.model, folder / "model")
     if adapted:
         learning = [name for name, p in learner.model.named_parameters() if p.requires_grad]
-        saved = {name: saved[name_in_file(name)] for name in learning}
+        saved = {name: saved[adapter_tensor_name(name)] for name in learning}
     _fill(learner, learner.model, saved)
     if learner.reference is not None:
         _fill(learner, learner.reference, _weights(learner.reference, folder / "reference"))
@@ -251,7 +251,7 @@ def _weights(model: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
 
         return load_file(folder / "adapter_model.safetensors")
     plain = next(kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers."))
-    with quiet():
+    with weight_loading():
         return dict(plain.from_pretrained(folder).state_dict())  # type: ignore[attr-defined]
 
 

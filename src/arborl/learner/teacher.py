@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 from arborl.chat.tokenizer import FileTokenizer
 from arborl.config.run import RunConfig
 from arborl.errors import ConfigError
-from arborl.models.find import check_supported, described, resolve, stored_dtype
-from arborl.models.load import load_model
+from arborl.models.model_files import check_supported, read_model_config, resolve, stored_dtype
+from arborl.models.model_loading import load_model
 from arborl.types import Floats, Ints, Terms, TokenTree
 
 log = logging.getLogger(__name__)
@@ -173,7 +173,7 @@ def open_teacher(name: str, student: Path, device: str, max_context: int) -> Tea
         return remote
     try:
         folder = resolve(name)
-        about = described(folder)
+        about = read_model_config(folder)
         check_supported(about, name, max_context)
     except ConfigError as error:
         raise ConfigError(f"algorithm.teacher={name}: {error}") from error

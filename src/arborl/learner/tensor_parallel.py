@@ -15,8 +15,8 @@ from arborl.learner.attention_choice import Ways
 from arborl.learner.optimizer import Optimizer
 from arborl.learner.scorer import Asked, Scorer
 from arborl.learner.strategy import Strategy, refuse
-from arborl.models.lean import KINDS
-from arborl.models.place import place_of, stays_at
+from arborl.models.fast_forward import FAST_MODEL_CLASSES
+from arborl.models.model_loading import compute_device, set_compute_device
 
 COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 ROWS = ("self_attn.o_proj", "mlp.down_proj")
@@ -32,8 +32,8 @@ class TensorParallel(Strategy):
     def check(self, model: PreTrainedModel) -> None:
         """Its layers must be Llama's, and its heads and columns must come out even."""
         kind, ranks, config = type(model).__name__, self.ranks.count, model.config
-        if kind not in KINDS:
-            known = ", ".join(name.removesuffix("ForCausalLM") for name in KINDS)
+        if kind not in FAST_MODEL_CLASSES:
+            known = ", ".join(name.removesuffix("ForCausalLM") for name in FAST_MODEL_CLASSES)
             raise refuse("tensor", f"how to cut {kind} is known of {known} alone", "learner.strategy=fsdp2")
         for what in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
             if (count := getattr(config, what)) % ranks:
@@ -57,9 +57,9 @@ class TensorParallel(Strategy):
         """Every rank has seen every tree."""
 
     def _cut(self, model: PreTrainedModel) -> None:
-        place = place_of(model)
+        place = compute_device(model)
         Ways.settle(model)
-        stays_at(model, place)
+        set_compute_device(model, place)
         mesh = init_device_mesh(place.device.type, (self.ranks.count,))
         for layer in model.base_model.layers:
             plan: dict[str, ParallelStyle] = {}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from arborl.learner.packing import MicroBatch
-from arborl.models.attention import FREE, Bounds, attention
+from arborl.models.attention import NO_LIMITS, AttentionLimits, attention
 
 BLOCK = 32
 BUCKET = 16
@@ -45,7 +45,7 @@ class CausalAttend:
         self.back = torch.from_numpy(np.argsort(np.concatenate([group.reshape(-1) for group in places]))).to(device)
 
     def __call__(
-        self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, scale: float, bounds: Bounds = FREE
+        self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, scale: float, bounds: AttentionLimits = NO_LIMITS
     ) -> Tensor:
         if self.one:
             return self._attend(q_NHD[None], k_NKD[None], v_NKD[None], scale, bounds)[0]
@@ -53,7 +53,7 @@ class CausalAttend:
         return torch.cat(outs).index_select(0, self.back)
 
     @staticmethod
-    def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, bounds: Bounds) -> Tensor:
+    def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, bounds: AttentionLimits) -> Tensor:
         """`[rows, tokens, heads, size]` in and out."""
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         length, mask = q.shape[2], None
@@ -82,7 +82,7 @@ class DenseAttend:
         return sees if window is None else sees & (depth[:, None] - depth[None] < window)
 
     def __call__(
-        self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, scale: float, bounds: Bounds = FREE
+        self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, scale: float, bounds: AttentionLimits = NO_LIMITS
     ) -> Tensor:
         outs, window = [], bounds.window
         if window not in self.masks:
@@ -114,7 +114,7 @@ class Bucket:
         self.apart = torch.from_numpy((depth[query] - depth[gathered][:, None])[:, None]).to(device)
         self.masks: dict[int | None, Tensor] = {}
 
-    def attend(self, q_NHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, scale: float, bounds: Bounds) -> Tensor:
+    def attend(self, q_NHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, scale: float, bounds: AttentionLimits) -> Tensor:
         """The blocks' attended values, one after the other, from their gathered queries, keys and values."""
         heads, size = k_SKD.shape[1:]
         groups = q_NHD.shape[1] // heads
@@ -154,7 +154,7 @@ class BlockAttend:
         )
 
     def __call__(
-        self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, scale: float, bounds: Bounds = FREE
+        self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, scale: float, bounds: AttentionLimits = NO_LIMITS
     ) -> Tensor:
         queries = q_NHD.index_select(0, self.query).split(self.queries_each)
         keys, values = (x.index_select(0, self.keys).split(self.keys_each) for x in (k_NKD, v_NKD))

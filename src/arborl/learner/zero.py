@@ -27,7 +27,7 @@ from arborl.learner.peers import Peers
 from arborl.learner.scorer import Asked, Scorer
 from arborl.learner.sharded_files import MOMENTS, State, shape_of
 from arborl.learner.strategy import Strategy, refuse
-from arborl.models.place import place_of, stays_at
+from arborl.models.model_loading import compute_device, set_compute_device
 from arborl.types import Metrics
 
 if TYPE_CHECKING:
@@ -54,10 +54,10 @@ class Zero(Strategy):
 
     def place(self, scorer: Scorer) -> Asked:
         """Its engine is made with the optimiser; until then nobody asks."""
-        place, critic = place_of(scorer.policy), scorer.critic
+        place, critic = compute_device(scorer.policy), scorer.critic
         for model in [scorer.policy] + ([critic.trunk] if critic is not None and critic.trunk is not None else []):
             Ways.settle(model)
-            stays_at(model, place)
+            set_compute_device(model, place)
         self.scorer = scorer
         return Asked(scorer.policy, lambda *given: self.engine(*given))
 
@@ -170,7 +170,7 @@ class ZeroOptimizer(Optimizer):
         groups = parameter_groups(self.parts, config, rates)
         whose = {id(p): name for name, part in self.parts.items() for p in part.all}
         self.part_names = [whose[id(group["params"][0])] for group in groups]
-        place = place_of(scorer.policy)
+        place = compute_device(scorer.policy)
         deepspeed = imported(place.device)
         settings = {
             "train_micro_batch_size_per_gpu": 1,

@@ -1,7 +1,7 @@
-"""Low-rank adapters through peft: the policy's own layers with a small correction each, and only that is trained.
+"""LoRA adapters through peft.
 
-Adapters are put into the model's modules, so engine and learner go on sharing them, and the model with the adapters it
-had at the start is the policy as it was then: a reference that costs the memory of the adapters alone.
+Adapters are modules of the model, so engine and learner share them. The model with its initial adapters is the
+reference model, which costs only the memory of a copy of the adapters.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from transformers.pytorch_utils import Conv1D
 
 from arborl.config.run import LoraConfig
 from arborl.errors import ConfigError
-from arborl.models.load import device_of, read_weights
+from arborl.models.model_loading import device_of, read_weights
 
-ADAPTER = "default"
-PREFIX = "base_model.model."
-HOW = "Install it: pip install 'arborl[peft]'"
+ADAPTER_NAME = "default"
+ADAPTER_PREFIX = "base_model.model."
+INSTALL = "Install it: pip install 'arborl[peft]'"
 
 
 def add_lora(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Freeze the model and give it adapters, in float32 where the model is coarser. One that has some keeps them."""
+    """Freeze the model and add adapters, in float32 if the model is coarser. Existing adapters are kept."""
     if importlib.util.find_spec("peft") is None:
-        raise ConfigError(f"model.lora.rank={config.rank} needs the package peft. {HOW}, or write model.lora.rank=0.")
+        raise ConfigError(
+            f"model.lora.rank={config.rank} needs the package peft. {INSTALL}, or write model.lora.rank=0."
+        )
     import peft
 
     if has_lora(model):
         _check_same(model, config)
     else:
         target = "all-linear" if config.target == ("all-linear",) else list(config.target)
-        asked = peft.LoraConfig(
+        peft_config = peft.LoraConfig(
             r=config.rank,
             lora_alpha=config.alpha,  # type: ignore[arg-type]
             lora_dropout=config.dropout,
             target_modules=target,
-            fan_in_fan_out=any(
-                isinstance(module, Conv1D) for module in model.modules()
-            ),  # GPT-2's, which are transposed
+            fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2: transposed weights
             task_type="CAUSAL_LM",
         )
         try:
-            model.add_adapter(asked, ADAPTER)
+            model.add_adapter(peft_config, ADAPTER_NAME)
         except ValueError as error:
             named, linear = model.base_model.named_modules(), (nn.Linear, Conv1D)
             kinds = sorted({name.rpartition(".")[2] for name, module in named if isinstance(module, linear)})
@@ -64,18 +64,18 @@ def add_lora(model: PreTrainedModel, config: LoraConfig) -> None:
 
 
 def _check_same(model: PreTrainedModel, config: LoraConfig) -> None:
-    """Adapters that are there already have their shape: what is asked for must be that, or not be asked for."""
-    own = model.peft_config[ADAPTER]
-    for key, there in (("rank", own.r), ("alpha", own.lora_alpha), ("dropout", own.lora_dropout)):
-        asked = getattr(config, key)
-        if key in config.model_fields_set and asked != there and (config.rank or key != "rank"):
+    """Raise ConfigError if a setting differs from the existing adapters."""
+    existing = model.peft_config[ADAPTER_NAME]
+    for key, actual in (("rank", existing.r), ("alpha", existing.lora_alpha), ("dropout", existing.lora_dropout)):
+        setting = getattr(config, key)
+        if key in config.model_fields_set and setting != actual and (config.rank or key != "rank"):
             raise ConfigError(
-                f"model.lora.{key}={asked:g}: the adapters of model.name have {there:g}. Write that, or leave it out."
+                f"model.lora.{key}={setting:g}: the adapters of model.name have {actual:g}. Write that, or remove it."
             )
 
 
 def has_lora(model: PreTrainedModel) -> bool:
-    """Whether the model carries adapters."""
+    """Whether the model has adapters."""
     return bool(getattr(model, "peft_config", None))
 
 
@@ -85,17 +85,17 @@ def _layers(model: PreTrainedModel) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
 
 
-class Factors(NamedTuple):
-    """What an adapter adds to its layer's output: `x @ first.T @ second.T * scale`."""
+class LoraFactors(NamedTuple):
+    """Factors of an adapter, which adds `x @ first.T @ second.T * scale` to its layer's output."""
 
     first: Tensor
     second: Tensor
     scale: float
 
 
-def factors_of(module: nn.Module) -> Factors | None:
-    """An adapter's factors, where it is of the plain form on a plain layer: on, not merged, without a bias, a magnitude
-    (DoRA) or another variant. None for anything else, and for a layer that has no adapter."""
+def lora_factors(module: nn.Module) -> LoraFactors | None:
+    """Factors of a plain adapter on a plain layer: active, not merged, without bias, DoRA or another variant. None
+    otherwise."""
     if not hasattr(module, "lora_A"):
         return None
     from peft.tuners.lora.layer import Linear
@@ -108,45 +108,47 @@ def factors_of(module: nn.Module) -> Factors | None:
     first, second = module.lora_A[active[0]], module.lora_B[active[0]]
     if second.bias is not None:
         return None
-    return Factors(first.weight, second.weight, float(module.scaling[active[0]]))
+    return LoraFactors(first.weight, second.weight, float(module.scaling[active[0]]))
 
 
-def adapter_of(model: PreTrainedModel) -> dict[str, Tensor]:
-    """A copy of the adapters as they are now."""
+def adapter_copy(model: PreTrainedModel) -> dict[str, Tensor]:
+    """A copy of the present adapters."""
     return {name: p.detach().clone() for name, p in model.named_parameters() if "lora_" in name}
 
 
-Here = Callable[[Sequence[nn.Parameter]], AbstractContextManager[Any]]
-"""Inside, these parameters can be read and written."""
+ParameterContext = Callable[[Sequence[nn.Parameter]], AbstractContextManager[Any]]
+"""Context in which these parameters can be read and written."""
 
 
 @contextmanager
-def with_adapter(model: PreTrainedModel, adapter: Mapping[str, Tensor], here: Here = nullcontext) -> Iterator[None]:
-    """Inside, the model's adapters are these, as `adapter_of` gave them."""
+def with_adapter(
+    model: PreTrainedModel, adapter: Mapping[str, Tensor], access: ParameterContext = nullcontext
+) -> Iterator[None]:
+    """Context in which the model has these adapters, made by `adapter_copy`."""
     parameters = {name: p for name, p in model.named_parameters() if name in adapter}
-    with here(list(parameters.values())):
-        own = adapter_of(model)
-        _put(parameters, adapter)
+    with access(list(parameters.values())):
+        original = adapter_copy(model)
+        _assign(parameters, adapter)
     try:
         yield
     except BaseException:
-        if here is nullcontext:  # else others would have to meet, and they are elsewhere: it is over for all of them
-            _put(parameters, own)
+        if access is nullcontext:  # otherwise other ranks would have to take part
+            _assign(parameters, original)
         raise
-    with here(list(parameters.values())):
-        _put(parameters, own)
+    with access(list(parameters.values())):
+        _assign(parameters, original)
 
 
 @torch.no_grad()
-def _put(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    """In place: whoever shards a model knows its parameters by their memory."""
+def _assign(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Copy in place: sharding identifies parameters by their memory."""
     for name, value in values.items():
         parameters[name].copy_(value)
 
 
 @contextmanager
 def dropout_on(model: PreTrainedModel, seed: int) -> Iterator[None]:
-    """Inside, the adapters' dropout drops, by the seed; elsewhere (sampling, scoring, the reference) it does not."""
+    """Context with active LoRA dropout by this seed. Sampling, scoring and the reference model have none."""
     found = [m for layer in _layers(model) for m in layer.lora_dropout.values()] if has_lora(model) else []
     drops = [module for module in found if isinstance(module, nn.Dropout)]
     if not drops:
@@ -163,63 +165,62 @@ def dropout_on(model: PreTrainedModel, seed: int) -> Iterator[None]:
                 module.eval()
 
 
-def name_in_file(name: str) -> str:
-    """What peft's files call a parameter of an adapter."""
-    return f"{PREFIX}{name.replace(f'.{ADAPTER}', '')}"
+def adapter_tensor_name(name: str) -> str:
+    """Name of an adapter's parameter in peft's files."""
+    return f"{ADAPTER_PREFIX}{name.replace(f'.{ADAPTER_NAME}', '')}"
 
 
-def adapter_file(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The adapters under the names that peft's files have for them; not copies."""
-    return {f"{PREFIX}{name}": value for name, value in model.get_adapter_state_dict(ADAPTER).items()}
+def adapter_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The adapters under the names of peft's files; not copies."""
+    return {f"{ADAPTER_PREFIX}{name}": value for name, value in model.get_adapter_state_dict(ADAPTER_NAME).items()}
 
 
 def save_adapter(model: PreTrainedModel, folder: Path, tensors: dict[str, Tensor]) -> None:
-    """The adapters alone, as `adapter_file` names them. Transformers, where peft is, loads such a folder and finds the
-    base by the path it names."""
+    """Write adapters named by `adapter_tensors`. Transformers with peft loads such a folder and finds the base model by
+    its path."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
-    model.peft_config[ADAPTER].save_pretrained(folder)
+    model.peft_config[ADAPTER_NAME].save_pretrained(folder)
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def load_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Take adapters that `save_adapter` wrote."""
+    """Load adapters written by `save_adapter`."""
     from peft import set_peft_model_state_dict
     from safetensors.torch import load_file
 
     saved: dict[str, Tensor] = load_file(folder / "adapter_model.safetensors")
-    plain = {name.removeprefix(PREFIX): value for name, value in saved.items()}
-    found: Any = set_peft_model_state_dict(model, plain, adapter_name=ADAPTER)
+    plain = {name.removeprefix(ADAPTER_PREFIX): value for name, value in saved.items()}
+    found: Any = set_peft_model_state_dict(model, plain, adapter_name=ADAPTER_NAME)
     if found.unexpected_keys:
         raise ConfigError(f"{folder} holds adapters of another shape: {found.unexpected_keys[0]} has no place here.")
 
 
 def export_merged(model: PreTrainedModel, folder: Path) -> None:
-    """Write an ordinary model: each adapter added to the weights it corrects, so that peft is not needed to run it."""
+    """Write the model with its adapters merged, so that it runs without peft."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    whole = copy.deepcopy(model)
-    layers = {name: module for name, module in whole.named_modules() if isinstance(module, BaseTunerLayer)}
+    merged = copy.deepcopy(model)
+    layers = {name: module for name, module in merged.named_modules() if isinstance(module, BaseTunerLayer)}
     for module in layers.values():
         module.merge()  # type: ignore[operator]
     for name, module in layers.items():
         parent, _, child = name.rpartition(".")
-        if parent not in layers:  # experts have an adapter around an adapter, one for each of their weights
-            setattr(whole.get_submodule(parent), child, module.get_base_layer())
-    del whole.peft_config
-    whole._hf_peft_config_loaded = False
-    # Adapters read from a folder leave the names of their file behind, and transformers would write the weights under
-    # them: a folder that nobody can read.
-    if any("lora_" in str(one) for one in getattr(whole, "_weight_conversions", None) or ()):
-        whole._weight_conversions = None
-    whole.save_pretrained(folder)
+        if parent not in layers:  # experts have nested adapters, one for each of their weights
+            setattr(merged.get_submodule(parent), child, module.get_base_layer())
+    del merged.peft_config
+    merged._hf_peft_config_loaded = False
+    # Adapters read from a folder leave name conversions behind; transformers would write unreadable weights by them.
+    if any("lora_" in str(one) for one in getattr(merged, "_weight_conversions", None) or ()):
+        merged._weight_conversions = None
+    merged.save_pretrained(folder)
 
 
 def load_4bit(folder: Path, dtype: str, device: str) -> PreTrainedModel:
-    """The model with its linear layers in 4 bits (QLoRA's base), ready for adapters."""
+    """The model with its linear layers in 4 bits, as the base of QLoRA."""
     place = device_of(device)
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ConfigError(
@@ -234,5 +235,5 @@ def load_4bit(folder: Path, dtype: str, device: str) -> PreTrainedModel:
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=getattr(torch, dtype),
     )  # fmt: skip
-    how = {"dtype": getattr(torch, dtype), "quantization_config": quantization, "device_map": {"": place}}
-    return read_weights(folder, **how).eval()
+    options = {"dtype": getattr(torch, dtype), "quantization_config": quantization, "device_map": {"": place}}
+    return read_weights(folder, **options).eval()

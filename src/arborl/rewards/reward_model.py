@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 from arborl.chat import Renderer
 from arborl.errors import queued
-from arborl.models.find import described, holds_model
+from arborl.models.model_files import is_model_folder, read_model_config
 from arborl.rewards.reward import Reward
 from arborl.types import Episode, Message
 
 if TYPE_CHECKING:
-    from arborl.models.scalar import Scorer
+    from arborl.models.output_heads import SequenceScorer
 
 RECORD = "reward_record.json"
 
@@ -93,9 +93,9 @@ class RewardModel(Reward):
         shift: float | None = None,
     ):
         self.folder = Path(path).expanduser()
-        if not holds_model(self.folder):
+        if not is_model_folder(self.folder):
             raise ValueError(f"path={path}: no folder of a model in Hugging Face form. Give one with a config.json.")
-        about = described(self.folder)
+        about = read_model_config(self.folder)
         kinds, labels = about.get("architectures") or [""], about.get("id2label")
         if not str(kinds[0]).endswith("ForSequenceClassification") or not isinstance(labels, dict) or len(labels) != 1:
             raise ValueError(f"path={path}: is a {kinds[0] or 'model'} and no sequence classifier of one label.")
@@ -110,7 +110,7 @@ class RewardModel(Reward):
         self.renderer = Renderer.from_folder(self.folder)
         self.waiting: list[Ticket] = []
         self._worker: asyncio.Task[None] | None = None
-        self._scorer: Scorer | None = None
+        self._scorer: SequenceScorer | None = None
 
     async def __call__(self, episode: Episode) -> float:
         ticket = Ticket(self.tokens(episode))
@@ -155,12 +155,12 @@ class RewardModel(Reward):
                 if not ticket.score.done():
                     ticket.score.set_result(score)
 
-    def _load(self) -> Scorer:
+    def _load(self) -> SequenceScorer:
         """The model, read when it is first needed: it wants torch, and time."""
-        from arborl.models.scalar import Scorer
+        from arborl.models.output_heads import SequenceScorer
 
         if self._scorer is None:
-            self._scorer = Scorer(self.folder, self.dtype, self.device)
+            self._scorer = SequenceScorer(self.folder, self.dtype, self.device)
         return self._scorer
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
-from arborl.chat.control import Rendered
+from arborl.chat.control_tokens import Rendered
 from arborl.chat.conversation import Conversations, Prompt
 from arborl.chat.renderer import Renderer
 from arborl.config.run import RunConfig
@@ -95,7 +95,7 @@ class GivenEpisodes:
             episode.calls.append(Call(prompt.tokens, completion, turn, trained, tuple(messages), reply))
             answered = takewhile(lambda one: one.role != "assistant", side.messages[at:])
             episode.turns.append(Turn(reply, tuple(answered)))
-            conversations.sampled(prompt, completion, said=reply)
+            conversations.record(prompt, completion, reply=reply)
             messages.append(reply)
             if finish is Finish.LENGTH:
                 episode.stop = Stop.CONTEXT_FULL
@@ -115,7 +115,7 @@ class GivenEpisodes:
                 "tool_calls out"
             )
         else:
-            rest = renderer.said(_behind(prompt, message.content))
+            rest = renderer.escape_reply(_behind(prompt, message.content))
         ids = self._encode(rest)
         end = next((i for i, token in enumerate(ids) if token in renderer.stop), None)
         return [*ids, renderer.stop[0]] if end is None else ids[: end + 1]

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from arborl.busy_time import BusyTime
-from arborl.chat.conversation import Conversations, Prompt
-from arborl.chat.fit import cannot_fit
+from arborl.chat.conversation import Conversations, Prompt, messages_exceed
 from arborl.chat.messages import read_messages, read_tools
 from arborl.chat.renderer import Renderer
 from arborl.chat.tokenizer import TextTokenizer
@@ -138,7 +137,7 @@ class Recorder:
         self._check_open()
         self._silent = False
         shown = read_messages(messages, where="model.chat, messages")
-        if cannot_fit(shown, self.tokenizer, self.limits.max_context):
+        if messages_exceed(shown, self.tokenizer, self.limits.max_context):
             size = sum(len(message.content) for message in shown)
             raise ContextFull(f"the messages have {size:,} characters, the context {self.limits.max_context} tokens")
         specs = read_tools(tools, where="model.chat, tools") if tools else ()
@@ -155,12 +154,12 @@ class Recorder:
             stop_texts=(*self.sampling.stop_texts, *((stop,) if isinstance(stop, str) else stop)),
         )
         others: tuple[tuple[tuple[int, float], ...], ...] = ()
-        if (chat := getattr(self.engine, "chat", None)) is not None:
+        if (chat := self.engine.chat) is not None:
             completion, reply = await self._chatted(chat, shown, specs, sampling)
-            written = self.renderer.written(completion)
+            written = self.renderer.split_completion(completion)
         else:
             completion, others = await self._generate(prompt, sampling)
-            written = self.renderer.written(completion)
+            written = self.renderer.split_completion(completion)
             reply = self.renderer.message(begins + written[0])
         call = Call(prompt.tokens, completion, turn, True, shown, reply, self.drawn, others)
         self._record(prompt, call, place, written)
@@ -174,7 +173,7 @@ class Recorder:
         assert task is not None
         self._waiting.add(task)
         heard = Rivals(self.rivals) if self.rivals else None
-        more = {} if heard is None else {"heard": heard}
+        more = {} if heard is None else {"listener": heard}
         try:
             with span("chat", gen_ai__operation__name="chat", gen_ai__usage__input_tokens=len(prompt.tokens)) as told:
                 with self.asked:
@@ -193,7 +192,7 @@ class Recorder:
     ) -> tuple[Completion, Message]:
         """From an engine that takes messages: what was said is on record, and nobody knows how likely it was."""
         reply, finish = await untimed(ENGINE, chat, messages, tools, sampling, session=self.episode.id)
-        ids = self.renderer.encode(self.renderer.said(reply.content))
+        ids = self.renderer.encode(self.renderer.escape_reply(reply.content))
         tokens = (*ids, *(self.renderer.stop[:1] if finish is Finish.STOP else ()))
         return Completion(tokens, (math.nan,) * len(tokens), finish, GIVEN), reply
 
@@ -202,7 +201,7 @@ class Recorder:
         at = bisect(self._places, place)
         self._places.insert(at, place)
         self.episode.calls.insert(at, call)
-        self.conversations.sampled(prompt, call.completion, at, call.reply, written)
+        self.conversations.record(prompt, call.completion, at, call.reply, written)
 
     def leave_out(self, message: Message) -> None:
         """What the model said here is on record, and not trained on."""

@@ -193,11 +193,11 @@ class Rollout:
     def _first(self) -> int:
         """Episodes to begin with: as many as the engine can serve. The usual number where it does not say, or where
         each environment takes a thread or a process."""
-        return FIRST if self.workers.costly else max(FIRST, int(getattr(self.engine, "capacity", 0)))
+        return FIRST if self.workers.costly else max(FIRST, self.engine.capacity)
 
     def _crowded(self) -> bool:
         """Whether the engine says so; one that does not say has room."""
-        return bool(getattr(self.engine, "crowded", False))
+        return self.engine.is_saturated
 
     async def _admitted(self, line: Line) -> None:
         """Hold new episodes back while the engine has requests it has no room for; one asks for all that wait."""

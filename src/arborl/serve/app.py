@@ -164,7 +164,7 @@ class Meters:
         """Engines count since they were last asked; here numbers grow."""
         for name, value in self.speaker.engine.metrics().items():
             plain = f"arborl_{name.replace('/', '_')}"
-            if name in ("engine/hit_rate", "engine/pages_held"):
+            if name in ("engine/hit_rate", "engine/block_usage"):
                 continue
             if name not in self._engine:
                 self._engine[name] = Counter(plain, "of the engine", registry=self.registry)

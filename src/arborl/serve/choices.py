@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from arborl.chat.formats import Parser
+from arborl.chat.formats import ToolCallParser
 from arborl.chat.renderer import Renderer
 from arborl.serve.source import Likely, Refused, Saying, Source, Unavailable
 from arborl.serve.text import Detokenizer, Until
@@ -46,7 +46,7 @@ class Manner:
 
     stops: tuple[str, ...] = ()
     """Texts that end one, and are no part of it."""
-    parser: Parser | None = None
+    parser: ToolCallParser | None = None
     """Reads tool calls; none where there are no tools."""
     begins: str = ""
     """What the model was given of the answer."""
@@ -73,7 +73,7 @@ class Choice:
         self.finish = ""
         self.version = source.version
         self._words, self._stop = Detokenizer(source.renderer), Until(manner.stops)
-        opens = () if manner.parser is None else getattr(manner.parser, "opens", None)
+        opens = () if manner.parser is None else manner.parser.opens
         self._call, self._silent = Until(opens or ()), opens is None
         """Where a call may begin; without a word for that, all is held until it can be read."""
         self._whole = manner.begins
@@ -134,7 +134,7 @@ class Choice:
         return self._shown(text if self.calls else text + held, self.calls, self.finish)
 
 
-def read_calls(parser: Parser, text: str, mark: bytes) -> tuple[ToolCall, ...]:
+def read_calls(parser: ToolCallParser, text: str, mark: bytes) -> tuple[ToolCall, ...]:
     """The calls in a text, with ids of their own: nine letters and digits, which every template takes. Where one of
     them cannot be read the text stays text.
 
@@ -164,7 +164,7 @@ def forced(renderer: Renderer, tools: Sequence[ToolSpec]) -> str:
         texts = [renderer.parser.format(ToolCall("call_0", tool.name, given)) for tool in tools for given in arguments]
     except ValueError as error:
         raise Refused(f"the model's format of calls has no form for this one: {error}", "tool_choice") from error
-    calls = [renderer.encode(renderer.said(text)) for text in texts]
+    calls = [renderer.encode(renderer.escape_reply(text)) for text in texts]
     alike = takewhile(lambda column: len(set(column)) == 1, zip(*calls, strict=False))
     return renderer.decode([column[0] for column in alike])
 

@@ -13,7 +13,7 @@ from arborl.config.load import load
 from arborl.config.run import EnvConfig, RunConfig
 from arborl.config.trust import load_run
 from arborl.errors import ConfigError
-from arborl.models.find import described, resolve
+from arborl.models.model_files import read_model_config, resolve
 from arborl.registry import short
 from arborl.serve.sessions import Company
 from arborl.serve.speaker import EngineThread, Speaker
@@ -70,7 +70,7 @@ def open_model(
 
 def bare(name: str, settings: Sequence[str]) -> RunConfig:
     """A model that no run says anything about: it is asked questions, in all the context it has."""
-    longest = described(resolve(name)).get("max_position_embeddings") or WINDOW
+    longest = read_model_config(resolve(name)).get("max_position_embeddings") or WINDOW
     size = min(int(longest), WINDOW)
     config = load(None, [f"sampling.max_context={size}", *settings])
     if not any(text.startswith("sampling.max_tokens") for text in settings):

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 
-from arborl.chat.fit import has_more_tokens
+from arborl.chat.conversation import has_more_tokens
 from arborl.chat.messages import read_messages, read_tools
 from arborl.chat.tokenizer import TextTokenizer
 from arborl.serve.choices import Choice, Delta, Manner, forced

@@ -12,7 +12,7 @@ import contextvars
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from arborl.chat.fit import USUAL_CHARS, cannot_fit, rendered_cannot_fit, tool_text, tools_cannot_fit
+from arborl.chat.conversation import USUAL_CHARS, messages_exceed, rendered_exceeds, tool_text, tools_exceed
 from arborl.chat.tokenizer import TextTokenizer
 from arborl.errors import ContextFull, EpisodeError, EpisodeOver, MaxTurns
 from arborl.rollout.recorder import Recorder
@@ -74,13 +74,13 @@ class Recorded:
             return None
         full = ContextFull(f"the messages and tools have {size:,} characters, the context {self.context} tokens")
         text = TextTokenizer(self.renderer.tokenizer)
-        if cannot_fit(messages, text, self.context) or tools_cannot_fit(messages, tools, text, self.context):
+        if messages_exceed(messages, text, self.context) or tools_exceed(messages, tools, text, self.context):
             return full
         try:
             shown = self.renderer.render(messages, tools)
         except UNRENDERED as error:
             raise Refused(f"the model cannot be shown these messages: {error}", "messages") from error
-        return full if rendered_cannot_fit(shown, self.renderer, self.context) else None
+        return full if rendered_exceeds(shown, self.renderer, self.context) else None
 
     def complete(self, prompt: Sequence[int], asked: Asked) -> RecordedSaying:
         raise Refused("what is recorded are conversations: use /v1/chat/completions or /v1/responses", status=404)

@@ -12,11 +12,11 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from arborl.chat.fit import cannot_fit, rendered_cannot_fit, tools_cannot_fit
+from arborl.chat.conversation import messages_exceed, rendered_exceeds, tools_exceed
 from arborl.chat.renderer import Renderer
 from arborl.chat.tokenizer import TextTokenizer
-from arborl.engines.checks import check_sampling, read_prompt
-from arborl.engines.engine import Engine, Listener, Weights
+from arborl.engines.engine import Engine, TokenListener, Weights
+from arborl.engines.engine_requests import check_sampling, read_prompt
 from arborl.errors import EngineError
 from arborl.serve.memory import Memory
 from arborl.serve.source import TOO_LONG, Asked, Likely, Piece, Refused, Saying, Unavailable
@@ -27,7 +27,7 @@ UNRENDERED = (ValueError, TypeError, LookupError, AttributeError, OverflowError,
 """What a template raises over messages that it was not written for."""
 
 
-class EngineThread:
+class EngineThread(Engine):
     """An engine that works in a thread and event loop of its own; called from any other.
 
     Args:
@@ -36,7 +36,7 @@ class EngineThread:
 
     def __init__(self, engine: Engine):
         self.engine, self.follows_weights = engine, engine.follows_weights
-        self.streams = bool(getattr(engine, "streams", False))
+        self.can_stream = engine.can_stream
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="engine", daemon=True)
         self._thread.start()
@@ -46,15 +46,14 @@ class EngineThread:
 
         async def there() -> None:
             await self.engine.load({}, version)
-            if (warm := getattr(self.engine, "warm", None)) is not None:
-                warm(sampling)
+            self.engine.warm_up(sampling)
 
         asyncio.run_coroutine_threadsafe(there(), self.loop).result()
 
     async def generate(
-        self, prompt: Sequence[int], sampling: Sampling, *, session: str, heard: Listener | None = None
+        self, prompt: Sequence[int], sampling: Sampling, *, session: str, listener: TokenListener | None = None
     ) -> Completion:
-        more: dict[str, Any] = {"heard": heard} if heard is not None else {}
+        more: dict[str, Any] = {"listener": listener} if listener is not None else {}
         return await self._there(self.engine.generate(prompt, sampling, session=session, **more))
 
     async def load(self, weights: Weights, version: int) -> None:
@@ -72,8 +71,8 @@ class EngineThread:
         return self.engine.metrics()
 
     @property
-    def crowded(self) -> bool:
-        return bool(getattr(self.engine, "crowded", False))
+    def is_saturated(self) -> bool:
+        return self.engine.is_saturated
 
     async def _there(self, work: Any) -> Any:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
@@ -112,9 +111,9 @@ class EngineSaying:
         engine, breaker = self.speaker.engine, self.speaker.breaker
         await self.speaker.admitted()
         pipe, told = Pipe(self.asked.top), 0
-        heard: dict[str, Any] = {"heard": pipe} if getattr(engine, "streams", False) else {}
+        more: dict[str, Any] = {"listener": pipe} if engine.can_stream else {}
         sampled = asyncio.ensure_future(
-            engine.generate(self.prompt, self.sampling, session=self.asked.session, **heard)
+            engine.generate(self.prompt, self.sampling, session=self.asked.session, **more)
         )
         sampled.add_done_callback(lambda _: pipe.ready.set())
         try:
@@ -179,13 +178,13 @@ class Speaker:
         renderer, text = self.renderer, TextTokenizer(self.renderer.tokenizer)
         long = f"the messages and tools have more tokens than the context of {self.context}"
         written = [replace(message, role="user") for message in messages]
-        if cannot_fit(written, text, self.context) or tools_cannot_fit(messages, tools, text, self.context):
+        if messages_exceed(written, text, self.context) or tools_exceed(messages, tools, text, self.context):
             raise Refused(long, "messages", TOO_LONG)
         try:
             shown = renderer.render(messages, tools)
             if begins := asked[0].begins:
-                shown += renderer.said(begins)
-            if rendered_cannot_fit(shown, renderer, self.context):
+                shown += renderer.escape_reply(begins)
+            if rendered_exceeds(shown, renderer, self.context):
                 raise Refused(long, "messages", TOO_LONG)
             ids = renderer.encode(shown)
         except UNRENDERED as error:
@@ -201,7 +200,7 @@ class Speaker:
                 f"the prompt has {len(prompt)} tokens and the context {self.context}: no room for an answer", param,
                 TOO_LONG,
             )  # fmt: skip
-        if asked.top and not getattr(self.engine, "streams", False):
+        if asked.top and not self.engine.can_stream:
             raise Refused("this engine does not tell the likeliest tokens", "top_logprobs")
         sampling = replace(asked.sampling, max_tokens=min(asked.sampling.max_tokens, room), stop=self.renderer.stop)
         try:

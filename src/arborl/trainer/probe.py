@@ -6,7 +6,7 @@ is taken at the start and after updates whose gradients were not zero, until it 
 
 from __future__ import annotations
 
-from arborl.engines.engine import PROBE, Engine
+from arborl.engines.engine import PROBE_SESSION, Engine
 from arborl.types import Completion, Metrics, Sampling
 
 PROMPT = (1, 2, 3, 5, 8, 13)
@@ -24,7 +24,7 @@ class SyncProbe:
 
     def __init__(self, engine: Engine):
         self.engine = engine
-        self.settled = not engine.follows_weights or getattr(engine, "proves_weights", False)
+        self.settled = not engine.follows_weights or engine.verifies_weights
         self.before: Completion | None = None
         self.missed = 0
 
@@ -54,4 +54,4 @@ class SyncProbe:
             )
 
     async def _sample(self) -> Completion:
-        return await self.engine.generate(PROMPT, Sampling(max_tokens=1), session=PROBE)
+        return await self.engine.generate(PROMPT, Sampling(max_tokens=1), session=PROBE_SESSION)

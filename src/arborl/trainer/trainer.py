@@ -213,22 +213,20 @@ class Trainer:
 
     async def _learning(self) -> Callable[..., Awaitable[Metrics]]:
         """How to learn: while the engine, where weights or device are the learner's, samples nothing; or beside it."""
-        if getattr(self.engine, "shared", True):
+        if self.engine.shares_weights:
             await self._hold()
-            if (sleep := getattr(self.engine, "sleep", None)) is not None:
-                await sleep()
-        threaded = getattr(self.engine, "threaded", False)
-        return self.thread.beside if threaded and self.pipeline.busy else self.thread
+            await self.engine.sleep()
+        return self.thread.beside if self.engine.shares_threads and self.pipeline.busy else self.thread
 
     async def _hold(self) -> None:
         """Until `_release` the engine, where it can be held, samples nothing."""
-        if (hold := getattr(self.engine, "hold", None)) is not None:
-            await hold()
+        if self.engine.can_pause:
+            await self.engine.pause()
             self.rollout.asked.hold(True)
 
     def _release(self) -> None:
-        if (release := getattr(self.engine, "release", None)) is not None:
-            release()
+        if self.engine.can_pause:
+            self.engine.resume()
             self.rollout.asked.hold(False)
 
     def _idle(self, clock: Clock) -> Metrics:

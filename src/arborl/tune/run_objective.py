@@ -23,7 +23,7 @@ from arborl.config.load import load, write_setting
 from arborl.config.run import RunConfig
 from arborl.config.secrets import masked
 from arborl.errors import ConfigError, RunStopped, did_you_mean
-from arborl.models.find import resolve
+from arborl.models.model_files import resolve
 from arborl.tune.budget import a_step, evened
 from arborl.tune.named import KEYS
 from arborl.tune.space import Params, Space

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from arborl.agents.agent import Model
 from arborl.agents.context.history import Edit, Fold, History, Style, Truncate, edited, view
-from arborl.chat.fit import cannot_fit
+from arborl.chat.conversation import messages_exceed
 from arborl.errors import ContextFull
 from arborl.tools.core.tool_context import count_tokens
 from arborl.types import Message, ToolSpec
@@ -110,7 +110,7 @@ class Talk:
         where they cannot fit."""
         conversations = getattr(self.model, "conversations", None)
         tokenizer = getattr(self.model, "tokenizer", None)
-        if tokenizer is not None and cannot_fit(messages, tokenizer, self.bounds.tokens):
+        if tokenizer is not None and messages_exceed(messages, tokenizer, self.bounds.tokens):
             return self.bounds.tokens + 1  # at least; how many more would take long to find out
         if conversations is not None:
             return int(conversations.count(messages, self.specs))

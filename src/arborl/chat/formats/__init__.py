@@ -1,9 +1,5 @@
-"""Ways of writing tool calls, one file each: text to calls, and calls to text.
+"""Tool-call formats, one file each: text to calls, and calls to text. `tool_parser.py` has the interface."""
 
-Start with `parser.py` (what a format is), then `hermes.py` (the usual one); `choose.py` picks one for a model.
-"""
+from arborl.chat.formats.tool_parser import PARSERS, ToolCallParser, detect_format, make_parser
 
-from arborl.chat.formats.choose import PARSERS, choose, sniff
-from arborl.chat.formats.parser import Parser
-
-__all__ = ["PARSERS", "Parser", "choose", "sniff"]
+__all__ = ["PARSERS", "ToolCallParser", "detect_format", "make_parser"]

@@ -1,15 +1,16 @@
-"""Code fences: a block of code is a call of the tool that runs it."""
+"""Code fences: a code block calls the tool that runs it."""
 
 from __future__ import annotations
 
 import re
 
+from arborl.chat.formats.tool_parser import ToolCallParser
 from arborl.types import ToolCall
 
 OPENING = re.compile(r"^ {0,3}(`{3,})[ \t]*([\w+-]*)[ \t]*\r?$", re.MULTILINE)
 
 
-class FenceParser:
+class FenceParser(ToolCallParser):
     """A fenced block in one of `languages` is `TOOL(code=…)`; other fences are text.
 
     Example:
@@ -17,9 +18,9 @@ class FenceParser:
         # (ToolCall("call_0", "python", {"code": "print(6 * 7)"}),)
 
     Args:
-        tool: what runs the code.
-        argument: the tool's argument that takes it.
-        languages: what may stand behind the opening fence; the first is written.
+        tool: name of the tool that runs code.
+        argument: its argument for the code.
+        languages: accepted language names; `format` writes the first.
     """
 
     def __init__(self, tool: str = "python", argument: str = "code", languages: tuple[str, ...] = ("python", "py")):
@@ -34,7 +35,7 @@ class FenceParser:
             closing = re.compile(rf"^ {{0,3}}`{{{len(found[1])},}}[ \t]*\r?$", re.MULTILINE).search(text, found.end())
             if found[2].lower() in self.languages:
                 calls.append(self._call(f"call_{len(calls)}", text, found, closing))
-            if closing is None:  # the rest is inside of it
+            if closing is None:  # the rest is inside the fence
                 break
             at = closing.end()
         return tuple(calls)
@@ -51,7 +52,7 @@ class FenceParser:
     def _write(self, call: ToolCall) -> str:
         code = call.arguments.get(self.argument)
         if call.name != self.tool or set(call.arguments) != {self.argument} or not isinstance(code, str):
-            raise ValueError(f"a fence says {self.tool}({self.argument}=TEXT) and nothing else")
+            raise ValueError(f"a fence expresses {self.tool}({self.argument}=TEXT) only")
         longest = max((len(run) for run in re.findall("`+", code)), default=0)
         fence = "`" * max(3, longest + 1)
         return f"{fence}{self.languages[0]}\n{code}\n{fence}"

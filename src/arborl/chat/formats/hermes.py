@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from arborl.chat.formats.reading import Block, dumps, read_call, short, value_at
+from arborl.chat.formats.json_calls import ParsedBlock, dumps, parse_json_at, read_call, shorten
+from arborl.chat.formats.tool_parser import ToolCallParser
 from arborl.types import ToolCall
 
 OPEN, CLOSE, ESCAPED = "<tool_call>", "</tool_call>", r"<\/tool_call>"
@@ -14,7 +15,7 @@ SHAPE = OPEN + '{"name": "TOOL", "arguments": {"NAME": "VALUE"}}' + CLOSE
 UNCLOSED = f"the tool call is not closed. End it with {CLOSE}, like this: {SHAPE}"
 
 
-class HermesParser:
+class HermesParser(ToolCallParser):
     """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, any number of them between other text.
 
     Example:
@@ -34,7 +35,7 @@ class HermesParser:
         return "\n".join(f"{OPEN}{body.replace(CLOSE, ESCAPED)}{CLOSE}" for body in bodies)
 
 
-def _blocks(text: str) -> Iterator[Block]:
+def _blocks(text: str) -> Iterator[ParsedBlock]:
     """What each block holds, in order.
 
     JSON decides where a block ends, so a closing tag inside a string does not. Where the JSON is broken, the block
@@ -43,13 +44,13 @@ def _blocks(text: str) -> Iterator[Block]:
     at = text.find(OPEN)
     while at >= 0:
         at += len(OPEN)
-        value, end = value_at(text, at, SHAPE)
+        value, end = parse_json_at(text, at, SHAPE)
         following = TAG.search(text, at if end is None else end)
         if following is None or following.group() == OPEN:
             yield ValueError(UNCLOSED)
         elif end is not None and text[end : following.start()].strip():
             extra = text[end : following.start()].strip()
-            yield ValueError(f"there is text after the JSON object: {short(extra)}. Write one object only: {SHAPE}")
+            yield ValueError(f"there is text after the JSON object: {shorten(extra)}. Write one object only: {SHAPE}")
         else:
             yield value
         at = text.find(OPEN, at if end is None else end)

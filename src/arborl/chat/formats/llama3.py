@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import re
 
-from arborl.chat.formats.reading import Block, dumps, read_call, value_at
+from arborl.chat.formats.json_calls import ParsedBlock, dumps, parse_json_at, read_call
+from arborl.chat.formats.tool_parser import ToolCallParser
 from arborl.types import ToolCall
 
 TAG = "<|python_tag|>"
 START = re.compile(r'\{\s*"(?:name"\s*:|type"\s*:\s*"function")')
-"""Where a call begins: prose does not look like this, and other JSON is an answer."""
+"""Start of a call; other JSON is part of an answer."""
 SHAPE = '{"name": "TOOL", "parameters": {"NAME": "VALUE"}}'
 
 
-class Llama3Parser:
+class Llama3Parser(ToolCallParser):
     """`{"name": …, "parameters": {…}}`, several with `; ` between them.
 
-    `<|python_tag|>` may stand before the first, and then what follows must be a call.
+    `<|python_tag|>` may precede the first; a call must then follow.
 
     Example:
         Llama3Parser().parse('{"name": "add", "parameters": {"a": 1}}')
@@ -27,10 +28,10 @@ class Llama3Parser:
     opens = (TAG, "{")
 
     def parse(self, text: str) -> tuple[ToolCall, ...]:
-        blocks: list[Block] = []
+        blocks: list[ParsedBlock] = []
         at = 0
         while found := START.search(text, at):
-            value, end = value_at(text, found.start(), SHAPE)
+            value, end = parse_json_at(text, found.start(), SHAPE)
             blocks.append(value)
             at = found.end() if end is None else end
         tag = text.find(TAG)
@@ -42,8 +43,8 @@ class Llama3Parser:
         return "; ".join(dumps({"name": call.name, "parameters": call.arguments}) for call in calls)
 
 
-def _read(call_id: str, block: Block) -> ToolCall:
+def _read(call_id: str, block: ParsedBlock) -> ToolCall:
     if isinstance(block, dict) and block.get("type") == "function":
-        inner = block.get("function")  # some write the name there, some the whole call
+        inner = block.get("function")  # the name or the whole call
         block = inner if isinstance(inner, dict) else {**block, "name": block.get("name", inner)}
     return read_call(call_id, block, SHAPE, ("parameters", "arguments"))

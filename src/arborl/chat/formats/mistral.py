@@ -1,4 +1,4 @@
-"""Mistral: a control token, then a JSON list; newer models a name and its arguments."""
+"""Mistral: a control token and a JSON list; newer models write a name and arguments."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from arborl.chat.formats.reading import dumps, read_call, value_at, with_arguments
+from arborl.chat.formats.json_calls import call_with_arguments, dumps, parse_json_at, read_call
+from arborl.chat.formats.tool_parser import ToolCallParser
 from arborl.types import ToolCall
 
 TOKEN = "[TOOL_CALLS]"
@@ -15,10 +16,10 @@ NAMED = re.compile(r"\s*([\w.:-]+)\s*(?:\[CALL_ID\]\s*(\w+)\s*)?(?:\[ARGS\])?\s*
 ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
-class MistralParser:
+class MistralParser(ToolCallParser):
     """`[TOOL_CALLS] [{"name": …, "arguments": {…}}, …]`; `[TOOL_CALLS]name[ARGS]{…}` is read too.
 
-    Ids have nine letters and digits (`call00000`), since the templates of these models refuse any other.
+    Ids have nine letters and digits (`call00000`): the templates of these models refuse others.
 
     Example:
         MistralParser().parse('[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]')
@@ -43,7 +44,7 @@ class MistralParser:
 
 
 def _calls(text: str) -> Iterator[ToolCall]:
-    """Every call; each token opens a list, an object, or a name with its arguments.
+    """The calls; each token opens a list, an object, or a name with arguments.
 
     JSON decides where a list ends, so the token inside a string opens nothing.
     """
@@ -51,19 +52,19 @@ def _calls(text: str) -> Iterator[ToolCall]:
     while at >= 0:
         at += len(TOKEN)
         named = NAMED.match(text, at)
-        value, end = value_at(text, named.end() if named else at, SHAPE)
+        value, end = parse_json_at(text, named.end() if named else at, SHAPE)
         if isinstance(value, ValueError):
             yield ToolCall("", "", error=str(value))
         elif named:
-            yield with_arguments(named[2] or "", named[1], value, "arguments", SHAPE)
+            yield call_with_arguments(named[2] or "", named[1], value, "arguments", SHAPE)
         elif value == []:
             yield ToolCall("", "", error=f"the list of tool calls is empty. Write {SHAPE}")
         else:
             for one in value if isinstance(value, list) else [value]:
-                yield read_call(_given_id(one), one, SHAPE)
+                yield read_call(_valid_id(one), one, SHAPE)
         at = text.find(TOKEN, at if end is None else end)
 
 
-def _given_id(one: Any) -> str:
-    given = one.get("id") if isinstance(one, dict) else None
-    return given if isinstance(given, str) and ID.fullmatch(given) else ""
+def _valid_id(one: Any) -> str:
+    call_id = one.get("id") if isinstance(one, dict) else None
+    return call_id if isinstance(call_id, str) and ID.fullmatch(call_id) else ""

@@ -1,4 +1,4 @@
-"""Calls as Python: a list of them, with keyword arguments that are literals. Nothing is ever evaluated."""
+"""Calls as a Python list with literal keyword arguments. Nothing is evaluated."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from arborl.chat.formats.reading import dumps, short, without_repeats
+from arborl.chat.formats.json_calls import dumps, shorten, unique_pairs
+from arborl.chat.formats.tool_parser import ToolCallParser
 from arborl.types import ToolCall
 
 SHAPE = '[TOOL(NAME="VALUE")]'
 START = re.compile(r"\[\s*[^\W\d][\w.]*\s*\(")
 LONGEST, DEEPEST = 50_000, 60
 WORDS = {"true": True, "false": False, "null": None}
-"""What models write when they think of JSON."""
+"""JSON constants, which models also write."""
 
 
-class PythonicParser:
+class PythonicParser(ToolCallParser):
     """`[add(a=1, b=2), now()]`, between other text.
 
     Example:
@@ -34,7 +35,7 @@ class PythonicParser:
         at = 0
         while found := START.search(text, at):
             end = _closing(text, found.start())
-            if end is None:  # the rest is inside of it
+            if end is None:  # the rest is inside the list
                 calls.append(ToolCall("", "", error=f"the list of tool calls is not closed. Write {SHAPE}"))
                 break
             calls += _read(text[found.start() : end])
@@ -46,7 +47,7 @@ class PythonicParser:
 
 
 def _closing(text: str, start: int) -> int | None:
-    """Just behind the bracket that closes the one at `start`; brackets inside strings do not count."""
+    """Index behind the bracket that closes the one at `start`; brackets in strings do not count."""
     depth, quote, at = 0, "", start
     while at < min(len(text), start + LONGEST):
         here = text[at]
@@ -68,19 +69,19 @@ def _closing(text: str, start: int) -> int | None:
 
 
 def _read(source: str) -> Iterator[ToolCall]:
-    """The calls of one list. One that is wrong costs itself only, unless the list is not Python at all."""
+    """The calls of one list. An invalid call affects no other, unless the list is not Python."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a doubtful escape in a model's string is nobody's business
+            warnings.simplefilter("ignore")  # invalid escapes in strings
             tree = ast.parse(source, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         why = error.msg if isinstance(error, SyntaxError) else type(error).__name__
-        yield ToolCall("", "", error=f"{short(source)} is not a list of calls ({why}). Write {SHAPE}")
+        yield ToolCall("", "", error=f"{shorten(source)} is not a list of calls ({why}). Write {SHAPE}")
         return
     for node in tree.elts if isinstance(tree, ast.List) else [tree]:
         name = _name(node.func) if isinstance(node, ast.Call) else ""
         if not isinstance(node, ast.Call) or not name:
-            yield ToolCall("", "", error=f"{short(ast.unparse(node))} is not a call. Write {SHAPE}")
+            yield ToolCall("", "", error=f"{shorten(ast.unparse(node))} is not a call. Write {SHAPE}")
             continue
         try:
             yield ToolCall("", name, _arguments(node))
@@ -89,7 +90,7 @@ def _read(source: str) -> Iterator[ToolCall]:
 
 
 def _name(node: ast.expr) -> str:
-    """`a.b` of the node that says so; else nothing."""
+    """The dotted name of a node; empty if it is none."""
     if isinstance(node, ast.Attribute):
         before = _name(node.value)
         return f"{before}.{node.attr}" if before else ""
@@ -98,7 +99,7 @@ def _name(node: ast.expr) -> str:
 
 def _arguments(node: ast.Call) -> dict[str, Any]:
     if node.args:
-        raise ValueError(f"{short(ast.unparse(node.args[0]))} has no name: every argument is written NAME=VALUE")
+        raise ValueError(f"{shorten(ast.unparse(node.args[0]))} has no name: every argument is written NAME=VALUE")
     read: list[tuple[str, Any]] = []
     for word in node.keywords:
         value = _literal(word.value)
@@ -108,7 +109,7 @@ def _arguments(node: ast.Call) -> dict[str, Any]:
             read += value.items()
         else:
             raise ValueError("only an object can follow **")
-    return without_repeats(read)
+    return unique_pairs(read)
 
 
 def _literal(node: ast.expr) -> Any:
@@ -129,10 +130,10 @@ def _literal(node: ast.expr) -> Any:
         case ast.List(elts=parts) | ast.Tuple(elts=parts):
             return [_literal(part) for part in parts]
         case ast.Dict(keys=keys, values=values):
-            return without_repeats([(_key(key), _literal(value)) for key, value in zip(keys, values, strict=True)])
+            return unique_pairs([(_key(key), _literal(value)) for key, value in zip(keys, values, strict=True)])
         case ast.Name(id=word) if word in WORDS:
             return WORDS[word]
-    raise ValueError(f"{short(ast.unparse(node))} is not a number, a string, a list or an object")
+    raise ValueError(f"{shorten(ast.unparse(node))} is not a number, a string, a list or an object")
 
 
 def _number(value: float) -> float:
@@ -158,5 +159,5 @@ def _write(call: ToolCall) -> str:
 
 
 def _is_name(text: str) -> bool:
-    # Python reads other spellings of a letter as the plain one, so only the plain one is sure to come back.
+    # Python normalises other spellings of letters, which would not round-trip.
     return text.isascii() and text.isidentifier() and not keyword.iskeyword(text)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from arborl.chat.formats.reading import dumps, without_repeats
+from arborl.chat.formats.json_calls import dumps, unique_pairs
+from arborl.chat.formats.tool_parser import ToolCallParser
 from arborl.types import ToolCall
 
 SHAPE = "<tool_call>\n<function=TOOL>\n<parameter=NAME>\nVALUE\n</parameter>\n</function>\n</tool_call>"
@@ -14,11 +15,11 @@ NAME = re.compile(r"[^>\s](?:[^>\n]*[^>\s])?")
 END, CLOSE = "</function>", "</parameter>"
 
 
-class QwenXmlParser:
+class QwenXmlParser(ToolCallParser):
     """`<function=add><parameter=a>1</parameter></function>`, within `<tool_call>` tags.
 
-    Values are text: `1` above is read as `"1"`, and the tool's own signature makes a number of it. So numbers, lists
-    and objects come back as the JSON text of them.
+    Values are text: `1` is read as `"1"`, and the tool's signature converts it. Numbers, lists and objects therefore
+    return as JSON text.
 
     Example:
         QwenXmlParser().parse("<tool_call>\\n<function=add>\\n<parameter=a>\\n1\\n</parameter>\\n</function>\\n</tool_call>")
@@ -48,20 +49,20 @@ def _read(call_id: str, name: str, body: str) -> ToolCall:
         return ToolCall(call_id, "", error=f"the function has no name. Write {SHAPE}")
     if end < 0:
         return ToolCall(call_id, name, error=f"the tool call is not closed. Write {SHAPE.replace('TOOL', name)}")
-    inside, _, behind = body[:end].rpartition(CLOSE)  # what is behind the last one closes nothing: not looked through
+    inside, _, behind = body[:end].rpartition(CLOSE)  # no parameter ends behind the last closing tag
     inside += CLOSE if body[:end] != behind else ""
     left = (PARAMETER.sub("", inside) + behind).strip()
     if left:
         shape = SHAPE.replace("TOOL", name)
-        return ToolCall(call_id, name, error=f"there is text that is no parameter: {left[:40]!r}. Write {shape}")
+        return ToolCall(call_id, name, error=f"there is text outside parameters: {left[:40]!r}. Write {shape}")
     try:
-        return ToolCall(call_id, name, without_repeats([(k.strip(), _value(v)) for k, v in PARAMETER.findall(inside)]))
+        return ToolCall(call_id, name, unique_pairs([(k.strip(), _value(v)) for k, v in PARAMETER.findall(inside)]))
     except ValueError as error:
         return ToolCall(call_id, name, error=f"{error}. Write {SHAPE.replace('TOOL', name)}")
 
 
 def _value(text: str) -> str:
-    """Without the one line end that stands after the opening tag and before the closing one."""
+    """The value without one line end behind the opening and before the closing tag."""
     return text.removeprefix("\n").removesuffix("\n")
 
 
@@ -77,5 +78,5 @@ def _write(call: ToolCall) -> str:
 
 def _checked(name: str) -> str:
     if not NAME.fullmatch(name):
-        raise ValueError(f"{name!r} cannot stand in a tag")
+        raise ValueError(f"{name!r} is not valid in a tag")
     return name

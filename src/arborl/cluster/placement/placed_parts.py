@@ -15,7 +15,7 @@ from arborl.cluster.placement.ray_rewards import place_rewards
 from arborl.cluster.placement.weight_arrays import weight_bytes
 from arborl.config.placement import PlacementConfig
 from arborl.config.run import RunConfig
-from arborl.engines.cache import default_kv_tokens
+from arborl.engines.local.kv_cache import default_kv_tokens
 from arborl.errors import ConfigError, EngineError
 from arborl.rewards import Rewards
 from arborl.types import Sampling

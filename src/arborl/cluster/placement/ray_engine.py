@@ -188,7 +188,7 @@ class EngineReplica(Replica):
         return f"{self.name} (process {self.info.pid} on {self.info.address})" if self.info else self.name
 
 
-class RayEngine:
+class RayEngine(Engine):
     """Several engines.
 
     Args:
@@ -198,8 +198,8 @@ class RayEngine:
         plan: what they are built from.
     """
 
-    follows_weights = proves_weights = True
-    shared = False
+    follows_weights = verifies_weights = True
+    shares_weights = False
 
     def __init__(
         self,
@@ -216,7 +216,7 @@ class RayEngine:
             EngineReplica(f"engine {number}", gpu=gpu, sharing=gpus.count(gpu), cpus=placed.cpus_per_engine)
             for number, gpu in enumerate(gpus)
         ]
-        self.routes = Replicas(self.replicas, self._revive, placed.seconds, "engine")
+        self.routes = ReplicaPool(self.replicas, self._revive, placed.seconds, "engine")
         self.plan = cluster.ray.put(plan)
         self.base: Any = None
         """Frozen weights in the object store, of a model with adapters."""
@@ -230,7 +230,7 @@ class RayEngine:
         """Share of cache pages in use, by engine."""
         self.gap = self.update_seconds = 0.0
         self.closed = False
-        now(self._open())
+        run_blocking(self._open())
 
     # ------------------------------------------------------------------------------------------ engine interface
 
@@ -280,7 +280,7 @@ class RayEngine:
         except errors.RayError as error:
             why = f"{replica.where} cannot be reached: {type(error).__name__}"
         replica.gone = True
-        raise Unreachable(why)
+        raise ReplicaUnavailable(why)
 
     def _cancel(self, call: Any) -> None:
         try:
@@ -302,7 +302,7 @@ class RayEngine:
         self.known = None
         errors = await self.routes.publish(version, lambda replica: self._send_weights(replica, state))
         for replica, error in errors.items():
-            if isinstance(error, OtherWeights):
+            if isinstance(error, WeightMismatch):
                 raise error
             log.debug("%s did not load the weights: %s", replica.name, error)
         return errors
@@ -320,7 +320,7 @@ class RayEngine:
         """Send weights to one engine and check its probe: against the learner's model if `weights` are the learner's
         current ones, else against the other engines."""
         assert replica.actor is not None
-        version = self.routes.coming
+        version = self.routes.target_version
         parts = [part for part in (self.base if replica.fresh else None, self.newest) if part is not None]
         seconds = self.cluster.placement.seconds
         await self._answer(replica, replica.actor.load.remote(version, *parts), seconds)
@@ -356,7 +356,7 @@ class RayEngine:
         known = counts["read"] + counts["reused"]
         return {f"engine/{name}": value for name, value in counts.items()} | self.routes.metrics() | {
             "engine/hit_rate": counts["reused"] / known if known else 0.0,
-            "engine/pages_held": max(self.held.values(), default=0.0),
+            "engine/block_usage": max(self.held.values(), default=0.0),
             "engine/update_seconds": self.update_seconds,
             "engine/probe_gap": self.gap,
         }  # fmt: skip
@@ -372,7 +372,7 @@ class RayEngine:
             for error in (await self._publish(self.model.state_dict(), 0)).values():
                 raise error
         finally:
-            self.routes.leave()
+            self.routes.leave_loop()
 
     async def _start(self, replica: EngineReplica) -> None:
         """Start a process without weights, or wait for one that is starting."""

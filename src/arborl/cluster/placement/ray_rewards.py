@@ -90,9 +90,9 @@ class RewardWorkers:
         self.packed = cluster.ray.put(cloudpickle.dumps(list(rewards)))
         count, seconds = cluster.placement.reward_workers, cluster.placement.seconds
         self.replicas = [RewardReplica(f"reward worker {number}") for number in range(count)]
-        self.routes = Replicas(self.replicas, self._start, seconds, "reward worker")
+        self.routes = ReplicaPool(self.replicas, self._start, seconds, "reward worker")
         self.tasks: set[asyncio.Task[None]] = set()
-        now(self._open())
+        run_blocking(self._open())
 
     async def _open(self) -> None:
         """Start all actors; errors of the nodes appear here."""
@@ -118,7 +118,7 @@ class RewardWorkers:
             self._check_later(replica)
             raise
         except self.cluster.ray.exceptions.RayError as error:
-            raise Unreachable(f"{replica.name} is gone: {type(error).__name__}") from error
+            raise ReplicaUnavailable(f"{replica.name} is gone: {type(error).__name__}") from error
 
     def _check_later(self, replica: RewardReplica) -> None:
         """After a timeout, check that the process still answers."""

@@ -14,7 +14,7 @@ from typing import Literal
 from arborl.cluster.planner.hardware import Device
 from arborl.cluster.planner.model_shape import ModelShape
 from arborl.config.run import RunConfig
-from arborl.engines.cache_size import usual_tokens
+from arborl.engines.engine import default_cache_tokens
 from arborl.learner.forecast import BESIDE, SEQUENCES, Forecast, Plan, Planner, Sizes, fused, learner_sizes, logit_rows
 
 Strategy = Literal["single", "ddp", "fsdp2", "tensor"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from arborl.chat.tokenizer import FileTokenizer
 from arborl.errors import ConfigError
-from arborl.models.find import resolve
+from arborl.models.model_files import resolve
 from arborl.track.folder_files import entries_of, read_bytes
 from arborl.view.web.folders import look_up, read_config
 

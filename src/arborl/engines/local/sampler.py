@@ -1,0 +1,97 @@
+"""Drawing tokens. A token depends on the seed and the position of its request, and on no other request.
+
+B requests, V tokens of the vocabulary. Hashing (seed, position) gives one uniform number; the token is where the
+cumulative probability passes it. There is no state, so a request can be preempted, moved or repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from arborl.models.sampling import DistributionParams, sampling_logprobs
+from arborl.types import Sampling
+
+TopTokens = tuple[NDArray[np.int64], NDArray[np.float64]]
+"""The likeliest tokens of each row, likeliest first, and their log-probabilities."""
+
+
+def uniform_numbers(seeds: ArrayLike, positions: ArrayLike) -> NDArray[np.float64]:
+    """One number in [0, 1) for each (seed, position), by two rounds of the splitmix64 mixer (Steele et al., 2014)."""
+    with np.errstate(over="ignore"):
+        state = np.asarray(seeds, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+        state = _mix(state) + np.asarray(positions, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        return (_mix(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """Sampling parameters and uniform numbers of the next token of B requests."""
+
+    temperature_B: NDArray[np.float64]
+    """0 selects the likeliest token and reports its probability at temperature 1."""
+    top_k_B: NDArray[np.int64]
+    top_p_B: NDArray[np.float64]
+    min_p_B: NDArray[np.float64]
+    uniform_B: NDArray[np.float64]
+    top: int = 0
+    """Number of likeliest tokens to report; the largest of any request."""
+
+    @classmethod
+    def of(cls, samplings: Sequence[Sampling], counts: Sequence[int]) -> SamplingBatch:
+        """For requests that have sampled `counts` tokens so far."""
+        columns = zip(*((s.temperature, s.top_k, s.top_p, s.min_p) for s in samplings), strict=True)
+        temperature, top_k, top_p, min_p = (np.asarray(column) for column in columns)
+        return cls(temperature, top_k, top_p, min_p, uniform_numbers([s.seed for s in samplings], counts))
+
+    @property
+    def truncated_B(self) -> NDArray[np.bool_]:
+        """Which requests exclude tokens by top-k, top-p or min-p."""
+        return (self.top_k_B != 0) | (self.top_p_B < 1) | (self.min_p_B != 0)
+
+    @property
+    def truncates(self) -> bool:
+        return bool(self.truncated_B.any())
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether `sample_tokens` draws from the logits, because fused samplers neither truncate nor report tokens."""
+        return self.truncates or self.top > 0
+
+    def select(self, rows: NDArray[np.int64]) -> SamplingBatch:
+        """The same for some of the requests."""
+        columns = (self.temperature_B, self.top_k_B, self.top_p_B, self.min_p_B, self.uniform_B)
+        return SamplingBatch(*(column[rows] for column in columns), self.top)
+
+    def distribution(self, device: torch.device) -> DistributionParams:
+        temperature = np.where(self.temperature_B == 0, 1.0, self.temperature_B)
+        columns = (temperature, self.top_k_B, self.top_p_B, self.min_p_B)
+        return DistributionParams(*(torch.from_numpy(column).to(device) for column in columns), self.truncates)
+
+
+def sample_tokens(logits_BV: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor, TopTokens | None]:
+    """A token per row, its log-probability under the sampling distribution, and the likeliest tokens if requested."""
+    device = logits_BV.device
+    logprob_BV = sampling_logprobs(logits_BV, batch.distribution(device))
+    total_BV = logprob_BV.exp().cumsum(-1, dtype=torch.float64)
+    point_B1 = torch.from_numpy(batch.uniform_B).to(device)[:, None] * total_BV[:, -1:]
+    token_B = torch.searchsorted(total_BV, point_B1, right=True)[:, 0].clamp(max=logits_BV.shape[1] - 1)
+    greedy = batch.temperature_B == 0
+    if greedy.any():
+        token_B = torch.where(torch.from_numpy(greedy).to(device), logprob_BV.argmax(-1), token_B)
+    top: TopTokens | None = None
+    if batch.top:
+        top_BT, index_BT = logprob_BV.topk(min(batch.top, logprob_BV.shape[1]))
+        top = index_BT.cpu().numpy(), top_BT.double().cpu().numpy()
+    return token_B, logprob_BV.gather(1, token_B[:, None])[:, 0], top

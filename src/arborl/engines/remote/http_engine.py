@@ -1,0 +1,362 @@
+"""Sampling by HTTP servers of one model; `replicas.py` selects the server of a request.
+
+A server that comes back gets the newest weights, and its copy is verified, before its first request. A completion
+counts only if the server reports weights of this run: one that was restarted meanwhile answers from the weights it was
+started with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import httpx
+from transformers import PreTrainedModel
+
+from arborl.chat import Renderer
+from arborl.engines.engine import Engine, TokenListener, Weights, completion_versions
+from arborl.engines.engine_requests import StopTextMatcher, check_sampling, read_prompt
+from arborl.engines.remote.http_servers import (
+    ChatServer,
+    Client,
+    CompletionChunk,
+    Server,
+    ServerInfo,
+    TokenServer,
+    detect_server,
+)
+from arborl.engines.remote.replicas import Replica, ReplicaPool, ReplicaUnavailable, run_blocking
+from arborl.engines.remote.weight_files import WeightFiles
+from arborl.engines.remote.weight_sync import PROBE_PROMPT, WeightProbe, label_version, sampling_params, span_versions
+from arborl.errors import EngineError
+from arborl.types import Completion, Finish, Message, Metrics, Sampling, ToolSpec
+
+log = logging.getLogger(__name__)
+
+CONNECT_SECONDS = 10.0
+KEEPALIVE_SECONDS = 2.0
+"""Shorter than the servers' own (5 s); otherwise a request may use a connection that the server is closing."""
+TOKENIZER_TEXT = "Hello, world! 12 + 30 = 42\n\tdef f(x): return x ** 2  # éß 你好"
+"""A text that different tokenizers are unlikely to split alike."""
+
+
+@dataclass(eq=False, slots=True)
+class ServerReplica(Replica):
+    """One server; its name is its URL."""
+
+    server: Server | None = None
+    info: ServerInfo | None = None
+
+    @property
+    def url(self) -> str:
+        return self.name
+
+    @property
+    def token_server(self) -> TokenServer:
+        assert self.server is not None
+        if isinstance(self.server, ChatServer):
+            raise EngineError(f"{self.url} only chats: it takes no token ids")
+        return self.server
+
+    @property
+    def model(self) -> str:
+        """What the server calls its model."""
+        assert self.info is not None
+        return self.info.model
+
+
+@dataclass(slots=True)
+class LoopClients:
+    """HTTP clients of one event loop, by URL."""
+
+    loop: asyncio.AbstractEventLoop
+    by_url: dict[str, Client] = field(default_factory=dict)
+
+
+class HttpEngine(Engine):
+    """Servers of one model.
+
+    Args:
+        model: the learner's.
+        urls: the servers.
+        max_context: maximum tokens of prompt and completion.
+        max_requests: concurrent requests per server; no new episodes start while all servers have so many.
+        dtype: precision of the servers; `auto` is the model's.
+        named: the servers' name of the model; the only one they serve by default.
+        weights_dir: folder for weights that the servers read.
+        seconds: timeout of a request, and of waiting while no server answers.
+        key: environment variable with the API key.
+        sampling: the run's sampling parameters, for the probe after an update.
+        renderer: the run's; its tokenizer must equal the servers'. Without one it is not compared.
+        training: whether the servers get weights; otherwise they are evaluated as they are.
+        chats: use the chat endpoint of any server.
+    """
+
+    verifies_weights = True
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        urls: Sequence[str],
+        max_context: int = 1024,
+        max_requests: int = 256,
+        dtype: str = "auto",
+        named: str | None = None,
+        weights_dir: Path | None = None,
+        seconds: float = 600.0,
+        key: str | None = None,
+        sampling: Sampling | None = None,
+        renderer: Renderer | None = None,
+        training: bool = True,
+        chats: bool = False,
+    ):
+        self.model, self.max_context, self.max_requests = model, max_context, max_requests
+        self.vocabulary = int(model.config.vocab_size)
+        self.named, self.seconds, self.renderer, self.training = named, seconds, renderer, training
+        self.decode = renderer.tokenizer.decode if renderer is not None else None
+        self.follows_weights, self.chats = training, chats
+        self.headers = {"Authorization": f"Bearer {api_key(key)}"} if key is not None else {}
+        self.replicas = [ServerReplica(url.rstrip("/")) for url in urls]
+        self.routes = ReplicaPool(self.replicas, self._revive, seconds)
+        self.run = uuid.uuid4().hex[:8]
+        """Prefix of this run's weight labels."""
+        self.version = 0
+        self.weights: Weights = dict(model.state_dict())
+        precision = str(model.dtype).removeprefix("torch.") if dtype == "auto" else dtype
+        self.probe = WeightProbe(model, sampling or Sampling(), precision)
+        self.counts = dict.fromkeys(("sampled", "requests"), 0.0)
+        self.gap = self.update_seconds = 0.0
+        """Of the last update: the probe's difference and the duration."""
+        self.closed = False
+        self._clients: LoopClients | None = None
+        self.files = WeightFiles(model, weights_dir) if training else None
+        try:
+            run_blocking(self._open())
+        except BaseException:
+            if self.files is not None:
+                self.files.close()
+            raise
+        self.chat = self._chat if isinstance(self.replicas[0].server, ChatServer) else None
+
+    async def generate(
+        self, prompt: Sequence[int], sampling: Sampling, *, session: str, listener: TokenListener | None = None
+    ) -> Completion:
+        """Sample a continuation of `prompt` at the session's server, or at another if that one is lost."""
+        if self.closed:
+            raise EngineError("the engine is closed; make another")
+        tokens = read_prompt(prompt, self.vocabulary, self.max_context).tolist()
+        check_sampling(sampling)
+        StopTextMatcher.make(self.decode, sampling)
+        started = time.perf_counter()
+        completion = await self.routes.ask(session, lambda replica: self._request(replica, tokens, sampling))
+        if self.closed:
+            raise EngineError("the engine was closed")
+        self.counts["sampled"] += len(completion.tokens)
+        self.counts["requests"] += 1
+        return replace(completion, seconds=time.perf_counter() - started)
+
+    async def _request(self, replica: ServerReplica, prompt: list[int], sampling: Sampling) -> Completion:
+        """A completion by one server; ReplicaUnavailable if its weights are not this run's."""
+        server, client = replica.token_server, self._client(replica)
+        version_before = replica.version
+        stops = StopTextMatcher.make(self.decode, sampling)
+        params = sampling_params(sampling, self.max_context, len(prompt))
+        chunks = server.sample(client, replica.model, prompt, sampling, params, bool(stops or sampling.seconds))
+        tokens, logprobs, last = list[int](), list[float](), CompletionChunk([], [])
+        try:
+            async with asyncio.timeout(sampling.seconds), aclosing(chunks):
+                async for last in chunks:
+                    if len(last.tokens) != len(last.logprobs):
+                        raise EngineError(f"{replica.url}: {len(last.tokens)} tokens, {len(last.logprobs)} logprobs")
+                    for token, logprob in zip(last.tokens, last.logprobs, strict=True):
+                        tokens.append(token)
+                        logprobs.append(logprob)
+                        if stops is not None and stops.reached(tokens):
+                            last = CompletionChunk([], [], Finish.STOP)
+                            break
+                    if last.finish is not None:
+                        break
+        except TimeoutError:
+            last = CompletionChunk([], [], Finish.ABORT)
+        if last.finish is None:
+            raise ReplicaUnavailable(f"{replica.url}: its response ended early")
+        if not all(map(math.isfinite, logprobs)):
+            raise EngineError("the model's output for this prompt is not finite (NaN or infinite)")
+        versions = [self.version] * len(tokens)
+        if self.training:
+            versions = await self._versions(replica, last, len(tokens), version_before)
+        version, mixed = completion_versions(versions, self.version)
+        return Completion(tuple(tokens), tuple(logprobs), last.finish, version, versions=mixed)
+
+    async def _versions(
+        self, replica: ServerReplica, last: CompletionChunk, count: int, before: int | None
+    ) -> list[int]:
+        """The policy version of each of `count` tokens; ReplicaUnavailable if the server has other weights."""
+        versions = span_versions(last.spans, count, self.run)
+        if count and len(versions) == count:
+            return versions
+        current = label_version(await replica.token_server.label(self._client(replica)), self.run)
+        if last.spans or current is None or before is None:
+            replica.version = None
+            raise ReplicaUnavailable(f"{replica.url}: it was restarted, and holds other weights")
+        return [before] * count
+
+    async def _chat(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], sampling: Sampling, *, session: str
+    ) -> tuple[Message, Finish]:
+        """The next message, from a chat server."""
+
+        async def request(replica: ServerReplica) -> tuple[Message, Finish]:
+            assert isinstance(replica.server, ChatServer)
+            return await replica.server.chat(self._client(replica), replica.model, messages, tools, sampling)
+
+        return await self.routes.ask(session, request)
+
+    async def load(self, weights: Weights, version: int) -> None:
+        """Send the weights to every server and verify them; a server that fails gets them when it is back."""
+        if self.closed:
+            raise EngineError("the engine is closed; make another")
+        if not self.training:
+            return
+        started = time.perf_counter()
+        await self.routes.settle(await self._publish(weights, version))
+        self.update_seconds = time.perf_counter() - started
+
+    async def _publish(self, weights: Weights, version: int) -> dict[ServerReplica, EngineError]:
+        """Send the weights to all servers that are up; returns the errors of those that failed."""
+        assert self.files is not None
+        if weights or self.files.folder is None:
+            self.weights = dict(weights) or self.weights
+            await asyncio.to_thread(self.files.write, self.weights, version)
+        folder = self.files.folder
+        assert folder is not None
+        errors = await self.routes.publish(version, lambda replica: self._update(replica, folder))
+        self.version = version
+        self.files.remove_others(folder)
+        return errors
+
+    async def _update(self, replica: ServerReplica, folder: Path, unless_current: bool = False) -> None:
+        """Send the weights to one server and verify them."""
+        server, client = replica.token_server, self._client(replica)
+        version = self.routes.target_version
+        label = f"{self.run}:{version}"
+        if not unless_current or await server.label(client) != label:
+            await server.update(client, folder, label)
+        if (reported := await server.label(client)) != label:
+            raise EngineError(f"{replica.url} was given weights {label} and reports {reported!r}")
+        replica.version = version
+        completion = await self._request(replica, list(PROBE_PROMPT), self.probe.question)
+        self.gap = self.probe.check(completion, self.weights, replica.url, server.hint)
+
+    async def close(self) -> None:
+        """Pending requests raise; the servers keep their weights."""
+        self.closed = True
+        self.routes.close()
+        if self._clients is not None and self._clients.loop is asyncio.get_running_loop():
+            await self._leave_loop()
+        if self.files is not None:
+            self.files.close()
+
+    @property
+    def is_saturated(self) -> bool:
+        return self.routes.is_saturated(self.max_requests)
+
+    def metrics(self) -> Metrics:
+        """Since the last call: tokens sampled, requests, retries, lost servers and seconds; servers that are up; and of
+        the last update its duration and the probe's difference."""
+        counts = dict(self.counts)
+        self.counts.update(dict.fromkeys(counts, 0.0))
+        update = {"engine/update_seconds": self.update_seconds, "engine/probe_gap": self.gap}
+        return {f"engine/{name}": value for name, value in counts.items()} | self.routes.metrics() | update
+
+    # ------------------------------------------------------------------------------------------ servers
+
+    async def _open(self) -> None:
+        """Connect to all servers and check them. All must answer at the start: a URL may be wrong."""
+        try:
+            for replica in self.replicas:
+                await self._connect(replica)
+                replica.up = True
+            if len({type(replica.server) for replica in self.replicas}) > 1:
+                raise EngineError("engine.urls: servers of several kinds. Name servers of one kind")
+            if self.training:
+                for error in (await self._publish(self.model.state_dict(), 0)).values():
+                    raise error
+            else:
+                log.warning("%s: evaluated as it is; it does not get the weights of model.name", self.replicas[0].url)
+        finally:
+            await self._leave_loop()
+
+    async def _leave_loop(self) -> None:
+        """Close the clients of this event loop."""
+        self.routes.leave_loop()
+        clients, self._clients = self._clients, None
+        for client in clients.by_url.values() if clients is not None else ():
+            await client.aclose()
+
+    async def _connect(self, replica: ServerReplica) -> None:
+        """Detect the server's kind, and check its abilities, context and tokenizer."""
+        client = self._client(replica)
+        replica.server, replica.info = await detect_server(client, self.named, self.chats)
+        if self.training and replica.server.cannot_train:
+            raise EngineError(f"{replica.url} cannot be trained with: {replica.server.cannot_train}")
+        context = replica.info.context
+        if context is not None and context < self.max_context:
+            raise EngineError(
+                f"{replica.url} reads {context} tokens, and sampling.max_context={self.max_context}. Start it with "
+                f"--max-model-len {self.max_context}, or write sampling.max_context={context}"
+            )
+        if self.renderer is not None and not isinstance(replica.server, ChatServer):
+            await self._compare_tokenizers(replica, client, self.renderer)
+
+    async def _compare_tokenizers(self, replica: ServerReplica, client: Client, renderer: Renderer) -> None:
+        theirs = await replica.token_server.encode(client, replica.model, TOKENIZER_TEXT)
+        ours = list(renderer.tokenizer.encode(TOKENIZER_TEXT))
+        if theirs is not None and theirs != ours:
+            raise EngineError(
+                f"{replica.url} has another tokenizer: it splits {TOKENIZER_TEXT[:13]!r}… into {len(theirs)} tokens, "
+                f"{theirs[:4]}…, and model.name's into {len(ours)}, {ours[:4]}…. Serve the model of model.name"
+            )
+
+    async def _revive(self, replica: ServerReplica) -> None:
+        """Connect to a lost server and give it the newest weights."""
+        await self._connect(replica)
+        if not self.training:
+            replica.version = self.routes.target_version
+            return
+        assert self.files is not None
+        assert self.files.folder is not None
+        await self._update(replica, self.files.folder, unless_current=True)
+
+    def _client(self, replica: ServerReplica) -> Client:
+        loop = asyncio.get_running_loop()
+        if self._clients is None or self._clients.loop is not loop:
+            self._clients = LoopClients(loop)
+        if replica.url not in self._clients.by_url:
+            client = make_client(replica.url, self.headers, self.seconds, self.max_requests)
+            self._clients.by_url[replica.url] = client
+        return self._clients.by_url[replica.url]
+
+
+def make_client(url: str, headers: dict[str, str], seconds: float, requests: int) -> Client:
+    """A client of a server with a timeout per request and one kept connection per concurrent request."""
+    limits = httpx.Limits(
+        max_connections=None, max_keepalive_connections=requests, keepalive_expiry=KEEPALIVE_SECONDS
+    )  # fmt: skip
+    timeout = httpx.Timeout(seconds, connect=CONNECT_SECONDS)
+    return httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout, limits=limits, trust_env=False)
+
+
+def api_key(variable: str) -> str:
+    """The API key in an environment variable."""
+    if not (found := os.environ.get(variable)):
+        raise EngineError(f"engine.api_key_env={variable}: there is no such environment variable. Set it to the key")
+    return found
