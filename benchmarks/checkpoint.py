@@ -31,7 +31,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen3Config
 
 from arborl.checkpoint import Background, save
 from arborl.config.run import LearnerConfig, LoraConfig
-from arborl.learner.learner import Learner
+from arborl.learner.core.learner import Learner
 from arborl.models.attention import NAME
 from arborl.models.lora import add_lora
 from arborl.types import Sampling
@@ -71,7 +71,7 @@ def learner_of(model: PreTrainedModel) -> Learner:
     learner = Learner(model, LearnerConfig(lr=1e-6), Sampling())
     learner.optimizer.gradients()
     learner.optimizer.step(1.0)
-    learner.optimizer.zero()
+    learner.optimizer.zero_grad()
     return learner
 
 

@@ -27,7 +27,7 @@ from arborl.algorithms import make_algorithm
 from arborl.config.algorithm import AlgorithmConfig
 from arborl.config.run import LearnerConfig
 from arborl.engines.local import LocalEngine
-from arborl.learner.learner import Learner
+from arborl.learner.core.learner import Learner
 from arborl.models.lean import is_lean
 from arborl.models.load import load_model, resolve
 from arborl.rollout.tree import plant

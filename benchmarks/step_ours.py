@@ -31,7 +31,7 @@ from arborl.chat import Renderer
 from arborl.config.run import AlgorithmConfig, LearnerConfig
 from arborl.engines.local import LocalEngine
 from arborl.envs.env import Env
-from arborl.learner.learner import Learner
+from arborl.learner.core.learner import Learner
 from arborl.models.attention import NAME
 from arborl.models.load import tune_cpu
 from arborl.rollout.recorder import Limits
@@ -80,7 +80,7 @@ class Ours:
                 episode.rewards["ids"] = reward_of([t for call in episode.calls for t in call.completion.tokens])
         kept = self.algorithm.keep(groups)
         forest = plant(kept)
-        terms = self.learner.look(forest.trees, forest.terms, self.algorithm.needs)
+        terms = self.learner.score_terms(forest.trees, forest.terms, self.algorithm.needs)
         self.learner.update(forest.trees, self.algorithm.credit(kept, terms), self.algorithm)
         await self.engine.load(self.learner.weights(), number + 1)
         synchronize(self.model)

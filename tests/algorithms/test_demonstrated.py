@@ -9,8 +9,8 @@ import pytest
 import torch
 from algorithm_batches import batch_of, episode, group, pick, random_groups, said, terms_of
 
-from arborl.algorithms import Needs, Recipe, make_algorithm
-from arborl.algorithms.demonstrated import Demonstrated
+from arborl.algorithms import AlgorithmNeeds, Recipe, make_algorithm
+from arborl.algorithms.combined_algorithms import DemonstrationAlgorithm
 from arborl.config.algorithm import AlgorithmConfig
 from arborl.types import GIVEN, Group
 
@@ -37,7 +37,7 @@ def value(algorithm, new: torch.Tensor, batch, rows: torch.Tensor) -> tuple[torc
 @pytest.mark.parametrize("config", INNER, ids=lambda config: config.name)
 def test_the_loss_is_the_algorithms_own_plus_the_weighted_imitation(config):
     played = [*random_groups(1), *random_groups(2, source="web")]
-    algorithm = Demonstrated(make_algorithm(config), weight=0.3)
+    algorithm = DemonstrationAlgorithm(make_algorithm(config), weight=0.3)
     kept = algorithm.keep([*played, *demonstrations(3)])
     assert {number for number, one in enumerate(kept) if one.episodes[0].given} == {0, 3, 6}  # among the others
     terms = algorithm.credit(kept, terms_of(kept))
@@ -67,10 +67,10 @@ def _rows_of(terms, rows, groups):
 
 
 def test_a_batch_of_demonstrations_alone_needs_nothing_else_and_counts_whole():
-    algorithm = Demonstrated(Recipe(AlgorithmConfig(name="ppo", kl={"coef": 0.1})), weight=0.3)
+    algorithm = DemonstrationAlgorithm(Recipe(AlgorithmConfig(name="ppo", kl={"coef": 0.1})), weight=0.3)
     assert algorithm.needs.value  # the learner is made before the first batch
     kept = algorithm.keep(demonstrations(2))
-    assert algorithm.needs == Needs()
+    assert algorithm.needs == AlgorithmNeeds()
     terms = algorithm.credit(kept, terms_of(kept))
     assert terms.weight.sum() == pytest.approx(1.0)
     assert algorithm.keep(random_groups(1))
@@ -78,7 +78,7 @@ def test_a_batch_of_demonstrations_alone_needs_nothing_else_and_counts_whole():
 
 
 def test_where_every_group_was_dropped_demonstrations_keep_their_weight():
-    algorithm = Demonstrated(Recipe(AlgorithmConfig()), weight=0.3)
+    algorithm = DemonstrationAlgorithm(Recipe(AlgorithmConfig()), weight=0.3)
     kept = algorithm.keep([group(episode(1.0), episode(1.0)), *demonstrations(2)])
     assert len(kept) == 2
     assert algorithm.credit(kept, terms_of(kept)).weight.sum() == pytest.approx(0.3)

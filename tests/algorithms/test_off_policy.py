@@ -12,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arborl.algorithms import Recipe
-from arborl.algorithms.off_policy import guard, masked, overlong_penalty, ratios, staleness, truncated
+from arborl.algorithms.importance_weights import (
+    importance_weights,
+    masked,
+    overlong_penalty,
+    ratios,
+    staleness,
+    truncated,
+)
 from arborl.config.algorithm import AlgorithmConfig
 from arborl.types import Finish, Stop
 
@@ -32,7 +39,7 @@ def test_golden_values():
     ratio = np.array([0.25, 1.0, 2.5, 6.0])
     assert truncated(ratio, 2.0).tolist() == [0.25, 1.0, 2.0, 2.0]
     assert masked(ratio, 0.0, 2.0).tolist() == [0.25, 1.0, 0.0, 0.0]
-    assert guard("icepop", ratio, 0.5, 5.0).tolist() == [0.0, 1.0, 2.5, 0.0]
+    assert importance_weights("icepop", ratio, 0.5, 5.0).tolist() == [0.0, 1.0, 2.5, 0.0]
     assert staleness(np.array([7, 5, 7]), 0.9).tolist() == pytest.approx([1.0, 0.81, 1.0])
     assert len(staleness(np.zeros(0, dtype=np.int64), 0.9)) == 0
     assert [overlong_penalty(n, 100, 20, 0.5) for n in (80, 90, 100, 999)] == pytest.approx([0.0, -0.25, -0.5, -0.5])
@@ -56,7 +63,7 @@ def test_a_guard_multiplies_the_advantage_by_its_factor(settings, level):
     assert algorithm.config.against == "proximal"
     gap = terms.proximal - terms.logprob
     ratio = ratios(gap, getattr(terms, level) if level else None)
-    factor = guard(settings["kind"], ratio, *algorithm.config.guard.bounds)
+    factor = importance_weights(settings["kind"], ratio, *algorithm.config.guard.bounds)
     plain = Recipe(AlgorithmConfig()).credit(groups, terms).advantage
     assert algorithm.credit(groups, terms).advantage == pytest.approx(plain * factor)
     assert algorithm.metrics()["guard/held"] == pytest.approx((factor != ratio).mean())

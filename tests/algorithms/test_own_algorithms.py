@@ -10,7 +10,7 @@ import torch
 from algorithm_batches import batch_of, episode, group, random_groups, said, terms_of
 
 from arborl.algorithms import ADVANTAGES, LOSSES, Recipe, make_algorithm
-from arborl.algorithms.own_check import columns, small_groups, small_terms
+from arborl.algorithms.custom_functions import columns, small_groups, small_terms
 from arborl.config.algorithm import AlgorithmConfig
 from arborl.config.base import validate
 from arborl.errors import ConfigError
@@ -106,7 +106,7 @@ def test_what_stands_around_an_algorithm_stands_around_ones_own_too():
     mixed = make_algorithm(
         AlgorithmConfig(by_source={"a": {"advantage": "object:a"}}), lambda name, kind: leave_one_out, check=True
     )
-    assert mixed.parts["a"].own[0].name == "object:a"
+    assert mixed.parts["a"].custom[0].name == "object:a"
 
 
 def test_a_method_and_an_object_that_can_be_called_are_functions_too():
@@ -185,12 +185,12 @@ def test_a_loss_that_does_not_do_is_refused_with_what_is_expected(what):
 
 def test_settings_are_checked_against_both_signatures():
     both = recipe(leave_one_out, tanh_gate, args={"scale": 2.0, "tau": 0.5})
-    assert (both.own[0].args, both.own[1].args) == ({"scale": 2.0}, {"tau": 0.5})
+    assert (both.custom[0].args, both.custom[1].args) == ({"scale": 2.0}, {"tau": 0.5})
     with pytest.raises(ConfigError, match=r"algorithm.args.tua: unknown setting. Did you mean 'tau'\?"):
         recipe(leave_one_out, tanh_gate, args={"tua": 1})
     with pytest.raises(ConfigError, match=r"wants 'power'.*Write algorithm.args.power=VALUE"):
         recipe(lambda rewards, power: rewards)
-    assert recipe(lambda rewards, **more: [r * more["power"] for r in rewards], args={"power": 2}).own[0].open
+    assert recipe(lambda rewards, **more: [r * more["power"] for r in rewards], args={"power": 2}).custom[0].accepts_any
     with pytest.raises(ConfigError, match="args is not read with advantage=grpo and loss=ppo"):
         validate(AlgorithmConfig, {"args": {"x": 1}})
     with pytest.raises(

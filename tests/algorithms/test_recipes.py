@@ -11,7 +11,7 @@ import pytest
 import torch
 from algorithm_batches import batch_of, counters, episode, group, pick, random_groups, said, terms_of
 
-from arborl.algorithms import ADVANTAGES, LOSSES, PRESETS, BySource, Needs, Recipe, make_algorithm
+from arborl.algorithms import ADVANTAGES, LOSSES, PRESETS, AlgorithmNeeds, PerSourceAlgorithm, Recipe, make_algorithm
 from arborl.config.algorithm import Advantage, AlgorithmConfig, Loss
 from arborl.config.presets import ADVANTAGE_READS, LOSS_READS
 from arborl.rollout.tree import plant
@@ -78,22 +78,22 @@ def test_tables_and_configuration_name_the_same_things():
 @pytest.mark.parametrize(
     ("settings", "needs"),
     [
-        ({}, Needs()),
-        ({"kl": {"coef": 0.1}}, Needs(reference=True)),
-        ({"kl": {"coef": 0.1, "where": "reward"}}, Needs(proximal=True, reference=True)),
-        ({"name": "ppo", "entropy_coef": 0.01}, Needs(value=True, entropy=True)),
-        ({"name": "a2c"}, Needs(value=True)),
-        ({"name": "remax"}, Needs(greedy=True)),
-        ({"name": "decoupled_ppo"}, Needs(anchor=True)),
-        ({"anchor": "proximal"}, Needs(anchor=True)),
-        ({"name": "gspo"}, Needs(anchor=True)),
-        ({"clip_low": 0.01}, Needs(anchor=True)),
-        ({"name": "trpo", "anchor": "proximal"}, Needs(proximal=True)),
-        ({"guard": "tis"}, Needs(proximal=True, anchor=True)),
-        ({"name": "reinforce", "guard": "tis"}, Needs(proximal=True)),
-        ({"name": "dpo"}, Needs(reference=True)),
-        ({"name": "distill"}, Needs(teacher=True)),
-        ({"name": "sft"}, Needs()),
+        ({}, AlgorithmNeeds()),
+        ({"kl": {"coef": 0.1}}, AlgorithmNeeds(reference=True)),
+        ({"kl": {"coef": 0.1, "where": "reward"}}, AlgorithmNeeds(proximal=True, reference=True)),
+        ({"name": "ppo", "entropy_coef": 0.01}, AlgorithmNeeds(value=True, entropy=True)),
+        ({"name": "a2c"}, AlgorithmNeeds(value=True)),
+        ({"name": "remax"}, AlgorithmNeeds(greedy=True)),
+        ({"name": "decoupled_ppo"}, AlgorithmNeeds(anchor=True)),
+        ({"anchor": "proximal"}, AlgorithmNeeds(anchor=True)),
+        ({"name": "gspo"}, AlgorithmNeeds(anchor=True)),
+        ({"clip_low": 0.01}, AlgorithmNeeds(anchor=True)),
+        ({"name": "trpo", "anchor": "proximal"}, AlgorithmNeeds(proximal=True)),
+        ({"guard": "tis"}, AlgorithmNeeds(proximal=True, anchor=True)),
+        ({"name": "reinforce", "guard": "tis"}, AlgorithmNeeds(proximal=True)),
+        ({"name": "dpo"}, AlgorithmNeeds(reference=True)),
+        ({"name": "distill"}, AlgorithmNeeds(teacher=True)),
+        ({"name": "sft"}, AlgorithmNeeds()),
     ],
     ids=str,
 )
@@ -223,9 +223,9 @@ def mixed() -> list[Group]:
 
 def test_each_source_has_its_own_algorithm_and_weighs_by_its_episodes():
     algorithm = make_algorithm(BOTH)
-    assert isinstance(algorithm, BySource)
+    assert isinstance(algorithm, PerSourceAlgorithm)
     assert algorithm.whole
-    assert algorithm.needs == Needs(anchor=True, reference=True)
+    assert algorithm.needs == AlgorithmNeeds(anchor=True, reference=True)
     groups = algorithm.keep(mixed())
     assert [g.task.source for g in groups] == ["game", "", "chat", "game", "unheard of"]
     terms = terms_of(groups)

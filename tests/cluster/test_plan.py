@@ -21,7 +21,7 @@ from arborl.cluster.plan_model import KNOWN, shape_of, shaped
 from arborl.cluster.plan_work import given, of_run, slowest
 from arborl.config.load import from_kwargs
 from arborl.config.run import LoraConfig, ModelConfig
-from arborl.learner.memory import sizes_of
+from arborl.learner.core.memory_plan import model_sizes
 from arborl.models.attention import NAME
 from arborl.models.lora import add_lora
 
@@ -59,7 +59,7 @@ def test_a_model_counted_from_its_configuration_is_the_model_that_torch_counts(k
     if rank:
         add_lora(made, LoraConfig(rank=rank))
     said = ModelConfig(name="x", dtype="float32", lora=LoraConfig(rank=rank))
-    found, counted = shaped("x", made.config.to_dict(), said).sizes, sizes_of(made)
+    found, counted = shaped("x", made.config.to_dict(), said).sizes, model_sizes(made)
     assert found == counted
 
 

@@ -19,8 +19,8 @@ from worlds import Copies
 from arborl.api import train
 from arborl.config.load import load
 from arborl.errors import LearnerLost
-from arborl.learner import launch
-from arborl.learner.run_store import JoinInfo
+from arborl.learner.distributed import launch
+from arborl.learner.distributed.run_store import JoinInfo
 from arborl.rollout.store import EpisodeStore
 
 TWO = [*SMALL, "learner.ranks=2", "evaluation.tasks=0", "track.gifs=0"]
@@ -136,7 +136,7 @@ def control_c():
 
 @pytest.mark.usefixtures("control_c")
 def test_control_c_while_ranks_are_started_anew_ends_the_run(tmp_path, whole, forks, monkeypatch):
-    first = launch.Processes
+    first = launch.RankProcesses
 
     def interrupted(*about):
         if forks:

@@ -31,7 +31,7 @@ from arborl.engines.draw_tokens import Draws, draw, uniforms
 from arborl.engines.local import LocalEngine
 from arborl.engines.rows import Request, Rows
 from arborl.errors import EngineError
-from arborl.learner.learner import Learner
+from arborl.learner.core.learner import Learner
 from arborl.rollout.tree import plant
 from arborl.types import Call, Episode, Finish, Group, Sampling, Task
 

@@ -11,7 +11,7 @@ import torch
 import arborl
 from arborl.config.run import LearnerConfig
 from arborl.engines.local import LocalEngine
-from arborl.learner.learner import Learner
+from arborl.learner.core.learner import Learner
 from arborl.models.load import load_model, resolve
 from arborl.rollout.tree import plant
 from arborl.track.jsonl import read_metrics

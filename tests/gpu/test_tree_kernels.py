@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from arborl.learner import attention_choice, tree_plan
-from arborl.learner.attention_choice import Ways, why_wrong
-from arborl.learner.executor import DENSE, Way
-from arborl.learner.kernel_attention import KernelAttend
-from arborl.learner.packing import MicroBatch, pack
-from arborl.learner.score import score
-from arborl.learner.tree_attention import DenseAttend
-from arborl.learner.tree_plan import Tile, Tiles
+from arborl.learner.attention import execution, tree_plan
+from arborl.learner.attention.execution import DENSE, ExecutionPath, PathSelector, path_error
+from arborl.learner.attention.kernel_attention import TritonTreeAttention
+from arborl.learner.attention.tree_attention import DenseAttention
+from arborl.learner.attention.tree_plan import Tile, Tiles
+from arborl.learner.core.forward import compute_outputs
+from arborl.learner.core.packing import MicroBatch, pack
 from arborl.models.attention import FREE, Bounds
 from arborl.rollout.tree import grow, plant
 from arborl.types import Sampling
@@ -69,9 +68,9 @@ def numbers(attend, q, k, v, bounds: Bounds, scale: float = 0.3) -> list[torch.T
 
 def check(batch, device, shape, dtype=torch.float32, bounds=FREE, tiles=None, apart=False):
     q, k, v = heads(batch, device, shape, dtype, apart)
-    attend = KernelAttend(batch, device)
+    attend = TritonTreeAttention(batch, device)
     attend.prepare([bounds.window] if bounds.window else [], shape[2], dtype, tiles)
-    dense = numbers(DenseAttend(batch, device), *(x.double() for x in (q, k, v)), bounds)
+    dense = numbers(DenseAttention(batch, device), *(x.double() for x in (q, k, v)), bounds)
     for name, ours, theirs in zip(("out", "dq", "dk", "dv"), numbers(attend, q, k, v, bounds), dense, strict=True):
         assert ours.dtype == dtype
         assert float((ours.double() - theirs).norm()) < CLOSE[dtype] * (float(theirs.norm()) + 1.0), name
@@ -110,9 +109,9 @@ def test_it_does_not_matter_how_a_groups_heads_are_shared_out(device, monkeypatc
 def test_scores_so_large_that_their_exponentials_overflow(device):
     batch = bush(0, trees=1, branches=3, stem=20, twig=9)
     q, k, v = heads(batch, device, (2, 1, 16), torch.float32, False)
-    attend = KernelAttend(batch, device)
+    attend = TritonTreeAttention(batch, device)
     attend.prepare([], 16, torch.float32, SMALL)
-    ours, dense = (numbers(a, q * 100, k, v, FREE, 1.0) for a in (attend, DenseAttend(batch, device)))
+    ours, dense = (numbers(a, q * 100, k, v, FREE, 1.0) for a in (attend, DenseAttention(batch, device)))
     for mine, theirs in zip(ours, dense, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
 
@@ -120,7 +119,7 @@ def test_scores_so_large_that_their_exponentials_overflow(device):
 def test_torch_may_trust_what_it_is_told_about_the_operations(device):
     batch = bush(4, trees=1, branches=2, stem=9, twig=9)
     q, k, v = (x.detach().requires_grad_() for x in heads(batch, device, (2, 1, 16), torch.float32, False))
-    attend = KernelAttend(batch, device)
+    attend = TritonTreeAttention(batch, device)
     attend.prepare([5], 16, torch.float32, SMALL)
     given = (q, k, v, attend.plans[5], 0.3, 5, 2.0, attend.tiles)
     kinds = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -129,14 +128,14 @@ def test_torch_may_trust_what_it_is_told_about_the_operations(device):
 
 def test_a_model_is_trained_through_them_as_through_squares(device, tiny_llama, monkeypatch, caplog):
     model = copy.deepcopy(tiny_llama).float().to(device)
-    whole = attention_choice.sample
-    monkeypatch.setattr(attention_choice, "sample", lambda model, chain, size: whole(model, chain, 20))
-    assert why_wrong(model, Way("kernel")) is None
+    whole = execution.sample_micro_batch
+    monkeypatch.setattr(execution, "sample_micro_batch", lambda model, chain, size: whole(model, chain, 20))
+    assert path_error(model, ExecutionPath("kernel")) is None
     batch = whole(model, False, 23)
-    assert Ways(attention="kernel")(model, batch).attend == "kernel"
+    assert PathSelector(attention="kernel")(model, batch).attention == "kernel"
     found = []
-    for way in (Way("kernel"), Way("kernel", recompute=True), DENSE):
-        said = score(model, batch, Sampling(), way).logprob_M
+    for way in (ExecutionPath("kernel"), ExecutionPath("kernel", recompute=True), DENSE):
+        said = compute_outputs(model, batch, Sampling(), way).logprob_M
         found.append([said.detach(), *torch.autograd.grad(said.sum(), list(model.parameters()))])
     for ours, again, dense in zip(*found, strict=True):
         torch.testing.assert_close(ours, dense, rtol=1e-4, atol=1e-4)
@@ -159,7 +158,7 @@ def test_every_size_that_there_are_tiles_for(dtype, shape, bounds):
 def test_the_same_bits_twice():
     batch, device = bush(6, trees=3, branches=8, stem=900, twig=200), torch.device("cuda")
     q, k, v = heads(batch, device, (14, 2, 64), torch.bfloat16, False)
-    attend = KernelAttend(batch, device)
+    attend = TritonTreeAttention(batch, device)
     attend.prepare([], 64, torch.bfloat16)
     first, second = (numbers(attend, q, k, v, FREE) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -167,7 +166,7 @@ def test_the_same_bits_twice():
 
 @pytest.mark.gpu
 def test_no_size_of_batch_compiles_a_kernel_anew():
-    from arborl.learner import tree_kernels
+    from arborl.learner.attention import tree_kernels
 
     device = torch.device("cuda")
     kernels = (tree_kernels._forward, tree_kernels._backward_queries, tree_kernels._backward_keys)

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import torch
 
-from arborl.algorithms.algorithm import Needs
+from arborl.algorithms.recipe import AlgorithmNeeds
 from arborl.config.algorithm_parts import TrustRegionConfig
 from arborl.rollout.tree import plant
 from arborl.types import Call, Completion, Episode, Finish, Forest, Group, Sampling, Task, Terms, TokenTree
@@ -43,7 +43,7 @@ class Fake:
 
     def __init__(self, kind: str = "clip", reference: bool = False, proximal: bool = False):
         self.kind = kind
-        self.needs = Needs(
+        self.needs = AlgorithmNeeds(
             value=kind == "value", entropy=kind == "entropy", reference=reference, proximal=proximal, greedy=False
         )
         self.whole = kind == "sequence"
@@ -99,10 +99,10 @@ def batch_of(groups: list[Group], algorithm: Fake) -> tuple[Forest, Terms]:
 def gradients(learner, groups: list[Group], algorithm: Fake) -> tuple[float, list[torch.Tensor]]:
     """Loss and gradients of all trained parameters after `look`, `credit` and `backward`."""
     forest = plant(groups)
-    terms = algorithm.credit(groups, learner.look(forest.trees, forest.terms, algorithm.needs))
+    terms = algorithm.credit(groups, learner.score_terms(forest.trees, forest.terms, algorithm.needs))
     value = learner.backward(forest.trees, terms, algorithm)["policy/loss"]
     found = [g.clone() for g in learner.optimizer.gradients()]
-    learner.optimizer.zero()
+    learner.optimizer.zero_grad()
     return value, found
 
 

@@ -11,12 +11,20 @@ import torch
 from learner_fakes import forest_of, random_groups
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from arborl.learner import attention_choice, executor
-from arborl.learner.attention_choice import Ways, sample, why_wrong
-from arborl.learner.compiled_attention import compiled_fits
-from arborl.learner.executor import DENSE, EXECUTORS, Executor, Way, hidden
-from arborl.learner.packing import branches, split
-from arborl.learner.tree_attention import DenseAttend
+from arborl.learner.attention import execution
+from arborl.learner.attention.cpu_kernels import supports_cpu_attention
+from arborl.learner.attention.execution import (
+    ATTENTION_BACKENDS,
+    DENSE,
+    AttentionBackend,
+    ExecutionPath,
+    PathSelector,
+    hidden,
+    path_error,
+    sample_micro_batch,
+)
+from arborl.learner.attention.tree_attention import DenseAttention
+from arborl.learner.core.packing import branch_starts, split
 from arborl.models.joined import NAME
 from arborl.models.lean import is_lean
 from arborl.models.place import place_of, stays_at
@@ -34,14 +42,14 @@ def batch():
     return split(*forest_of(random_groups(4)), 10_000)[0]
 
 
-class Blind(DenseAttend):
+class Blind(DenseAttention):
     """Sees only the tokens before it, whatever branch they are on."""
 
     def _mask(self, end, depth, window):
         return torch.ones(len(end), len(end), dtype=torch.bool).tril()
 
 
-class Halved(DenseAttend):
+class Halved(DenseAttention):
     """Right in value, wrong in gradient."""
 
     def __call__(self, *given):
@@ -51,8 +59,8 @@ class Halved(DenseAttend):
 
 @pytest.mark.parametrize("wrong", [Blind, Halved])
 def test_an_executor_that_differs_in_value_or_gradient_is_left_with_a_warning(monkeypatch, caplog, model, batch, wrong):
-    monkeypatch.setitem(EXECUTORS, "blocks", Executor(wrong))
-    choose = Ways(attention="blocks")
+    monkeypatch.setitem(ATTENTION_BACKENDS, "blocks", AttentionBackend(wrong))
+    choose = PathSelector(attention="blocks")
     assert choose(model, batch) == DENSE
     assert "learner runs LlamaForCausalLM without tree kernels" in caplog.text
     assert "as far off as rounding explains" in caplog.text
@@ -61,59 +69,59 @@ def test_an_executor_that_differs_in_value_or_gradient_is_left_with_a_warning(mo
     assert not caplog.text  # said once
 
 
-class Broken(DenseAttend):
+class Broken(DenseAttention):
     def __call__(self, *given):
         raise NotImplementedError("no such device")
 
 
 def test_one_that_breaks_is_left_and_the_warning_says_how(monkeypatch, caplog, model, batch):
-    monkeypatch.setitem(EXECUTORS, "blocks", Executor(Broken))
-    assert Ways(attention="blocks")(model, batch) == DENSE
+    monkeypatch.setitem(ATTENTION_BACKENDS, "blocks", AttentionBackend(Broken))
+    assert PathSelector(attention="blocks")(model, batch) == DENSE
     assert "blocks attention: NotImplementedError: no such device" in caplog.text
 
 
 def test_one_that_agrees_is_used_and_not_checked_again(monkeypatch, model, batch):
     checked = []
-    monkeypatch.setattr(attention_choice, "why_wrong", lambda model, way: checked.append(way))
-    choose = Ways(attention="blocks", recompute=True)
-    assert [choose(model, batch), choose(model, batch)] == [Way("blocks", recompute=True)] * 2
-    assert checked == [Way("blocks")]
+    monkeypatch.setattr(execution, "path_error", lambda model, way: checked.append(way))
+    choose = PathSelector(attention="blocks", recompute=True)
+    assert [choose(model, batch), choose(model, batch)] == [ExecutionPath("blocks", recompute=True)] * 2
+    assert checked == [ExecutionPath("blocks")]
 
 
 def test_kernels_that_fail_leave_blocks(monkeypatch, model, batch):
-    monkeypatch.setattr(attention_choice, "cheapest", lambda batch, device: "kernel")
-    monkeypatch.setitem(EXECUTORS, "kernel", Executor(DenseAttend))
-    monkeypatch.setattr(attention_choice, "why_wrong", lambda model, way: None if way.attend == "blocks" else "so")
-    assert Ways()(model, batch) == Way("blocks")
+    monkeypatch.setattr(execution, "cheapest_attention", lambda batch, device: "kernel")
+    monkeypatch.setitem(ATTENTION_BACKENDS, "kernel", AttentionBackend(DenseAttention))
+    monkeypatch.setattr(execution, "path_error", lambda model, way: None if way.attention == "blocks" else "so")
+    assert PathSelector()(model, batch) == ExecutionPath("blocks")
 
 
 def test_layers_are_fused_where_they_can_be_and_plain_at_last(monkeypatch, model, batch):
     assert is_lean(model)
-    monkeypatch.setattr(attention_choice, "fusing_fits", lambda model: True)
-    monkeypatch.setattr(attention_choice, "why_wrong", lambda model, way: tried.append(way) or "so")
+    monkeypatch.setattr(execution, "supports_fused_layers", lambda model: True)
+    monkeypatch.setattr(execution, "path_error", lambda model, way: tried.append(way) or "so")
     tried = []
-    assert Ways("blocks")(model, batch) == DENSE
-    assert tried == [Way("blocks", fused=True), Way("blocks")]
+    assert PathSelector("blocks")(model, batch) == DENSE
+    assert tried == [ExecutionPath("blocks", fused=True), ExecutionPath("blocks")]
 
 
 def test_checking_leaves_gradients_and_the_random_state_alone(model):
     before = torch.get_rng_state()
-    assert why_wrong(model, Way("blocks")) is None
+    assert path_error(model, ExecutionPath("blocks")) is None
     assert torch.equal(torch.get_rng_state(), before)
     assert all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.parametrize("chain", [True, False])
 def test_the_sample_is_a_tree_that_branches_twice_or_a_chain(model, chain):
-    batch = sample(model, chain, 40)
-    assert batch.is_chains == chain
-    assert len(branches(TokenTree(batch.tokens, batch.depth, batch.end))) == (1 if chain else 4)
+    batch = sample_micro_batch(model, chain, 40)
+    assert batch.is_unbranched == chain
+    assert len(branch_starts(TokenTree(batch.tokens, batch.depth, batch.end))) == (1 if chain else 4)
 
 
 @pytest.mark.parametrize("kind", ["lean", "library"])
 def test_recomputation_gives_the_same_gradients_and_keeps_less(model, batch, kind, monkeypatch):
     if kind == "library":
-        monkeypatch.setattr(executor, "is_lean", lambda model: False)
+        monkeypatch.setattr(execution, "is_lean", lambda model: False)
     training = [module.training for module in model.modules()]
     kept, found = [], []
     for recompute in (False, True):
@@ -124,7 +132,7 @@ def test_recomputation_gives_the_same_gradients_and_keeps_less(model, batch, kin
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            out = hidden(model, batch, Way("dense", recompute=recompute))
+            out = hidden(model, batch, ExecutionPath("dense", recompute=recompute))
         found.append(torch.autograd.grad(out.square().sum(), list(model.model.parameters())))
         kept.append(count[0])
     for a, b in zip(*found, strict=True):
@@ -137,25 +145,25 @@ def test_a_way_that_fails_with_gradients_may_still_be_gone_without(monkeypatch, 
     def why(model, way):
         return "gradients" if way.fused and torch.is_grad_enabled() else None
 
-    monkeypatch.setattr(attention_choice, "fusing_fits", lambda model: True)
-    monkeypatch.setattr(attention_choice, "why_wrong", why)
-    chosen = Ways(attention="blocks")
-    assert chosen(model, batch) == Way("blocks")
+    monkeypatch.setattr(execution, "supports_fused_layers", lambda model: True)
+    monkeypatch.setattr(execution, "path_error", why)
+    chosen = PathSelector(attention="blocks")
+    assert chosen(model, batch) == ExecutionPath("blocks")
     with torch.no_grad():
-        assert chosen(model, batch) == Way("blocks", fused=True)
+        assert chosen(model, batch) == ExecutionPath("blocks", fused=True)
 
 
 def test_a_way_is_checked_where_no_matrix_is_trained(model):
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.ndim == 1)
-    assert why_wrong(model, Way("blocks")) is None
+    assert path_error(model, ExecutionPath("blocks")) is None
 
 
 def test_a_model_that_is_left_to_the_library_lets_go_of_joined_weights(model):
     """A body of 7B kept 20 GiB of a GPU for products that it no longer ran."""
     assert is_lean(model)
     joined = weakref.ref(model.model.layers[0].self_attn.__dict__[NAME].weight)
-    Ways.settle(model)
+    PathSelector.check_all(model)
     for parameter in model.parameters():
         parameter.data = parameter.data.float()
     gc.collect()
@@ -168,4 +176,4 @@ def test_ways_are_those_of_the_precision_that_a_sharded_model_runs_in():
                                          num_attention_heads=2)).bfloat16()  # fmt: skip
     stays_at(model, place_of(model))
     model.float()
-    assert not compiled_fits(model)
+    assert not supports_cpu_attention(model)

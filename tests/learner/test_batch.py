@@ -10,8 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_fakes import forest_of, random_groups
 
-from arborl.learner import packing
-from arborl.learner.packing import Costs, branches, cuts, is_cut, pruned, rows_pay, split
+from arborl.learner.core import packing
+from arborl.learner.core.packing import (
+    ForwardCosts,
+    branch_starts,
+    has_split_tree,
+    prune_tree,
+    rows_are_cheaper,
+    segment_starts,
+    split,
+)
 from arborl.rollout.tree import grow
 from arborl.types import Call, Completion, Episode, Finish, Group, Task, TokenTree
 
@@ -41,15 +49,15 @@ def test_every_term_is_in_one_micro_batch_in_the_context_it_was_sampled_in(seed,
             assert contexts(tree.tokens, tree.end, tree.depth, [position]) == [context]
         assert (batch.terms.token == terms.token[batch.rows]).all()
         if rows:
-            assert batch.is_chains
+            assert batch.is_unbranched
 
 
 @settings(max_examples=60)
 @given(seed=st.integers(0, 10_000), budget=st.integers(1, 60), alike=st.sampled_from([1, 2, 4]))
 def test_trees_that_begin_alike_share_it_and_every_term_keeps_its_context(monkeypatch, seed, budget, alike):
-    monkeypatch.setattr(packing, "ALIKE", alike)
+    monkeypatch.setattr(packing, "MIN_SHARED_PREFIX", alike)
     trees, terms = forest_of(random_groups(seed, vocabulary=2))
-    apart, together = (split(trees, terms, budget, shared=shared) for shared in (False, True))
+    apart, together = (split(trees, terms, budget, merge=shared) for shared in (False, True))
     assert [sorted(batch.rows.tolist()) for batch in together] == [sorted(batch.rows.tolist()) for batch in apart]
     assert sum(map(len, together)) <= sum(map(len, apart))
     for batch in together:
@@ -71,7 +79,7 @@ def test_what_several_trees_begin_with_is_there_once():
         group_of(stem, [40, 41, 0], [42, 0]), group_of(stem[:20], [60, 61, 0], [62, 0]),
         group_of(stem, [50, 0], [51, 0]), group_of([7], [8, 0]),
     ]  # fmt: skip
-    (batch,) = split(*forest_of(groups), 1000, shared=True)
+    (batch,) = split(*forest_of(groups), 1000, merge=True)
     assert sorted(batch.lengths) == [3, 30 + 5 + 5 + 4]
 
 
@@ -80,7 +88,7 @@ def test_what_several_trees_begin_with_is_there_once():
 def test_a_micro_batch_is_within_the_budget_or_a_single_branch(seed, budget):
     trees, terms = forest_of(random_groups(seed))
     for batch in split(trees, terms, budget):
-        assert len(batch) <= budget or (batch.is_chains and len(batch.lengths) == 1)
+        assert len(batch) <= budget or (batch.is_unbranched and len(batch.lengths) == 1)
 
 
 def pieces_of(tree: TokenTree, starts: tuple[int, ...]) -> list[int]:
@@ -95,9 +103,9 @@ def test_cuts_repeat_as_few_tokens_as_any_cuts_could(sequences, budget):
     tree, _ = grow(sequences)
     longest = int(tree.depth.max()) + 1
     budget = max(budget, longest)
-    found = pieces_of(tree, tuple(cuts(tree, budget)))
+    found = pieces_of(tree, tuple(segment_starts(tree, budget)))
     assert max(found) <= budget
-    places = range(1, len(tree))  # anywhere, not only where branches begin
+    places = range(1, len(tree))  # anywhere, not only where branch_starts begin
     all_ways = (c for n in range(4) for c in itertools.combinations(places, n)) if len(tree) < 16 else []
     sizes = [pieces_of(tree, (0, *way)) for way in all_ways]
     fitting = [sum(size) for size in sizes if max(size) <= budget]
@@ -107,15 +115,15 @@ def test_cuts_repeat_as_few_tokens_as_any_cuts_could(sequences, budget):
 
 def test_a_tree_within_the_budget_is_not_cut():
     tree, _ = grow([[1, 2, 3, 4], [1, 2, 5]])
-    assert cuts(tree, 5).tolist() == [0]
-    assert cuts(tree, 4).tolist() == [0, 4]
-    assert branches(tree).tolist() == [0, 4]
+    assert segment_starts(tree, 5).tolist() == [0]
+    assert segment_starts(tree, 4).tolist() == [0, 4]
+    assert branch_starts(tree).tolist() == [0, 4]
 
 
 def test_only_a_tree_spread_over_several_micro_batches_counts_as_cut():
     trees, terms = forest_of(random_groups(1))
-    assert not is_cut(split(trees, terms, 10_000))
-    assert is_cut(split(trees, terms, 1))
+    assert not has_split_tree(split(trees, terms, 10_000))
+    assert has_split_tree(split(trees, terms, 1))
 
 
 def test_rows_are_taken_only_where_little_is_shared_and_rows_are_cheaper():
@@ -125,11 +133,11 @@ def test_rows_are_taken_only_where_little_is_shared_and_rows_are_cheaper():
     def bush(shared: int) -> TokenTree:
         return grow([stem[:shared] + chance.integers(0, 99, 300).tolist() for _ in range(4)])[0]
 
-    cheap_tokens, dear_tokens = Costs(token=1.0, pair=1.0), Costs(token=1e6, pair=1.0)
-    assert rows_pay(bush(5), cheap_tokens)
-    assert not rows_pay(bush(5), dear_tokens)  # five tokens more cost more than the masks
-    assert not rows_pay(grow([stem, [*stem[:15], 1, 2, 3]])[0], cheap_tokens)
-    assert not rows_pay(grow([stem])[0], cheap_tokens)
+    cheap_tokens, dear_tokens = ForwardCosts(token=1.0, pair=1.0), ForwardCosts(token=1e6, pair=1.0)
+    assert rows_are_cheaper(bush(5), cheap_tokens)
+    assert not rows_are_cheaper(bush(5), dear_tokens)  # five tokens more cost more than the masks
+    assert not rows_are_cheaper(grow([stem, [*stem[:15], 1, 2, 3]])[0], cheap_tokens)
+    assert not rows_are_cheaper(grow([stem])[0], cheap_tokens)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -138,7 +146,7 @@ def test_a_pruned_tree_holds_what_some_places_see_and_they_see_the_same(seed):
     for number in np.unique(terms.episode):
         rows = np.flatnonzero(terms.episode == number)
         tree = trees[terms.tree[rows[0]]]
-        part, position = pruned(tree, terms.position[rows])
+        part, position = prune_tree(tree, terms.position[rows])
         assert len(part) == len({k for q in terms.position[rows] for k in range(q + 1) if q < tree.end[k]})
         for before, now in zip(terms.position[rows], position, strict=True):
             seen = [tree.tokens[k] for k in range(before + 1) if before < tree.end[k]]

@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from arborl.learner import compiled_attention, compiled_layers
-from arborl.learner.attention_choice import Ways, sample
-from arborl.learner.compiled_attention import CompiledAttend, library
-from arborl.learner.executor import Way
-from arborl.learner.packing import MicroBatch, pack
-from arborl.learner.tree_attention import DenseAttend
+from arborl.learner.attention import cpu_kernels
+from arborl.learner.attention.cpu_kernels import CpuTreeAttention, library
+from arborl.learner.attention.execution import ExecutionPath, PathSelector, sample_micro_batch
+from arborl.learner.attention.tree_attention import DenseAttention
+from arborl.learner.core.packing import MicroBatch, pack
 from arborl.models.attention import FREE, Bounds
 from arborl.rollout.tree import grow, plant
 
@@ -69,8 +68,8 @@ def agree(batch: MicroBatch, heads: int, key_heads: int, size: int, bounds: Boun
     q, k, v = given_to(batch, heads, key_heads, size, seed=seed)
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
     ours, theirs = (
-        numbers(CompiledAttend(batch, CPU), q, k, v, bounds),
-        numbers(DenseAttend(batch, CPU), *exact, bounds),
+        numbers(CpuTreeAttention(batch, CPU), q, k, v, bounds),
+        numbers(DenseAttention(batch, CPU), *exact, bounds),
     )
     for got, expected in zip(ours, theirs, strict=True):
         assert float((got - expected).norm() / expected.norm().clamp(min=1.0)) < 5e-6  # a lone token has no gradient
@@ -104,9 +103,9 @@ def test_inputs_need_not_lie_side_by_side():
     other = whole.detach().transpose(0, 2).contiguous().transpose(0, 2).requires_grad_()
     results = []
     for attend, x, (a, b, c) in (
-        (CompiledAttend(batch, CPU), whole, (q, k, v)),
-        (CompiledAttend(batch, CPU), other, (other[:, :4], other[:, 4:6], other[:, 6:].flip(-1))),
-        (DenseAttend(batch, CPU), whole, (q, k, v)),
+        (CpuTreeAttention(batch, CPU), whole, (q, k, v)),
+        (CpuTreeAttention(batch, CPU), other, (other[:, :4], other[:, 4:6], other[:, 6:].flip(-1))),
+        (DenseAttention(batch, CPU), whole, (q, k, v)),
     ):
         out = attend(0, a, b, c, 0.3)
         results.append((out.detach(), *torch.autograd.grad(out.transpose(0, 1).square().sum(), x, retain_graph=True)))
@@ -121,7 +120,7 @@ def test_the_same_bits_on_any_number_of_threads():
     before, found = torch.get_num_threads(), []
     for count in (1, 2, 7):
         torch.set_num_threads(count)
-        found.append(numbers(CompiledAttend(batch, CPU), q, k, v))
+        found.append(numbers(CpuTreeAttention(batch, CPU), q, k, v))
     torch.set_num_threads(before)
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
 
@@ -131,7 +130,7 @@ def test_scores_beyond_what_an_exponential_can_hold_are_no_trouble():
     q, k, v = given_to(batch, 2, 1, 16)
     with torch.no_grad():
         q *= 40
-    ours, theirs = (numbers(way(batch, CPU), q, k, v) for way in (CompiledAttend, DenseAttend))
+    ours, theirs = (numbers(way(batch, CPU), q, k, v) for way in (CpuTreeAttention, DenseAttention))
     for got, expected in zip(ours, theirs, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
 
@@ -140,7 +139,7 @@ def test_what_is_not_a_number_stays_in_its_tree():
     batch = forest(bush(40, 3, 20), bush(40, 3, 20, seed=1))
     q, k, v = (x.detach() for x in given_to(batch, 4, 2, 16))
     v[3] = k[5] = float("nan")
-    out = CompiledAttend(batch, CPU)(0, q, k, v, 0.3)
+    out = CpuTreeAttention(batch, CPU)(0, q, k, v, 0.3)
     first = batch.lengths[0]
     assert out[6].isnan().all()
     assert out[first:].isfinite().all()
@@ -152,7 +151,7 @@ def test_a_forked_process_attends_too():
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        attend = CompiledAttend(batch, CPU)
+        attend = CpuTreeAttention(batch, CPU)
         here = attend(0, q, k, v, 0.3)  # the pool has threads now, which a child does not
         child = os.fork()
         if child == 0:
@@ -166,17 +165,17 @@ def test_what_it_cannot_do_is_refused():
     batch = forest(bush(5, 1, 3))
     q, k, v = (x.detach() for x in given_to(batch, 2, 1, 4))
     with pytest.raises(ValueError, match="cap"):
-        CompiledAttend(batch, CPU)(0, q, k, v, 0.3, Bounds(cap=1.0))
+        CpuTreeAttention(batch, CPU)(0, q, k, v, 0.3, Bounds(cap=1.0))
     with pytest.raises(ValueError, match="float32"):
-        CompiledAttend(batch, CPU)(0, q.double(), k.double(), v.double(), 0.3)
+        CpuTreeAttention(batch, CPU)(0, q.double(), k.double(), v.double(), 0.3)
 
 
 def test_without_a_compiler_trees_are_attended_with_torch(monkeypatch, caplog):
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SMALL)).eval()
-    batch = sample(model, chain=False, size=40)
-    monkeypatch.setattr(compiled_attention, "library", lambda: None)
-    monkeypatch.setattr(compiled_layers, "library", lambda: None)
-    assert Ways()(model, batch) == Way("blocks")
-    assert Ways("kernel")(model, batch) == Way("dense")  # asked for by name, and said why not
+    batch = sample_micro_batch(model, chain=False, size=40)
+    monkeypatch.setattr(cpu_kernels, "attention_library", lambda: None)
+    monkeypatch.setattr(cpu_kernels, "layers_library", lambda: None)
+    assert PathSelector()(model, batch) == ExecutionPath("blocks")
+    assert PathSelector("kernel")(model, batch) == ExecutionPath("dense")  # asked for by name, and said why not
     assert "no C compiler" in caplog.text

@@ -9,11 +9,10 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from arborl.learner.attention_choice import Ways, sample
-from arborl.learner.compiled_layers import library
-from arborl.learner.executor import DENSE, Way
-from arborl.learner.fused_layers import FUSED, fused_head
-from arborl.learner.score import _head, score
+from arborl.learner.attention.cpu_kernels import library
+from arborl.learner.attention.execution import DENSE, ExecutionPath, PathSelector, sample_micro_batch
+from arborl.learner.attention.fused_layers import FUSED_OPS, fused_head
+from arborl.learner.core.forward import _unfused_head, compute_outputs
 from arborl.models.lean import gated, norm, turn
 from arborl.models.sampling import Shape
 from arborl.types import Sampling
@@ -48,8 +47,8 @@ def test_a_norm_and_a_gate_are_torchs(shape, threads):
         return lambda x, weight: run(SimpleNamespace(weight=weight, eps=1e-5), x)
 
     try:
-        both_ways(with_weight(FUSED.norm), with_weight(norm), x, torch.randn(shape[1]))
-        both_ways(lambda a, b: FUSED.gated(nn.SiLU(), a, b), lambda a, b: gated(nn.SiLU(), a, b), x * 8, y)
+        both_ways(with_weight(FUSED_OPS.norm), with_weight(norm), x, torch.randn(shape[1]))
+        both_ways(lambda a, b: FUSED_OPS.gated(nn.SiLU(), a, b), lambda a, b: gated(nn.SiLU(), a, b), x * 8, y)
     finally:
         torch.set_num_threads(before)
 
@@ -59,7 +58,9 @@ def test_a_turn_is_torchs_of_a_view_too(heads, size):
     torch.manual_seed(0)
     x, angle = torch.randn(77, heads + 2, size), torch.randn(77, 1, size)
     cos, sin = angle.cos(), angle.sin()
-    both_ways(lambda x: FUSED.turn(x[:, :heads], cos, sin), lambda x: turn(x[:, :heads], cos.double(), sin.double()), x)
+    both_ways(
+        lambda x: FUSED_OPS.turn(x[:, :heads], cos, sin), lambda x: turn(x[:, :heads], cos.double(), sin.double()), x
+    )
 
 
 @pytest.mark.parametrize("vocabulary", [2, 17, 101, 2048])
@@ -74,7 +75,7 @@ def test_a_head_says_what_torchs_says_at_any_temperature(vocabulary, entropy):
         return fused_head(head, hidden, token, shape, entropy)
 
     def theirs(hidden):
-        return _head(head.double(), None, hidden, token, shape, entropy)
+        return _unfused_head(head.double(), None, hidden, token, shape, entropy)
 
     both_ways(ours, theirs, hidden, tolerance=1e-5)
     head.float()
@@ -102,11 +103,11 @@ SMALL = {
 def test_a_whole_model_has_the_gradients_of_torchs_way(kind, recompute):
     torch.manual_seed(0)
     model = kind[0](kind[1](**SMALL)).eval()
-    batch = sample(model, chain=False, size=90)
-    assert Ways(recompute=recompute)(model, batch) == Way("kernel", fused=True, recompute=recompute)
+    batch = sample_micro_batch(model, chain=False, size=90)
+    assert PathSelector(recompute=recompute)(model, batch) == ExecutionPath("kernel", fused=True, recompute=recompute)
     found = []
-    for way in (Way("kernel", fused=True, recompute=recompute), DENSE):
-        said = score(model, batch, Sampling(temperature=0.7), way, entropy=True)
+    for way in (ExecutionPath("kernel", fused=True, recompute=recompute), DENSE):
+        said = compute_outputs(model, batch, Sampling(temperature=0.7), way, entropy=True)
         loss = (said.logprob_M * torch.linspace(-1, 1, len(batch.rows))).sum() + said.entropy_M.sum()
         found.append([said.logprob_M.detach(), *torch.autograd.grad(loss, list(model.parameters()))])
     for got, expected in zip(*found, strict=True):

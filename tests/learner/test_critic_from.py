@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Ll
 from arborl.config.load import load
 from arborl.config.run import LearnerConfig
 from arborl.errors import ConfigError
-from arborl.learner.learner import Learner
+from arborl.learner.core.learner import Learner
 from arborl.models.attention import NAME
 from arborl.models.find import resolve
 from arborl.models.scalar import load_origin
@@ -61,7 +61,7 @@ def learner_from(policy, folder: Path) -> Learner:
 def test_a_critic_says_at_first_what_the_model_says_of_every_beginning(policy, judge):
     groups = random_groups(0)
     trees, terms = forest_of(groups)
-    found = learner_from(policy, judge).look(trees, terms, Fake("value").needs).value
+    found = learner_from(policy, judge).score_terms(trees, terms, Fake("value").needs).value
     model = LlamaForSequenceClassification.from_pretrained(judge).eval()
     expected = []
     for call in (c for group in groups for e in group.episodes for c in e.calls):
@@ -81,7 +81,7 @@ def test_a_model_that_says_no_number_gives_its_trunk_and_0(policy, tmp_path):
         learner.critic.trunk.model.layers[2].mlp.up_proj.weight, theirs.model.layers[2].mlp.up_proj.weight
     )
     trees, terms = forest_of(random_groups(0))
-    assert not learner.look(trees, terms, Fake("value").needs).value.any()
+    assert not learner.score_terms(trees, terms, Fake("value").needs).value.any()
 
 
 def test_it_is_trained_whole_and_goes_on_from_a_checkpoint(policy, judge, tmp_path):
@@ -89,14 +89,14 @@ def test_it_is_trained_whole_and_goes_on_from_a_checkpoint(policy, judge, tmp_pa
     learner = learner_from(policy, judge)
     before = learner.critic.trunk.model.layers[0].mlp.up_proj.weight.detach().clone()
     forest, terms = batch_of(random_groups(0), algorithm)
-    terms = algorithm.credit(random_groups(0), learner.look(forest.trees, terms, algorithm.needs))
+    terms = algorithm.credit(random_groups(0), learner.score_terms(forest.trees, terms, algorithm.needs))
     learner.update(forest.trees, terms, algorithm)
     assert not torch.equal(learner.critic.trunk.model.layers[0].mlp.up_proj.weight, before)
     learner.save(tmp_path)
     again = learner_from(policy, judge)
     again.load(tmp_path)
-    for name, parameter in learner.critic.trained().items():
-        assert torch.equal(again.critic.trained()[name], parameter), name
+    for name, parameter in learner.critic.trained_parameters().items():
+        assert torch.equal(again.critic.trained_parameters()[name], parameter), name
 
 
 def test_models_that_cannot_be_a_critic_are_refused(policy, judge, tmp_path):

@@ -14,7 +14,7 @@ from arborl.config.base import dump_yaml
 from arborl.config.load import from_kwargs, load
 from arborl.config.run import LearnerConfig
 from arborl.errors import ConfigError
-from arborl.learner.learner import Learner
+from arborl.learner.core.learner import Learner
 from arborl.rollout.store import from_json, to_json
 from arborl.rollout.tree import plant
 from arborl.types import Drawn, Group, Sampling
@@ -91,16 +91,16 @@ def test_the_gradient_is_that_of_training_each_source_apart(tiny_llama, kind):
 
 
 def test_a_trust_region_step_measures_each_source_in_its_own_distribution(tiny_llama):
-    from arborl.learner.executor import DENSE
-    from arborl.learner.packing import pack
-    from arborl.learner.score import distributions, score
+    from arborl.learner.attention.execution import DENSE
+    from arborl.learner.core.forward import compute_outputs, log_distributions
+    from arborl.learner.core.packing import pack
 
     groups = [drawn_by(group, how) for group, how in zip(random_groups(1, groups=2), (COOL, HOT), strict=True)]
     trees, terms = forest_of(groups)
     batch = pack(trees, range(2), terms)
-    whole_MV = distributions(tiny_llama, batch, Sampling(), DENSE)
+    whole_MV = log_distributions(tiny_llama, batch, Sampling(), DENSE)
     picked_M = whole_MV.gather(1, torch.from_numpy(batch.terms.token)[:, None])[:, 0]
-    torch.testing.assert_close(picked_M, score(tiny_llama, batch, Sampling(), DENSE).logprob_M)
+    torch.testing.assert_close(picked_M, compute_outputs(tiny_llama, batch, Sampling(), DENSE).logprob_M)
     cool = batch.terms.tree == 0
     assert (whole_MV[cool] == -torch.inf).any()
 

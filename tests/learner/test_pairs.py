@@ -9,16 +9,16 @@ import torch
 
 from arborl.config.training import LearnerConfig
 from arborl.errors import ConfigError, RunStopped
-from arborl.learner.pairs import Pair, PairLearner, fit, micro_batches
+from arborl.learner.core.pairwise import PairLearner, TextPair, fit, micro_batches
 from arborl.models.find import resolve
 from arborl.models.scalar import Scorer
 from arborl.seeds import generator
 
 
-def some_pairs(count: int, seed: int = 0) -> list[Pair]:
+def some_pairs(count: int, seed: int = 0) -> list[TextPair]:
     chance = generator(seed, "pairs")
     ids = [chance.integers(3, 2000, int(chance.integers(2, 40))).tolist() for _ in range(2 * count)]
-    return [Pair(ids[2 * n], ids[2 * n + 1], weight=[1.0, 2.5][n % 2]) for n in range(count)]
+    return [TextPair(ids[2 * n], ids[2 * n + 1], weight=[1.0, 2.5][n % 2]) for n in range(count)]
 
 
 def scorer(dtype: str = "float64") -> Scorer:
@@ -28,7 +28,7 @@ def scorer(dtype: str = "float64") -> Scorer:
     return made
 
 
-def by_hand(pairs: list[Pair], dtype: torch.dtype) -> tuple[float, dict[str, torch.Tensor]]:
+def by_hand(pairs: list[TextPair], dtype: torch.dtype) -> tuple[float, dict[str, torch.Tensor]]:
     """One sequence at a time, transformers' model, the formula written out as log(1 + e^-(better - worse))."""
     from transformers import AutoModelForSequenceClassification
 
@@ -60,7 +60,7 @@ def test_loss_and_gradients_are_those_of_the_formula(dtype, near, tokens, monkey
 def test_a_new_scorer_says_0_and_loses_log_2_and_ties_count_half():
     learner = PairLearner(Scorer(resolve("seedling"), "float32", "cpu", begin=True), LearnerConfig(), 0)
     assert learner.measure(some_pairs(3)) == pytest.approx((math.log(2), 0.5))
-    assert learner.says(some_pairs(2)) == [0.0] * 4
+    assert learner.scores(some_pairs(2)) == [0.0] * 4
 
 
 def test_micro_batches_hold_every_pair_once_within_their_tokens():
@@ -70,7 +70,7 @@ def test_micro_batches_hold_every_pair_once_within_their_tokens():
     assert all(len(some) == 1 or 2 * len(some) * max(pair.longest for pair in some) <= 200 for some in found)
 
 
-def train(pairs: list[Pair], held: list[Pair], seed: int = 5):
+def train(pairs: list[TextPair], held: list[TextPair], seed: int = 5):
     learner = PairLearner(Scorer(resolve("seedling"), "float32", "cpu", begin=True), LearnerConfig(lr=3e-3), 12)
     rows: list[dict[str, float]] = []
     best = fit(learner, pairs, held, 3, 4, seed, lambda *_: None, rows.append)

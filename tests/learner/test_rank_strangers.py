@@ -22,10 +22,10 @@ from worlds import Copies, body, world
 
 from arborl.config.run import LearnerConfig
 from arborl.errors import ConfigError, LearnerLost
-from arborl.learner import rank_connections
-from arborl.learner.blueprint import Blueprint
-from arborl.learner.group import LearnerGroup
-from arborl.learner.rendezvous import Meeting
+from arborl.learner.distributed import rank_connections
+from arborl.learner.distributed.learner_group import LearnerGroup
+from arborl.learner.distributed.rank_worker import LearnerSpec
+from arborl.learner.distributed.rendezvous import Rendezvous
 
 CONFIG = LearnerConfig(lr=0.01)
 NEEDS = Fake("value").needs
@@ -66,8 +66,8 @@ class Nothing:
 
 
 def test_a_stranger_that_calls_itself_a_rank_is_sent_no_pickle_and_runs_no_code(tmp_path, monkeypatch):
-    monkeypatch.setattr("arborl.learner.rendezvous.START", 15.0)
-    meeting, info = Meeting.host(2, "127.0.0.1")
+    monkeypatch.setattr("arborl.learner.distributed.rendezvous.START_TIMEOUT", 15.0)
+    rendezvous, info = Rendezvous.create(2, "127.0.0.1")
     mark = tmp_path / "ran"
     spawn = multiprocessing.get_context("spawn")
     ready = spawn.Event()
@@ -75,9 +75,9 @@ def test_a_stranger_that_calls_itself_a_rank_is_sent_no_pickle_and_runs_no_code(
     stranger.start()
     assert ready.wait(300)
     try:
-        blueprint = Blueprint(CONFIG.model_copy(update={"strategy": "ddp", "ranks": 2}), SAMPLING, NEEDS, 0, 0, body)
+        spec = LearnerSpec(CONFIG.model_copy(update={"strategy": "ddp", "ranks": 2}), SAMPLING, NEEDS, 0, 0, body)
         with pytest.raises((ConfigError, LearnerLost), match="rank 1 did not come"):
-            LearnerGroup(meeting, blueprint, body(), Nothing())
+            LearnerGroup(rendezvous, spec, body(), Nothing())
     finally:
         stranger.kill()
         stranger.join()
@@ -90,10 +90,10 @@ def test_a_line_whose_other_end_cannot_prove_itself_is_refused_before_anything_i
     """As one that a stranger has connected to first."""
     truth = rank_connections.proof
     monkeypatch.setattr(rank_connections, "proof", lambda session, *which: truth(session + "x", *which))
-    meeting, info = Meeting.host(2)
-    blueprint = Blueprint(CONFIG.model_copy(update={"strategy": "ddp", "ranks": 2}), SAMPLING, NEEDS, 0, 0, body)
+    rendezvous, info = Rendezvous.create(2)
+    spec = LearnerSpec(CONFIG.model_copy(update={"strategy": "ddp", "ranks": 2}), SAMPLING, NEEDS, 0, 0, body)
     with pytest.raises((ConfigError, LearnerLost), match="could not prove that it belongs to this run"):
-        LearnerGroup(meeting, blueprint, body(), Copies(2, info))
+        LearnerGroup(rendezvous, spec, body(), Copies(2, info))
 
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -116,14 +116,14 @@ def test_ranks_of_one_host_are_reached_from_no_other_address_and_by_no_other_use
         assert reached(here, sorted(port for _, port in opened), there) == []
         words = [" ".join(psutil.Process(one.pid).cmdline()) for one in group.launcher.all.values()]
         assert words
-        folder = Path(group.meeting.store.info.address.removeprefix("unix:")).parent
+        folder = Path(group.rendezvous.store.info.address.removeprefix("unix:")).parent
         looked = as_other_user("-I", "-S", "-c", f"import os; print(os.listdir({str(folder)!r}))")
         assert "PermissionError" in looked.stderr
 
 
 def test_the_secret_of_a_run_is_on_no_command_line(monkeypatch):
-    from arborl.learner.launch import Processes
-    from arborl.learner.run_store import JoinInfo
+    from arborl.learner.distributed.launch import RankProcesses
+    from arborl.learner.distributed.run_store import JoinInfo
 
     started = []
 
@@ -132,7 +132,7 @@ def test_the_secret_of_a_run_is_on_no_command_line(monkeypatch):
             started.append((words, env))
 
     monkeypatch.setattr(subprocess, "Popen", Started)
-    Processes(3, JoinInfo("unix:/nowhere/store", "the secret"), "cpu")
+    RankProcesses(3, JoinInfo("unix:/nowhere/store", "the secret"), "cpu")
     assert len(started) == 2
     assert all("the secret" not in " ".join(words) for words, _ in started)
     assert all(env["ARBORL_RANKS_SECRET"] == "the secret" for _, env in started)

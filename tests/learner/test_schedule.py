@@ -12,8 +12,8 @@ from transformers import get_scheduler
 from arborl.config.base import validate
 from arborl.config.run import LearnerConfig
 from arborl.errors import ConfigError
-from arborl.learner.learner import Learner
-from arborl.learner.schedule import scale, warmup
+from arborl.learner.core.learner import Learner
+from arborl.learner.core.optimizer import lr_factor, warmup_steps
 
 LR, TOTAL = 2e-3, 40
 
@@ -44,24 +44,24 @@ def theirs(name: str, rising: int, **more: object) -> list[float]:
 def test_a_schedule_is_transformers_own(decay, name, floor, rising):
     config = LearnerConfig(lr=LR, decay=decay, warmup_steps=rising, min_lr=floor)
     more = {"cosine_with_min_lr": {"min_lr": floor}, "polynomial": {"power": 1.0, "lr_end": floor}}.get(name, {})
-    ours = [LR * scale(config, step, TOTAL, floor / LR) for step in range(TOTAL)]
+    ours = [LR * lr_factor(config, step, TOTAL, floor / LR) for step in range(TOTAL)]
     assert ours == pytest.approx(theirs(name, rising, **more), rel=1e-12, abs=1e-18)
 
 
 def test_without_a_warm_up_a_constant_rate_is_constant():
-    assert theirs("constant", 0) == [LR * scale(LearnerConfig(decay="none"), step, TOTAL) for step in range(TOTAL)]
+    assert theirs("constant", 0) == [LR * lr_factor(LearnerConfig(decay="none"), step, TOTAL) for step in range(TOTAL)]
 
 
 def test_a_warm_up_by_share_is_rounded_up_over_the_optimiser_steps_of_the_whole_run(tiny_llama):
-    assert [warmup(LearnerConfig(warmup_ratio=0.1), total) for total in (10, 11, 19, 20, 0)] == [1, 2, 2, 2, 0]
+    assert [warmup_steps(LearnerConfig(warmup_ratio=0.1), total) for total in (10, 11, 19, 20, 0)] == [1, 2, 2, 2, 0]
     config = LearnerConfig(lr=LR, epochs=2, minibatches=3, warmup_ratio=0.5, decay="cosine", min_lr=LR / 4)
     learner = Learner(copy.deepcopy(tiny_llama), config, SAMPLING, total_steps=2)
     algorithm = Fake()
     forest, terms = batch_of(random_groups(0), algorithm)
     learner.update(forest.trees, terms, algorithm)
-    assert learner.scale == 1.0  # six of twelve steps are done
+    assert learner.lr_factor == 1.0  # six of twelve steps are done
     learner.update(forest.trees, terms, algorithm)
-    assert learner.scale == 0.25
+    assert learner.lr_factor == 0.25
 
 
 @pytest.mark.parametrize(

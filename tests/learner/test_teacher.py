@@ -18,8 +18,8 @@ from arborl.algorithms import Recipe
 from arborl.config.algorithm import AlgorithmConfig
 from arborl.config.run import LearnerConfig
 from arborl.errors import ConfigError
-from arborl.learner.learner import Learner
-from arborl.learner.teacher import RemoteTeacher, check_tokenizer, open_teacher, paths
+from arborl.learner.core.learner import Learner
+from arborl.learner.core.teacher import RemoteTeacher, branch_paths, check_tokenizer, open_teacher
 from arborl.models.attention import NAME
 from arborl.models.load import resolve
 from arborl.rollout.tree import plant
@@ -150,7 +150,7 @@ def test_a_server_is_asked_each_branch_once_and_answers_for_every_token(form, se
     found = teacher.logprobs(forest.trees, forest.terms)
     assert found == pytest.approx(direct(big, GROUPS), abs=1e-5)
     assert sorted(server.asked) == [[5, 6, 7, 10, 11, 12], [5, 6, 7, 10, 13, 14, 15], [9, 20]]
-    assert [path.tolist() for path in paths(forest.trees[1])] == [[0, 1]]
+    assert [path.tolist() for path in branch_paths(forest.trees[1])] == [[0, 1]]
 
 
 def test_a_busy_server_is_asked_again_and_one_that_stays_away_costs_the_episodes(serve, seedling, caplog):

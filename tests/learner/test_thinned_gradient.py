@@ -10,7 +10,7 @@ import torch
 from learner_fakes import SAMPLING, Fake, assert_same
 
 from arborl.config.run import LearnerConfig
-from arborl.learner.learner import Learner
+from arborl.learner.core.learner import Learner
 from arborl.rollout.downsample import thin
 from arborl.rollout.tree import plant
 from arborl.types import Call, Completion, Episode, Finish, Group, Task
@@ -34,7 +34,7 @@ def test_the_mean_over_all_draws_is_the_gradient_of_all_branches(tiny_llama, kin
     learner = Learner(tiny_llama, LearnerConfig(), SAMPLING, algorithm.needs)
     groups = forgetful()
     forest = plant(groups)
-    terms = algorithm.credit(groups, learner.look(forest.trees, forest.terms, algorithm.needs))
+    terms = algorithm.credit(groups, learner.score_terms(forest.trees, forest.terms, algorithm.needs))
     terms = dataclasses.replace(terms, reference=terms.reference - 0.1)  # one that differs, so that it pulls
 
     def gradient(trees, of):
@@ -55,4 +55,4 @@ def test_the_mean_over_all_draws_is_the_gradient_of_all_branches(tiny_llama, kin
     assert_same(whole, mean)
     with pytest.raises(AssertionError):  # no single draw is
         assert_same(whole, found[0])
-    learner.optimizer.zero()
+    learner.optimizer.zero_grad()

@@ -13,9 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from arborl.config.algorithm_parts import TrustRegionConfig
 from arborl.config.run import LearnerConfig
 from arborl.errors import ConfigError
-from arborl.learner.learner import Learner
-from arborl.learner.packing import split
-from arborl.learner.trust_region import PolicyKL, conjugate_gradient
+from arborl.learner.core.learner import Learner
+from arborl.learner.core.packing import split
+from arborl.learner.core.trust_region import PolicyKL, conjugate_gradient
 from arborl.models.attention import NAME
 
 GROUPS = random_groups(0, groups=2, vocabulary=8)

@@ -25,7 +25,7 @@ from arborl.api import train
 from arborl.config.load import load
 from arborl.config.run import LearnerConfig, LoraConfig
 from arborl.engines.local import LocalEngine
-from arborl.learner.learner import Learner
+from arborl.learner.core.learner import Learner
 from arborl.models.adapted import Adapted, product
 from arborl.models.load import load_model, resolve
 from arborl.models.lora import add_lora, dropout_on, factors_of

@@ -16,12 +16,11 @@ from arborl.engines.executor import TorchExecutor
 from arborl.engines.executor_check import why_compiled_is_wrong, why_layers_are_wrong
 from arborl.engines.forward import Forward
 from arborl.engines.pages import Pages
-from arborl.learner import attention_choice
-from arborl.learner.attention_choice import why_wrong
-from arborl.learner.compiled_attention import compiled_fits
-from arborl.learner.executor import EXECUTORS, Executor, Way
-from arborl.learner.fused_layers import fusing_fits
-from arborl.learner.tree_attention import DenseAttend
+from arborl.learner.attention import execution
+from arborl.learner.attention.cpu_kernels import supports_cpu_attention
+from arborl.learner.attention.execution import ATTENTION_BACKENDS, AttentionBackend, ExecutionPath, path_error
+from arborl.learner.attention.fused_layers import supports_fused_layers
+from arborl.learner.attention.tree_attention import DenseAttention
 from arborl.models import joined, lean
 from arborl.models.attention import NAME, Causal
 from arborl.models.fallbacks import execution_paths, fallbacks
@@ -93,10 +92,12 @@ def compiled_executor(model) -> str | None:
 
 def updates(model) -> str | None:
     """Of the ways that the learner has for trees on a CPU, why one is wrong."""
-    ways = [Way("blocks"), Way("causal")]
-    ways += [Way("kernel")] if compiled_fits(model) else []
-    ways += [Way("kernel", fused=True)] if compiled_fits(model) and fusing_fits(model) else []
-    return next((why for way in ways if (why := why_wrong(model, way)) is not None), None)
+    ways = [ExecutionPath("blocks"), ExecutionPath("causal")]
+    ways += [ExecutionPath("kernel")] if supports_cpu_attention(model) else []
+    ways += (
+        [ExecutionPath("kernel", fused=True)] if supports_cpu_attention(model) and supports_fused_layers(model) else []
+    )
+    return next((why for way in ways if (why := path_error(model, way)) is not None), None)
 
 
 def on_cpu(check, dtype: str) -> bool:
@@ -255,24 +256,24 @@ def test_a_compiled_step_without_biases_or_with_swapped_heads_is_rejected(wrong,
     assert compiled_executor(model) is not None
 
 
-class AheadAttend(DenseAttend):
+class AheadAttend(DenseAttention):
     """A token sees the one after it."""
 
     def _mask(self, end, depth, window):
         return super()._mask(end, depth, window) | torch.eye(len(end), dtype=torch.bool).roll(1, 1)
 
 
-class ScaledAttend(DenseAttend):
+class ScaledAttend(DenseAttention):
     def __call__(self, layer, q, k, v, scale, *bounds):
         return super().__call__(layer, q, k, v, 1.25 * scale, *bounds)
 
 
-class SwappedAttend(DenseAttend):
+class SwappedAttend(DenseAttention):
     def __call__(self, layer, q, *given):
         return super().__call__(layer, q[:, [2, 1, 0, 3]], *given)
 
 
-class HalvedGradientAttend(DenseAttend):
+class HalvedGradientAttend(DenseAttention):
     def __call__(self, *given):
         out = super().__call__(*given)
         return out.detach() + 0.5 * (out - out.detach())
@@ -286,17 +287,17 @@ def test_wrong_attention_over_trees_is_rejected(layers, weights, dtype, wrong, m
     model = model_of("llama", dtype, weights)
     if layers == "library":
         lean.leave_to_library(model)
-    assert why_wrong(model, Way("blocks")) is None
-    monkeypatch.setitem(EXECUTORS, "blocks", Executor(wrong))
-    assert why_wrong(model, Way("blocks")) is not None
+    assert path_error(model, ExecutionPath("blocks")) is None
+    monkeypatch.setitem(ATTENTION_BACKENDS, "blocks", AttentionBackend(wrong))
+    assert path_error(model, ExecutionPath("blocks")) is not None
 
 
 @pytest.mark.parametrize("wrong", ["value", "gradient"])
 def test_wrong_log_probabilities_are_rejected(wrong, monkeypatch):
     model = model_of("llama", "float32")
-    if not (compiled_fits(model) and fusing_fits(model)):
+    if not (supports_cpu_attention(model) and supports_fused_layers(model)):
         pytest.skip("there is no C compiler")
-    real = attention_choice.fused_logprobs
+    real = execution.fused_logprobs
 
     def bent(logits, token, temperature):
         logprob, entropy = real(logits, token, temperature)
@@ -304,9 +305,9 @@ def test_wrong_log_probabilities_are_rejected(wrong, monkeypatch):
             (logprob * 1.01, entropy) if wrong == "value" else (logprob + 0.5 * (logprob - logprob.detach()), entropy)
         )
 
-    assert why_wrong(model, Way("kernel", fused=True)) is None
-    monkeypatch.setattr(attention_choice, "fused_logprobs", bent)
-    assert "log" in str(why_wrong(model, Way("kernel", fused=True)))
+    assert path_error(model, ExecutionPath("kernel", fused=True)) is None
+    monkeypatch.setattr(execution, "fused_logprobs", bent)
+    assert "log" in str(path_error(model, ExecutionPath("kernel", fused=True)))
 
 
 # ------------------------------------------------------------------------------------------------ reported

@@ -1,4 +1,4 @@
-"""Credit that differs from turn to turn, or token to token, of one episode.
+"""Advantages per turn or token.
 
 T steps of one episode; N steps of all episodes, each owned by an episode and belonging to a group.
 """
@@ -14,7 +14,7 @@ from arborl.types import Floats, Ints
 
 
 def discounted(reward_T: Floats, gamma: float) -> Floats:
-    """What is still to come, from each step on: R_t = r_t + gamma R_(t+1).
+    """Discounted returns: R_t = r_t + gamma R_(t+1).
 
     >>> discounted(np.array([0.0, 0.0, 1.0]), 0.5).tolist()
     [0.25, 0.5, 1.0]
@@ -28,7 +28,7 @@ def discounted(reward_T: Floats, gamma: float) -> Floats:
 def gae(
     reward_T: Floats, value_T: Floats, gamma: float = 1.0, lam: float = 0.95, after: float = 0.0
 ) -> tuple[Floats, Floats]:
-    """Generalised advantage estimation of one episode, and what the critic should have said.
+    """Generalised advantage estimation of one episode, and the critic's targets.
 
     d_t = r_t + gamma V_(t+1) - V_t, A_t = d_t + gamma lam A_(t+1), target_t = A_t + V_t (Schulman et al. 2015, arXiv
     1506.02438). A step is a turn or a token, as the arrays say.

@@ -28,7 +28,7 @@ from arborl.cluster.simulate import Outcome, simulate
 from arborl.cluster.simulate_engine import Setting
 from arborl.config.run import RunConfig
 from arborl.errors import ConfigError
-from arborl.learner.forecast import Plan
+from arborl.learner.core.memory_forecast import MemoryPlan
 
 MOST = 4_096
 """Devices that are planned for."""
@@ -146,7 +146,7 @@ class Forecaster:
         planner = rank_planner(shape, config, self.device, strategy, devices, sampling=True, split=split)
         return Fit(what, planner.least <= planner.limit, planner.least / GIB, planner.limit / GIB)
 
-    def learner(self, ranks: int, sampling: bool, split: int = 1) -> tuple[Strategy, Plan]:
+    def learner(self, ranks: int, sampling: bool, split: int = 1) -> tuple[Strategy, MemoryPlan]:
         """The quickest strategy that fits; the last that was tried, where none does."""
         tried: tuple[Strategy, ...] = ("single",) if ranks == 1 else ("ddp", "fsdp2")
         if self.strategy is not None and ranks > 1:
@@ -159,7 +159,7 @@ class Forecaster:
 
     # ------------------------------------------------------------------------------------------ time
 
-    def learn_seconds(self, tokens: float, terms: float, ranks: int, strategy: Strategy, plan: Plan) -> float:
+    def learn_seconds(self, tokens: float, terms: float, ranks: int, strategy: Strategy, plan: MemoryPlan) -> float:
         """Seconds of an update of all ranks."""
         sizes, learner, times = self.shape.sizes, self.config.learner, self.times
         width = ranks if strategy == "tensor" else 1
@@ -239,7 +239,7 @@ class Forecaster:
         ranks: int,
         split: int,
         strategy: Strategy,
-        plan: Plan,
+        plan: MemoryPlan,
         lag: int,
         publish: float,
         engine_bytes: int,

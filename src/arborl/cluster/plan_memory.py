@@ -14,7 +14,17 @@ from arborl.cluster.hardware import Device
 from arborl.cluster.plan_model import Shape
 from arborl.config.run import RunConfig
 from arborl.engines.cache_size import usual_tokens
-from arborl.learner.forecast import BESIDE, SEQUENCES, Forecast, Plan, Planner, Sizes, fused, learner_sizes, logit_rows
+from arborl.learner.core.memory_forecast import (
+    LIBRARY_BYTES,
+    MIN_CACHED_SEQUENCES,
+    MemoryForecast,
+    MemoryPlan,
+    MemoryPlanner,
+    ModelSizes,
+    learner_sizes,
+    logit_rows,
+    uses_fused_layers,
+)
 
 Strategy = Literal["single", "ddp", "fsdp2", "tensor"]
 CONTEXT = int(0.5 * 2**30)
@@ -52,7 +62,7 @@ class Needs:
 
 
 @dataclass(frozen=True, slots=True)
-class RankPlanner(Planner):
+class RankPlanner(MemoryPlanner):
     """The forecast of one of several ranks."""
 
     strategy: Strategy = "single"
@@ -71,11 +81,11 @@ class RankPlanner(Planner):
         some = total(self.kv_least)
         return some if some <= self.limit else total(self.kv_floor)
 
-    def forecast(self, tokens: int, recompute: bool, kv_tokens: int, lent: bool = False) -> Forecast:
+    def forecast(self, tokens: int, recompute: bool, kv_tokens: int, lent: bool = False) -> MemoryForecast:
         if self.strategy == "tensor" and self.ranks > 1:
             whole = dataclasses.replace(self, sizes=_narrow(self.sizes, self.ranks), ranks=1, strategy="single")
             return whole.forecast(tokens, recompute, kv_tokens, lent)
-        found = Planner.forecast(self, tokens, recompute, kv_tokens, lent)
+        found = MemoryPlanner.forecast(self, tokens, recompute, kv_tokens, lent)
         if self.strategy == "fsdp2" and self.ranks > 1:
             layer = self.sizes.weights // max(1, self.sizes.layers)
             trained = self.sizes.gradients(self.config.master == "float32") // max(1, self.sizes.layers)
@@ -89,7 +99,7 @@ class RankPlanner(Planner):
         return dataclasses.replace(found, weights=found.weights + self.engine)
 
 
-def _narrow(sizes: Sizes, ranks: int) -> Sizes:
+def _narrow(sizes: ModelSizes, ranks: int) -> ModelSizes:
     """A rank's part of a model whose products are divided."""
     return dataclasses.replace(
         sizes,
@@ -112,14 +122,14 @@ def _narrow(sizes: Sizes, ranks: int) -> Sizes:
 
 def learner_plan(
     shape: Shape, config: RunConfig, device: Device, strategy: Strategy, ranks: int, sampling: bool, split: int = 1
-) -> Plan:
+) -> MemoryPlan:
     """What a learner's rank takes, and the settings that the learner would choose for it."""
     planner, learner = rank_planner(shape, config, device, strategy, ranks, sampling, split), config.learner
     if device.cuda:
         return planner.plan()
     tokens, recompute = learner.micro_batch_tokens or 4_096, learner.recompute is True
     kept = planner.forecast(tokens, recompute, planner.kv_wanted)
-    return Plan(tokens, recompute, planner.kv_wanted, kept, planner.limit)
+    return MemoryPlan(tokens, recompute, planner.kv_wanted, kept, planner.limit)
 
 
 def rank_planner(
@@ -144,9 +154,9 @@ def rank_planner(
         limit=own + int(learner.memory_share * free),
         kv_token=token // split,
         kv_wanted=wanted,
-        kv_least=wanted if engine.kv_tokens else min(wanted, SEQUENCES * context),
+        kv_least=wanted if engine.kv_tokens else min(wanted, MIN_CACHED_SEQUENCES * context),
         kv_floor=wanted if engine.kv_tokens else min(wanted, context),
-        logit_rows=logit_rows(device.memory, sizes.vocabulary, fused(sizes, learner, True)) if device.cuda else 4_096,
+        logit_rows=logit_rows(device.memory, sizes.vocabulary, uses_fused_layers(sizes, learner, True)) if device.cuda else 4_096,
         cuda=device.cuda,
         truncates=config.sampling.top_k > 0 or config.sampling.top_p < 1 or config.sampling.min_p > 0,
         lends=device.cuda and sampling and (engine.lends or not share),
@@ -174,7 +184,7 @@ class EngineMemory:
 
 def engine_memory(shape: Shape, config: RunConfig, device: Device, most: int) -> EngineMemory | None:
     """With as few devices an engine as hold the weights and some sequences of full length; None where `most` do not."""
-    context, beside = config.sampling.max_context, BESIDE if device.cuda else 0
+    context, beside = config.sampling.max_context, LIBRARY_BYTES if device.cuda else 0
     split = 1
     while split <= min(most, device.per_host):
         weights = shape.sizes.weights // split
@@ -187,7 +197,7 @@ def engine_memory(shape: Shape, config: RunConfig, device: Device, most: int) ->
     return None
 
 
-def parts(found: Forecast) -> dict[str, int]:
+def parts(found: MemoryForecast) -> dict[str, int]:
     """A rank's bytes by part."""
     named = {
         "weights": found.weights, "masters and AdamW": found.optimizer, "gradients": found.gradients,

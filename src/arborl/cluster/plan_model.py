@@ -14,7 +14,7 @@ from typing import Any
 
 from arborl.config.run import ModelConfig
 from arborl.errors import ConfigError, did_you_mean
-from arborl.learner.forecast import Sizes
+from arborl.learner.core.memory_forecast import ModelSizes
 from arborl.models.find import EMBEDDED, described, holds_model, resolve
 
 ITEM = {"auto": 2, "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -64,7 +64,7 @@ class Shape:
     """A model as the planner sees it."""
 
     name: str
-    sizes: Sizes
+    sizes: ModelSizes
     body: int
     """Parameters that a token goes through in the layers; of experts, those it is sent to."""
     head: int
@@ -135,7 +135,7 @@ def shaped(name: str, found: Mapping[str, Any], config: ModelConfig) -> Shape:
     rank, item = config.lora.rank, ITEM[config.dtype]
     adapters = layers * rank * (4 * hidden + 2 * (queries + keys) + 3 * (hidden + wide) * experts)
     frozen = own * item if config.quantize == "none" else own // 2
-    sizes = Sizes(
+    sizes = ModelSizes(
         weights=frozen + 4 * adapters,
         parameters=own + adapters,
         trained=adapters or own,

@@ -19,7 +19,7 @@ from arborl.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from arborl.learner.run_store import JoinInfo
+    from arborl.learner.distributed.run_store import JoinInfo
 
 GRACE = 1.0
 """Seconds in which ranks that have been told to end may do so by themselves."""
@@ -30,7 +30,7 @@ class RankHost(Host):
 
     async def serve(self, rank: int, count: int, info: JoinInfo, device: str) -> None:
         """As `serve_rank`; beside the event loop, which goes on answering Ray."""
-        from arborl.learner.rank_worker import serve_rank
+        from arborl.learner.distributed.rank_worker import serve_rank
 
         await asyncio.to_thread(serve_rank, rank, count, info, device)
 
