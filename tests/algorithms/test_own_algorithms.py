@@ -137,27 +137,27 @@ WRONG_ADVANTAGES = {
     "one number": (lambda terms: 1.0, "an object of float where"),
     "two dimensions": (lambda terms: np.zeros((len(terms), 1)), "1) where"),
     "not finite": (lambda rewards: [r / 0.0 for r in rewards], "not finite"),
-    "nothing but 0 / 0": (lambda rewards: [r / r.std() for r in rewards], "one all rewards are alike"),
-    "alone": (lambda rewards: [r - (r.sum() - r) / (len(r) - 1) for r in rewards], "a single episode"),
+    "nothing but 0 / 0": (lambda rewards: [r / r.std() for r in rewards], "equal rewards"),
+    "alone": (lambda rewards: [r - (r.sum() - r) / (len(r) - 1) for r in rewards], "one episode"),
     "nothing": (lambda terms: None, "NoneType"),
     "no target": (lambda value: value, "not two arrays (advantage, target)"),
     "changes what it is given": (lambda terms: np.copyto(terms.logprob, 0.0), "read-only"),
     "raises": (lambda rewards: rewards["x"], "failed on a small batch: TypeError"),
-    "unknown name": (lambda reward: reward, "wants 'reward', which is not given. Did you mean 'rewards'?"),
+    "unknown name": (lambda reward: reward, "needs a value for 'reward'. Did you mean 'rewards'?"),
     "positional": (eval("lambda rewards, /: rewards"), "cannot be filled by name"),
     "stars": (lambda *rewards: rewards, "cannot be filled by name"),
     "a class": (dict, "is a class"),
-    "text": ("text", "an object of str"),
+    "text": ("text", "an object of type str"),
 }
 WRONG_LOSSES = {
-    "a mean": (lambda new, advantage: (new * advantage).mean(), "an array of shape () where a tensor of"),
+    "a mean": (lambda new, advantage: (new * advantage).mean(), "an array of shape () instead of a tensor of"),
     "no gradient": (no_gradient, "without a gradient"),
-    "a gradient of 0": (lambda new: 0 * new, "a gradient of 0 everywhere"),
+    "a gradient of 0": (lambda new: 0 * new, "a gradient of 0"),
     "not finite": (lambda new: new / 0.0, "not finite"),
     "gradient not finite": (lambda new: (new - new.detach()).abs().sqrt(), "gradient that is not finite"),
-    "whitens": (lambda new, advantage: -new * (advantage - advantage.mean()), "when other tokens are beside it"),
-    "numpy": (lambda new: new.detach().numpy(), "where a tensor of"),
-    "a metric of one number": (lambda new: (new, {"x": new.mean()}), "as 'x' where a tensor"),
+    "whitens": (lambda new, advantage: -new * (advantage - advantage.mean()), "depends on other tokens"),
+    "numpy": (lambda new: new.detach().numpy(), "instead of a tensor of"),
+    "a metric of one number": (lambda new: (new, {"x": new.mean()}), "as 'x' instead of a tensor"),
     "raises": (lambda new: new @ new @ new, "failed on a small batch"),
     "unknown": (lambda new, olds: new, "Did you mean 'old'?"),
 }  # fmt: skip
@@ -188,7 +188,7 @@ def test_settings_are_checked_against_both_signatures():
     assert (both.custom[0].args, both.custom[1].args) == ({"scale": 2.0}, {"tau": 0.5})
     with pytest.raises(ConfigError, match=r"algorithm.args.tua: unknown setting. Did you mean 'tau'\?"):
         recipe(leave_one_out, tanh_gate, args={"tua": 1})
-    with pytest.raises(ConfigError, match=r"wants 'power'.*Write algorithm.args.power=VALUE"):
+    with pytest.raises(ConfigError, match=r"'power'.*Write algorithm.args.power=VALUE"):
         recipe(lambda rewards, power: rewards)
     assert recipe(lambda rewards, **more: [r * more["power"] for r in rewards], args={"power": 2}).custom[0].accepts_any
     with pytest.raises(ConfigError, match="args is not read with advantage=grpo and loss=ppo"):

@@ -71,10 +71,10 @@ def test_a_foreign_file_is_refused_in_one_line(kind, written, tiny_llama, tmp_pa
     learner, _ = learner_of(copy.deepcopy(tiny_llama), reference=False)
     with pytest.raises(ConfigError) as caught:
         learner.load(folder)
-    said = str(caught.value)
-    assert said.startswith(f"{path}: ")
-    assert "\n" not in said
-    assert len(said) < 200 + 2 * len(str(path)) + 250
+    message = str(caught.value)
+    assert message.startswith(f"{path}: ")
+    assert "\n" not in message
+    assert len(message) < 200 + 2 * len(str(path)) + 250
     assert "ran" not in capsys.readouterr().out
 
 
@@ -86,5 +86,5 @@ def test_the_state_of_another_model_is_refused(written, tmp_path):
     step(learner, algorithm, 0)
     learner.snapshot().write(tmp_path)
     (tmp_path / "optimizer.pt").write_bytes((written / "optimizer.pt").read_bytes())
-    with pytest.raises(ConfigError, match="of another model"):
+    with pytest.raises(ConfigError, match="for another model"):
         learner.load(tmp_path)

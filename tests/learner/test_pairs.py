@@ -99,7 +99,7 @@ def test_equal_seeds_give_equal_weights_and_others_do_not():
 def test_a_loss_that_is_no_number_ends_the_training():
     learner = PairLearner(scorer("float32"), LearnerConfig(lr=0.5), 1)
     torch.nn.init.constant_(learner.scorer.model.score.weight, math.nan)
-    with pytest.raises(RunStopped, match=r"Give a learning_rate below 0\.5"):
+    with pytest.raises(RunStopped, match=r"learning_rate below 0\.5"):
         fit(learner, some_pairs(4), [], 1, 4, 0, lambda *_: None, lambda row: None)
 
 

@@ -76,7 +76,7 @@ def test_a_stranger_that_calls_itself_a_rank_is_sent_no_pickle_and_runs_no_code(
     assert ready.wait(300)
     try:
         spec = LearnerSpec(CONFIG.model_copy(update={"strategy": "ddp", "ranks": 2}), SAMPLING, NEEDS, 0, 0, body)
-        with pytest.raises((ConfigError, LearnerLost), match="rank 1 did not come"):
+        with pytest.raises((ConfigError, LearnerLost), match="rank 1 did not join"):
             LearnerGroup(rendezvous, spec, body(), Nothing())
     finally:
         stranger.kill()
@@ -92,7 +92,7 @@ def test_a_line_whose_other_end_cannot_prove_itself_is_refused_before_anything_i
     monkeypatch.setattr(rank_connections, "proof", lambda session, *which: truth(session + "x", *which))
     rendezvous, info = Rendezvous.create(2)
     spec = LearnerSpec(CONFIG.model_copy(update={"strategy": "ddp", "ranks": 2}), SAMPLING, NEEDS, 0, 0, body)
-    with pytest.raises((ConfigError, LearnerLost), match="could not prove that it belongs to this run"):
+    with pytest.raises((ConfigError, LearnerLost), match="did not prove that it belongs to this run"):
         LearnerGroup(rendezvous, spec, body(), Copies(2, info))
 
 

@@ -81,5 +81,5 @@ def test_settings_that_contradict_each_other_are_refused(given, said):
 
 
 def test_a_floor_above_the_rate_of_such_a_model_is_refused(tiny_llama):
-    with pytest.raises(ConfigError, match=r"above the rate of such a model, 0\.0006"):
+    with pytest.raises(ConfigError, match=r"above the learning rate 0\.0006"):
         Learner(tiny_llama, LearnerConfig(min_lr=1e-2), SAMPLING)

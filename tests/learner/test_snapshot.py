@@ -127,7 +127,7 @@ def test_where_the_host_has_no_room_the_tensors_themselves_are_written(tiny_llam
     step(learner, algorithm, 0)
     snapshot = learner.snapshot()
     assert snapshot.live
-    assert "the run waits" in caplog.text
+    assert "training waits" in caplog.text
     snapshot.write(tmp_path)
     resumed, _ = learner_of(copy.deepcopy(tiny_llama))
     resumed.load(tmp_path)

@@ -212,6 +212,6 @@ def test_ranks_of_different_versions_are_refused():
         check_versions([here, here | {"host": "b", "torch": "2.11.0"}])
 
 
-def test_more_ranks_than_cores_are_told_to_take_turns(caplog):
+def test_more_ranks_than_cores_cause_a_warning(caplog):
     check_ranks(CONFIG.model_copy(update={"strategy": "ddp", "ranks": 4_000}), "cpu")
-    assert "learner.ranks=4000 and this machine has" in caplog.text
+    assert "learner.ranks=4000" in caplog.text

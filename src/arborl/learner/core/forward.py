@@ -223,19 +223,19 @@ ScoreTerms = Callable[[Sequence[TokenTree], Terms], tuple[Floats, Floats]]
 """Two numbers per term: log-probability and value."""
 
 
-def score_separately(score: ScoreTerms, trees: Sequence[TokenTree], terms: Terms) -> tuple[Floats, Floats]:
-    """The result of `score`, repeated tree by tree and episode by episode where numbers are not finite: a NaN spreads
+def score_separately(run: ScoreTerms, trees: Sequence[TokenTree], terms: Terms) -> tuple[Floats, Floats]:
+    """The result of `run`, repeated tree by tree and episode by episode where numbers are not finite: a NaN spreads
     to all tokens in the same attention call."""
-    logprob, value = score(trees, terms)
+    logprob, value = run(trees, terms)
     bad = np.unique(terms.tree[~np.isfinite(logprob + value)])
     if len(np.unique(terms.tree)) > 1:
         for number in bad:
             rows = np.flatnonzero(terms.tree == number)
-            logprob[rows], value[rows] = score_separately(score, trees, terms.pick(rows))
+            logprob[rows], value[rows] = score_separately(run, trees, terms.pick(rows))
     elif len(bad) and len(np.unique(terms.episode)) > 1:
         for number in np.unique(terms.episode):
             rows = np.flatnonzero(terms.episode == number)
             tree, position = prune_tree(trees[int(bad[0])], terms.position[rows])
             episode = dataclasses.replace(terms.pick(rows), tree=np.zeros_like(rows), position=position)
-            logprob[rows], value[rows] = score_separately(score, [tree], episode)
+            logprob[rows], value[rows] = score_separately(run, [tree], episode)
     return logprob, value

@@ -34,9 +34,9 @@ def term_tensors(terms: Terms, device: torch.device, dtype: torch.dtype) -> Term
     floats = {"old": terms.logprob, "advantage": terms.advantage, "weight": terms.weight} | known
     ints = {name: getattr(terms, name) for name in ("episode", "call", "turn", "version")} | {"group": terms.tree}
     tensors: dict[str, Tensor | None] = {f"{name}_M": None for name in optional}
-    for columns, kind in ((floats, precision), (ints, np.int64)):
-        uploaded = upload(device, *(column.astype(kind) for column in columns.values()))
-        tensors |= {f"{name}_M": tensor for name, tensor in zip(columns, uploaded, strict=True)}
+    for arrays, kind in ((floats, precision), (ints, np.int64)):
+        uploaded = upload(device, *(column.astype(kind) for column in arrays.values()))
+        tensors |= {f"{name}_M": tensor for name, tensor in zip(arrays, uploaded, strict=True)}
     return TermBatch(**tensors)  # type: ignore[arg-type]
 
 
@@ -102,8 +102,8 @@ class UpdateSums:
         new_M, pull_M = outputs.logprob_M.detach(), outputs.logprob_M.grad
         ratio_M = parts.get("policy/ratio", ratio(new_M - terms.old_M))
         pull_M = torch.zeros_like(new_M) if pull_M is None else pull_M / scale
-        columns = (new_M, outputs.entropy_M, ratio_M, loss_M * terms.weight_M, pull_M)
-        self.records.append(TermRecord(batch.terms.place, *(column.detach() for column in columns)))
+        vectors = (new_M, outputs.entropy_M, ratio_M, loss_M * terms.weight_M, pull_M)
+        self.records.append(TermRecord(batch.terms.place, *(column.detach() for column in vectors)))
 
     def metrics(self, ranks: RankGroup = SINGLE_RANK) -> Metrics:
         """The loss, and means over the terms of all ranks."""
