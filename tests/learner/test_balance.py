@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from arborl.learner.core.packing import ForwardCosts
-from arborl.learner.distributed.balance import assign_balanced, rank_part, tree_owners, tree_work
+from arborl.learner.distributed.learner_group import assign_balanced, rank_part, tree_owners, tree_work
 from arborl.rollout.tree import plant
 from arborl.types import Call, Completion, Episode, Finish, Group, Task
 

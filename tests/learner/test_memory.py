@@ -222,9 +222,7 @@ def test_memory_that_the_engine_lends_is_counted_once_and_spares_running_layers_
 
 def test_one_line_tells_the_forecast_and_the_plan():
     line = describe_plan(planner(100).plan(), FOUR, 139 * GIB)
-    assert line.startswith(
-        "4.02B parameters, all trained: weights 7.5, optimizer state 45.0, gradients 15.0, activat"
-    )
+    assert line.startswith("4.02B parameters, all trained: weights 7.5, optimizer state 45.0, gradients 15.0, activat")
     assert "tokens with recompute" in line
     assert line.endswith("of 139.0 GiB")
     config = load(None, ["model.device=cpu", "sampling.max_context=256"])

@@ -1,12 +1,12 @@
-/* Attention over trees on a CPU, in float32: token q sees token k exactly when k <= q < end[k]; forward, and its gradients.
+/* Attention over trees on a CPU, in float32: token q sees token k exactly when k <= q < end[k]; forward and backward.
 
-   `compiled_attention.py` compiles it where it runs. The tokens of a tree lie in depth-first order, so what a token sees are the entries
-   of a stack: blocks of tokens are taken in their order, those whose subtrees are over leave, and the block's own come on top. Keys and
-   values are copied onto it once, whoever looks at them, and their gradients add up on it until they leave. Nothing is gathered, and no
-   product is computed for a pair of tokens in different branches, but for those in one block.
+   `cpu_kernels.py` compiles it at run time. The tokens of a tree are in depth-first order, so the keys that a token sees are the entries
+   of a stack: blocks of tokens are processed in order, entries whose subtrees have ended are popped, and the block's own are pushed. Keys
+   and values are copied onto the stack once, and their gradients are summed on it until they are popped. Nothing is gathered, and no
+   product is computed for a pair of tokens in different branches, except within one block.
 
-   A piece of work is one tree and one key head with the query heads that share it. Threads call `forward` or `backward` at once and take
-   one piece after the other; no sum depends on who took what. */
+   A work item is one tree and one key head with the query heads that share it. Threads call `forward` or `backward` concurrently and take
+   one item after the other; no sum depends on which thread took which item. */
 
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -275,7 +275,7 @@ static void segment(const Attention *a, Stack *s, int64_t tree, int64_t head, in
 }
 
 static void run(Attention *a, int back) {
-    const int64_t pieces = a->trees * a->key_heads;
+    const int64_t items = a->trees * a->key_heads;
     int64_t deepest = 0;
     for (int64_t n = 0; n < a->start[a->trees]; n++) deepest = larger(deepest, a->depth[n]);
     Stack s = {.groups = a->heads / a->key_heads, .wide = up(a->size, W)};
@@ -283,7 +283,7 @@ static void run(Attention *a, int back) {
     s.rows = s.tokens * s.groups;
     s.room = up(deepest + 1 + s.tokens, W) + PANEL;
     char *memory = NULL;
-    for (int64_t i; (i = atomic_fetch_add(&a->next, 1)) < pieces;) {
+    for (int64_t i; (i = atomic_fetch_add(&a->next, 1)) < items;) {
         if (!memory) {
             const int64_t bytes = lay(&s, a->size, NULL);
             if (!(memory = calloc(1, bytes + 64))) {

@@ -23,10 +23,16 @@ from arborl.algorithms.token_losses import ModelOutputs, TermBatch
 from arborl.config.run import LearnerConfig
 from arborl.errors import ConfigError
 from arborl.learner.attention.execution import CHECK_STEM, PathSelector, sample_micro_batch
-from arborl.learner.core.checkpoint_files import Snapshot, checkpoint_tensors, load_checkpoint
-from arborl.learner.core.forward import Critic, PlacedModel, PolicyWithCritic, check_critic, score_separately
+from arborl.learner.core.checkpoint_files import SHARDS, Snapshot, checkpoint_tensors, load_checkpoint, load_sharded
+from arborl.learner.core.forward import (
+    Critic,
+    MicroBatcher,
+    PlacedModel,
+    PolicyWithCritic,
+    check_critic,
+    score_separately,
+)
 from arborl.learner.core.interface import BaseLearner
-from arborl.learner.core.micro_batches import MicroBatcher
 from arborl.learner.core.offload import HostCopier, OffloadedModel
 from arborl.learner.core.optimizer import (
     NO_INITIAL_UPDATES,
@@ -47,7 +53,6 @@ from arborl.learner.core.update_metrics import (
     term_tensors,
     with_proximal,
 )
-from arborl.learner.distributed.sharded_files import SHARDS, load_sharded
 from arborl.learner.distributed.sharding import make_strategy
 from arborl.learner.distributed.strategy import Strategy
 from arborl.models.fallbacks import fallbacks

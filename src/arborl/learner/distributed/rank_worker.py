@@ -17,13 +17,13 @@ from transformers import PreTrainedModel
 from arborl.algorithms.recipe import AlgorithmNeeds
 from arborl.config.run import LearnerConfig
 from arborl.errors import ConfigError
+from arborl.learner.core.checkpoint_files import ShardedCheckpointer
 from arborl.learner.core.learner import Learner
 from arborl.learner.core.optimizer import NO_INITIAL_UPDATES, InitialUpdates
 from arborl.learner.core.teacher import Teacher
 from arborl.learner.core.update_metrics import TermLog
 from arborl.learner.distributed.rendezvous import HeartbeatMonitor, Rendezvous
 from arborl.learner.distributed.run_store import JoinInfo
-from arborl.learner.distributed.sharded_files import ShardedCheckpointer
 from arborl.learner.distributed.sharding import make_strategy
 from arborl.learner.distributed.strategy import Strategy
 from arborl.models.scalar import Origin

@@ -21,8 +21,7 @@ from transformers import PreTrainedModel
 
 from arborl.config.training import LearnerConfig
 from arborl.errors import ConfigError
-from arborl.learner.core.forward import Critic, PlacedModel, PolicyWithCritic
-from arborl.learner.core.micro_batches import MicroBatcher
+from arborl.learner.core.forward import Critic, MicroBatcher, PlacedModel, PolicyWithCritic
 from arborl.learner.core.optimizer import LossScale, Optimizer, local_shard
 from arborl.learner.distributed.rank_group import SINGLE_RANK, RankGroup
 
