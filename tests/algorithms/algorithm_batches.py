@@ -31,7 +31,7 @@ def episode(
     turn_weight: float | None = None,
 ) -> Episode:
     """One call a turn, each call going on from the last; `turns` are the environment's rewards, which count whole where
-    there is a reward `env`, unless told otherwise."""
+    there is a reward `env`, or by `turn_weight`."""
     given = [0.0] if turns is None else turns
     sizes = [tokens] * len(given) if isinstance(tokens, int) else tokens
     names = states or [""] * len(given)
@@ -72,7 +72,7 @@ def pick(batch: TermBatch, rows: torch.Tensor) -> TermBatch:
     return TermBatch(*(None if column is None else column[rows] for column in columns))
 
 
-def said(logprob: torch.Tensor, seed: int = 0) -> ModelOutputs:
+def model_outputs(logprob: torch.Tensor, seed: int = 0) -> ModelOutputs:
     """A model that says this, with made-up entropies and values that carry gradients."""
     maker = torch.Generator().manual_seed(seed)
     others = [torch.rand(len(logprob), generator=maker, dtype=torch.float64).requires_grad_() for _ in range(2)]

@@ -67,17 +67,17 @@ class Fake:
         counts.index_add_(0, terms.episode_M, torch.ones_like(now_M))
         return (sums / counts.clamp(min=1))[terms.episode_M]
 
-    def loss(self, said, terms):
-        new_M = said.logprob_M
+    def loss(self, outputs, terms):
+        new_M = outputs.logprob_M
         ratio_M = (new_M - terms.old_M).exp()
         if self.kind == "sequence":
             ratio_M = (terms.sequence_M + new_M - new_M.detach()).exp()
         held_M = ratio_M.clamp(0.8, 1.2)
         loss_M = -torch.minimum(ratio_M * terms.advantage_M, held_M * terms.advantage_M)
         if self.kind == "entropy":
-            loss_M = loss_M - 0.1 * said.entropy_M
+            loss_M = loss_M - 0.1 * outputs.entropy_M
         if self.kind == "value":
-            loss_M = loss_M + 0.5 * (said.value_M - terms.target_M).square()
+            loss_M = loss_M + 0.5 * (outputs.value_M - terms.target_M).square()
         if terms.reference_M is not None:
             gap_M = terms.reference_M - new_M
             loss_M = loss_M + 0.1 * (gap_M.exp() - 1 - gap_M)

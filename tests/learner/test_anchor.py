@@ -36,8 +36,8 @@ def groups(model) -> list[Group]:
         made = []
         for number in range(4):
             prompt = tuple(np.random.default_rng(number).integers(5, 400, 20 + 5 * number).tolist())
-            asked = [dataclasses.replace(SAMPLING, seed=10 * number + e) for e in range(4)]
-            done = await asyncio.gather(*(engine.generate(prompt, one, session=str(one.seed)) for one in asked))
+            samplings = [dataclasses.replace(SAMPLING, seed=10 * number + e) for e in range(4)]
+            done = await asyncio.gather(*(engine.generate(prompt, one, session=str(one.seed)) for one in samplings))
             task = Task(str(number))
             episodes = [
                 Episode(f"{number}/{e}", task, calls=[Call(prompt, completion, 0)], rewards={"r": float(e % 2)})

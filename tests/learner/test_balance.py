@@ -1,4 +1,4 @@
-"""Each rank has about as much to do as another."""
+"""Trees are assigned to ranks with nearly equal work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the learner looks up, refuses, remembers and survives."""
+"""Scoring, updates, non-finite numbers, out-of-memory errors and checkpoints of a learner."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def assert_untouched(model, before: dict[str, torch.Tensor]) -> None:
 # ------------------------------------------------------------------------------------------------ look
 
 
-def test_look_fills_exactly_what_is_needed(model):
+def test_score_terms_fills_exactly_what_is_needed(model):
     needs = AlgorithmNeeds(proximal=True, reference=True, value=True)
     learner = Learner(model, LearnerConfig(), SAMPLING, needs)
     trees, terms = forest_of(random_groups(0))
@@ -67,9 +67,9 @@ def test_the_proximal_policy_is_that_of_the_updates_beginning_through_all_its_ep
     ratios = []
 
     class Watching(Fake):
-        def loss(self, said, terms):
-            ratios.append(float((said.logprob_M.detach() - terms.proximal_M).abs().max()))
-            return super().loss(said, terms)
+        def loss(self, outputs, terms):
+            ratios.append(float((outputs.logprob_M.detach() - terms.proximal_M).abs().max()))
+            return super().loss(outputs, terms)
 
     learner = Learner(model, LearnerConfig(lr=1e-2, epochs=3, decay="none"), SAMPLING, algorithm.needs)
     trees, terms = forest_of(groups)
@@ -81,7 +81,7 @@ def test_the_proximal_policy_is_that_of_the_updates_beginning_through_all_its_ep
 
 
 @pytest.mark.parametrize("critic", ["shared", "separate"])
-def test_a_critic_learns_what_it_should_have_said(model, critic):
+def test_a_critic_learns_its_targets(model, critic):
     algorithm = Fake("value")
     config = LearnerConfig(lr=1e-3, critic_lr=3e-2, decay="none", critic=critic)
     learner = Learner(model, config, SAMPLING, algorithm.needs)
@@ -128,7 +128,7 @@ def assert_learned_as_without(model, learned, groups, number: int, algorithm) ->
 
 @pytest.mark.parametrize("column", ["advantage", "weight", "logprob"])
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
-def test_a_number_that_is_not_finite_costs_its_group_and_names_the_episode(model, caplog, column, poison):
+def test_a_group_with_a_non_finite_number_is_dropped_and_its_episode_named(model, caplog, column, poison):
     groups, algorithm = random_groups(1), Fake()
     forest, terms = batch_of(groups, algorithm)
     values = getattr(terms, column).copy()
@@ -145,7 +145,7 @@ def test_a_number_that_is_not_finite_costs_its_group_and_names_the_episode(model
     assert_learned_as_without(model, learned, groups, 1, algorithm)
 
 
-def test_what_the_model_itself_makes_of_an_episode_costs_its_group_too(model, caplog):
+def test_a_group_whose_own_gradient_is_not_finite_is_dropped(model, caplog):
     """A token whose embedding is not a number spoils every gradient of the batch; its group is found and left out."""
     groups, algorithm = random_groups(1, vocabulary=48), Fake()
     first = groups[1].episodes[0]
@@ -186,8 +186,8 @@ def test_no_terms_skip_the_step(model):
 
 def test_one_minibatch_that_is_skipped_leaves_the_others_their_metrics(model):
     class Exploding(Fake):
-        def loss(self, said, terms):
-            loss_M, seen = super().loss(said, terms)
+        def loss(self, outputs, terms):
+            loss_M, seen = super().loss(outputs, terms)
             return loss_M * (float("inf") if (terms.group_M == 1).any() else 1.0), seen
 
     forest, terms = batch_of(random_groups(1), Fake())
@@ -199,8 +199,8 @@ def test_one_minibatch_that_is_skipped_leaves_the_others_their_metrics(model):
 
 def test_a_gradient_that_is_not_finite_leaves_the_weights_untouched(model):
     class Exploding(Fake):
-        def loss(self, said, terms):
-            return said.logprob_M * float("inf"), {}
+        def loss(self, outputs, terms):
+            return outputs.logprob_M * float("inf"), {}
 
     forest, terms = batch_of(random_groups(1), Fake())
     before = state_of(model)
@@ -253,7 +253,7 @@ def test_the_size_that_fits_is_logged_and_outlives_the_process(model, little_mem
     assert again.micro_batcher.budget == learner.micro_batcher.budget
 
 
-def test_a_branch_that_fits_nowhere_says_what_to_do(model, monkeypatch, little_memory):
+def test_a_branch_that_does_not_fit_raises_an_error_with_advice(model, monkeypatch, little_memory):
     monkeypatch.setattr(Small, "room", 5)
     forest, terms = batch_of(random_groups(0), Fake())
     with pytest.raises(torch.OutOfMemoryError, match=r"learner\.recompute"):

@@ -151,7 +151,7 @@ def test_with_less_memory_a_plan_takes_less_of_it_in_an_order_that_costs_little(
         assert (after.recompute, -after.tokens) >= (before.recompute, -before.tokens)
 
 
-def test_what_is_asked_for_is_never_changed():
+def test_explicit_settings_are_never_changed():
     plan = planner(90, micro_batch_tokens=8_192, recompute=False).plan()
     assert (plan.tokens, plan.recompute) == (8_192, False)
     fixed = dataclasses.replace(planner(90), kv_wanted=200_000, kv_least=200_000, kv_floor=200_000)
@@ -220,7 +220,7 @@ def test_memory_that_the_engine_lends_is_counted_once_and_spares_running_layers_
     assert not roomy.forecast.lent  # it costs time
 
 
-def test_one_line_tells_the_forecast_and_the_plan():
+def test_the_plan_is_described_in_one_line():
     line = describe_plan(planner(100).plan(), FOUR, 139 * GIB)
     assert line.startswith("4.02B parameters, all trained: weights 7.5, optimizer state 45.0, gradients 15.0, activat")
     assert "tokens with recompute" in line

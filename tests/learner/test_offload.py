@@ -1,4 +1,4 @@
-"""What is kept in the host's memory gives the numbers of what is not, to the last bit."""
+"""Offload gives the same numbers to the last bit."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_gradient_that_is_not_finite_leaves_everything_as_it_was(tiny_llama):
     assert_equal(everything(learner), before)
 
 
-def test_a_guest_takes_no_memory_unless_it_is_here_and_its_weights_may_be_changed_then(tiny_llama):
+def test_an_offloaded_model_takes_device_memory_only_inside_its_context(tiny_llama):
     model = copy.deepcopy(tiny_llama)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     guest = OffloadedModel(model)

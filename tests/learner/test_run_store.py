@@ -134,15 +134,15 @@ def test_a_server_without_the_secret_is_not_believed():
             connect(JoinInfo(f"127.0.0.1:{fake.getsockname()[1]}", "secret"))
 
 
-@pytest.mark.parametrize("said", [b"", b"x" * 64, b"x" * 65, b"\xff" * 4096, b"\x00\x00\x00\x40" + b"y" * 64])
-def test_strangers_that_send_rubbish_or_nothing_keep_no_rank_out(serve, monkeypatch, said):
+@pytest.mark.parametrize("data", [b"", b"x" * 64, b"x" * 65, b"\xff" * 4096, b"\x00\x00\x00\x40" + b"y" * 64])
+def test_clients_that_send_garbage_or_nothing_do_not_block_ranks(serve, monkeypatch, data):
     monkeypatch.setattr(run_store, "HANDSHAKE_SECONDS", 1.0)
     server = serve("127.0.0.1")
     host, _, port = server.info.address.rpartition(":")
     strangers = [socket.create_connection((host, int(port))) for _ in range(300)]
     for one in strangers:
         with suppress(OSError):  # turned away
-            one.sendall(said)
+            one.sendall(data)
     assert RunStore(server.info).add("n", 1) == 1
     for one in strangers:
         one.settimeout(60)
@@ -170,8 +170,8 @@ def test_another_user_of_the_host_cannot_connect(serve):
     path = server.info.address.removeprefix(UNIX)
     as_other = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--inh-caps=-all"]
     words = ["/usr/bin/env", "-i", shutil.which("python3", path="/usr/bin:/usr/local/bin") or sys.executable]
-    said = subprocess.run([*as_other, *words, "-I", "-S", "-c", STRANGER, path], capture_output=True, text=True)
-    assert said.stdout.strip() == "PermissionError", said.stderr
+    data = subprocess.run([*as_other, *words, "-I", "-S", "-c", STRANGER, path], capture_output=True, text=True)
+    assert data.stdout.strip() == "PermissionError", data.stderr
     assert RunStore(server.info).num_keys() == 0
 
 

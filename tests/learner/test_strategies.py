@@ -39,9 +39,9 @@ STRATEGIES = [
 class Exploding(Fake):
     """Like `value`, but the gradient of episodes with a reward of 100 is infinite."""
 
-    def loss(self, said, terms):
-        loss_M, parts = super().loss(said, terms)
-        return loss_M + said.logprob_M * torch.where(terms.advantage_M > 99, torch.inf, 0.0), parts
+    def loss(self, outputs, terms):
+        loss_M, parts = super().loss(outputs, terms)
+        return loss_M + outputs.logprob_M * torch.where(terms.advantage_M > 99, torch.inf, 0.0), parts
 
 
 def assert_close(ours: dict, theirs: dict, tolerance: float) -> None:
@@ -70,8 +70,8 @@ def assert_same_step(group, single, groups, algorithm) -> None:
     for name in ("value", "reference"):
         np.testing.assert_allclose(getattr(ours, name), getattr(theirs, name), atol=1e-5)
     np.testing.assert_allclose(group.logprobs(forest.trees, terms), single.logprobs(forest.trees, terms), atol=1e-5)
-    said = [one.backward(forest.trees, theirs, algorithm) for one in (group, single)]
-    assert said[0]["policy/loss"] == pytest.approx(said[1]["policy/loss"], abs=1e-5)
+    results = [one.backward(forest.trees, theirs, algorithm) for one in (group, single)]
+    assert results[0]["policy/loss"] == pytest.approx(results[1]["policy/loss"], abs=1e-5)
     assert_close(group.gradients(), single.gradients(), 1e-5)
     metrics = [one.update(forest.trees, theirs, algorithm) for one in (group, single)]
     for name, value in metrics[1].items():
@@ -167,10 +167,10 @@ def test_a_rank_that_dies_ends_the_run_with_its_name():
 class Broken(Fake):
     """Fails in one process."""
 
-    def loss(self, said, terms):
+    def loss(self, outputs, terms):
         if torch.distributed.get_rank() == 1:
             raise ValueError("a loss of my own")
-        return super().loss(said, terms)
+        return super().loss(outputs, terms)
 
 
 def test_a_rank_that_fails_says_why():

@@ -1,4 +1,4 @@
-"""Whom a policy is distilled from: a local model or a server, asked about the same tokens in the same contexts."""
+"""Whom a policy is distilled from: a local model or a server, requests about the same tokens in the same contexts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self, model, tokenizer, form: str = "vllm", tokenizes: bool = True, longest: int = 4096):
         super().__init__(("127.0.0.1", 0), Handler)
         self.model, self.tokenizer, self.form, self.tokenizes, self.longest = model, tokenizer, form, tokenizes, longest
-        self.asked: list[list[int]] = []
+        self.requests: list[list[int]] = []
         self.broken = 0
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -69,10 +69,10 @@ class Handler(BaseHTTPRequestHandler):
             self.server.broken -= 1
             return self.reply({"error": "busy"}, 503)
         ids = body["prompt"]
-        self.server.asked.append(ids)
+        self.server.requests.append(ids)
         with torch.no_grad():
-            said = self.server.model(torch.tensor([ids])).logits[0].log_softmax(-1)
-        likely = [None, *said[:-1].gather(1, torch.tensor(ids)[1:, None])[:, 0].tolist()]
+            logprobs = self.server.model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        likely = [None, *logprobs[:-1].gather(1, torch.tensor(ids)[1:, None])[:, 0].tolist()]
         choice: dict = {"text": "", "logprobs": None}
         if self.server.form == "vllm":
             choice["prompt_logprobs"] = [
@@ -134,9 +134,9 @@ def direct(model, groups) -> np.ndarray:
             call = episode.calls[0]
             ids = torch.tensor([[*call.prompt, *call.completion.tokens]])
             with torch.no_grad():
-                said = model(ids).logits[0].log_softmax(-1)
+                logprobs = model(ids).logits[0].log_softmax(-1)
             at = range(len(call.prompt) - 1, ids.shape[1] - 1)
-            found += [float(said[i, ids[0, i + 1]]) for i in at]
+            found += [float(logprobs[i, ids[0, i + 1]]) for i in at]
     return np.array(found)
 
 
@@ -145,11 +145,11 @@ def test_a_server_is_asked_each_branch_once_and_answers_for_every_token(form, se
     server = serve(form=form)
     teacher = RemoteTeacher(server.url, wait=0.01)
     teacher.check(seedling[1].tokenizer, 1024)
-    server.asked.clear()
+    server.requests.clear()
     forest = plant(GROUPS)
     found = teacher.logprobs(forest.trees, forest.terms)
     assert found == pytest.approx(direct(big, GROUPS), abs=1e-5)
-    assert sorted(server.asked) == [[5, 6, 7, 10, 11, 12], [5, 6, 7, 10, 13, 14, 15], [9, 20]]
+    assert sorted(server.requests) == [[5, 6, 7, 10, 11, 12], [5, 6, 7, 10, 13, 14, 15], [9, 20]]
     assert [path.tolist() for path in branch_paths(forest.trees[1])] == [[0, 1]]
 
 
@@ -195,9 +195,9 @@ def test_the_policys_gradient_is_that_of_the_reverse_kl_at_its_own_samples(big, 
         for episode in one.episodes:
             call = episode.calls[0]
             ids = torch.tensor([[*call.prompt, *call.completion.tokens]])
-            said = other(ids).logits[0].log_softmax(-1)
+            logprobs = other(ids).logits[0].log_softmax(-1)
             for i in range(len(call.prompt) - 1, ids.shape[1] - 1):
-                total = total + said[i, ids[0, i + 1]] * float(gap[at]) / len(gap)
+                total = total + logprobs[i, ids[0, i + 1]] * float(gap[at]) / len(gap)
                 at += 1
     total.backward()
     largest = max(float(parameter.grad.abs().max()) for parameter in other.parameters())

@@ -1,4 +1,4 @@
-"""What an update made of each sampled token."""
+"""The per-token log of an update."""
 
 from __future__ import annotations
 

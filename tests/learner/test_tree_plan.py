@@ -1,4 +1,4 @@
-"""The plan that the kernels go by lists every block with something to see, once, and calls only whole ones whole."""
+"""The block plan lists every visible block once, and marks only completely visible blocks as complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learners in several processes, made of copies of one process that has imported torch already."""
+"""Learners on several ranks, forked from one process that has imported torch."""
 
 from __future__ import annotations
 

@@ -136,9 +136,7 @@ def rae(
     """
     after = dict(baselines)
     for role in dict.fromkeys(roles):
-        role_rewards = np.concatenate(
-            [np.zeros(0), *(r for r, whose in zip(rewards, roles, strict=True) if whose == role)]
-        )
+        role_rewards = np.concatenate([np.zeros(0), *(r for r, of in zip(rewards, roles, strict=True) if of == role)])
         if len(role_rewards):
             after[role] = decay * baselines.get(role, float(role_rewards.mean())) + (1 - decay) * float(
                 role_rewards.mean()

@@ -264,19 +264,39 @@ def sequence_mean(value_M: Tensor, sequence_M: Tensor) -> Tensor:
 
 
 def k1(policy: Tensor, reference: Tensor) -> Tensor:
+    """-log r: unbiased, may be negative.
+
+    >>> k1(torch.tensor(-1.0), torch.tensor(-1.5)).item()
+    0.5
+    """
     return policy - reference
 
 
 def k2(policy: Tensor, reference: Tensor) -> Tensor:
+    """(log r)^2 / 2: biased, smooth.
+
+    >>> k2(torch.tensor(-1.0), torch.tensor(-1.5)).item()
+    0.125
+    """
     return 0.5 * (policy - reference).square()
 
 
 def k3(policy: Tensor, reference: Tensor) -> Tensor:
+    """r - 1 - log r: unbiased, never negative.
+
+    >>> round(k3(torch.tensor(-1.0), torch.tensor(-1.5)).item(), 4)     # exp(-0.5) - 1 + 0.5
+    0.1065
+    """
     difference = (reference - policy).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return torch.expm1(difference) - difference
 
 
 def distance(policy: Tensor, reference: Tensor) -> Tensor:
+    """|log r|.
+
+    >>> distance(torch.tensor(-1.5), torch.tensor(-1.0)).item()
+    0.5
+    """
     return (policy - reference).abs()
 
 

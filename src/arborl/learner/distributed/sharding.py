@@ -343,8 +343,8 @@ class ZeroOptimizer(Optimizer):
         self.config, self.shard_group, self.offloaded = config, ranks, None
         self.parts = {name: MasterWeights(own, False) for name, own in (("policy", policy), ("critic", critic))}
         groups = parameter_groups(self.parts, config, rates)
-        whose = {id(p): name for name, part in self.parts.items() for p in part.masters}
-        self.part_names = [whose[id(group["params"][0])] for group in groups]
+        part_of = {id(p): name for name, part in self.parts.items() for p in part.masters}
+        self.part_names = [part_of[id(group["params"][0])] for group in groups]
         place = place_of(module.policy)
         deepspeed = import_deepspeed(place.device)
         settings = {

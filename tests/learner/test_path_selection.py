@@ -1,4 +1,4 @@
-"""A way of running the model is gone only once it has given the dense way's numbers."""
+"""An execution path is used only after it has given the numbers of dense attention."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Halved(DenseAttention):
 
 
 @pytest.mark.parametrize("wrong", [Blind, Halved])
-def test_an_executor_that_differs_in_value_or_gradient_is_left_with_a_warning(monkeypatch, caplog, model, batch, wrong):
+def test_a_backend_with_wrong_values_or_gradients_is_not_used_and_reported(monkeypatch, caplog, model, batch, wrong):
     monkeypatch.setitem(ATTENTION_BACKENDS, "blocks", AttentionBackend(wrong))
     choose = PathSelector(attention="blocks")
     assert choose(model, batch) == DENSE
@@ -66,7 +66,7 @@ def test_an_executor_that_differs_in_value_or_gradient_is_left_with_a_warning(mo
     assert "as far off as rounding explains" in caplog.text
     caplog.clear()
     assert choose(model, batch) == DENSE
-    assert not caplog.text  # said once
+    assert not caplog.text  # the warning appears once
 
 
 class Broken(DenseAttention):
@@ -74,13 +74,13 @@ class Broken(DenseAttention):
         raise NotImplementedError("no such device")
 
 
-def test_one_that_breaks_is_left_and_the_warning_says_how(monkeypatch, caplog, model, batch):
+def test_a_backend_that_raises_is_not_used_and_the_warning_has_the_error(monkeypatch, caplog, model, batch):
     monkeypatch.setitem(ATTENTION_BACKENDS, "blocks", AttentionBackend(Broken))
     assert PathSelector(attention="blocks")(model, batch) == DENSE
     assert "blocks attention: NotImplementedError: no such device" in caplog.text
 
 
-def test_one_that_agrees_is_used_and_not_checked_again(monkeypatch, model, batch):
+def test_a_correct_backend_is_used_and_checked_once(monkeypatch, model, batch):
     checked = []
     monkeypatch.setattr(execution, "path_error", lambda model, way: checked.append(way))
     choose = PathSelector(attention="blocks", recompute=True)
@@ -88,7 +88,7 @@ def test_one_that_agrees_is_used_and_not_checked_again(monkeypatch, model, batch
     assert checked == [ExecutionPath("blocks")]
 
 
-def test_kernels_that_fail_leave_blocks(monkeypatch, model, batch):
+def test_block_attention_replaces_kernels_that_fail(monkeypatch, model, batch):
     monkeypatch.setattr(execution, "cheapest_attention", lambda batch, device: "kernel")
     monkeypatch.setitem(ATTENTION_BACKENDS, "kernel", AttentionBackend(DenseAttention))
     monkeypatch.setattr(execution, "path_error", lambda model, way: None if way.attention == "blocks" else "so")
@@ -141,7 +141,7 @@ def test_recomputation_gives_the_same_gradients_and_keeps_less(model, batch, kin
     assert [module.training for module in model.modules()] == training
 
 
-def test_a_way_that_fails_with_gradients_may_still_be_gone_without(monkeypatch, model, batch):
+def test_a_path_that_fails_with_gradients_may_be_used_without(monkeypatch, model, batch):
     def why(model, way):
         return "gradients" if way.fused and torch.is_grad_enabled() else None
 
@@ -170,7 +170,7 @@ def test_a_model_that_is_left_to_the_library_lets_go_of_joined_weights(model):
     assert joined() is None
 
 
-def test_ways_are_those_of_the_precision_that_a_sharded_model_runs_in():
+def test_paths_are_selected_for_the_precision_of_a_sharded_model():
     """Its own parts are float32, and to ask them what fits bfloat16 would run it in the middle of an update."""
     model = LlamaForCausalLM(LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
                                          num_attention_heads=2)).bfloat16()  # fmt: skip

@@ -1,4 +1,4 @@
-"""Advantages and losses of one's own: filled by name, equal to the library's where they say the same, and checked."""
+"""Custom advantages and losses: inputs by name, equality with built-in ones, and their check."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from algorithm_batches import batch_of, episode, group, random_groups, said, terms_of
+from algorithm_batches import batch_of, episode, group, model_outputs, random_groups, terms_of
 
 from arborl.algorithms import ADVANTAGES, LOSSES, Recipe, make_algorithm
 from arborl.algorithms.custom_functions import columns, small_groups, small_terms
@@ -37,7 +37,7 @@ def tanh_gate(new, old, advantage, tau: float = 1.0, tau_bad: float = 1.05):
 # ------------------------------------------------------------------------------------------------ what they are given
 
 
-def test_an_own_advantage_and_loss_that_say_what_the_library_says_give_the_same_numbers():
+def test_custom_functions_equal_to_built_in_ones_give_equal_numbers():
     groups = random_groups(2)
     terms = terms_of(groups)
     ours = recipe(leave_one_out, tanh_gate)
@@ -46,15 +46,15 @@ def test_an_own_advantage_and_loss_that_say_what_the_library_says_give_the_same_
     np.testing.assert_allclose(credited.advantage, theirs.credit(groups, terms).advantage, atol=1e-12)
     batch = batch_of(credited)
     new = (batch.old_M + 0.3 * torch.sin(torch.arange(len(terms)))).requires_grad_()
-    found, parts = ours.loss(said(new), batch)
-    expected, _ = theirs.loss(said(new), batch)
+    found, parts = ours.loss(model_outputs(new), batch)
+    expected, _ = theirs.loss(model_outputs(new), batch)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
     assert set(parts) == {"policy/gate"}
     ours_grad, theirs_grad = (torch.autograd.grad(loss.sum(), new)[0] for loss in (found, expected))
     torch.testing.assert_close(ours_grad, theirs_grad, atol=1e-6, rtol=0)
 
 
-def test_every_name_that_is_promised_is_given():
+def test_every_documented_input_is_passed():
     seen = {}
 
     def advantage(groups, terms, rewards, memory, value, keep=3):
@@ -82,15 +82,15 @@ def test_every_name_that_is_promised_is_given():
     again.load_state(made.state())
     again.credit(groups, terms)
     assert again.state() == {"own": {"steps": 15}}
-    total, _ = made.loss(said(batch_of(found).old_M.clone().requires_grad_()), batch_of(found))
+    total, _ = made.loss(model_outputs(batch_of(found).old_M.clone().requires_grad_()), batch_of(found))
     assert torch.equal(seen["version"], batch_of(found).version_M)
     assert len(total) == len(terms)
 
 
-def test_what_stands_around_an_algorithm_stands_around_ones_own_too():
+def test_settings_of_the_algorithm_apply_to_custom_functions():
     groups = [group(episode(1.0), episode(1.0)), group(episode(2.0), episode(0.0, tokens=3))]
     terms = terms_of(groups)
-    assert len(recipe(leave_one_out).keep(groups)) == 2  # nobody knows whether it compares
+    assert len(recipe(leave_one_out).keep(groups)) == 2  # unknown whether it compares episodes
     assert len(recipe(leave_one_out, skip_zero_variance=True).keep(groups)) == 1
     white = recipe(leave_one_out, whiten="token").credit(groups, terms).advantage
     assert white.mean() == pytest.approx(0.0, abs=1e-12)
@@ -101,7 +101,7 @@ def test_what_stands_around_an_algorithm_stands_around_ones_own_too():
     assert guarded.credit(groups, terms).advantage == pytest.approx(plain * factor)
     with_kl = recipe(None, tanh_gate, kl={"coef": 0.5})
     assert with_kl.needs.reference
-    assert "policy/kl" in with_kl.loss(said(batch_of(terms).old_M), batch_of(terms))[1]
+    assert "policy/kl" in with_kl.loss(model_outputs(batch_of(terms).old_M), batch_of(terms))[1]
     assert recipe(leave_one_out).credit([], terms_of([])).advantage.tolist() == []
     mixed = make_algorithm(
         AlgorithmConfig(by_source={"a": {"advantage": "object:a"}}), lambda name, kind: leave_one_out, check=True
@@ -165,7 +165,7 @@ WRONG_LOSSES = {
 
 @pytest.mark.parametrize("what", WRONG_ADVANTAGES)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_an_advantage_that_does_not_do_is_refused_with_what_is_expected(what):
+def test_a_wrong_advantage_is_refused_with_the_expected_signature(what):
     function, complaint = WRONG_ADVANTAGES[what]
     with pytest.raises(ConfigError) as error:
         recipe(function)
@@ -175,7 +175,7 @@ def test_an_advantage_that_does_not_do_is_refused_with_what_is_expected(what):
 
 
 @pytest.mark.parametrize("what", WRONG_LOSSES)
-def test_a_loss_that_does_not_do_is_refused_with_what_is_expected(what):
+def test_a_wrong_loss_is_refused_with_the_expected_signature(what):
     function, complaint = WRONG_LOSSES[what]
     with pytest.raises(ConfigError) as error:
         recipe(None, function)
@@ -205,7 +205,7 @@ def test_settings_are_checked_against_both_signatures():
 def test_the_small_batch_is_one_that_the_librarys_own_losses_pass(name):
     """Or the check would ask for more than is due."""
     terms = columns(small_terms(small_groups()))
-    loss, _ = LOSSES[name](said(terms.old_M.clone().requires_grad_()), terms, AlgorithmConfig(loss=name, **{
+    loss, _ = LOSSES[name](model_outputs(terms.old_M.clone().requires_grad_()), terms, AlgorithmConfig(loss=name, **{
         "advantage": "gae"} if name == "a2c" else {}))  # fmt: skip
     assert torch.isfinite(loss).all()
 

@@ -1,4 +1,4 @@
-"""A critic that begins as another model: its trunk, and the number it says."""
+"""A critic that starts from a reward model."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def learner_from(policy, folder: Path) -> Learner:
     )
 
 
-def test_a_critic_says_at_first_what_the_model_says_of_every_beginning(policy, judge):
+def test_the_initial_values_are_the_scores_of_the_reward_model(policy, judge):
     groups = random_groups(0)
     trees, terms = forest_of(groups)
     found = learner_from(policy, judge).score_terms(trees, terms, Fake("value").needs).value
@@ -73,7 +73,7 @@ def test_a_critic_says_at_first_what_the_model_says_of_every_beginning(policy, j
     assert np.std(expected) > 0.1
 
 
-def test_a_model_that_says_no_number_gives_its_trunk_and_0(policy, tmp_path):
+def test_a_model_without_a_score_head_starts_with_value_0(policy, tmp_path):
     folder = saved(tmp_path / "plain", LlamaForCausalLM)
     learner = learner_from(policy, folder)
     theirs = AutoModelForCausalLM.from_pretrained(folder)
@@ -84,7 +84,7 @@ def test_a_model_that_says_no_number_gives_its_trunk_and_0(policy, tmp_path):
     assert not learner.score_terms(trees, terms, Fake("value").needs).value.any()
 
 
-def test_it_is_trained_whole_and_goes_on_from_a_checkpoint(policy, judge, tmp_path):
+def test_it_is_trained_and_resumes_from_a_checkpoint(policy, judge, tmp_path):
     algorithm = Fake("value")
     learner = learner_from(policy, judge)
     before = learner.critic.trunk.model.layers[0].mlp.up_proj.weight.detach().clone()
@@ -115,12 +115,12 @@ def test_models_that_cannot_be_a_critic_are_refused(policy, judge, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         (["algorithm=grpo", "learner.critic_from=seedling"], "needs no values"),
         (["algorithm=ppo", "learner.critic_from=seedling", "learner.critic=shared"], "a model of its own"),
     ],
 )
-def test_settings_without_such_a_critic_are_refused(settings, said):
-    with pytest.raises(ConfigError, match=said):
+def test_settings_without_such_a_critic_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
         load(None, settings)

@@ -1,4 +1,4 @@
-"""Guards against old or foreign policies, and against episodes that ran out of room."""
+"""Importance weights, staleness, and the penalty for length."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_kl_penalty_in_the_reward_is_summed_over_the_episode_and_adapts():
     kl = {"coef": 0.2, "estimator": "k1", "where": "reward", "target": 0.5, "horizon": 20}
     algorithm = Recipe(AlgorithmConfig(std="none", kl=kl))
     assert algorithm.needs.reference
-    assert algorithm.needs.proximal  # what the engine said is a little off, and no KL
+    assert algorithm.needs.proximal  # the engine's log-probabilities differ slightly, which is no KL
     # KL 0.5 + 1.0 and 0: rewards 0.7 and 1.0
     assert algorithm.credit(groups, terms).advantage.tolist() == pytest.approx([-0.15, -0.15, 0.15])
     assert algorithm.metrics() == pytest.approx({"algorithm/kl": 0.75, "algorithm/kl_coef": 0.2})

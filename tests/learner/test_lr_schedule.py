@@ -65,7 +65,7 @@ def test_a_warm_up_by_share_is_rounded_up_over_the_optimiser_steps_of_the_whole_
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("settings", "message"),
     [
         ({"warmup_steps": 3, "warmup_ratio": 0.1}, "both say how long the warm-up is"),
         ({"min_lr": 1e-6, "decay": "none"}, "decay=none has none"),
@@ -75,9 +75,9 @@ def test_a_warm_up_by_share_is_rounded_up_over_the_optimiser_steps_of_the_whole_
         ({"decay": "cosinus"}, "Did you mean 'cosine'?"),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(given, said):
-    with pytest.raises(ConfigError, match=said.replace("?", r"\?")):
-        validate(LearnerConfig, given)
+def test_settings_that_contradict_each_other_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
+        validate(LearnerConfig, settings)
 
 
 def test_a_floor_above_the_rate_of_such_a_model_is_refused(tiny_llama):

@@ -1,4 +1,4 @@
-"""An `optimizer.pt` that another program, or another model, has written is refused in one line."""
+"""An `optimizer.pt` of another program or another model is refused with an error of one line."""
 
 from __future__ import annotations
 

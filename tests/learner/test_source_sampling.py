@@ -1,4 +1,4 @@
-"""Sources that sample in ways of their own: every token is scored under the distribution it was drawn from."""
+"""Sources with their own sampling parameters: every token is scored under the distribution it was sampled from."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def played():
 
 
 def drawn_by(group: Group, how: Sampling | None) -> Group:
-    """The same group, its calls said to be drawn so."""
+    """The same group, its calls recorded with these sampling parameters."""
     note = how.drawn if how is not None else None
     return Group(
         group.task,
@@ -63,10 +63,10 @@ def test_each_source_is_scored_under_what_it_was_drawn_from(played, attention):
     parts, groups = played
     forest = plant(groups)
     learner = Learner(parts.model, LearnerConfig(attention=attention, micro_batch_tokens=200), parts.rollout.sampling)
-    said = learner.logprobs(forest.trees, forest.terms)
-    assert (said - torch.from_numpy(forest.terms.logprob)).abs().max() < 1e-4
+    logprobs = learner.logprobs(forest.trees, forest.terms)
+    assert (logprobs - torch.from_numpy(forest.terms.logprob)).abs().max() < 1e-4
     as_one = learner.logprobs(forest.trees, dataclasses.replace(forest.terms, drawn=None))
-    assert (as_one - said).abs().max() > 0.05  # under the run's own they would not be
+    assert (as_one - logprobs).abs().max() > 0.05  # under the run's own they would not be
 
 
 @pytest.mark.parametrize("kind", ["clip", "entropy", "sequence"])

@@ -1,4 +1,4 @@
-"""Attention over trees by compiled code: the rule's numbers and gradients, on however many threads."""
+"""Tree attention in C: values and gradients of the definition, on any number of threads."""
 
 from __future__ import annotations
 
@@ -177,5 +177,7 @@ def test_without_a_compiler_trees_are_attended_with_torch(monkeypatch, caplog):
     monkeypatch.setattr(cpu_kernels, "attention_library", lambda: None)
     monkeypatch.setattr(cpu_kernels, "layers_library", lambda: None)
     assert PathSelector()(model, batch) == ExecutionPath("blocks")
-    assert PathSelector("kernel")(model, batch) == ExecutionPath("dense")  # asked for by name, and said why not
+    assert PathSelector("kernel")(model, batch) == ExecutionPath(
+        "dense"
+    )  # requested by name: the warning gives the reason
     assert "no C compiler" in caplog.text

@@ -1,4 +1,4 @@
-"""What lies between products, by compiled code on a CPU: torch's numbers and gradients."""
+"""Fused layers in C: torch's values and gradients."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def both_ways(ours, theirs, *inputs: torch.Tensor, tolerance: float = 2e-6) -> N
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_norm_and_a_gate_are_torchs(shape, threads):
+def test_norm_and_gate_equal_torchs(shape, threads):
     torch.manual_seed(0)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -54,7 +54,7 @@ def test_a_norm_and_a_gate_are_torchs(shape, threads):
 
 
 @pytest.mark.parametrize(("heads", "size"), [(1, 2), (3, 10), (12, 40)])
-def test_a_turn_is_torchs_of_a_view_too(heads, size):
+def test_rotary_embedding_equals_torchs_also_for_a_view(heads, size):
     torch.manual_seed(0)
     x, angle = torch.randn(77, heads + 2, size), torch.randn(77, 1, size)
     cos, sin = angle.cos(), angle.sin()
@@ -65,7 +65,7 @@ def test_a_turn_is_torchs_of_a_view_too(heads, size):
 
 @pytest.mark.parametrize("vocabulary", [2, 17, 101, 2048])
 @pytest.mark.parametrize("entropy", [True, False])
-def test_a_head_says_what_torchs_says_at_any_temperature(vocabulary, entropy):
+def test_logprobs_and_entropy_equal_torchs_at_any_temperature(vocabulary, entropy):
     torch.manual_seed(0)
     head = nn.Linear(8, vocabulary)
     token, hidden = torch.randint(0, vocabulary, (37,)), torch.randn(37, 8) * 3
@@ -81,7 +81,7 @@ def test_a_head_says_what_torchs_says_at_any_temperature(vocabulary, entropy):
     head.float()
 
 
-def test_a_token_that_cannot_be_said_adds_nothing():
+def test_a_token_of_probability_0_adds_nothing():
     head = nn.Linear(4, 20, bias=True)
     with torch.no_grad():
         head.bias[3] = float("-inf")
@@ -107,8 +107,8 @@ def test_a_whole_model_has_the_gradients_of_torchs_way(kind, recompute):
     assert PathSelector(recompute=recompute)(model, batch) == ExecutionPath("kernel", fused=True, recompute=recompute)
     found = []
     for way in (ExecutionPath("kernel", fused=True, recompute=recompute), DENSE):
-        said = compute_outputs(model, batch, Sampling(temperature=0.7), way, entropy=True)
-        loss = (said.logprob_M * torch.linspace(-1, 1, len(batch.rows))).sum() + said.entropy_M.sum()
-        found.append([said.logprob_M.detach(), *torch.autograd.grad(loss, list(model.parameters()))])
+        outputs = compute_outputs(model, batch, Sampling(temperature=0.7), way, entropy=True)
+        loss = (outputs.logprob_M * torch.linspace(-1, 1, len(batch.rows))).sum() + outputs.entropy_M.sum()
+        found.append([outputs.logprob_M.detach(), *torch.autograd.grad(loss, list(model.parameters()))])
     for got, expected in zip(*found, strict=True):
         assert float((got - expected).norm() / expected.norm()) < 1e-5

@@ -1,4 +1,4 @@
-"""Some branches for all, through the real model: the mean over all draws is the gradient of all branches."""
+"""Branch downsampling with a real model: the mean over all draws is the gradient of all branches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Demonstrations beside an algorithm: each has its own loss, and the whole does not mind how a batch is split."""
+"""Demonstrations beside an algorithm: separate losses, independent of the split of the batch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from algorithm_batches import batch_of, episode, group, pick, random_groups, said, terms_of
+from algorithm_batches import batch_of, episode, group, model_outputs, pick, random_groups, terms_of
 
 from arborl.algorithms import AlgorithmNeeds, Recipe, make_algorithm
 from arborl.algorithms.combined_algorithms import DemonstrationAlgorithm
@@ -27,7 +27,7 @@ def demonstrations(count: int) -> list[Group]:
 
 
 def value(algorithm, new: torch.Tensor, batch, rows: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    part, models = pick(batch, rows), said(new[rows])
+    part, models = pick(batch, rows), model_outputs(new[rows])
     if algorithm.whole:
         part = dataclasses.replace(part, sequence_M=algorithm.prepare(new[rows].detach(), part))
     loss, seen = algorithm.loss(models, part)

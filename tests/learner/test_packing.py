@@ -1,4 +1,4 @@
-"""Cutting and packing: every term once, in exactly the context it was sampled in, in micro-batches that fit."""
+"""Packing: every term once, in the context it was sampled in, in micro-batches that fit."""
 
 from __future__ import annotations
 
