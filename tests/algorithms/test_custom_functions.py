@@ -10,7 +10,7 @@ import torch
 from algorithm_batches import batch_of, episode, group, model_outputs, random_groups, terms_of
 
 from arborl.algorithms import ADVANTAGES, LOSSES, Recipe, make_algorithm
-from arborl.algorithms.custom_functions import columns, small_groups, small_terms
+from arborl.algorithms.custom_functions import small_groups, small_terms, term_batch
 from arborl.config.algorithm import AlgorithmConfig
 from arborl.config.base import validate
 from arborl.errors import ConfigError
@@ -204,7 +204,7 @@ def test_settings_are_checked_against_both_signatures():
 @pytest.mark.parametrize("name", [n for n in LOSSES if n not in ("gspo", "dpo", "ipo", "kto")])
 def test_the_small_batch_is_one_that_the_librarys_own_losses_pass(name):
     """Or the check would ask for more than is due."""
-    terms = columns(small_terms(small_groups()))
+    terms = term_batch(small_terms(small_groups()))
     loss, _ = LOSSES[name](model_outputs(terms.old_M.clone().requires_grad_()), terms, AlgorithmConfig(loss=name, **{
         "advantage": "gae"} if name == "a2c" else {}))  # fmt: skip
     assert torch.isfinite(loss).all()

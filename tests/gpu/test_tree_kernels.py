@@ -102,7 +102,7 @@ def test_sixteen_bits(device, dtype, bounds):
 
 @pytest.mark.parametrize("programs", [1, 10_000])
 def test_it_does_not_matter_how_a_groups_heads_are_shared_out(device, monkeypatch, programs):
-    monkeypatch.setattr(tree_plan, "PROGRAMS", programs)
+    monkeypatch.setattr(tree_plan, "MIN_PROGRAMS", programs)
     check(bush(3, trees=1, branches=2, stem=20, twig=9), device, (5, 1, 16), tiles=SMALL)
 
 

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from arborl.learner.attention import cpu_kernels
-from arborl.learner.attention.cpu_kernels import CpuTreeAttention, library
+from arborl.learner.attention.cpu_kernels import CpuTreeAttention, attention_library
 from arborl.learner.attention.execution import ExecutionPath, PathSelector, sample_micro_batch
 from arborl.learner.attention.tree_attention import DenseAttention
 from arborl.learner.core.packing import MicroBatch, pack
 from arborl.models.attention import FREE, Bounds
 from arborl.rollout.tree import grow, plant
 
-pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler")
+pytestmark = pytest.mark.skipif(attention_library() is None, reason="there is no C compiler")
 
 CPU = torch.device("cpu")
 SMALL = {

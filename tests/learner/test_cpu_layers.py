@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from arborl.learner.attention.cpu_kernels import library
+from arborl.learner.attention.cpu_kernels import layers_library
 from arborl.learner.attention.execution import DENSE, ExecutionPath, PathSelector, sample_micro_batch
 from arborl.learner.attention.fused_layers import FUSED_OPS, fused_head
 from arborl.learner.core.forward import _unfused_head, compute_outputs
@@ -17,7 +17,7 @@ from arborl.models.lean import gated, norm, turn
 from arborl.models.sampling import Shape
 from arborl.types import Sampling
 
-pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler")
+pytestmark = pytest.mark.skipif(layers_library() is None, reason="there is no C compiler")
 
 SHAPES = [(1, 1), (3, 7), (65, 33), (700, 256)]
 

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from arborl.algorithms.recipe import AlgorithmNeeds
 from arborl.config.load import load
 from arborl.config.run import LearnerConfig, LoraConfig
-from arborl.learner.attention.execution import ExecutionPath, hidden, sample_micro_batch
+from arborl.learner.attention.execution import ExecutionPath, hidden_states, sample_micro_batch
 from arborl.learner.core.learner import Learner
 from arborl.learner.core.memory_forecast import (
     GIB,
@@ -56,7 +56,7 @@ def model_of(kind: str, rank: int = 0, **more):
 def kept_bytes(model, way: ExecutionPath) -> tuple[int, int]:
     """Tokens, and bytes that a forward pass keeps for the backward pass, weights aside; counted by storage."""
     batch = sample_micro_batch(model, chain=True, size=192)
-    hidden(model, batch, way)  # joins weights, which must not be counted
+    hidden_states(model, batch, way)  # joins weights, which must not be counted
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     seen, alive = {}, []
 
@@ -67,7 +67,7 @@ def kept_bytes(model, way: ExecutionPath) -> tuple[int, int]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        hidden(model, batch, way)
+        hidden_states(model, batch, way)
     return len(batch.tokens), sum(size for place, size in seen.items() if place not in weights)
 
 

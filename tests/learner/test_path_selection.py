@@ -19,7 +19,7 @@ from arborl.learner.attention.execution import (
     AttentionBackend,
     ExecutionPath,
     PathSelector,
-    hidden,
+    hidden_states,
     path_error,
     sample_micro_batch,
 )
@@ -132,7 +132,7 @@ def test_recomputation_gives_the_same_gradients_and_keeps_less(model, batch, kin
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            out = hidden(model, batch, ExecutionPath("dense", recompute=recompute))
+            out = hidden_states(model, batch, ExecutionPath("dense", recompute=recompute))
         found.append(torch.autograd.grad(out.square().sum(), list(model.model.parameters())))
         kept.append(count[0])
     for a, b in zip(*found, strict=True):

@@ -241,7 +241,7 @@ def check_advantage(custom: CustomAdvantage, config: AlgorithmConfig) -> None:
 
 def check_loss(custom: CustomLoss, config: AlgorithmConfig) -> None:
     """Raise ConfigError unless each token of a small batch has a finite loss and gradient that depend on it alone."""
-    terms = _tensors(small_terms(small_groups()))
+    terms = term_batch(small_terms(small_groups()))
     size = len(terms.old_M)
     new_M = (terms.old_M + 0.1 * torch.linspace(-1, 1, size, dtype=torch.float64)).requires_grad_()
     entropy_M = torch.linspace(0.5, 1.5, size, dtype=torch.float64).requires_grad_()
@@ -320,7 +320,8 @@ def small_terms(groups: list[Group]) -> Terms:
     return Terms(tree, position, token, old, advantage, weight, of, call_of, turn, np.zeros_like(turn), *scored)
 
 
-def _tensors(terms: Terms) -> TermBatch:
+def term_batch(terms: Terms) -> TermBatch:
+    """The terms as float64 tensors."""
     names = {"old": "logprob", "group": "tree"}
     fields = [field.name.removesuffix("_M") for field in dataclasses.fields(TermBatch) if field.name != "sequence_M"]
     return TermBatch(*(torch.from_numpy(getattr(terms, names.get(name, name))) for name in fields))
