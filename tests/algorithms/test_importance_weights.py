@@ -66,7 +66,7 @@ def test_a_guard_multiplies_the_advantage_by_its_factor(settings, level):
     factor = importance_weights(settings["kind"], ratio, *algorithm.config.guard.bounds)
     plain = Recipe(AlgorithmConfig()).credit(groups, terms).advantage
     assert algorithm.credit(groups, terms).advantage == pytest.approx(plain * factor)
-    assert algorithm.metrics()["guard/held"] == pytest.approx((factor != ratio).mean())
+    assert algorithm.metrics()["importance_weight/clipped"] == pytest.approx((factor != ratio).mean())
 
 
 def test_older_tokens_count_less():

@@ -246,7 +246,10 @@ class Recipe(Algorithm):
             of = terms.call if config.sequence == "call" else terms.episode
             ratio = ratios(terms.proximal - terms.logprob, of if config.guard.level == "sequence" else None)
             factor = importance_weights(config.guard.kind, ratio, *config.guard.bounds)
-            self.credit_metrics |= {"guard/held": float((factor != ratio).mean()), "guard/factor": float(factor.mean())}
+            self.credit_metrics |= {
+                "importance_weight/clipped": float((factor != ratio).mean()),
+                "importance_weight/mean": float(factor.mean()),
+            }
         if config.staleness_decay < 1:
             factor = factor * staleness(terms.version, config.staleness_decay)
         return factor

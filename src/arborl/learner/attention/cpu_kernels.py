@@ -111,13 +111,13 @@ class _CpuAttention(Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
         grad = _dense(gradients[0])
-        library = [torch.empty(x.shape) for x in (q, k, v)]
+        outputs = [torch.empty(x.shape) for x in (q, k, v)]
         a = ctx.trees.arguments(q, k, v, ctx.scale, ctx.window)
         _set_pointer(a, "grad", grad)
         a.out, a.lse = out.data_ptr(), lse.data_ptr()
-        a.to_q, a.to_k, a.to_v = (x.data_ptr() for x in library)
+        a.to_q, a.to_k, a.to_v = (x.data_ptr() for x in outputs)
         _run_attention("backward", a)
-        return (*library, None, None, None)
+        return (*outputs, None, None, None)
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -462,9 +462,7 @@ def import_deepspeed(device: torch.device) -> Any:
 
     for one in loggers:
         one.setLevel(logging.ERROR)
-    if (
-        device.type == "cpu"
-    ):  # its shared-memory backend would be compiled, and a process killed meanwhile keeps the lock
+    if device.type == "cpu":  # do not compile its shared-memory backend: a process killed meanwhile keeps the lock
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     comm.cdb = None
     deepspeed.zero.Init.param_id = 0  # ranks compare these numbers, and those of modules below
