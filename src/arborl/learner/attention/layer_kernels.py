@@ -34,14 +34,14 @@ def _rotate(
     j, d = tl.arange(0, HEADS)[:, None], tl.arange(0, SIZE)[None, :]
     inside = (j < J) & (d < D)
     other = (d + D // 2) % D
-    own = tl.load(x + n * stride + j * D + d, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(x + n * stride + j * D + d, mask=inside, other=0.0).to(tl.float32)
     partner = tl.load(x + n * stride + j * D + other, mask=inside, other=0.0).to(tl.float32)
     c = tl.load(cos + n * D + d, mask=d < D, other=0.0).to(tl.float32)
     if BACK:
         s = tl.load(sin + n * D + other, mask=d < D, other=0.0).to(tl.float32)
     else:
         s = tl.load(sin + n * D + d, mask=d < D, other=0.0).to(tl.float32)
-    tl.store(out + n * J * D + j * D + d, own * c + partner * s, mask=inside)
+    tl.store(out + n * J * D + j * D + d, value * c + partner * s, mask=inside)
 
 
 def rotate(x_NJD: Tensor, cos_N1D: Tensor, signed_sin_N1D: Tensor, back: bool) -> Tensor:
@@ -75,9 +75,9 @@ def _gate_backward(gate, up, grad, to_gate, to_up, F, BLOCK: tl.constexpr):
     x = tl.load(gate + at, mask=mask, other=0.0).to(tl.float32)
     y = tl.load(up + at, mask=mask, other=0.0).to(tl.float32)
     g = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
-    open_ = 1.0 / (1.0 + tl.exp(-x))
-    tl.store(to_gate + at, g * y * open_ * (1.0 + x * (1.0 - open_)), mask=mask)
-    tl.store(to_up + at, g * x * open_, mask=mask)
+    sigmoid = 1.0 / (1.0 + tl.exp(-x))
+    tl.store(to_gate + at, g * y * sigmoid * (1.0 + x * (1.0 - sigmoid)), mask=mask)
+    tl.store(to_up + at, g * x * sigmoid, mask=mask)
 
 
 def gate(gate_NF: Tensor, up_NF: Tensor) -> Tensor:
@@ -132,10 +132,10 @@ def _token_logprobs_backward(
     temp = tl.load(temperature + m)
     x = tl.load(logits + m * V + v, mask=v < V, other=0.0).to(tl.float32) / temp - tl.load(lse + m)
     p = tl.exp(x)
-    change = tl.load(to_logprob + m) * (tl.where(v == tl.load(token + m), 1.0, 0.0) - p)
+    logit_grad = tl.load(to_logprob + m) * (tl.where(v == tl.load(token + m), 1.0, 0.0) - p)
     if ENTROPY:
-        change -= tl.where(p > 0, tl.load(to_entropy + m) * p * (x + tl.load(entropy + m)), 0.0)
-    tl.store(out + m * V + v, change / temp, mask=v < V)
+        logit_grad -= tl.where(p > 0, tl.load(to_entropy + m) * p * (x + tl.load(entropy + m)), 0.0)
+    tl.store(out + m * V + v, logit_grad / temp, mask=v < V)
 
 
 def token_logprobs(logit_MV: Tensor, token_M: Tensor, temperature_M: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -47,8 +47,8 @@ def _put(base, first, stride, x, N, ROWS: tl.constexpr, D: tl.constexpr, SIZE: t
 def _score(product, scale, cap, CAP: tl.constexpr):
     """Scores from products of queries and keys, and the derivative of the cap."""
     if CAP:
-        held = 1.0 - 2.0 / (1.0 + tl.math.exp2(product * (2.0 * scale * LOG2E / cap)))  # the hyperbolic tangent
-        score, slope = held * (cap * LOG2E), 1.0 - held * held
+        tanh = 1.0 - 2.0 / (1.0 + tl.math.exp2(product * (2.0 * scale * LOG2E / cap)))
+        score, slope = tanh * (cap * LOG2E), 1.0 - tanh * tanh
     else:
         score, slope = product * (scale * LOG2E), 1.0
     return score, slope
@@ -127,7 +127,7 @@ def _forward(
 
 @triton.jit
 def _to_queries(
-    query, given, lse, delta, k, v, plan, first, begin, stop, acc, N, window, scale, cap, k_stride, v_stride,
+    query, grad_tile, lse, delta, k, v, plan, first, begin, stop, acc, N, window, scale, cap, k_stride, v_stride,
     D: tl.constexpr, SIZE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
     CAP: tl.constexpr, PRECISION: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
@@ -141,9 +141,9 @@ def _to_queries(
             place_q, place_k = first + tl.arange(0, QUERIES), here + tl.arange(0, KEYS)
             sees = _sees(place_q[:, None], place_k[None, :], plan, N, window, WINDOW)
             weight = tl.where(sees, weight, 0.0)
-        wanted = tl.dot(given, tl.trans(value), input_precision=PRECISION)
-        change = weight * (wanted - delta[:, None]) * slope
-        acc += tl.dot(change.to(key.dtype), key, input_precision=PRECISION)
+        weight_grad = tl.dot(grad_tile, tl.trans(value), input_precision=PRECISION)
+        score_grad = weight * (weight_grad - delta[:, None]) * slope
+        acc += tl.dot(score_grad.to(key.dtype), key, input_precision=PRECISION)
     return acc
 
 
@@ -162,18 +162,20 @@ def _backward_queries(
     v += h // G * v_head
     place = first + tl.arange(0, QUERIES)
     query = _tile(q + h * q_head, first, q_stride, N, QUERIES, D, SIZE, False)
-    given = _tile(grad + h * g_head, first, g_stride, N, QUERIES, D, SIZE, False)
-    found = _tile(out + h * D, first, H * D, N, QUERIES, D, SIZE, False)
-    own = tl.sum(given.to(tl.float32) * found.to(tl.float32), axis=1)
-    tl.store(delta + h * N + place, own, mask=place < N)
-    sums = tl.load(lse + h * N + place, mask=place < N, other=0.0)
+    grad_tile = _tile(grad + h * g_head, first, g_stride, N, QUERIES, D, SIZE, False)
+    out_tile = _tile(out + h * D, first, H * D, N, QUERIES, D, SIZE, False)
+    row_delta = tl.sum(grad_tile.to(tl.float32) * out_tile.to(tl.float32), axis=1)
+    tl.store(delta + h * N + place, row_delta, mask=place < N)
+    row_lse = tl.load(lse + h * N + place, mask=place < N, other=0.0)
     acc = tl.zeros([QUERIES, SIZE], tl.float32)
     acc = _to_queries(
-        query, given, sums, own, k, v, plan, first, begin, middle, acc, N, window, scale, cap, k_stride, v_stride,
+        query, grad_tile, row_lse, row_delta, k, v, plan, first, begin, middle, acc, N, window, scale, cap, k_stride,
+        v_stride,
         D, SIZE, QUERIES, KEYS, WINDOW, CAP, PRECISION, True,
     )  # fmt: skip
     acc = _to_queries(
-        query, given, sums, own, k, v, plan, first, middle, stop, acc, N, window, scale, cap, k_stride, v_stride,
+        query, grad_tile, row_lse, row_delta, k, v, plan, first, middle, stop, acc, N, window, scale, cap, k_stride,
+        v_stride,
         D, SIZE, QUERIES, KEYS, WINDOW, CAP, PRECISION, False,
     )  # fmt: skip
     _put(dq + h * D, first, H * D, acc * scale, N, QUERIES, D, SIZE)
@@ -190,17 +192,20 @@ def _to_keys(
         here = tl.load(plan + i) * QUERIES
         place = here + tl.arange(0, QUERIES)
         query = _tile(q, here, q_stride, N, QUERIES, D, SIZE, WHOLE)
-        given = _tile(grad, here, g_stride, N, QUERIES, D, SIZE, WHOLE)
-        sums, own = tl.load(lse + place, mask=place < N, other=0.0), tl.load(delta + place, mask=place < N, other=0.0)
+        grad_tile = _tile(grad, here, g_stride, N, QUERIES, D, SIZE, WHOLE)
+        row_lse, row_delta = (
+            tl.load(lse + place, mask=place < N, other=0.0),
+            tl.load(delta + place, mask=place < N, other=0.0),
+        )
         score, slope = _score(tl.dot(key, tl.trans(query), input_precision=PRECISION), scale, cap, CAP)
-        weight = tl.math.exp2(score - sums[None, :])
+        weight = tl.math.exp2(score - row_lse[None, :])
         if not WHOLE:
             place_k = first + tl.arange(0, KEYS)
             weight = tl.where(_sees(place[None, :], place_k[:, None], plan, N, window, WINDOW), weight, 0.0)
-        to_value += tl.dot(weight.to(given.dtype), given, input_precision=PRECISION)
-        wanted = tl.dot(value, tl.trans(given), input_precision=PRECISION)
-        change = weight * (wanted - own[None, :]) * slope
-        to_key += tl.dot(change.to(query.dtype), query, input_precision=PRECISION)
+        to_value += tl.dot(weight.to(grad_tile.dtype), grad_tile, input_precision=PRECISION)
+        weight_grad = tl.dot(value, tl.trans(grad_tile), input_precision=PRECISION)
+        score_grad = weight * (weight_grad - row_delta[None, :]) * slope
+        to_key += tl.dot(score_grad.to(query.dtype), query, input_precision=PRECISION)
     return to_key, to_value
 
 

@@ -40,8 +40,8 @@ def prove_connections(group: dist.ProcessGroup, session: str) -> None:
     for each in work:
         assert each is not None
         each.wait(timedelta(seconds=PROOF_SECONDS))
-    for other, found in received.items():
-        if not hmac.compare_digest(bytes(found.tolist()), bytes(proof(session, name, other, rank).tolist())):
+    for other, answer in received.items():
+        if not hmac.compare_digest(bytes(answer.tolist()), bytes(proof(session, name, other, rank).tolist())):
             raise ConfigError(
                 f"learner.ranks: the process connected as rank {other} of {count} did not prove that it belongs to "
                 "this run. Another process of this host or network has connected in its place. Start the run again, "
@@ -85,8 +85,8 @@ def interface_of(address: str) -> str | None:
     for _, name in socket.if_nameindex():
         request = struct.pack("256s", name.encode()[:15])
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as connection, suppress(OSError):
-            found = fcntl.ioctl(connection.fileno(), 0x8915, request)  # SIOCGIFADDR
-            if socket.inet_ntoa(found[20:24]) == address:
+            reply = fcntl.ioctl(connection.fileno(), 0x8915, request)  # SIOCGIFADDR
+            if socket.inet_ntoa(reply[20:24]) == address:
                 return name
     return None
 

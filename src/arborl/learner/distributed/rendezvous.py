@@ -293,14 +293,14 @@ def join_launched(store: Any, rank: int, create: Callable[[str, str], tuple[T, J
 def reachable_address() -> str:
     """The address of this host, rank 0's, as other hosts reach it."""
     name = os.environ["MASTER_ADDR"]
-    found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
+    address = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
     alone = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
-    if not alone and str(found).startswith(("127.", "::1")):
+    if not alone and str(address).startswith(("127.", "::1")):
         raise ConfigError(
-            f"MASTER_ADDR={name} resolves to {found} on its own host, which other hosts cannot reach. Set an address "
+            f"MASTER_ADDR={name} resolves to {address} on its own host, which other hosts cannot reach. Set an address "
             "that they can reach (torchrun --master-addr)."
         )
-    return str(found)
+    return str(address)
 
 
 def write_secret(info: JoinInfo) -> None:

@@ -219,14 +219,14 @@ class RunStore(dist.Store):
     def __init__(self, info: JoinInfo, server: StoreServer | None = None, seconds: float = 300.0):
         super().__init__()
         self.info, self.server, self.seconds = info, server, seconds
-        self.mine = threading.local()
+        self.thread_local = threading.local()
 
     @property
     def connection(self) -> Connection:
         """This thread's connection."""
-        if not hasattr(self.mine, "connection"):
-            self.mine.connection = connect_with_retry(self.info)
-        return self.mine.connection  # type: ignore[no-any-return]
+        if not hasattr(self.thread_local, "connection"):
+            self.thread_local.connection = connect_with_retry(self.info)
+        return self.thread_local.connection  # type: ignore[no-any-return]
 
     def _request(self, name: str, *args: Any) -> Any:
         if self.server is not None:

@@ -191,8 +191,8 @@ def _plan(name: str, module: nn.Module, columns: bool) -> dict[str, ParallelStyl
     if not hasattr(module, "lora_A"):
         return {name: style()}
     factor = "lora_B" if columns else "lora_A"
-    found = {f"{name}.{factor}.{adapter}": style() for adapter in getattr(module, factor)}
-    return {f"{name}.base_layer": style(), **found}
+    adapters = {f"{name}.{factor}.{adapter}": style() for adapter in getattr(module, factor)}
+    return {f"{name}.base_layer": style(), **adapters}
 
 
 def make_strategy(config: LearnerConfig, ranks: RankGroup = SINGLE_RANK) -> Strategy:
