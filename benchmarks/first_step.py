@@ -41,7 +41,7 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
     from texts import texts_of
 
     from arborl.config.run import LearnerConfig, LoraConfig
-    from arborl.learner.attention import execution
+    from arborl.learner.attention import path_selection
     from arborl.learner.core.learner import Learner
     from arborl.models.lora import add_lora
     from arborl.rollout.tree import plant
@@ -50,7 +50,7 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
     imported = time.time() - args.began
     attention, fused = WAYS[args.way]
     if not fused:
-        execution.supports_fused_layers = lambda model: False
+        path_selection.supports_fused_layers = lambda model: False
     chance = np.random.default_rng(0)
 
     class Learned(Likelier):

@@ -33,7 +33,7 @@ from transformers import PreTrainedModel
 
 from arborl.algorithms import AlgorithmNeeds
 from arborl.config.run import LearnerConfig
-from arborl.learner.attention.execution import ExecutionPath, PathSelector
+from arborl.learner.attention.path_selection import ExecutionPath, PathSelector
 from arborl.learner.core.learner import Learner
 from arborl.learner.core.packing import MicroBatch
 from arborl.models.attention import NAME

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from arborl.learner.attention.execution import DENSE, ExecutionPath, path_error
 from arborl.learner.attention.fused_layers import FUSED_OPS, fused_head
-from arborl.learner.core.forward import _unfused_head, compute_outputs
+from arborl.learner.attention.path_selection import DENSE, ExecutionPath, path_error
+from arborl.learner.core.tree_forward import _unfused_head, compute_outputs
 from arborl.models.lean import signed, turn
 from arborl.models.sampling import Shape
 from arborl.types import Sampling
@@ -105,7 +105,7 @@ def test_a_model_runs_through_them_as_without(device, tiny_llama, caplog):
 
 @pytest.mark.parametrize("how", [Sampling(temperature=0.8), Sampling(top_k=5)], ids=["whole", "truncated"])
 def test_whatever_was_sampled_from(device, tiny_llama, how):
-    from arborl.learner.attention.execution import sample_micro_batch
+    from arborl.learner.attention.path_selection import sample_micro_batch
 
     model = copy.deepcopy(tiny_llama).float().to(device)
     batch = sample_micro_batch(model, False, 12)

@@ -11,7 +11,7 @@ import torch
 
 from arborl.algorithms.recipe import AlgorithmNeeds
 from arborl.config.run import LearnerConfig, LoraConfig
-from arborl.learner.attention.execution import ExecutionPath, path_error
+from arborl.learner.attention.path_selection import ExecutionPath, path_error
 from arborl.learner.core.learner import Learner
 from arborl.models.load import load_model, resolve
 from arborl.models.lora import add_lora

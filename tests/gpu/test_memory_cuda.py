@@ -11,10 +11,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from arborl.algorithms.recipe import AlgorithmNeeds
 from arborl.config.run import LearnerConfig, LoraConfig
-from arborl.learner.core.forward import max_logit_rows
 from arborl.learner.core.learner import Learner
 from arborl.learner.core.memory_forecast import GIB, MemoryPlanner
 from arborl.learner.core.memory_plan import model_sizes
+from arborl.learner.core.tree_forward import max_logit_rows
 from arborl.models.attention import NAME
 from arborl.models.lora import add_lora
 from arborl.types import Sampling

@@ -18,7 +18,7 @@ from arborl.engines.draw_tokens import Draws
 from arborl.engines.executor import Step
 from arborl.engines.executor_check import why_layers_are_wrong
 from arborl.engines.local import LocalEngine
-from arborl.learner.attention.execution import ExecutionPath, path_error
+from arborl.learner.attention.path_selection import ExecutionPath, path_error
 from arborl.models.fallbacks import fallbacks
 
 pytest.importorskip("triton", reason="kernels need Triton")

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from arborl.learner.attention import execution, tree_plan
-from arborl.learner.attention.execution import DENSE, ExecutionPath, PathSelector, path_error
+from arborl.learner.attention import path_selection, tree_plan
 from arborl.learner.attention.kernel_attention import TritonTreeAttention
+from arborl.learner.attention.path_selection import DENSE, ExecutionPath, PathSelector, path_error
 from arborl.learner.attention.tree_attention import DenseAttention
 from arborl.learner.attention.tree_plan import Tile, Tiles
-from arborl.learner.core.forward import compute_outputs
 from arborl.learner.core.packing import MicroBatch, pack
+from arborl.learner.core.tree_forward import compute_outputs
 from arborl.models.attention import FREE, Bounds
 from arborl.rollout.tree import grow, plant
 from arborl.types import Sampling
@@ -128,8 +128,8 @@ def test_torch_may_trust_what_it_is_told_about_the_operations(device):
 
 def test_a_model_is_trained_through_them_as_through_squares(device, tiny_llama, monkeypatch, caplog):
     model = copy.deepcopy(tiny_llama).float().to(device)
-    whole = execution.sample_micro_batch
-    monkeypatch.setattr(execution, "sample_micro_batch", lambda model, chain, size: whole(model, chain, 20))
+    whole = path_selection.sample_micro_batch
+    monkeypatch.setattr(path_selection, "sample_micro_batch", lambda model, chain, size: whole(model, chain, 20))
     assert path_error(model, ExecutionPath("kernel")) is None
     batch = whole(model, False, 23)
     assert PathSelector(attention="kernel")(model, batch).attention == "kernel"

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from arborl.learner.attention import cpu_kernels
 from arborl.learner.attention.cpu_kernels import CpuTreeAttention, attention_library
-from arborl.learner.attention.execution import ExecutionPath, PathSelector, sample_micro_batch
+from arborl.learner.attention.path_selection import ExecutionPath, PathSelector, sample_micro_batch
 from arborl.learner.attention.tree_attention import DenseAttention
 from arborl.learner.core.packing import MicroBatch, pack
 from arborl.models.attention import FREE, Bounds

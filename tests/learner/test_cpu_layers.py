@@ -10,9 +10,9 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from arborl.learner.attention.cpu_kernels import layers_library
-from arborl.learner.attention.execution import DENSE, ExecutionPath, PathSelector, sample_micro_batch
 from arborl.learner.attention.fused_layers import FUSED_OPS, fused_head
-from arborl.learner.core.forward import _unfused_head, compute_outputs
+from arborl.learner.attention.path_selection import DENSE, ExecutionPath, PathSelector, sample_micro_batch
+from arborl.learner.core.tree_forward import _unfused_head, compute_outputs
 from arborl.models.lean import gated, norm, turn
 from arborl.models.sampling import Shape
 from arborl.types import Sampling

@@ -12,7 +12,7 @@ from learner_fakes import SAMPLING, Fake, assert_same, batch_of, forest_of, grad
 
 from arborl.algorithms.recipe import AlgorithmNeeds
 from arborl.config.run import LearnerConfig
-from arborl.learner.attention.execution import ATTENTION_BACKENDS, AttentionBackend
+from arborl.learner.attention.path_selection import ATTENTION_BACKENDS, AttentionBackend
 from arborl.learner.attention.tree_attention import DenseAttention
 from arborl.learner.core.learner import Learner
 from arborl.types import Group

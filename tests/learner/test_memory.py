@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from arborl.algorithms.recipe import AlgorithmNeeds
 from arborl.config.load import load
 from arborl.config.run import LearnerConfig, LoraConfig
-from arborl.learner.attention.execution import ExecutionPath, hidden_states, sample_micro_batch
+from arborl.learner.attention.path_selection import ExecutionPath, hidden_states, sample_micro_batch
 from arborl.learner.core.learner import Learner
 from arborl.learner.core.memory_forecast import (
     GIB,

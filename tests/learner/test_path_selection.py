@@ -11,9 +11,9 @@ import torch
 from learner_fakes import forest_of, random_groups
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from arborl.learner.attention import execution
+from arborl.learner.attention import path_selection
 from arborl.learner.attention.cpu_kernels import supports_cpu_attention
-from arborl.learner.attention.execution import (
+from arborl.learner.attention.path_selection import (
     ATTENTION_BACKENDS,
     DENSE,
     AttentionBackend,
@@ -82,23 +82,23 @@ def test_a_backend_that_raises_is_not_used_and_the_warning_has_the_error(monkeyp
 
 def test_a_correct_backend_is_used_and_checked_once(monkeypatch, model, batch):
     checked = []
-    monkeypatch.setattr(execution, "path_error", lambda model, way: checked.append(way))
+    monkeypatch.setattr(path_selection, "path_error", lambda model, way: checked.append(way))
     choose = PathSelector(attention="blocks", recompute=True)
     assert [choose(model, batch), choose(model, batch)] == [ExecutionPath("blocks", recompute=True)] * 2
     assert checked == [ExecutionPath("blocks")]
 
 
 def test_block_attention_replaces_kernels_that_fail(monkeypatch, model, batch):
-    monkeypatch.setattr(execution, "cheapest_attention", lambda batch, device: "kernel")
+    monkeypatch.setattr(path_selection, "cheapest_attention", lambda batch, device: "kernel")
     monkeypatch.setitem(ATTENTION_BACKENDS, "kernel", AttentionBackend(DenseAttention))
-    monkeypatch.setattr(execution, "path_error", lambda model, way: None if way.attention == "blocks" else "so")
+    monkeypatch.setattr(path_selection, "path_error", lambda model, way: None if way.attention == "blocks" else "so")
     assert PathSelector()(model, batch) == ExecutionPath("blocks")
 
 
 def test_layers_are_fused_where_they_can_be_and_plain_at_last(monkeypatch, model, batch):
     assert is_lean(model)
-    monkeypatch.setattr(execution, "supports_fused_layers", lambda model: True)
-    monkeypatch.setattr(execution, "path_error", lambda model, way: tried.append(way) or "so")
+    monkeypatch.setattr(path_selection, "supports_fused_layers", lambda model: True)
+    monkeypatch.setattr(path_selection, "path_error", lambda model, way: tried.append(way) or "so")
     tried = []
     assert PathSelector("blocks")(model, batch) == DENSE
     assert tried == [ExecutionPath("blocks", fused=True), ExecutionPath("blocks")]
@@ -121,7 +121,7 @@ def test_the_sample_is_a_tree_that_branches_twice_or_a_chain(model, chain):
 @pytest.mark.parametrize("kind", ["lean", "library"])
 def test_recomputation_gives_the_same_gradients_and_keeps_less(model, batch, kind, monkeypatch):
     if kind == "library":
-        monkeypatch.setattr(execution, "is_lean", lambda model: False)
+        monkeypatch.setattr(path_selection, "is_lean", lambda model: False)
     training = [module.training for module in model.modules()]
     kept, found = [], []
     for recompute in (False, True):
@@ -145,8 +145,8 @@ def test_a_path_that_fails_with_gradients_may_be_used_without(monkeypatch, model
     def why(model, way):
         return "gradients" if way.fused and torch.is_grad_enabled() else None
 
-    monkeypatch.setattr(execution, "supports_fused_layers", lambda model: True)
-    monkeypatch.setattr(execution, "path_error", why)
+    monkeypatch.setattr(path_selection, "supports_fused_layers", lambda model: True)
+    monkeypatch.setattr(path_selection, "path_error", why)
     chosen = PathSelector(attention="blocks")
     assert chosen(model, batch) == ExecutionPath("blocks")
     with torch.no_grad():

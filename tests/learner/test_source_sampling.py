@@ -91,9 +91,9 @@ def test_the_gradient_is_that_of_training_each_source_apart(tiny_llama, kind):
 
 
 def test_a_trust_region_step_measures_each_source_in_its_own_distribution(tiny_llama):
-    from arborl.learner.attention.execution import DENSE
-    from arborl.learner.core.forward import compute_outputs, log_distributions
+    from arborl.learner.attention.path_selection import DENSE
     from arborl.learner.core.packing import pack
+    from arborl.learner.core.tree_forward import compute_outputs, log_distributions
 
     groups = [drawn_by(group, how) for group, how in zip(random_groups(1, groups=2), (COOL, HOT), strict=True)]
     trees, terms = forest_of(groups)

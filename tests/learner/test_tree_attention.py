@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arborl.learner.attention import tree_attention
-from arborl.learner.attention.execution import cheapest_attention
+from arborl.learner.attention.path_selection import cheapest_attention
 from arborl.learner.attention.tree_attention import BlockAttention, CausalAttention, DenseAttention
 from arborl.learner.core.packing import MicroBatch, pack
 from arborl.models.attention import Bounds

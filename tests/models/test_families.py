@@ -12,10 +12,10 @@ import torch
 from model_families import FAMILIES, LEAN, VOCABULARY, family, plain_logits
 
 from arborl.engines.local import LocalEngine
-from arborl.learner.attention.execution import ExecutionPath, PathSelector
 from arborl.learner.attention.fused_layers import supports_fused_layers
-from arborl.learner.core.forward import compute_outputs
+from arborl.learner.attention.path_selection import ExecutionPath, PathSelector
 from arborl.learner.core.packing import pack
+from arborl.learner.core.tree_forward import compute_outputs
 from arborl.models.lean import is_lean
 from arborl.rollout.tree import plant
 from arborl.types import Call, Episode, Group, Sampling, Task

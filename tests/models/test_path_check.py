@@ -16,10 +16,10 @@ from arborl.engines.executor import TorchExecutor
 from arborl.engines.executor_check import why_compiled_is_wrong, why_layers_are_wrong
 from arborl.engines.forward import Forward
 from arborl.engines.pages import Pages
-from arborl.learner.attention import execution
+from arborl.learner.attention import path_selection
 from arborl.learner.attention.cpu_kernels import supports_cpu_attention
-from arborl.learner.attention.execution import ATTENTION_BACKENDS, AttentionBackend, ExecutionPath, path_error
 from arborl.learner.attention.fused_layers import supports_fused_layers
+from arborl.learner.attention.path_selection import ATTENTION_BACKENDS, AttentionBackend, ExecutionPath, path_error
 from arborl.learner.attention.tree_attention import DenseAttention
 from arborl.models import joined, lean
 from arborl.models.attention import NAME, Causal
@@ -297,7 +297,7 @@ def test_wrong_log_probabilities_are_rejected(wrong, monkeypatch):
     model = model_of("llama", "float32")
     if not (supports_cpu_attention(model) and supports_fused_layers(model)):
         pytest.skip("there is no C compiler")
-    real = execution.fused_logprobs
+    real = path_selection.fused_logprobs
 
     def bent(logits, token, temperature):
         logprob, entropy = real(logits, token, temperature)
@@ -306,7 +306,7 @@ def test_wrong_log_probabilities_are_rejected(wrong, monkeypatch):
         )
 
     assert path_error(model, ExecutionPath("kernel", fused=True)) is None
-    monkeypatch.setattr(execution, "fused_logprobs", bent)
+    monkeypatch.setattr(path_selection, "fused_logprobs", bent)
     assert "log" in str(path_error(model, ExecutionPath("kernel", fused=True)))
 
 

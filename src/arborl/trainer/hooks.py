@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from arborl import checkpoint
-from arborl.learner.core.checkpoint_files import Snapshot
-from arborl.learner.core.checkpoint_files import ShardedSnapshot
+from arborl.learner.core.checkpoint_files import ShardedSnapshot, Snapshot
 from arborl.rollout.store import EpisodeStore
 from arborl.trainer.evaluate import Measured, Measures
 from arborl.trainer.trainer import Trainer

@@ -2,7 +2,7 @@
 
 In reading order:
 
-    execution.py         Execution paths, their check, and their selection
+    path_selection.py    Execution paths, their check, and their selection
     tree_attention.py    Causal, dense and block attention with torch
     kernel_attention.py  Attention with Triton kernels, as differentiable torch operations
     tree_plan.py         Which blocks of keys each block of queries attends to

@@ -2,8 +2,8 @@
 
 A window counts positions along the branch, which are depths.
 
-Several implementations compute the same numbers; `execution.py` selects one. `CausalAttention` is for trees without
-branches, which need no mask. `DenseAttention` masks the square of each tree; the others are checked against it.
+Several implementations compute the same numbers; `path_selection.py` selects one. `CausalAttention` is for trees
+without branches, which need no mask. `DenseAttention` masks the square of each tree; the others are checked against it.
 `BlockAttention` splits the tokens into blocks and gives each block only the keys that it sees: in depth-first order the
 ancestors of its first token and the block itself. `TritonTreeAttention` (`kernel_attention.py`) is for GPUs,
 `CpuTreeAttention` (`cpu_kernels.py`) for CPUs with a C compiler.

@@ -22,16 +22,8 @@ from arborl.algorithms.recipe import Algorithm, AlgorithmNeeds
 from arborl.algorithms.token_losses import ModelOutputs, TermBatch
 from arborl.config.run import LearnerConfig
 from arborl.errors import ConfigError
-from arborl.learner.attention.execution import CHECK_STEM, PathSelector, sample_micro_batch
+from arborl.learner.attention.path_selection import CHECK_STEM, PathSelector, sample_micro_batch
 from arborl.learner.core.checkpoint_files import SHARDS, Snapshot, checkpoint_tensors, load_checkpoint, load_sharded
-from arborl.learner.core.forward import (
-    Critic,
-    MicroBatcher,
-    PlacedModel,
-    PolicyWithCritic,
-    check_critic,
-    score_separately,
-)
 from arborl.learner.core.interface import BaseLearner
 from arborl.learner.core.offload import HostCopier, OffloadedModel
 from arborl.learner.core.optimizer import (
@@ -44,6 +36,14 @@ from arborl.learner.core.optimizer import (
 )
 from arborl.learner.core.packing import MicroBatch, has_split_tree, token_positions
 from arborl.learner.core.teacher import RemoteTeacher, Teacher, warn_if_same_model
+from arborl.learner.core.tree_forward import (
+    Critic,
+    MicroBatcher,
+    PlacedModel,
+    PolicyWithCritic,
+    check_critic,
+    score_separately,
+)
 from arborl.learner.core.trust_region import PolicyKL, natural_step
 from arborl.learner.core.update_metrics import (
     UpdateSums,

@@ -9,7 +9,6 @@ from transformers import PreTrainedModel
 
 from arborl.config.run import RunConfig
 from arborl.engines.cache import default_kv_tokens, host_memory, token_bytes
-from arborl.learner.core.forward import max_logit_rows
 from arborl.learner.core.memory_forecast import (
     GIB,
     MIN_CACHED_SEQUENCES,
@@ -21,6 +20,7 @@ from arborl.learner.core.memory_forecast import (
     uses_fused_layers,
 )
 from arborl.learner.core.optimizer import LOW_PRECISION
+from arborl.learner.core.tree_forward import max_logit_rows
 from arborl.models.lean import KINDS
 from arborl.models.lora import has_lora
 

@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 
 from arborl.config.algorithm_parts import TrustRegionConfig
 from arborl.errors import ConfigError
-from arborl.learner.attention.execution import DENSE
-from arborl.learner.core.forward import log_distributions
+from arborl.learner.attention.path_selection import DENSE
 from arborl.learner.core.packing import MicroBatch
+from arborl.learner.core.tree_forward import log_distributions
 from arborl.learner.distributed.rank_group import SINGLE_RANK, RankGroup
 from arborl.types import Metrics, Sampling
 

@@ -41,10 +41,10 @@ from transformers import PreTrainedModel
 from arborl.algorithms.recipe import Algorithm, AlgorithmNeeds
 from arborl.errors import ConfigError, LearnerLost
 from arborl.learner.core.checkpoint_files import ShardedSnapshot, Snapshot
-from arborl.learner.core.forward import model_costs
 from arborl.learner.core.interface import BaseLearner
 from arborl.learner.core.packing import ForwardCosts
 from arborl.learner.core.teacher import Teacher
+from arborl.learner.core.tree_forward import model_costs
 from arborl.learner.distributed.rank_connections import close_connections_to
 from arborl.learner.distributed.rank_worker import EXIT_LOST, RUN_ENDED, LearnerSpec, RankWorker, report_end
 from arborl.learner.distributed.rendezvous import HeartbeatMonitor, Launcher, NoLauncher, Rendezvous

@@ -41,9 +41,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from arborl.config.training import LearnerConfig
 from arborl.errors import ConfigError
-from arborl.learner.attention.execution import PathSelector
-from arborl.learner.core.forward import PlacedModel, PolicyWithCritic
+from arborl.learner.attention.path_selection import PathSelector
 from arborl.learner.core.optimizer import LOW_PRECISION, MasterWeights, Optimizer, parameter_groups
+from arborl.learner.core.tree_forward import PlacedModel, PolicyWithCritic
 from arborl.learner.distributed.rank_group import SINGLE_RANK, RankGroup
 from arborl.learner.distributed.strategy import (
     MOMENTS,

@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 
 from arborl.config.training import LearnerConfig
 from arborl.errors import ConfigError
-from arborl.learner.core.forward import Critic, MicroBatcher, PlacedModel, PolicyWithCritic
 from arborl.learner.core.optimizer import LossScale, Optimizer, local_shard
+from arborl.learner.core.tree_forward import Critic, MicroBatcher, PlacedModel, PolicyWithCritic
 from arborl.learner.distributed.rank_group import SINGLE_RANK, RankGroup
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")

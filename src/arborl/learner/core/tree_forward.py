@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 from arborl.algorithms.token_losses import ModelOutputs
 from arborl.config.training import LearnerConfig
 from arborl.errors import ConfigError
-from arborl.learner.attention.execution import ATTENTION_BACKENDS, ExecutionPath, hidden_states
 from arborl.learner.attention.fused_layers import fused_head
+from arborl.learner.attention.path_selection import ATTENTION_BACKENDS, ExecutionPath, hidden_states
 from arborl.learner.core.memory_forecast import logit_rows
 from arborl.learner.core.packing import (
     ForwardCosts,
