@@ -132,10 +132,10 @@ def no_gradient(new, advantage):
 
 
 WRONG_ADVANTAGES = {
-    "too short": (lambda rewards: [r[:-1] for r in rewards], "an array of shape (2,) where 3 numbers are due"),
+    "too short": (lambda rewards: [r[:-1] for r in rewards], "an array of shape (2,) instead of 3 numbers"),
     "a group too few": (lambda rewards: rewards[:-1], "returns 3 arrays for 4 groups"),
-    "one number": (lambda terms: 1.0, "an object of float where"),
-    "two dimensions": (lambda terms: np.zeros((len(terms), 1)), "1) where"),
+    "one number": (lambda terms: 1.0, "an object of type float instead"),
+    "two dimensions": (lambda terms: np.zeros((len(terms), 1)), "1) instead of"),
     "not finite": (lambda rewards: [r / 0.0 for r in rewards], "not finite"),
     "nothing but 0 / 0": (lambda rewards: [r / r.std() for r in rewards], "equal rewards"),
     "alone": (lambda rewards: [r - (r.sum() - r) / (len(r) - 1) for r in rewards], "one episode"),
