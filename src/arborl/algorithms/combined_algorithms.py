@@ -336,8 +336,9 @@ def _others_before(sizes: Ints, numbers: Ints) -> Ints:
 
 def pick_rows(record: Record, rows: Tensor) -> Record:
     """A `ModelOutputs` or `TermBatch` with these rows of every column."""
-    columns = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
-    return type(record)(**{name: None if column is None else column[rows] for name, column in columns.items()})
+    columns: dict[str, Any] = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+    picked: dict[str, Any] = {name: None if column is None else column[rows] for name, column in columns.items()}
+    return type(record)(**picked)
 
 
 def spread(vector: Tensor, rows: Tensor, size: int) -> Tensor:
