@@ -71,7 +71,7 @@ def learner_of(model: PreTrainedModel) -> Learner:
     learner = Learner(model, LearnerConfig(lr=1e-6), Sampling())
     learner.optimizer.gradients()
     learner.optimizer.step(1.0)
-    learner.optimizer.zero()
+    learner.optimizer.zero_grad()
     return learner
 
 

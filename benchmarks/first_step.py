@@ -41,8 +41,8 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
     from texts import texts_of
 
     from arborl.config.run import LearnerConfig, LoraConfig
-    from arborl.learner import attention_choice
-    from arborl.learner.learner import Learner
+    from arborl.learner.attention import path_selection
+    from arborl.learner.core.learner import Learner
     from arborl.models.lora import add_lora
     from arborl.rollout.tree import plant
     from arborl.types import Call, Completion, Episode, Finish, Forest, Group, Sampling, Task
@@ -50,7 +50,7 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
     imported = time.time() - args.began
     attention, fused = WAYS[args.way]
     if not fused:
-        attention_choice.fusing_fits = lambda model: False
+        path_selection.supports_fused_layers = lambda model: False
     chance = np.random.default_rng(0)
 
     class Learned(Likelier):
@@ -88,8 +88,11 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
             torch.cuda.synchronize()
         seconds.append(time.time() - start)
         row.setdefault("first_done_s", time.time() - args.began)
-    row |= {"updates_s": seconds, "way": str(learner.ways(model, learner.fitting.split(forest.trees, forest.terms)[0]))}
-    row |= {"micro_batch_tokens": learner.fitting.budget, "torch": torch.__version__, "device": args.device}
+    row |= {
+        "updates_s": seconds,
+        "way": str(learner.path_selector(model, learner.micro_batcher.split(forest.trees, forest.terms)[0])),
+    }
+    row |= {"micro_batch_tokens": learner.micro_batcher.budget, "torch": torch.__version__, "device": args.device}
     row |= {"weights": weights_of(args.model, args.outliers), "dtype": str(model.dtype).removeprefix("torch.")}
     if cuda:
         row |= {"peak_gib": torch.cuda.max_memory_allocated() / 2**30, "device": torch.cuda.get_device_name()}

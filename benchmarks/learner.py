@@ -31,7 +31,7 @@ from bodies import SHAPES, load, settle, weights_of
 from texts import Texts, texts_of
 from transformers import PreTrainedModel
 
-from arborl.algorithms import Needs
+from arborl.algorithms import AlgorithmNeeds
 from arborl.config.run import LearnerConfig
 from arborl.learner.attention_choice import Ways
 from arborl.learner.executor import Way
@@ -84,7 +84,7 @@ def play(case: Case, texts: Texts) -> list[Call]:
 class Likelier:
     """The simplest algorithm: raise the log-probability of what was sampled, times an advantage."""
 
-    needs, whole, trust_region = Needs(), False, None
+    needs, whole, trust_region = AlgorithmNeeds(), False, None
 
     def loss(self, said, terms):  # type: ignore[no-untyped-def]
         return -said.logprob_M * terms.advantage_M, {}
@@ -141,14 +141,14 @@ def measure(run: Callable[[], None], model: PreTrainedModel, repeats: int) -> tu
     return min(seconds), peak, gradients
 
 
-class RestrictedWays(Ways):
+class RestrictedPathSelector(PathSelector):
     """The learner's choice among the execution paths that `allows` accepts."""
 
-    def __init__(self, allows: Callable[[Way], bool]):
+    def __init__(self, allows: Callable[[ExecutionPath], bool]):
         super().__init__()
         self.allows = allows
 
-    def _candidates(self, model: PreTrainedModel, batch: MicroBatch) -> Iterator[Way]:
+    def _candidates(self, model: PreTrainedModel, batch: MicroBatch) -> Iterator[ExecutionPath]:
         return filter(self.allows, super()._candidates(model, batch))
 
 
@@ -157,9 +157,9 @@ def without_fast_paths(learner: Learner, forest: Forest, repeats: int) -> dict[s
     library's code."""
     restrictions = {
         "fused layers": lambda way: not way.fused,
-        "tree kernels": lambda way: way.attend != "kernel",
+        "tree kernels": lambda way: way.attention != "kernel",
         "short forward pass": lambda way: True,
-        "all of them": lambda way: way.attend != "kernel",
+        "all of them": lambda way: way.attention != "kernel",
     }
     found = {}
     for name, allows in restrictions.items():
@@ -205,13 +205,13 @@ def main() -> int:
     config = LearnerConfig(micro_batch_tokens=8192, master="none")
     learner = Learner(model, config, Sampling())
     mine, peak, found = measure(lambda: ours(learner, forest), model, args.repeats)
-    batches = learner.fitting.split(forest.trees, forest.terms)
+    batches = learner.micro_batcher.split(forest.trees, forest.terms)
     unique = sum(len(tree) for tree in forest.trees)
     row = {
         "case": case.name, "model": name, "weights": weights_of(name, args.outliers),
         "dtype": str(model.dtype).removeprefix("torch."), "rows": len(calls),
         "raw_tokens": forest.raw_tokens, "tree_tokens": unique,
-        "way": str(learner.ways(model, batches[0])), "ours_s": round(mine, 4), "baseline_s": round(baseline, 4),
+        "way": str(learner.path_selector(model, batches[0])), "ours_s": round(mine, 4), "baseline_s": round(baseline, 4),
         "ratio": round(baseline / mine, 2), "gradient_gap": float(f"{gap(found, expected):.2e}"),
         "device": torch.cuda.get_device_name() if args.device == "cuda" else f"{platform.machine()} CPU",
         "threads": torch.get_num_threads(), "torch": torch.__version__, "transformers": transformers.__version__,

@@ -42,13 +42,13 @@ def difference(name: str, kind: str) -> float:
     single = alone(body(lora), algorithm.needs, config)
     forest, terms = batch_of(random_groups(7, groups=5), algorithm)
     for _ in range(3):
-        single.update(forest.trees, single.look(forest.trees, terms, algorithm.needs), algorithm)
+        single.update(forest.trees, single.score_terms(forest.trees, terms, algorithm.needs), algorithm)
     with TemporaryDirectory() as folder, world(strategy, 2, body(lora), algorithm.needs, config, **more) as group:
         single.save(Path(folder))
         found = []
         for one in (group, single):
             one.load(Path(folder))
-            seen = one.look(forest.trees, terms, algorithm.needs)
+            seen = one.score_terms(forest.trees, terms, algorithm.needs)
             one.backward(forest.trees, seen, algorithm)
             found.append(one.gradients())
     ours, theirs = found

@@ -80,7 +80,7 @@ class Ours:
                 episode.rewards["ids"] = reward_of([t for call in episode.calls for t in call.completion.tokens])
         kept = self.algorithm.keep(groups)
         forest = plant(kept)
-        terms = self.learner.look(forest.trees, forest.terms, self.algorithm.needs)
+        terms = self.learner.score_terms(forest.trees, forest.terms, self.algorithm.needs)
         self.learner.update(forest.trees, self.algorithm.credit(kept, terms), self.algorithm)
         await self.engine.load(self.learner.weights(), number + 1)
         synchronize(self.model)

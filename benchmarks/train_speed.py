@@ -195,7 +195,7 @@ def parts_of(args: argparse.Namespace, folder: Path) -> Parts:
 
     arborl.build._policy = text_only
     parts = build(from_kwargs(**named), objects)
-    logging.getLogger("arborl.engines").info("memory: %s", parts.plan.told)
+    logging.getLogger("arborl.engines").info("memory: %s", parts.plan.summary)
     return parts
 
 
@@ -252,7 +252,7 @@ def measure(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], Tim
         "rollout_s": round(fmean(row["time/rollout"] for row in later), 3),
         "learn_s": round(fmean(row["time/learn"] for row in later), 3),
         "compiled_after_first": compiled if cuda else None, "recorded_after_first": recorded if cuda else None,
-        "learner_compiled_after_first": learned, "peak_gib": peak, "planned": parts.plan.told,
+        "learner_compiled_after_first": learned, "peak_gib": peak, "planned": parts.plan.summary,
         "gap": round(fmean(gaps), 5) if gaps else None,
         "checkpoint_delay_s": save and save.held and round(save.held, 3),
         "saving_step_s": save and round(rows[-1]["time/step"], 3),

@@ -23,10 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from arborl.learner.kernel_attention import KernelAttend
-from arborl.learner.packing import MicroBatch, pack
-from arborl.learner.tree_attention import DenseAttend
-from arborl.learner.tree_plan import Tile, Tiles, tiles_for
+from arborl.learner.attention.kernel_attention import TritonTreeAttention
+from arborl.learner.attention.tree_attention import DenseAttention
+from arborl.learner.attention.tree_plan import Tile, Tiles, tiles_for
+from arborl.learner.core.packing import MicroBatch, pack
 from arborl.rollout.tree import grow, plant
 
 SHAPES = [(14, 2, 64), (32, 8, 128)]
@@ -119,10 +119,10 @@ def compare(kind: str, shape: tuple[int, int, int], args: argparse.Namespace) ->
     row: dict[str, Any] = {"kind": kind, "heads": shape, "tokens": len(batch), "trees": len(batch.lengths)}
     row["seen"] = round(float((batch.end - place).sum()) / len(batch) ** 2, 4)
     began = time.perf_counter()
-    kernel = KernelAttend(batch, device)
+    kernel = TritonTreeAttention(batch, device)
     kernel.prepare([], shape[2], dtype)
     row["plan_ms"] = round(1000 * (time.perf_counter() - began), 2)
-    makers = {"kernel": lambda: kernel, "dense": lambda: DenseAttend(batch, device)}
+    makers = {"kernel": lambda: kernel, "dense": lambda: DenseAttention(batch, device)}
     gradients = {}
     for name in args.ways:
         try:
@@ -152,7 +152,7 @@ def sweep(kind: str, shape: tuple[int, int, int], args: argparse.Namespace) -> I
         found: dict[str, float | str] = {}
         for numbers in dict.fromkeys([tuple(getattr(now, which)), *candidates]):
             tiles: Tiles = now._replace(**{which: Tile(*numbers)})
-            attend = KernelAttend(batch, device)
+            attend = TritonTreeAttention(batch, device)
             attend.prepare([], shape[2], dtype, tiles)
             try:
                 forward, backward, _ = measure(attend, given, device, args.repeats)

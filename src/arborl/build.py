@@ -75,7 +75,7 @@ class Parts:
     """What isolates the code that the model writes, where the run has some."""
     tools: ToolLoader
     """What the tools came from."""
-    plan: Plan
+    plan: MemoryPlan
     """Of the device's memory."""
     followers: Makers = field(default_factory=dict)
     """Trackers beyond the run's own files, by name."""
@@ -169,7 +169,7 @@ def _build(workshop: Workshop, training: bool) -> Parts:
     _check_tokens(config, renderer, model)
     origin = load_critic_init(began, model, folder) if began is not None else None
     teacher = teacher_of(config, folder)
-    plan = planned(model, config, algorithm.needs)  # now that all models of others have their memory
+    plan = plan_memory(model, config, algorithm.needs)  # now that all models of others have their memory
     sampling, asked = sampling_of(config, renderer), config.rollout
     workshop.connect(model, rewards, training)
     engine = workshop.engine(model, renderer, cast, sampling, plan.kv_tokens, plan.forecast.lent, training)
@@ -192,23 +192,23 @@ def _build(workshop: Workshop, training: bool) -> Parts:
 
 
 def _blueprint(
-    config: RunConfig, settings: LearnerConfig, sampling: Sampling, needs: Needs, steps: int, folder: Path,
+    config: RunConfig, settings: LearnerConfig, sampling: Sampling, needs: AlgorithmNeeds, steps: int, folder: Path,
     began: Path | None,
-) -> Blueprint:  # fmt: skip
+) -> LearnerSpec:  # fmt: skip
     """What every rank makes its learner of."""
-    from arborl.learner.blueprint import Blueprint
-    from arborl.learner.schedule import NONE, FirstSteps
-    from arborl.learner.teacher import teacher_of
+    from arborl.learner.core.optimizer import NO_INITIAL_UPDATES, InitialUpdates
+    from arborl.learner.core.teacher import teacher_of
+    from arborl.learner.distributed.rank_worker import LearnerSpec
 
     shown = config.demonstrations
-    return Blueprint(
+    return LearnerSpec(
         settings, sampling, needs, steps, config.seed,
         model=partial(_policy_on, config, folder),
         origin=partial(_origin, began, folder),
         teacher=partial(teacher_of, config, folder),
         deterministic=config.deterministic,
         threads=config.threads,
-        first=NONE if shown.imitation_lr is None else FirstSteps(shown.steps, shown.imitation_lr),
+        first=NO_INITIAL_UPDATES if shown.imitation_lr is None else InitialUpdates(shown.steps, shown.imitation_lr),
     )  # fmt: skip
 
 

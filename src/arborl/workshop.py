@@ -227,15 +227,14 @@ class Workshop:
 
     def algorithm(self) -> Algorithm:
         """The algorithm; it weighs sources where they say so."""
-        from arborl.algorithms import finder, make_algorithm
-        from arborl.algorithms.demonstrated import Demonstrated
-        from arborl.algorithms.source_weights import SourceWeights
+        from arborl.algorithms import make_algorithm, object_finder
+        from arborl.algorithms.combined_algorithms import DemonstrationAlgorithm, SourceWeightedAlgorithm
 
-        made = make_algorithm(self.config.algorithm, finder(self.objects), True, self.config.data.given)
+        made = make_algorithm(self.config.algorithm, object_finder(self.objects), True, self.config.data.given)
         weights = {name: source.weight for name, source in self.config.data.sources.items()}
-        made = SourceWeights(made, weights) if len(set(weights.values())) > 1 else made
+        made = SourceWeightedAlgorithm(made, weights) if len(set(weights.values())) > 1 else made
         shown = self.config.demonstrations
-        return Demonstrated(made, shown.weight) if shown.given else made
+        return DemonstrationAlgorithm(made, shown.weight) if shown.given else made
 
     def rollout(
         self, engine: Engine, cast: Cast, sampling: Sampling, limits: Limits, rewards: Rewards, given: GivenEpisodes

@@ -16,7 +16,7 @@ import pytest
 from arborl.agents.chat import ChatAgent
 from arborl.agents.context.policy import compression
 from arborl.agents.context.statelm import TOOLSET, USUAL, StateLM
-from arborl.algorithms.algorithm import Recipe
+from arborl.algorithms.recipe import Recipe
 from arborl.chat import FileTokenizer, HermesParser, Renderer, Template
 from arborl.config.algorithm import AlgorithmConfig
 from arborl.data.made.documents import make_problem

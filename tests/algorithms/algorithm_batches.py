@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import torch
 
-from arborl.algorithms import Said, TermBatch
+from arborl.algorithms import ModelOutputs, TermBatch
 from arborl.rollout.tree import plant
 from arborl.types import Call, Completion, Episode, Failure, Finish, Group, Message, Stop, Task, Terms, Turn
 
@@ -31,7 +31,7 @@ def episode(
     turn_weight: float | None = None,
 ) -> Episode:
     """One call a turn, each call going on from the last; `turns` are the environment's rewards, which count whole where
-    there is a reward `env`, unless told otherwise."""
+    there is a reward `env`, or by `turn_weight`."""
     given = [0.0] if turns is None else turns
     sizes = [tokens] * len(given) if isinstance(tokens, int) else tokens
     names = states or [""] * len(given)
@@ -72,11 +72,11 @@ def pick(batch: TermBatch, rows: torch.Tensor) -> TermBatch:
     return TermBatch(*(None if column is None else column[rows] for column in columns))
 
 
-def said(logprob: torch.Tensor, seed: int = 0) -> Said:
+def model_outputs(logprob: torch.Tensor, seed: int = 0) -> ModelOutputs:
     """A model that says this, with made-up entropies and values that carry gradients."""
     maker = torch.Generator().manual_seed(seed)
     others = [torch.rand(len(logprob), generator=maker, dtype=torch.float64).requires_grad_() for _ in range(2)]
-    return Said(logprob, *others)
+    return ModelOutputs(logprob, *others)
 
 
 def random_groups(seed: int, groups: int = 3, most: int = 4, source: str = "") -> list[Group]:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arborl.algorithms import ADVANTAGES, Recipe
-from arborl.algorithms.aggregation import by_episode, by_length, by_token
 from arborl.algorithms.episode_advantages import gdpo, grpo, maxrl, opo, rae, reinforce, remax, rloo, split_shares
+from arborl.algorithms.loss_table import by_episode, by_length, by_token
 from arborl.config.algorithm import AlgorithmConfig
 from arborl.config.presets import COMPARES
 from arborl.rollout.tree import plant

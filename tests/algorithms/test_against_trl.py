@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from algorithm_batches import batch_of, episode, group, said, terms_of
+from algorithm_batches import batch_of, episode, group, model_outputs, terms_of
 
 from arborl.algorithms import Recipe
-from arborl.algorithms.off_policy import guard, ratios
+from arborl.algorithms.importance_weights import importance_weights, ratios
 from arborl.config.algorithm import AlgorithmConfig
 
 pytest.importorskip("trl")
@@ -26,7 +26,7 @@ from trl.trainer.kto_trainer import KTOTrainer
 from trl.trainer.utils import nanstd
 
 LENGTHS = (3, 1, 4, 2)
-ALONE = SimpleNamespace(
+LOCAL = SimpleNamespace(
     num_processes=1,
     device="cpu",
     gather=lambda x: x,
@@ -50,7 +50,7 @@ def trl_grpo(new: torch.Tensor, batch, entropy: torch.Tensor, *, correction=None
     )  # fmt: skip
     trainer = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *a, **k: (rows_of(new), rows_of(entropy), None),
-        args=args, accelerator=ALONE, model=SimpleNamespace(training=True), top_entropy_quantile=1.0,
+        args=args, accelerator=LOCAL, model=SimpleNamespace(training=True), top_entropy_quantile=1.0,
         off_policy_mask_threshold=None, use_vllm=correction is not None, vllm_importance_sampling_correction=True,
         epsilon_low=given.get("low", 0.2), epsilon_high=given.get("high", 0.2), loss_type=given["loss_type"],
         importance_sampling_level=given["importance_sampling_level"], beta=given["beta"], max_completion_length=7,
@@ -103,7 +103,7 @@ def test_policy_losses_and_their_aggregation_equal_trls(ours, theirs):
         algorithm = Recipe(AlgorithmConfig(**ours))
         batch = batch_of(algorithm.credit(groups, terms))
         batch = dataclasses.replace(batch, sequence_M=algorithm.prepare(new.detach(), batch))
-        models = said(new)
+        models = model_outputs(new)
         loss, _ = algorithm.loss(models, batch)
         found = (loss * batch.weight_M).sum()
         expected = trl_grpo(new, batch, models.entropy_M, **theirs)
@@ -118,9 +118,9 @@ def test_policy_losses_and_their_aggregation_equal_trls(ours, theirs):
 def test_a_guard_in_the_advantage_equals_trls_correction_of_the_loss(kind):
     groups, terms, new = setting()
     algorithm = Recipe(AlgorithmConfig(guard=kind, kl={"coef": 0.3}))
-    loss, _ = algorithm.loss(said(new), batch := batch_of(algorithm.credit(groups, terms)))
+    loss, _ = algorithm.loss(model_outputs(new), batch := batch_of(algorithm.credit(groups, terms)))
     plain = batch_of(Recipe(AlgorithmConfig()).credit(groups, terms))
-    factor = guard(kind, ratios(terms.proximal - terms.logprob), *algorithm.config.guard.bounds)
+    factor = importance_weights(kind, ratios(terms.proximal - terms.logprob), *algorithm.config.guard.bounds)
     expected = trl_grpo(new, plain, torch.zeros(len(new)).double(), correction=torch.from_numpy(factor), beta=0.3)
     assert (loss * batch.weight_M).sum().item() == pytest.approx(expected.item(), abs=1e-9)
 
@@ -150,13 +150,13 @@ def test_pair_losses_have_trls_gradient(name, theirs):
     algorithm = Recipe(AlgorithmConfig(name=name, beta=0.3))
     batch = batch_of(algorithm.credit(groups, terms))
     batch = dataclasses.replace(batch, sequence_M=algorithm.prepare(new.detach(), batch))
-    loss, _ = algorithm.loss(said(new), batch)
+    loss, _ = algorithm.loss(model_outputs(new), batch)
     (own,) = torch.autograd.grad((loss * batch.weight_M).sum(), new)
 
     order = [0, 2, 1, 3]  # chosen, then rejected
     reference = rows_of(batch.reference_M)[order].sum(1)
     trainer = SimpleNamespace(
-        model=SimpleNamespace(training=True), accelerator=ALONE, aux_loss_enabled=False, ld_alpha=None,
+        model=SimpleNamespace(training=True), accelerator=LOCAL, aux_loss_enabled=False, ld_alpha=None,
         precompute_ref_logps=True, f_divergence_type="reverse_kl", loss_types=[theirs], loss_weights=[1.0], beta=0.3,
         use_weighting=False, _metrics=defaultdict(lambda: defaultdict(list)), _total_train_tokens=0, _tp_size=1,
     )  # fmt: skip
@@ -172,12 +172,12 @@ def test_kto_has_trls_gradient():
     algorithm = Recipe(AlgorithmConfig(name="kto", beta=0.3, reward_threshold=0.4))
     batch = batch_of(algorithm.credit(groups, terms))
     batch = dataclasses.replace(batch, sequence_M=algorithm.prepare(new.detach(), batch))
-    loss, _ = algorithm.loss(said(new), batch)
+    loss, _ = algorithm.loss(model_outputs(new), batch)
     (own,) = torch.autograd.grad((loss * batch.weight_M).sum(), new)
 
     reference = rows_of(batch.reference_M).sum(1)
     trainer = SimpleNamespace(
-        model=SimpleNamespace(training=True), accelerator=ALONE, aux_loss_enabled=False, precompute_ref_logps=True,
+        model=SimpleNamespace(training=True), accelerator=LOCAL, aux_loss_enabled=False, precompute_ref_logps=True,
         calculate_KL=True, loss_type="kto", beta=0.3, desirable_weight=1.0, undesirable_weight=1.0,
         _metrics=defaultdict(lambda: defaultdict(list)), _total_train_tokens=0, _tp_size=1,
         # TRL estimates the KL on mismatched pairs; ours is the group's own mean, which is handed to it here

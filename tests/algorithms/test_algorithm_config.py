@@ -1,4 +1,4 @@
-"""Presets, what is written over them, and settings that would be ignored."""
+"""Presets, overrides, and settings that would have no effect."""
 
 from __future__ import annotations
 

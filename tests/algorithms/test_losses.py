@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arborl.algorithms import token_losses
-from arborl.algorithms.kl import KL, adapted, k1, k2, k3
+from arborl.algorithms.token_losses import KL, adapt_kl_coef, k1, k2, k3
 
 PROBABILITY = st.floats(-3.0, -0.01)
 ROWS = st.lists(
@@ -167,6 +167,6 @@ def test_k1_and_k3_are_unbiased_over_a_whole_distribution():
 def test_the_kl_controller_leads_to_its_target_and_never_below_zero():
     coef = 0.01
     for _ in range(500):  # a policy whose KL falls as the penalty rises
-        coef = adapted(coef, kl=1.0 / (1 + 10 * coef), target=0.25, episodes=100, horizon=1000)
+        coef = adapt_kl_coef(coef, kl=1.0 / (1 + 10 * coef), target=0.25, episodes=100, horizon=1000)
     assert 1.0 / (1 + 10 * coef) == pytest.approx(0.25, rel=0.02)
-    assert adapted(0.1, kl=0.0, target=1.0, episodes=10**9, horizon=1) == pytest.approx(0.08)
+    assert adapt_kl_coef(0.1, kl=0.0, target=1.0, episodes=10**9, horizon=1) == pytest.approx(0.08)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from algorithm_batches import batch_of, counters, episode, group, pick, random_groups, said, terms_of
+from algorithm_batches import batch_of, counters, episode, group, model_outputs, pick, random_groups, terms_of
 
 from arborl.algorithms import Recipe
 from arborl.algorithms.preference_losses import pairs
@@ -41,7 +41,7 @@ def direct_loss(name: str, new, terms, groups, beta: float, min_gap: float = 0.0
 
 def own_loss(algorithm: Recipe, new: torch.Tensor, batch) -> torch.Tensor:
     batch = dataclasses.replace(batch, sequence_M=algorithm.prepare(new.detach(), batch))
-    loss, _ = algorithm.loss(said(new), batch)
+    loss, _ = algorithm.loss(model_outputs(new), batch)
     return (loss * batch.weight_M).sum()
 
 

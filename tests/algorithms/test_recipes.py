@@ -9,9 +9,9 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
-from algorithm_batches import batch_of, counters, episode, group, pick, random_groups, said, terms_of
+from algorithm_batches import batch_of, counters, episode, group, model_outputs, pick, random_groups, terms_of
 
-from arborl.algorithms import ADVANTAGES, LOSSES, PRESETS, BySource, Needs, Recipe, make_algorithm
+from arborl.algorithms import ADVANTAGES, LOSSES, PRESETS, AlgorithmNeeds, PerSourceAlgorithm, Recipe, make_algorithm
 from arborl.config.algorithm import Advantage, AlgorithmConfig, Loss
 from arborl.config.presets import ADVANTAGE_READS, LOSS_READS
 from arborl.rollout.tree import plant
@@ -35,7 +35,7 @@ def total(algorithm, logprob: torch.Tensor, terms: Terms, parts: list[np.ndarray
     batch, new, value = batch_of(terms), logprob.clone().requires_grad_(), 0.0
     for numbers in parts:
         rows = torch.from_numpy(np.flatnonzero(np.isin(terms.tree, numbers)))
-        part, whole = pick(batch, rows), said(new)
+        part, whole = pick(batch, rows), model_outputs(new)
         models = dataclasses.replace(whole, logprob_M=new[rows], entropy_M=whole.entropy_M[rows])
         models = dataclasses.replace(models, value_M=whole.value_M[rows])
         if algorithm.whole:
@@ -49,7 +49,7 @@ def total(algorithm, logprob: torch.Tensor, terms: Terms, parts: list[np.ndarray
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
-def test_every_preset_learns_something_and_does_not_mind_how_the_batch_is_split(name):
+def test_every_preset_has_a_gradient_that_is_independent_of_the_split(name):
     algorithm = make_algorithm(AlgorithmConfig(name=name))
     groups = algorithm.keep(playable(name))
     terms = algorithm.credit(groups, terms_of(groups))
@@ -78,26 +78,26 @@ def test_tables_and_configuration_name_the_same_things():
 @pytest.mark.parametrize(
     ("settings", "needs"),
     [
-        ({}, Needs()),
-        ({"kl": {"coef": 0.1}}, Needs(reference=True)),
-        ({"kl": {"coef": 0.1, "where": "reward"}}, Needs(proximal=True, reference=True)),
-        ({"name": "ppo", "entropy_coef": 0.01}, Needs(value=True, entropy=True)),
-        ({"name": "a2c"}, Needs(value=True)),
-        ({"name": "remax"}, Needs(greedy=True)),
-        ({"name": "decoupled_ppo"}, Needs(anchor=True)),
-        ({"anchor": "proximal"}, Needs(anchor=True)),
-        ({"name": "gspo"}, Needs(anchor=True)),
-        ({"clip_low": 0.01}, Needs(anchor=True)),
-        ({"name": "trpo", "anchor": "proximal"}, Needs(proximal=True)),
-        ({"guard": "tis"}, Needs(proximal=True, anchor=True)),
-        ({"name": "reinforce", "guard": "tis"}, Needs(proximal=True)),
-        ({"name": "dpo"}, Needs(reference=True)),
-        ({"name": "distill"}, Needs(teacher=True)),
-        ({"name": "sft"}, Needs()),
+        ({}, AlgorithmNeeds()),
+        ({"kl": {"coef": 0.1}}, AlgorithmNeeds(reference=True)),
+        ({"kl": {"coef": 0.1, "where": "reward"}}, AlgorithmNeeds(proximal=True, reference=True)),
+        ({"name": "ppo", "entropy_coef": 0.01}, AlgorithmNeeds(value=True, entropy=True)),
+        ({"name": "a2c"}, AlgorithmNeeds(value=True)),
+        ({"name": "remax"}, AlgorithmNeeds(greedy=True)),
+        ({"name": "decoupled_ppo"}, AlgorithmNeeds(anchor=True)),
+        ({"anchor": "proximal"}, AlgorithmNeeds(anchor=True)),
+        ({"name": "gspo"}, AlgorithmNeeds(anchor=True)),
+        ({"clip_low": 0.01}, AlgorithmNeeds(anchor=True)),
+        ({"name": "trpo", "anchor": "proximal"}, AlgorithmNeeds(proximal=True)),
+        ({"guard": "tis"}, AlgorithmNeeds(proximal=True, anchor=True)),
+        ({"name": "reinforce", "guard": "tis"}, AlgorithmNeeds(proximal=True)),
+        ({"name": "dpo"}, AlgorithmNeeds(reference=True)),
+        ({"name": "distill"}, AlgorithmNeeds(teacher=True)),
+        ({"name": "sft"}, AlgorithmNeeds()),
     ],
     ids=str,
 )
-def test_an_algorithm_asks_for_exactly_what_it_reads(settings, needs):
+def test_needs_are_exactly_the_columns_that_are_read(settings, needs):
     algorithm = make_algorithm(AlgorithmConfig(**settings))
     assert algorithm.needs == needs
     groups = algorithm.keep(playable(settings.get("name", "grpo")))
@@ -223,9 +223,9 @@ def mixed() -> list[Group]:
 
 def test_each_source_has_its_own_algorithm_and_weighs_by_its_episodes():
     algorithm = make_algorithm(BOTH)
-    assert isinstance(algorithm, BySource)
+    assert isinstance(algorithm, PerSourceAlgorithm)
     assert algorithm.whole
-    assert algorithm.needs == Needs(anchor=True, reference=True)
+    assert algorithm.needs == AlgorithmNeeds(anchor=True, reference=True)
     groups = algorithm.keep(mixed())
     assert [g.task.source for g in groups] == ["game", "", "chat", "game", "unheard of"]
     terms = terms_of(groups)
@@ -263,7 +263,7 @@ def test_what_a_source_logs_is_the_mean_over_its_own_terms():
     groups = [random_groups(1, 1, source="game")[0], random_groups(2, 1)[0]]
     terms = algorithm.credit(groups, terms_of(groups))
     new = torch.from_numpy(terms.logprob) + torch.from_numpy(np.where(terms.tree == 0, 0.1, 0.2))
-    _, seen = algorithm.loss(said(new), batch_of(terms))
+    _, seen = algorithm.loss(model_outputs(new), batch_of(terms))
     assert seen["source/game/policy/ratio"].mean().item() == pytest.approx(np.exp(0.1))
     assert seen["source/other/policy/ratio"].mean().item() == pytest.approx(np.exp(0.2))
 
@@ -284,7 +284,7 @@ def test_counts_and_memory_of_all_sources_are_kept():
     assert fresh.state() == saved
 
 
-def test_an_episode_cut_short_is_told_by_its_last_reply():
+def test_a_truncated_episode_is_recognized_by_its_last_completion():
     algorithm = Recipe(AlgorithmConfig(overlong={"filter": True}))
     talked = episode(turns=[0.0, 1.0])
     assert algorithm.keep([group(talked, episode(0.0))])[0].episodes[0] is talked

@@ -48,7 +48,7 @@ def test_gae_equals_the_sum_of_discounted_surprises(rewards, gamma, lam, seed):
         assert target[t] == pytest.approx(expected + values[t], abs=1e-6)
 
 
-def test_gae_by_turn_asks_the_critic_at_the_first_token_and_shares_the_answer():
+def test_gae_by_turn_uses_the_value_of_the_first_token():
     groups = [group(episode(turns=[0.0, 1.0], tokens=[2, 1]))]
     terms = dataclasses.replace(terms_of(groups), value=np.array([0.5, 99.0, 0.25]))
     config = AlgorithmConfig(advantage="gae", gae_lambda=0.5)
@@ -281,7 +281,7 @@ def gae_by_hand(rewards: list[float], values: list[float], after: float, gamma: 
 @pytest.mark.parametrize("level", ["turn", "token"])
 @pytest.mark.parametrize("bootstrap", [True, False])
 @pytest.mark.parametrize("seed", range(3))
-def test_gae_of_cut_episodes_goes_on_with_the_critics_word_and_of_others_with_nothing(seed, level, bootstrap):
+def test_gae_bootstraps_truncated_episodes_only(seed, level, bootstrap):
     groups, random = random_groups(seed), np.random.default_rng(seed)
     episodes = [e for g in groups for e in g.episodes]
     for number, one in enumerate(episodes):

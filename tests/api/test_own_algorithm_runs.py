@@ -68,7 +68,7 @@ def test_the_configuration_names_them_and_a_run_goes_on_from_the_command_line(ou
         (["algorithm.advantage=parts_of_mine:nothing"], "has no 'nothing' (wanted as advantage)"),
         (["algorithm.loss=nowhere_at_all:f"], "cannot import 'nowhere_at_all' for the loss"),
         (["algorithm.loss=parts_of_mine:ppo_again", "algorithm.args.lo=1"], "Did you mean 'low'?"),
-        (["algorithm.advantage=parts_of_mine:grpo_again", "learner.critic=shared"], "the advantage takes no values"),
+        (["algorithm.advantage=parts_of_mine:grpo_again", "learner.critic=shared"], "the advantage uses no values"),
     ],
 )
 def test_what_is_wrong_with_ones_own_is_said_before_the_first_rollout(tmp_path, words, complaint):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from arborl.api import train
 from arborl.config.load import load
-from arborl.learner.rank_connections import interface_of
+from arborl.learner.distributed.rank_connections import interface_of
 from arborl.track.jsonl import read_metrics
 
 SMALL = [

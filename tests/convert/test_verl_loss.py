@@ -16,7 +16,7 @@ from arborl.algorithms import make_algorithm
 from arborl.config.base import validate
 from arborl.config.run import RunConfig
 from arborl.convert import convert
-from arborl.learner.learner import Learner
+from arborl.learner.core.learner import Learner
 from arborl.rollout.tree import plant
 from arborl.types import Call, Completion, Episode, Finish, Group, Sampling, Task
 
@@ -291,7 +291,7 @@ def arbor(config: RunConfig, start, head, groups: list[Group], noise: list[torch
     learner._gradients = watched
     kept = algorithm.keep(groups)
     forest = plant(kept)
-    terms = algorithm.credit(kept, learner.look(forest.trees, forest.terms, algorithm.needs))
+    terms = algorithm.credit(kept, learner.score_terms(forest.trees, forest.terms, algorithm.needs))
     learner.update(forest.trees, terms, algorithm)
     return losses, [p.detach() for p in learner.model.parameters()]
 

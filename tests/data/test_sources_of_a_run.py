@@ -12,7 +12,7 @@ import pytest
 
 from arborl import checkpoint
 from arborl.algorithms import make_algorithm
-from arborl.algorithms.source_weights import SourceWeights
+from arborl.algorithms.combined_algorithms import SourceWeightedAlgorithm
 from arborl.api import train
 from arborl.build import build
 from arborl.config.algorithm import AlgorithmConfig
@@ -214,7 +214,7 @@ def test_a_source_can_weigh_more_than_its_episodes(files):
     given = settings(files)
     given["data"]["sources"]["sums"]["weight"] = 3.0
     parts = build(from_kwargs(**given, **{"algorithm.skip_zero_variance": False}))
-    assert isinstance(parts.algorithm, SourceWeights)
+    assert isinstance(parts.algorithm, SourceWeightedAlgorithm)
     groups = asyncio.run(parts.rollout.collect(parts.source.take(0, 8), 1, 2))
     asyncio.run(parts.rewards.score(groups))
     plain = make_algorithm(AlgorithmConfig(skip_zero_variance=False))

@@ -19,8 +19,8 @@ from worlds import Copies
 from arborl.api import train
 from arborl.config.load import load
 from arborl.errors import LearnerLost
-from arborl.learner import launch
-from arborl.learner.run_store import JoinInfo
+from arborl.learner.distributed import launch
+from arborl.learner.distributed.run_store import JoinInfo
 from arborl.rollout.store import EpisodeStore
 
 TWO = [*SMALL, "learner.ranks=2", "evaluation.tasks=0", "track.gifs=0"]
@@ -48,7 +48,7 @@ def forks(monkeypatch):
         started.append(Copies(count, info))
         return started[-1]
 
-    monkeypatch.setattr(launch, "Processes", processes)
+    monkeypatch.setattr(launch, "RankProcesses", processes)
     yield started
     assert all(rank.poll() is not None for one in started for rank in one.all.values())
 
@@ -58,7 +58,7 @@ def whole(tmp_path_factory) -> Path:
     """A run that has lost none."""
     home = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "Processes", lambda count, info, device, threads: Copies(count, info))
+        patch.setattr(launch, "RankProcesses", lambda count, info, device, threads: Copies(count, info))
         train(load(None, [*TWO, "learner.strategy=ddp", f"output_dir={home / 'run'}"]))
     return home / "run"
 
@@ -136,16 +136,16 @@ def control_c():
 
 @pytest.mark.usefixtures("control_c")
 def test_control_c_while_ranks_are_started_anew_ends_the_run(tmp_path, whole, forks, monkeypatch):
-    first = launch.Processes
+    first = launch.RankProcesses
 
     def interrupted(*about):
         if forks:
             os.kill(os.getpid(), signal.SIGINT)
         return first(*about)
 
-    monkeypatch.setattr(launch, "Processes", interrupted)
+    monkeypatch.setattr(launch, "RankProcesses", interrupted)
     with pytest.raises(KeyboardInterrupt):
         begin(tmp_path / "run", kill=Kill(3))
-    monkeypatch.setattr(launch, "Processes", first)
+    monkeypatch.setattr(launch, "RankProcesses", first)
     begin(tmp_path / "run", resume="latest")
     assert_same_run(tmp_path / "run", whole)

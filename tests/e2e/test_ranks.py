@@ -27,7 +27,7 @@ def ranks_of(pid: int) -> list[int]:
             parent = int((place / "stat").read_text().rpartition(")")[2].split()[1])
         except (OSError, IndexError):
             continue
-        if parent == pid and b"arborl.learner.rank" in words:
+        if parent == pid and b"arborl.learner.distributed.rank_process" in words:
             found.append(int(place.name))
     return found
 

@@ -31,7 +31,7 @@ from arborl.engines.local import LocalEngine
 from arborl.engines.local.sampler import SamplingBatch, sample_tokens, uniform_numbers
 from arborl.engines.local.scheduler import EngineRequest, InputBatch
 from arborl.errors import EngineError
-from arborl.learner.learner import Learner
+from arborl.learner.core.learner import Learner
 from arborl.rollout.tree import plant
 from arborl.types import Call, Episode, Finish, Group, Sampling, Task
 

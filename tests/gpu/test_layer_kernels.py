@@ -61,12 +61,12 @@ def test_positions(device, dtype, size):
 def test_gates(device, dtype, width):
     torch.manual_seed(0)
     gate, up = (4 * torch.randn(5, width, device=device).to(dtype) for _ in range(2))
-    both(lambda g, u: FUSED.gated(torch.nn.SiLU(), g, u), lambda g, u: silu(g) * u, [gate, up], dtype)
+    both(lambda g, u: FUSED_OPS.gated(torch.nn.SiLU(), g, u), lambda g, u: silu(g) * u, [gate, up], dtype)
 
 
 def test_another_activation_than_the_kernels_own_is_left_to_torch(device):
     gate, up = torch.randn(2, 5, 12, device=device)
-    torch.testing.assert_close(FUSED.gated(torch.nn.Tanh(), gate, up), gate.tanh() * up)
+    torch.testing.assert_close(FUSED_OPS.gated(torch.nn.Tanh(), gate, up), gate.tanh() * up)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, WIDE])
@@ -84,7 +84,7 @@ def test_what_is_said_about_terms_at_any_temperature(device, dtype, vocabulary, 
         return (said, spread) if entropy else said
 
     def plain(x, w):
-        said, spread = _head(lambda h: h @ w.T, None, x, token, shape, entropy)
+        said, spread = _unfused_head(lambda h: h @ w.T, None, x, token, shape, entropy)
         return (said, spread) if entropy else said
 
     both(fused, plain, [hidden, weight], dtype)
@@ -100,16 +100,18 @@ def test_logits_far_apart_and_tokens_that_are_impossible(device):
 
 def test_a_model_runs_through_them_as_without(device, tiny_llama, caplog):
     model = copy.deepcopy(tiny_llama).float().to(device)
-    assert why_wrong(model, Way("causal", fused=True)) is None
-    assert why_wrong(model, Way("blocks", fused=True)) is None
+    assert path_error(model, ExecutionPath("causal", fused=True)) is None
+    assert path_error(model, ExecutionPath("blocks", fused=True)) is None
 
 
 @pytest.mark.parametrize("how", [Sampling(temperature=0.8), Sampling(top_k=5)], ids=["whole", "truncated"])
 def test_whatever_was_sampled_from(device, tiny_llama, how):
-    from arborl.learner.attention_choice import sample
+    from arborl.learner.attention.path_selection import sample_micro_batch
 
     model = copy.deepcopy(tiny_llama).float().to(device)
-    batch = sample(model, False, 12)
-    ours, theirs = (score(model, batch, how, way) for way in (Way("blocks", fused=True, recompute=True), DENSE))
+    batch = sample_micro_batch(model, False, 12)
+    ours, theirs = (
+        compute_outputs(model, batch, how, way) for way in (ExecutionPath("blocks", fused=True, recompute=True), DENSE)
+    )
     torch.testing.assert_close(ours.logprob_M, theirs.logprob_M, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(ours.entropy_M, theirs.entropy_M, rtol=1e-4, atol=1e-4)

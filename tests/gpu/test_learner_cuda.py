@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from arborl.algorithms.algorithm import Needs
+from arborl.algorithms.recipe import AlgorithmNeeds
 from arborl.config.run import LearnerConfig, LoraConfig
 from arborl.learner.attention_choice import why_wrong
 from arborl.learner.executor import Way
@@ -22,8 +22,8 @@ from arborl.types import Call, Completion, Episode, Finish, Forest, Group, Sampl
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 WAYS = [
-    *(Way(attend, fused=True) for attend in ("kernel", "causal")),
-    *(Way(attend) for attend in ("kernel", "blocks", "causal")),
+    *(ExecutionPath(attend, fused=True) for attend in ("kernel", "causal")),
+    *(ExecutionPath(attend) for attend in ("kernel", "blocks", "causal")),
 ]
 
 
@@ -33,8 +33,8 @@ class Simple:
     trust_region = None
     whole = False
 
-    def __init__(self, needs: Needs | None = None):
-        self.needs = needs or Needs()
+    def __init__(self, needs: AlgorithmNeeds | None = None):
+        self.needs = needs or AlgorithmNeeds()
 
     def count(self, terms):
         return float(len(terms))
@@ -78,10 +78,10 @@ def forest_of(seed: int, groups: int = 3, prompt: int = 150, answer: int = 40) -
 
 
 def gradients(learner: Learner, forest: Forest, algorithm: Simple) -> list[torch.Tensor]:
-    terms = learner.look(forest.trees, forest.terms, algorithm.needs)
+    terms = learner.score_terms(forest.trees, forest.terms, algorithm.needs)
     learner.backward(forest.trees, dataclasses.replace(terms, target=forest.terms.target), algorithm)
     found = [g.float().clone() for g in learner.optimizer.gradients()]
-    learner.optimizer.zero()
+    learner.optimizer.zero_grad()
     return found
 
 
@@ -108,15 +108,15 @@ def half(models):
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_every_way_agrees_with_the_dense_one(model, caplog, way):
-    assert why_wrong(model, way) is None
+    assert path_error(model, way) is None
 
 
 def test_on_a_gpu_trees_and_layers_go_the_best_way_without_being_asked(half):
     learner = Learner(copy.deepcopy(half), LearnerConfig(), Sampling())
     forest = forest_of(0)
-    assert learner.ways(learner.model, learner.fitting.split(forest.trees, forest.terms)[0]) == Way(
-        "kernel", fused=True
-    )
+    assert learner.path_selector(
+        learner.model, learner.micro_batcher.split(forest.trees, forest.terms)[0]
+    ) == ExecutionPath("kernel", fused=True)
 
 
 @pytest.mark.parametrize(("dtype", "recompute"), [("float32", False), ("bfloat16", False), ("float32", True)])
@@ -136,12 +136,12 @@ def test_gradients_of_many_sizes_equal_the_dense_ways(models, dtype, recompute):
 @pytest.mark.parametrize("critic", ["shared", "separate"])
 def test_reference_and_critic_run_the_same_ways(half, caplog, critic):
     policy = copy.deepcopy(half)
-    algorithm = Simple(Needs(reference=True, value=True, proximal=True))
+    algorithm = Simple(AlgorithmNeeds(reference=True, value=True, proximal=True))
     learner = Learner(policy, LearnerConfig(lr=1e-4, decay="none", critic=critic), Sampling(), algorithm.needs)
     forest = forest_of(0)
     wrong = []
     for _ in range(8):
-        terms = learner.look(forest.trees, forest.terms, algorithm.needs)
+        terms = learner.score_terms(forest.trees, forest.terms, algorithm.needs)
         looked = dataclasses.replace(terms, target=forest.terms.target)
         wrong.append(float(np.abs(looked.value - looked.target).mean()))
         learner.update(forest.trees, looked, algorithm)
@@ -153,13 +153,13 @@ def test_adapters_are_trained_through_fused_layers(half, caplog):
     pytest.importorskip("peft")
     policy = copy.deepcopy(half)
     add_lora(policy, LoraConfig(rank=4))
-    algorithm = Simple(Needs(reference=True, proximal=True))
+    algorithm = Simple(AlgorithmNeeds(reference=True, proximal=True))
     learner = Learner(policy, LearnerConfig(lr=1e-2, decay="none"), Sampling(), algorithm.needs)
     forest = forest_of(0)
-    first = learner.look(forest.trees, forest.terms, algorithm.needs)
+    first = learner.score_terms(forest.trees, forest.terms, algorithm.needs)
     for _ in range(3):
         metrics = learner.update(forest.trees, first, algorithm)
-    last = learner.look(forest.trees, forest.terms, algorithm.needs)
+    last = learner.score_terms(forest.trees, forest.terms, algorithm.needs)
     assert metrics["learner/skipped"] == 0.0
     np.testing.assert_array_equal(last.reference, first.reference)
     assert np.abs(last.proximal - first.proximal).max() > 1e-3
@@ -193,6 +193,6 @@ def test_memory_that_does_not_suffice_halves_the_micro_batch_and_leaves_the_grad
         found = gradients(learner, forest, Simple())
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert learner.fitting.budget < 1_000_000
-    assert "from now on learner.micro_batch_tokens=" in caplog.text
+    assert learner.micro_batcher.budget < 1_000_000
+    assert "learner.micro_batch_tokens=" in caplog.text
     assert gap(found, expected) < 1e-3

@@ -9,7 +9,7 @@ import torch
 from test_learner_cuda import Simple, forest_of
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from arborl.algorithms.algorithm import Needs
+from arborl.algorithms.recipe import AlgorithmNeeds
 from arborl.config.run import LearnerConfig, LoraConfig
 from arborl.learner.forecast import GIB, Planner
 from arborl.learner.learner import Learner
@@ -41,18 +41,18 @@ def test_an_update_takes_about_what_is_forecast_and_not_more(recompute, rank, of
     if rank:
         add_lora(model, LoraConfig(rank=rank))
     learner_config = LearnerConfig(micro_batch_tokens=8_192, recompute=recompute, offload=offload)
-    learner = Learner(model, learner_config, Sampling(), Needs(reference=True))
+    learner = Learner(model, learner_config, Sampling(), AlgorithmNeeds(reference=True))
     forest = forest_of(0, groups=10, prompt=2_000, answer=400)
     assert sum(map(len, forest.trees)) > 16_384  # the largest micro-batch is nearly full
-    algorithm = Simple(Needs(reference=True))
+    algorithm = Simple(AlgorithmNeeds(reference=True))
     for _ in range(2):
-        terms = learner.look(forest.trees, forest.terms, algorithm.needs)
+        terms = learner.score_terms(forest.trees, forest.terms, algorithm.needs)
         torch.cuda.reset_peak_memory_stats()
         learner.update(forest.trees, terms, algorithm)
     peak = torch.cuda.max_memory_allocated() - before
-    sizes = sizes_of(model)
-    rows = rows_at_once(model.device, sizes.vocabulary, fused=True)
-    planner = Planner(sizes, learner_config, algorithm.needs, 2_500, 2**60, 0, 0, 0, 0, rows)
+    sizes = model_sizes(model)
+    rows = max_logit_rows(model.device, sizes.vocabulary, fused=True)
+    planner = MemoryPlanner(sizes, learner_config, algorithm.needs, 2_500, 2**60, 0, 0, 0, 0, rows)
     forecast = planner.forecast(8_192, recompute, 0)
     expected = forecast.total - forecast.beside
     print(f"peak {peak / GIB:.2f} GiB, forecast {expected / GIB:.2f}: {forecast}")  # noqa: T201

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from arborl.algorithms.algorithm import Needs
+from arborl.algorithms.recipe import AlgorithmNeeds
 from arborl.config.run import LearnerConfig
 from arborl.learner import offload
 from arborl.learner.learner import Learner
@@ -35,19 +35,19 @@ def trained(model, mode: str, seed: int, folder=None) -> tuple[Learner, int]:
 
     def fresh() -> Learner:
         config = LearnerConfig(lr=1e-3, decay="none", weight_decay=0.1, max_grad_norm=1e9, offload=mode)
-        return Learner(copy.deepcopy(model), config, Sampling(), Needs(reference=True))
+        return Learner(copy.deepcopy(model), config, Sampling(), AlgorithmNeeds(reference=True))
 
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     learner = fresh()
     chance = torch.Generator("cuda").manual_seed(seed)
     for number in range(4):
-        for parameter in learner.optimizer.parts["policy"].own:
+        for parameter in learner.optimizer.parts["policy"].parameters:
             parameter.grad = torch.randn(parameter.shape, generator=chance, device="cuda").to(parameter.dtype)
             for hook in parameter._post_accumulate_grad_hooks.values():
                 hook(parameter)
         learner.optimizer.step(1.0)
-        learner.optimizer.zero()
+        learner.optimizer.zero_grad()
         if number == 1 and folder is not None:
             learner.save(folder)
             learner = fresh()
@@ -58,7 +58,7 @@ def trained(model, mode: str, seed: int, folder=None) -> tuple[Learner, int]:
 
 @pytest.mark.parametrize("mode", ["optimizer", "all"])
 def test_weights_are_those_of_a_run_that_keeps_everything_on_the_device(model, mode, monkeypatch, tmp_path):
-    monkeypatch.setattr(offload, "AT_ONCE", 10**6)
+    monkeypatch.setattr(offload, "OFFLOAD_CHUNK", 10**6)
     plain, all_of_it = trained(model, "none", 1)
     away, less = trained(model, mode, 1)
     for one, other in zip(away.model.parameters(), plain.model.parameters(), strict=True):

@@ -36,8 +36,8 @@ def engine_check(model) -> str | None:
 
 
 def learner_check(model) -> str | None:
-    ways = (Way("kernel"), Way("kernel", fused=True))
-    return next((why for way in ways if (why := why_wrong(model, way)) is not None), None)
+    ways = (ExecutionPath("kernel"), ExecutionPath("kernel", fused=True))
+    return next((why for way in ways if (why := path_error(model, way)) is not None), None)
 
 
 CHECKS = (engine_check, learner_check)
@@ -162,14 +162,14 @@ def test_wrong_tree_kernels_are_rejected(device, wrong, dtype, monkeypatch):
     if wrong == "gradient":
         monkeypatch.setattr(tree_kernels, "backward", other_gradient)
     elif wrong == "mask":
-        from arborl.learner.kernel_attention import KernelAttend
+        from arborl.learner.attention.kernel_attention import TritonTreeAttention
 
-        real = KernelAttend.__init__
+        real = TritonTreeAttention.__init__
 
         def ahead(self, batch, device):
             real(self, dataclasses.replace(batch, end=batch.end.clip(max=len(batch.end) - 1)), device)
 
-        monkeypatch.setattr(KernelAttend, "__init__", ahead)
+        monkeypatch.setattr(TritonTreeAttention, "__init__", ahead)
     else:
         monkeypatch.setattr(tree_kernels, "forward", bent)
-    assert why_wrong(model, Way("kernel")) is not None
+    assert path_error(model, ExecutionPath("kernel")) is not None

@@ -19,10 +19,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 def test_tensors_may_change_as_soon_as_the_device_is_told_to_wait():
     tree = {f"t{n}": torch.full((2**24,), float(n), device="cuda") for n in range(16)}
-    copies = HostCopies(torch.device("cuda"))
+    copies = HostCopier(torch.device("cuda"))
     for turn in range(3):
-        copied = copies.take(tree)
-        copied.hold()
+        copied = copies.copy(tree)
+        copied.block_stream()
         for tensor in tree.values():
             tensor.add_(1.0)
         copied.wait()
@@ -32,10 +32,10 @@ def test_tensors_may_change_as_soon_as_the_device_is_told_to_wait():
 
 
 def test_a_tensor_that_is_freed_meanwhile_is_copied_all_the_same():
-    copies = HostCopies(torch.device("cuda"))
+    copies = HostCopier(torch.device("cuda"))
     for turn in range(5):
         tree = {"a": torch.full((2**26,), float(turn), device="cuda")}
-        copied = copies.take(tree)
+        copied = copies.copy(tree)
         del tree
         torch.full((2**26,), -1.0, device="cuda")  # would be given the same memory
         copied.wait()
@@ -49,21 +49,21 @@ def test_a_learner_steps_on_while_its_snapshot_is_written(tmp_path, dtype):
     learner = Learner(model, LearnerConfig(lr=1e-2, decay="none"), Sampling())
 
     def step(one: Learner) -> None:
-        one._settle()  # as an update does
+        one._finish_copies()  # as an update does
         for gradient in one.optimizer.gradients():
             gradient.normal_(generator=torch.Generator("cuda").manual_seed(0))
         one.optimizer.step(1.0)
-        one.optimizer.zero()
+        one.optimizer.zero_grad()
 
     step(learner)
-    then = copy.deepcopy(parts_of(learner))
+    then = copy.deepcopy(checkpoint_tensors(learner))
     snapshot = learner.snapshot()
     for _ in range(5):
         step(learner)
     snapshot.write(tmp_path)
     resumed = Learner(start, LearnerConfig(lr=1e-2, decay="none"), Sampling())
     resumed.load(tmp_path)
-    found = parts_of(resumed)
+    found = checkpoint_tensors(resumed)
     assert all(torch.equal(found["model"][name], value) for name, value in then["model"].items())
     for number, state in then["state"]["optimizer"]["adam"]["state"].items():
         for name, value in state.items():

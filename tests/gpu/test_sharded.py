@@ -28,7 +28,7 @@ def test_fsdp2_on_a_world_of_one_equals_the_plain_learner(dtype, lora, offload, 
     single = alone(body(lora, dtype).cuda(), algorithm.needs, config)
     away = config.model_copy(update={"offload": offload})
     with world("fsdp2", 1, body(lora, dtype).cuda(), algorithm.needs, away) as group:
-        ours, theirs = (one.look(forest.trees, terms, algorithm.needs) for one in (group, single))
+        ours, theirs = (one.score_terms(forest.trees, terms, algorithm.needs) for one in (group, single))
         assert abs(ours.reference - theirs.reference).max() < (1e-4 if fine else 0.1)
         for one in (group, single):
             one.backward(forest.trees, theirs, algorithm)

@@ -69,9 +69,9 @@ def numbers(attend, q, k, v, bounds: AttentionLimits, scale: float = 0.3) -> lis
 
 def check(batch, device, shape, dtype=torch.float32, bounds=NO_LIMITS, tiles=None, apart=False):
     q, k, v = heads(batch, device, shape, dtype, apart)
-    attend = KernelAttend(batch, device)
+    attend = TritonTreeAttention(batch, device)
     attend.prepare([bounds.window] if bounds.window else [], shape[2], dtype, tiles)
-    dense = numbers(DenseAttend(batch, device), *(x.double() for x in (q, k, v)), bounds)
+    dense = numbers(DenseAttention(batch, device), *(x.double() for x in (q, k, v)), bounds)
     for name, ours, theirs in zip(("out", "dq", "dk", "dv"), numbers(attend, q, k, v, bounds), dense, strict=True):
         assert ours.dtype == dtype
         assert float((ours.double() - theirs).norm()) < CLOSE[dtype] * (float(theirs.norm()) + 1.0), name
@@ -114,14 +114,14 @@ def test_sixteen_bits(device, dtype, bounds):
 
 @pytest.mark.parametrize("programs", [1, 10_000])
 def test_it_does_not_matter_how_a_groups_heads_are_shared_out(device, monkeypatch, programs):
-    monkeypatch.setattr(tree_plan, "PROGRAMS", programs)
+    monkeypatch.setattr(tree_plan, "MIN_PROGRAMS", programs)
     check(bush(3, trees=1, branches=2, stem=20, twig=9), device, (5, 1, 16), tiles=SMALL)
 
 
 def test_scores_so_large_that_their_exponentials_overflow(device):
     batch = bush(0, trees=1, branches=3, stem=20, twig=9)
     q, k, v = heads(batch, device, (2, 1, 16), torch.float32, False)
-    attend = KernelAttend(batch, device)
+    attend = TritonTreeAttention(batch, device)
     attend.prepare([], 16, torch.float32, SMALL)
     ours, dense = (numbers(a, q * 100, k, v, NO_LIMITS, 1.0) for a in (attend, DenseAttend(batch, device)))
     for mine, theirs in zip(ours, dense, strict=True):
@@ -131,7 +131,7 @@ def test_scores_so_large_that_their_exponentials_overflow(device):
 def test_torch_may_trust_what_it_is_told_about_the_operations(device):
     batch = bush(4, trees=1, branches=2, stem=9, twig=9)
     q, k, v = (x.detach().requires_grad_() for x in heads(batch, device, (2, 1, 16), torch.float32, False))
-    attend = KernelAttend(batch, device)
+    attend = TritonTreeAttention(batch, device)
     attend.prepare([5], 16, torch.float32, SMALL)
     given = (q, k, v, attend.plans[5], 0.3, 5, 2.0, attend.tiles)
     kinds = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -140,14 +140,14 @@ def test_torch_may_trust_what_it_is_told_about_the_operations(device):
 
 def test_a_model_is_trained_through_them_as_through_squares(device, tiny_llama, monkeypatch, caplog):
     model = copy.deepcopy(tiny_llama).float().to(device)
-    whole = attention_choice.sample
-    monkeypatch.setattr(attention_choice, "sample", lambda model, chain, size: whole(model, chain, 20))
-    assert why_wrong(model, Way("kernel")) is None
+    whole = path_selection.sample_micro_batch
+    monkeypatch.setattr(path_selection, "sample_micro_batch", lambda model, chain, size: whole(model, chain, 20))
+    assert path_error(model, ExecutionPath("kernel")) is None
     batch = whole(model, False, 23)
-    assert Ways(attention="kernel")(model, batch).attend == "kernel"
+    assert PathSelector(attention="kernel")(model, batch).attention == "kernel"
     found = []
-    for way in (Way("kernel"), Way("kernel", recompute=True), DENSE):
-        said = score(model, batch, Sampling(), way).logprob_M
+    for way in (ExecutionPath("kernel"), ExecutionPath("kernel", recompute=True), DENSE):
+        said = compute_outputs(model, batch, Sampling(), way).logprob_M
         found.append([said.detach(), *torch.autograd.grad(said.sum(), list(model.parameters()))])
     for ours, again, dense in zip(*found, strict=True):
         torch.testing.assert_close(ours, dense, rtol=1e-4, atol=1e-4)
@@ -170,7 +170,7 @@ def test_every_size_that_there_are_tiles_for(dtype, shape, bounds):
 def test_the_same_bits_twice():
     batch, device = bush(6, trees=3, branches=8, stem=900, twig=200), torch.device("cuda")
     q, k, v = heads(batch, device, (14, 2, 64), torch.bfloat16, False)
-    attend = KernelAttend(batch, device)
+    attend = TritonTreeAttention(batch, device)
     attend.prepare([], 64, torch.bfloat16)
     first, second = (numbers(attend, q, k, v, NO_LIMITS) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -178,7 +178,7 @@ def test_the_same_bits_twice():
 
 @pytest.mark.gpu
 def test_no_size_of_batch_compiles_a_kernel_anew():
-    from arborl.learner import tree_kernels
+    from arborl.learner.attention import tree_kernels
 
     device = torch.device("cuda")
     kernels = (tree_kernels._forward, tree_kernels._backward_queries, tree_kernels._backward_keys)

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import torch
 
-from arborl.algorithms.algorithm import Needs
+from arborl.algorithms.recipe import AlgorithmNeeds
 from arborl.config.algorithm_parts import TrustRegionConfig
 from arborl.rollout.tree import plant
 from arborl.types import Call, Completion, Episode, Finish, Forest, Group, Sampling, Task, Terms, TokenTree
@@ -43,7 +43,7 @@ class Fake:
 
     def __init__(self, kind: str = "clip", reference: bool = False, proximal: bool = False):
         self.kind = kind
-        self.needs = Needs(
+        self.needs = AlgorithmNeeds(
             value=kind == "value", entropy=kind == "entropy", reference=reference, proximal=proximal, greedy=False
         )
         self.whole = kind == "sequence"
@@ -67,17 +67,17 @@ class Fake:
         counts.index_add_(0, terms.episode_M, torch.ones_like(now_M))
         return (sums / counts.clamp(min=1))[terms.episode_M]
 
-    def loss(self, said, terms):
-        new_M = said.logprob_M
+    def loss(self, outputs, terms):
+        new_M = outputs.logprob_M
         ratio_M = (new_M - terms.old_M).exp()
         if self.kind == "sequence":
             ratio_M = (terms.sequence_M + new_M - new_M.detach()).exp()
         held_M = ratio_M.clamp(0.8, 1.2)
         loss_M = -torch.minimum(ratio_M * terms.advantage_M, held_M * terms.advantage_M)
         if self.kind == "entropy":
-            loss_M = loss_M - 0.1 * said.entropy_M
+            loss_M = loss_M - 0.1 * outputs.entropy_M
         if self.kind == "value":
-            loss_M = loss_M + 0.5 * (said.value_M - terms.target_M).square()
+            loss_M = loss_M + 0.5 * (outputs.value_M - terms.target_M).square()
         if terms.reference_M is not None:
             gap_M = terms.reference_M - new_M
             loss_M = loss_M + 0.1 * (gap_M.exp() - 1 - gap_M)
@@ -99,10 +99,10 @@ def batch_of(groups: list[Group], algorithm: Fake) -> tuple[Forest, Terms]:
 def gradients(learner, groups: list[Group], algorithm: Fake) -> tuple[float, list[torch.Tensor]]:
     """Loss and gradients of all trained parameters after `look`, `credit` and `backward`."""
     forest = plant(groups)
-    terms = algorithm.credit(groups, learner.look(forest.trees, forest.terms, algorithm.needs))
+    terms = algorithm.credit(groups, learner.score_terms(forest.trees, forest.terms, algorithm.needs))
     value = learner.backward(forest.trees, terms, algorithm)["policy/loss"]
     found = [g.clone() for g in learner.optimizer.gradients()]
-    learner.optimizer.zero()
+    learner.optimizer.zero_grad()
     return value, found
 
 

@@ -14,7 +14,7 @@ from arborl.algorithms import make_algorithm
 from arborl.config.algorithm import NARROW, AlgorithmConfig
 from arborl.config.run import LearnerConfig
 from arborl.engines.local import LocalEngine
-from arborl.learner.learner import Learner
+from arborl.learner.core.learner import Learner
 from arborl.rollout.tree import plant
 from arborl.types import Call, Episode, Group, Sampling, Task
 
@@ -36,8 +36,8 @@ def groups(model) -> list[Group]:
         made = []
         for number in range(4):
             prompt = tuple(np.random.default_rng(number).integers(5, 400, 20 + 5 * number).tolist())
-            asked = [dataclasses.replace(SAMPLING, seed=10 * number + e) for e in range(4)]
-            done = await asyncio.gather(*(engine.generate(prompt, one, session=str(one.seed)) for one in asked))
+            samplings = [dataclasses.replace(SAMPLING, seed=10 * number + e) for e in range(4)]
+            done = await asyncio.gather(*(engine.generate(prompt, one, session=str(one.seed)) for one in samplings))
             task = Task(str(number))
             episodes = [
                 Episode(f"{number}/{e}", task, calls=[Call(prompt, completion, 0)], rewards={"r": float(e % 2)})
@@ -54,7 +54,7 @@ def clipped(model, groups, settings: dict, **learning) -> tuple[float, dict[str,
     algorithm = make_algorithm(AlgorithmConfig(**settings))
     learner = Learner(copy.deepcopy(model), LearnerConfig(lr=1e-30, **learning), SAMPLING, algorithm.needs)
     forest = plant(groups)
-    terms = algorithm.credit(groups, learner.look(forest.trees, forest.terms, algorithm.needs))
+    terms = algorithm.credit(groups, learner.score_terms(forest.trees, forest.terms, algorithm.needs))
     metrics = learner.update(forest.trees, terms, algorithm)
     assert metrics["learner/steps"] > 0
     return metrics.get("policy/clipped", 0.0), metrics | algorithm.metrics()
@@ -88,7 +88,7 @@ def test_an_update_of_one_step_needs_no_pass_for_its_anchor(model, groups):
     forest = plant(groups)
     for minibatches, known in ((1, False), (2, True)):
         learner = Learner(model, LearnerConfig(minibatches=minibatches), SAMPLING, algorithm.needs)
-        found = learner.look(forest.trees, forest.terms, algorithm.needs)
+        found = learner.score_terms(forest.trees, forest.terms, algorithm.needs)
         assert np.isfinite(found.proximal).all() == known
 
 

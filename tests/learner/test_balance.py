@@ -1,16 +1,16 @@
-"""Each rank has about as much to do as another."""
+"""Trees are assigned to ranks with nearly equal work."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from arborl.learner.balance import deal, owners, share, work_of
-from arborl.learner.packing import Costs
+from arborl.learner.core.packing import ForwardCosts
+from arborl.learner.distributed.learner_group import assign_balanced, rank_part, tree_owners, tree_work
 from arborl.rollout.tree import plant
 from arborl.types import Call, Completion, Episode, Finish, Group, Task
 
-COSTS = Costs(token=12 * 4096.0**2, pair=2 * 4096.0)
+COSTS = ForwardCosts(token=12 * 4096.0**2, pair=2 * 4096.0)
 
 
 def ragged(chance: np.random.Generator, groups: int, episodes: int) -> list[Group]:
@@ -34,17 +34,17 @@ def ragged(chance: np.random.Generator, groups: int, episodes: int) -> list[Grou
 def test_ragged_batches_are_spread_within_five_percent(groups, ranks):
     for seed in range(3):
         forest = plant(ragged(np.random.default_rng(seed), groups, 4))
-        owner = owners(forest.trees, forest.terms, ranks, [np.arange(groups)], COSTS)
-        load = np.bincount(owner, work_of(forest.trees, forest.terms, COSTS), minlength=ranks)
+        owner = tree_owners(forest.trees, forest.terms, ranks, [np.arange(groups)], COSTS)
+        load = np.bincount(owner, tree_work(forest.trees, forest.terms, COSTS), minlength=ranks)
         assert load.max() / load.mean() < 1.05
 
 
 def test_every_minibatch_is_spread_and_every_term_has_one_home():
     forest = plant(ragged(np.random.default_rng(5), 8, 2))
     halves = np.array_split(np.arange(8), 2)
-    owner = owners(forest.trees, forest.terms, 2, halves, COSTS)
+    owner = tree_owners(forest.trees, forest.terms, 2, halves, COSTS)
     assert all(set(owner[half]) == {0, 1} for half in halves)
-    parts = [share(forest.trees, forest.terms, owner, rank) for rank in range(2)]
+    parts = [rank_part(forest.trees, forest.terms, owner, rank) for rank in range(2)]
     assert sorted(np.concatenate([rows for *_, rows in parts])) == list(range(len(forest.terms)))
     for trees, terms, rows in parts:
         np.testing.assert_array_equal(terms.token, forest.terms.token[rows])
@@ -53,12 +53,12 @@ def test_every_minibatch_is_spread_and_every_term_has_one_home():
 
 def test_what_is_exchanged_evens_out_what_the_largest_first_leaves():
     work = np.array([5.0, 4.0, 3.0, 3.0, 3.0])
-    load = np.bincount(deal(work, 2), work)
+    load = np.bincount(assign_balanced(work, 2), work)
     assert sorted(load) == [9.0, 9.0]
 
 
 def test_fewer_trees_than_ranks_and_trees_without_terms():
     forest = plant(ragged(np.random.default_rng(1), 2, 2))
     none = forest.terms.pick(np.zeros(0, dtype=int))
-    assert len(owners(forest.trees, none, 4, [np.arange(2)], COSTS)) == 2
-    assert len(set(owners(forest.trees, forest.terms, 4, [np.arange(2)], COSTS))) == 2
+    assert len(tree_owners(forest.trees, none, 4, [np.arange(2)], COSTS)) == 2
+    assert len(set(tree_owners(forest.trees, forest.terms, 4, [np.arange(2)], COSTS))) == 2

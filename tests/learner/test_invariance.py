@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from learner_fakes import SAMPLING, Fake, assert_same, gradients, random_groups
 
 from arborl.config.run import LearnerConfig
-from arborl.learner.learner import Learner
+from arborl.learner.core.learner import Learner
 from arborl.types import Group
 
 KINDS = ["clip", "sequence", "value", "entropy"]

@@ -1,4 +1,4 @@
-"""What the learner looks up, refuses, remembers and survives."""
+"""Scoring, updates, non-finite numbers, out-of-memory errors and checkpoints of a learner."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 import torch
 from learner_fakes import SAMPLING, Fake, assert_same, batch_of, forest_of, gradients, random_groups
 
-from arborl.algorithms.algorithm import Needs
+from arborl.algorithms.recipe import AlgorithmNeeds
 from arborl.config.run import LearnerConfig
-from arborl.learner.executor import EXECUTORS, Executor
-from arborl.learner.learner import Learner
-from arborl.learner.tree_attention import DenseAttend
+from arborl.learner.attention.path_selection import ATTENTION_BACKENDS, AttentionBackend
+from arborl.learner.attention.tree_attention import DenseAttention
+from arborl.learner.core.learner import Learner
 from arborl.types import Group
 
 
@@ -35,13 +35,13 @@ def assert_untouched(model, before: dict[str, torch.Tensor]) -> None:
 # ------------------------------------------------------------------------------------------------ look
 
 
-def test_look_fills_exactly_what_is_needed(model):
-    needs = Needs(proximal=True, reference=True, value=True)
+def test_score_terms_fills_exactly_what_is_needed(model):
+    needs = AlgorithmNeeds(proximal=True, reference=True, value=True)
     learner = Learner(model, LearnerConfig(), SAMPLING, needs)
     trees, terms = forest_of(random_groups(0))
-    nothing = learner.look(trees, terms, Needs())
+    nothing = learner.score_terms(trees, terms, AlgorithmNeeds())
     assert all(np.isnan(getattr(nothing, name)).all() for name in ("proximal", "reference", "value"))
-    found = learner.look(trees, terms, needs)
+    found = learner.score_terms(trees, terms, needs)
     np.testing.assert_allclose(found.proximal, learner.logprobs(trees, terms).numpy(), rtol=1e-12)
     np.testing.assert_allclose(found.reference, found.proximal, rtol=1e-12)  # nothing has moved yet
     assert (found.value == 0).all()
@@ -53,9 +53,9 @@ def test_the_reference_stays_while_the_policy_moves(model):
     learner = Learner(model, LearnerConfig(lr=1e-2, decay="none"), SAMPLING, algorithm.needs)
     groups = random_groups(0)
     trees, terms = forest_of(groups)
-    before = learner.look(trees, terms, algorithm.needs)
+    before = learner.score_terms(trees, terms, algorithm.needs)
     learner.update(trees, algorithm.credit(groups, before), algorithm)
-    after = learner.look(trees, terms, algorithm.needs)
+    after = learner.score_terms(trees, terms, algorithm.needs)
     assert (after.reference == before.reference).all()
     assert np.abs(after.proximal - before.proximal).max() > 1e-3
 
@@ -67,21 +67,21 @@ def test_the_proximal_policy_is_that_of_the_updates_beginning_through_all_its_ep
     ratios = []
 
     class Watching(Fake):
-        def loss(self, said, terms):
-            ratios.append(float((said.logprob_M.detach() - terms.proximal_M).abs().max()))
-            return super().loss(said, terms)
+        def loss(self, outputs, terms):
+            ratios.append(float((outputs.logprob_M.detach() - terms.proximal_M).abs().max()))
+            return super().loss(outputs, terms)
 
     learner = Learner(model, LearnerConfig(lr=1e-2, epochs=3, decay="none"), SAMPLING, algorithm.needs)
     trees, terms = forest_of(groups)
     learner.update(
-        trees, algorithm.credit(groups, learner.look(trees, terms, algorithm.needs)), Watching(proximal=True)
+        trees, algorithm.credit(groups, learner.score_terms(trees, terms, algorithm.needs)), Watching(proximal=True)
     )
     assert ratios[0] < 1e-12
     assert 0 < ratios[1] < ratios[2]
 
 
 @pytest.mark.parametrize("critic", ["shared", "separate"])
-def test_a_critic_learns_what_it_should_have_said(model, critic):
+def test_a_critic_learns_its_targets(model, critic):
     algorithm = Fake("value")
     config = LearnerConfig(lr=1e-3, critic_lr=3e-2, decay="none", critic=critic)
     learner = Learner(model, config, SAMPLING, algorithm.needs)
@@ -89,7 +89,7 @@ def test_a_critic_learns_what_it_should_have_said(model, critic):
     trees, terms = forest_of(groups)
     wrong = []
     for _ in range(30):
-        looked = algorithm.credit(groups, learner.look(trees, terms, algorithm.needs))
+        looked = algorithm.credit(groups, learner.score_terms(trees, terms, algorithm.needs))
         wrong.append(float(np.abs(looked.value - looked.target).mean()))
         metrics = learner.update(trees, looked, algorithm)
     assert wrong[-1] < 0.5 * wrong[0]
@@ -128,7 +128,7 @@ def assert_learned_as_without(model, learned, groups, number: int, algorithm) ->
 
 @pytest.mark.parametrize("column", ["advantage", "weight", "logprob"])
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
-def test_a_number_that_is_not_finite_costs_its_group_and_names_the_episode(model, caplog, column, poison):
+def test_a_group_with_a_non_finite_number_is_dropped_and_its_episode_named(model, caplog, column, poison):
     groups, algorithm = random_groups(1), Fake()
     forest, terms = batch_of(groups, algorithm)
     values = getattr(terms, column).copy()
@@ -145,7 +145,7 @@ def test_a_number_that_is_not_finite_costs_its_group_and_names_the_episode(model
     assert_learned_as_without(model, learned, groups, 1, algorithm)
 
 
-def test_what_the_model_itself_makes_of_an_episode_costs_its_group_too(model, caplog):
+def test_a_group_whose_own_gradient_is_not_finite_is_dropped(model, caplog):
     """A token whose embedding is not a number spoils every gradient of the batch; its group is found and left out."""
     groups, algorithm = random_groups(1, vocabulary=48), Fake()
     first = groups[1].episodes[0]
@@ -158,7 +158,7 @@ def test_what_the_model_itself_makes_of_an_episode_costs_its_group_too(model, ca
     metrics = Learner(learned, LearnerConfig(lr=1e-3), SAMPLING).update(forest.trees, terms, algorithm)
     assert metrics["learner/skipped"] == 0.0
     assert metrics["dropped/not_finite"] == len(groups[1].episodes)
-    assert "left out" in caplog.text
+    assert "groups dropped" in caplog.text
     with torch.no_grad():
         for made in (model, learned):
             made.get_input_embeddings().weight[49] = 0.0  # to compare them
@@ -186,8 +186,8 @@ def test_no_terms_skip_the_step(model):
 
 def test_one_minibatch_that_is_skipped_leaves_the_others_their_metrics(model):
     class Exploding(Fake):
-        def loss(self, said, terms):
-            loss_M, seen = super().loss(said, terms)
+        def loss(self, outputs, terms):
+            loss_M, seen = super().loss(outputs, terms)
             return loss_M * (float("inf") if (terms.group_M == 1).any() else 1.0), seen
 
     forest, terms = batch_of(random_groups(1), Fake())
@@ -199,8 +199,8 @@ def test_one_minibatch_that_is_skipped_leaves_the_others_their_metrics(model):
 
 def test_a_gradient_that_is_not_finite_leaves_the_weights_untouched(model):
     class Exploding(Fake):
-        def loss(self, said, terms):
-            return said.logprob_M * float("inf"), {}
+        def loss(self, outputs, terms):
+            return outputs.logprob_M * float("inf"), {}
 
     forest, terms = batch_of(random_groups(1), Fake())
     before = state_of(model)
@@ -212,7 +212,7 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_untouched(model):
 # ------------------------------------------------------------------------------------------------ memory
 
 
-class Small(DenseAttend):
+class Small(DenseAttention):
     """A GPU with room for so many tokens."""
 
     room = 40
@@ -225,7 +225,7 @@ class Small(DenseAttend):
 
 @pytest.fixture
 def little_memory(monkeypatch):
-    monkeypatch.setitem(EXECUTORS, "dense", Executor(Small))
+    monkeypatch.setitem(ATTENTION_BACKENDS, "dense", AttentionBackend(Small))
 
 
 @pytest.mark.parametrize("kind", ["clip", "sequence", "value"])
@@ -233,10 +233,10 @@ def test_out_of_memory_halves_the_micro_batch_and_gives_the_same_gradients(model
     groups, algorithm = random_groups(0, groups=5), Fake(kind)
     learner = Learner(model, LearnerConfig(attention="dense"), SAMPLING, algorithm.needs)
     ample = gradients(learner, groups, algorithm)
-    monkeypatch.setitem(EXECUTORS, "dense", Executor(Small))
+    monkeypatch.setitem(ATTENTION_BACKENDS, "dense", AttentionBackend(Small))
     assert_same(gradients(learner, groups, algorithm), ample)
-    assert learner.fitting.budget <= Small.room
-    assert f"learner.micro_batch_tokens={learner.fitting.budget}" in caplog.text
+    assert learner.micro_batcher.budget <= Small.room
+    assert f"learner.micro_batch_tokens={learner.micro_batcher.budget}" in caplog.text
     caplog.clear()
     gradients(learner, groups, algorithm)  # the size is remembered
     assert "out of memory" not in caplog.text
@@ -246,14 +246,14 @@ def test_the_size_that_fits_is_logged_and_outlives_the_process(model, little_mem
     forest, terms = batch_of(random_groups(0, groups=5), Fake())
     learner = Learner(model, LearnerConfig(attention="dense"), SAMPLING)
     metrics = learner.update(forest.trees, terms, Fake())
-    assert metrics["learner/micro_batch_tokens"] == learner.fitting.budget < 4096
+    assert metrics["learner/micro_batch_tokens"] == learner.micro_batcher.budget < 4096
     learner.save(tmp_path)
     again = Learner(model, LearnerConfig(attention="dense"), SAMPLING)
     again.load(tmp_path)
-    assert again.fitting.budget == learner.fitting.budget
+    assert again.micro_batcher.budget == learner.micro_batcher.budget
 
 
-def test_a_branch_that_fits_nowhere_says_what_to_do(model, monkeypatch, little_memory):
+def test_a_branch_that_does_not_fit_raises_an_error_with_advice(model, monkeypatch, little_memory):
     monkeypatch.setattr(Small, "room", 5)
     forest, terms = batch_of(random_groups(0), Fake())
     with pytest.raises(torch.OutOfMemoryError, match=r"learner\.recompute"):
@@ -272,7 +272,7 @@ def test_a_learner_saved_and_loaded_goes_on_bit_for_bit(tiny_llama, tmp_path, cr
     def step(learner: Learner, seed: int) -> None:
         groups = random_groups(seed)
         trees, terms = forest_of(groups)
-        learner.update(trees, algorithm.credit(groups, learner.look(trees, terms, algorithm.needs)), algorithm)
+        learner.update(trees, algorithm.credit(groups, learner.score_terms(trees, terms, algorithm.needs)), algorithm)
 
     whole = Learner(copy.deepcopy(start), config, SAMPLING, algorithm.needs)
     for seed in range(4):
@@ -284,7 +284,7 @@ def test_a_learner_saved_and_loaded_goes_on_bit_for_bit(tiny_llama, tmp_path, cr
     for seed in (2, 3):
         step(resumed, seed)
     assert_untouched(resumed.model, state_of(whole.model))
-    ours, theirs = resumed.critic.trained(), whole.critic.trained()
+    ours, theirs = resumed.critic.trained_parameters(), whole.critic.trained_parameters()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert float(theirs["head.weight"].detach().abs().max()) > 0
     for a, b in zip(resumed.optimizer.gradients(), whole.optimizer.gradients(), strict=True):

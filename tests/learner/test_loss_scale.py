@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from arborl.config.load import load
 from arborl.config.run import LearnerConfig
 from arborl.errors import ConfigError
-from arborl.learner.learner import Learner
-from arborl.learner.loss_scale import START, LossScale
+from arborl.learner.core.learner import Learner
+from arborl.learner.core.optimizer import INITIAL_SCALE, LossScale
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_gradients_of_a_float16_model_are_those_of_float32(fine, weight):
 
 
 def test_without_a_factor_the_tiny_ones_would_be_nothing(fine, monkeypatch):
-    monkeypatch.setattr("arborl.learner.loss_scale.START", 1.0)
+    monkeypatch.setattr("arborl.learner.core.optimizer.INITIAL_SCALE", 1.0)
     found = gradients(copy.deepcopy(fine).half(), 1e-5)
     assert sum(float(g.norm()) == 0.0 for g in found) >= 5
 
@@ -52,14 +52,14 @@ def test_without_a_factor_the_tiny_ones_would_be_nothing(fine, monkeypatch):
 def test_what_is_not_finite_at_any_factor_is_left_to_be_found_and_the_factor_stays():
     scale, bad = LossScale(torch.float16), [torch.tensor([float("nan")])]
     tries = 1
-    while not scale.settled(bad):
+    while not scale.unscale(bad):
         tries += 1
     assert 2 < tries < 12
-    assert scale.value == START
+    assert scale.value == INITIAL_SCALE
 
 
 def test_the_factor_grows_again_after_many_good_passes_and_travels_in_checkpoints(fine, tmp_path, monkeypatch):
-    monkeypatch.setattr("arborl.learner.loss_scale.GOOD", 2)
+    monkeypatch.setattr("arborl.learner.core.optimizer.GROWTH_INTERVAL", 2)
     algorithm = Fake()
     forest, terms = batch_of(random_groups(3), algorithm)
     learner = Learner(copy.deepcopy(fine).half(), LearnerConfig(lr=1e-3, decay="none"), SAMPLING)
@@ -72,7 +72,7 @@ def test_the_factor_grows_again_after_many_good_passes_and_travels_in_checkpoint
     learner.save(tmp_path)
     other = Learner(copy.deepcopy(fine).half(), LearnerConfig(lr=1e-3, decay="none"), SAMPLING)
     other.load(tmp_path)
-    assert (other.loss_scale.value, other.loss_scale.good) == (values[-1], 1)
+    assert (other.loss_scale.value, other.loss_scale.good_passes) == (values[-1], 1)
     for one in (learner, other):
         one.update(forest.trees, terms, algorithm)
     assert all(torch.equal(a, b) for a, b in zip(learner.model.parameters(), other.model.parameters(), strict=True))

@@ -11,15 +11,22 @@ import torch
 from learner_fakes import SAMPLING, Fake, batch_of, random_groups
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from arborl.algorithms.algorithm import Needs
+from arborl.algorithms.recipe import AlgorithmNeeds
 from arborl.config.load import load
 from arborl.config.run import LearnerConfig, LoraConfig
-from arborl.learner.attention_choice import sample
-from arborl.learner.executor import Way, hidden
-from arborl.learner.forecast import GIB, LADDER, Planner, Sizes, learner_sizes, logit_rows
-from arborl.learner.learner import Learner
-from arborl.learner.memory import planned, sizes_of, told, warned
-from arborl.models.attention import ATTENTION_NAME
+from arborl.learner.attention.path_selection import ExecutionPath, hidden_states, sample_micro_batch
+from arborl.learner.core.learner import Learner
+from arborl.learner.core.memory_forecast import (
+    GIB,
+    MICRO_BATCH_SIZES,
+    MemoryPlanner,
+    ModelSizes,
+    learner_sizes,
+    logit_rows,
+)
+from arborl.learner.core.memory_plan import describe_plan, model_sizes, plan_memory, plan_warning
+from arborl.models.attention import NAME
+from arborl.models.load import load_model, resolve
 from arborl.models.lora import add_lora
 from arborl.models.model_loading import load_model, resolve
 
@@ -28,7 +35,7 @@ KINDS = {
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 16}),
 }
-FOUR = Sizes(
+FOUR = ModelSizes(
     weights=8_045_000_000, parameters=4_022_468_096, trained=4_022_468_096, coarse=4_022_468_096, largest=388_956_160,
     item=2, layers=36, hidden=2560, queries=4096, keys=1024, inner=9728, vocabulary=151_936, head_norms=True,
 )  # fmt: skip
@@ -47,10 +54,10 @@ def model_of(kind: str, rank: int = 0, **more):
     return made
 
 
-def kept_bytes(model, way: Way) -> tuple[int, int]:
+def kept_bytes(model, way: ExecutionPath) -> tuple[int, int]:
     """Tokens, and bytes that a forward pass keeps for the backward pass, weights aside; counted by storage."""
-    batch = sample(model, chain=True, size=192)
-    hidden(model, batch, way)  # joins weights, which must not be counted
+    batch = sample_micro_batch(model, chain=True, size=192)
+    hidden_states(model, batch, way)  # joins weights, which must not be counted
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     seen, alive = {}, []
 
@@ -61,7 +68,7 @@ def kept_bytes(model, way: Way) -> tuple[int, int]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        hidden(model, batch, way)
+        hidden_states(model, batch, way)
     return len(batch.tokens), sum(size for place, size in seen.items() if place not in weights)
 
 
@@ -69,16 +76,16 @@ def kept_bytes(model, way: Way) -> tuple[int, int]:
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_what_layers_keep_is_what_is_counted(kind, rank):
     model = model_of(kind, rank)
-    tokens, counted = kept_bytes(model, Way("causal"))
-    sizes = sizes_of(model)
+    tokens, counted = kept_bytes(model, ExecutionPath("causal"))
+    sizes = model_sizes(model)
     assert counted == pytest.approx(tokens * sizes.layers * sizes.layer(fused=False, fused_norms=False), rel=0.08)
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_with_recompute_only_what_goes_into_each_layer_is_kept(kind):
     model = model_of(kind)
-    tokens, counted = kept_bytes(model, Way("causal", recompute=True))
-    sizes = sizes_of(model)
+    tokens, counted = kept_bytes(model, ExecutionPath("causal", recompute=True))
+    sizes = model_sizes(model)
     edges = tokens * sizes.item * sizes.hidden * (sizes.layers + 2)
     assert counted == pytest.approx(edges, rel=0.15)
 
@@ -91,7 +98,7 @@ def test_what_the_optimizer_holds_is_what_is_counted(dtype, rank, more):
     model = model_of("llama").to(getattr(torch, dtype))
     if rank:
         add_lora(model, LoraConfig(rank=rank))
-    sizes, config = sizes_of(model), LearnerConfig(lr=1e-3, **more)
+    sizes, config = model_sizes(model), LearnerConfig(lr=1e-3, **more)
     learner = Learner(model, config, SAMPLING)
     master = config.master == "float32"
     assert sum(g.nbytes for g in learner.optimizer.gradients()) == sizes.gradients(master)
@@ -104,19 +111,19 @@ def test_what_the_optimizer_holds_is_what_is_counted(dtype, rank, more):
 
 
 def test_the_sizes_of_a_model_are_those_of_its_configuration():
-    sizes = sizes_of(model_of("qwen3"))
+    sizes = model_sizes(model_of("qwen3"))
     assert (sizes.layers, sizes.hidden, sizes.queries, sizes.keys, sizes.inner) == (12, 64, 64, 32, 160)
     assert sizes.head_norms
     assert sizes.lean
-    assert not sizes_of(model_of("qwen2")).head_norms
+    assert not model_sizes(model_of("qwen2")).head_norms
 
 
-def planner(limit: float, sizes: Sizes = FOUR, reference: bool = False, **more) -> Planner:
+def planner(limit: float, sizes: ModelSizes = FOUR, reference: bool = False, **more) -> MemoryPlanner:
     """For one GPU, with a context of 1,024 tokens; `more` are the learner's settings."""
     token = 2 * sizes.layers * sizes.keys * 2
     kv = {"kv_token": token, "kv_wanted": 262_144, "kv_least": 65_536, "kv_floor": 1_024}
-    config, needs = LearnerConfig(**more), Needs(reference=reference)
-    return Planner(sizes, config, needs, context=1_024, limit=int(limit * GIB), logit_rows=14_000, **kv)
+    config, needs = LearnerConfig(**more), AlgorithmNeeds(reference=reference)
+    return MemoryPlanner(sizes, config, needs, context=1_024, limit=int(limit * GIB), logit_rows=14_000, **kv)
 
 
 def test_where_there_is_room_nothing_is_run_twice_and_the_engine_has_what_it_wants():
@@ -131,7 +138,7 @@ def test_a_plan_is_within_its_limit(limit, reference):
     plan = planner(limit, reference=reference).plan()
     assert plan.fits
     assert plan.forecast.total <= limit * GIB
-    assert plan.tokens in LADDER
+    assert plan.tokens in MICRO_BATCH_SIZES
     assert plan.kv_tokens >= 1_024
 
 
@@ -145,7 +152,7 @@ def test_with_less_memory_a_plan_takes_less_of_it_in_an_order_that_costs_little(
         assert (after.recompute, -after.tokens) >= (before.recompute, -before.tokens)
 
 
-def test_what_is_asked_for_is_never_changed():
+def test_explicit_settings_are_never_changed():
     plan = planner(90, micro_batch_tokens=8_192, recompute=False).plan()
     assert (plan.tokens, plan.recompute) == (8_192, False)
     fixed = dataclasses.replace(planner(90), kv_wanted=200_000, kv_least=200_000, kv_floor=200_000)
@@ -173,7 +180,7 @@ def test_what_does_not_fit_says_so_and_takes_the_least():
         (["learner.offload=all"], "lora"),
         (["model.lora.rank=8"], "4bit"),
     ):
-        assert better in warned(plan, load(None, words))
+        assert better in plan_warning(plan, load(None, words))
 
 
 def test_the_longest_branch_counts_though_micro_batches_are_shorter():
@@ -209,21 +216,19 @@ def test_memory_that_the_engine_lends_is_counted_once_and_spares_running_layers_
     assert lent.forecast.lent
     assert lent.kv_tokens >= apart.kv_tokens
     assert lent.forecast.total == lent.forecast.staying + max(lent.forecast.learning, lent.forecast.kv)
-    assert "tokens (when not learning)" in told(lent, FOUR, 139 * GIB)
+    assert "tokens (freed during updates)" in describe_plan(lent, FOUR, 139 * GIB)
     roomy = dataclasses.replace(planner(190), lends=True).plan()
     assert not roomy.forecast.lent  # it costs time
 
 
-def test_one_line_tells_the_forecast_and_the_plan():
-    line = told(planner(100).plan(), FOUR, 139 * GIB)
-    assert line.startswith(
-        "4.02B parameters, all trained: weights 7.5, masters and AdamW 45.0, gradients 15.0, activat"
-    )
+def test_the_plan_is_described_in_one_line():
+    line = describe_plan(planner(100).plan(), FOUR, 139 * GIB)
+    assert line.startswith("4.02B parameters, all trained: weights 7.5, optimizer state 45.0, gradients 15.0, activat")
     assert "tokens with recompute" in line
     assert line.endswith("of 139.0 GiB")
     config = load(None, ["model.device=cpu", "sampling.max_context=256"])
-    plan = planned(load_model(resolve("seedling"), device="cpu"), config, Needs())
-    assert plan.told.startswith("2.1M parameters, all trained: weights 0.01")
+    plan = plan_memory(load_model(resolve("seedling"), device="cpu"), config, AlgorithmNeeds())
+    assert plan.summary.startswith("2.1M parameters, all trained: weights 0.01")
     assert plan.warning == ""
     assert (plan.tokens, plan.recompute) == (4_096, False)
 
@@ -232,7 +237,7 @@ def test_a_learner_goes_by_the_plan(tiny_llama):
     plan = dataclasses.replace(planner(100).plan(), tokens=40)
     algorithm = Fake()
     learner = Learner(copy.deepcopy(tiny_llama), plan.settings(LearnerConfig()), SAMPLING, algorithm.needs)
-    assert learner.fitting.budget == 40
-    assert learner.ways.recompute is plan.recompute is True
+    assert learner.micro_batcher.budget == 40
+    assert learner.path_selector.recompute is plan.recompute is True
     forest, terms = batch_of(random_groups(0), algorithm)
     assert learner.update(forest.trees, terms, algorithm)["learner/steps"] == 1.0

@@ -12,7 +12,7 @@ from learner_fakes import SAMPLING, Fake, batch_of, forest_of, random_groups
 from arborl.algorithms import make_algorithm
 from arborl.config.algorithm import AlgorithmConfig
 from arborl.config.run import LearnerConfig
-from arborl.learner.learner import Learner
+from arborl.learner.core.learner import Learner
 from arborl.types import Group
 
 CONFIGS = {
@@ -38,7 +38,7 @@ def steps_of(model, groups: list[Group], settings: dict, minibatches: int) -> li
 
     learner.optimizer.step = watched
     trees, terms = forest_of(groups)
-    learner.update(trees, algorithm.credit(groups, learner.look(trees, terms, algorithm.needs)), algorithm)
+    learner.update(trees, algorithm.credit(groups, learner.score_terms(trees, terms, algorithm.needs)), algorithm)
     return taken
 
 

@@ -1,4 +1,4 @@
-"""What is kept in the host's memory gives the numbers of what is not, to the last bit."""
+"""Offload gives the same numbers to the last bit."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from learner_fakes import SAMPLING, Fake, batch_of, random_groups
 
 from arborl.config.run import LearnerConfig, LoraConfig
-from arborl.learner import host_copy, offload
-from arborl.learner.files import parts_of
-from arborl.learner.learner import Learner
-from arborl.learner.offload import Guest
+from arborl.learner.core import offload
+from arborl.learner.core.checkpoint_files import checkpoint_tensors
+from arborl.learner.core.learner import Learner
+from arborl.learner.core.offload import OffloadedModel
 from arborl.models.lora import add_lora
 
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
-    monkeypatch.setattr(offload, "AT_ONCE", 300)  # so that a step has many
+    monkeypatch.setattr(offload, "OFFLOAD_CHUNK", 300)  # so that a step has many
 
 
 def leaves(tree, path=""):
@@ -31,7 +31,7 @@ def leaves(tree, path=""):
 
 def everything(learner: Learner) -> dict[str, torch.Tensor]:
     with learner.with_reference():
-        return leaves(parts_of(learner))
+        return leaves(checkpoint_tensors(learner))
 
 
 def assert_equal(ours, theirs) -> None:
@@ -42,7 +42,7 @@ def assert_equal(ours, theirs) -> None:
 def step(learner: Learner, algorithm: Fake, seed: int) -> dict[str, float]:
     groups = random_groups(seed)
     forest, terms = batch_of(groups, algorithm)
-    seen = learner.look(forest.trees, terms, algorithm.needs)
+    seen = learner.score_terms(forest.trees, terms, algorithm.needs)
     return learner.update(forest.trees, algorithm.credit(groups, seen), algorithm)
 
 
@@ -75,7 +75,7 @@ def test_the_result_is_that_of_a_run_that_keeps_everything_on_the_device(tiny_ll
         assert step(plain, algorithm, seed) == step(away, algorithm, seed)
         if seed == 1:
             for learner in (plain, away):
-                learner.renew_reference()
+                learner.update_reference()
     assert_equal(everything(away), everything(plain))
 
 
@@ -106,7 +106,7 @@ def test_a_snapshot_of_it_is_the_moment_too_also_where_the_host_has_no_room_for_
     again = learner_of(model, algorithm, "all")
     again.load(tmp_path)
     assert_equal(everything(again), then)
-    monkeypatch.setattr(host_copy, "free_memory", lambda: 0)
+    monkeypatch.setattr(offload, "free_memory", lambda: 0)
     (tmp_path / "live").mkdir()
     again.snapshot().write(tmp_path / "live")
     third = learner_of(model, algorithm, "none")
@@ -131,14 +131,14 @@ def test_a_gradient_that_is_not_finite_leaves_everything_as_it_was(tiny_llama):
     for gradient in learner.optimizer.gradients():
         gradient.fill_(float("nan"))
     assert learner.optimizer.step(1.0)["learner/skipped"] == 1.0
-    learner.optimizer.zero()
+    learner.optimizer.zero_grad()
     assert_equal(everything(learner), before)
 
 
-def test_a_guest_takes_no_memory_unless_it_is_here_and_its_weights_may_be_changed_then(tiny_llama):
+def test_an_offloaded_model_takes_device_memory_only_inside_its_context(tiny_llama):
     model = copy.deepcopy(tiny_llama)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    guest = Guest(model)
+    guest = OffloadedModel(model)
     assert all(p.untyped_storage().nbytes() == 0 for p in model.parameters())
     with guest.here():
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from arborl.config.run import LearnerConfig
-from arborl.learner.optimizer import Optimizer
+from arborl.learner.core.optimizer import Optimizer
 
 RATES = (1e-3, 1e-3)
 
@@ -18,7 +18,7 @@ def one(dtype: torch.dtype) -> nn.Parameter:
 
 def descend(optimizer: Optimizer, parameter: nn.Parameter, steps: int) -> None:
     for _ in range(steps):
-        optimizer.zero()
+        optimizer.zero_grad()
         parameter.sum().backward()
         optimizer.step(1.0)
 

@@ -20,10 +20,9 @@ import psutil
 import pytest
 
 from arborl.errors import ConfigError
-from arborl.learner import launched_secret, run_store
-from arborl.learner.launched_secret import SECRET, join_launched
-from arborl.learner.rendezvous import Meeting
-from arborl.learner.run_store import UNIX, JoinInfo, RunStore, StoreServer, connect
+from arborl.learner.distributed import rendezvous, run_store
+from arborl.learner.distributed.rendezvous import SECRET_VARIABLE, Rendezvous, join_launched
+from arborl.learner.distributed.run_store import UNIX, JoinInfo, RunStore, StoreServer, connect
 
 
 @pytest.fixture
@@ -37,7 +36,7 @@ def serve():
 
     yield start
     for server in started:
-        server.lines.clear()
+        server.connections.clear()
         server.close()
 
 
@@ -87,7 +86,7 @@ def test_one_thread_that_waits_does_not_hold_up_others(serve):
 
 def test_ranks_of_one_host_open_no_port():
     before = listening()
-    meeting, info = Meeting.host(2)
+    meeting, info = Rendezvous.create(2)
     try:
         folder = Path(info.address.removeprefix(UNIX)).parent
         assert listening() == before
@@ -100,7 +99,7 @@ def test_ranks_of_one_host_open_no_port():
 
 def test_with_a_host_given_the_store_listens_there_and_nowhere_else():
     before = listening()
-    meeting, _ = Meeting.host(2, "127.0.0.1")
+    meeting, _ = Rendezvous.create(2, "127.0.0.1")
     try:
         assert listening() == [*before, "127.0.0.1"]
     finally:
@@ -111,11 +110,11 @@ def test_with_a_host_given_the_store_listens_there_and_nowhere_else():
 
 
 def test_a_client_without_the_secret_is_told_nothing(serve, monkeypatch):
-    monkeypatch.setattr(run_store, "HANDSHAKE", 1.0)
+    monkeypatch.setattr(run_store, "HANDSHAKE_SECONDS", 1.0)
     server = serve("127.0.0.1")
     with pytest.raises((EOFError, OSError)):
         connect(JoinInfo(server.info.address, "another secret"))
-    with pytest.raises(ConnectionError, match="is gone"):
+    with pytest.raises(ConnectionError, match="unreachable"):
         RunStore(JoinInfo(server.info.address, "")).set("hello/1", "x")
     assert server.data.num_keys() == 0
 
@@ -135,15 +134,15 @@ def test_a_server_without_the_secret_is_not_believed():
             connect(JoinInfo(f"127.0.0.1:{fake.getsockname()[1]}", "secret"))
 
 
-@pytest.mark.parametrize("said", [b"", b"x" * 64, b"x" * 65, b"\xff" * 4096, b"\x00\x00\x00\x40" + b"y" * 64])
-def test_strangers_that_send_rubbish_or_nothing_keep_no_rank_out(serve, monkeypatch, said):
-    monkeypatch.setattr(run_store, "HANDSHAKE", 1.0)
+@pytest.mark.parametrize("data", [b"", b"x" * 64, b"x" * 65, b"\xff" * 4096, b"\x00\x00\x00\x40" + b"y" * 64])
+def test_clients_that_send_garbage_or_nothing_do_not_block_ranks(serve, monkeypatch, data):
+    monkeypatch.setattr(run_store, "HANDSHAKE_SECONDS", 1.0)
     server = serve("127.0.0.1")
     host, _, port = server.info.address.rpartition(":")
     strangers = [socket.create_connection((host, int(port))) for _ in range(300)]
     for one in strangers:
         with suppress(OSError):  # turned away
-            one.sendall(said)
+            one.sendall(data)
     assert RunStore(server.info).add("n", 1) == 1
     for one in strangers:
         one.settimeout(60)
@@ -171,8 +170,8 @@ def test_another_user_of_the_host_cannot_connect(serve):
     path = server.info.address.removeprefix(UNIX)
     as_other = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--inh-caps=-all"]
     words = ["/usr/bin/env", "-i", shutil.which("python3", path="/usr/bin:/usr/local/bin") or sys.executable]
-    said = subprocess.run([*as_other, *words, "-I", "-S", "-c", STRANGER, path], capture_output=True, text=True)
-    assert said.stdout.strip() == "PermissionError", said.stderr
+    data = subprocess.run([*as_other, *words, "-I", "-S", "-c", STRANGER, path], capture_output=True, text=True)
+    assert data.stdout.strip() == "PermissionError", data.stderr
     assert RunStore(server.info).num_keys() == 0
 
 
@@ -195,7 +194,7 @@ class Launcher:
 @pytest.fixture
 def launched(serve, monkeypatch):
     """Joins as a rank."""
-    monkeypatch.delenv(SECRET, raising=False)
+    monkeypatch.delenv(SECRET_VARIABLE, raising=False)
     for name, value in {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
 
@@ -215,7 +214,7 @@ def test_launched_ranks_of_one_host_share_a_secret_that_the_launchers_store_neve
     assert info == server.info
     assert info.secret.encode() not in b"".join(launched.store.entries.values())
     assert RunStore(info).add("n", 1) == 1
-    file = launched_secret.secret_file(info.address)
+    file = rendezvous.secret_file(info.address)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
@@ -236,29 +235,29 @@ def test_a_folder_that_a_stranger_has_named_is_refused(launched, tmp_path, opene
 
 
 def test_launched_ranks_of_several_hosts_take_the_secret_of_their_environment(launched, monkeypatch):
-    monkeypatch.setenv(SECRET, "s" * 64)
+    monkeypatch.setenv(SECRET_VARIABLE, "s" * 64)
     server = launched(0)
     assert server.info.address.startswith("127.0.0.1:")
     assert launched(1) == server.info
     launched.store.set("where", json.dumps(["192.0.2.1:1", "0" * 64]))  # a stranger's address
-    with pytest.raises(ConfigError, match="is not that of rank 0"):
+    with pytest.raises(ConfigError, match="differs from that of rank 0"):
         launched(1)
-    monkeypatch.delenv(SECRET)
+    monkeypatch.delenv(SECRET_VARIABLE)
     launched(0).data.set("x", b"")
-    monkeypatch.setenv(SECRET, "short")
+    monkeypatch.setenv(SECRET_VARIABLE, "short")
     with pytest.raises(ConfigError, match="has 5 characters"):
         launched(1)
 
 
 def test_an_address_that_other_hosts_cannot_reach_is_refused(launched, monkeypatch):
-    monkeypatch.setenv(SECRET, "s" * 64)
+    monkeypatch.setenv(SECRET_VARIABLE, "s" * 64)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    with pytest.raises(ConfigError, match=r"MASTER_ADDR=127.0.0.1 is 127.0.0.1 on its own host"):
+    with pytest.raises(ConfigError, match=r"MASTER_ADDR=127.0.0.1 resolves to 127.0.0.1"):
         launched(0)
 
 
 def test_a_store_that_is_closed_is_gone_for_its_clients_at_once(serve, monkeypatch):
-    monkeypatch.setattr(run_store, "GRACE", 0.0)
+    monkeypatch.setattr(run_store, "CLOSE_GRACE_SECONDS", 0.0)
     server = serve()
     there, found = RunStore(server.info), []
 
@@ -271,8 +270,8 @@ def test_a_store_that_is_closed_is_gone_for_its_clients_at_once(serve, monkeypat
     waiting = threading.Thread(target=wait)
     waiting.start()
     until = time.monotonic() + 60
-    while not server.lines and time.monotonic() < until:
+    while not server.connections and time.monotonic() < until:
         time.sleep(0.01)
     server.close()
     waiting.join(60)
-    assert "is gone" in str(found[0])
+    assert "unreachable" in str(found[0])

@@ -16,7 +16,7 @@ ALGORITHM = Fake("value", reference=True)
 
 def learn(one, seed: int) -> None:
     forest, terms = batch_of(random_groups(seed, groups=4), ALGORITHM)
-    terms = one.look(forest.trees, terms, ALGORITHM.needs)
+    terms = one.score_terms(forest.trees, terms, ALGORITHM.needs)
     assert one.update(forest.trees, terms, ALGORITHM)["learner/skipped"] == 0.0
 
 

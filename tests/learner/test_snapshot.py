@@ -11,13 +11,13 @@ from learner_fakes import SAMPLING, Fake, batch_of, random_groups
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from arborl.algorithms.algorithm import Needs
+from arborl.algorithms.recipe import AlgorithmNeeds
 from arborl.config.run import LearnerConfig, LoraConfig
-from arborl.learner import host_copy
-from arborl.learner.files import parts_of
-from arborl.learner.host_copy import HostCopies
-from arborl.learner.learner import Learner
-from arborl.models.attention import ATTENTION_NAME
+from arborl.learner.core import offload
+from arborl.learner.core.checkpoint_files import checkpoint_tensors
+from arborl.learner.core.learner import Learner
+from arborl.learner.core.offload import HostCopier
+from arborl.models.attention import NAME
 from arborl.models.lora import add_lora
 
 CPU = torch.device("cpu")
@@ -44,7 +44,7 @@ def learner_of(model, kind="clip", reference=True, **more) -> tuple[Learner, Fak
 def step(learner: Learner, algorithm: Fake, seed: int) -> None:
     groups = random_groups(seed)
     forest, terms = batch_of(groups, algorithm)
-    seen = learner.look(forest.trees, terms, algorithm.needs)
+    seen = learner.score_terms(forest.trees, terms, algorithm.needs)
     learner.update(forest.trees, algorithm.credit(groups, seen), algorithm)
 
 
@@ -63,7 +63,7 @@ def test_what_is_written_is_the_moment_of_the_snapshot_though_the_learner_goes_o
     learner, algorithm = learner_of(model, kind, critic=critic)
     for seed in range(2):
         step(learner, algorithm, seed)
-    then = copy.deepcopy(parts_of(learner))
+    then = copy.deepcopy(checkpoint_tensors(learner))
     snapshot = learner.snapshot()
     writing = threading.Thread(target=lambda: [snapshot.write(tmp_path / str(n)) for n in range(5)])
     for n in range(5):
@@ -71,21 +71,21 @@ def test_what_is_written_is_the_moment_of_the_snapshot_though_the_learner_goes_o
     writing.start()
     for seed in range(2, 8):
         step(learner, algorithm, seed)
-    learner.renew_reference()
+    learner.update_reference()
     writing.join()
-    now = leaves(parts_of(learner)["state"]["optimizer"])
+    now = leaves(checkpoint_tensors(learner)["state"]["optimizer"])
     before = leaves(then["state"]["optimizer"])
     assert not all(torch.equal(now[name], before[name]) for name in before)  # it has really moved
     for n in range(5):
         resumed, _ = learner_of(copy.deepcopy(start), kind, critic=critic)
         resumed.load(tmp_path / str(n))
-        assert_equal(parts_of(resumed), then)
+        assert_equal(checkpoint_tensors(resumed), then)
         assert resumed.done == 2
 
 
 def test_numbers_that_are_no_tensors_are_taken_by_value_too():
     state = {"done": 3, "scale": {"value": [1.0]}, "list": [torch.ones(2)]}
-    copied = HostCopies(CPU).take(state).tree
+    copied = HostCopier(CPU).copy(state).tree
     state["scale"]["value"][0], state["list"][0][0], state["done"] = 2.0, 5.0, 4
     assert copied["scale"] == {"value": [1.0]}
     assert copied["done"] == 3
@@ -94,14 +94,14 @@ def test_numbers_that_are_no_tensors_are_taken_by_value_too():
 
 @pytest.mark.parametrize("slab", [64, 2**30])
 def test_tensors_of_every_kind_are_copied_exactly(monkeypatch, slab):
-    monkeypatch.setattr(host_copy, "SLAB", slab)
+    monkeypatch.setattr(offload, "SLAB_BYTES", slab)
     wide = torch.arange(24, dtype=torch.float64).reshape(4, 6)
     tree = {
         "bf16": torch.randn(3, 5).bfloat16(), "bool": torch.tensor([True, False]), "scalar": torch.tensor(2.5),
         "empty": torch.empty(0, 3), "turned": wide.t(), "rows": wide[1:3], "same": wide, "again": wide,
         "int": torch.tensor([2**40]), "half": torch.ones(7, dtype=torch.float16), "large": torch.randn(100),
     }  # fmt: skip
-    made = HostCopies(CPU).take(tree).tree
+    made = HostCopier(CPU).copy(tree).tree
     assert_equal(made, tree)
     assert all(made[name].shape == tree[name].shape and made[name].dtype == tree[name].dtype for name in tree)
     assert made["same"].data_ptr() == made["again"].data_ptr()
@@ -111,31 +111,31 @@ def test_tensors_of_every_kind_are_copied_exactly(monkeypatch, slab):
 
 
 def test_memory_is_taken_once_and_again_only_for_other_sizes():
-    copies, tree = HostCopies(CPU), {"a": torch.ones(1000), "b": torch.ones(10)}
-    copies.reserve(copies.sizes_of(tree))
-    places = [copies.take(tree).tree["a"].data_ptr() for _ in range(3)]
+    copies, tree = HostCopier(CPU), {"a": torch.ones(1000), "b": torch.ones(10)}
+    copies.reserve(copies.tensor_sizes(tree))
+    places = [copies.copy(tree).tree["a"].data_ptr() for _ in range(3)]
     assert len(set(places)) == 1
     slab = copies.slabs[0].data_ptr()
     assert places[0] == slab
-    larger = copies.take(tree | {"c": torch.ones(5)}).tree
+    larger = copies.copy(tree | {"c": torch.ones(5)}).tree
     assert larger["c"].tolist() == [1.0] * 5
 
 
 def test_where_the_host_has_no_room_the_tensors_themselves_are_written(tiny_llama, monkeypatch, tmp_path, caplog):
-    monkeypatch.setattr(host_copy, "free_memory", lambda: 1000)
+    monkeypatch.setattr(offload, "free_memory", lambda: 1000)
     learner, algorithm = learner_of(copy.deepcopy(tiny_llama))
     step(learner, algorithm, 0)
     snapshot = learner.snapshot()
     assert snapshot.live
-    assert "the run waits" in caplog.text
+    assert "training waits" in caplog.text
     snapshot.write(tmp_path)
     resumed, _ = learner_of(copy.deepcopy(tiny_llama))
     resumed.load(tmp_path)
-    assert_equal(parts_of(resumed), parts_of(learner))
+    assert_equal(checkpoint_tensors(resumed), checkpoint_tensors(learner))
 
 
 def test_free_memory_is_a_number_that_makes_sense():
-    assert 2**20 < host_copy.free_memory() < 2**63
+    assert 2**20 < offload.free_memory() < 2**63
 
 
 def test_tied_and_joined_weights_are_written_once_each(tmp_path):
@@ -159,7 +159,7 @@ def test_tied_and_joined_weights_are_written_once_each(tmp_path):
 def test_a_checkpoint_of_adapters_holds_and_copies_them_alone(tiny_llama, tmp_path):
     model = copy.deepcopy(tiny_llama)
     add_lora(model, LoraConfig(rank=2))
-    learner = Learner(model, LearnerConfig(), SAMPLING, Needs(reference=True))
+    learner = Learner(model, LearnerConfig(), SAMPLING, AlgorithmNeeds(reference=True))
     learner.save(tmp_path)
     adapters = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    assert sum(learner.copies.sizes) < 3 * adapters + 1000  # the present ones and the reference's
+    assert sum(learner.copier.sizes) < 3 * adapters + 1000  # the present ones and the reference's

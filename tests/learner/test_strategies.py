@@ -16,11 +16,11 @@ from worlds import Copies, alone, body, world
 
 from arborl.config.run import LearnerConfig
 from arborl.errors import ConfigError, LearnerLost
-from arborl.learner.blueprint import Blueprint
-from arborl.learner.group import LearnerGroup
-from arborl.learner.launch import check_ranks
-from arborl.learner.rank_connections import close_connections_to
-from arborl.learner.rendezvous import Meeting, check_alike
+from arborl.learner.distributed.launch import check_ranks
+from arborl.learner.distributed.learner_group import LearnerGroup
+from arborl.learner.distributed.rank_connections import close_connections_to
+from arborl.learner.distributed.rank_worker import LearnerSpec
+from arborl.learner.distributed.rendezvous import Rendezvous, check_versions
 
 CONFIG = LearnerConfig(lr=3e-5, decay="none", micro_batch_tokens=40)
 NEEDS = Fake("value").needs
@@ -39,9 +39,9 @@ STRATEGIES = [
 class Exploding(Fake):
     """Like `value`, but the gradient of episodes with a reward of 100 is infinite."""
 
-    def loss(self, said, terms):
-        loss_M, parts = super().loss(said, terms)
-        return loss_M + said.logprob_M * torch.where(terms.advantage_M > 99, torch.inf, 0.0), parts
+    def loss(self, outputs, terms):
+        loss_M, parts = super().loss(outputs, terms)
+        return loss_M + outputs.logprob_M * torch.where(terms.advantage_M > 99, torch.inf, 0.0), parts
 
 
 def assert_close(ours: dict, theirs: dict, tolerance: float) -> None:
@@ -66,12 +66,12 @@ def assert_went_alike(ours, theirs) -> None:
 def assert_same_step(group, single, groups, algorithm) -> None:
     """What both say, their gradients, and what they are after an update."""
     forest, terms = batch_of(groups, algorithm)
-    ours, theirs = (one.look(forest.trees, terms, algorithm.needs) for one in (group, single))
+    ours, theirs = (one.score_terms(forest.trees, terms, algorithm.needs) for one in (group, single))
     for name in ("value", "reference"):
         np.testing.assert_allclose(getattr(ours, name), getattr(theirs, name), atol=1e-5)
     np.testing.assert_allclose(group.logprobs(forest.trees, terms), single.logprobs(forest.trees, terms), atol=1e-5)
-    said = [one.backward(forest.trees, theirs, algorithm) for one in (group, single)]
-    assert said[0]["policy/loss"] == pytest.approx(said[1]["policy/loss"], abs=1e-5)
+    results = [one.backward(forest.trees, theirs, algorithm) for one in (group, single)]
+    assert results[0]["policy/loss"] == pytest.approx(results[1]["policy/loss"], abs=1e-5)
     assert_close(group.gradients(), single.gradients(), 1e-5)
     metrics = [one.update(forest.trees, theirs, algorithm) for one in (group, single)]
     for name, value in metrics[1].items():
@@ -116,7 +116,7 @@ def test_adapters_take_the_same_step_too(strategy, ranks, more):
         for seed in (7, 8):
             assert_same_step(group, single, random_groups(seed, groups=4, longest=30), algorithm)
         for one in (group, single):
-            one.renew_reference()
+            one.update_reference()
         assert_same_step(group, single, random_groups(9, groups=3), algorithm)
 
 
@@ -167,10 +167,10 @@ def test_a_rank_that_dies_ends_the_run_with_its_name():
 class Broken(Fake):
     """Fails in one process."""
 
-    def loss(self, said, terms):
+    def loss(self, outputs, terms):
         if torch.distributed.get_rank() == 1:
             raise ValueError("a loss of my own")
-        return super().loss(said, terms)
+        return super().loss(outputs, terms)
 
 
 def test_a_rank_that_fails_says_why():
@@ -184,11 +184,11 @@ def test_a_rank_that_fails_says_why():
 
 
 def test_a_rank_with_other_versions_is_named_and_all_are_stopped():
-    meeting, info = Meeting.host(3)
+    rendezvous, info = Rendezvous.create(3)
     others = Copies(3, info, '{"torch": "2.11.0", "host": "elsewhere"}')
-    blueprint = Blueprint(CONFIG.model_copy(update={"strategy": "ddp", "ranks": 3}), SAMPLING, NEEDS, 0, 0, body)
+    spec = LearnerSpec(CONFIG.model_copy(update={"strategy": "ddp", "ranks": 3}), SAMPLING, NEEDS, 0, 0, body)
     with pytest.raises(ConfigError, match=r"rank 1 on elsewhere runs torch 2.11.0, and rank 0 on .* Install the same"):
-        LearnerGroup(meeting, blueprint, body(), others)
+        LearnerGroup(rendezvous, spec, body(), others)
     assert all(rank.poll() is not None for rank in others.all.values())
 
 
@@ -207,11 +207,11 @@ def test_who_waits_for_a_host_that_is_lost_is_let_go():
 
 def test_ranks_of_different_versions_are_refused():
     here = {"arborl": "0.1.0", "torch": "2.13.0", "python": "3.11.7", "host": "a"}
-    check_alike([here, here | {"host": "b"}])
+    check_versions([here, here | {"host": "b"}])
     with pytest.raises(ConfigError, match=r"rank 1 on b runs torch 2.11.0, and rank 0 on a runs 2.13.0"):
-        check_alike([here, here | {"host": "b", "torch": "2.11.0"}])
+        check_versions([here, here | {"host": "b", "torch": "2.11.0"}])
 
 
-def test_more_ranks_than_cores_are_told_to_take_turns(caplog):
+def test_more_ranks_than_cores_cause_a_warning(caplog):
     check_ranks(CONFIG.model_copy(update={"strategy": "ddp", "ranks": 4_000}), "cpu")
-    assert "learner.ranks=4000 and this machine has" in caplog.text
+    assert "learner.ranks=4000" in caplog.text

@@ -1,4 +1,4 @@
-"""Whom a policy is distilled from: a local model or a server, asked about the same tokens in the same contexts."""
+"""Whom a policy is distilled from: a local model or a server, requests about the same tokens in the same contexts."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from arborl.algorithms import Recipe
 from arborl.config.algorithm import AlgorithmConfig
 from arborl.config.run import LearnerConfig
 from arborl.errors import ConfigError
-from arborl.learner.learner import Learner
-from arborl.learner.teacher import RemoteTeacher, check_tokenizer, open_teacher, paths
-from arborl.models.attention import ATTENTION_NAME
-from arborl.models.model_loading import resolve
+from arborl.learner.core.learner import Learner
+from arborl.learner.core.teacher import RemoteTeacher, branch_paths, check_tokenizer, open_teacher
+from arborl.models.attention import NAME
+from arborl.models.load import resolve
 from arborl.rollout.tree import plant
 from arborl.trainer.look import look
 from arborl.types import Call, Completion, Episode, Finish, Group, Sampling, Task
@@ -33,7 +33,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self, model, tokenizer, form: str = "vllm", tokenizes: bool = True, longest: int = 4096):
         super().__init__(("127.0.0.1", 0), Handler)
         self.model, self.tokenizer, self.form, self.tokenizes, self.longest = model, tokenizer, form, tokenizes, longest
-        self.asked: list[list[int]] = []
+        self.requests: list[list[int]] = []
         self.broken = 0
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -69,10 +69,10 @@ class Handler(BaseHTTPRequestHandler):
             self.server.broken -= 1
             return self.reply({"error": "busy"}, 503)
         ids = body["prompt"]
-        self.server.asked.append(ids)
+        self.server.requests.append(ids)
         with torch.no_grad():
-            said = self.server.model(torch.tensor([ids])).logits[0].log_softmax(-1)
-        likely = [None, *said[:-1].gather(1, torch.tensor(ids)[1:, None])[:, 0].tolist()]
+            logprobs = self.server.model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        likely = [None, *logprobs[:-1].gather(1, torch.tensor(ids)[1:, None])[:, 0].tolist()]
         choice: dict = {"text": "", "logprobs": None}
         if self.server.form == "vllm":
             choice["prompt_logprobs"] = [
@@ -134,9 +134,9 @@ def direct(model, groups) -> np.ndarray:
             call = episode.calls[0]
             ids = torch.tensor([[*call.prompt, *call.completion.tokens]])
             with torch.no_grad():
-                said = model(ids).logits[0].log_softmax(-1)
+                logprobs = model(ids).logits[0].log_softmax(-1)
             at = range(len(call.prompt) - 1, ids.shape[1] - 1)
-            found += [float(said[i, ids[0, i + 1]]) for i in at]
+            found += [float(logprobs[i, ids[0, i + 1]]) for i in at]
     return np.array(found)
 
 
@@ -145,12 +145,12 @@ def test_a_server_is_asked_each_branch_once_and_answers_for_every_token(form, se
     server = serve(form=form)
     teacher = RemoteTeacher(server.url, wait=0.01)
     teacher.check(seedling[1].tokenizer, 1024)
-    server.asked.clear()
+    server.requests.clear()
     forest = plant(GROUPS)
     found = teacher.logprobs(forest.trees, forest.terms)
     assert found == pytest.approx(direct(big, GROUPS), abs=1e-5)
-    assert sorted(server.asked) == [[5, 6, 7, 10, 11, 12], [5, 6, 7, 10, 13, 14, 15], [9, 20]]
-    assert [path.tolist() for path in paths(forest.trees[1])] == [[0, 1]]
+    assert sorted(server.requests) == [[5, 6, 7, 10, 11, 12], [5, 6, 7, 10, 13, 14, 15], [9, 20]]
+    assert [path.tolist() for path in branch_paths(forest.trees[1])] == [[0, 1]]
 
 
 def test_a_busy_server_is_asked_again_and_one_that_stays_away_costs_the_episodes(serve, seedling, caplog):
@@ -168,7 +168,7 @@ def test_a_busy_server_is_asked_again_and_one_that_stays_away_costs_the_episodes
     kept, _, terms = look(algorithm, learner, groups)
     assert kept == []
     assert "teacher: ArithmeticError" in str(groups[0].episodes[0].failure)
-    assert "no answer for a sequence of 5 tokens: status 503" in caplog.text
+    assert "request of 5 tokens failed: status 503" in caplog.text
 
 
 def test_the_policys_gradient_is_that_of_the_reverse_kl_at_its_own_samples(big, seedling):
@@ -195,9 +195,9 @@ def test_the_policys_gradient_is_that_of_the_reverse_kl_at_its_own_samples(big, 
         for episode in one.episodes:
             call = episode.calls[0]
             ids = torch.tensor([[*call.prompt, *call.completion.tokens]])
-            said = other(ids).logits[0].log_softmax(-1)
+            logprobs = other(ids).logits[0].log_softmax(-1)
             for i in range(len(call.prompt) - 1, ids.shape[1] - 1):
-                total = total + said[i, ids[0, i + 1]] * float(gap[at]) / len(gap)
+                total = total + logprobs[i, ids[0, i + 1]] * float(gap[at]) / len(gap)
                 at += 1
     total.backward()
     largest = max(float(parameter.grad.abs().max()) for parameter in other.parameters())
@@ -231,25 +231,25 @@ def test_a_teacher_that_is_the_student_has_no_gradient_and_is_told(seedling, cap
     ]
     with caplog.at_level(logging.WARNING):
         kept, forest, terms = look(algorithm, learner, groups)
-    assert "the teacher equals the student" in caplog.text
+    assert "equal the policy's" in caplog.text
     metrics = learner.backward(forest.trees, algorithm.credit(kept, terms), algorithm)
     assert metrics["policy/loss"] == pytest.approx(0, abs=1e-6)
 
 
 def test_teachers_that_cannot_teach_are_refused(serve, seedling, tmp_path):
     tokenizer = seedling[1].tokenizer
-    with pytest.raises(ConfigError, match=r"reads 64 tokens at most.*Write a smaller sampling.max_context"):
+    with pytest.raises(ConfigError, match=r"context of 64 tokens.*Write a smaller sampling.max_context"):
         RemoteTeacher(serve(longest=64).url).check(tokenizer, 1024)
     with pytest.raises(ConfigError, match=r"the server has no model 'other'. It has: big"):
         RemoteTeacher(f"{serve().url}?model=other").check(tokenizer, 1024)
-    with pytest.raises(ConfigError, match=r"does not say how likely a prompt's tokens are.*Serve it with vLLM"):
+    with pytest.raises(ConfigError, match=r"no log-probabilities of a prompt.*Serve it with vLLM"):
         RemoteTeacher(serve(form="neither").url, wait=0.01).check(tokenizer, 1024)
     with pytest.raises(ConfigError, match="does not list its models"):
         RemoteTeacher("http://127.0.0.1:9/v1", wait=0.01).check(tokenizer, 1024)
     with pytest.raises(ConfigError, match=r"algorithm.teacher=no-such: model.name: no model here is called 'no-such'"):
         open_teacher("no-such", resolve("seedling"), "cpu", 1024)
     other = shifted(tmp_path)
-    with pytest.raises(ConfigError, match=r"its tokenizer is another: token 300 is .* there and .* here"):
+    with pytest.raises(ConfigError, match=r"its tokenizer differs: token 300 is .* there and .* here"):
         check_tokenizer(resolve("seedling"), other, "other")
 
 

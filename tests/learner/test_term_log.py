@@ -1,4 +1,4 @@
-"""What an update made of each sampled token."""
+"""The per-token log of an update."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from learner_fakes import SAMPLING, Fake, batch_of, random_groups
 
 from arborl.config.run import LearnerConfig
-from arborl.learner.learner import Learner
-from arborl.learner.term_log import TermLog
+from arborl.learner.core.learner import Learner
+from arborl.learner.core.update_metrics import TermLog
 from arborl.rollout.downsample import thin
 from arborl.rollout.term_store import TermStore, pushes
 
@@ -19,9 +19,9 @@ def noted(tiny_llama, groups, **settings):
     algorithm = Fake()
     forest, terms = batch_of(groups, algorithm)
     learner = Learner(copy.deepcopy(tiny_llama), LearnerConfig(lr=1e-6, decay="none", **settings), SAMPLING)
-    learner.log = TermLog(len(terms))
+    learner.term_log = TermLog(len(terms))
     metrics = learner.update(forest.trees, terms, algorithm)
-    return learner.log, terms, metrics
+    return learner.term_log, terms, metrics
 
 
 def test_the_losses_of_the_terms_are_the_loss_and_a_clipped_term_pulls_nothing(tiny_llama):

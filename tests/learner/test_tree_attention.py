@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arborl.learner import tree_attention
-from arborl.learner.executor import cheapest
-from arborl.learner.packing import MicroBatch, pack
-from arborl.learner.tree_attention import BlockAttend, CausalAttend, DenseAttend
-from arborl.models.attention import AttentionLimits
+from arborl.learner.attention import tree_attention
+from arborl.learner.attention.path_selection import cheapest_attention
+from arborl.learner.attention.tree_attention import BlockAttention, CausalAttention, DenseAttention
+from arborl.learner.core.packing import MicroBatch, pack
+from arborl.models.attention import Bounds
 from arborl.rollout.tree import grow, plant
 from arborl.types import TokenTree
 
@@ -66,15 +66,15 @@ def assert_equal_to_the_rule(batch: MicroBatch, ways: list, seed: int, bounds: A
 def test_blocks_and_squares_equal_the_rule_in_value_and_gradient(monkeypatch, forests, block, seed, bounds):
     monkeypatch.setattr(tree_attention, "BLOCK", block)
     batch = batch_of([grow(sequences)[0] for sequences in forests])
-    assert_equal_to_the_rule(batch, [DenseAttend(batch, CPU), BlockAttend(batch, CPU)], seed, bounds)
+    assert_equal_to_the_rule(batch, [DenseAttention(batch, CPU), BlockAttention(batch, CPU)], seed, bounds)
 
 
 @settings(max_examples=15)
 @given(chains=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=5), bounds=BOUNDS)
 def test_chains_of_any_lengths_need_no_mask(chains, bounds):
     batch = batch_of([grow([chain])[0] for chain in chains])
-    assert batch.is_chains
-    assert_equal_to_the_rule(batch, [CausalAttend(batch, CPU)], 0, bounds)
+    assert batch.is_unbranched
+    assert_equal_to_the_rule(batch, [CausalAttention(batch, CPU)], 0, bounds)
 
 
 @pytest.mark.parametrize(("branches", "expected"), [(1, "causal"), (2, "dense"), (40, "blocks")])
@@ -83,12 +83,12 @@ def test_a_chain_needs_no_mask_a_fork_is_attended_densely_and_a_bush_in_blocks(b
     stem = chance.integers(0, 99, 50).tolist()
     twig = 10 if branches == 2 else 60
     tree, _ = grow([stem + chance.integers(0, 99, twig).tolist() for _ in range(branches)])
-    assert cheapest(batch_of([tree]), CPU) == expected
+    assert cheapest_attention(batch_of([tree]), CPU) == expected
 
 
 def test_a_gpu_attends_a_single_chain_plainly_and_everything_else_by_its_kernels():
     tree, _ = grow([[1, 2, 3], [1, 2, 4]])
     chain, _ = grow([[1, 2, 3]])
     gpu = torch.device("cuda")
-    assert cheapest(batch_of([chain]), gpu) == "causal"
-    assert cheapest(batch_of([chain, chain]), gpu) == cheapest(batch_of([tree]), gpu) == "kernel"
+    assert cheapest_attention(batch_of([chain]), gpu) == "causal"
+    assert cheapest_attention(batch_of([chain, chain]), gpu) == cheapest_attention(batch_of([tree]), gpu) == "kernel"

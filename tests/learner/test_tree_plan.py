@@ -1,4 +1,4 @@
-"""The plan that the kernels go by lists every block with something to see, once, and calls only whole ones whole."""
+"""The block plan lists every visible block once, and marks only completely visible blocks as complete."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arborl.learner.packing import pack
-from arborl.learner.tree_plan import PROGRAMS, ROW, Tile, Tiles, plan, rows_at, shares, tiles_for
+from arborl.learner.attention.tree_plan import MIN_PROGRAMS, PLAN_ROW, Tile, Tiles, plan, rows_at, shares, tiles_for
+from arborl.learner.core.packing import pack
 from arborl.rollout.tree import grow, plant
 
 SIDES = st.tuples(st.sampled_from([1, 3, 8, 16]), st.sampled_from([1, 4, 8, 32]))
@@ -50,7 +50,7 @@ def test_each_pair_that_is_seen_is_in_one_listed_block_and_in_whole_ones_all_are
     for number, (tile, start) in enumerate(zip(tiles, rows_at(count, tiles), strict=True)):
         by_keys = number == 2
         blocks = -(-count // (tile.keys if by_keys else tile.queries))
-        rows = made[start : start + ROW * blocks].reshape(-1, ROW)
+        rows = made[start : start + PLAN_ROW * blocks].reshape(-1, PLAN_ROW)
         assert sorted(rows[:, 0]) == list(range(blocks))
         assert (np.diff(rows[:, 3] - rows[:, 1]) <= 0).all()  # the longest first
         left = sees.copy()
@@ -68,8 +68,8 @@ def test_each_pair_that_is_seen_is_in_one_listed_block_and_in_whole_ones_all_are
 def test_the_heads_of_a_group_are_shared_out_among_as_many_programs_as_keep_the_device_busy(blocks, group):
     parts, each = shares(blocks, group)
     assert (parts - 1) * each < group <= parts * each
-    assert parts == 1 or blocks * (parts - 1) < PROGRAMS
-    assert parts == group or each == 1 or blocks * parts * 2 >= PROGRAMS
+    assert parts == 1 or blocks * (parts - 1) < MIN_PROGRAMS
+    assert parts == group or each == 1 or blocks * parts * 2 >= MIN_PROGRAMS
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -13,10 +13,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from arborl.config.algorithm_parts import TrustRegionConfig
 from arborl.config.run import LearnerConfig
 from arborl.errors import ConfigError
-from arborl.learner.learner import Learner
-from arborl.learner.packing import split
-from arborl.learner.trust_region import PolicyKL, conjugate_gradient
-from arborl.models.attention import ATTENTION_NAME
+from arborl.learner.core.learner import Learner
+from arborl.learner.core.packing import split
+from arborl.learner.core.trust_region import PolicyKL, conjugate_gradient
+from arborl.models.attention import NAME
 
 GROUPS = random_groups(0, groups=2, vocabulary=8)
 
@@ -26,8 +26,8 @@ class Surrogate(Fake):
 
     trust_region = TrustRegionConfig(max_kl=0.01, damping=0.1, cg_iterations=60, backtracks=10)
 
-    def loss(self, said, terms):
-        return -(said.logprob_M - terms.old_M).exp() * terms.advantage_M, {}
+    def loss(self, outputs, terms):
+        return -(outputs.logprob_M - terms.old_M).exp() * terms.advantage_M, {}
 
 
 def small_model() -> LlamaForCausalLM:
@@ -134,9 +134,9 @@ def test_where_no_step_is_good_the_weights_stay_bit_for_bit(model):
 
         calls = 0
 
-        def loss(self, said, terms):
+        def loss(self, outputs, terms):
             self.calls += 1
-            return super().loss(said, terms)[0] + self.calls, {}
+            return super().loss(outputs, terms)[0] + self.calls, {}
 
     forest, terms = batch_of(GROUPS, Surrogate())
     before = flat(model.parameters())

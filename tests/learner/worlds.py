@@ -1,4 +1,4 @@
-"""Learners in several processes, made of copies of one process that has imported torch already."""
+"""Learners on several ranks, forked from one process that has imported torch."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from forked import Forked
 from learner_fakes import SAMPLING
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from arborl.algorithms.algorithm import Needs
+from arborl.algorithms.recipe import AlgorithmNeeds
 from arborl.config.run import LearnerConfig, LoraConfig
-from arborl.learner.blueprint import Blueprint
-from arborl.learner.group import LearnerGroup
-from arborl.learner.learner import Learner
-from arborl.learner.rendezvous import Meeting
-from arborl.learner.run_store import JoinInfo
-from arborl.models.attention import ATTENTION_NAME
+from arborl.learner.core.learner import Learner
+from arborl.learner.distributed.learner_group import LearnerGroup
+from arborl.learner.distributed.rank_worker import LearnerSpec
+from arborl.learner.distributed.rendezvous import Rendezvous
+from arborl.learner.distributed.run_store import JoinInfo
+from arborl.models.attention import NAME
 from arborl.models.lora import add_lora
 
 cloudpickle.register_pickle_by_value(learner_fakes)
@@ -63,22 +63,22 @@ def body(lora: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 
 @contextmanager
 def world(
-    strategy: str, ranks: int, model: PreTrainedModel, needs: Needs, config: LearnerConfig, **more: int
+    strategy: str, ranks: int, model: PreTrainedModel, needs: AlgorithmNeeds, config: LearnerConfig, **more: int
 ) -> Iterator[LearnerGroup]:
     """A learner of that strategy on so many ranks; each has a copy of the model as it is now."""
     if strategy == "deepspeed":  # not for everyone: where it is installed, transformers imports it in every run
         pytest.importorskip("deepspeed", reason="needs pip install 'arborl[deepspeed]'")
     settings = config.model_copy(update={"strategy": strategy, "ranks": ranks, **more})
-    meeting, info = Meeting.host(ranks)
-    blueprint = Blueprint(settings, SAMPLING, needs, 0, 0, lambda device: model)
-    group = LearnerGroup(meeting, blueprint, model, Copies(ranks, info))
+    rendezvous_, info = Rendezvous.create(ranks)
+    spec = LearnerSpec(settings, SAMPLING, needs, 0, 0, lambda device: model)
+    group = LearnerGroup(rendezvous_, spec, model, Copies(ranks, info))
     try:
         yield group
     finally:
         group.close()
 
 
-def alone(model: PreTrainedModel, needs: Needs, config: LearnerConfig) -> Learner:
+def alone(model: PreTrainedModel, needs: AlgorithmNeeds, config: LearnerConfig) -> Learner:
     """The same in this process."""
     return Learner(model, config, SAMPLING, needs)
 
@@ -86,10 +86,10 @@ def alone(model: PreTrainedModel, needs: Needs, config: LearnerConfig) -> Learne
 if __name__ == "__main__":
     import json
 
-    from arborl.learner import rendezvous
-    from arborl.learner.rank_worker import serve_rank
+    from arborl.learner.distributed import rendezvous
+    from arborl.learner.distributed.rank_worker import serve_rank
 
-    truth, lies = rendezvous.about_me, json.loads(sys.argv[4])
-    rendezvous.about_me = lambda address: truth(address) | lies
+    truth, lies = rendezvous.rank_versions, json.loads(sys.argv[4])
+    rendezvous.rank_versions = lambda address: truth(address) | lies
     torch.set_num_threads(1)
     serve_rank(int(sys.argv[3]), int(sys.argv[1]), JoinInfo(*sys.argv[2].split()))

@@ -83,7 +83,7 @@ def test_trees_are_scored_and_differentiated_as_their_branches_are_by_transforme
     theirs = told(model, calls)
     gradients = torch.autograd.grad((theirs * weight).sum(), parameters, allow_unused=True)
     for attend in ("dense", "blocks"):
-        ours = score(model, batch, Sampling(), Way(attend)).logprob_M
+        ours = compute_outputs(model, batch, Sampling(), ExecutionPath(attend)).logprob_M
         np.testing.assert_allclose(ours.detach().numpy(), theirs.detach().numpy(), atol=1e-4, err_msg=attend)
         for mine, other in zip(
             torch.autograd.grad((ours * weight).sum(), parameters, allow_unused=True), gradients, strict=True
@@ -101,8 +101,8 @@ def test_plain_rows_need_no_tree_and_layers_may_be_run_again_for_their_gradient(
     batch = pack(made.trees, [0], made.terms)
     with torch.no_grad():
         expected = told(model, calls[:1]).numpy()
-    for way in (Way("causal"), Way("causal", recompute=True)):
-        found = score(model, batch, Sampling(), way).logprob_M
+    for way in (ExecutionPath("causal"), ExecutionPath("causal", recompute=True)):
+        found = compute_outputs(model, batch, Sampling(), way).logprob_M
         np.testing.assert_allclose(found.detach().numpy(), expected, atol=1e-4)
     assert torch.autograd.grad(found.sum(), next(model.parameters()))[0].abs().max() > 0
     assert not any(module.training for module in model.modules())

@@ -19,7 +19,7 @@ from arborl.cli.main import app
 from arborl.config.run import LearnerConfig, LoraConfig
 from arborl.engines.local import LocalEngine
 from arborl.errors import ConfigError
-from arborl.learner.learner import Learner
+from arborl.learner.core.learner import Learner
 from arborl.models.lora import add_lora, export_merged
 from arborl.models.path_check import check_tree_support
 from arborl.rollout.store import EpisodeStore

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from arborl.algorithms.algorithm import Needs
+from arborl.algorithms.recipe import AlgorithmNeeds
 from arborl.build import build
 from arborl.config.load import load
 from arborl.config.run import LearnerConfig, LoraConfig
@@ -64,7 +64,7 @@ class Simple:
     whole = False
 
     def __init__(self, reference: bool = False):
-        self.needs = Needs(reference=reference)
+        self.needs = AlgorithmNeeds(reference=reference)
 
     def count(self, terms):
         return float(len(terms))
@@ -136,7 +136,7 @@ def test_the_reference_is_the_policy_as_the_run_began_and_costs_no_copy_of_the_m
     if fresh:
         adapted = copy.deepcopy(plain)
         add_lora(adapted, LoraConfig(rank=4, alpha=8))
-    needs, made = Needs(reference=True, proximal=True), forest()
+    needs, made = AlgorithmNeeds(reference=True, proximal=True), forest()
     began = copy.deepcopy(adapted)
     start = Learner(began, LearnerConfig(), Sampling()).logprobs(made.trees, made.terms).numpy()
     base = Learner(plain, LearnerConfig(), Sampling()).logprobs(made.trees, made.terms).numpy()
@@ -144,21 +144,21 @@ def test_the_reference_is_the_policy_as_the_run_began_and_costs_no_copy_of_the_m
     learner = Learner(adapted, LearnerConfig(lr=1e-2, decay="none"), Sampling(), needs)
     assert learner.reference is None
     learner.update(made.trees, made.terms, Simple())
-    found = learner.look(made.trees, made.terms, needs)
+    found = learner.score_terms(made.trees, made.terms, needs)
     np.testing.assert_allclose(found.reference, start, atol=1e-5)
     assert np.abs(found.proximal - start).max() > 0.01
     learner.save(tmp_path)
     resumed = Learner(copy.deepcopy(adapted), LearnerConfig(lr=1e-2, decay="none"), Sampling(), needs)  # wherever it is
     resumed.load(tmp_path)
-    again = resumed.look(made.trees, made.terms, needs)
+    again = resumed.score_terms(made.trees, made.terms, needs)
     assert (again.reference == found.reference).all()
     assert (again.proximal == found.proximal).all()
 
 
 def test_looking_at_the_reference_first_leaves_the_quick_ways_open(adapted, caplog):
-    learner = Learner(adapted, LearnerConfig(attention="blocks"), Sampling(), Needs(reference=True))
+    learner = Learner(adapted, LearnerConfig(attention="blocks"), Sampling(), AlgorithmNeeds(reference=True))
     made = forest()
-    learner.look(made.trees, made.terms, Needs(reference=True))
+    learner.score_terms(made.trees, made.terms, AlgorithmNeeds(reference=True))
     learner.update(made.trees, made.terms, Simple())
     assert "not used" not in caplog.text
 
@@ -242,7 +242,7 @@ def test_a_run_from_a_folder_of_adapters_goes_on_with_them(adapted, tmp_path):
     assert trained
     assert all("lora_" in name for name in trained)
     start = {name: p.detach() for name, p in adapted.named_parameters() if "lora_" in name}
-    assert all(torch.equal(value, start[name]) for name, value in parts.learner.start.items())
+    assert all(torch.equal(value, start[name]) for name, value in parts.learner.reference_adapter.items())
     with pytest.raises(ConfigError, match=r"model\.lora\.rank=3: the adapters of model\.name have"):
         build(load(None, [f"model={tmp_path / 'model'}", "model.lora.rank=3", "model.device=cpu"]))
 

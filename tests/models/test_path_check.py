@@ -95,10 +95,12 @@ def compiled_executor(model) -> str | None:
 
 def updates(model) -> str | None:
     """Of the ways that the learner has for trees on a CPU, why one is wrong."""
-    ways = [Way("blocks"), Way("causal")]
-    ways += [Way("kernel")] if compiled_fits(model) else []
-    ways += [Way("kernel", fused=True)] if compiled_fits(model) and fusing_fits(model) else []
-    return next((why for way in ways if (why := why_wrong(model, way)) is not None), None)
+    ways = [ExecutionPath("blocks"), ExecutionPath("causal")]
+    ways += [ExecutionPath("kernel")] if supports_cpu_attention(model) else []
+    ways += (
+        [ExecutionPath("kernel", fused=True)] if supports_cpu_attention(model) and supports_fused_layers(model) else []
+    )
+    return next((why for way in ways if (why := path_error(model, way)) is not None), None)
 
 
 def on_cpu(check, dtype: str) -> bool:
@@ -257,24 +259,24 @@ def test_a_compiled_step_without_biases_or_with_swapped_heads_is_rejected(wrong,
     assert compiled_executor(model) is not None
 
 
-class AheadAttend(DenseAttend):
+class AheadAttend(DenseAttention):
     """A token sees the one after it."""
 
     def _mask(self, end, depth, window):
         return super()._mask(end, depth, window) | torch.eye(len(end), dtype=torch.bool).roll(1, 1)
 
 
-class ScaledAttend(DenseAttend):
+class ScaledAttend(DenseAttention):
     def __call__(self, layer, q, k, v, scale, *bounds):
         return super().__call__(layer, q, k, v, 1.25 * scale, *bounds)
 
 
-class SwappedAttend(DenseAttend):
+class SwappedAttend(DenseAttention):
     def __call__(self, layer, q, *given):
         return super().__call__(layer, q[:, [2, 1, 0, 3]], *given)
 
 
-class HalvedGradientAttend(DenseAttend):
+class HalvedGradientAttend(DenseAttention):
     def __call__(self, *given):
         out = super().__call__(*given)
         return out.detach() + 0.5 * (out - out.detach())
@@ -296,9 +298,9 @@ def test_wrong_attention_over_trees_is_rejected(layers, weights, dtype, wrong, m
 @pytest.mark.parametrize("wrong", ["value", "gradient"])
 def test_wrong_log_probabilities_are_rejected(wrong, monkeypatch):
     model = model_of("llama", "float32")
-    if not (compiled_fits(model) and fusing_fits(model)):
+    if not (supports_cpu_attention(model) and supports_fused_layers(model)):
         pytest.skip("there is no C compiler")
-    real = attention_choice.fused_logprobs
+    real = path_selection.fused_logprobs
 
     def bent(logits, token, temperature):
         logprob, entropy = real(logits, token, temperature)
@@ -306,9 +308,9 @@ def test_wrong_log_probabilities_are_rejected(wrong, monkeypatch):
             (logprob * 1.01, entropy) if wrong == "value" else (logprob + 0.5 * (logprob - logprob.detach()), entropy)
         )
 
-    assert why_wrong(model, Way("kernel", fused=True)) is None
-    monkeypatch.setattr(attention_choice, "fused_logprobs", bent)
-    assert "log" in str(why_wrong(model, Way("kernel", fused=True)))
+    assert path_error(model, ExecutionPath("kernel", fused=True)) is None
+    monkeypatch.setattr(path_selection, "fused_logprobs", bent)
+    assert "log" in str(path_error(model, ExecutionPath("kernel", fused=True)))
 
 
 # ------------------------------------------------------------------------------------------------ reported

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arborl.algorithms.aggregation import WEIGHTS
+from arborl.algorithms.loss_table import WEIGHTS
 from arborl.rollout.downsample import factors, thin
 from arborl.rollout.tree import plant
 from arborl.seeds import generator

@@ -18,7 +18,7 @@ from arborl.algorithms import Recipe
 from arborl.config.algorithm import AlgorithmConfig
 from arborl.config.run import LearnerConfig
 from arborl.data.reading.given import GivenReader
-from arborl.learner.learner import Learner
+from arborl.learner.core.learner import Learner
 from arborl.rollout.given import KINDS, GivenEpisodes
 from arborl.trainer.look import look
 from arborl.types import Sampling

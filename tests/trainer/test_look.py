@@ -12,7 +12,7 @@ import torch
 from arborl.algorithms import make_algorithm
 from arborl.config.algorithm import AlgorithmConfig
 from arborl.config.run import LearnerConfig
-from arborl.learner.learner import Learner
+from arborl.learner.core.learner import Learner
 from arborl.trainer.look import look
 from arborl.types import Call, Completion, Episode, Finish, Group, Sampling, Stop, Task
 

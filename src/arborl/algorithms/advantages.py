@@ -1,7 +1,7 @@
-"""Every advantage behind one signature: groups and their terms in, one number a term out.
+"""The table of advantages: each maps groups and their terms to one number per term.
 
-Thin: each reads the batch's rewards as arrays, calls the pure function that knows the formula (`episode_advantages.py`,
-`turn_advantages.py`), and spreads the answer over terms.
+Each entry computes the batch's rewards as arrays, calls a function of `episode_advantages.py` or `turn_advantages.py`,
+and assigns the result to terms.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from arborl.config.algorithm import AlgorithmConfig
 from arborl.types import Floats, Group, Terms
 
 Memory = dict[str, Any]
-"""What an algorithm remembers from step to step, as JSON."""
+"""What an algorithm keeps from step to step, as JSON."""
 
 Credit = tuple[Floats, Floats | None]
-"""Advantage of every term, and what the critic should have said there where there is one."""
+"""The advantage of every term, and the critic's target if there is a critic."""
 
 Advantage = Callable[[Sequence[Group], Terms, AlgorithmConfig, Memory], Credit]
 
 
 def arrays_of(groups: Sequence[Group], terms: Terms, config: AlgorithmConfig, memory: Memory) -> RewardArrays:
-    """The batch's rewards; a KL penalty in the reward has the coefficient that `memory` holds, if it does."""
+    """The batch's rewards; the coefficient of a KL penalty in the reward is that in `memory`, if it has one."""
     return RewardArrays(groups, terms, kl_costs(terms, config.kl, memory.get("kl_coef", config.kl.coef)))
 
 
 def over_branches(arrays: RewardArrays, advantage_E: Floats, config: AlgorithmConfig) -> Floats:
-    """An episode's advantage at each of its terms, by its branches' shares."""
+    """An episode's advantage at each of its terms, times the share of the term's branch."""
     share_C: list[float] = []  # of every call of the batch
     for episode in arrays.episodes:
         if config.split == "broadcast":
@@ -48,7 +48,7 @@ def _flat(groups: Sequence[Floats]) -> Floats:
 
 
 def per_episode(rule: Callable[[RewardArrays, AlgorithmConfig, Memory], Sequence[Floats]]) -> Advantage:
-    """An advantage that is one number an episode, from a rule that gives them group by group."""
+    """An advantage with one number per episode, from a function that returns them per group."""
 
     def credit(groups: Sequence[Group], terms: Terms, config: AlgorithmConfig, memory: Memory) -> Credit:
         arrays = arrays_of(groups, terms, config, memory)
@@ -70,7 +70,7 @@ def _remax(arrays: RewardArrays, config: AlgorithmConfig, memory: Memory) -> lis
 
 
 def role_of(group: Group) -> str:
-    """Whose baseline a group shares: its source, and the field `role` of its task where there is one."""
+    """The key of the baseline that a group shares: its source, and its task's field `role`."""
     return f"{group.task.source}/{group.task.fields.get('role', '')}"
 
 
@@ -87,7 +87,7 @@ def _starpo(arrays: RewardArrays, config: AlgorithmConfig, memory: Memory) -> li
 
 
 def per_turn(rule: Callable[[RewardArrays, AlgorithmConfig], Floats]) -> Advantage:
-    """An advantage that is one number a turn, from a rule that gives them for all turns of the batch."""
+    """An advantage with one number per turn, from a function that returns them for all turns of the batch."""
 
     def credit(groups: Sequence[Group], terms: Terms, config: AlgorithmConfig, memory: Memory) -> Credit:
         arrays = arrays_of(groups, terms, config, memory)
@@ -126,7 +126,7 @@ def _reinforce_plus_plus(groups: Sequence[Group], terms: Terms, config: Algorith
 def _reinforce_plus_plus_baseline(
     groups: Sequence[Group], terms: Terms, config: AlgorithmConfig, memory: Memory
 ) -> Credit:
-    """The group's mean is taken off the reward, not off the KL penalty, which stays each token's own."""
+    """The group's mean is subtracted from the reward, not from the KL penalty, which belongs to its token."""
     arrays = arrays_of(groups, terms, config, memory)
     compared = _flat(episode_advantages.grpo(arrays.by_group(arrays.reward_E + arrays.cost_E)))
     reward_M = -arrays.cost_M
@@ -136,8 +136,8 @@ def _reinforce_plus_plus_baseline(
 
 
 def _gae(groups: Sequence[Group], terms: Terms, config: AlgorithmConfig, memory: Memory) -> Credit:
-    """A step is a token, or a turn: then the critic is asked at the turn's first token, and all its tokens share. After
-    the last there is nothing, or where the episode was cut short what the critic says of it (`terms.after`)."""
+    """A step is a token or a turn; in a turn the critic's value is that of its first token, and all tokens share the
+    advantage. After the last step the value is 0, or for a truncated episode the critic's estimate (`terms.after`)."""
     arrays = arrays_of(groups, terms, config, memory)
     advantage, target = np.zeros(len(terms)), np.zeros(len(terms))
     for rows in arrays.rows.values():
@@ -173,4 +173,4 @@ ADVANTAGES: dict[str, Advantage] = {
     "turn_discounted": per_turn(_turn_discounted),
     "rae": per_episode(_rae),
 }
-"""Name to advantage; the settings each reads are in `arborl.config.presets`."""
+"""The settings that each reads are in `arborl.config.presets`."""

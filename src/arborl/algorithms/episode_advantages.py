@@ -1,7 +1,7 @@
-"""How much better an episode did than it might have. Statistics are over episodes, one vote each.
+"""Advantages per episode. Every episode has the same weight in all statistics.
 
-Every function takes the rewards of the surviving episodes, group by group, and returns numbers of the same shape. A
-group of one, and one whose rewards are all equal, has advantage exactly 0 wherever a group is compared.
+Each function takes the rewards of the surviving episodes, group by group, and returns numbers of the same shape. A
+group with one episode or with equal rewards has advantage exactly 0 wherever a group is compared.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from arborl.algorithms.statistics import is_flat as is_flat
+from arborl.algorithms.statistics import is_constant as is_constant
 from arborl.algorithms.statistics import relative, whitened
 from arborl.types import Floats
 
 Rewards = Sequence[Floats]
-"""Of the surviving episodes, one array a group."""
+"""Of the surviving episodes, one array per group."""
 
 
 def grpo(rewards: Rewards, baseline: str = "mean", std: str = "none") -> list[Floats]:
-    """Reward minus the group's mean, divided by a standard deviation if asked.
+    """Reward minus the group's mean, optionally divided by a standard deviation.
 
     A = (r - mean) / std. `std="group"` divides by the group's own deviation (GRPO as published: DeepSeekMath,
     arXiv 2402.03300), `"batch"` by that of all episodes' rewards, `"none"` not at all (Dr. GRPO, arXiv 2503.20783).
@@ -31,7 +31,7 @@ def grpo(rewards: Rewards, baseline: str = "mean", std: str = "none") -> list[Fl
     """
     flat, sizes = np.concatenate([np.zeros(0), *rewards]), [len(group) for group in rewards]
     group_E = np.repeat(np.arange(len(sizes)), sizes)
-    return _apart(relative(flat, group_E, np.arange(len(flat)), baseline, std), sizes)
+    return _split(relative(flat, group_E, np.arange(len(flat)), baseline, std), sizes)
 
 
 def rloo(rewards: Rewards) -> list[Floats]:
@@ -42,7 +42,7 @@ def rloo(rewards: Rewards) -> list[Floats]:
     >>> rloo([np.array([1.0, 0.0, 0.0])])[0].tolist()
     [1.0, -0.5, -0.5]
     """
-    return [_each(group, lambda r: (r - r.mean()) * len(r) / (len(r) - 1)) for group in rewards]
+    return [_unless_constant(group, lambda r: (r - r.mean()) * len(r) / (len(r) - 1)) for group in rewards]
 
 
 def reinforce(rewards: Rewards) -> list[Floats]:
@@ -72,7 +72,9 @@ def opo(rewards: Rewards, lengths: Rewards) -> list[Floats]:
     [0.25, -0.75]
     """
     return [
-        np.zeros(len(group)) if is_flat(group) or not length.any() else group - (length * group).sum() / length.sum()
+        np.zeros(len(group))
+        if is_constant(group) or not length.any()
+        else group - (length * group).sum() / length.sum()
         for group, length in zip(rewards, lengths, strict=True)
     ]
 
@@ -89,7 +91,7 @@ def maxrl(rewards: Rewards) -> list[Floats]:
     for group in rewards:
         if len(group) and group.min() < 0:
             raise ValueError(f"maxrl divides by the mean reward, which must not be negative; given {group.tolist()}")
-    return [_each(group, lambda r: (r - r.mean()) / r.mean()) for group in rewards]
+    return [_unless_constant(group, lambda r: (r - r.mean()) / r.mean()) for group in rewards]
 
 
 def gdpo(
@@ -111,7 +113,7 @@ def gdpo(
         total += weight * np.concatenate([np.zeros(0), *grpo(column, std="group")])
     if whiten:
         total = whitened(total, np.arange(len(total)), centre=False)
-    return _apart(total, sizes)
+    return _split(total, sizes)
 
 
 def rae(
@@ -134,18 +136,20 @@ def rae(
     """
     after = dict(baselines)
     for role in dict.fromkeys(roles):
-        seen = np.concatenate([np.zeros(0), *(r for r, whose in zip(rewards, roles, strict=True) if whose == role)])
-        if len(seen):
-            after[role] = decay * baselines.get(role, float(seen.mean())) + (1 - decay) * float(seen.mean())
+        role_rewards = np.concatenate([np.zeros(0), *(r for r, of in zip(rewards, roles, strict=True) if of == role)])
+        if len(role_rewards):
+            after[role] = decay * baselines.get(role, float(role_rewards.mean())) + (1 - decay) * float(
+                role_rewards.mean()
+            )
     return [group - after.get(role, 0.0) for group, role in zip(rewards, roles, strict=True)], after
 
 
 def split_shares(branches: int, how: str, ratio: float = 0.9) -> Floats:
-    """What each branch of an episode gets of its advantage, first branch first.
+    """The share of an episode's advantage for each of its branches, in order.
 
-    `broadcast` all to each, `last` all to the last, `uniform` equal parts, `geometric` parts in proportion to
-    ratio^(n-1-k), which add up to 1. The advantage is split and never the reward: a zero for the early branches would
-    enter the group's mean and punish whatever made the branch.
+    `broadcast`: 1 each; `last`: all to the last; `uniform`: equal shares; `geometric`: in proportion to ratio^(n-1-k),
+    with sum 1. The advantage is split and not the reward: a reward of 0 for early branches would enter the group's
+    mean.
 
     >>> split_shares(3, "geometric", 0.5).round(4).tolist()     # 1/4, 1/2, 1 over 7/4
     [0.1429, 0.2857, 0.5714]
@@ -160,10 +164,10 @@ def split_shares(branches: int, how: str, ratio: float = 0.9) -> Floats:
     return np.asarray(parts / parts.sum(), dtype=np.float64)
 
 
-def _each(group: Floats, rule: Callable[[Floats], Floats]) -> Floats:
-    return np.zeros(len(group)) if is_flat(group) else rule(group)
+def _unless_constant(group: Floats, rule: Callable[[Floats], Floats]) -> Floats:
+    return np.zeros(len(group)) if is_constant(group) else rule(group)
 
 
-def _apart(flat: Floats, sizes: Sequence[int]) -> list[Floats]:
-    """A flat array cut into groups of these sizes."""
+def _split(flat: Floats, sizes: Sequence[int]) -> list[Floats]:
+    """A flat array split into groups of these sizes."""
     return np.split(flat, np.cumsum(sizes)[:-1]) if sizes else []

@@ -1,7 +1,7 @@
-"""What a batch of groups earned, as arrays that advantages are computed from.
+"""The rewards of a batch as arrays from which advantages are computed.
 
-Rewards live at three places: by name on the episode, by turn where the environment gives them, and by token where a KL
-penalty is part of the reward. A `RewardArrays` adds them up once, so that every advantage reads the same numbers.
+Rewards exist at three levels: by name per episode, per turn from the environment, and per token as a KL penalty.
+`RewardArrays` adds them up once for all advantages.
 
 G groups, E episodes (survivors of all groups, in order), N turns of all episodes, M terms.
 """
@@ -16,46 +16,45 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from arborl.algorithms.kl import KL
-from arborl.algorithms.off_policy import overlong_penalty
+from arborl.algorithms.importance_weights import overlong_penalty
+from arborl.algorithms.token_losses import KL
 from arborl.config.algorithm_parts import KLConfig, OverlongConfig
 from arborl.types import Episode, Finish, Floats, Group, Ints, Stop, Terms
 
-CUT_SHORT = (Stop.CONTEXT_FULL, Stop.MAX_TURNS)
-CUT = (*CUT_SHORT, Stop.TRUNCATED)
-"""Ends that came from a limit; something would have followed. (An episode past its deadline has failed.)"""
+OUT_OF_ROOM = (Stop.CONTEXT_FULL, Stop.MAX_TURNS)
+TRUNCATED_STOPS = (*OUT_OF_ROOM, Stop.TRUNCATED)
+"""Stop reasons that are limits: the episode would have continued. (An episode past its deadline has failed.)"""
 
 
 def is_overlong(episode: Episode) -> bool:
-    """Whether the episode ran out of room rather than came to its end."""
-    return episode.stop in CUT_SHORT or bool(episode.calls and episode.calls[-1].completion.finish is Finish.LENGTH)
+    """Whether a limit of length ended the episode."""
+    return episode.stop in OUT_OF_ROOM or bool(episode.calls and episode.calls[-1].completion.finish is Finish.LENGTH)
 
 
 def cut_rows(groups: Sequence[Group], terms: Terms) -> Ints:
-    """The last term of each episode that a limit ended."""
-    cut = np.array([episode.stop in CUT for group in groups for episode in group.survivors], dtype=bool)
+    """The last term of each truncated episode."""
+    cut = np.array([episode.stop in TRUNCATED_STOPS for group in groups for episode in group.survivors], dtype=bool)
     episodes, ahead = np.unique(terms.episode[::-1], return_index=True)
     return np.asarray(len(terms) - 1 - ahead[cut[episodes]], dtype=np.int64)
 
 
-def penalised(group: Group, overlong: OverlongConfig) -> Group:
-    """The group with the penalty for length as one more reward, called `overlong`; the episodes given stay as they
-    are."""
+def with_overlong_penalty(group: Group, overlong: OverlongConfig) -> Group:
+    """The group with the penalty for length as a reward named `overlong`; the given episodes are not changed."""
     if not overlong.penalty:
         return group
 
     def with_penalty(episode: Episode) -> Episode:
-        off = overlong_penalty(episode.sampled, overlong.max_tokens, overlong.buffer, overlong.penalty)
-        return dataclasses.replace(episode, rewards=episode.rewards | {"overlong": off})
+        penalty = overlong_penalty(episode.sampled, overlong.max_tokens, overlong.buffer, overlong.penalty)
+        return dataclasses.replace(episode, rewards=episode.rewards | {"overlong": penalty})
 
     return dataclasses.replace(group, episodes=[with_penalty(e) if e.failure is None else e for e in group.episodes])
 
 
 def turn_rewards(episode: Episode) -> Floats:
-    """What each turn earned; they add up to the episode's reward.
+    """The reward of each turn; their sum is the episode's reward.
 
-    The environment's rewards, times the weight of `env`, are where the environment gave them; every other reward judges
-    the whole episode and stands at its last turn.
+    The environment's rewards, times the weight of `env`, belong to their turns; every other reward belongs to the last
+    turn.
     """
     turns = max([len(episode.turns), *(call.turn + 1 for call in episode.calls)], default=0)
     out = np.zeros(max(turns, 1))
@@ -66,9 +65,9 @@ def turn_rewards(episode: Episode) -> Floats:
 
 
 def kl_costs(terms: Terms, kl: KLConfig, coef: float) -> Floats:
-    """What each term pays for leaving the reference, where that is part of the reward; else nothing.
+    """The KL penalty of each term if it is part of the reward, else 0.
 
-    Both log-probabilities are the learner's: its gap to the engine's is no distance from the reference.
+    Both log-probabilities are the learner's: the engine's differ slightly.
     """
     if kl.where != "reward" or coef == 0 or not len(terms):
         return np.zeros(len(terms))
@@ -78,12 +77,12 @@ def kl_costs(terms: Terms, kl: KLConfig, coef: float) -> Floats:
 
 @dataclass(frozen=True)
 class RewardArrays:
-    """The batch's rewards at every level, KL penalty included."""
+    """The rewards of a batch at every level, including the KL penalty."""
 
     groups: Sequence[Group]
     terms: Terms
     cost_M: Floats
-    """What each term pays (`kl_costs`)."""
+    """The KL penalty of each term (`kl_costs`)."""
 
     @cached_property
     def episodes(self) -> list[Episode]:
@@ -112,12 +111,12 @@ class RewardArrays:
         return np.array([episode.sampled for episode in self.episodes], dtype=np.float64)
 
     def by_group(self, value_E: Floats) -> list[Floats]:
-        """Numbers of all episodes, one array a group."""
+        """Numbers of all episodes, one array per group."""
         return np.split(value_E, np.cumsum(self.sizes)[:-1]) if self.sizes else []
 
     @cached_property
     def named(self) -> dict[str, list[Floats]]:
-        """Each reward by its name, group by group; an episode without it has 0. The penalty's name is `kl`."""
+        """Each reward by name, group by group; 0 for an episode without it. The KL penalty is named `kl`."""
         names = dict.fromkeys(name for episode in self.episodes for name in episode.rewards) or ("none",)
         columns = {name: np.array([e.rewards.get(name, 0.0) for e in self.episodes]) for name in names}
         if self.cost_M.any():
@@ -134,7 +133,7 @@ class RewardArrays:
 
     @cached_property
     def first_E(self) -> Ints:
-        """Index of each episode's first turn among the N of all."""
+        """Index of each episode's first turn among all N."""
         return np.concatenate([[0], np.cumsum([len(turns) for turns in self.turns])])[:-1].astype(np.int64)
 
     @cached_property
@@ -143,7 +142,7 @@ class RewardArrays:
 
     @cached_property
     def state_N(self) -> list[str]:
-        """Name of the state before each turn; empty where there is none."""
+        """Key of the state before each turn; empty if there is none."""
         keys = [[turn.state_key for turn in episode.turns] for episode in self.episodes]
         return [
             own[t] if t < len(own) else ""
@@ -152,12 +151,12 @@ class RewardArrays:
         ]
 
     def per_term(self, value_N: Floats) -> Floats:
-        """Each term's turn's number."""
+        """The value of each term's turn."""
         return value_N[self.first_E[self.terms.episode] + self.terms.turn] if len(self.terms) else np.zeros(0)
 
     @cached_property
     def reward_M(self) -> Floats:
-        """Each term's own reward: a turn's stands at the last term up to the end of that turn."""
+        """The reward of each term: a turn's reward is at the last term up to the end of that turn."""
         out = -self.cost_M
         for episode, rows in self.rows.items():
             for t, reward in enumerate(turn_rewards(self.episodes[episode])):

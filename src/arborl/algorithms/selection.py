@@ -1,4 +1,4 @@
-"""Which episodes and groups can teach something. Nothing is dropped without being counted."""
+"""Selection of episodes and groups that have a gradient; everything dropped is counted."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ import numpy as np
 import torch
 
 from arborl.algorithms import preference_losses, turn_advantages
-from arborl.algorithms.reward_arrays import is_overlong, penalised, turn_rewards
-from arborl.algorithms.statistics import is_flat
+from arborl.algorithms.reward_arrays import is_overlong, turn_rewards, with_overlong_penalty
+from arborl.algorithms.statistics import is_constant
 from arborl.config.algorithm import AlgorithmConfig
 from arborl.types import Episode, Group
 
 
 def select(groups: Sequence[Group], config: AlgorithmConfig) -> tuple[list[Group], Counter[str]]:
-    """The groups to learn from, without the episodes that say nothing, and how many were dropped, by reason.
+    """The groups to learn from, without unusable episodes, and the numbers of dropped ones by reason.
 
-    Reasons about episodes are counted in episodes, those about groups (`zero_variance`, `nothing_sampled`, …) in
-    groups. A group that loses no episode is the object given.
+    Reasons for episodes are counted in episodes, reasons for groups (`zero_variance`, `nothing_sampled`, …) in groups.
+    A group that loses no episode is returned as the same object.
     """
     dropped: Counter[str] = Counter()
     kept = []
     for group in groups:
         dropped["failed"] += len(group.episodes) - len(group.survivors)
-        found = _without_bad(group, config, dropped)
-        why = _teaches_nothing(penalised(found, config.overlong), config)
+        found = _drop_episodes(group, config, dropped)
+        why = _group_drop_reason(with_overlong_penalty(found, config.overlong), config)
         if why:
             dropped[why] += 1
             continue
         if config.loss in ("dpo", "ipo"):
-            found = _in_pairs(found, config, dropped)
+            found = _keep_pairs(found, config, dropped)
         kept.append(found)
     return kept, +dropped
 
 
 def reasons(config: AlgorithmConfig) -> list[str]:
-    """Every reason for which this algorithm may drop an episode or a group; at 0 they are counted too."""
+    """Every reason for which this algorithm may drop an episode or a group; they are counted even at 0."""
     may = {
         "overlong": config.overlong.filter,
         "below_threshold": config.loss == "sft",
@@ -52,16 +52,16 @@ def reasons(config: AlgorithmConfig) -> list[str]:
     return ["failed", "reward_not_finite", "empty_group", "nothing_sampled", *(why for why, can in may.items() if can)]
 
 
-def _without_bad(group: Group, config: AlgorithmConfig, dropped: Counter[str]) -> Group:
-    reasons = {id(episode): why for episode in group.survivors if (why := _why_not(episode, config))}
+def _drop_episodes(group: Group, config: AlgorithmConfig, dropped: Counter[str]) -> Group:
+    reasons = {id(episode): why for episode in group.survivors if (why := _episode_drop_reason(episode, config))}
     dropped.update(reasons.values())
     if not reasons:
         return group
     return dataclasses.replace(group, episodes=[e for e in group.episodes if id(e) not in reasons])
 
 
-def _why_not(episode: Episode, config: AlgorithmConfig) -> str:
-    """Why an episode leaves baseline and loss together; empty if it stays."""
+def _episode_drop_reason(episode: Episode, config: AlgorithmConfig) -> str:
+    """Why an episode is removed from baseline and loss; empty if it is kept."""
     rewards = (*episode.rewards.values(), *(turn.reward for turn in episode.turns))
     if not all(math.isfinite(reward) for reward in rewards):
         return "reward_not_finite"
@@ -72,74 +72,76 @@ def _why_not(episode: Episode, config: AlgorithmConfig) -> str:
     return ""
 
 
-def _teaches_nothing(group: Group, config: AlgorithmConfig) -> str:
-    alive = group.survivors
-    if not alive:
+def _group_drop_reason(group: Group, config: AlgorithmConfig) -> str:
+    survivors = group.survivors
+    if not survivors:
         return "empty_group"
-    if not any(episode.sampled for episode in alive):
+    if not any(episode.sampled for episode in survivors):
         return "nothing_sampled"
     if config.loss in ("dpo", "ipo"):
-        return "" if _pairs(alive, config).any() else "no_pair"
+        return "" if _pairs(survivors, config).any() else "no_pair"
     if config.loss in ("kto", "sft", "distill"):
         return ""
     if config.advantage == "remax" and (group.greedy is None or not math.isfinite(group.greedy)):
         return "no_greedy"
-    if config.advantage == "maxrl" and min(episode.reward for episode in alive) < 0:
+    if config.advantage == "maxrl" and min(episode.reward for episode in survivors) < 0:
         return "negative_reward"
-    if config.drops_flat and FLAT.get(config.advantage, _flat_rewards)(alive, config):
+    if config.drops_flat and CONSTANT.get(config.advantage, _constant_rewards)(survivors, config):
         return "zero_variance"
     return ""
 
 
 def _pairs(episodes: Sequence[Episode], config: AlgorithmConfig) -> torch.Tensor:
-    """Which of these are preferred to which; one that sampled nothing takes no part."""
+    """Which episodes are preferred to which; episodes without sampled tokens are in no pair."""
     score = torch.tensor([e.reward for e in episodes], dtype=torch.float64)
     sampled = torch.tensor([e.sampled > 0 for e in episodes])
     same = torch.zeros(len(episodes), dtype=torch.int64)
     return preference_losses.pairs(score, same, config.min_gap) & sampled[:, None] & sampled[None, :]
 
 
-def _in_pairs(group: Group, config: AlgorithmConfig, dropped: Counter[str]) -> Group:
-    """The episodes that are part of a pair; of the best and the worst alone where so asked (first of equals)."""
-    alive = group.survivors
-    scored = penalised(Group(group.task, alive), config.overlong).episodes
+def _keep_pairs(group: Group, config: AlgorithmConfig, dropped: Counter[str]) -> Group:
+    """The episodes that are part of a pair; with `pairs=best_worst` the best and the worst (first of equals)."""
+    survivors = group.survivors
+    scored = with_overlong_penalty(Group(group.task, survivors), config.overlong).episodes
     found = _pairs(scored, config)
     if config.pairs == "best_worst":
         places = [i for i, episode in enumerate(scored) if episode.sampled]
         chosen = [max(places, key=lambda i: scored[i].reward), min(places, key=lambda i: scored[i].reward)]
-        kept = [alive[i] for i in sorted(chosen)]
+        kept = [survivors[i] for i in sorted(chosen)]
     else:
-        kept = [episode for i, episode in enumerate(alive) if found[i].any() or found[:, i].any()]
-    dropped["outside_pairs"] += len(alive) - len(kept)
+        kept = [episode for i, episode in enumerate(survivors) if found[i].any() or found[:, i].any()]
+    dropped["outside_pairs"] += len(survivors) - len(kept)
     return group if len(kept) == len(group.episodes) else dataclasses.replace(group, episodes=kept)
 
 
 # ------------------------------------------------------------------------------------------------ nothing to compare
 
 
-def _flat_rewards(episodes: Sequence[Episode], config: AlgorithmConfig) -> bool:
-    return is_flat(np.array([episode.reward for episode in episodes]))
+def _constant_rewards(episodes: Sequence[Episode], config: AlgorithmConfig) -> bool:
+    return is_constant(np.array([episode.reward for episode in episodes]))
 
 
-def _flat_by_name(episodes: Sequence[Episode], config: AlgorithmConfig) -> bool:
-    """GDPO compares each reward: their sum may be flat where they are not."""
+def _constant_by_name(episodes: Sequence[Episode], config: AlgorithmConfig) -> bool:
+    """GDPO compares each reward: their sum may be constant where they are not."""
     names = {name for episode in episodes for name in episode.rewards}
-    return all(is_flat(np.array([episode.rewards.get(name, 0.0) for episode in episodes])) for name in names)
+    return all(is_constant(np.array([episode.rewards.get(name, 0.0) for episode in episodes])) for name in names)
 
 
-def _flat_returns(episodes: Sequence[Episode], config: AlgorithmConfig) -> bool:
+def _constant_returns(episodes: Sequence[Episode], config: AlgorithmConfig) -> bool:
     if len(episodes) < 2:
         return True
-    return is_flat(np.concatenate([turn_advantages.discounted(turn_rewards(e), config.gamma) for e in episodes]))
+    return is_constant(np.concatenate([turn_advantages.discounted(turn_rewards(e), config.gamma) for e in episodes]))
 
 
-def _flat_trajectories(episodes: Sequence[Episode], config: AlgorithmConfig) -> bool:
-    return is_flat(turn_advantages.trajectory_returns([turn_rewards(episode) for episode in episodes], config.gamma))
+def _constant_trajectories(episodes: Sequence[Episode], config: AlgorithmConfig) -> bool:
+    return is_constant(
+        turn_advantages.trajectory_returns([turn_rewards(episode) for episode in episodes], config.gamma)
+    )
 
 
-def _flat_in_every_state(episodes: Sequence[Episode], config: AlgorithmConfig) -> bool:
-    """GiGPO also compares steps from equal states, which may differ where whole episodes do not."""
-    if not _flat_rewards(episodes, config):
+def _constant_in_every_state(episodes: Sequence[Episode], config: AlgorithmConfig) -> bool:
+    """GiGPO also compares steps from equal states, which may differ if episodes do not."""
+    if not _constant_rewards(episodes, config):
         return False
     seen: dict[str, list[tuple[int, float]]] = {}
     for number, episode in enumerate(episodes):
@@ -150,10 +152,10 @@ def _flat_in_every_state(episodes: Sequence[Episode], config: AlgorithmConfig) -
     return all(len({n for n, _ in rows}) < 2 or len({v for _, v in rows}) < 2 for rows in seen.values())
 
 
-FLAT: dict[str, Callable[[Sequence[Episode], AlgorithmConfig], bool]] = {
-    "gdpo": _flat_by_name,
-    "gigpo": _flat_in_every_state,
-    "starpo": _flat_trajectories,
-    "step_reinforce": _flat_returns,
+CONSTANT: dict[str, Callable[[Sequence[Episode], AlgorithmConfig], bool]] = {
+    "gdpo": _constant_by_name,
+    "gigpo": _constant_in_every_state,
+    "starpo": _constant_trajectories,
+    "step_reinforce": _constant_returns,
 }
-"""Where an advantage compares something else than whole rewards."""
+"""Advantages that compare something else than the episode's reward."""

@@ -1,6 +1,6 @@
-"""Statistics with one vote an episode, however many turns or tokens it has.
+"""Statistics in which every episode has the same weight, however many turns or tokens it has.
 
-N rows (turns or tokens), each owned by an episode. Deviations are the sample's (n - 1), n being episodes.
+N rows (turns or tokens), each owned by an episode. Standard deviations are the sample's (n - 1), with n episodes.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 from arborl.types import Floats, Ints
 
-SMALL = 1e-6
-"""Added to a standard deviation before dividing by it."""
+EPSILON = 1e-6
+"""Added to a standard deviation before division."""
 
 
 def shares(owner_N: Ints) -> Floats:
-    """What each row may say: the rows of one owner divide its vote.
+    """The weight of each row: 1 / number of its owner's rows.
 
     >>> shares(np.array([7, 7, 9])).tolist()
     [0.5, 0.5, 1.0]
@@ -50,39 +50,39 @@ def deviation(value_N: Floats, owner_N: Ints) -> float:
 
 
 def whitened(value_N: Floats, owner_N: Ints, centre: bool = True) -> Floats:
-    """Values at deviation 1 and, unless told otherwise, mean 0; all 0 where nothing differs.
+    """Values with standard deviation 1 and, with `centre`, mean 0; all 0 if they are constant.
 
     >>> whitened(np.array([1.0, 3.0]), np.array([0, 1])).round(4).tolist()     # -1 / 1.4142, 1 / 1.4142
     [-0.7071, 0.7071]
     >>> whitened(np.array([5.0, 5.0]), np.array([0, 1]), centre=False).tolist()
     [0.0, 0.0]
     """
-    if is_flat(value_N):
+    if is_constant(value_N):
         return np.zeros(len(value_N))
     middle = mean(value_N, owner_N) if centre else 0.0
-    return (value_N - middle) / (deviation(value_N, owner_N) + SMALL)
+    return (value_N - middle) / (deviation(value_N, owner_N) + EPSILON)
 
 
 def whitened_by_token(value_N: Floats) -> Floats:
-    """Values at mean 0 and deviation 1 with one vote each: (x - mean) / sqrt(var + 1e-8), the variance a sample's, as
-    verl and ROLL whiten advantages.
+    """Values with mean 0 and standard deviation 1, every row with the same weight: (x - mean) / sqrt(var + 1e-8) with
+    the sample variance, as verl and ROLL whiten advantages.
 
     >>> whitened_by_token(np.array([1.0, 1.0, 4.0])).round(4).tolist()     # mean 2, variance 3
     [-0.5774, -0.5774, 1.1547]
     """
-    if is_flat(value_N):
+    if is_constant(value_N):
         return np.zeros(len(value_N))
     return np.asarray((value_N - value_N.mean()) / np.sqrt(value_N.var(ddof=1) + 1e-8), dtype=np.float64)
 
 
 def relative(value_N: Floats, group_N: Ints, owner_N: Ints, baseline: str = "mean", std: str = "none") -> Floats:
-    """Each value less its group's mean, divided by a deviation if asked.
+    """Each value minus its group's mean, optionally divided by a standard deviation.
 
-    A group with one owner, and one whose values are all equal, comes out exactly 0.
+    A group with one owner or with constant values is exactly 0.
 
     Args:
-        baseline: `mean`, or `none` to take nothing off.
-        std: `none`, the `group`'s own deviation, or that of the whole `batch`.
+        baseline: `mean`, or `none` to subtract nothing.
+        std: `none`, the `group`'s standard deviation, or that of the whole `batch`.
 
     >>> relative(np.array([1.0, 0.0, 7.0]), np.array([0, 0, 1]), np.array([0, 1, 2])).tolist()
     [0.5, -0.5, 0.0]
@@ -92,14 +92,14 @@ def relative(value_N: Floats, group_N: Ints, owner_N: Ints, baseline: str = "mea
     for group in np.unique(group_N):
         rows = np.flatnonzero(group_N == group)
         value, owner = value_N[rows], owner_N[rows]
-        if baseline == "mean" and (is_flat(value) or len(np.unique(owner)) < 2):
+        if baseline == "mean" and (is_constant(value) or len(np.unique(owner)) < 2):
             continue
         difference = value - mean(value, owner) if baseline == "mean" else value
         spread = everything if std == "batch" else deviation(value, owner)
-        out[rows] = difference if std == "none" else difference / (spread + SMALL)
+        out[rows] = difference if std == "none" else difference / (spread + EPSILON)
     return out
 
 
-def is_flat(value_N: NDArray[np.float64]) -> bool:
-    """Nothing to compare: no two different values."""
+def is_constant(value_N: NDArray[np.float64]) -> bool:
+    """Whether no two values differ."""
     return len(value_N) < 2 or bool(np.all(value_N == value_N[0]))

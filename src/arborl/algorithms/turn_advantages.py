@@ -1,4 +1,4 @@
-"""Credit that differs from turn to turn, or token to token, of one episode.
+"""Advantages per turn or token.
 
 T steps of one episode; N steps of all episodes, each owned by an episode and belonging to a group.
 """
@@ -14,7 +14,7 @@ from arborl.types import Floats, Ints
 
 
 def discounted(reward_T: Floats, gamma: float) -> Floats:
-    """What is still to come, from each step on: R_t = r_t + gamma R_(t+1).
+    """Discounted returns: R_t = r_t + gamma R_(t+1).
 
     >>> discounted(np.array([0.0, 0.0, 1.0]), 0.5).tolist()
     [0.25, 0.5, 1.0]
@@ -28,7 +28,7 @@ def discounted(reward_T: Floats, gamma: float) -> Floats:
 def gae(
     reward_T: Floats, value_T: Floats, gamma: float = 1.0, lam: float = 0.95, after: float = 0.0
 ) -> tuple[Floats, Floats]:
-    """Generalised advantage estimation of one episode, and what the critic should have said.
+    """Generalised advantage estimation of one episode, and the critic's targets.
 
     d_t = r_t + gamma V_(t+1) - V_t, A_t = d_t + gamma lam A_(t+1), target_t = A_t + V_t (Schulman et al. 2015, arXiv
     1506.02438). A step is a turn or a token, as the arrays say.
@@ -61,7 +61,7 @@ def gigpo(
 
     A = A_E + omega A_S. A_E compares an episode's reward with those of its task; A_S compares a step's discounted
     return with those of steps from the same state *of the same task* (GiGPO, arXiv 2505.10978). Both are normalised
-    alike, with one vote an episode: a state seen by one episode only, and a step without a state (""), has A_S = 0.
+    alike, with equal weight per episode: a state of one episode only, and a step without a state (""), has A_S = 0.
 
     Args:
         reward_E, task_E: of each episode.
@@ -97,7 +97,7 @@ def trajectory_returns(rewards: Sequence[Floats], gamma: float = 1.0) -> Floats:
 def step_reinforce(
     return_N: Floats, episode_N: Ints, group_N: Ints, baseline: str = "mean", std: str = "none"
 ) -> Floats:
-    """Each turn's discounted return, less the group's mean over all turns, one vote an episode.
+    """Each turn's discounted return minus the group's mean over all turns, with equal weight per episode.
 
     With `std="batch"` this is return batch normalisation (GEM, arXiv 2510.01051) around the group's mean.
 
@@ -119,8 +119,8 @@ def turn_discounted(advantage: float, turns: int, gamma: float) -> Floats:
 def reinforce_plus_plus(reward_N: Floats, episode_N: Ints, centre: bool = True) -> Floats:
     """What is still to come at each token, brought to mean 0 and deviation 1 over the batch (arXiv 2501.03262).
 
-    G_i = sum of r_j over the tokens j >= i of its episode, A = (G - mean) / std, one vote an episode. With a group
-    baseline the rewards come in less their group's mean, and `centre=False` leaves a flat group at exactly 0.
+    G_i = sum of r_j over the tokens j >= i of its episode, A = (G - mean) / std, equal weight per episode. With a group
+    baseline the rewards come in less their group's mean, and `centre=False` leaves a zero-variance group at exactly 0.
 
     Args:
         reward_N: of each token; an episode's tokens stand together and in order.

@@ -96,9 +96,9 @@ def train(
     """
     config, objects = stubbed(config) if stub else config, objects or {}
     if config.learner.strategy != "single" and os.environ.get("RANK", "0") != "0":
-        from arborl.learner.launch import serve_launched
+        from arborl.learner.distributed.launch import serve_launched_rank
 
-        if serve_launched(config.learner, config.model.device):
+        if serve_launched_rank(config.learner, config.model.device):
             return Run(config.output_dir or Path())
     plain(config)  # an object among the arguments, which no file can hold, is found before anything starts
     losses = Losses(config.learner.restarts)

@@ -181,15 +181,15 @@ def _refusals(start: Start, config: RunConfig, steps: int, objects: Mapping[str,
 
 def _models(home: Path, before: RunConfig, now: RunConfig, objects: Mapping[str, Any]) -> Iterator[str]:
     """Models around the policy that an algorithm wants and a checkpoint has, or has not."""
-    from arborl.algorithms import Needs, finder, make_algorithm
+    from arborl.algorithms import AlgorithmNeeds, make_algorithm, object_finder
 
     unknown = [name for name in imported(before) if name not in imported(now) and name not in objects]
     if unknown and not is_signed(home / "config.yaml"):
         yield f"algorithm: the checkpoint was made with {', '.join(unknown)}, which is not imported from there."
         return
 
-    def needs(config: RunConfig) -> Needs:
-        return make_algorithm(config.algorithm, finder(objects)).needs
+    def needs(config: RunConfig) -> AlgorithmNeeds:
+        return make_algorithm(config.algorithm, object_finder(objects)).needs
 
     def critic(config: RunConfig) -> str:
         kind = "separate" if config.learner.own_critic else "shared"

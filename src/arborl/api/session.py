@@ -119,7 +119,7 @@ class RunSession:
                 console.note(line)
             for line in self.losses.goes_on(trainer.step):
                 console.note(line)
-            log.info("memory: %s", self.parts.plan.told)
+            log.info("memory: %s", self.parts.plan.summary)
             if self.parts.plan.warning:
                 log.warning("%s", self.parts.plan.warning)
             self.parts.engine.warm_up(self.parts.rollout.sampling)

@@ -27,7 +27,7 @@ from arborl.rewards.reward_model import Record, shown
 from arborl.rewards.text.base import finite
 
 if TYPE_CHECKING:  # what needs torch
-    from arborl.learner.pairs import Pair, PairLearner, Row
+    from arborl.learner.core.pairwise import EpochMetrics, PairLearner, TextPair
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class NeuralRewardTrainer:
         least = 2 if validation else 1
         if len(self.preferences) < least:
             raise ConfigError(f"preference_data: {len(self.preferences)} pairs. Give {least} at least, and rather 500.")
-        self.history: list[Row] = []
+        self.history: list[EpochMetrics] = []
         """One row an epoch: `epoch`, `train_loss`, and on held-out pairs `loss` and `accuracy`."""
 
     async def train(self) -> NeuralReward:
@@ -138,7 +138,7 @@ class NeuralRewardTrainer:
             with _Shown(self, len(training), len(held), stop) as seen:
                 best = fit(learner, training, held, self.epochs, self.batch_size, self.seed, seen.step, seen.epoch)
                 seen.check()
-            if best.get("loss", 0.0) >= NO_GAIN:
+            if best.get("loss", 0.0) >= UNINFORMED_LOSS:
                 log.warning(
                     "the reward model has learned nothing that holds for held-out pairs: it does not beat chance"
                 )
@@ -154,19 +154,19 @@ class NeuralRewardTrainer:
             raise ConfigError(f"max_tokens={self.max_tokens}: {self.model_name} reads {reads} at most.")
         return self.max_tokens or min(MOST_TOKENS, int(reads))
 
-    def _pairs(self, renderer: Renderer, most: int) -> tuple[list[Pair], list[Pair]]:
+    def _pairs(self, renderer: Renderer, most: int) -> tuple[list[TextPair], list[TextPair]]:
         """Pairs to train on and to hold out, as the model is shown them. Those of which it is shown the same (cut at
         the beginning, they end alike) say nothing and are left out."""
-        from arborl.learner.pairs import Pair
+        from arborl.learner.core.pairwise import TextPair
 
-        made: dict[int, Pair] = {}
+        made: dict[int, TextPair] = {}
         cut = 0
         for number, one in enumerate(self.preferences):
             sides = [self._tokens(renderer, one, side) for side in (one.better, one.worse)]
             cut += max(map(len, sides)) > most
             better, worse = (side[-most:] for side in sides)
             if better != worse:
-                made[number] = Pair(better, worse, one.weight)
+                made[number] = TextPair(better, worse, one.weight)
         count = len(self.preferences)
         if cut:
             log.warning("%d of %d pairs are longer than max_tokens=%d: their beginning is left out", cut, count, most)
@@ -191,8 +191,8 @@ class NeuralRewardTrainer:
                 "'rejected': …}."
             ) from error
 
-    def _scale(self, learner: PairLearner, training: Sequence[Pair]) -> tuple[float, float]:
-        says = learner.says(training)
+    def _scale(self, learner: PairLearner, training: Sequence[TextPair]) -> tuple[float, float]:
+        says = learner.scores(training)
         spread = pstdev(says)
         if not spread:
             raise RunStopped(
@@ -232,7 +232,7 @@ class _Shown:
         self.check()
         self.status.update(f"epoch {epoch}/{self.trainer.epochs}, pair {pairs}/{self.training}")
 
-    def epoch(self, row: Row) -> None:
+    def epoch(self, row: EpochMetrics) -> None:
         self.trainer.history.append(row)
         measured = f"  held out: loss {row['loss']:.3f}  accuracy {row['accuracy']:.1%}" if "loss" in row else ""
         took = time.monotonic() - self.began

@@ -66,7 +66,7 @@ def played(run: RunConfig) -> RunConfig:
 def settings(run: RunConfig, config: TrainingConfig, parts: Parts, home: Path) -> dict[str, Any]:
     """Fields of `GRPOConfig`. A batch is counted in conversations there and in groups here. Weights are in float32 and
     the arithmetic in what the model is in, which is what Arbor's float32 copies come to."""
-    from arborl.learner.schedule import warmup
+    from arborl.learner.core.optimizer import warmup_steps
 
     algorithm, learner, drawn, device = run.algorithm, run.learner, run.sampling, parts.model.device
     if device.type == "cuda" and device.index:
@@ -80,7 +80,7 @@ def settings(run: RunConfig, config: TrainingConfig, parts: Parts, home: Path) -
         "gradient_accumulation_steps": config.gradient_accumulation_steps,
         "learning_rate": parts.learner.lr * usual, "weight_decay": learner.weight_decay,
         "adam_beta1": learner.betas[0], "adam_beta2": learner.betas[1], "max_grad_norm": learner.max_grad_norm,
-        "warmup_steps": warmup(learner, parts.steps),
+        "warmup_steps": warmup_steps(learner, parts.steps),
         "lr_scheduler_type": "constant_with_warmup" if learner.decay == "none" else learner.decay,
         "loss_type": LOSSES[algorithm.aggregation], "scale_rewards": algorithm.std,
         "importance_sampling_level": "sequence" if algorithm.loss == "gspo" else "token",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from arborl.algorithms.algorithm import Needs
+from arborl.algorithms.recipe import AlgorithmNeeds
 from arborl.build import Parts
 from arborl.doctor.finding import Evidence, Finding, State
 from arborl.envs.checker import check_env
@@ -70,15 +70,15 @@ async def take(parts: Parts) -> FirstStep:
         await parts.rewards.score(groups)
     alive = [Group(group.task, group.survivors) for group in groups if group.survivors]
     forest = plant(alive)
-    asked = Needs(proximal=True, reference=algorithm.needs.reference)
-    terms = learner.look(forest.trees, forest.terms, asked)
+    asked = AlgorithmNeeds(proximal=True, reference=algorithm.needs.reference)
+    terms = learner.score_terms(forest.trees, forest.terms, asked)
     kept, learned, wanted = look(algorithm, learner, groups)
     credited = algorithm.credit(kept, wanted)
     metrics = summarize(groups) | describe_batch(learned, credited, 0) | algorithm.metrics()
     metrics |= learner.update(learned.trees, credited, algorithm, [])
     moved, stale = float("nan"), ""
     if metrics.get("learner/steps") and len(terms):
-        after = learner.look(forest.trees, forest.terms, Needs(proximal=True))
+        after = learner.score_terms(forest.trees, forest.terms, AlgorithmNeeds(proximal=True))
         moved = float(np.mean(np.abs(after.proximal - terms.proximal)))
         await parts.engine.load(learner.weights(), version=1)
         try:
@@ -239,8 +239,8 @@ def engine_follows(step: FirstStep) -> Finding:
 def memory(step: FirstStep) -> Finding:
     plan = step.parts.plan
     if plan.fits:
-        return Finding("memory forecast", "ok", plan.told)
-    return Finding("memory forecast", "warn", plan.told, plan.warning or SMALLER)
+        return Finding("memory forecast", "ok", plan.summary)
+    return Finding("memory forecast", "warn", plan.summary, plan.warning or SMALLER)
 
 
 SMALLER = "Write a smaller engine.kv_tokens, sampling.max_context or learner.micro_batch_tokens, or model.lora.rank=16."

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from arborl.algorithms.algorithm import Algorithm, Needs
-from arborl.algorithms.token_losses import Said
+from arborl.algorithms.recipe import Algorithm, AlgorithmNeeds
+from arborl.algorithms.token_losses import ModelOutputs
 from arborl.config.algorithm import AlgorithmConfig
 from arborl.config.run import RunConfig
 from arborl.data.source import TaskSource
-from arborl.learner.group import LearnerGroup
-from arborl.learner.learner import Learner
-from arborl.learner.update_metrics import columns
+from arborl.learner.core.learner import Learner
+from arborl.learner.core.update_metrics import term_tensors
+from arborl.learner.distributed.learner_group import LearnerGroup
 from arborl.rollout.runner import Rollout
 from arborl.trainer.evaluate import Measured
 from arborl.trainer.look import look
@@ -58,7 +58,7 @@ class GivenEvaluator:
         found: Metrics = {"tasks": float(len(groups))}
         if not groups:
             return found
-        kept, _, terms = look(self.algorithm, self.learner, groups, Needs(proximal=True))
+        kept, _, terms = look(self.algorithm, self.learner, groups, AlgorithmNeeds(proximal=True))
         if not len(terms):
             return found
         terms = self.algorithm.credit(kept, terms)
@@ -69,11 +69,11 @@ class GivenEvaluator:
 
     def _loss(self, terms: Terms) -> float:
         """The objective, from what the policy says of each term."""
-        batch = columns(terms, torch.device("cpu"), torch.float64)
+        batch = term_tensors(terms, torch.device("cpu"), torch.float64)
         now_M = torch.from_numpy(terms.proximal)
         if self.algorithm.whole:
             batch = dataclasses.replace(batch, sequence_M=self.algorithm.prepare(now_M, batch))
-        loss_M, _ = self.algorithm.loss(Said(now_M, torch.zeros_like(now_M)), batch)
+        loss_M, _ = self.algorithm.loss(ModelOutputs(now_M, torch.zeros_like(now_M)), batch)
         return float((loss_M * batch.weight_M).sum())
 
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from arborl import checkpoint
-from arborl.learner.files import Snapshot
-from arborl.learner.sharded_files import ShardedSnapshot
+from arborl.learner.core.checkpoint_files import ShardedSnapshot, Snapshot
 from arborl.rollout.store import EpisodeStore
 from arborl.trainer.evaluate import Measured, Measures
 from arborl.trainer.trainer import Trainer
@@ -94,7 +93,7 @@ class RenewReference:
 
     async def after(self, trainer: Trainer, groups: Sequence[Group], metrics: Metrics) -> None:
         if trainer.step == self.step:
-            trainer.learner.renew_reference()
+            trainer.learner.update_reference()
 
 
 class Save:

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from arborl.algorithms.algorithm import Algorithm, Needs
+from arborl.algorithms.recipe import Algorithm, AlgorithmNeeds
 from arborl.algorithms.reward_arrays import cut_rows
 from arborl.errors import EpisodeError
-from arborl.learner.group import LearnerGroup
-from arborl.learner.learner import Learner
+from arborl.learner.core.learner import Learner
+from arborl.learner.distributed.learner_group import LearnerGroup
 from arborl.rollout.tree import plant
 from arborl.types import GIVEN, Forest, Group, Terms
 
 log = logging.getLogger(__name__)
 
-NOTHING = Needs()
+NOTHING = AlgorithmNeeds()
 WHO = {
     "logprob": "engine", "proximal": "learner", "reference": "reference policy", "value": "critic", "after": "critic",
     "teacher": "teacher",
@@ -26,7 +26,7 @@ WHO = {
 
 
 def look(
-    algorithm: Algorithm, learner: Learner | LearnerGroup, groups: Sequence[Group], more: Needs = NOTHING
+    algorithm: Algorithm, learner: Learner | LearnerGroup, groups: Sequence[Group], more: AlgorithmNeeds = NOTHING
 ) -> tuple[list[Group], Forest, Terms]:
     """The groups to learn from, their trees, and the terms with what the algorithm needs to know before credit.
 
@@ -41,7 +41,7 @@ def look(
         needs = algorithm.needs | more
         forest = plant(kept)
         cut = cut_rows(kept, forest.terms) if needs.after else np.zeros(0, dtype=np.int64)
-        terms = learner.look(forest.trees, forest.terms, needs, cut)
+        terms = learner.score_terms(forest.trees, forest.terms, needs, cut)
         asked = ["logprob", *(name for name in ("proximal", "reference", "value", "teacher") if getattr(needs, name))]
         episodes = [episode for group in kept for episode in group.survivors]
         given = terms.version == GIVEN  # nobody has said how likely that was

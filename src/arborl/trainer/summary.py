@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from arborl.algorithms.episode_advantages import is_flat
+from arborl.algorithms.episode_advantages import is_constant
 from arborl.types import GIVEN, Episode, Finish, Forest, Group, Metrics, Stop, Terms
 
 STOPS = (Stop.DONE, Stop.TRUNCATED, Stop.MAX_TURNS, Stop.CONTEXT_FULL)
@@ -26,7 +26,7 @@ def summarize(groups: Sequence[Group]) -> Metrics:
         "episode/failed": float(len(everyone) - len(alive)),
     }
     if not given:
-        metrics["group/flat"] = float(np.mean([is_flat(_rewards(group)) for group in groups])) if groups else 0.0
+        metrics["group/flat"] = float(np.mean([is_constant(_rewards(group)) for group in groups])) if groups else 0.0
     for where, count in Counter(episode.failure.where for episode in everyone if episode.failure).items():
         metrics[f"failed/{where}"] = float(count)
     if not alive:

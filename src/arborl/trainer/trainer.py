@@ -10,15 +10,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from arborl.algorithms.algorithm import Algorithm
+from arborl.algorithms.recipe import Algorithm
 from arborl.checkpoint import Damaged
 from arborl.config.run import RunConfig
 from arborl.data.source import TaskSource
 from arborl.engines.engine import Engine
-from arborl.learner.group import LearnerGroup
-from arborl.learner.learner import Learner
-from arborl.learner.term_log import TermLog
-from arborl.learner.update_metrics import GAP
+from arborl.learner.core.learner import Learner
+from arborl.learner.core.update_metrics import ROLLOUT_GAP, TermLog
+from arborl.learner.distributed.learner_group import LearnerGroup
 from arborl.rewards.reward import Rewards
 from arborl.rollout.downsample import thin
 from arborl.rollout.pipeline import Pipeline
@@ -172,7 +171,7 @@ class Trainer:
             with span("arborl.learn"):
                 metrics = self._engine_metrics(clock, between) | await learn(self._learn, groups, beside, seed)
         if not self.engine.follows_weights:  # its replies are nobody's policy: there is nothing to agree about
-            metrics = {name: value for name, value in metrics.items() if not name.startswith(GAP)}
+            metrics = {name: value for name, value in metrics.items() if not name.startswith(ROLLOUT_GAP)}
         self.step += 1  # from here on the step counts as done, whatever interrupts
         self.pipeline.trained()
 
@@ -205,10 +204,10 @@ class Trainer:
         forest, terms, left_out = self._thinned(kept, forest, terms, derive(seed, "thin"))
         metrics |= describe_batch(forest, terms, self.step) | self.algorithm.metrics() | left_out
         names = [episode.id for group in kept for episode in group.survivors]
-        self.learner.log = self.credited = None
+        self.learner.term_log = self.credited = None
         if self.config.track.terms and terms.place is not None and len(terms):
-            self.learner.log = TermLog(1 + int(terms.place.max()))
-            self.credited = Credited(kept, terms, self.learner.log)
+            self.learner.term_log = TermLog(1 + int(terms.place.max()))
+            self.credited = Credited(kept, terms, self.learner.term_log)
         return metrics | SKIPPED | self.learner.update(forest.trees, terms, self.algorithm, names)
 
     async def _learning(self) -> Callable[..., Awaitable[Metrics]]:

@@ -18,7 +18,7 @@ from arborl.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from arborl.learner.run_store import JoinInfo
+    from arborl.learner.distributed.run_store import JoinInfo
 
 GRACE = 1.0
 """Seconds for ranks to end by themselves."""

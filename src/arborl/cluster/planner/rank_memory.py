@@ -73,7 +73,7 @@ class RankPlanner(Planner):
         several = total(self.kv_least)
         return several if several <= self.limit else total(self.kv_floor)
 
-    def forecast(self, tokens: int, recompute: bool, kv_tokens: int, lent: bool = False) -> Forecast:
+    def forecast(self, tokens: int, recompute: bool, kv_tokens: int, lent: bool = False) -> MemoryForecast:
         if self.strategy == "tensor" and self.ranks > 1:
             whole = dataclasses.replace(self, sizes=_narrow(self.sizes, self.ranks), ranks=1, strategy="single")
             return whole.forecast(tokens, recompute, kv_tokens, lent)
@@ -130,9 +130,9 @@ def rank_planner(
         limit=weights + int(learner.memory_share * free),
         kv_token=kv_token // split,
         kv_wanted=wanted,
-        kv_least=wanted if engine.kv_tokens else min(wanted, SEQUENCES * context),
+        kv_least=wanted if engine.kv_tokens else min(wanted, MIN_CACHED_SEQUENCES * context),
         kv_floor=wanted if engine.kv_tokens else min(wanted, context),
-        logit_rows=logit_rows(device.memory, sizes.vocabulary, fused(sizes, learner, True)) if device.cuda else 4_096,
+        logit_rows=logit_rows(device.memory, sizes.vocabulary, uses_fused_layers(sizes, learner, True)) if device.cuda else 4_096,
         cuda=device.cuda,
         truncates=config.sampling.top_k > 0 or config.sampling.top_p < 1 or config.sampling.min_p > 0,
         lends=device.cuda and sampling and (engine.lends or not shared),

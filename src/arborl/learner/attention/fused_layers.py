@@ -1,0 +1,121 @@
+"""The kernels of `layer_kernels.py`, and on a CPU those of `cpu_kernels.py`, as torch operations with gradients.
+
+The RMS norm is among them only on a CPU: torch has a fused one for GPUs.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from transformers import PreTrainedModel
+
+from arborl.learner.attention import cpu_kernels
+from arborl.models.attention import raw_read_out
+from arborl.models.lean import Ops, epsilon, gated, is_lean, norm
+from arborl.models.sampling import Shape
+
+SILU = ("SiLU", "SiLUActivation")
+
+
+def supports_fused_layers(model: PreTrainedModel) -> bool:
+    """Whether the fused operations support this model on its device."""
+    if model.device.type == "cpu":
+        able = model.dtype == torch.float32 and cpu_kernels.layers_library() is not None
+    else:
+        able = model.dtype != torch.float64 and model.device.type == "cuda" and find_spec("triton") is not None
+    return able and has_fast_forward(model)
+
+
+def _kernels(x: Tensor) -> Any:
+    if x.device.type == "cpu":
+        return cpu_kernels
+    from arborl.learner.attention import layer_kernels
+
+    return layer_kernels
+
+
+class _Rotate(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _kernels(x).rotate(x, cos, sin, back=False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        cos, sin = ctx.saved_tensors
+        return _kernels(cos).rotate(grads[0], cos, sin, back=True), None, None
+
+
+class _Gate(Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        ctx.save_for_backward(gate, up)
+        return _kernels(gate).gate(gate, up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        gate, up = ctx.saved_tensors
+        return _kernels(gate).gate_backward(gate, up, grads[0].contiguous())
+
+
+class _TokenLogprobs(Function):
+    @staticmethod
+    def forward(ctx: Any, logit_MV: Tensor, token_M: Tensor, temperature_M: Tensor) -> tuple[Tensor, Tensor]:
+        logit_MV, token_M = logit_MV.contiguous(), token_M.contiguous()
+        logprob, entropy, lse = _kernels(logit_MV).token_logprobs(logit_MV, token_M, temperature_M)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(logit_MV, token_M, temperature_M, entropy, lse)
+        return logprob, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        logit_MV, token_M, temperature_M, entropy_M, lse_M = ctx.saved_tensors
+        to_logprob, to_entropy = (None if grad is None else grad.contiguous() for grad in grads)
+        if to_logprob is None:
+            to_logprob = torch.zeros_like(lse_M)
+        known = (logit_MV, token_M, temperature_M, entropy_M, lse_M)
+        return _kernels(logit_MV).token_logprobs_backward(*known, to_logprob, to_entropy), None, None
+
+
+class _Norm(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        rows = x.contiguous().view(-1, x.shape[-1])
+        out, each = cpu_kernels.norm(rows, weight, epsilon)
+        ctx.save_for_backward(rows, weight, each)
+        return out.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        rows, weight, each = ctx.saved_tensors
+        to_rows, to_weight = cpu_kernels.norm_backward(rows, weight, each, grads[0].contiguous())
+        return to_rows.view(grads[0].shape), to_weight, None
+
+
+def _fused_norm(module: nn.Module, x: Tensor) -> Tensor:
+    return _Norm.apply(x, module.weight, epsilon(module)) if x.device.type == "cpu" else norm(module, x)
+
+
+def _fused_gate(act: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
+    return _Gate.apply(gate, up) if type(act).__name__ in SILU else gated(act, gate, up)
+
+
+FUSED_OPS = Ops(_Rotate.apply, _fused_gate, _fused_norm)
+
+
+def fused_head(head: Any, hidden_ME: Tensor, token_M: Tensor, shape: Shape, entropy: bool) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies, for sampling without truncation and logits without a cap."""
+    temperature_M = shape.temperature_B.float().expand(len(token_M)).contiguous()
+    logprob_M, entropy_M = fused_logprobs(raw_read_out(head, None, hidden_ME), token_M, temperature_M)
+    return logprob_M, entropy_M if entropy else entropy_M.detach()
+
+
+def fused_logprobs(logit_MV: Tensor, token_M: Tensor, temperature_M: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probability of each token at its temperature, and the entropy."""
+    result: tuple[Tensor, Tensor] = _TokenLogprobs.apply(logit_MV, token_M, temperature_M)
+    return result

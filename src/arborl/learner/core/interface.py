@@ -1,0 +1,117 @@
+"""The interface that a learner in one process and a learner on several ranks share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from arborl.algorithms.recipe import Algorithm, AlgorithmNeeds
+from arborl.config.run import LearnerConfig
+from arborl.learner.core.update_metrics import TermLog
+from arborl.models.lora import export_merged, has_lora
+from arborl.types import Ints, Metrics, Terms, TokenTree
+
+
+class LearnerSnapshot(Protocol):
+    """The state of a learner at one moment; it is written while training continues."""
+
+    @property
+    def live(self) -> bool:
+        """Whether it holds the learner's own tensors: the learner must wait until it is written."""
+        ...
+
+    def write(self, folder: Path) -> None:
+        """Write all files of the checkpoint."""
+        ...
+
+
+class BaseLearner(ABC):
+    """Trains a policy on token trees and terms."""
+
+    model: PreTrainedModel
+    """The policy whose weights an engine shares."""
+    config: LearnerConfig
+    term_log: TermLog | None = None
+    """Collects per-token results of updates; None where they are not recorded."""
+
+    @abstractmethod
+    def check_paths(self) -> None:
+        """Select and check the execution paths now instead of in the first update."""
+
+    @abstractmethod
+    def score_terms(
+        self, trees: Sequence[TokenTree], terms: Terms, needs: AlgorithmNeeds, cut: Ints | None = None
+    ) -> Terms:
+        """Return the terms with the columns that `needs` names, computed by policy, reference model, critic and teacher
+        before the update.
+
+        Args:
+            cut: rows of the last terms of truncated episodes; the critic also scores the state after them.
+        """
+
+    @abstractmethod
+    def logprobs(self, trees: Sequence[TokenTree], terms: Terms) -> Tensor:
+        """Log-probability of every term under the current weights."""
+
+    @abstractmethod
+    def update(
+        self, trees: Sequence[TokenTree], terms: Terms, algorithm: Algorithm, names: Sequence[str] = ()
+    ) -> Metrics:
+        """Train on the batch: `epochs` passes of `minibatches` optimizer steps, each over whole trees.
+
+        The loss of a step is the mean over its mini-batch. Groups with non-finite numbers are dropped and named. If no
+        term remains, the weights stay as they are and the metrics give the reason.
+
+        Args:
+            names: ids of the episodes, by episode number.
+        """
+
+    @abstractmethod
+    def backward(self, trees: Sequence[TokenTree], terms: Terms, algorithm: Algorithm) -> Metrics:
+        """Compute the gradients of one batch without a step; return the loss and the means of the logged quantities."""
+
+    @abstractmethod
+    def gradients(self) -> dict[str, Tensor]:
+        """The full gradients that `backward` computed, by parameter name."""
+
+    @abstractmethod
+    def update_reference(self) -> None:
+        """Set the reference model to the current policy."""
+
+    @abstractmethod
+    def weights(self) -> dict[str, Tensor]:
+        """The current weights of `model`: the tensors themselves, not copies."""
+
+    @abstractmethod
+    def reserve(self) -> Callable[[], object]:
+        """Return a function that allocates the memory of a snapshot; it may run in another thread."""
+
+    @abstractmethod
+    def snapshot(self) -> LearnerSnapshot:
+        """Copy the state of a checkpoint. One snapshot is valid at a time: the next one reuses its memory."""
+
+    @abstractmethod
+    def load(self, folder: Path) -> None:
+        """Load a checkpoint; training continues bit for bit."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop further ranks."""
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint: the model in Hugging Face format (with LoRA the adapter alone), and the training
+        state."""
+        self.snapshot().write(folder)
+
+    def export(self, folder: Path) -> None:
+        """Write the policy as a Hugging Face model, with LoRA weights merged."""
+        self.weights()
+        if has_lora(self.model):
+            export_merged(self.model, folder)
+        else:
+            self.model.save_pretrained(folder)
