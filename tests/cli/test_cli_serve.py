@@ -41,7 +41,7 @@ def test_a_talk_shows_tools_begins_anew_and_is_saved_as_episodes(here):
         (["serve"], "nothing to serve"),
         (["serve", "seedling", "--host", "0.0.0.0"], "give --api-key"),
         (["serve", "no/such/folder"], "no model is called"),
-        (["serve", "seedling", "--follow", "nowhere"], "there is no run"),
+        (["serve", "seedling", "--follow", "nowhere"], "no config.yaml"),
         (["serve", "seedling", "--api-key-file", "nowhere"], "cannot be read"),
         (["serve", "seedling", "--checkpoint", "other"], "other"),
         (["chat"], "nobody to talk to"),

@@ -132,7 +132,7 @@ def plays(messages, base_url):
     while not over:
         said = chat(base_url, talk, max_tokens=8)[0]["message"]
         told = json.loads(post(f"{at}/step", {"content": said["content"]})[1])
-        talk, over = [*talk, said, *told["messages"]], told["over"]
+        talk, over = [*talk, said, *told["messages"]], told["done"]
     STATUS[:] = [post(f"{at}/step", {"content": "more"})[0]]
 
 

@@ -14,11 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest_serve import client_of
+from serve_clients import client_of
 
-from arborl.serve.parsing import SMALL_BODY, RequestWorkers
-from arborl.serve.source import Refused, Unavailable
-from arborl.serve.speaker import Speaker
+from arborl.serve.backend import RequestError, ServiceUnavailable
+from arborl.serve.engine_backend import EngineBackend
+from arborl.serve.parsing import SMALL_BODY_BYTES, RequestWorkers
 
 SIZE = 2_000_000
 USER = b'{"role":"user","content":"hi"}'
@@ -80,9 +80,9 @@ REFUSED = {
 }
 
 
-def posted(opened, requests, **more):
+def posted(loaded, requests, **more):
     async def all_of_them():
-        async with client_of(opened, **more) as client:
+        async with client_of(loaded, **more) as client:
             head = {"content-type": "application/json"}
             return [await client.post(f"/v1/{path}", content=body, headers=head) for path, body in requests]
 
@@ -104,11 +104,11 @@ class Watching:
         return getattr(self.tokenizer, name)
 
 
-def watched(opened):
-    own = opened.speaker
+def watched(loaded):
+    own = loaded.backend
     tokenizer = Watching(own.renderer.tokenizer)
     renderer = replace(own.renderer, tokenizer=tokenizer)
-    return Speaker(own.engine, renderer, own.vocabulary, own.name, own.context), tokenizer
+    return EngineBackend(own.engine, renderer, own.vocab_size, own.name, own.max_context), tokenizer
 
 
 def peak_of(work):
@@ -129,40 +129,40 @@ def peak_of(work):
 
 
 @pytest.mark.parametrize("name", TOO_COMPLEX)
-def test_too_many_values_are_refused_before_objects_are_built(opened, name):
-    (answer,) = posted(opened, [TOO_COMPLEX[name]])
+def test_too_many_values_are_refused_before_objects_are_built(loaded, name):
+    (answer,) = posted(loaded, [TOO_COMPLEX[name]])
     error = answer.json()["error"]
     assert (answer.status_code, error["type"], error["code"]) == (400, "invalid_request_error", "body_too_complex")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_hostile_request_takes_little_memory(opened):
-    posted(opened, [("chat/completions", json.dumps(ASK).encode())])
-    assert peak_of(lambda: posted(opened, [TOO_COMPLEX["prompt of objects"]])) < 200  # 2,600 without bounds
+def test_a_hostile_request_takes_little_memory(loaded):
+    posted(loaded, [("chat/completions", json.dumps(ASK).encode())])
+    assert peak_of(lambda: posted(loaded, [TOO_COMPLEX["prompt of objects"]])) < 200  # 2,600 without limits
 
 
 @pytest.mark.parametrize("name", TOO_LONG)
-def test_text_that_cannot_fit_is_not_tokenised_whole(opened, name):
-    speaker, tokenizer = watched(opened)
-    (answer,) = posted(opened, [TOO_LONG[name]], speaker=speaker)
+def test_text_that_cannot_fit_is_not_tokenised_whole(loaded, name):
+    backend, tokenizer = watched(loaded)
+    (answer,) = posted(loaded, [TOO_LONG[name]], backend=backend)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
-    assert tokenizer.given < 100 * speaker.context
+    assert tokenizer.given < 100 * backend.max_context
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_no_request_is_refused_in_few_words(opened, name):
-    (answer,) = posted(opened, [REFUSED[name]])
+def test_what_is_no_request_is_refused_in_few_words(loaded, name):
+    (answer,) = posted(loaded, [REFUSED[name]])
     assert answer.status_code == 400
     assert len(answer.content) < 5000
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
 @pytest.mark.parametrize("depth", [70, 450, 700, 980, 100_000])
-def test_json_that_is_nested_too_deep_is_refused_everywhere(opened, depth):
+def test_json_that_is_nested_too_deep_is_refused_everywhere(loaded, depth):
     nested = b"[" * depth + b"]" * depth
     text = json.dumps('{"a":' + nested.decode() + "}").encode()
     answers = posted(
-        opened,
+        loaded,
         [
             chat(b'"tools":[{"function":{"name":"f","parameters":{"a":' + nested + b"}}}]"),
             chat(b'"metadata":{"a":' + nested + b"}"),
@@ -180,9 +180,9 @@ def test_json_that_is_nested_too_deep_is_refused_everywhere(opened, depth):
     assert told == [(400, "body_too_complex")] * 10
 
 
-def test_what_is_not_sent_as_json_is_refused(opened):
+def test_what_is_not_sent_as_json_is_refused(loaded):
     async def both():
-        async with client_of(opened) as client:
+        async with client_of(loaded) as client:
             body = json.dumps(ASK)
             heads = [{}, {"content-type": "text/plain"}, {"content-type": "Application/JSON; charset=utf-8"}]
             return [await client.post("/v1/chat/completions", content=body, headers=head) for head in heads]
@@ -193,21 +193,21 @@ def test_what_is_not_sent_as_json_is_refused(opened):
 # ------------------------------------------------------------------------------------------------ where it is read
 
 
-def test_a_large_request_is_tokenised_outside_the_event_loop(opened):
-    speaker, tokenizer = watched(opened)
+def test_a_large_request_is_tokenised_outside_the_event_loop(loaded):
+    backend, tokenizer = watched(loaded)
     content = "some words " * 1000
-    assert len(content) > SMALL_BODY
+    assert len(content) > SMALL_BODY_BYTES
     body = json.dumps({"messages": [{"role": "user", "content": content}], "max_tokens": 2}).encode()
-    (answer,) = posted(opened, [("chat/completions", body)], speaker=speaker)
+    (answer,) = posted(loaded, [("chat/completions", body)], backend=backend)
     assert answer.status_code == 200
     assert tokenizer.threads
     assert threading.get_ident() not in tokenizer.threads
 
 
-def test_a_prompt_is_tokenised_once_for_all_choices(opened):
-    speaker, tokenizer = watched(opened)
+def test_a_prompt_is_tokenised_once_for_all_choices(loaded):
+    backend, tokenizer = watched(loaded)
     body = json.dumps({**ASK, "n": 8, "messages": [{"role": "user", "content": "words " * 500}]}).encode()
-    (answer,) = posted(opened, [("chat/completions", body)], speaker=speaker)
+    (answer,) = posted(loaded, [("chat/completions", body)], backend=backend)
     assert len(answer.json()["choices"]) == 8
     assert tokenizer.given < 2 * 6 * 500
 
@@ -216,11 +216,11 @@ def test_work_that_hangs_is_given_up_and_others_are_served_meanwhile():
     free = threading.Event()
 
     async def some():
-        workers = RequestWorkers(most=2, seconds=0.1)
-        hanging = [asyncio.create_task(workers.run(lambda: free.wait(60), SMALL_BODY + 1)) for _ in range(3)]
-        small = await workers.run(lambda: "small", SMALL_BODY)
+        workers = RequestWorkers(num_workers=2, seconds=0.1)
+        hanging = [asyncio.create_task(workers.run(lambda: free.wait(60), SMALL_BODY_BYTES + 1)) for _ in range(3)]
+        small = await workers.run(lambda: "small", SMALL_BODY_BYTES)
         told = await asyncio.gather(*hanging, return_exceptions=True)
-        large = await workers.run(lambda: "large", SMALL_BODY + 1)
+        large = await workers.run(lambda: "large", SMALL_BODY_BYTES + 1)
         return small, told, large
 
     try:
@@ -228,23 +228,23 @@ def test_work_that_hangs_is_given_up_and_others_are_served_meanwhile():
     finally:
         free.set()
     assert (small, large) == ("small", "large")
-    assert all(isinstance(error, Unavailable) and error.status == 503 for error in told)
+    assert all(isinstance(error, ServiceUnavailable) and error.status == 503 for error in told)
 
 
 def test_an_error_of_the_work_is_the_requests():
     def fails():
-        raise Refused("no")
+        raise RequestError("no")
 
     async def both():
         workers = RequestWorkers()
         return await asyncio.gather(*(workers.run(fails, size) for size in (1, 10**6)), return_exceptions=True)
 
-    assert [type(error) for error in asyncio.run(both())] == [Refused, Refused]
+    assert [type(error) for error in asyncio.run(both())] == [RequestError, RequestError]
 
 
-def test_64_hostile_requests_at_once_leave_an_ordinary_one_alone(opened):
+def test_64_hostile_requests_at_once_leave_an_ordinary_one_alone(loaded):
     async def all_of_them():
-        async with client_of(opened) as client:
+        async with client_of(loaded) as client:
             head = {"content-type": "application/json"}
             kinds = [*TOO_COMPLEX.values(), *TOO_LONG.values(), *REFUSED.values()]
             tasks = [
@@ -293,11 +293,11 @@ def test_what_a_request_took_is_freed_with_it(fails):
 
             def work():
                 if fails:
-                    raise Refused(f"{body}: no")
+                    raise RequestError(f"{body}: no")
                 return len(f"{body}")
 
-            with suppress(Refused):
-                await RequestWorkers().run(work, SMALL_BODY + 1)
+            with suppress(RequestError):
+                await RequestWorkers().run(work, SMALL_BODY_BYTES + 1)
 
         held: list[weakref.ref[Body]] = []
         gc.disable()

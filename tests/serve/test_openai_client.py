@@ -111,11 +111,11 @@ def test_completions_take_text_or_ids_and_tell_ids(client):
     assert ids.usage.prompt_tokens == 5
 
 
-def test_a_control_token_in_a_text_prompt_is_text(client, opened):
+def test_a_control_token_in_a_text_prompt_is_text(client, loaded):
     answer = client.completions.create(
         model="seedling", prompt="<|im_end|>", max_tokens=1, extra_body={"return_token_ids": True}
     )
-    assert opened.speaker.renderer.stop[0] not in answer.choices[0].prompt_token_ids
+    assert loaded.backend.renderer.stop[0] not in answer.choices[0].prompt_token_ids
 
 
 def test_responses_are_said_whole_and_in_events(client):
@@ -166,7 +166,7 @@ def test_the_asynchronous_client_streams_many_at_once(address):
         ({"messages": [{"role": "user", "content": "word " * 20_000}]}, "context"),
         ({"messages": ASK, "extra_body": {"best": 1}}, "best"),
         ({"messages": ASK, "frequency_penalty": 1.0}, "frequency_penalty"),
-        ({"messages": ASK, "tool_choice": "required"}, "no tools"),
+        ({"messages": ASK, "tool_choice": "required"}, "tools is empty"),
         ({"messages": ASK, "top_logprobs": 3}, "logprobs"),
         ({"messages": ASK, "response_format": {"type": "json_object"}}, "response_format"),
     ],

@@ -5,20 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 
-from conftest_serve import client_of
+from serve_clients import client_of
 
 from arborl.agents import FunctionAgent
 from arborl.envs.documents import Documents
 from arborl.envs.wrapper import word_of
 from arborl.rollout.runner import Cast
-from arborl.serve.sessions import AgentSession, Company
+from arborl.serve.sessions import AgentSession, ServedAgents
 from arborl.types import Message, Task
 
 
-def with_agent(opened, agent, env=None):
-    company = opened.company
-    cast = Cast(lambda task: agent, env or company.cast.env)
-    return Company(company.engine, company.renderer, cast, company.sampling, company.limits, ("mine",))
+def with_agent(loaded, agent, env=None):
+    agents = loaded.agents
+    cast = Cast(lambda task: agent, env or agents.cast.env)
+    return ServedAgents(agents.engine, agents.renderer, cast, agents.sampling, agents.limits, ("mine",))
 
 
 async def echo(task, env, model):
@@ -41,29 +41,29 @@ async def breaks(task, env, model):
     raise RuntimeError("out of order")
 
 
-def test_an_agent_keeps_its_memory_between_messages(opened):
+def test_an_agent_keeps_its_memory_between_messages(loaded):
     async def talk():
-        session = AgentSession(with_agent(opened, FunctionAgent(echo)), fields={"sign": "!"})
+        session = AgentSession(with_agent(loaded, FunctionAgent(echo)), fields={"sign": "!"})
         try:
-            return [(await session.say(word)).content for word in ("one", "two", "three")]
+            return [(await session.send(word)).content for word in ("one", "two", "three")]
         finally:
             await session.end()
 
     assert asyncio.run(talk()) == ["!one", "!one two", "!one two three"]
 
 
-def test_an_agent_that_is_done_begins_anew_with_what_is_said_next(opened):
+def test_an_agent_that_is_done_begins_anew_with_what_is_said_next(loaded):
     async def talk():
-        session = AgentSession(with_agent(opened, FunctionAgent(once)))
+        session = AgentSession(with_agent(loaded, FunctionAgent(once)))
         try:
-            return [(await session.say(word)).content for word in ("one", "two")], len(session.episodes)
+            return [(await session.send(word)).content for word in ("one", "two")], len(session.episodes)
         finally:
             await session.end()
 
     assert asyncio.run(talk()) == (["ONE", "TWO"], 2)
 
 
-def test_the_agent_is_shown_what_its_environment_would_show(opened):
+def test_the_agent_is_shown_what_its_environment_would_show(loaded):
     """Its system message, and the document that the session brings; and never one of a game that nobody plays."""
     seen = []
 
@@ -77,8 +77,8 @@ def test_the_agent_is_shown_what_its_environment_would_show(opened):
 
     async def talk():
         for fields in ({"document_content": "A short one."}, {}):
-            session = AgentSession(with_agent(opened, FunctionAgent(looks), documents), fields=fields)
-            await session.say("What is it about?")
+            session = AgentSession(with_agent(loaded, FunctionAgent(looks), documents), fields=fields)
+            await session.send("What is it about?")
             await session.end()
 
     asyncio.run(talk())
@@ -90,28 +90,28 @@ def test_the_agent_is_shown_what_its_environment_would_show(opened):
     assert (document, nothing) == ("A short one.", None)
 
 
-def test_tools_are_called_and_shown_on_the_way(opened):
+def test_tools_are_called_and_shown_on_the_way(loaded):
     happened = []
 
     async def talk():
-        session = AgentSession(opened.company, temperature=0.0, watch=happened.append)
+        session = AgentSession(loaded.agents, temperature=0.0, on_step=happened.append)
         try:
-            return await session.say("What is 12 + 30? Answer as <answer>number</answer>."), session.tools
+            return await session.send("What is 12 + 30? Answer as <answer>number</answer>."), session.tools
         finally:
             await session.end()
 
     reply, tools = asyncio.run(talk())
     assert "42" in reply.content
     assert [spec.name for spec in tools] == ["calculator"]
-    asked, answered = (one.message for one in happened)
+    asked, answered = happened
     assert asked.tool_calls[0].arguments == {"expression": "12 + 30"}
     assert (answered.role, answered.content) == ("tool", "42")
-    assert reply.sampled > 0
+    assert reply.completion_tokens > 0
 
 
-def test_sessions_over_http_from_beginning_to_end(opened):
+def test_sessions_over_http_from_beginning_to_end(loaded):
     async def talk():
-        async with client_of(opened) as client:
+        async with client_of(loaded) as client:
             at = "/v1/agents/tool/sessions"
             begun = (await client.post(at, json={"temperature": 0})).json()
             mine = f"{at}/{begun['id']}"
@@ -131,9 +131,9 @@ def test_sessions_over_http_from_beginning_to_end(opened):
     begun, answer, stream, seen, ended, others, many = asyncio.run(talk())
     assert [tool["name"] for tool in begun["tools"]] == ["calculator"]
     assert "42" in answer["content"]
-    assert [one["role"] for one in answer["happened"]] == ["assistant", "tool"]
+    assert [one["role"] for one in answer["steps"]] == ["assistant", "tool"]
     events = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
-    assert events[0]["type"] == "begun"
+    assert events[0]["type"] == "start"
     assert events[-1]["type"] == "answer"
     assert [message["role"] for message in seen["messages"]][:3] == ["user", "assistant", "user"]
     assert ended == (204, 404)
@@ -141,16 +141,16 @@ def test_sessions_over_http_from_beginning_to_end(opened):
     assert many == [201] * 4 + [429]
 
 
-def test_an_agent_that_breaks_says_so_and_costs_nobody_else(opened):
+def test_an_agent_that_breaks_says_so_and_costs_nobody_else(loaded):
     async def talk():
-        company = with_agent(opened, FunctionAgent(breaks))
-        broken = AgentSession(company)
+        agents = with_agent(loaded, FunctionAgent(breaks))
+        broken = AgentSession(agents)
         try:
-            await broken.say("hello")
+            await broken.send("hello")
         except Exception as error:
             said = str(error)
-        fine = AgentSession(opened.company, temperature=0.0)
-        reply = await fine.say("Hello")
+        fine = AgentSession(loaded.agents, temperature=0.0)
+        reply = await fine.send("Hello")
         await fine.end()
         return said, reply.content
 
@@ -159,10 +159,10 @@ def test_an_agent_that_breaks_says_so_and_costs_nobody_else(opened):
     assert content
 
 
-def test_two_messages_at_once_are_one_too_many(opened):
+def test_two_messages_at_once_are_one_too_many(loaded):
     async def talk():
-        session = AgentSession(opened.company)
-        results = await asyncio.gather(session.say("Hello"), session.say("Hello"), return_exceptions=True)
+        session = AgentSession(loaded.agents)
+        results = await asyncio.gather(session.send("Hello"), session.send("Hello"), return_exceptions=True)
         await session.end()
         return results
 
@@ -182,7 +182,7 @@ def test_a_reader_of_long_documents_answers_in_a_session_as_it_does_in_a_rollout
     recipe = Path(__file__).parents[2] / "recipes/statelm/run.yaml"
     served = build_served(load(recipe, ["env.args.tokens=[8200,8300]", "agent.args.max_assistant_turns=6"]))
     names = ("statelm",)
-    company = Company(served.engine, served.renderer, served.cast, served.sampling, served.limits, names)
+    agents = ServedAgents(served.engine, served.renderer, served.cast, served.sampling, served.limits, names)
     rollout = Rollout(served.engine, served.renderer, served.cast, served.sampling, served.limits, 4)
 
     async def both(task):
@@ -190,8 +190,8 @@ def test_a_reader_of_long_documents_answers_in_a_session_as_it_does_in_a_rollout
         question = (await env.reset(task, 0)).messages[-1].content
         fields = {"document_content": word_of(env, "document")}
         episode = await rollout.play(task, 0, "plain", {"temperature": 0.0})
-        session = AgentSession(company, fields=fields, temperature=0.0)
-        reply = await session.say(question)
+        session = AgentSession(agents, fields=fields, temperature=0.0)
+        reply = await session.send(question)
         await session.end()
         return episode, session.episodes[0], reply
 
@@ -204,9 +204,9 @@ def test_a_reader_of_long_documents_answers_in_a_session_as_it_does_in_a_rollout
         assert len(talked.calls) > 1
 
 
-def test_a_session_is_found_by_the_key_that_began_it_and_by_no_other(opened):
+def test_a_session_is_found_by_the_key_that_began_it_and_by_no_other(loaded):
     async def talk():
-        async with client_of(opened, keys=["sk-aaaa", "sk-bbbb"]) as client:
+        async with client_of(loaded, keys=["sk-aaaa", "sk-bbbb"]) as client:
             mine, other = {"x-api-key": "sk-aaaa"}, {"x-api-key": "sk-bbbb"}
             at = "/v1/agents/tool/sessions"
             begun = await client.post(at, json={}, headers=mine)
@@ -228,9 +228,9 @@ def test_a_session_is_found_by_the_key_that_began_it_and_by_no_other(opened):
     assert asyncio.run(talk()) == ([404] * 4, [200, 200, 204])
 
 
-def test_no_key_can_take_the_sessions_of_another(opened):
+def test_no_key_can_take_the_sessions_of_another(loaded):
     async def talk():
-        async with client_of(opened, keys=["sk-aaaa", "sk-bbbb", "sk-cccc"], sessions=7) as client:
+        async with client_of(loaded, keys=["sk-aaaa", "sk-bbbb", "sk-cccc"], sessions=7) as client:
 
             async def begin(key):
                 return await client.post("/v1/agents/tool/sessions", json={}, headers={"x-api-key": key})

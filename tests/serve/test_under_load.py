@@ -15,10 +15,10 @@ from contextlib import contextmanager
 
 import httpx
 import pytest
-from conftest_serve import client_of, running
+from serve_clients import client_of, running
 
 from arborl import checkpoint
-from arborl.serve.reload import Follower
+from arborl.serve.model_loading import CheckpointFollower
 
 ASK = {"messages": [{"role": "user", "content": "Hello"}], "stream": True, "temperature": 1.0}
 
@@ -95,13 +95,13 @@ def test_a_server_that_is_told_to_stop_loses_no_request_that_it_took():
     assert later["refused"] > 0
 
 
-def test_new_weights_under_load_lose_no_stream_and_are_told(opened, tmp_path):
+def test_new_weights_under_load_lose_no_stream_and_are_told(loaded, tmp_path):
     """Checkpoints with other weights are written while requests are answered."""
     import torch
 
-    model, speaker = opened.served.model, opened.speaker
+    model, backend = loaded.served.model, loaded.backend
     own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    follower = Follower(speaker, tmp_path, lambda folder: torch.load(folder / "weights.pt"))
+    follower = CheckpointFollower(backend, tmp_path, lambda folder: torch.load(folder / "weights.pt"))
 
     def save(step, scale):
         def write(folder):
@@ -111,23 +111,23 @@ def test_new_weights_under_load_lose_no_stream_and_are_told(opened, tmp_path):
         checkpoint.save(tmp_path, step, write, {}, keep=2)
 
     async def many():
-        async with client_of(opened) as client:
+        async with client_of(loaded) as client:
             streams = [asyncio.create_task(stream(client, seed, 30)) for seed in range(24)]
-            loaded = []
+            updated = []
             for step, scale in ((3, 1.01), (7, 0.99), (7, 0.5), (8, 1.0)):
                 await asyncio.sleep(0.05)
                 await asyncio.to_thread(save, step, scale)
-                loaded.append(await follower.look())
+                updated.append(await follower.update())
             told = await client.post("/v1/chat/completions", json={**ASK, "stream": False, "max_tokens": 2})
-            return Counter(await asyncio.gather(*streams)), loaded, told.json()["system_fingerprint"]
+            return Counter(await asyncio.gather(*streams)), updated, told.json()["system_fingerprint"]
 
     try:
-        outcome, loaded, mark = asyncio.run(many())
+        outcome, updated, mark = asyncio.run(many())
     finally:
-        asyncio.run(speaker.engine.load(own, 0))
-        speaker.version = 0
+        asyncio.run(backend.engine.load(own, 0))
+        backend.version = 0
     assert outcome == {"whole": 24}
-    assert loaded == [True, True, False, True]
+    assert updated == [True, True, False, True]
     assert mark == "step-8"
 
 
@@ -154,12 +154,12 @@ async def loaded_until(address, last, save):
         return sum(await asyncio.gather(*asking), Counter()), seen
 
 
-def test_weights_that_change_again_and_again_under_load_drop_no_stream_over_http(opened, tmp_path):
+def test_weights_that_change_again_and_again_under_load_drop_no_stream_over_http(loaded, tmp_path):
     import torch
 
-    model, speaker = opened.served.model, opened.speaker
+    model, backend = loaded.served.model, loaded.backend
     own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    follower = Follower(speaker, tmp_path, lambda folder: torch.load(folder / "weights.pt"), seconds=0.02)
+    follower = CheckpointFollower(backend, tmp_path, lambda folder: torch.load(folder / "weights.pt"), seconds=0.02)
 
     def save(step):
         def write(folder):
@@ -169,11 +169,11 @@ def test_weights_that_change_again_and_again_under_load_drop_no_stream_over_http
         checkpoint.save(tmp_path, step, write, {}, keep=2)
 
     try:
-        with running(opened, extra=(follower.following,)) as address:
+        with running(loaded, extra=(follower.follow,)) as address:
             outcome, seen = asyncio.run(loaded_until(address, 4, save))
     finally:
-        asyncio.run(speaker.engine.load(own, 0))
-        speaker.version = 0
+        asyncio.run(backend.engine.load(own, 0))
+        backend.version = 0
     assert set(outcome) == {"whole"}
     assert seen == {f"step-{step}": 1 for step in (1, 2, 3, 4)}
 
@@ -199,26 +199,26 @@ def test_a_server_that_follows_a_run_drops_no_stream_when_a_checkpoint_comes(tmp
     assert set(seen) == {"step-1", "step-2", "step-3"}
 
 
-def test_a_checkpoint_that_cannot_be_read_leaves_the_weights_and_is_told_of_once(opened, tmp_path, caplog):
+def test_a_checkpoint_that_cannot_be_read_leaves_the_weights_and_is_told_of_once(loaded, tmp_path, caplog):
     checkpoint.save(tmp_path, 2, lambda folder: (folder / "model").mkdir(), {}, keep=2)
 
     async def looks():
-        follower = Follower(opened.speaker, tmp_path, opened.served.read)
-        return [await follower.look() for _ in range(3)]
+        follower = CheckpointFollower(loaded.backend, tmp_path, loaded.served.read)
+        return [await follower.update() for _ in range(3)]
 
     assert asyncio.run(looks()) == [False] * 3
-    assert caplog.text.count("is not served") == 1
-    assert opened.speaker.version == 0
+    assert caplog.text.count("is not loaded") == 1
+    assert loaded.backend.version == 0
 
 
-def test_a_client_that_leaves_gives_its_place_back(address, opened):
+def test_a_client_that_leaves_gives_its_place_back(address, loaded):
     async def leaves():
         async with client_at(address) as client:
             async with client.stream("POST", "/v1/chat/completions", json={**ASK, "max_tokens": 4000}) as got:
                 await anext(got.aiter_bytes())
             assert got.status_code == 200
             for _ in range(200):
-                if not opened.served.engine.scheduler.busy:
+                if not loaded.served.engine.scheduler.busy:
                     return True
                 await asyncio.sleep(0.05)
             return False
@@ -227,18 +227,18 @@ def test_a_client_that_leaves_gives_its_place_back(address, opened):
 
 
 @pytest.mark.slow
-def test_a_schema_of_its_own_finds_no_server_error(opened):
+def test_a_schema_of_its_own_finds_no_server_error(loaded):
     schemathesis = pytest.importorskip("schemathesis")
     from hypothesis import HealthCheck, Phase, given, settings
 
-    from arborl.serve.app import make_app
-    from arborl.serve.keys import Keys
-    from arborl.serve.sessions import Sessions
-    from arborl.serve.speaker import Speaker
+    from arborl.serve.api_server import make_app
+    from arborl.serve.engine_backend import EngineBackend
+    from arborl.serve.middleware import ApiKeys
+    from arborl.serve.sessions import SessionStore
 
-    own = opened.speaker
-    short = Speaker(own.engine, own.renderer, own.vocabulary, own.name, 96)  # answers of any length are soon over
-    app = make_app(short, Sessions(opened.company, most=3), Keys(["sk-schema"]))
+    own = loaded.backend
+    short = EngineBackend(own.engine, own.renderer, own.vocab_size, own.name, 96)  # answers of any length are soon over
+    app = make_app(short, SessionStore(loaded.agents, max_sessions=3), ApiKeys(["sk-schema"]))
     key = {"X-API-Key": "sk-schema"}
     schema = schemathesis.openapi.from_asgi("/openapi.json", app, headers=key)
     seen: Counter[int] = Counter()

@@ -15,7 +15,8 @@ from arborl.errors import ConfigError, writing
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from arborl.serve.sessions import AgentSession, Company, Happened
+    from arborl.serve.sessions import AgentSession, ServedAgents
+    from arborl.types import Message
 
 HELP = """/reset        begin anew
 /tools        what the agent may call
@@ -81,33 +82,33 @@ def read_fields(given: Any) -> dict[str, str]:
 async def talk(path: str, settings: list[str], trust: bool, more: dict[str, Any], message: str | None) -> None:
     from rich.console import Console
 
-    from arborl.serve.opened import open_model
+    from arborl.serve.model_loading import load_for_serving
 
-    opened = open_model(path, settings, trust)
-    if more["agent"] is not None and more["agent"] not in opened.company.agents:
-        raise ConfigError(f"--agent {more['agent']}: the run has {', '.join(opened.company.agents)}.")
+    loaded = load_for_serving(path, settings, trust)
+    if more["agent"] is not None and more["agent"] not in loaded.agents.names:
+        raise ConfigError(f"--agent {more['agent']}: the run has {', '.join(loaded.agents.names)}.")
     console = Console(highlight=False, soft_wrap=True)
     try:
         if message is not None:
-            await Talk(console, opened.company, more).say(message)
+            await Talk(console, loaded.agents, more).say(message)
         else:
-            console.print(f"{opened.speaker.name}, agent {opened.company.agents[0]}. /help shows what else to write.")
-            await Talk(console, opened.company, more).run()
+            console.print(f"{loaded.backend.name}, agent {loaded.agents.names[0]}. /help shows what else to write.")
+            await Talk(console, loaded.agents, more).run()
     finally:
-        await opened.close()
+        await loaded.close()
 
 
 class Talk:
     """A terminal and a session."""
 
-    def __init__(self, console: Console, company: Company, more: dict[str, Any]):
+    def __init__(self, console: Console, company: ServedAgents, more: dict[str, Any]):
         self.console, self.company, self.more = console, company, more
         self.session = self._begin()
 
     def _begin(self) -> AgentSession:
         from arborl.serve.sessions import AgentSession
 
-        return AgentSession(self.company, watch=self.show, **self.more)
+        return AgentSession(self.company, on_step=self.show, **self.more)
 
     async def run(self) -> None:
         """Until the person leaves."""
@@ -133,21 +134,21 @@ class Talk:
                 await self.say(said)
 
     async def say(self, said: str) -> None:
-        from arborl.serve.source import Refused, Unavailable
+        from arborl.serve.backend import RequestError, ServiceUnavailable
 
         try:
-            reply = await self.session.say(said)
-        except (Refused, Unavailable) as error:
+            reply = await self.session.send(said)
+        except (RequestError, ServiceUnavailable) as error:
             self.console.print(str(error), style="red", markup=False)
             return
-        if reply.content or not reply.over:
+        if reply.content or not reply.stop_reason:
             self.console.print(reply.content, markup=False)
         else:
-            self.console.print(f"no answer: {reply.over.replace('_', ' ')}", style="red", markup=False)
+            self.console.print(f"no answer: {reply.stop_reason.replace('_', ' ')}", style="red", markup=False)
 
-    def show(self, happened: Happened) -> None:
+    def show(self, message: Message) -> None:
         """A tool call, or what a tool answered."""
-        message = happened.message
+
         for call in message.tool_calls:
             given = json.dumps(call.arguments, ensure_ascii=False) if call.error is None else call.error
             self.console.print(f"  -> {call.name} {given}", style="cyan", markup=False)

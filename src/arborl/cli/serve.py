@@ -14,8 +14,8 @@ from arborl.cli.arguments import LogLevel, one_path, split
 from arborl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from arborl.serve.app import Bounds
-    from arborl.serve.keys import Keys
+    from arborl.serve.api_server import ServerLimits
+    from arborl.serve.middleware import ApiKeys
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 VARIABLE = "ARBORL_API_KEY"
@@ -76,23 +76,23 @@ def serve(
     if path is None:
         raise ConfigError("nothing to serve. Write `arborl serve CHECKPOINT`: a run, a checkpoint, or a model's name.")
     keys = allowed(host, port, api_key or [], api_key_file)
-    from arborl.serve.app import Bounds
+    from arborl.serve.api_server import ServerLimits
 
     if not quiet and log_level is None:
         _write_requests()
-    bounds = Bounds(requests, max_body * 2**20, timeout, per_minute, burst)
-    asked = {"settings": settings, "trust": trust, "name": name, "begins": follow is not None}
+    bounds = ServerLimits(requests, max_body * 2**20, timeout, per_minute, burst)
+    asked = {"settings": settings, "trust": trust, "name": name, "allow_untrained": follow is not None}
     asyncio.run(served(path, asked, keys, bounds, sessions, follow, (host, port, drain)))
 
 
-def allowed(host: str, port: int, flags: list[str], file: Path | None) -> Keys:
+def allowed(host: str, port: int, flags: list[str], file: Path | None) -> ApiKeys:
     """The keys of this server, where it may and can listen there with them."""
     try:
-        from arborl.serve.keys import read_keys
-        from arborl.serve.run import Server  # noqa: F401
+        from arborl.serve.api_server import ApiServer  # noqa: F401
+        from arborl.serve.middleware import read_api_keys
     except ImportError as error:
         raise ConfigError(f"serving needs {error.name}: pip install 'arborl[serve]'") from error
-    keys = read_keys(flags, file, os.environ.get(VARIABLE))
+    keys = read_api_keys(flags, file, os.environ.get(VARIABLE))
     if host not in LOCAL and not keys:
         raise ConfigError(f"--host {host} lets other machines in: give --api-key too, or leave --host out.")
     if port:
@@ -103,38 +103,42 @@ def allowed(host: str, port: int, flags: list[str], file: Path | None) -> Keys:
 
 
 async def served(
-    path: str, asked: dict[str, Any], keys: Keys, bounds: Bounds, most: int, follow: str | None, where: tuple[Any, ...]
+    path: str,
+    asked: dict[str, Any],
+    keys: ApiKeys,
+    bounds: ServerLimits,
+    most: int,
+    follow: str | None,
+    where: tuple[Any, ...],
 ) -> None:
     """Serve until a signal."""
-    from arborl.serve.app import make_app
-    from arborl.serve.opened import checkpoints_of, open_model
-    from arborl.serve.reload import Follower
-    from arborl.serve.run import Server
-    from arborl.serve.sessions import Sessions
+    from arborl.serve.api_server import ApiServer, make_app
+    from arborl.serve.model_loading import CheckpointFollower, checkpoints_dir, load_for_serving
+    from arborl.serve.sessions import SessionStore
     from arborl.track.tracing import traced
 
     extra = []
-    root = checkpoints_of(follow) if follow is not None else None
-    opened = open_model(path, **asked)
+    root = checkpoints_dir(follow) if follow is not None else None
+    loaded = load_for_serving(path, **asked)
     if root is not None:
-        extra.append(Follower(opened.speaker, root, opened.served.read).following)
-    app = make_app(opened.speaker, Sessions(opened.company, most), keys, bounds, extra)
-    server = Server(app, *where)
-    server.said = lambda at: typer.echo(
-        f"arborl: serving {opened.speaker.name} (agent {opened.company.agents[0]}) at {at}/v1", err=True
+        extra.append(CheckpointFollower(loaded.backend, root, loaded.served.read).follow)
+    app = make_app(loaded.backend, SessionStore(loaded.agents, most), keys, bounds, extra)
+    server = ApiServer(app, *where)
+    server.on_start = lambda at: typer.echo(
+        f"arborl: serving {loaded.backend.name} (agent {loaded.agents.names[0]}) at {at}/v1", err=True
     )
     try:
         with traced("serve"):
             await server.serve()
     finally:
-        await opened.close()
+        await loaded.close()
 
 
 def _write_requests() -> None:
     """One line of JSON a request, on standard error."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
-    log = logging.getLogger("arborl.serve.door")
+    log = logging.getLogger("arborl.serve.middleware")
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False

@@ -7,13 +7,12 @@ import json
 import logging
 
 import pytest
-from conftest_serve import client_of
+from serve_clients import client_of
 
 from arborl.errors import ConfigError
-from arborl.serve.app import Bounds
-from arborl.serve.door import Load
-from arborl.serve.keys import Keys, read_keys
-from arborl.serve.source import Unavailable
+from arborl.serve.api_server import ServerLimits
+from arborl.serve.backend import ServiceUnavailable
+from arborl.serve.middleware import ApiKeys, RequestLoad, read_api_keys
 
 ASK = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
 KEY = "sk-a-long-and-secret-one"
@@ -23,9 +22,9 @@ def asked(client, **headers):
     return client.post("/v1/chat/completions", json=ASK, headers=headers)
 
 
-def test_a_wrong_or_missing_key_is_401_and_the_right_one_of_several_is_let_in(opened):
+def test_a_wrong_or_missing_key_is_401_and_the_right_one_of_several_is_let_in(loaded):
     async def all_of_them():
-        async with client_of(opened, keys=["sk-another-one", KEY]) as client:
+        async with client_of(loaded, keys=["sk-another-one", KEY]) as client:
             return [
                 await asked(client),
                 await asked(client, authorization="Bearer sk-wrong"),
@@ -42,13 +41,13 @@ def test_a_wrong_or_missing_key_is_401_and_the_right_one_of_several_is_let_in(op
     assert answers[0].json()["error"]["code"] == "invalid_api_key"
 
 
-def test_a_key_is_never_written_and_requests_have_ids(opened, caplog):
+def test_a_key_is_never_written_and_requests_have_ids(loaded, caplog):
     async def one():
-        async with client_of(opened, keys=[KEY]) as client:
+        async with client_of(loaded, keys=[KEY]) as client:
             await client.get("/v1/models", headers={"x-api-key": "sk-wrong-and-secret"})
             return await asked(client, authorization=f"Bearer {KEY}", **{"x-request-id": "mine-1"})
 
-    with caplog.at_level(logging.INFO, "arborl.serve.door"):
+    with caplog.at_level(logging.INFO, "arborl.serve.middleware"):
         answer = asyncio.run(one())
     assert answer.headers["x-request-id"] == "mine-1"
     assert "secret" not in caplog.text
@@ -61,27 +60,27 @@ def test_a_key_is_never_written_and_requests_have_ids(opened, caplog):
 def test_keys_come_from_flags_a_file_and_the_environment(tmp_path):
     file = tmp_path / "keys"
     file.write_text("# ours\nsk-from-file\n\n")
-    keys = read_keys(["sk-from-flag"], file, "sk-one, sk-two")
+    keys = read_api_keys(["sk-from-flag"], file, "sk-one, sk-two")
     assert all(keys.find(key) for key in (b"sk-from-flag", b"sk-from-file", b"sk-one", b"sk-two"))
     assert keys.find(b"") is None
     assert keys.find(b"# ours") is None
     with pytest.raises(ConfigError, match="cannot be read"):
-        read_keys([], tmp_path / "none", None)
+        read_api_keys([], tmp_path / "none", None)
     with pytest.raises(ConfigError, match="empty"):
-        Keys([""])
+        ApiKeys([""])
 
 
-def test_without_a_key_a_page_from_elsewhere_is_not_answered(opened):
+def test_without_a_key_a_page_from_elsewhere_is_not_answered(loaded):
     async def both():
-        async with client_of(opened) as client:
+        async with client_of(loaded) as client:
             return await asked(client, host="evil.example"), await asked(client, origin="http://evil.example")
 
     assert [answer.status_code for answer in asyncio.run(both())] == [421, 421]
 
 
-def test_a_body_that_is_too_large_is_refused_also_in_pieces(opened):
+def test_a_body_that_is_too_large_is_refused_also_in_pieces(loaded):
     async def both():
-        async with client_of(opened, bounds=Bounds(body=1000)) as client:
+        async with client_of(loaded, limits=ServerLimits(max_body_bytes=1000)) as client:
 
             async def pieces():
                 for _ in range(9):
@@ -95,11 +94,11 @@ def test_a_body_that_is_too_large_is_refused_also_in_pieces(opened):
     assert [answer.status_code for answer in asyncio.run(both())] == [413, 413]
 
 
-def test_one_key_over_its_rate_waits_and_another_does_not(opened, tmp_path, monkeypatch):
+def test_one_key_over_its_rate_waits_and_another_does_not(loaded, tmp_path, monkeypatch):
     monkeypatch.setattr("arborl.tools.limit.default_folder", lambda: tmp_path)
 
     async def some():
-        async with client_of(opened, keys=["sk-aaaa", "sk-bbbb"], bounds=Bounds(per_minute=6, burst=2)) as client:
+        async with client_of(loaded, keys=["sk-aaaa", "sk-bbbb"], limits=ServerLimits(per_minute=6, burst=2)) as client:
             mine = [await asked(client, authorization="Bearer sk-aaaa") for _ in range(3)]
             return [*mine, await asked(client, authorization="Bearer sk-bbbb")]
 
@@ -108,9 +107,9 @@ def test_one_key_over_its_rate_waits_and_another_does_not(opened, tmp_path, monk
     assert int(answers[2].headers["retry-after"]) == 10
 
 
-def test_more_at_once_than_there_is_room_for_are_told_to_come_back(opened):
+def test_more_at_once_than_there_is_room_for_are_told_to_come_back(loaded):
     async def many():
-        async with client_of(opened, bounds=Bounds(requests=2)) as client:
+        async with client_of(loaded, limits=ServerLimits(max_requests=2)) as client:
             return await asyncio.gather(*(asked(client) for _ in range(8)))
 
     answers = asyncio.run(many())
@@ -121,11 +120,11 @@ def test_more_at_once_than_there_is_room_for_are_told_to_come_back(opened):
 
 def test_draining_waits_for_those_who_are_in_and_lets_nobody_else_in():
     async def drained():
-        load = Load()
+        load = RequestLoad()
         load.enter()
-        waiting = asyncio.create_task(load.drained(5))
+        waiting = asyncio.create_task(load.drain(5))
         await asyncio.sleep(0)
-        with pytest.raises(Unavailable):
+        with pytest.raises(ServiceUnavailable):
             load.enter()
         assert not waiting.done()
         load.leave()
@@ -134,9 +133,9 @@ def test_draining_waits_for_those_who_are_in_and_lets_nobody_else_in():
     assert asyncio.run(drained())
 
 
-def test_an_engine_that_fails_again_and_again_is_left_alone_for_a_while(opened):
+def test_an_engine_that_fails_again_and_again_is_left_alone_for_a_while(loaded):
     from arborl.errors import EngineError
-    from arborl.serve.speaker import Speaker
+    from arborl.serve.engine_backend import EngineBackend
 
     class Fails:
         follows_weights, streams = True, True
@@ -150,10 +149,10 @@ def test_an_engine_that_fails_again_and_again_is_left_alone_for_a_while(opened):
             return {}
 
     engine = Fails()
-    broken = Speaker(engine, opened.speaker.renderer, opened.speaker.vocabulary, "seedling", 64)
+    broken = EngineBackend(engine, loaded.backend.renderer, loaded.backend.vocab_size, "seedling", 64)
 
     async def many():
-        async with client_of(opened, speaker=broken) as client:
+        async with client_of(loaded, backend=broken) as client:
             codes = [(await asked(client)).status_code for _ in range(8)]
             return codes, (await client.get("/ready")).status_code, (await client.get("/live")).status_code
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from arborl.chat import Renderer
 from arborl.models.find import resolve
-from arborl.serve.text import Detokenizer, Until
+from arborl.serve.choices import Detokenizer, StopMatcher
 
 
 @cache
@@ -30,7 +30,7 @@ def cut(items, sizes):
 @given(tokens=ids, sizes=st.lists(st.integers(0, 5), max_size=20))
 def test_pieces_of_any_tokens_in_any_sizes_are_the_whole(tokens, sizes):
     words = Detokenizer(renderer())
-    said = "".join(words.add(piece) for piece in cut(tokens, sizes)) + words.rest()
+    said = "".join(words.add(piece) for piece in cut(tokens, sizes)) + words.flush()
     assert said == renderer().decode(tokens)
 
 
@@ -39,7 +39,7 @@ def test_no_piece_ends_in_half_a_character(text):
     tokens = renderer().tokenizer.encode(text)
     words = Detokenizer(renderer())
     pieces = [words.add([token]) for token in tokens]
-    assert "".join(pieces) + words.rest() == renderer().decode(tokens)
+    assert "".join(pieces) + words.flush() == renderer().decode(tokens)
     if "\ufffd" not in text:
         assert not any("\ufffd" in piece for piece in pieces)
 
@@ -50,7 +50,7 @@ def test_no_piece_ends_in_half_a_character(text):
     ends=st.lists(st.text("ab<", min_size=1, max_size=4), min_size=1, max_size=3),
 )
 def test_text_is_let_through_up_to_the_first_of_its_ends(text, sizes, ends):
-    until = Until(ends)
+    until = StopMatcher(ends)
     said = ""
     for piece in cut(text, sizes):
         said += until.add(piece)
@@ -59,6 +59,6 @@ def test_text_is_let_through_up_to_the_first_of_its_ends(text, sizes, ends):
     places = [place for end in ends if (place := text.find(end)) >= 0]
     if until.found is None:
         assert not places
-        assert said + until.let_go() == text
+        assert said + until.release() == text
     else:
         assert said == text[: min(places)]

@@ -8,24 +8,25 @@ from contextlib import asynccontextmanager, contextmanager
 
 import httpx
 
-from arborl.serve.app import Bounds, make_app
-from arborl.serve.keys import Keys
-from arborl.serve.opened import Opened
-from arborl.serve.run import Server
-from arborl.serve.sessions import Sessions
+from arborl.serve.api_server import ApiServer, ServerLimits, make_app
+from arborl.serve.middleware import ApiKeys
+from arborl.serve.model_loading import LoadedModel
+from arborl.serve.sessions import SessionStore
 
 
 @contextmanager
-def running(opened: Opened, keys=(), bounds=None, extra=()):
+def running(loaded: LoadedModel, keys=(), limits=None, extra=()):
     """The address of a server in a thread; drained at the end."""
     loop, up, server = asyncio.new_event_loop(), threading.Event(), None
     said: list[str] = []
 
     async def serve() -> None:
         nonlocal server
-        app = make_app(opened.speaker, Sessions(opened.company, most=4), Keys(keys), bounds or Bounds(), extra)
-        server = Server(app, "127.0.0.1", 0, drain=10)
-        server.said = lambda at: (said.append(at), up.set())
+        app = make_app(
+            loaded.backend, SessionStore(loaded.agents, max_sessions=4), ApiKeys(keys), limits or ServerLimits(), extra
+        )
+        server = ApiServer(app, "127.0.0.1", 0, drain_seconds=10)
+        server.on_start = lambda at: (said.append(at), up.set())
         await server.serve()
 
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
@@ -35,14 +36,14 @@ def running(opened: Opened, keys=(), bounds=None, extra=()):
     try:
         yield said[0]
     finally:
-        loop.call_soon_threadsafe(server.end)
+        loop.call_soon_threadsafe(server.stop)
         thread.join(30)
         loop.close()
 
 
 @asynccontextmanager
-async def client_of(opened, keys=(), bounds=None, speaker=None, sessions=4):
-    app = make_app(speaker or opened.speaker, Sessions(opened.company, most=sessions), Keys(keys), bounds)
+async def client_of(loaded, keys=(), limits=None, backend=None, sessions=4):
+    app = make_app(backend or loaded.backend, SessionStore(loaded.agents, max_sessions=sessions), ApiKeys(keys), limits)
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1", timeout=60) as client,
