@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 from arborl.api.measure import Asked
 from arborl.cli.main import app
-from arborl.cli.train import newest
+from arborl.cli.train_commands import newest_run
 from arborl.config import RunConfig
 from arborl.config.base import dump_yaml
 from arborl.config.load import load
@@ -71,7 +71,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "wrong type": (["train", "run.yaml", "trainer.steps=many"], "trainer.steps: must be a whole number >= 1"),
     "out of range": (["train", "learner.lr=-1"], "learner.lr: must be a number > 0, given -1."),
     "contradiction": (["train", "algorithm=grpo", "rollout.group_size=1"], "Write rollout.group_size=8"),
-    "no equals sign": (["train", "run.yaml", "seed"], "a setting is written seed=VALUE."),
+    "no equals sign": (["train", "run.yaml", "seed"], "A setting is written seed=VALUE."),
     "no equals sign alone": (["train", "seed"], "A setting is written seed=VALUE."),
     "dashes": (["train", "--learner.lr=1"], "a setting has no dashes. Write learner.lr=1."),
     "an option for a setting": (["train", "--seed", "7"], "--seed: a setting has no dashes. Write seed=7."),
@@ -79,8 +79,8 @@ BAD: dict[str, tuple[list[str], str]] = {
     "an option without a value": (["train", "--save-every"], "Write trainer.save_every=VALUE."),
     "a very long word": (["train", "name=" + "n" * 300, "--stab"], "--stab: unknown option."),
     "unknown option": (["train", "--stab"], "--stab: unknown option. Did you mean '--stub'?"),
-    "two files": (["train", "run.yaml", "typo.yaml"], "the file is 'run.yaml' already"),
-    "nothing to resume": (["train", "--resume", "latest"], "holds no run to resume"),
+    "two files": (["train", "run.yaml", "typo.yaml"], "the file is already 'run.yaml'"),
+    "nothing to resume": (["train", "--resume", "latest"], "contains no run to resume"),
     "no such run": (["train", "--resume", "latest", "output_dir=x"], "config.yaml: no such file"),
     "nothing to evaluate": (["evaluate"], "nothing to evaluate. Write `arborl evaluate PATH`"),
     "evaluating nobody": (["evaluate", "nobody"], "no model is called 'nobody'."),
@@ -159,8 +159,8 @@ def test_resume_with_a_file_takes_the_file(api: FakeApi, here: Path) -> None:
 
 def test_a_run_folder_that_is_not_there_is_said_to_be_missing(here: Path) -> None:
     make_run(here / "runs" / "other-001")
-    with pytest.raises(ConfigError, match=r"no run called 'maze' to resume\. There: other-001\. Write output_dir="):
-        newest(Path("runs"), "maze")
+    with pytest.raises(ConfigError, match=r"no run 'maze' to resume\. Runs: other-001\. Write output_dir="):
+        newest_run(Path("runs"), "maze")
 
 
 def test_evaluate_prints_one_column_for_each_way_of_playing(api: FakeApi) -> None:
@@ -334,8 +334,8 @@ def test_config_and_save_are_other_words_for_the_file_and_its_folder(api: FakeAp
     assert call("train", "--resume", "latest", "--save", folder).exit_code == 0
     assert (api.asked[1][0].seed, api.asked[1][0].output_dir) == (9, Path(folder))
     twice = call("train", "run.yaml", "--config", "other.yaml")
-    assert "the file is 'run.yaml' already" in twice.stderr
-    assert "both say where the run is kept" in call("train", "--save", "x", "output_dir=y").stderr
+    assert "the file is already 'run.yaml'" in twice.stderr
+    assert "both name the run folder" in call("train", "--save", "x", "output_dir=y").stderr
 
 
 def test_the_latest_run_is_the_one_begun_last_whatever_it_is_called(api: FakeApi, here: Path) -> None:

@@ -46,7 +46,7 @@ def test_settings_of_a_set_and_mistakes_in_them():
         (["make"], "Missing argument"),
         (["inspect", "none.json"], "none.json: no such file"),
         (["mix"], "Missing argument"),
-        (["mix", "env=frozen_lake"], "there are no rows to mix"),
+        (["mix", "env=frozen_lake"], "no rows to mix"),
         (["prepare", "novelqa", "--input", "x.json"], "with --books FOLDER"),
         (["prepare", "longbench-v2", "--input", "none.json"], "none.json: no such file"),
         (["prepare", "longbench-v2"], "Missing option '--input'"),

@@ -8,9 +8,8 @@ import time
 import pytest
 from typer.testing import CliRunner
 
-from arborl.cli.env import named
+from arborl.cli.env_commands import colored, parse_environment, play_config, typed_action
 from arborl.cli.main import app
-from arborl.cli.play import colored, meant, run_with
 from arborl.config.base import dump_yaml
 from arborl.config.load import from_kwargs
 from arborl.envs import ENVS
@@ -98,7 +97,7 @@ def test_the_list_names_every_environment_and_what_it_takes():
 def test_check_passes_for_what_ships(name):
     done = call("check", name, "--tasks", "2")
     assert done.exit_code == 0, done.output
-    assert f"{name} keeps the contract of an environment (2 tasks" in done.output
+    assert f"{name} satisfies the contract of an environment (2 tasks" in done.output
 
 
 def test_check_names_the_fields_of_an_environment_that_breaks_the_contract():
@@ -126,7 +125,7 @@ def test_check_takes_a_function_that_makes_one_and_survives_one_that_ends_the_pr
 
 
 def test_playing_ends_with_the_call_that_hangs(monkeypatch):
-    monkeypatch.setattr("arborl.cli.play.SECONDS", 0.2)
+    monkeypatch.setattr("arborl.cli.env_commands.CALL_SECONDS", 0.2)
     done = call("play", f"{__name__}:Blocking", "--random")
     assert done.exit_code == 2
     assert "Blocking.step() did not come back within 0.2 s" in done.output
@@ -135,19 +134,19 @@ def test_playing_ends_with_the_call_that_hangs(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["check", f"{__name__}:INSTANCE"], "is an object of Broken, and every episode is played in an environment of"),
-        (["play", f"{__name__}:INSTANCE"], f"Name the class, {__name__}:Broken, or a function"),
-        (["check", f"{__name__}:MOVES"], "is an object of list"),
+        (["check", f"{__name__}:INSTANCE"], "is an instance of Broken, and every episode needs"),
+        (["play", f"{__name__}:INSTANCE"], f"Write the class, {__name__}:Broken, or a function"),
+        (["check", f"{__name__}:MOVES"], "is an instance of list"),
         (["check", f"{__name__}:nothing"], "which has no reset() and step()"),
         (["check", f"{__name__}:missing"], "cannot be made: FileNotFoundError: no such level"),
-        (["check", f"{__name__}:Blocking", "where=init", "--seconds", "0.2"], "Let it open what it needs in reset()."),
+        (["check", f"{__name__}:Blocking", "where=init", "--seconds", "0.2"], "Open files and connections in reset()."),
         (["check", "sokobann"], "Did you mean 'sokoban'?"),
         (["check", "sokoban", "boxes=0"], "boxes=0: give at least 1"),
         (["check", "sokoban", "box=1"], "sokoban.box: unknown argument. Did you mean 'boxes'?"),
-        (["check", "a=1"], "no environment is named"),
+        (["check", "a=1"], "no environment. Write"),
         (["play", "sokoban", "--orcale"], "--orcale: unknown option. Did you mean '--oracle'?"),
-        (["play", "sokoban", "--oracle", "--random"], "give one of them"),
-        (["play", "gymnasium", "--oracle"], "knows no perfect player"),
+        (["play", "sokoban", "--oracle", "--random"], "Write one of them"),
+        (["play", "gymnasium", "--oracle"], "has no perfect player"),
     ],
 )
 def test_what_cannot_be_done_is_one_line_and_exit_code_2(arguments, says):
@@ -209,32 +208,34 @@ def test_a_runs_model_is_watched_with_the_words_of_its_run(tmp_path):
     place = tmp_path / "checkpoints" / "step-000001"
     place.mkdir(parents=True)
     (place / "model").symlink_to(WEIGHTS)
-    made = run_with(str(place), "rooms", {"doors": 1}, {"instruction": ""})
+    made = play_config(str(place), "rooms", {"doors": 1}, {"instruction": ""})
     assert (made.agent.name, made.agent.system, made.sampling.max_tokens) == ("tool", "You.", 9)
     assert made.env.prompt.model_dump(exclude_none=True) == {**prompt, "instruction": ""}
     assert made.env.args == {"doors": 1}
     assert made.model.name == str(place / "model")
-    other = run_with(str(place), "frozen_lake", {}, {})
+    other = play_config(str(place), "frozen_lake", {}, {})
     assert not other.env.prompt.says_something
 
 
 def test_what_is_typed_is_understood():
-    assert meant("w", MOVES) == MOVES[3]
-    assert meant("DOWN", MOVES) == MOVES[1]
-    assert meant("3", MOVES) == MOVES[2]
-    assert meant("9", MOVES) == "9"
-    assert meant("buy it", []) == "buy it"
+    assert typed_action("w", MOVES) == MOVES[3]
+    assert typed_action("DOWN", MOVES) == MOVES[1]
+    assert typed_action("3", MOVES) == MOVES[2]
+    assert typed_action("9", MOVES) == "9"
+    assert typed_action("buy it", []) == "buy it"
 
 
 def test_arguments_are_read_as_yaml():
-    assert named(["shop", "products=2000", "human=false", "env.args.data=null"], ()) == (
+    assert parse_environment(["shop", "products=2000", "human=false", "env.args.data=null"]) == (
         "shop",
         {"products": 2000, "human": False, "data": None},
         {},
     )
-    assert named(["shop", "env.prompt.system=1: {env_instruction}"], ())[2] == {"system": "1: {env_instruction}"}
-    with pytest.raises(ConfigError, match="no YAML"):
-        named(["shop", "products=[1"], ())
+    assert parse_environment(["shop", "env.prompt.system=1: {env_instruction}"])[2] == {
+        "system": "1: {env_instruction}"
+    }
+    with pytest.raises(ConfigError, match="not YAML"):
+        parse_environment(["shop", "products=[1"])
 
 
 def test_boards_and_buttons_are_colored_and_the_words_stay():

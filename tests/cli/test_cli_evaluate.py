@@ -41,7 +41,7 @@ def test_two_policies_are_compared_task_by_task() -> None:
     copy.write_text("sampling: {max_tokens: 4, max_context: 512}\nenv: {args: {size: 3, max_steps: 2}}\n")
     done = call(str(copy), "seedling", "--episodes", "3", "--temperature", "0", "threads=1")
     assert done.exit_code == 0, done.output
-    assert "seedling less copy.yaml, greedy: success" in done.stdout
+    assert "seedling minus copy.yaml, greedy: success" in done.stdout
     assert "over 3 tasks" in done.stdout
 
 
@@ -96,12 +96,12 @@ def test_where_every_episode_failed_nothing_was_measured_and_the_exit_code_says_
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["seedling", "seed"], "a setting is written seed=VALUE"),
+        (["seedling", "seed"], "A setting is written seed=VALUE"),
         (["seedling", "seedling"], "seedling: named twice"),
         (["seedling", "--output", "x.txt"], "Write one of .json, .jsonl, .csv, .html."),
         (["seedling", "--output", "no/x.json"], "there is no folder 'no'"),
-        (["seedling", "--message", "Hi", "--env", "sokoban"], "--env and --episodes are about held-out tasks"),
-        (["seedling", "--base-url", "http://x"], "Name it: --model openai:NAME."),
+        (["seedling", "--message", "Hi", "--env", "sokoban"], "--env and --episodes select held-out tasks"),
+        (["seedling", "--base-url", "http://x"], "Write --model openai:NAME."),
         (["seedling", "--input", "none.json"], "none.json"),
         (["seedling", "--message", "Hi", "--message", ""], "prompt 2, question: empty"),
         (["openai:x", "--base-url", "http://127.0.0.1:9"], "no server there"),

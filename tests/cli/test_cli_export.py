@@ -49,7 +49,7 @@ def test_a_model_by_name_is_exported_in_another_precision(here: Path) -> None:
     ("words", "complaint"),
     [
         (["export", "seedling"], "Write arborl export PATH --out FOLDER."),
-        (["export", "seedling", "--out", "x", "--dtype", "int3"], "--dtype int3: write float32"),
+        (["export", "seedling", "--out", "x", "--dtype", "int3"], "--dtype int3: must be one of float32"),
         (["export", "sedling!", "--out", "x"], "Did you mean 'seedling'?"),
     ],
 )

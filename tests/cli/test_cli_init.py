@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from arborl.cli.init import configuration
+from arborl.cli.init_command import PRESETS, configuration_text
 from arborl.cli.main import app
-from arborl.cli.starters import PRESETS
 from arborl.config.load import load
 
 
@@ -30,7 +29,7 @@ def test_a_configuration_of_every_preset_loads(here: Path, preset: str) -> None:
 
 def test_without_a_word_it_is_the_demo_in_config_yaml(here: Path) -> None:
     assert call().exit_code == 0
-    assert (here / "config.yaml").read_text() == configuration(Path("config.yaml"), "lake")
+    assert (here / "config.yaml").read_text() == configuration_text(Path("config.yaml"), "lake")
 
 
 def test_every_part_is_written_with_a_test_that_passes(here: Path) -> None:
@@ -49,8 +48,8 @@ def test_every_part_is_written_with_a_test_that_passes(here: Path) -> None:
     [
         (["envv", "x"], "Did you mean 'env'?"),
         (["env"], "Write arborl init env NAME."),
-        (["env", "my-env"], "no name for a Python module"),
-        (["env", "x", "--path", "y"], "--path is of a configuration"),
+        (["env", "my-env"], "not a module name"),
+        (["env", "x", "--path", "y"], "--path is for a configuration"),
         (["--preset", "lakes"], "Did you mean 'lake'?"),
         (["--path", "run.txt"], "Write run.yaml."),
         (["--path", "no/run.yaml"], "there is no folder 'no'"),
@@ -65,7 +64,7 @@ def test_what_cannot_be_written_is_one_message(here: Path, words: list[str], com
 
 def test_what_is_there_is_replaced_only_when_told_to(here: Path) -> None:
     (here / "test_x.py").write_text("mine")
-    assert "there already" in call("tool", "x").stderr
+    assert "exists already" in call("tool", "x").stderr
     assert not (here / "x.py").exists()
     assert call("tool", "x", "--force").exit_code == 0
     assert (here / "test_x.py").read_text() != "mine"

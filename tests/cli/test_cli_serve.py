@@ -38,13 +38,13 @@ def test_a_talk_shows_tools_begins_anew_and_is_saved_as_episodes(here):
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        (["serve"], "nothing to serve"),
-        (["serve", "seedling", "--host", "0.0.0.0"], "give --api-key"),
+        (["serve"], "no model to serve"),
+        (["serve", "seedling", "--host", "0.0.0.0"], "Write --api-key KEY"),
         (["serve", "no/such/folder"], "no model is called"),
         (["serve", "seedling", "--follow", "nowhere"], "no config.yaml"),
         (["serve", "seedling", "--api-key-file", "nowhere"], "cannot be read"),
         (["serve", "seedling", "--checkpoint", "other"], "other"),
-        (["chat"], "nobody to talk to"),
+        (["chat"], "no model. Write"),
         (["chat", "seedling", "--agent", "other"], "the run has chat"),
         (["chat", "seedling", "--field", "document_content"], "NAME=FILE"),
     ],

@@ -389,7 +389,7 @@ def test_the_file_among_the_examples_is_one():
 
 
 def test_a_run_s_file_travels_with_its_name_and_writes_where_nothing_removes_it(tmp_path):
-    from arborl.cli.cluster import run_of
+    from arborl.cli.cluster_commands import train_command
 
     file = tmp_path / "lake" / "run.yaml"
     file.parent.mkdir()
@@ -398,12 +398,12 @@ def test_a_run_s_file_travels_with_its_name_and_writes_where_nothing_removes_it(
     (file.parent / "runs").mkdir()
     (file.parent / "runs" / "old.txt").write_text("")
     fleet = Fleet(validate(ClusterSpec, {"head": "h", "python": "/opt/python"}))
-    words, files = run_of(fleet, [str(file), "trainer.steps=5"], None, None)
+    words, files = train_command(fleet, [str(file), "trainer.steps=5"], None, None)
     assert words[:6] == ["/opt/python", "-m", "arborl", "train", "run.yaml", "trainer.steps=5"]
     assert words[6] == "name=lake"
     assert words[7].startswith("output_dir=~/runs/lake-")
     assert list(files) == ["run.yaml"]
-    words, files = run_of(fleet, [str(file), "output_dir=/data/x"], tmp_path, jobs.gather(tmp_path))
+    words, files = train_command(fleet, [str(file), "output_dir=/data/x"], tmp_path, jobs.gather(tmp_path))
     assert words[4:] == ["lake/run.yaml", "output_dir=/data/x", "name=lake"]
     assert sorted(files) == ["lake/parts.py", "lake/run.yaml"]
     assert jobs.pack(files) == jobs.pack(dict(reversed(files.items())))

@@ -49,7 +49,6 @@ from arborl import (
     train,
     train_with_gspo,
 )
-from arborl.conversational import trainers
 
 BAKERY = [
     {"id": "opening", "topic": "hours", "user_responses": ["When do you open?", "And on Sunday?"]},
@@ -157,7 +156,7 @@ def test_a_value_function_computes_what_generalised_advantage_estimation_says():
 
 
 def test_every_setting_of_an_agent_reaches_the_run(tmp_path):
-    from arborl.conversational.training import run_config
+    from arborl.conversational.agent_training import run_config
 
     config = AgentConfig(
         model_name="seedling", system_prompt="Be kind.", max_new_tokens=12, temperature=0.8, top_p=0.9, top_k=50,
@@ -326,7 +325,7 @@ def test_a_reward_that_raises_is_named_and_not_dropped(tmp_path, caplog):
 
 
 def test_every_field_of_a_training_configuration_reaches_the_run(tmp_path):
-    from arborl.conversational.training import run_config
+    from arborl.conversational.agent_training import run_config
 
     config = TrainingConfig(
         num_episodes=1000, num_epochs=2, learning_rate=5e-6, adam_beta1=0.8, adam_beta2=0.98, max_grad_norm=0.7,
@@ -422,7 +421,7 @@ def test_a_callback_that_raises_is_reported_and_the_run_goes_on(tmp_path, caplog
 # ------------------------------------------------------------------------------------------------ GRPO and GSPO
 
 
-def test_gspo_has_settings_of_its_own(tmp_path):
+def test_gspo_hrun_settings_of_its_own(tmp_path):
     config = GSPOConfig(
         num_generations=2, beta=0.01, clip_range_left=3e-4, clip_range_right=4e-4, num_outer_iterations=2,
         learning_rate=5e-6, per_device_train_batch_size=1, gradient_accumulation_steps=2, use_lora=True, lora_r=4,
@@ -473,7 +472,7 @@ def test_a_distributed_trainer_trains_on_one_device_and_refuses_more_than_there_
     assert asyncio.run(trainer.train()).summary["steps"] == 2
     refused = {0: "no GPU. Write num_gpus=1", 1: "1 GPU. Write num_gpus=1", 2: "2 GPUs. Write num_gpus=2"}
     for count, words in refused.items():
-        monkeypatch.setattr(trainers, "gpu_count", lambda count=count: count)
+        monkeypatch.setattr(agent_training, "gpu_count", lambda count=count: count)
         with pytest.raises(arborl.errors.ConfigError, match=f"num_gpus=4: this machine has {words}"):
             asyncio.run(DistributedTrainer(agent(), bakery(), letters, num_gpus=4).train())
     ranks = DistributedTrainer(agent(), bakery(), letters, small(tmp_path), num_gpus=4).config.overrides
@@ -484,7 +483,7 @@ def test_a_distributed_trainer_trains_on_one_device_and_refuses_more_than_there_
 
 @pytest.mark.slow
 def test_a_distributed_trainer_gives_the_learner_a_rank_on_each_device(tmp_path, monkeypatch):
-    monkeypatch.setattr(trainers, "gpu_count", lambda: 2)  # where there is none, ranks are processes on the CPU
+    monkeypatch.setattr(agent_training, "gpu_count", lambda: 2)  # where there is none, ranks are processes on the CPU
     trainer = DistributedTrainer(agent(), bakery(), letters, small(tmp_path), num_gpus=2)
     trained = asyncio.run(trainer.train())
     assert trained.summary["steps"] == 2

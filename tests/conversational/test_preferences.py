@@ -7,7 +7,7 @@ import json
 import pytest
 
 from arborl import ConversationTurn, MultiTurnTrajectory
-from arborl.conversational.preferences import held_out, read_preferences
+from arborl.conversational.reward_training import read_preferences, split_preferences
 from arborl.errors import ConfigError
 from arborl.types import Message, ToolCall
 
@@ -105,13 +105,13 @@ def test_what_is_no_list_of_rows_is_refused(given):
 
 def test_pairs_of_one_prompt_are_held_out_together_where_there_are_prompts_enough():
     rows = [{"prompt": f"{n // 4}?", "chosen": f"yes {n}", "rejected": f"no {n}"} for n in range(200)]
-    training, held = held_out(read_preferences(rows), 0.1, seed=3)
+    training, held = split_preferences(read_preferences(rows), 0.1, seed=3)
     assert len(held) == 20
     assert sorted(training + held) == list(range(200))
     assert not {n // 4 for n in held} & {n // 4 for n in training}
-    assert held_out(read_preferences(rows), 0.1, seed=3) == (training, held)
-    assert held_out(read_preferences(rows), 0.1, seed=4) != (training, held)
+    assert split_preferences(read_preferences(rows), 0.1, seed=3) == (training, held)
+    assert split_preferences(read_preferences(rows), 0.1, seed=4) != (training, held)
     one = read_preferences([{"prompt": "same", "chosen": f"yes {n}", "rejected": f"no {n}"} for n in range(200)])
-    assert len(held_out(one, 0.1, seed=3)[1]) == 20
-    assert held_out(one, 0.0, seed=3)[1] == []
-    assert [len(part) for part in held_out(one[:2], 0.1, seed=3)] == [1, 1]
+    assert len(split_preferences(one, 0.1, seed=3)[1]) == 20
+    assert split_preferences(one, 0.0, seed=3)[1] == []
+    assert [len(part) for part in split_preferences(one[:2], 0.1, seed=3)] == [1, 1]

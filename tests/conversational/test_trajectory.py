@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from arborl.conversational.reward import RewardFunction, RewardResult, reward_function
-from arborl.conversational.trajectory import ConversationTurn, MultiTurnTrajectory, TrajectoryGroup
+from arborl.conversational.environment import ConversationTurn, MultiTurnTrajectory, TrajectoryGroup
+from arborl.rewards.text.base import RewardFunction, RewardResult, reward_function
 from arborl.types import Episode, Message, Task, Turn
 
 

@@ -22,10 +22,10 @@ from arborl import (
     train,
 )
 from arborl.build import build
-from arborl.conversational import trl as wrapper_module
-from arborl.conversational.training import run_config
-from arborl.conversational.trl_terms import batch_of, fail_branched, played, row_of
-from arborl.conversational.trl_terms import settings as trl_settings
+from arborl.conversational import trl_trainer as wrapper_module
+from arborl.conversational.agent_training import run_config
+from arborl.conversational.trl_trainer import episode_tokens, fail_branched, rollout_batch, rollout_config
+from arborl.conversational.trl_trainer import trl_arguments as trl_settings
 from arborl.errors import ConfigError, EpisodeError, RunStopped
 from arborl.models.load import read_weights, resolve
 from arborl.rollout.store import EpisodeStore
@@ -215,7 +215,7 @@ def test_every_setting_reaches_trl(tmp_path):
         entropy_coef=0.01, temperature=0.7, save_steps=7, save_total_limit=3, logging_steps=5, seed=11,
     )  # fmt: skip
     run, objects = run_config(agent(), Talk(), [short], chosen)
-    told = GRPOConfig(**trl_settings(run, chosen, build(played(run), objects), tmp_path)).to_dict()
+    told = GRPOConfig(**trl_settings(run, chosen, build(rollout_config(run), objects), tmp_path)).to_dict()
     assert {name: told[name] for name in EXPECTED} == EXPECTED
 
 
@@ -240,18 +240,20 @@ def episode(*calls, name="one"):
 
 
 def test_what_is_only_read_is_masked():
-    ids, mask, logprobs = row_of(episode(call([1, 2], [3, 4]), call([1, 2, 3, 4, 5], [6]), call([*range(1, 8)], [8])))
+    ids, mask, logprobs = episode_tokens(
+        episode(call([1, 2], [3, 4]), call([1, 2, 3, 4, 5], [6]), call([*range(1, 8)], [8]))
+    )
     assert ids == [1, 2, 3, 4, 5, 6, 7, 8]
     assert mask == [0, 0, 1, 1, 0, 1, 0, 1]
     assert logprobs == [0.0, 0.0, -1.0, -1.0, 0.0, -1.0, 0.0, -1.0]
 
 
 def test_what_an_agent_leaves_out_is_masked_too():
-    assert row_of(episode(call([1], [2], trained=False), call([1, 2, 3], [4])))[1] == [0, 0, 0, 1]
+    assert episode_tokens(episode(call([1], [2], trained=False), call([1, 2, 3], [4])))[1] == [0, 0, 0, 1]
 
 
 def test_prompts_are_cut_where_the_shortest_ends():
-    batch = batch_of([episode(call([1, 2], [3])), episode(call([1, 5, 6, 7], [8, 9]))], pad=0)
+    batch = rollout_batch([episode(call([1, 2], [3])), episode(call([1, 5, 6, 7], [8, 9]))], pad_token=0)
     assert batch["prompt_ids"] == [[1, 2], [1, 5]]
     assert batch["completion_ids"] == [[3], [6, 7, 8, 9]]
     assert batch["env_mask"] == [[1], [0, 0, 1, 1]]
@@ -260,11 +262,11 @@ def test_prompts_are_cut_where_the_shortest_ends():
 def test_a_failed_episode_has_no_reward_and_no_tokens():
     broken = episode(call([1], [2]), name="broken")
     broken.fail(EpisodeError("environment", ValueError("no")))
-    batch = batch_of([episode(call([1, 2, 3], [4])), broken], pad=9)
-    assert batch["earned"] == [0.0, None]
+    batch = rollout_batch([episode(call([1, 2, 3], [4])), broken], pad_token=9)
+    assert batch["episode_reward"] == [0.0, None]
     assert batch["prompt_ids"][1] == [9, 9, 9]
     assert batch["env_mask"][1] == [0]
-    assert batch_of([broken], pad=9)["completion_ids"] == [[9]]
+    assert rollout_batch([broken], pad_token=9)["completion_ids"] == [[9]]
 
 
 def test_a_conversation_that_is_no_single_row_fails_and_says_why():

@@ -10,8 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from arborl.cli.examples import EXAMPLES
-from arborl.cli.main import app
+from arborl.cli.main import EXAMPLES, app
 
 
 def verbs() -> list[str]:
@@ -43,7 +42,7 @@ def test_a_script_gets_json(verb: str) -> None:
 
 def test_help_says_what_exit_codes_mean_and_offers_completion() -> None:
     said = CliRunner().invoke(app, ["--help"]).stdout
-    assert "Exit codes: 0 done" in said
+    assert "Exit codes: 0 success" in said
     assert "--install-completion" in said
 
 
