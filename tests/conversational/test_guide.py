@@ -49,6 +49,7 @@ from arborl import (
     train,
     train_with_gspo,
 )
+from arborl.conversational import agent_training
 
 BAKERY = [
     {"id": "opening", "topic": "hours", "user_responses": ["When do you open?", "And on Sunday?"]},
@@ -559,7 +560,7 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: AgentConfig(temperature=5), "temperature: must be a number >= 0 and <= 2, given 5. Without it: 1.0."),
+        (lambda: AgentConfig(temperature=5), "temperature: must be a number >= 0 and <= 2, given 5. Default: 1.0."),
         (lambda: AgentConfig(max_new_tokens=0), "max_new_tokens: must be a whole number >= 1 and <= 8192, given 0."),
         (lambda: AgentConfig(temprature=1), "temprature: unknown key. Did you mean 'temperature'?"),
         (lambda: AgentConfig(torch_dtype="bf16"), "torch_dtype: must be one of auto, float32, bfloat16"),
@@ -575,7 +576,7 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path):
         (lambda: ValueFunction(gamma=2), "gamma: must be a number >= 0 and <= 1, given 2."),
         (lambda: ConversationMemory(max_turns=0), "max_turns=0: must be a whole number >= 1"),
         (lambda: EarlyStoppingCallback(patience=0), "patience=0: must be a whole number >= 1"),
-        (lambda: ConversationEnvironment(), "give scenarios, or preset=NAME"),
+        (lambda: ConversationEnvironment(), "or preset=NAME"),
         (lambda: ConversationEnvironment(scenarios=[{"id": "a"}]), "scenarios.0.user_responses=None"),
         (lambda: ConversationEnvironment(scenarios=BAKERY, max_turns=0), "max_turns=0"),
     ],

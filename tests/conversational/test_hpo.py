@@ -71,7 +71,7 @@ def test_a_config_says_all_of_it() -> None:
     assert len(summary.trials) == 3
     assert set(summary.trials[1].params) == set(config.search_space)
     assert summary.best_reward == min(one.value or 9 for one in summary.trials)
-    with pytest.raises(ConfigError, match="Leave them out beside it"):
+    with pytest.raises(ConfigError, match="hpo_config sets n_trials"):
         hpo(hpo_config=config, n_trials=3)
 
 

@@ -188,7 +188,7 @@ def test_long_conversations_lose_their_beginning_and_those_that_then_end_alike_a
     assert "1 of 9 pairs are longer than max_tokens=60" in caplog.text
     assert "1 of 9 pairs are left out: the model is shown the same of both" in caplog.text
     assert reward.model.max_tokens == 60
-    with pytest.raises(ConfigError, match=r"0 of 3 pairs can be told apart by their last 60 tokens"):
+    with pytest.raises(ConfigError, match=r"0 of 3 pairs differ in their last 60 tokens"):
         asyncio.run(trainer(tmp_path / "b", same * 3, max_tokens=60).train())
     assert not (tmp_path / "b").exists()
 
@@ -196,14 +196,14 @@ def test_long_conversations_lose_their_beginning_and_those_that_then_end_alike_a
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ({"epochs": 0}, "epochs=0: give a whole number"),
-        ({"batch_size": 2.5}, "batch_size=2.5: give a whole number"),
-        ({"validation": 1.0}, "validation=1.0: give a share"),
-        ({"learning_rate": 0.0}, "learning_rate=0.0: give a number above 0"),
-        ({"dtype": "float16"}, "dtype=float16: give float32, bfloat16, float64"),
-        ({"max_tokens": 0}, "max_tokens=0: give a whole number"),
-        ({"rows": []}, "0 pairs. Give 2 at least"),
-        ({"rows": courteous(1)}, "1 pairs. Give 2 at least"),
+        ({"epochs": 0}, "epochs=0: "),
+        ({"batch_size": 2.5}, "batch_size=2.5: "),
+        ({"validation": 1.0}, "validation=1.0: "),
+        ({"learning_rate": 0.0}, "learning_rate=0.0: "),
+        ({"dtype": "float16"}, "dtype=float16: .*float32, bfloat16, float64"),
+        ({"max_tokens": 0}, "max_tokens=0: "),
+        ({"rows": []}, "preference_data: 0 pairs"),
+        ({"rows": courteous(1)}, "preference_data: 1 pairs"),
     ],
 )
 def test_what_cannot_work_is_said_at_once(tmp_path, how, said):
@@ -214,7 +214,7 @@ def test_what_cannot_work_is_said_at_once(tmp_path, how, said):
 def test_what_is_wrong_with_model_or_folder_is_said_before_training(tmp_path):
     with pytest.raises(ConfigError, match="model_name: no model"):
         asyncio.run(NeuralRewardTrainer("./nowhere", courteous(4), output_dir=tmp_path / "a").train())
-    with pytest.raises(ConfigError, match="max_tokens=5000: seedling reads 4096 at most"):
+    with pytest.raises(ConfigError, match="max_tokens=5000: seedling supports at most 4096"):
         asyncio.run(trainer(tmp_path / "a", max_tokens=5000).train())
     assert not (tmp_path / "a").exists()
     (tmp_path / "full").mkdir()
@@ -232,7 +232,9 @@ def test_a_row_that_the_chat_template_refuses_is_named(tmp_path):
         "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     )
     rows = [("Yes.", "No."), ("Yes, sir.", "No, sir.")]
-    with pytest.raises(ConfigError, match=r"preference_data, row 1: .*begin with the user.*Give the conversation from"):
+    with pytest.raises(
+        ConfigError, match=r"preference_data, row 1: .*Write the whole conversation"
+    ):
         asyncio.run(NeuralRewardTrainer(str(tmp_path / "strict"), rows, output_dir=tmp_path / "r").train())
 
 

@@ -78,11 +78,11 @@ def test_files_are_read_with_columns_of_other_names_and_weights(tmp_path, kind):
         ("only one", "row 2: str. Write (better, worse)"),
         (("a", "b", "c"), "row 2: tuple of 3. Write (better, worse)"),
         (("a", "a"), "row 2: better and worse are equal"),
-        (("a\ud800", "b"), "row 2: half of a surrogate pair"),
+        (("a\ud800", "b"), "row 2: contains half of a surrogate pair"),
         (("a", "  "), "row 2, worse: empty"),
         ((["a"], "b"), "row 2, better[0]: str, not an object"),
         ((7, "b"), "row 2, better: not a list of messages"),
-        (([ASKED], "b"), "row 2, better: the assistant says nothing"),
+        (([ASKED], "b"), "row 2, better: has no text of the assistant"),
         (([{"role": "agent", "content": "x"}], "b"), "row 2, better[0].role: 'agent' is not a role"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "row 2: chosen and rejected are equal"),
         ({"prompt": "a", "chosen": "b"}, "row 2: no column 'rejected'"),
@@ -97,7 +97,7 @@ def test_a_bad_row_is_named(row, said):
 
 @pytest.mark.parametrize("given", [None, 7, {"prompt": "a"}, b"pairs"])
 def test_what_is_no_list_of_rows_is_refused(given):
-    with pytest.raises(ConfigError, match="Give a list of"):
+    with pytest.raises(ConfigError, match="must be a list of"):
         read_preferences(given)
     with pytest.raises(ConfigError, match="no such file"):
         read_preferences("nowhere.jsonl")

@@ -291,7 +291,7 @@ class Fickle(MultiTurnAgent):
 @pytest.mark.slow
 def test_an_agent_with_several_branches_is_told_what_to_do_instead(tmp_path):
     fickle = Fickle(AgentConfig(max_new_tokens=4))
-    with pytest.raises(RunStopped, match=r"8 of 8 .*\n.*let its history only grow"):
+    with pytest.raises(RunStopped, match=r"8 of 8 .*\n.*only append to its history"):
         asyncio.run(TRLGRPOTrainerWrapper(fickle, Talk(), short, settings(tmp_path / "run")).train())
 
 

@@ -1,4 +1,4 @@
-"""Servers for tests: behind a real socket; and the application without one, for what needs no streaming."""
+"""Servers and clients for tests: behind a real socket, and in-process for tests without streaming."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from contextlib import asynccontextmanager, contextmanager
 
 import httpx
 
-from arborl.serve.api_server import ApiServer, ServerLimits, make_app
+from arborl.serve.api_server import ApiServer, make_app
 from arborl.serve.middleware import ApiKeys
-from arborl.serve.model_loading import LoadedModel
 from arborl.serve.sessions import SessionStore
+
+HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
+CHAT = "/v1/chat/completions"
 
 
 @contextmanager
-def running(loaded: LoadedModel, keys=(), limits=None, extra=()):
-    """The address of a server in a thread; drained at the end."""
-    loop, up, server = asyncio.new_event_loop(), threading.Event(), None
-    said: list[str] = []
+def running(loaded, keys=(), limits=None, extra=()):
+    """The URL of a server in a thread; it is drained at the end."""
+    loop, started, server, urls = asyncio.new_event_loop(), threading.Event(), None, []
 
     async def serve() -> None:
         nonlocal server
-        app = make_app(
-            loaded.backend, SessionStore(loaded.agents, max_sessions=4), ApiKeys(keys), limits or ServerLimits(), extra
+        store = SessionStore(loaded.agents, max_sessions=4)
+        server = ApiServer(
+            make_app(loaded.backend, store, ApiKeys(keys), limits, extra), "127.0.0.1", 0, drain_seconds=10
         )
-        server = ApiServer(app, "127.0.0.1", 0, drain_seconds=10)
-        server.on_start = lambda at: (said.append(at), up.set())
+        server.on_start = lambda url: (urls.append(url), started.set())
         await server.serve()
 
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
     thread.start()
-    assert up.wait(30)
-    assert server is not None
+    assert started.wait(30)
     try:
-        yield said[0]
+        yield urls[0]
     finally:
         loop.call_soon_threadsafe(server.stop)
         thread.join(30)
@@ -43,7 +43,8 @@ def running(loaded: LoadedModel, keys=(), limits=None, extra=()):
 
 @asynccontextmanager
 async def client_of(loaded, keys=(), limits=None, backend=None, sessions=4):
-    app = make_app(backend or loaded.backend, SessionStore(loaded.agents, max_sessions=sessions), ApiKeys(keys), limits)
+    """A client of the application, without a socket."""
+    app = make_app(backend or loaded.backend, SessionStore(loaded.agents, sessions), ApiKeys(keys), limits)
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1", timeout=60) as client,

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from serve_clients import client_of
 
-from arborl.serve.backend import RequestError, ServiceUnavailable
 from arborl.serve.engine_backend import EngineBackend
+from arborl.serve.model_backend import RequestError, ServiceUnavailable
 from arborl.serve.parsing import SMALL_BODY_BYTES, RequestWorkers
 
 SIZE = 2_000_000

@@ -226,7 +226,7 @@ class ChatTerminal:
                 await self.send(text)
 
     async def send(self, text: str) -> None:
-        from arborl.serve.backend import RequestError, ServiceUnavailable
+        from arborl.serve.model_backend import RequestError, ServiceUnavailable
 
         try:
             reply = await self.session.send(text)

@@ -2,7 +2,7 @@
 
 In reading order:
 
-    backend.py            Protocol between routes and model; errors; cache of sampled replies
+    model_backend.py      Protocol between routes and model; errors; cache of sampled replies
     engine_backend.py     The model of an engine
     choices.py            One choice as a stream of text and tool calls
     schemas.py            Request bodies as pydantic models

@@ -16,9 +16,9 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from arborl.serve.backend import RequestError
 from arborl.serve.engine_backend import EngineBackend
 from arborl.serve.middleware import ApiKeys, ApiMiddleware, KeyRateLimits, RequestLoad, add_error_handlers
+from arborl.serve.model_backend import RequestError
 from arborl.serve.openai_routes import openai_routes
 from arborl.serve.parsing import RequestWorkers
 from arborl.serve.session_routes import session_routes

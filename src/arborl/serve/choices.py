@@ -14,7 +14,7 @@ import numpy as np
 
 from arborl.chat.formats import Parser
 from arborl.chat.renderer import Renderer
-from arborl.serve.backend import ModelBackend, RequestError, ServiceUnavailable, TokenStream, TopLogprobs
+from arborl.serve.model_backend import ModelBackend, RequestError, ServiceUnavailable, TokenStream, TopLogprobs
 from arborl.types import Finish, Message, ToolCall, ToolSpec
 
 REPLACEMENT_CHARACTER = "\ufffd"

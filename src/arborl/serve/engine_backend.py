@@ -17,7 +17,7 @@ from arborl.chat.tokenizer import TextTokenizer
 from arborl.engines.checks import check_sampling, read_prompt
 from arborl.engines.engine import Engine, Listener, Weights
 from arborl.errors import EngineError
-from arborl.serve.backend import (
+from arborl.serve.model_backend import (
     CONTEXT_LENGTH_EXCEEDED,
     TEMPLATE_ERRORS,
     GenerationRequest,

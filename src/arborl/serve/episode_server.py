@@ -28,7 +28,8 @@ from arborl.envs.env import Env
 from arborl.errors import ConfigError, ContextFull, EpisodeError, EpisodeOver, MaxTurns
 from arborl.rewards.rules import POSTED
 from arborl.rollout.recorder import Recorder
-from arborl.serve.backend import (
+from arborl.serve.middleware import add_error_handlers, body_too_large, error_response, has_allowed_length
+from arborl.serve.model_backend import (
     CONTEXT_LENGTH_EXCEEDED,
     TEMPLATE_ERRORS,
     GenerationRequest,
@@ -37,7 +38,6 @@ from arborl.serve.backend import (
     ServiceUnavailable,
     TokenChunk,
 )
-from arborl.serve.middleware import add_error_handlers, body_too_large, error_response, has_allowed_length
 from arborl.serve.openai_routes import openai_routes
 from arborl.serve.parsing import RequestWorkers, bounded_route
 from arborl.serve.schemas import RewardRequest, StepRequest

@@ -22,7 +22,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from arborl.errors import ArborError, ConfigError
-from arborl.serve.backend import RequestError, ServiceUnavailable
+from arborl.serve.model_backend import RequestError, ServiceUnavailable
 from arborl.spans import span
 from arborl.tools.gate import Gate, given_key, is_ours
 from arborl.tools.limit import LimitTimeout, RateLimit

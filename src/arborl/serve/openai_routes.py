@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from arborl.serve.backend import ModelBackend, RequestError, ServiceUnavailable
 from arborl.serve.choices import ChoiceDelta, ChoiceStream, SampledToken, merge_deltas, token_logprobs
 from arborl.serve.middleware import error_of
+from arborl.serve.model_backend import ModelBackend, RequestError, ServiceUnavailable
 from arborl.serve.parsing import (
     RequestWorkers,
     ToolSelection,

@@ -25,14 +25,14 @@ from pydantic import BaseModel, ValidationError
 from arborl.chat.fit import has_more_tokens
 from arborl.chat.messages import read_messages, read_tools
 from arborl.chat.tokenizer import TextTokenizer
-from arborl.serve.backend import (
+from arborl.serve.choices import ChoiceOptions, forced_call_prefix
+from arborl.serve.model_backend import (
     CONTEXT_LENGTH_EXCEEDED,
     GenerationRequest,
     ModelBackend,
     RequestError,
     ServiceUnavailable,
 )
-from arborl.serve.choices import ChoiceOptions, forced_call_prefix
 from arborl.serve.schemas import MAX_NAME_CHARS, CompletionOptions, SamplingRequest, ToolChoice
 from arborl.tools.json_bounds import DEFAULT_BOUNDS, JsonBounds, JsonBoundsError, check_json, load_json
 from arborl.tools.protocol import encodable

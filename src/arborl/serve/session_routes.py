@@ -10,8 +10,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from arborl.serve.backend import RequestError, ServiceUnavailable
 from arborl.serve.middleware import error_of
+from arborl.serve.model_backend import RequestError, ServiceUnavailable
 from arborl.serve.openai_routes import (
     SSE_HEADERS,
     Object,

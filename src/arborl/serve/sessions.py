@@ -21,7 +21,7 @@ from arborl.envs.env import Env, Observation, Step
 from arborl.errors import EpisodeError, EpisodeOver, boundary
 from arborl.rollout.recorder import Limits, RecordedEnv, Recorder
 from arborl.rollout.runner import Cast
-from arborl.serve.backend import RequestError, ServiceUnavailable
+from arborl.serve.model_backend import RequestError, ServiceUnavailable
 from arborl.spans import span
 from arborl.types import Call, Episode, Message, Sampling, Stop, Task, ToolSpec
 
