@@ -1,4 +1,4 @@
-"""Text is certain when it is said: the pieces joined are the whole, and no piece has half of anything in it."""
+"""Detokenizer and StopMatcher: the pieces joined equal the whole, without partial characters or stop texts."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def cut(items, sizes):
 
 
 @given(tokens=ids, sizes=st.lists(st.integers(0, 5), max_size=20))
-def test_pieces_of_any_tokens_in_any_sizes_are_the_whole(tokens, sizes):
-    words = Detokenizer(renderer())
-    said = "".join(words.add(piece) for piece in cut(tokens, sizes)) + words.flush()
-    assert said == renderer().decode(tokens)
+def test_pieces_of_any_size_join_to_the_whole_text(tokens, sizes):
+    detokenizer = Detokenizer(renderer())
+    text_out = "".join(detokenizer.add(piece) for piece in cut(tokens, sizes)) + detokenizer.flush()
+    assert text_out == renderer().decode(tokens)
 
 
 @given(text=st.text(max_size=12))
-def test_no_piece_ends_in_half_a_character(text):
+def test_no_piece_contains_a_partial_character(text):
     tokens = renderer().tokenizer.encode(text)
-    words = Detokenizer(renderer())
-    pieces = [words.add([token]) for token in tokens]
-    assert "".join(pieces) + words.flush() == renderer().decode(tokens)
+    detokenizer = Detokenizer(renderer())
+    pieces = [detokenizer.add([token]) for token in tokens]
+    assert "".join(pieces) + detokenizer.flush() == renderer().decode(tokens)
     if "\ufffd" not in text:
         assert not any("\ufffd" in piece for piece in pieces)
 
@@ -47,18 +47,18 @@ def test_no_piece_ends_in_half_a_character(text):
 @given(
     text=st.text("ab<", max_size=20),
     sizes=st.lists(st.integers(0, 4), max_size=20),
-    ends=st.lists(st.text("ab<", min_size=1, max_size=4), min_size=1, max_size=3),
+    stops=st.lists(st.text("ab<", min_size=1, max_size=4), min_size=1, max_size=3),
 )
-def test_text_is_let_through_up_to_the_first_of_its_ends(text, sizes, ends):
-    until = StopMatcher(ends)
-    said = ""
+def test_text_passes_up_to_the_first_stop_text(text, sizes, stops):
+    matcher = StopMatcher(stops)
+    text_out = ""
     for piece in cut(text, sizes):
-        said += until.add(piece)
-        if until.found is not None:
+        text_out += matcher.add(piece)
+        if matcher.found is not None:
             break
-    places = [place for end in ends if (place := text.find(end)) >= 0]
-    if until.found is None:
-        assert not places
-        assert said + until.release() == text
+    positions = [position for stop in stops if (position := text.find(stop)) >= 0]
+    if matcher.found is None:
+        assert not positions
+        assert text_out + matcher.release() == text
     else:
-        assert said == text[: min(places)]
+        assert text_out == text[: min(positions)]
