@@ -1,4 +1,4 @@
-"""What a shell and a script expect of every verb."""
+"""Help, JSON output, exit codes and shell completion of every command."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ def verbs() -> list[str]:
 
 @pytest.mark.parametrize("verb", verbs())
 def test_every_help_has_an_example(verb: str) -> None:
-    said = CliRunner().invoke(app, [*verb.split(), "--help"])
-    assert said.exit_code == 0
-    assert "Example" in said.stdout
-    assert f"arborl {verb}" in said.stdout.partition("Example")[2]
+    result = CliRunner().invoke(app, [*verb.split(), "--help"])
+    assert result.exit_code == 0
+    assert "Example" in result.stdout
+    assert f"arborl {verb}" in result.stdout.partition("Example")[2]
 
 
-def test_examples_are_of_verbs_that_there_are() -> None:
+def test_examples_belong_to_existing_commands() -> None:
     assert set(EXAMPLES) <= set(verbs())
 
 
 @pytest.mark.parametrize("verb", ["version", "env list", "tools list"])
-def test_a_script_gets_json(verb: str) -> None:
-    said = CliRunner().invoke(app, [*verb.split(), "--json"])
-    assert said.exit_code == 0, said.output
-    assert json.loads(said.stdout)
+def test_json_output(verb: str) -> None:
+    result = CliRunner().invoke(app, [*verb.split(), "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)
 
 
-def test_help_says_what_exit_codes_mean_and_offers_completion() -> None:
-    said = CliRunner().invoke(app, ["--help"]).stdout
-    assert "Exit codes: 0 success" in said
-    assert "--install-completion" in said
+def test_help_explains_exit_codes_and_completion() -> None:
+    result = CliRunner().invoke(app, ["--help"]).stdout
+    assert "Exit codes: 0 success" in result
+    assert "--install-completion" in result
 
 
-def test_a_shell_completes_verbs_and_output_to_a_pipe_has_no_colours() -> None:
-    asked = {"_ARBORL_COMPLETE": "complete_bash", "COMP_WORDS": "arborl ev", "COMP_CWORD": "1", "PATH": ""}
+def test_shell_completion_and_output_without_colors_to_a_pipe() -> None:
+    variables = {"_ARBORL_COMPLETE": "complete_bash", "COMP_WORDS": "arborl ev", "COMP_CWORD": "1", "PATH": ""}
     program = [sys.executable, "-m", "arborl"]
-    done = subprocess.run(program, env=asked, capture_output=True, text=True, check=False)
+    done = subprocess.run(program, env=variables, capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["evaluate"], done.stderr
     listed = subprocess.run([*program, "env", "list"], env={"TERM": "xterm-256color"}, capture_output=True, check=True)
     assert b"frozen_lake" in listed.stdout

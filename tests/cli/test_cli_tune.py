@@ -1,4 +1,4 @@
-"""`arborl tune`: bad input is one line, exit code 2, and no trace on disk."""
+"""`arborl tune`: wrong input is one line, exit code 2, and writes no file."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ BAD: dict[str, tuple[list[str], str]] = {
 }
 
 
-@pytest.mark.parametrize(("words", "said"), BAD.values(), ids=BAD)
-def test_bad_input_is_said_in_one_line(words: list[str], said: str, here: Path) -> None:
+@pytest.mark.parametrize(("words", "message"), BAD.values(), ids=BAD)
+def test_wrong_input_is_one_line(words: list[str], message: str, here: Path) -> None:
     done = CliRunner().invoke(app, ["tune", *words])
     assert done.exit_code == 2, done.output
-    assert said in done.output
+    assert message in done.output
     assert "Traceback" not in done.output
     assert list(here.iterdir()) == []
 
@@ -62,7 +62,7 @@ def test_a_trial_is_one_line() -> None:
     assert trial_line(TRIALS[3], "reward").endswith("learner.lr=1e-05  stopped early")
 
 
-def test_the_best_is_compared_with_the_settings_as_they_are() -> None:
+def test_the_best_trial_is_compared_with_the_unchanged_settings() -> None:
     found = HPOSummary({"learner.lr": 1e-3}, 0.75, 0.5, TRIALS, Path("s"))
     assert study_result(found, "reward").endswith("unchanged settings: 0.5, a gain of +0.25 at the same budget")
     assert list(trial_table(found, "reward").columns[0].cells) == ["1", "0", "3", "2"]
