@@ -35,7 +35,7 @@ def turns(*messages: dict[str, str]) -> list[ConversationTurn]:
         ([Message("user", "Where is it?"), Message("assistant", "On its way.")], [ASKED, BAD]),
     ],
 )
-def test_every_form_is_the_same_two_conversations(row):
+def test_every_form_gives_the_same_two_conversations(row):
     (found,) = read_preferences([row])
     assert [(one.role, one.content) for one in found.better] == [("user", "Where is it?"), ("assistant", "On its way.")]
     assert [(one.role, one.content) for one in found.worse] == [("user", "Where is it?"), ("assistant", "Who knows.")]
@@ -46,11 +46,11 @@ def test_texts_without_a_prompt_are_replies_and_calls_of_tools_are_kept():
     assert found.better == [Message("assistant", "On its way.")]
     assert found.prompt == ""
     call = ToolCall("", "track", {"order": 7})
-    asked = Message("user", "Where is it?")
-    (found,) = read_preferences([([asked, Message("assistant", "", (call,))], [asked, BAD])])
+    question = Message("user", "Where is it?")
+    (found,) = read_preferences([([question, Message("assistant", "", (call,))], [question, BAD])])
     assert found.better[1].tool_calls == (call,)
     sampled = Message("assistant", "<tool_call>…</tool_call>", (call,), sampled=True)
-    (found,) = read_preferences([([asked, sampled], [asked, BAD])])
+    (found,) = read_preferences([([question, sampled], [question, BAD])])
     assert found.better[1] == Message("assistant", "<tool_call>…</tool_call>")
 
 
@@ -73,7 +73,7 @@ def test_files_are_read_with_columns_of_other_names_and_weights(tmp_path, kind):
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "message"),
     [
         ("only one", "row 2: str. Write (better, worse)"),
         (("a", "b", "c"), "row 2: tuple of 3. Write (better, worse)"),
@@ -89,21 +89,21 @@ def test_files_are_read_with_columns_of_other_names_and_weights(tmp_path, kind):
         ({"prompt": "a", "chosen": "b", "rejected": "c", "weight": 0}, "row 2, weight: 0"),
     ],
 )
-def test_a_bad_row_is_named(row, said):
+def test_a_bad_row_is_named(row, message):
     with pytest.raises(ConfigError) as caught:
         read_preferences([("good", "bad"), row])
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("given", [None, 7, {"prompt": "a"}, b"pairs"])
-def test_what_is_no_list_of_rows_is_refused(given):
+def test_data_must_be_a_list_or_a_file(given):
     with pytest.raises(ConfigError, match="must be a list of"):
         read_preferences(given)
     with pytest.raises(ConfigError, match="no such file"):
         read_preferences("nowhere.jsonl")
 
 
-def test_pairs_of_one_prompt_are_held_out_together_where_there_are_prompts_enough():
+def test_pairs_of_one_prompt_are_held_out_together():
     rows = [{"prompt": f"{n // 4}?", "chosen": f"yes {n}", "rejected": f"no {n}"} for n in range(200)]
     training, held = split_preferences(read_preferences(rows), 0.1, seed=3)
     assert len(held) == 20
