@@ -220,15 +220,13 @@ def test_the_lines_of_a_scenario_are_played_in_order_up_to_max_turns():
         environment = ConversationEnvironment(scenarios=BAKERY, max_turns=2, randomize_scenarios=False)
         state = await environment.reset("cake")
         texts = [turn.content for turn in state.conversation_history]
-        state, turn_of_user, _reward, done = await environment.step(
-            state, ConversationTurn("assistant", "For how many?")
-        )
+        state, answer, _reward, done = await environment.step(state, ConversationTurn("assistant", "For how many?"))
         _, _silence, _, over = await environment.step(state, "Fine.")
-        return texts, turn_of_user.content, done, over
+        return texts, answer.content, done, over
 
-    texts, turn_of_user, done, over = asyncio.run(main())
+    texts, answer, done, over = asyncio.run(main())
     assert texts == ["I want a cake."]
-    assert turn_of_user == "For six."
+    assert answer == "For six."
     assert not done
     assert over
 
@@ -271,11 +269,11 @@ class Counting(Environment):
     async def step(self, state, action):
         completed = str(state.metadata["task"]["number"]) in action.content
         history = [*state.conversation_history, action]
-        turn_of_user = ConversationTurn("user", "Again, please.")
+        answer = ConversationTurn("user", "Again, please.")
         after = EnvironmentState(
-            conversation_history=[*history, turn_of_user], metadata={**state.metadata, "completed": completed}
+            conversation_history=[*history, answer], metadata={**state.metadata, "completed": completed}
         )
-        return after, turn_of_user, float(completed), completed or len(history) >= 4
+        return after, answer, float(completed), completed or len(history) >= 4
 
 
 def test_a_custom_environment_provides_the_default_reward(tmp_path):

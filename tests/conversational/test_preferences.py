@@ -11,7 +11,7 @@ from arborl.conversational.reward_training import read_preferences, split_prefer
 from arborl.errors import ConfigError
 from arborl.types import Message, ToolCall
 
-ASKED = {"role": "user", "content": "Where is it?"}
+QUESTION = {"role": "user", "content": "Where is it?"}
 GOOD, BAD = {"role": "assistant", "content": "On its way."}, {"role": "assistant", "content": "Who knows."}
 
 
@@ -22,17 +22,17 @@ def turns(*messages: dict[str, str]) -> list[ConversationTurn]:
 @pytest.mark.parametrize(
     "row",
     [
-        ([ASKED, GOOD], [ASKED, BAD]),
-        ((ASKED, GOOD), (ASKED, BAD)),
-        [turns(ASKED, GOOD), turns(ASKED, BAD)],
-        (turns(ASKED, GOOD, ASKED), turns(ASKED, BAD, ASKED)),  # nobody answers the last of it
-        (MultiTurnTrajectory("a", turns(ASKED, GOOD)), MultiTurnTrajectory("b", turns(ASKED, BAD))),
+        ([QUESTION, GOOD], [QUESTION, BAD]),
+        ((QUESTION, GOOD), (QUESTION, BAD)),
+        [turns(QUESTION, GOOD), turns(QUESTION, BAD)],
+        (turns(QUESTION, GOOD, QUESTION), turns(QUESTION, BAD, QUESTION)),  # the last turn has no reply
+        (MultiTurnTrajectory("a", turns(QUESTION, GOOD)), MultiTurnTrajectory("b", turns(QUESTION, BAD))),
         {"prompt": "Where is it?", "chosen": "On its way.", "rejected": "Who knows."},
-        {"prompt": [ASKED], "chosen": [GOOD], "rejected": [BAD]},
-        {"chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]},
-        {"chosen": turns(ASKED, GOOD), "rejected": turns(ASKED, BAD)},
-        {"chosen": json.dumps([ASKED, GOOD]), "rejected": json.dumps([ASKED, BAD])},
-        ([Message("user", "Where is it?"), Message("assistant", "On its way.")], [ASKED, BAD]),
+        {"prompt": [QUESTION], "chosen": [GOOD], "rejected": [BAD]},
+        {"chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]},
+        {"chosen": turns(QUESTION, GOOD), "rejected": turns(QUESTION, BAD)},
+        {"chosen": json.dumps([QUESTION, GOOD]), "rejected": json.dumps([QUESTION, BAD])},
+        ([Message("user", "Where is it?"), Message("assistant", "On its way.")], [QUESTION, BAD]),
     ],
 )
 def test_every_form_gives_the_same_two_conversations(row):
@@ -82,7 +82,7 @@ def test_files_are_read_with_columns_of_other_names_and_weights(tmp_path, kind):
         (("a", "  "), "row 2, worse: empty"),
         ((["a"], "b"), "row 2, better[0]: str, not an object"),
         ((7, "b"), "row 2, better: not a list of messages"),
-        (([ASKED], "b"), "row 2, better: has no text of the assistant"),
+        (([QUESTION], "b"), "row 2, better: has no text of the assistant"),
         (([{"role": "agent", "content": "x"}], "b"), "row 2, better[0].role: 'agent' is not a role"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "row 2: chosen and rejected are equal"),
         ({"prompt": "a", "chosen": "b"}, "row 2: no column 'rejected'"),

@@ -34,13 +34,13 @@ from arborl.types import Call, Completion, Episode, Finish, Task
 pytest.importorskip("trl")
 from trl import GRPOConfig
 
-ASKED = ("Hello!", "Who are you?", "Good morning. How is it going?", "What can you do?", "Thank you.", "Goodbye.")
+QUESTION = ("Hello!", "Who are you?", "Good morning. How is it going?", "What can you do?", "Thank you.", "Goodbye.")
 
 
 class Talk(Environment):
     """Two questions, of different lengths from scenario to scenario."""
 
-    scenarios = [{"id": f"{a}-{b}", "first": a, "second": b} for a in ASKED[:3] for b in ASKED[3:]]
+    scenarios = [{"id": f"{a}-{b}", "first": a, "second": b} for a in QUESTION[:3] for b in QUESTION[3:]]
 
     async def reset(self, scenario=None):
         texts = [{"role": "user", "content": scenario["first"]}]

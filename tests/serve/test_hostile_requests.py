@@ -242,14 +242,13 @@ def test_an_error_in_a_worker_is_raised_to_the_request():
     assert [type(error) for error in asyncio.run(both())] == [RequestError, RequestError]
 
 
-def test_64_hostile_requests_do_not_affect_an_ordinary_one(loaded):
+def test_hostile_requests_of_every_kind_at_once_do_not_affect_an_ordinary_one(loaded):
     async def run():
         async with client_of(loaded) as client:
             head = {"content-type": "application/json"}
             kinds = [*TOO_COMPLEX.values(), *TOO_LONG.values(), *INVALID.values()]
             tasks = [
-                asyncio.create_task(client.post(f"/v1/{path}", content=body, headers=head))
-                for path, body in (kinds[number % len(kinds)] for number in range(64))
+                asyncio.create_task(client.post(f"/v1/{path}", content=body, headers=head)) for path, body in kinds
             ]
             await asyncio.sleep(0.05)
             for task in tasks[::8]:  # some clients leave in the middle
