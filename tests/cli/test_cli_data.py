@@ -1,4 +1,4 @@
-"""`arborl data`: sets are made, files are shown, mixtures are counted; and what is wrong is one line."""
+"""`arborl data`: make, inspect and mix data; wrong input is one line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def call(*arguments: str) -> Result:
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_every_set_is_made_alike_from_the_same_seed(name, here):
+def test_every_data_set_is_reproducible_from_its_seed(name, here):
     for folder, seed in (("one", "3"), ("two", "3"), ("other", "4")):
         done = call("data", "make", name, "--out", folder, "--count", "12", "--seed", seed)
         assert done.exit_code == 0, done.output
@@ -37,23 +37,23 @@ def test_every_set_is_made_alike_from_the_same_seed(name, here):
     assert any((here / "one" / file).read_text() != (here / "other" / file).read_text() for file in files)
 
 
-def test_settings_of_a_set_and_mistakes_in_them():
+def test_settings_of_a_data_set_and_errors_in_them():
     assert call("data", "make", "arithmetic", "level=2", "--count", "5").exit_code == 0
-    for words, says in (
+    for words, message in (
         (["make", "arithmatic"], "Did you mean 'arithmetic'?"),
         (["make", "arithmetic", "levl=2"], "arithmetic.levl: unknown argument. Did you mean 'level'?"),
         (["make", "code", "kind=essay"], "kind='essay'"),
         (["make"], "Missing argument"),
         (["inspect", "none.json"], "none.json: no such file"),
         (["mix"], "Missing argument"),
-        (["mix", "env=frozen_lake"], "there are no rows to mix"),
+        (["mix", "env=frozen_lake"], "no rows to mix"),
         (["prepare", "novelqa", "--input", "x.json"], "with --books FOLDER"),
         (["prepare", "longbench-v2", "--input", "none.json"], "none.json: no such file"),
         (["prepare", "longbench-v2"], "Missing option '--input'"),
     ):
         done = call("data", *words)
         assert done.exit_code == 2, words
-        assert says in done.output, done.output
+        assert message in done.output, done.output
 
 
 def longbench(count: int) -> list[dict[str, str]]:
@@ -67,14 +67,14 @@ def longbench(count: int) -> list[dict[str, str]]:
     ]  # fmt: skip
 
 
-def test_longbench_is_prepared_shown_and_trained_on(here):
+def test_longbench_is_prepared_inspected_and_trained_on(here):
     (here / "data.json").write_text(json.dumps(longbench(30)))
     done = call("data", "prepare", "longbench-v2", "--input", "data.json", "--out", "data/longbench")
     assert done.exit_code == 0, done.output
-    said = dict(line.split("  ") for line in done.output.splitlines())
-    assert sorted(said) == ["data/longbench/train.parquet", "data/longbench/val.parquet"]
-    assert sum(int(rows.split()[0]) for rows in said.values()) == 30
-    assert all((here / path).is_file() for path in said)
+    lines = dict(line.split("  ") for line in done.output.splitlines())
+    assert sorted(lines) == ["data/longbench/train.parquet", "data/longbench/val.parquet"]
+    assert sum(int(rows.split()[0]) for rows in lines.values()) == 30
+    assert all((here / path).is_file() for path in lines)
     shown = call("data", "inspect", "data/longbench/train.parquet")
     assert shown.exit_code == 0, shown.output
     assert "document_content" in shown.output
@@ -91,7 +91,7 @@ def test_longbench_is_prepared_shown_and_trained_on(here):
     }
 
 
-def test_answers_may_be_asked_for_in_words_and_a_single_row_is_for_training(here):
+def test_mc_to_sa_asks_for_text_and_a_single_row_is_for_training(here):
     (here / "data.jsonl").write_text(json.dumps(longbench(1)[0]) + "\n")
     done = call("data", "prepare", "longbench-v2", "--input", "data.jsonl", "--out", "one", "--mc-to-sa")
     assert done.exit_code == 0, done.output
@@ -100,7 +100,7 @@ def test_answers_may_be_asked_for_in_words_and_a_single_row_is_for_training(here
     assert "answer: A did" in call("data", "inspect", "one/train.parquet").output
 
 
-def test_a_file_is_shown_with_its_columns_lengths_sources_and_prompts(here):
+def test_inspect_prints_columns_lengths_sources_and_prompts(here):
     make("mixed", here / "data", count=50)
     done = call("data", "inspect", "data/search.json")
     assert done.exit_code == 0, done.output
@@ -116,7 +116,7 @@ def test_a_file_is_shown_with_its_columns_lengths_sources_and_prompts(here):
     assert "bad.json, row 2, question: int, not text" in done.output
 
 
-def test_a_mixture_is_counted_without_training(here):
+def test_mix_prints_the_composition_of_batches(here):
     make("mixed", here / "recipes/mixed/data", count=60)
     recipe = str(ROOT / "recipes/mixed/run.yaml")
     done = call("data", "mix", recipe, "--batches", "200", "--json")
@@ -139,7 +139,7 @@ def test_a_mixture_is_counted_without_training(here):
     assert not (here / "runs").exists()
 
 
-def test_the_mixed_recipe_plays_three_agents_and_starts(here):
+def test_the_mixed_recipe_trains_with_three_agents(here):
     make("mixed", here / "recipes/mixed/data", count=60)
     config = load(ROOT / "recipes/mixed/run.yaml", ["output_dir=run", "evaluation.tasks=6", "track.tensorboard=false"])
     parts = build(config)
@@ -152,7 +152,7 @@ def test_the_mixed_recipe_plays_three_agents_and_starts(here):
     assert {"success/code", "success/search", "success/math"} <= run.summary["after"].keys()
 
 
-def test_the_settings_that_the_recipes_name_for_real_files_are_understood():
+def test_settings_for_real_files_in_recipes_are_valid():
     more = [
         "data.sources.code.path=taco.parquet",
         "data.sources.code.rewards=[{name: code_tests, args: {field: input_output}}]",
@@ -163,7 +163,7 @@ def test_the_settings_that_the_recipes_name_for_real_files_are_understood():
     assert config.data.sources["search"].agent.tool_args == {"search": {"corpus": "wiki.jsonl", "top_k": 1}}
 
 
-def test_the_gsm8k_recipe_starts_on_made_rows_and_holds_out_its_own_file(here):
+def test_the_gsm8k_recipe_trains_and_holds_out_its_test_file(here):
     make("gsm8k", here / "recipes/gsm8k/data", count=60)
     config = load(ROOT / "recipes/gsm8k/run.yaml", ["output_dir=run", "evaluation.tasks=50", "track.tensorboard=false"])
     source = build(config).source
@@ -172,7 +172,7 @@ def test_the_gsm8k_recipe_starts_on_made_rows_and_holds_out_its_own_file(here):
     assert train(config, stub=True).summary["steps"] == 3
 
 
-def test_the_rows_of_the_mixed_set_can_be_solved(here):
+def test_the_rows_of_the_mixed_data_set_can_be_solved(here):
     make("mixed", here / "data", count=40)
     read = {name: json.loads((here / f"data/{name}.json").read_text()) for name in ("code", "search", "math")}
     for row in read["code"]:
@@ -186,7 +186,7 @@ def test_the_rows_of_the_mixed_set_can_be_solved(here):
         assert row["golden_answers"][0] in search.search(row["query"]).replace("[[", "").replace("]]", "")
 
 
-def test_a_question_names_one_document_and_its_answer_stands_in_it():
+def test_a_question_names_one_document_that_contains_its_answer():
     questions, documents = make_facts(4000, seed=2)
     assert len({row["question"] for row in questions}) == 4000
     by_title = {document["title"]: document["text"] for document in documents}
@@ -202,7 +202,7 @@ def test_a_question_names_one_document_and_its_answer_stands_in_it():
     ("settings", "kinds"),
     [(["kind=calculator"], {"tools", "messages"}), (["kind=countdown", "skill=0.5", "args={count: 2}"], {"messages"})],
 )
-def test_transcripts_that_are_made_are_rows_to_imitate(settings, kinds, tmp_path):
+def test_generated_transcripts_can_be_imitated(settings, kinds, tmp_path):
     done = CliRunner().invoke(app, ["data", "make", "transcripts", *settings, "--count", "6", "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
     rows = [json.loads(line) for line in (tmp_path / "transcripts.jsonl").read_text().splitlines()]
@@ -214,7 +214,7 @@ def test_transcripts_that_are_made_are_rows_to_imitate(settings, kinds, tmp_path
     assert "<|im_end|>" in shown.output
 
 
-def test_an_unknown_kind_of_transcripts_is_refused(tmp_path):
+def test_an_unknown_kind_of_transcripts_is_an_error(tmp_path):
     done = CliRunner().invoke(app, ["data", "make", "transcripts", "kind=countdwn", "--out", str(tmp_path)])
     assert done.exit_code == 2
     assert "Did you mean 'countdown'?" in done.output

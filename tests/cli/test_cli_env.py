@@ -8,9 +8,8 @@ import time
 import pytest
 from typer.testing import CliRunner
 
-from arborl.cli.env import named
+from arborl.cli.env_commands import colored, parse_environment, play_config, typed_action
 from arborl.cli.main import app
-from arborl.cli.play import colored, meant, run_with
 from arborl.config.base import dump_yaml
 from arborl.config.load import from_kwargs
 from arborl.envs import ENVS
@@ -23,7 +22,7 @@ MOVES = ["<answer>Left</answer>", "<answer>Down</answer>", "<answer>Right</answe
 
 
 class Broken(Env):
-    """Says nothing right."""
+    """Violates the contract."""
 
     async def reset(self, task, seed):
         return Observation((Message("user", "hi"),))
@@ -33,7 +32,7 @@ class Broken(Env):
 
 
 class Blocking(Env):
-    """Async, and holds the event loop it runs in; where, its first argument says."""
+    """Async, and holds the event loop it runs in; where, its first argument message."""
 
     def __init__(self, where: str = "step"):
         self.where = where
@@ -86,7 +85,7 @@ def call(*arguments, typed=None):
     return CliRunner().invoke(app, ["env", *arguments], input=typed)
 
 
-def test_the_list_names_every_environment_and_what_it_takes():
+def test_list_prints_every_environment_and_its_arguments():
     done = call("list")
     assert done.exit_code == 0
     for name in ENVS:
@@ -95,13 +94,13 @@ def test_the_list_names_every_environment_and_what_it_takes():
 
 
 @pytest.mark.parametrize("name", ["frozen_lake", "sokoban", "shop", "countdown", "conversation", "rooms"])
-def test_check_passes_for_what_ships(name):
+def test_built_in_environments_pass_the_check(name):
     done = call("check", name, "--tasks", "2")
     assert done.exit_code == 0, done.output
-    assert f"{name} keeps the contract of an environment (2 tasks" in done.output
+    assert f"{name} satisfies the contract of an environment (2 tasks" in done.output
 
 
-def test_check_names_the_fields_of_an_environment_that_breaks_the_contract():
+def test_check_names_the_violations_of_the_contract():
     done = call("check", f"{__name__}:Broken", "--tasks", "2")
     assert done.exit_code == 1
     assert "reward=nan (float): return a finite float. (2 of 2 tasks)" in done.output
@@ -109,7 +108,7 @@ def test_check_names_the_fields_of_an_environment_that_breaks_the_contract():
 
 
 @pytest.mark.parametrize("where", ["reset", "step", "close", "actions"])
-def test_check_ends_with_the_call_that_hangs(where):
+def test_check_stops_at_a_call_that_hangs(where):
     began = time.monotonic()
     done = call("check", f"{__name__}:Blocking", f"where={where}", "--seconds", "0.2")
     assert done.exit_code == 1
@@ -118,57 +117,57 @@ def test_check_ends_with_the_call_that_hangs(where):
     assert time.monotonic() - began < 60
 
 
-def test_check_takes_a_function_that_makes_one_and_survives_one_that_ends_the_process():
+def test_check_accepts_a_factory_and_survives_sys_exit():
     assert call("check", f"{__name__}:factory", "--tasks", "1").exit_code in (0, 1)
     done = call("check", f"{__name__}:Quitting", "--tasks", "1")
     assert done.exit_code == 1
     assert "reset() raised SystemExit: enough" in done.output
 
 
-def test_playing_ends_with_the_call_that_hangs(monkeypatch):
-    monkeypatch.setattr("arborl.cli.play.SECONDS", 0.2)
+def test_play_stops_at_a_call_that_hangs(monkeypatch):
+    monkeypatch.setattr("arborl.cli.env_commands.CALL_SECONDS", 0.2)
     done = call("play", f"{__name__}:Blocking", "--random")
     assert done.exit_code == 2
     assert "Blocking.step() did not return within 0.2 s" in done.output
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
-        (["check", f"{__name__}:INSTANCE"], "is an object of Broken, and every episode is played in an environment of"),
-        (["play", f"{__name__}:INSTANCE"], f"Name the class, {__name__}:Broken, or a function"),
-        (["check", f"{__name__}:MOVES"], "is an object of list"),
+        (["check", f"{__name__}:INSTANCE"], "is an instance of Broken, and every episode needs"),
+        (["play", f"{__name__}:INSTANCE"], f"Write the class, {__name__}:Broken, or a function"),
+        (["check", f"{__name__}:MOVES"], "is an instance of list"),
         (["check", f"{__name__}:nothing"], "which has no reset() and step()"),
         (["check", f"{__name__}:missing"], "cannot be made: FileNotFoundError: no such level"),
-        (["check", f"{__name__}:Blocking", "where=init", "--seconds", "0.2"], "Let it open what it needs in reset()."),
+        (["check", f"{__name__}:Blocking", "where=init", "--seconds", "0.2"], "Open files and connections in reset()."),
         (["check", "sokobann"], "Did you mean 'sokoban'?"),
         (["check", "sokoban", "boxes=0"], "boxes=0: give at least 1"),
         (["check", "sokoban", "box=1"], "sokoban.box: unknown argument. Did you mean 'boxes'?"),
-        (["check", "a=1"], "no environment is named"),
+        (["check", "a=1"], "no environment. Write"),
         (["play", "sokoban", "--orcale"], "--orcale: unknown option. Did you mean '--oracle'?"),
-        (["play", "sokoban", "--oracle", "--random"], "give one of them"),
-        (["play", "gymnasium", "--oracle"], "knows no perfect player"),
+        (["play", "sokoban", "--oracle", "--random"], "Write one of them"),
+        (["play", "gymnasium", "--oracle"], "has no perfect player"),
     ],
 )
-def test_what_cannot_be_done_is_one_line_and_exit_code_2(arguments, says):
+def test_wrong_input_is_one_line_and_exit_code_2(arguments, message):
     done = call(*arguments)
     assert done.exit_code == 2
-    assert says in done.output
+    assert message in done.output
 
 
-def test_an_oracle_is_watched_to_the_end():
+def test_the_oracle_solves_its_task():
     done = call("play", "sokoban", "preset=10x10", "--oracle", "--seed", "4", "--pause", "0")
     assert done.exit_code == 0, done.output
     assert "success 1" in done.output
     assert call("play", "shop", "--oracle", "--split", "held_out").output.count("click[Buy Now]") == 1
 
 
-def test_a_random_player_replays_from_the_seed():
+def test_a_random_player_is_reproducible():
     first, again, other = (call("play", "rooms", "--random", "--seed", seed).output for seed in ("1", "1", "2"))
     assert first == again != other
 
 
-def test_playing_by_hand_takes_keys_numbers_words_and_anything_else():
+def test_a_human_player_types_keys_numbers_words_or_any_text():
     done = call("play", "frozen_lake", "frozen=1.0", typed="a\n2\nright\nbanana\nq\n")
     assert done.exit_code == 0, done.output
     assert "1> <answer>Left</answer>" in done.output
@@ -180,14 +179,14 @@ def test_playing_by_hand_takes_keys_numbers_words_and_anything_else():
     assert call("play", "frozen_lake", typed="").exit_code == 0
 
 
-def test_a_model_is_watched(monkeypatch):
+def test_a_model_plays(monkeypatch):
     done = call("play", "frozen_lake", "--model", "seedling", "--seed", "3")
     assert done.exit_code == 0, done.output
     assert "1> " in done.output
     assert "return " in done.output
 
 
-def test_a_prompt_around_an_environment_is_played_and_checked():
+def test_prompt_settings_apply_to_play_and_check():
     prompt = ["env.prompt.observation=Turn {turn_idx}: {observation}", r"env.prompt.action_pattern=\[(.*?)\]"]
     done = call("play", "frozen_lake", *prompt, "--oracle", "--seed", "3")
     assert done.exit_code == 0, done.output
@@ -200,7 +199,7 @@ def test_a_prompt_around_an_environment_is_played_and_checked():
     assert "observation: unknown place {obs}" in wrong.output
 
 
-def test_a_runs_model_is_watched_with_the_words_of_its_run(tmp_path):
+def test_the_model_of_a_run_plays_with_the_prompt_of_its_run(tmp_path):
     prompt = {"observation": "Turn {turn_idx}\n{observation}", "instruction": "Go."}
     config = from_kwargs(
         agent={"name": "tool", "system": "You."}, env={"name": "rooms", "prompt": prompt}, **{"sampling.max_tokens": 9}
@@ -208,36 +207,38 @@ def test_a_runs_model_is_watched_with_the_words_of_its_run(tmp_path):
     (tmp_path / "config.yaml").write_text(dump_yaml(config))
     place = tmp_path / "checkpoints" / "step-000001"
     place.mkdir(parents=True)
-    (place / "model").symlink_to(SEEDLING_DIR)
-    made = run_with(str(place), "rooms", {"doors": 1}, {"instruction": ""})
+    (place / "model").symlink_to(WEIGHTS)
+    made = play_config(str(place), "rooms", {"doors": 1}, {"instruction": ""})
     assert (made.agent.name, made.agent.system, made.sampling.max_tokens) == ("tool", "You.", 9)
     assert made.env.prompt.model_dump(exclude_none=True) == {**prompt, "instruction": ""}
     assert made.env.args == {"doors": 1}
     assert made.model.name == str(place / "model")
-    other = run_with(str(place), "frozen_lake", {}, {})
+    other = play_config(str(place), "frozen_lake", {}, {})
     assert not other.env.prompt.says_something
 
 
-def test_what_is_typed_is_understood():
-    assert meant("w", MOVES) == MOVES[3]
-    assert meant("DOWN", MOVES) == MOVES[1]
-    assert meant("3", MOVES) == MOVES[2]
-    assert meant("9", MOVES) == "9"
-    assert meant("buy it", []) == "buy it"
+def test_typed_text_selects_an_action():
+    assert typed_action("w", MOVES) == MOVES[3]
+    assert typed_action("DOWN", MOVES) == MOVES[1]
+    assert typed_action("3", MOVES) == MOVES[2]
+    assert typed_action("9", MOVES) == "9"
+    assert typed_action("buy it", []) == "buy it"
 
 
-def test_arguments_are_read_as_yaml():
-    assert named(["shop", "products=2000", "human=false", "env.args.data=null"], ()) == (
+def test_arguments_are_parsed_as_yaml():
+    assert parse_environment(["shop", "products=2000", "human=false", "env.args.data=null"]) == (
         "shop",
         {"products": 2000, "human": False, "data": None},
         {},
     )
-    assert named(["shop", "env.prompt.system=1: {env_instruction}"], ())[2] == {"system": "1: {env_instruction}"}
-    with pytest.raises(ConfigError, match="no YAML"):
-        named(["shop", "products=[1"], ())
+    assert parse_environment(["shop", "env.prompt.system=1: {env_instruction}"])[2] == {
+        "system": "1: {env_instruction}"
+    }
+    with pytest.raises(ConfigError, match="not YAML"):
+        parse_environment(["shop", "products=[1"])
 
 
-def test_boards_and_buttons_are_colored_and_the_words_stay():
+def test_boards_and_buttons_are_colored():
     shown = colored("P_\nOG\nsee [Buy Now]")
     assert shown.plain == "P _ \nO G \nsee [Buy Now]"
     assert {span.style for span in shown.spans} >= {"bold dark_orange", "bold blue"}

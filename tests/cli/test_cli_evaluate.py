@@ -1,4 +1,4 @@
-"""`arborl evaluate`: policies side by side, prompts of one's own, and a model behind an address."""
+"""`arborl evaluate`: several policies, your own prompts, and a served model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def call(*words: str) -> Result:
     return CliRunner().invoke(app, ["evaluate", *words])
 
 
-def test_numbers_are_printed_as_json_and_written_in_the_form_of_the_files_name(here: Path) -> None:
+def test_metrics_as_json_and_in_the_format_of_the_file_name(here: Path) -> None:
     files = ["--output", "all.jsonl", "--output", "numbers.csv", "--output", "page.html", "--output", "numbers.json"]
     done = call("seedling", "--episodes", "3", "--attempts", "2", "--temperature", "0.7", "--json", *files, *SMALL)
     assert done.exit_code == 0, done.output
@@ -36,16 +36,16 @@ def test_numbers_are_printed_as_json_and_written_in_the_form_of_the_files_name(h
     assert "pass@2" in (here / "page.html").read_text()
 
 
-def test_two_policies_are_compared_task_by_task() -> None:
+def test_two_policies_are_compared_by_task() -> None:
     copy = Path("copy.yaml")
     copy.write_text("sampling: {max_tokens: 4, max_context: 512}\nenv: {args: {size: 3, max_steps: 2}}\n")
     done = call(str(copy), "seedling", "--episodes", "3", "--temperature", "0", "threads=1")
     assert done.exit_code == 0, done.output
-    assert "seedling less copy.yaml, greedy: success" in done.stdout
+    assert "seedling minus copy.yaml, greedy: success" in done.stdout
     assert "over 3 tasks" in done.stdout
 
 
-def test_prompts_are_answered_in_their_order_and_judged_where_they_have_answers(here: Path) -> None:
+def test_prompts_are_answered_in_order_and_scored_if_they_have_answers(here: Path) -> None:
     (here / "prompts.json").write_text(json.dumps(["Say one.", "Say two."]))
     done = call("seedling", "--input", "prompts.json", "--output", "out.jsonl", *SMALL[2:])
     assert done.exit_code == 0, done.output
@@ -69,7 +69,7 @@ def test_a_message_is_answered_on_standard_output() -> None:
     assert "no reply: context_full" in done.stderr
 
 
-def test_a_model_behind_an_address_is_measured_beside_one_of_ours(seedling) -> None:
+def test_a_served_model_is_evaluated_with_a_local_one(seedling) -> None:
     server = FakeServer(seedling[0], "chat", renderer=seedling[1], context=512, name="theirs/x:free")
     try:
         words = ["--model", "openai:theirs/x:free", "--base-url", f"{server.url}/v1", "--episodes", "2"]
@@ -83,7 +83,7 @@ def test_a_model_behind_an_address_is_measured_beside_one_of_ours(seedling) -> N
     assert {json.loads(body)["model"] for what, body in server.log if what == "chat"} == {"theirs/x:free"}
 
 
-def test_where_every_episode_failed_nothing_was_measured_and_the_exit_code_says_so(seedling) -> None:
+def test_exit_code_1_if_every_episode_failed(seedling) -> None:
     server = FakeServer(seedling[0], "vllm", renderer=seedling[1], context=512)  # it has no address to chat at
     try:
         done = call("openai:policy", "--base-url", server.url, "--episodes", "2", *SMALL)
@@ -94,20 +94,20 @@ def test_where_every_episode_failed_nothing_was_measured_and_the_exit_code_says_
 
 
 @pytest.mark.parametrize(
-    ("words", "complaint"),
+    ("words", "message"),
     [
-        (["seedling", "seed"], "a setting is written seed=VALUE"),
+        (["seedling", "seed"], "A setting is written seed=VALUE"),
         (["seedling", "seedling"], "seedling: named twice"),
         (["seedling", "--output", "x.txt"], "Write one of .json, .jsonl, .csv, .html."),
         (["seedling", "--output", "no/x.json"], "there is no folder 'no'"),
-        (["seedling", "--message", "Hi", "--env", "sokoban"], "--env and --episodes are about held-out tasks"),
-        (["seedling", "--base-url", "http://x"], "Name it: --model openai:NAME."),
+        (["seedling", "--message", "Hi", "--env", "sokoban"], "--env and --episodes select held-out tasks"),
+        (["seedling", "--base-url", "http://x"], "Write --model openai:NAME."),
         (["seedling", "--input", "none.json"], "none.json"),
         (["seedling", "--message", "Hi", "--message", ""], "prompt 2, question: empty"),
         (["openai:x", "--base-url", "http://127.0.0.1:9"], "no server there"),
     ],
 )
-def test_what_cannot_be_measured_is_said_before_anything_is_played(words: list[str], complaint: str) -> None:
+def test_wrong_input_is_reported_before_any_episode(words: list[str], message: str) -> None:
     done = call(*words)
     assert done.exit_code == 2, done.output
-    assert complaint in " ".join(done.stderr.split())
+    assert message in " ".join(done.stderr.split())

@@ -1,4 +1,4 @@
-"""`arborl export`: an ordinary model that says what the policy says, with a card."""
+"""`arborl export`: a Hugging Face model with the log-probabilities of the policy, and a model card."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def call(*words: str) -> Result:
     return CliRunner().invoke(app, list(words))
 
 
-def test_a_run_with_adapters_becomes_an_ordinary_model_with_its_numbers(here: Path) -> None:
+def test_adapters_are_merged_and_the_card_has_the_metrics(here: Path) -> None:
     done = call("train", "output_dir=run", "model.lora.rank=2", *SMALL)
     assert done.exit_code == 0, done.output
     done = call("export", "run", "--out", "model", "--json")
     assert done.exit_code == 0, done.output
-    said = json.loads(done.stdout)
-    assert said["merged"]
-    assert said["max_gap"] < 1e-3
+    result = json.loads(done.stdout)
+    assert result["merged"]
+    assert result["max_gap"] < 1e-3
     files = {path.name for path in (here / "model").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= files
     assert not any("adapter" in name for name in files)
@@ -39,22 +39,22 @@ def test_a_run_with_adapters_becomes_an_ordinary_model_with_its_numbers(here: Pa
     assert "there already" in call("export", "run", "--out", "model").stderr
 
 
-def test_a_model_by_name_is_exported_in_another_precision(here: Path) -> None:
+def test_a_model_is_exported_in_another_dtype(here: Path) -> None:
     done = call("export", "seedling", "--out", "coarse", "--dtype", "bfloat16")
     assert done.exit_code == 0, done.output
     assert json.loads((here / "coarse" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 @pytest.mark.parametrize(
-    ("words", "complaint"),
+    ("words", "message"),
     [
         (["export", "seedling"], "Write arborl export PATH --out FOLDER."),
-        (["export", "seedling", "--out", "x", "--dtype", "int3"], "--dtype int3: write float32"),
+        (["export", "seedling", "--out", "x", "--dtype", "int3"], "--dtype int3: must be one of float32"),
         (["export", "sedling!", "--out", "x"], "Did you mean 'seedling'?"),
     ],
 )
-def test_what_cannot_be_exported_is_one_message_and_nothing_is_written(here: Path, words, complaint) -> None:
+def test_wrong_input_is_one_message_and_writes_nothing(here: Path, words, message) -> None:
     done = call(*words)
     assert done.exit_code == 2, done.output
-    assert complaint in done.stderr
+    assert message in done.stderr
     assert list(here.iterdir()) == []

@@ -1,4 +1,4 @@
-"""`arborl init` writes files that work as they are."""
+"""`arborl init` writes files that work unchanged."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from arborl.cli.init import configuration
+from arborl.cli.init_command import PRESETS, configuration_text
 from arborl.cli.main import app
-from arborl.cli.starters import PRESETS
 from arborl.config.load import load
 
 
@@ -28,9 +27,9 @@ def test_a_configuration_of_every_preset_loads(here: Path, preset: str) -> None:
     assert load(here / "run.yaml", []).algorithm.name == (preset if preset in ("sft", "ppo", "gigpo") else "grpo")
 
 
-def test_without_a_word_it_is_the_demo_in_config_yaml(here: Path) -> None:
+def test_the_default_is_the_demo_in_config_yaml(here: Path) -> None:
     assert call().exit_code == 0
-    assert (here / "config.yaml").read_text() == configuration(Path("config.yaml"), "lake")
+    assert (here / "config.yaml").read_text() == configuration_text(Path("config.yaml"), "lake")
 
 
 def test_every_part_is_written_with_a_test_that_passes(here: Path) -> None:
@@ -45,27 +44,27 @@ def test_every_part_is_written_with_a_test_that_passes(here: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "complaint"),
+    ("words", "message"),
     [
         (["envv", "x"], "Did you mean 'env'?"),
         (["env"], "Write arborl init env NAME."),
-        (["env", "my-env"], "no name for a Python module"),
-        (["env", "x", "--path", "y"], "--path is of a configuration"),
+        (["env", "my-env"], "not a module name"),
+        (["env", "x", "--path", "y"], "--path is for a configuration"),
         (["--preset", "lakes"], "Did you mean 'lake'?"),
         (["--path", "run.txt"], "Write run.yaml."),
         (["--path", "no/run.yaml"], "there is no folder 'no'"),
     ],
 )
-def test_what_cannot_be_written_is_one_message(here: Path, words: list[str], complaint: str) -> None:
+def test_wrong_input_is_one_message(here: Path, words: list[str], message: str) -> None:
     done = call(*words)
     assert done.exit_code == 2, done.output
-    assert complaint in done.stderr
+    assert message in done.stderr
     assert list(here.iterdir()) == []
 
 
-def test_what_is_there_is_replaced_only_when_told_to(here: Path) -> None:
+def test_existing_files_are_overwritten_only_with_force(here: Path) -> None:
     (here / "test_x.py").write_text("mine")
-    assert "there already" in call("tool", "x").stderr
+    assert "exists already" in call("tool", "x").stderr
     assert not (here / "x.py").exists()
     assert call("tool", "x", "--force").exit_code == 0
     assert (here / "test_x.py").read_text() != "mine"

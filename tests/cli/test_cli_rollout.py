@@ -1,4 +1,4 @@
-"""`arborl rollout` shows one episode token by token."""
+"""`arborl rollout` prints one episode token by token."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def shown(*words: str) -> str:
     return done.output
 
 
-def test_a_stub_of_a_run_needs_none_of_its_engine():
+def test_a_stub_needs_no_engine():
     assert "rewards" in shown("engine=http", "engine.urls=[http://127.0.0.1:9]")
 
 
-def test_an_episode_is_shown_with_its_tokens_masks_and_rewards():
+def test_tokens_masks_and_rewards_are_printed():
     text = shown("--env", "frozen_lake", "--agent", "chat")
     assert "turn 1  call 1  prompt" in text
     assert "mask  0 x " in text
@@ -30,13 +30,13 @@ def test_an_episode_is_shown_with_its_tokens_masks_and_rewards():
     assert text.count("<|im_start|>system") == 1  # what was seen before is not shown again
 
 
-def test_a_step_wise_agent_is_seen_to_open_new_branches():
+def test_new_branches_are_marked():
     text = shown("--agent", "step", "agent.args.history_length=0", "env.args.frozen=1.0", "env.args.size=8")
     assert "(a new branch)" in text
     assert text.count("<|im_start|>system") > 1
 
 
-def test_an_episode_is_the_one_that_training_plays_and_is_told_by_its_place():
+def test_the_episode_is_the_one_of_training():
     first, again, other = (shown("--task", task, "--seed", "5") for task in ("1", "1", "2"))
     assert first.splitlines()[0] == again.splitlines()[0]
     assert first.splitlines()[0] != other.splitlines()[0]
@@ -44,25 +44,25 @@ def test_an_episode_is_the_one_that_training_plays_and_is_told_by_its_place():
     assert "held_out" in shown("--held-out").splitlines()[0]
 
 
-def test_token_ids_are_shown_where_asked_for():
+def test_ids_prints_token_ids():
     assert "[2]" in shown("--ids")
 
 
 @pytest.mark.parametrize(
-    ("words", "complaint"),
+    ("words", "message"),
     [
         (["--env", "frozen_lak"], "Did you mean 'frozen_lake'?"),
         (["--task", "99"], "--task 99: there are 16 tasks, 0 to 15."),
         (["--enw", "x"], "unknown option. Did you mean '--env'?"),
     ],
 )
-def test_mistakes_are_one_line_and_exit_code_2(words, complaint):
+def test_wrong_input_is_one_line_and_exit_code_2(words, message):
     done = CliRunner().invoke(app, ["rollout", *words, *QUICK])
     assert done.exit_code == 2
-    assert complaint in done.output
+    assert message in done.output
 
 
-def test_an_episode_that_fails_is_shown_and_has_exit_code_1(tmp_path, monkeypatch):
+def test_a_failed_episode_is_printed_with_exit_code_1(tmp_path, monkeypatch):
     (tmp_path / "breaking_lake.py").write_text(
         "from arborl.envs.games.frozen_lake import FrozenLake\n"
         "class Breaking(FrozenLake):\n"

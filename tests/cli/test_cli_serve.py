@@ -1,4 +1,4 @@
-"""`arborl chat` and `arborl serve` as typed."""
+"""`arborl chat` and `arborl serve`."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ AGENT = ["agent=tool", "tools=[calculator]", "--temperature", "0"]
 QUESTION = "What is 12 + 30? Answer as <answer>number</answer>."
 
 
-def run(*arguments, said=None):
-    return CliRunner().invoke(app, [*arguments], input=said)
+def run(*arguments, typed=None):
+    return CliRunner().invoke(app, [*arguments], input=typed)
 
 
-def test_one_message_is_answered_with_its_tool_calls():
+def test_message_prints_tool_calls_and_the_answer():
     done = run("chat", "seedling", *AGENT, "--message", QUESTION)
     assert done.exit_code == 0, done.output
     assert done.output.splitlines() == ['  -> calculator {"expression": "12 + 30"}', "  <- 42", "<answer>42</answer>"]
 
 
-def test_a_talk_shows_tools_begins_anew_and_is_saved_as_episodes(here):
-    done = run("chat", "seedling", *AGENT, said=f"/tools\n{QUESTION}\nHello\n/save talk.jsonl\n/reset\n/what\n/exit\n")
+def test_chat_commands(here):
+    done = run("chat", "seedling", *AGENT, typed=f"/tools\n{QUESTION}\nHello\n/save talk.jsonl\n/reset\n/what\n/exit\n")
     assert done.exit_code == 0, done.output
     assert "calculator       Evaluate an arithmetic expression." in done.output
     assert "/save FILE" in done.output
@@ -38,18 +38,18 @@ def test_a_talk_shows_tools_begins_anew_and_is_saved_as_episodes(here):
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        (["serve"], "nothing to serve"),
-        (["serve", "seedling", "--host", "0.0.0.0"], "give --api-key"),
+        (["serve"], "no model to serve"),
+        (["serve", "seedling", "--host", "0.0.0.0"], "Write --api-key KEY"),
         (["serve", "no/such/folder"], "no model is called"),
-        (["serve", "seedling", "--follow", "nowhere"], "there is no run"),
+        (["serve", "seedling", "--follow", "nowhere"], "no config.yaml"),
         (["serve", "seedling", "--api-key-file", "nowhere"], "cannot be read"),
         (["serve", "seedling", "--checkpoint", "other"], "other"),
-        (["chat"], "nobody to talk to"),
+        (["chat"], "no model. Write"),
         (["chat", "seedling", "--agent", "other"], "the run has chat"),
         (["chat", "seedling", "--field", "document_content"], "NAME=FILE"),
     ],
 )
-def test_what_cannot_be_served_is_one_line(arguments, word):
+def test_wrong_input_is_one_line(arguments, word):
     done = run(*arguments)
     assert done.exit_code == 2
     assert word in done.output

@@ -1,4 +1,4 @@
-"""`arborl tune`: bad input is one line, exit code 2, and no trace on disk."""
+"""`arborl tune`: wrong input is one line, exit code 2, and writes no file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from arborl.cli.main import app
-from arborl.cli.tune import line, table, verdict
+from arborl.cli.train_commands import study_result, trial_line, trial_table
 from arborl.tune import HPOSummary, Trial
 
 pytest.importorskip("optuna")
@@ -28,7 +28,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     ),
     "unknown backend": ([*LR, "--backend", "optua"], "no backend is called 'optua'. Did you mean 'optuna'?"),
     "unknown direction": ([*LR, "--direction", "up"], "direction='up' must be maximize or minimize."),
-    "unknown space": (["--space", "gpro"], "--space gpro: is no file, and no space is called so. Did you mean 'grpo'?"),
+    "unknown space": (["--space", "gpro"], "--space gpro: no such file or search space. Did you mean 'grpo'?"),
     "unknown budget": ([*LR, "--budget", "step"], "--budget step: must be one of episodes, free."),
     "unknown option": ([*LR, "--trails", "3"], "--trails: unknown option. Did you mean '--trials'?"),
     "unknown setting": ([*LR, "trainer.stepz=3"], "trainer.stepz: unknown key. Did you mean 'trainer.steps'?"),
@@ -38,11 +38,11 @@ BAD: dict[str, tuple[list[str], str]] = {
 }
 
 
-@pytest.mark.parametrize(("words", "said"), BAD.values(), ids=BAD)
-def test_bad_input_is_said_in_one_line(words: list[str], said: str, here: Path) -> None:
+@pytest.mark.parametrize(("words", "message"), BAD.values(), ids=BAD)
+def test_wrong_input_is_one_line(words: list[str], message: str, here: Path) -> None:
     done = CliRunner().invoke(app, ["tune", *words])
     assert done.exit_code == 2, done.output
-    assert said in done.output
+    assert message in done.output
     assert "Traceback" not in done.output
     assert list(here.iterdir()) == []
 
@@ -56,15 +56,15 @@ TRIALS = [
 
 
 def test_a_trial_is_one_line() -> None:
-    assert line(TRIALS[0], "reward").endswith("the settings as they are")
-    assert line(TRIALS[1], "reward") == "trial   1  reward    0.75     4.0 s  learner.lr=0.001"
-    assert line(TRIALS[2], "reward").endswith("learner.lr=0.1  failed: its value is nan")
-    assert line(TRIALS[3], "reward").endswith("learner.lr=1e-05  stopped early")
+    assert trial_line(TRIALS[0], "reward").endswith("unchanged settings")
+    assert trial_line(TRIALS[1], "reward") == "trial   1  reward    0.75     4.0 s  learner.lr=0.001"
+    assert trial_line(TRIALS[2], "reward").endswith("learner.lr=0.1  failed: its value is nan")
+    assert trial_line(TRIALS[3], "reward").endswith("learner.lr=1e-05  stopped early")
 
 
-def test_the_best_is_compared_with_the_settings_as_they_are() -> None:
+def test_the_best_trial_is_compared_with_the_unchanged_settings() -> None:
     found = HPOSummary({"learner.lr": 1e-3}, 0.75, 0.5, TRIALS, Path("s"))
-    assert verdict(found, "reward").endswith("the settings as they are: 0.5, so +0.25 at the same budget")
-    assert list(table(found, "reward").columns[0].cells) == ["1", "0", "3", "2"]
+    assert study_result(found, "reward").endswith("unchanged settings: 0.5, a gain of +0.25 at the same budget")
+    assert list(trial_table(found, "reward").columns[0].cells) == ["1", "0", "3", "2"]
     alone = HPOSummary({}, 0.5, 0.5, TRIALS[:1], Path("s"))
-    assert "no trial was better than the settings as they are" in verdict(alone, "reward")
+    assert "no trial was better than the unchanged settings" in study_result(alone, "reward")

@@ -391,7 +391,7 @@ def test_the_file_among_the_examples_is_one():
 
 
 def test_a_run_s_file_travels_with_its_name_and_writes_where_nothing_removes_it(tmp_path):
-    from arborl.cli.cluster import run_of
+    from arborl.cli.cluster_commands import train_command
 
     file = tmp_path / "lake" / "run.yaml"
     file.parent.mkdir()

@@ -49,7 +49,7 @@ from arborl import (
     train,
     train_with_gspo,
 )
-from arborl.conversational import trainers
+from arborl.conversational import agent_training
 
 BAKERY = [
     {"id": "opening", "topic": "hours", "user_responses": ["When do you open?", "And on Sunday?"]},
@@ -64,18 +64,18 @@ SLOWLY = [pytest.param(name, marks=pytest.mark.slow) for name in ("grpo", "gspo"
 
 @reward_function(weight=1.0, name="letters")
 def letters(turns, context=None):
-    """The share of letters in what was said: something a model can change within a few steps."""
-    said = "".join(turn.content for turn in turns if turn.role == "assistant")
-    return sum(map(str.isalpha, said)) / max(len(said), 1)
+    """The share of letters in the replies, which a model can change within a few steps."""
+    texts = "".join(turn.content for turn in turns if turn.role == "assistant")
+    return sum(map(str.isalpha, texts)) / max(len(texts), 1)
 
 
 def small(tmp_path, **more):
     """A run of two small steps."""
-    told = {
+    fields = {
         "num_episodes": 4, "gradient_accumulation_steps": 2, "num_generations": 2, "eval_num_generations": 1,
         "output_dir": tmp_path / "run", "eval_steps": 0, "overrides": {"track.gifs": 0},
     }  # fmt: skip
-    return TrainingConfig(**told | more)
+    return TrainingConfig(**fields | more)
 
 
 def agent(**more) -> MultiTurnAgent:
@@ -93,7 +93,7 @@ def steps_of(trained):
 # ------------------------------------------------------------------------------------------------ quick start
 
 
-def test_an_agent_an_environment_and_a_reward_are_trained_by_one_call_and_the_agent_goes_on_talking(tmp_path):
+def test_train_returns_a_trained_copy_of_the_agent(tmp_path):
     async def main():
         given = agent(system_prompt="You sell bread.")
         await given.initialize()
@@ -120,7 +120,7 @@ def test_an_agent_an_environment_and_a_reward_are_trained_by_one_call_and_the_ag
     assert (trained.run_folder / "report.html").exists()
 
 
-def test_the_loss_is_on_what_was_sampled_and_on_nothing_else(tmp_path):
+def test_the_loss_is_over_sampled_tokens_only(tmp_path):
     trained = asyncio.run(train(agent(), bakery(), letters, config=small(tmp_path)))
     episodes = [
         json.loads(line) for line in (trained.run_folder / "episodes/step-000001.jsonl").read_text().splitlines()
@@ -143,7 +143,7 @@ def test_trajectories_and_their_groups_are_plain_records():
     assert group.advantages == pytest.approx([0.35, -0.35])
 
 
-def test_a_value_function_computes_what_generalised_advantage_estimation_says():
+def test_a_value_function_computes_gae():
     value = ValueFunction(gamma=0.9, gae_lambda=0.8)
     advantages, returns = value.compute_advantages([0.0, 0.0, 1.0], [0.2, 0.5, 0.6])
     last = 1.0 - 0.6
@@ -157,7 +157,7 @@ def test_a_value_function_computes_what_generalised_advantage_estimation_says():
 
 
 def test_every_setting_of_an_agent_reaches_the_run(tmp_path):
-    from arborl.conversational.training import run_config
+    from arborl.conversational.agent_training import run_config
 
     config = AgentConfig(
         model_name="seedling", system_prompt="Be kind.", max_new_tokens=12, temperature=0.8, top_p=0.9, top_k=50,
@@ -170,7 +170,7 @@ def test_every_setting_of_an_agent_reaches_the_run(tmp_path):
     assert (run.model.dtype, run.model.device, run.learner.attention) == ("float32", "cpu", "dense")
 
 
-def test_a_stub_answers_at_once_without_a_model_and_goes_through_the_whole_of_training(tmp_path):
+def test_a_stub_needs_no_model_and_can_be_trained(tmp_path):
     config = AgentConfig(
         model_name="stub://demo", use_stub_model=True, stub_responses=["Good morning!", "Of course.", "Anything else?"]
     )
@@ -179,19 +179,19 @@ def test_a_stub_answers_at_once_without_a_model_and_goes_through_the_whole_of_tr
         stub = MultiTurnAgent(config)
         await stub.initialize()
         first = await stub.generate_response([{"role": "user", "content": "Hi"}])
-        said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": first}]
-        second = await stub.generate_response([*said, {"role": "user", "content": "Rye?"}])
+        texts = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": first}]
+        second = await stub.generate_response([*texts, {"role": "user", "content": "Rye?"}])
         trained = await train(stub, bakery(), letters, config=small(tmp_path))
         return first, second, await trained.generate_response([{"role": "user", "content": "Hi"}])
 
     assert asyncio.run(main()) == ("Good morning!", "Of course.", "Good morning!")
 
 
-def test_an_agent_of_ones_own_is_trained_through_its_own_generate_response(tmp_path):
+def test_an_override_of_generate_response_is_used_in_training(tmp_path):
     class Polite(MultiTurnAgent):
         async def generate_response(self, conversation_history):
-            told = {"role": "system", "content": "You are a baker."}
-            return f"{await super().generate_response([told, *conversation_history])} Thank you!"
+            fields = {"role": "system", "content": "You are a baker."}
+            return f"{await super().generate_response([fields, *conversation_history])} Thank you!"
 
     polite = Polite(AgentConfig(max_new_tokens=8))
     trained = asyncio.run(train(polite, bakery(), letters, config=small(tmp_path)))
@@ -202,7 +202,7 @@ def test_an_agent_of_ones_own_is_trained_through_its_own_generate_response(tmp_p
         assert one["calls"][0]["messages"][2][0] == {"role": "system", "content": "You are a baker."}
 
 
-def test_an_agent_that_reasons_shows_its_thoughts_to_nobody():
+def test_thoughts_are_removed_from_the_reply():
     async def main():
         thinker = MultiTurnAgent(
             AgentConfig(use_stub_model=True, enable_reasoning=True, stub_responses=["<think>Rye?</think> At seven."])
@@ -215,23 +215,23 @@ def test_an_agent_that_reasons_shows_its_thoughts_to_nobody():
 # ------------------------------------------------------------------------------------------------ environments
 
 
-def test_scenarios_are_played_in_order_of_their_lines_and_cut_at_max_turns():
+def test_the_lines_of_a_scenario_are_played_in_order_up_to_max_turns():
     async def main():
         environment = ConversationEnvironment(scenarios=BAKERY, max_turns=2, randomize_scenarios=False)
         state = await environment.reset("cake")
-        said = [turn.content for turn in state.conversation_history]
-        state, heard, _reward, done = await environment.step(state, ConversationTurn("assistant", "For how many?"))
+        texts = [turn.content for turn in state.conversation_history]
+        state, answer, _reward, done = await environment.step(state, ConversationTurn("assistant", "For how many?"))
         _, _silence, _, over = await environment.step(state, "Fine.")
-        return said, heard.content, done, over
+        return texts, answer.content, done, over
 
-    said, heard, done, over = asyncio.run(main())
-    assert said == ["I want a cake."]
-    assert heard == "For six."
+    texts, answer, done, over = asyncio.run(main())
+    assert texts == ["I want a cake."]
+    assert answer == "For six."
     assert not done
     assert over
 
 
-def test_scenarios_come_in_their_own_order_unless_they_are_shuffled(tmp_path):
+def test_scenarios_keep_their_order_unless_randomized(tmp_path):
     def order(shuffled):
         folder = tmp_path / str(shuffled)
         asyncio.run(
@@ -263,20 +263,20 @@ class Counting(Environment):
 
     async def reset(self, scenario=None):
         task = scenario or random.choice(self.tasks)
-        said = [ConversationTurn("user", f"Say {task['number']}.")]
-        return EnvironmentState(conversation_history=said, metadata={"task": task, "completed": False})
+        texts = [ConversationTurn("user", f"Say {task['number']}.")]
+        return EnvironmentState(conversation_history=texts, metadata={"task": task, "completed": False})
 
     async def step(self, state, action):
         completed = str(state.metadata["task"]["number"]) in action.content
         history = [*state.conversation_history, action]
-        heard = ConversationTurn("user", "Again, please.")
+        answer = ConversationTurn("user", "Again, please.")
         after = EnvironmentState(
-            conversation_history=[*history, heard], metadata={**state.metadata, "completed": completed}
+            conversation_history=[*history, answer], metadata={**state.metadata, "completed": completed}
         )
-        return after, heard, float(completed), completed or len(history) >= 4
+        return after, answer, float(completed), completed or len(history) >= 4
 
 
-def test_an_environment_of_ones_own_is_trained_in_and_its_reward_counts_where_no_other_is_given(tmp_path):
+def test_a_custom_environment_provides_the_default_reward(tmp_path):
     environment = Counting([{"id": str(number), "number": number} for number in range(6)])
     trained = asyncio.run(train(agent(), environment, config=small(tmp_path)))
     lines = (trained.run_folder / "episodes/step-000001.jsonl").read_text().splitlines()
@@ -288,16 +288,16 @@ def test_an_environment_of_ones_own_is_trained_in_and_its_reward_counts_where_no
 # ------------------------------------------------------------------------------------------------ rewards
 
 
-def test_rewards_of_every_kind_are_one_reward_together(tmp_path):
+def test_rewards_of_every_kind_can_be_combined(tmp_path):
     class Length(RewardFunction):
         def __init__(self, most=40, weight=1.0):
             super().__init__(weight=weight)
             self.most = most
 
         async def compute_reward(self, turns, context=None):
-            said = [turn for turn in turns if turn.role == "assistant"]
-            score = sum(len(turn.content) <= self.most for turn in said) / max(len(said), 1)
-            return RewardResult(score=score, breakdown={"short": score}, metadata={"turns": len(said)})
+            texts = [turn for turn in turns if turn.role == "assistant"]
+            score = sum(len(turn.content) <= self.most for turn in texts) / max(len(texts), 1)
+            return RewardResult(score=score, breakdown={"short": score}, metadata={"turns": len(texts)})
 
     many = MultiObjectiveReward(
         objectives=[
@@ -313,7 +313,7 @@ def test_rewards_of_every_kind_are_one_reward_together(tmp_path):
     assert {"reward/composite/multi_objective", "reward/composite/length"} <= first.keys()
 
 
-def test_a_reward_that_raises_is_named_and_not_dropped(tmp_path, caplog):
+def test_a_reward_that_raises_stops_the_run_and_is_named(tmp_path, caplog):
     @reward_function
     def broken(turns, context=None):
         raise KeyError("price")
@@ -326,7 +326,7 @@ def test_a_reward_that_raises_is_named_and_not_dropped(tmp_path, caplog):
 
 
 def test_every_field_of_a_training_configuration_reaches_the_run(tmp_path):
-    from arborl.conversational.training import run_config
+    from arborl.conversational.agent_training import run_config
 
     config = TrainingConfig(
         num_episodes=1000, num_epochs=2, learning_rate=5e-6, adam_beta1=0.8, adam_beta2=0.98, max_grad_norm=0.7,
@@ -359,7 +359,7 @@ def test_there_are_settings_for_domains_and_models():
         get_config_for_task("sale")
 
 
-def test_profiles_go_from_careful_to_bold_and_leave_alone_what_is_said():
+def test_profiles_do_not_override_explicit_fields():
     careful, bold = (TrainingConfig.from_profile(name) for name in ("conservative", "aggressive"))
     assert careful.learning_rate_scale < 1 < bold.learning_rate_scale
     assert careful.clip_range < bold.clip_range
@@ -375,7 +375,7 @@ def test_algorithms_are_chosen_by_name(tmp_path, algorithm):
     assert trained.summary["steps"] == 2
 
 
-def test_a_trainer_stops_early_and_keeps_checkpoints_where_it_is_told(tmp_path):
+def test_early_stopping_and_copies_of_checkpoints(tmp_path):
     events = []
 
     @reward_function
@@ -399,15 +399,15 @@ def test_a_trainer_stops_early_and_keeps_checkpoints_where_it_is_told(tmp_path):
     assert trained.summary["steps"] == 3  # the first is the best, and two more were waited for
     kept = sorted(path.name for path in (tmp_path / "kept").iterdir())
     assert kept == ["step-000001", "step-000002", "step-000003"]
-    told = agent(model_name=str(tmp_path / "kept/step-000003/model"))
-    assert isinstance(asyncio.run(told.generate_response([{"role": "user", "content": "Hi"}])), str)
+    fields = agent(model_name=str(tmp_path / "kept/step-000003/model"))
+    assert isinstance(asyncio.run(fields.generate_response([{"role": "user", "content": "Hi"}])), str)
     assert events[0] == "train_start"
     assert events[-1] == "train_end"
     assert events.count("step_end") == 3
     assert events.count("episode_end") == 6
 
 
-def test_a_callback_that_raises_is_reported_and_the_run_goes_on(tmp_path, caplog):
+def test_a_callback_that_raises_does_not_stop_the_run(tmp_path, caplog):
     class Broken:
         def on_step_end(self, data):
             raise RuntimeError("no disk")
@@ -422,18 +422,18 @@ def test_a_callback_that_raises_is_reported_and_the_run_goes_on(tmp_path, caplog
 # ------------------------------------------------------------------------------------------------ GRPO and GSPO
 
 
-def test_gspo_has_settings_of_its_own(tmp_path):
+def test_gspo_settings_reach_the_run(tmp_path):
     config = GSPOConfig(
         num_generations=2, beta=0.01, clip_range_left=3e-4, clip_range_right=4e-4, num_outer_iterations=2,
         learning_rate=5e-6, per_device_train_batch_size=1, gradient_accumulation_steps=2, use_lora=True, lora_r=4,
         lora_alpha=8, output_dir=tmp_path / "run", eval_num_generations=1,
     )  # fmt: skip
     trained = asyncio.run(train_with_gspo(config=config, agent=agent(), environment=bakery(), reward_model=letters))
-    said = (trained.run_folder / "config.yaml").read_text()
-    assert "name: gspo" in said
-    assert "clip_low: 0.0003" in said
-    assert "coef: 0.01" in said
-    assert "rank: 4" in said
+    texts = (trained.run_folder / "config.yaml").read_text()
+    assert "name: gspo" in texts
+    assert "clip_low: 0.0003" in texts
+    assert "coef: 0.01" in texts
+    assert "rank: 4" in texts
     assert trained.summary["steps"] == 2
     assert isinstance(asyncio.run(trained.generate_response([{"role": "user", "content": "Hi"}])), str)
 
@@ -441,7 +441,7 @@ def test_gspo_has_settings_of_its_own(tmp_path):
 # ------------------------------------------------------------------------------------------------ searching
 
 
-def test_a_search_trains_the_agent_with_other_settings_and_says_which_were_best(tmp_path):
+def test_a_search_finds_the_best_settings(tmp_path):
     space = {
         "learning_rate": {"type": "loguniform", "low": 1e-5, "high": 1e-3},
         "num_generations": {"type": "categorical", "choices": [2, 3]},
@@ -466,14 +466,14 @@ def test_every_name_of_a_search_space_is_a_setting_of_training_or_of_the_agent(n
 # ------------------------------------------------------------------------------------------------ advanced
 
 
-def test_a_distributed_trainer_trains_on_one_device_and_refuses_more_than_there_are(tmp_path, monkeypatch):
+def test_a_distributed_trainer_checks_the_number_of_gpus(tmp_path, monkeypatch):
     trainer = DistributedTrainer(
         agent=agent(), environment=bakery(), reward_fn=letters, config=small(tmp_path), num_gpus=1, strategy="ddp"
     )
     assert asyncio.run(trainer.train()).summary["steps"] == 2
     refused = {0: "no GPU. Write num_gpus=1", 1: "1 GPU. Write num_gpus=1", 2: "2 GPUs. Write num_gpus=2"}
     for count, words in refused.items():
-        monkeypatch.setattr(trainers, "gpu_count", lambda count=count: count)
+        monkeypatch.setattr(agent_training, "gpu_count", lambda count=count: count)
         with pytest.raises(arborl.errors.ConfigError, match=f"num_gpus=4: this machine has {words}"):
             asyncio.run(DistributedTrainer(agent(), bakery(), letters, num_gpus=4).train())
     ranks = DistributedTrainer(agent(), bakery(), letters, small(tmp_path), num_gpus=4).config.overrides
@@ -483,18 +483,18 @@ def test_a_distributed_trainer_trains_on_one_device_and_refuses_more_than_there_
 
 
 @pytest.mark.slow
-def test_a_distributed_trainer_gives_the_learner_a_rank_on_each_device(tmp_path, monkeypatch):
-    monkeypatch.setattr(trainers, "gpu_count", lambda: 2)  # where there is none, ranks are processes on the CPU
+def test_a_distributed_trainer_has_one_rank_per_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(agent_training, "gpu_count", lambda: 2)  # where there is none, ranks are processes on the CPU
     trainer = DistributedTrainer(agent(), bakery(), letters, small(tmp_path), num_gpus=2)
     trained = asyncio.run(trainer.train())
     assert trained.summary["steps"] == 2
     config = yaml.safe_load((trained.run_folder / "config.yaml").read_text())
     assert (config["learner"]["ranks"], config["learner"]["strategy"]) == (2, "ddp")
-    assert config["track"]["gifs"] == 0  # which the configuration says
+    assert config["track"]["gifs"] == 0  # which the configuration message
 
 
 @pytest.mark.parametrize("strategy", ["summary", "truncate", "sliding_window"])
-def test_a_conversation_that_outgrows_its_window_is_compressed_in_training_and_in_use(tmp_path, strategy):
+def test_a_long_conversation_is_compressed_in_training_and_in_use(tmp_path, strategy):
     long = [{"id": "long", "user_responses": [f"Line {number}: tell me about bread and cake." for number in range(12)]}]
     talker = agent(
         max_context=200, enable_context_compression=True, compression_ratio=0.6, compression_strategy=strategy
@@ -517,7 +517,7 @@ def test_a_conversation_that_outgrows_its_window_is_compressed_in_training_and_i
     assert step["stop/done"] == 1.0
 
 
-def test_memory_is_carried_from_one_conversation_to_the_next_and_summarised_by_the_model():
+def test_memory_is_kept_across_conversations_and_summarized():
     memory = ConversationMemory(max_turns=20, summarization_threshold=4)
     talker = MultiTurnAgent(AgentConfig(use_stub_model=True, stub_responses=["Noted."]), memory=memory)
 
@@ -526,7 +526,7 @@ def test_memory_is_carried_from_one_conversation_to_the_next_and_summarised_by_t
             await talker.generate_response([{"role": "user", "content": f"I am {name}."}])
 
     asyncio.run(main())
-    assert memory.summary == "Noted."  # what the model wrote when it was asked
+    assert memory.summary == "Noted."  # the reply of the stub
     assert "I am Cleo." in memory.recall()
     assert "I am Ada." not in memory.recall()
     shown = talker._shown([arborl.Message("user", "Who am I?")])
@@ -544,13 +544,13 @@ def test_equal_seeds_give_equal_runs(tmp_path):
         )
         weights = sorted((trained.run_folder / "checkpoints").glob("step-000002/model/*.safetensors"))
         episodes = (trained.run_folder / "episodes/step-000002.jsonl").read_text()
-        said = [turn["message"]["content"] for line in episodes.splitlines() for turn in json.loads(line)["turns"]]
-        return [path.read_bytes() for path in weights], said
+        texts = [turn["message"]["content"] for line in episodes.splitlines() for turn in json.loads(line)["turns"]]
+        return [path.read_bytes() for path in weights], texts
 
     assert play("a", 1) == play("b", 1) != play("c", 2)
 
 
-def test_a_run_goes_on_from_its_checkpoint(tmp_path):
+def test_a_run_resumes_from_its_checkpoint(tmp_path):
     asyncio.run(train(agent(), bakery(), letters, config=small(tmp_path)))
     more = small(tmp_path, num_episodes=8)
     trained = asyncio.run(train(agent(), bakery(), letters, config=more, resume_from_checkpoint="latest"))
@@ -558,9 +558,9 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("make", "message"),
     [
-        (lambda: AgentConfig(temperature=5), "temperature: must be a number >= 0 and <= 2, given 5. Without it: 1.0."),
+        (lambda: AgentConfig(temperature=5), "temperature: must be a number >= 0 and <= 2, given 5. Default: 1.0."),
         (lambda: AgentConfig(max_new_tokens=0), "max_new_tokens: must be a whole number >= 1 and <= 8192, given 0."),
         (lambda: AgentConfig(temprature=1), "temprature: unknown key. Did you mean 'temperature'?"),
         (lambda: AgentConfig(torch_dtype="bf16"), "torch_dtype: must be one of auto, float32, bfloat16"),
@@ -576,18 +576,18 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path):
         (lambda: ValueFunction(gamma=2), "gamma: must be a number >= 0 and <= 1, given 2."),
         (lambda: ConversationMemory(max_turns=0), "max_turns=0: must be a whole number >= 1"),
         (lambda: EarlyStoppingCallback(patience=0), "patience=0: must be a whole number >= 1"),
-        (lambda: ConversationEnvironment(), "give scenarios, or preset=NAME"),
+        (lambda: ConversationEnvironment(), "or preset=NAME"),
         (lambda: ConversationEnvironment(scenarios=[{"id": "a"}]), "scenarios.0.user_responses=None"),
         (lambda: ConversationEnvironment(scenarios=BAKERY, max_turns=0), "max_turns=0"),
     ],
 )
-def test_what_is_wrong_names_itself_its_value_and_what_to_write(make, says):
+def test_errors_name_the_field_its_value_and_the_remedy(make, message):
     with pytest.raises(arborl.errors.ConfigError) as refused:
         make()
-    assert says in str(refused.value)
+    assert message in str(refused.value)
 
 
-def test_a_field_that_is_changed_later_is_looked_at_too():
+def test_assigned_fields_are_validated():
     config = TrainingConfig()
     config.per_device_train_batch_size, config.use_lora, config.kl_penalty = 4, True, 0.1
     with pytest.raises(arborl.errors.ConfigError, match="learning_rate: must be a number > 0, given 0"):
@@ -596,7 +596,7 @@ def test_a_field_that_is_changed_later_is_looked_at_too():
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("given", "message"),
     [
         ({"agent": "seedling"}, "agent='seedling': must be a MultiTurnAgent"),
         ({"environment": ConversationEnvironment}, "ConversationEnvironment is a class"),
@@ -608,9 +608,9 @@ def test_a_field_that_is_changed_later_is_looked_at_too():
         ({"reward_fn": "helpfull"}, "helpfull"),
     ],
 )
-def test_train_refuses_what_cannot_be_before_anything_is_written(tmp_path, monkeypatch, given, says):
+def test_wrong_arguments_of_train_are_errors_before_any_file_is_written(tmp_path, monkeypatch, given, message):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(arborl.errors.ConfigError) as refused:
         asyncio.run(train(**{"agent": agent(), "environment": bakery(), "reward_fn": letters} | given))
-    assert says in str(refused.value)
+    assert message in str(refused.value)
     assert not (tmp_path / "runs").exists()

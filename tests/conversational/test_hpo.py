@@ -46,7 +46,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_the_configuration_as_it_is_comes_first_and_the_best_is_found() -> None:
+def test_the_unchanged_configuration_is_the_first_trial() -> None:
     summary = hpo(n_trials=5, backend="optuna", search_space={"num_generations": [4, 8, 32]})
     assert summary.trials[0].params == {"num_generations": 16}
     assert summary.default_reward == 1.0
@@ -55,7 +55,7 @@ def test_the_configuration_as_it_is_comes_first_and_the_best_is_found() -> None:
     assert summary.folder == Path("studies/HelpDesk")
 
 
-def test_a_config_says_all_of_it() -> None:
+def test_hpo_config_sets_all_options() -> None:
     config = arborl.HPOConfig(
         search_space={
             "learning_rate": {"type": "loguniform", "low": 1e-7, "high": 1e-4},
@@ -71,24 +71,24 @@ def test_a_config_says_all_of_it() -> None:
     assert len(summary.trials) == 3
     assert set(summary.trials[1].params) == set(config.search_space)
     assert summary.best_reward == min(one.value or 9 for one in summary.trials)
-    with pytest.raises(ConfigError, match="Leave them out beside it"):
+    with pytest.raises(ConfigError, match="hpo_config sets n_trials"):
         hpo(hpo_config=config, n_trials=3)
 
 
-def test_a_study_goes_on_and_one_of_another_configuration_is_refused() -> None:
+def test_a_study_continues_only_with_the_same_configuration() -> None:
     hpo(n_trials=2)
     assert len(hpo(n_trials=3).trials) == 3
     with pytest.raises(ConfigError, match=r"base_config\.learning_rate: "):
         hpo(n_trials=3, base_config=Config(learning_rate=1e-3))
 
 
-def test_a_parameter_that_training_does_not_know_fails_every_trial_but_the_first() -> None:
+def test_an_unknown_parameter_fails_every_trial_but_the_first() -> None:
     summary = hpo(n_trials=3, search_space={"tempurature": "uniform:0:1"})
     assert [one.state for one in summary.trials] == ["done", "failed", "failed"]
     assert summary.trials[1].reason == "tempurature: unknown parameter."
 
 
-def test_mistakes_are_found_when_the_config_is_made() -> None:
+def test_errors_are_found_when_the_config_is_made() -> None:
     with pytest.raises(ConfigError, match="n_trials=0 must be a whole number >= 1"):
         arborl.HPOConfig(n_trials=0)
     with pytest.raises(ConfigError, match=r"no search space is called 'gpro'\. Did you mean 'grpo'"):
@@ -99,6 +99,6 @@ def test_mistakes_are_found_when_the_config_is_made() -> None:
         hpo(n_trials=2, backend="optua")
 
 
-def test_the_spaces_of_the_guide_are_there() -> None:
+def test_the_search_spaces_of_the_guide_exist() -> None:
     for name in ("grpo", "full", "customer_service", "technical_support", "sales", "conservative", "aggressive"):
         assert "learning_rate" in arborl.get_search_space(name)

@@ -51,27 +51,27 @@ def made(tmp_path_factory) -> tuple[NeuralRewardTrainer, NeuralReward]:
     return used, asyncio.run(used.train())
 
 
-def talk(*said: str) -> list[ConversationTurn]:
-    return [ConversationTurn(("user", "assistant")[n % 2], text) for n, text in enumerate(said)]
+def talk(*texts: str) -> list[ConversationTurn]:
+    return [ConversationTurn(("user", "assistant")[n % 2], text) for n, text in enumerate(texts)]
 
 
-def test_it_prefers_what_was_preferred_and_says_how_often(made):
+def test_it_prefers_the_better_reply_and_reports_its_accuracy(made):
     used, reward = made
     assert reward.accuracy is not None
     assert reward.accuracy >= 0.9
     assert [row["epoch"] for row in reward.history] == [1, 2]
     assert [dict(row) for row in reward.history] == used.history
     assert reward.accuracy in [row["accuracy"] for row in reward.history]
-    asked = "Where is my parcel?"
-    good = asyncio.run(reward.compute_reward(talk(asked, "I am sorry. I will help you. The shop is old.")))
+    question = "Where is my parcel?"
+    good = asyncio.run(reward.compute_reward(talk(question, "I am sorry. I will help you. The shop is old.")))
     bad = asyncio.run(
-        reward.compute_reward(talk(asked, "It rains on most days. Our town has a river. The shop is old."))
+        reward.compute_reward(talk(question, "It rains on most days. Our town has a river. The shop is old."))
     )
     assert good.score > 0.5 > -0.5 > bad.score  # the scale is that of the training pairs
     assert reward.weight == 1.0
 
 
-def test_transformers_alone_says_the_same_of_the_folder(made):
+def test_transformers_gives_the_same_scores(made):
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     _, reward = made
@@ -84,8 +84,8 @@ def test_transformers_alone_says_the_same_of_the_folder(made):
     scores = []
     for row in courteous(120):
         for side in ("chosen", "rejected"):
-            said = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row[side]}]
-            ids = tokenizer.apply_chat_template(said, tokenize=True, return_tensors="pt", return_dict=False)
+            texts = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row[side]}]
+            ids = tokenizer.apply_chat_template(texts, tokenize=True, return_tensors="pt", return_dict=False)
             with torch.no_grad():
                 number = float(model.eval()(input_ids=ids).logits[0, 0])
             scores.append(record["scale"] * number + record["shift"])
@@ -96,7 +96,7 @@ def test_transformers_alone_says_the_same_of_the_folder(made):
     assert sum(score**2 for score in scores) / len(scores) == pytest.approx(1.0, abs=0.1)
 
 
-def test_what_it_is_shown_in_training_is_what_it_is_shown_in_use(made, tmp_path):
+def test_training_and_use_render_the_same_tokens(made, tmp_path):
     _, reward = made
     episode = Episode("e", Task("t"), opening=(Message("system", "Be kind."), Message("user", "Hm <|im_end|>?")))
     call = Message("assistant", "<tool_call>{}</tool_call>", (ToolCall("", "look", {}),), sampled=True)
@@ -114,7 +114,7 @@ def test_what_it_is_shown_in_training_is_what_it_is_shown_in_use(made, tmp_path)
     assert both[0] == pytest.approx(both[1], abs=1e-6)
 
 
-def test_it_is_a_reward_by_path_and_as_an_object_and_survives_a_copy(made, tmp_path):
+def test_it_is_a_reward_by_path_and_as_an_object(made, tmp_path):
     _, reward = made
     copy = NeuralReward.load(reward.save(tmp_path / "copy"), weight=0.5)
     with pytest.raises(ConfigError, match="Give a new or an empty folder"):
@@ -137,7 +137,7 @@ def test_it_is_a_reward_by_path_and_as_an_object_and_survives_a_copy(made, tmp_p
         asyncio.run(reward.compute_reward([]))
 
 
-def test_equal_seeds_give_equal_weights_in_folders_of_their_own(tmp_path, monkeypatch):
+def test_equal_seeds_give_equal_weights(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     first, second = (asyncio.run(trainer(None, courteous(16), epochs=1).train()) for _ in range(2))
     assert [one.folder.relative_to(tmp_path) for one in (first, second)] == [
@@ -146,7 +146,7 @@ def test_equal_seeds_give_equal_weights_in_folders_of_their_own(tmp_path, monkey
     assert (first.folder / "model.safetensors").read_bytes() == (second.folder / "model.safetensors").read_bytes()
 
 
-def test_training_leaves_the_event_loop_free_and_cancelled_it_leaves_nothing(tmp_path):
+def test_training_does_not_block_the_event_loop_and_can_be_cancelled(tmp_path):
     used = trainer(tmp_path / "reward", courteous(40), epochs=1000)
 
     async def cancelled() -> float:
@@ -167,7 +167,7 @@ def test_training_leaves_the_event_loop_free_and_cancelled_it_leaves_nothing(tmp
     assert len(used.history) < 1000
 
 
-def test_without_held_out_pairs_nothing_is_measured_and_a_reward_model_may_go_on_learning(made, tmp_path):
+def test_without_validation_there_is_no_accuracy_and_training_can_continue(made, tmp_path):
     _, reward = made
     again = NeuralRewardTrainer(
         str(reward.folder), courteous(16), validation=0, epochs=1, device="cpu", output_dir=tmp_path / "on",
@@ -180,7 +180,7 @@ def test_without_held_out_pairs_nothing_is_measured_and_a_reward_model_may_go_on
     assert (found.model.scale, found.model.shift) == (1.0, 0.0)
 
 
-def test_long_conversations_lose_their_beginning_and_those_that_then_end_alike_are_counted(tmp_path, caplog):
+def test_long_conversations_are_cut_and_equal_pairs_left_out(tmp_path, caplog):
     same = [{"prompt": "?", "chosen": "I am sorry. " + "So it is. " * 40, "rejected": "Hm. " + "So it is. " * 40}]
     with caplog.at_level(logging.WARNING):
         used = trainer(tmp_path / "a", [*courteous(8), *same], max_tokens=60, epochs=1)
@@ -188,33 +188,33 @@ def test_long_conversations_lose_their_beginning_and_those_that_then_end_alike_a
     assert "1 of 9 pairs are longer than max_tokens=60" in caplog.text
     assert "1 of 9 pairs are left out: the model is shown the same of both" in caplog.text
     assert reward.model.max_tokens == 60
-    with pytest.raises(ConfigError, match=r"0 of 3 pairs can be told apart by their last 60 tokens"):
+    with pytest.raises(ConfigError, match=r"0 of 3 pairs differ in their last 60 tokens"):
         asyncio.run(trainer(tmp_path / "b", same * 3, max_tokens=60).train())
     assert not (tmp_path / "b").exists()
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [
-        ({"epochs": 0}, "epochs=0: give a whole number"),
-        ({"batch_size": 2.5}, "batch_size=2.5: give a whole number"),
-        ({"validation": 1.0}, "validation=1.0: give a share"),
-        ({"learning_rate": 0.0}, "learning_rate=0.0: give a number above 0"),
-        ({"dtype": "float16"}, "dtype=float16: give float32, bfloat16, float64"),
-        ({"max_tokens": 0}, "max_tokens=0: give a whole number"),
-        ({"rows": []}, "0 pairs. Give 2 at least"),
-        ({"rows": courteous(1)}, "1 pairs. Give 2 at least"),
+        ({"epochs": 0}, "epochs=0: "),
+        ({"batch_size": 2.5}, "batch_size=2.5: "),
+        ({"validation": 1.0}, "validation=1.0: "),
+        ({"learning_rate": 0.0}, "learning_rate=0.0: "),
+        ({"dtype": "float16"}, "dtype=float16: .*float32, bfloat16, float64"),
+        ({"max_tokens": 0}, "max_tokens=0: "),
+        ({"rows": []}, "preference_data: 0 pairs"),
+        ({"rows": courteous(1)}, "preference_data: 1 pairs"),
     ],
 )
-def test_what_cannot_work_is_said_at_once(tmp_path, how, said):
-    with pytest.raises(ConfigError, match=said):
+def test_wrong_arguments_are_errors(tmp_path, how, message):
+    with pytest.raises(ConfigError, match=message):
         trainer(tmp_path / "r", **how)
 
 
-def test_what_is_wrong_with_model_or_folder_is_said_before_training(tmp_path):
+def test_a_wrong_model_or_folder_is_an_error_before_training(tmp_path):
     with pytest.raises(ConfigError, match="model_name: no model"):
         asyncio.run(NeuralRewardTrainer("./nowhere", courteous(4), output_dir=tmp_path / "a").train())
-    with pytest.raises(ConfigError, match="max_tokens=5000: seedling reads 4096 at most"):
+    with pytest.raises(ConfigError, match="max_tokens=5000: seedling supports at most 4096"):
         asyncio.run(trainer(tmp_path / "a", max_tokens=5000).train())
     assert not (tmp_path / "a").exists()
     (tmp_path / "full").mkdir()
@@ -223,7 +223,7 @@ def test_what_is_wrong_with_model_or_folder_is_said_before_training(tmp_path):
         asyncio.run(trainer(tmp_path / "full").train())
 
 
-def test_a_row_that_the_chat_template_refuses_is_named(tmp_path):
+def test_a_row_that_the_chat_template_rejects_is_named(tmp_path):
     import shutil
 
     shutil.copytree(resolve("seedling"), tmp_path / "strict")
@@ -232,12 +232,12 @@ def test_a_row_that_the_chat_template_refuses_is_named(tmp_path):
         "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     )
     rows = [("Yes.", "No."), ("Yes, sir.", "No, sir.")]
-    with pytest.raises(ConfigError, match=r"preference_data, row 1: .*begin with the user.*Give the conversation from"):
+    with pytest.raises(ConfigError, match=r"preference_data, row 1: .*Write the whole conversation"):
         asyncio.run(NeuralRewardTrainer(str(tmp_path / "strict"), rows, output_dir=tmp_path / "r").train())
 
 
 @pytest.mark.slow
-def test_it_learns_a_rule_that_holds_for_other_words_and_is_not_length(tmp_path):
+def test_it_learns_a_rule_that_generalizes_and_is_not_length(tmp_path):
     """The benchmark's first half: sentences of the held-out pairs are made of halves that never stood together."""
     script = Path(__file__).parents[2] / "benchmarks" / "neural_reward.py"
     done = subprocess.run(

@@ -22,10 +22,10 @@ from arborl import (
     train,
 )
 from arborl.build import build
-from arborl.conversational import trl as wrapper_module
-from arborl.conversational.training import run_config
-from arborl.conversational.trl_terms import batch_of, fail_branched, played, row_of
-from arborl.conversational.trl_terms import settings as trl_settings
+from arborl.conversational import trl_trainer as wrapper_module
+from arborl.conversational.agent_training import run_config
+from arborl.conversational.trl_trainer import episode_tokens, fail_branched, rollout_batch, rollout_config
+from arborl.conversational.trl_trainer import trl_arguments as trl_settings
 from arborl.errors import ConfigError, EpisodeError, RunStopped
 from arborl.models.model_loading import read_weights, resolve
 from arborl.rollout.store import EpisodeStore
@@ -34,17 +34,17 @@ from arborl.types import Call, Completion, Episode, Finish, Task
 pytest.importorskip("trl")
 from trl import GRPOConfig
 
-ASKED = ("Hello!", "Who are you?", "Good morning. How is it going?", "What can you do?", "Thank you.", "Goodbye.")
+QUESTION = ("Hello!", "Who are you?", "Good morning. How is it going?", "What can you do?", "Thank you.", "Goodbye.")
 
 
 class Talk(Environment):
     """Two questions, of different lengths from scenario to scenario."""
 
-    scenarios = [{"id": f"{a}-{b}", "first": a, "second": b} for a in ASKED[:3] for b in ASKED[3:]]
+    scenarios = [{"id": f"{a}-{b}", "first": a, "second": b} for a in QUESTION[:3] for b in QUESTION[3:]]
 
     async def reset(self, scenario=None):
-        said = [{"role": "user", "content": scenario["first"]}]
-        return EnvironmentState(said, {"turn": 0, "second": scenario["second"]})
+        texts = [{"role": "user", "content": scenario["first"]}]
+        return EnvironmentState(texts, {"turn": 0, "second": scenario["second"]})
 
     async def step(self, state, action):
         turn = state.metadata["turn"]
@@ -71,7 +71,7 @@ def rows(trained, step=1):
     return list(EpisodeStore.read(trained.run_folder / "episodes" / f"step-{step:06}.jsonl"))
 
 
-def said(episodes):
+def texts(episodes):
     return [[list(call.completion.tokens) for call in episode.calls] for episode in episodes]
 
 
@@ -109,7 +109,7 @@ def done(tmp_path_factory):
     return trained, seen, gaps
 
 
-def test_the_ids_in_trls_batch_are_those_that_were_recorded(done):
+def test_the_batch_contains_the_recorded_ids(done):
     trained, seen, _ = done
     assert len(seen) == 2
     for step, batch in enumerate(seen, 1):
@@ -149,10 +149,10 @@ def test_loss_and_gradient_are_those_of_the_formula(done):
     assert norm > 0.05
 
 
-def test_the_first_conversations_are_those_of_our_own_trainer(done, tmp_path):
+def test_the_first_conversations_equal_those_of_arborl_train(done, tmp_path):
     trained, *_ = done
     ours = asyncio.run(train(agent(), Talk(), short, config=settings(tmp_path / "ours")))
-    assert said(rows(trained)) == said(rows(ours))
+    assert texts(rows(trained)) == texts(rows(ours))
     assert trained.summary["before"] == ours.summary["before"]  # measured the same way
 
 
@@ -164,7 +164,7 @@ def test_the_second_step_is_sampled_from_the_updated_weights(done):
 
 
 @pytest.mark.slow
-def test_a_model_with_learned_positions_and_dropout_reads_what_it_sampled_from(tmp_path):
+def test_a_model_with_learned_positions_and_dropout(tmp_path):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -180,7 +180,7 @@ def test_a_model_with_learned_positions_and_dropout_reads_what_it_sampled_from(t
     assert max(gaps) < 1e-4
 
 
-def test_the_trained_agent_talks_with_the_new_weights_and_the_given_one_with_the_old(done):
+def test_the_trained_agent_has_new_weights_and_the_original_the_old(done):
     trained, *_ = done
     assert isinstance(trained, MultiTurnAgent)
     assert set(trained.summary) >= {"before", "after", "steps"}
@@ -193,12 +193,12 @@ def test_the_trained_agent_talks_with_the_new_weights_and_the_given_one_with_the
 
 
 @pytest.mark.slow
-def test_adapters_are_trained_and_the_model_that_is_saved_is_a_whole_one(tmp_path):
+def test_adapters_are_trained_and_saved_merged(tmp_path):
     chosen = settings(tmp_path / "run", use_lora=True, lora_r=4, kl_penalty=0.1, learning_rate=1e-2, bf16=True)
     trained = asyncio.run(TRLGRPOTrainerWrapper(agent(), Talk(), short, chosen).train())
-    told = json.loads((tmp_path / "run" / "trl.json").read_text())
-    assert told["beta"] == 0.1
-    assert told["bf16"]
+    arguments = json.loads((tmp_path / "run" / "trl.json").read_text())
+    assert arguments["beta"] == 0.1
+    assert arguments["bf16"]
     folder = resolve(trained.config.model_name)
     assert not (folder / "adapter_config.json").exists()
     old = read_weights(resolve("seedling"), dtype=torch.float32).state_dict()
@@ -215,8 +215,8 @@ def test_every_setting_reaches_trl(tmp_path):
         entropy_coef=0.01, temperature=0.7, save_steps=7, save_total_limit=3, logging_steps=5, seed=11,
     )  # fmt: skip
     run, objects = run_config(agent(), Talk(), [short], chosen)
-    told = GRPOConfig(**trl_settings(run, chosen, build(played(run), objects), tmp_path)).to_dict()
-    assert {name: told[name] for name in EXPECTED} == EXPECTED
+    arguments = GRPOConfig(**trl_settings(run, chosen, build(rollout_config(run), objects), tmp_path)).to_dict()
+    assert {name: arguments[name] for name in EXPECTED} == EXPECTED
 
 
 EXPECTED = {
@@ -239,19 +239,21 @@ def episode(*calls, name="one"):
     return Episode(name, Task(name), calls=list(calls))
 
 
-def test_what_is_only_read_is_masked():
-    ids, mask, logprobs = row_of(episode(call([1, 2], [3, 4]), call([1, 2, 3, 4, 5], [6]), call([*range(1, 8)], [8])))
+def test_prompt_tokens_are_masked():
+    ids, mask, logprobs = episode_tokens(
+        episode(call([1, 2], [3, 4]), call([1, 2, 3, 4, 5], [6]), call([*range(1, 8)], [8]))
+    )
     assert ids == [1, 2, 3, 4, 5, 6, 7, 8]
     assert mask == [0, 0, 1, 1, 0, 1, 0, 1]
     assert logprobs == [0.0, 0.0, -1.0, -1.0, 0.0, -1.0, 0.0, -1.0]
 
 
-def test_what_an_agent_leaves_out_is_masked_too():
-    assert row_of(episode(call([1], [2], trained=False), call([1, 2, 3], [4])))[1] == [0, 0, 0, 1]
+def test_untrained_calls_are_masked():
+    assert episode_tokens(episode(call([1], [2], trained=False), call([1, 2, 3], [4])))[1] == [0, 0, 0, 1]
 
 
-def test_prompts_are_cut_where_the_shortest_ends():
-    batch = batch_of([episode(call([1, 2], [3])), episode(call([1, 5, 6, 7], [8, 9]))], pad=0)
+def test_prompts_are_cut_to_the_shortest():
+    batch = rollout_batch([episode(call([1, 2], [3])), episode(call([1, 5, 6, 7], [8, 9]))], pad_token=0)
     assert batch["prompt_ids"] == [[1, 2], [1, 5]]
     assert batch["completion_ids"] == [[3], [6, 7, 8, 9]]
     assert batch["env_mask"] == [[1], [0, 0, 1, 1]]
@@ -260,14 +262,14 @@ def test_prompts_are_cut_where_the_shortest_ends():
 def test_a_failed_episode_has_no_reward_and_no_tokens():
     broken = episode(call([1], [2]), name="broken")
     broken.fail(EpisodeError("environment", ValueError("no")))
-    batch = batch_of([episode(call([1, 2, 3], [4])), broken], pad=9)
-    assert batch["earned"] == [0.0, None]
+    batch = rollout_batch([episode(call([1, 2, 3], [4])), broken], pad_token=9)
+    assert batch["episode_reward"] == [0.0, None]
     assert batch["prompt_ids"][1] == [9, 9, 9]
     assert batch["env_mask"][1] == [0]
-    assert batch_of([broken], pad=9)["completion_ids"] == [[9]]
+    assert rollout_batch([broken], pad_token=9)["completion_ids"] == [[9]]
 
 
-def test_a_conversation_that_is_no_single_row_fails_and_says_why():
+def test_a_conversation_with_branches_fails_with_a_reason():
     branched, grown = episode(call([1, 2], [3]), call([1, 2, 4], [5])), episode(call([1], [2]), call([1, 2, 3], [4]))
     assert fail_branched(branched)
     assert "arborl.train" in branched.failure.message
@@ -287,9 +289,9 @@ class Fickle(MultiTurnAgent):
 
 
 @pytest.mark.slow
-def test_an_agent_with_several_branches_is_told_what_to_do_instead(tmp_path):
+def test_an_agent_with_several_branches_stops_the_run_with_advice(tmp_path):
     fickle = Fickle(AgentConfig(max_new_tokens=4))
-    with pytest.raises(RunStopped, match=r"8 of 8 .*\n.*let its history only grow"):
+    with pytest.raises(RunStopped, match=r"8 of 8 .*\n.*only append to its history"):
         asyncio.run(TRLGRPOTrainerWrapper(fickle, Talk(), short, settings(tmp_path / "run")).train())
 
 
@@ -306,20 +308,20 @@ def test_an_agent_with_several_branches_is_told_what_to_do_instead(tmp_path):
         ({"overrides": {"rollout.redundancy": 2}}, r"rollout\.redundancy"),
     ],
 )
-def test_what_trl_cannot_do_is_refused_by_name(more, named, tmp_path):
+def test_unsupported_settings_are_errors(more, named, tmp_path):
     with pytest.raises(ConfigError, match=named):
         asyncio.run(TRLGRPOTrainerWrapper(agent(), Talk(), short, settings(tmp_path / "run", **more)).train())
     assert not (tmp_path / "run").exists()
 
 
-def test_without_trl_it_is_said_how_to_get_it(monkeypatch):
+def test_without_trl_the_error_names_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "trl", None)
     monkeypatch.setattr(wrapper_module, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install arborl\[trl\]"):
         asyncio.run(TRLGRPOTrainerWrapper(agent(), Talk(), short).train())
 
 
-def test_other_tasks_go_on_meanwhile_and_a_second_run_must_wait(tmp_path):
+def test_the_event_loop_runs_on_and_a_second_run_is_refused(tmp_path):
     async def both():
         ticks = 0
         first = asyncio.create_task(
@@ -338,7 +340,7 @@ def test_other_tasks_go_on_meanwhile_and_a_second_run_must_wait(tmp_path):
     assert trained.summary["before"] == trained.summary["after"] == {}
 
 
-def test_a_run_that_is_cancelled_ends_and_lets_the_next_begin(tmp_path):
+def test_a_cancelled_run_ends_and_the_next_can_start(tmp_path):
     class Slow(Talk):
         async def step(self, state, action):
             started.set()

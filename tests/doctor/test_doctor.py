@@ -35,7 +35,7 @@ def call(*arguments: str) -> Result:
 def test_a_run_that_is_well_exits_with_0_and_says_so(tmp_path):
     done = call(str(runs.write(tmp_path / "run")))
     assert done.exit_code == 0
-    assert "Healthy" in done.stdout
+    assert "No problems found" in done.stdout
 
 
 def test_a_fault_exits_with_1_and_names_its_episodes(tmp_path):
@@ -60,8 +60,8 @@ def test_a_warning_exits_with_0_unless_that_is_asked_for(tmp_path):
     [
         (("nowhere",), "no folder"),
         ((".",), "no run folder"),
-        ((".", "--model", "seedling"), "looked at as it is"),
-        ((".", "learner.lr=1"), "looked at as it is"),
+        ((".", "--model", "seedling"), "is a run. Leave"),
+        ((".", "learner.lr=1"), "is a run. Leave"),
         (("--modle", "x"), "--model"),
     ],
 )

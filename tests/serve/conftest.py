@@ -9,19 +9,19 @@ import pytest
 pytest.importorskip("fastapi", reason="the extra 'serve'")
 pytest.importorskip("uvicorn", reason="the extra 'serve'")
 
-from conftest_serve import running
+from serve_clients import running
 
-from arborl.serve.opened import open_model
+from arborl.serve.model_loading import load_for_serving
 
 
 @pytest.fixture(scope="session")
-def opened():
-    made = open_model("seedling", ["agent=tool", "tools=[calculator]"])
+def loaded():
+    made = load_for_serving("seedling", ["agent=tool", "tools=[calculator]"])
     yield made
     asyncio.run(made.close())
 
 
 @pytest.fixture(scope="session")
-def address(opened):
-    with running(opened) as at:
+def address(loaded):
+    with running(loaded) as at:
         yield at

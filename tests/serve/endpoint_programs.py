@@ -1,6 +1,6 @@
-"""Programs of others, as small as they can be: they know an address and HTTP, and nothing of what trains them.
+"""External programs for tests: they know a URL and HTTP only.
 
-Functions are called in the tests' process; `python endpoint_programs.py NAME` runs one as a process of its own.
+Functions are called in the process of the tests; `python endpoint_programs.py NAME` runs one as a process.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ ADD = {
     "type": "function",
     "function": {"name": "calculator", "description": "", "parameters": {"type": "object", "properties": {}}},
 }
-HEARD: list[tuple[str, list[int], list[int]]] = []
-"""Of every choice that a function was told: the task's id, the prompt's ids and the sampled ones."""
+RECEIVED: list[tuple[str, list[int], list[int]]] = []
+"""Task id, prompt ids and sampled ids of every received choice."""
 STATUS: list[int] = []
 
 
 def post(url, body):
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    asked = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     try:
-        with urllib.request.urlopen(asked, timeout=60) as got:
+        with urllib.request.urlopen(request, timeout=60) as got:
             return got.status, got.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -38,13 +38,13 @@ def post(url, body):
 
 def chat(base_url, messages, **more):
     body = {"model": "whatever", "messages": messages, "return_token_ids": True, **more}
-    status, said = post(f"{base_url}/chat/completions", body)
+    status, body = post(f"{base_url}/chat/completions", body)
     if status != 200:
-        raise RuntimeError(f"{status} {said}")
+        raise RuntimeError(f"{status} {body}")
     if more.get("stream"):
-        rows = [json.loads(line[6:]) for line in said.splitlines() if line.startswith("data: {")]
+        rows = [json.loads(line[6:]) for line in body.splitlines() if line.startswith("data: {")]
         return [row["choices"][0] for row in rows if row["choices"][0]["finish_reason"]]
-    return json.loads(said)["choices"]
+    return json.loads(body)["choices"]
 
 
 def user(text):
@@ -54,23 +54,23 @@ def user(text):
 # ------------------------------------------------------------------------------------------------ in this process
 
 
-def busy(task, base_url):
-    """Asks, goes on, forgets, asks for two answers, listens to a stream, and lets a tool be called."""
-    talk = [user(task["question"])]
-    heard = chat(base_url, talk, max_tokens=8)
-    talk += [heard[0]["message"], user("Go on.")]
-    heard += chat(base_url, talk, max_tokens=8)
-    heard += chat(base_url, talk[2:], max_tokens=8, temperature=0.1)  # the past is forgotten
-    heard += chat(base_url, talk, n=2, max_tokens=8)
-    heard += chat(base_url, [user("Hello")], stream=True, max_tokens=8)
-    wanted = {"tools": [ADD], "tool_choice": "required"}
-    called = chat(base_url, [user("Add 1 and 2.")], **wanted)
-    heard += called
-    if calls := called[0]["message"].get("tool_calls"):
-        back = [called[0]["message"], {"role": "tool", "tool_call_id": calls[0]["id"], "content": "3"}]
-        heard += chat(base_url, [user("Add 1 and 2."), *back], tools=[ADD])
-    HEARD.extend((task["id"], one["prompt_token_ids"], one["token_ids"]) for one in heard)
-    return "said by the program"
+def calls_in_many_ways(task, base_url):
+    """A continued conversation, a new one, two choices, a stream, and a tool call."""
+    history = [user(task["question"])]
+    choices = chat(base_url, history, max_tokens=8)
+    history += [choices[0]["message"], user("Go on.")]
+    choices += chat(base_url, history, max_tokens=8)
+    choices += chat(base_url, history[2:], max_tokens=8, temperature=0.1)  # the past is forgotten
+    choices += chat(base_url, history, n=2, max_tokens=8)
+    choices += chat(base_url, [user("Hello")], stream=True, max_tokens=8)
+    options = {"tools": [ADD], "tool_choice": "required"}
+    tool_reply = chat(base_url, [user("Add 1 and 2.")], **options)
+    choices += tool_reply
+    if calls := tool_reply[0]["message"].get("tool_calls"):
+        back = [tool_reply[0]["message"], {"role": "tool", "tool_call_id": calls[0]["id"], "content": "3"}]
+        choices += chat(base_url, [user("Add 1 and 2."), *back], tools=[ADD])
+    RECEIVED.extend((task["id"], one["prompt_token_ids"], one["token_ids"]) for one in choices)
+    return "answer of the program"
 
 
 def once(question, base_url):
@@ -90,20 +90,20 @@ def too_long(question, base_url):
     chat(base_url, [user("long " * 5000)])
 
 
-def forgets(question, base_url):
-    """Asks with too much, and then with less."""
+def shortens_its_prompt(question, base_url):
+    """A prompt that is too long, then a shorter one."""
     with suppress(RuntimeError):
         chat(base_url, [user("long " * 5000)])
     return chat(base_url, [user(question)], max_tokens=4)[0]["message"]["content"]
 
 
-def greedy(question, base_url):
+def calls_forever(question, base_url):
     while True:
         chat(base_url, [user(question)], max_tokens=2)
 
 
-def garbage(question, base_url):
-    """Sends what is no request, and goes on."""
+def sends_invalid_requests(question, base_url):
+    """Invalid requests, then a valid one."""
     STATUS.clear()
     chats = f"{base_url}/chat/completions"
     for body in (b"\xff\xfe", b"[", {"messages": 3}, {"messages": [{"role": "king", "content": "?"}]}, {"what": 1}):
@@ -114,8 +114,8 @@ def garbage(question, base_url):
     return once(question, base_url)
 
 
-def rewards(question, base_url):
-    """Says itself what it was worth, and is told that no more is taken."""
+def posts_a_reward(question, base_url):
+    """Posts its reward; further requests are refused."""
     STATUS.clear()
     once(question, base_url)
     at = base_url.removesuffix("/v1")
@@ -126,13 +126,13 @@ def rewards(question, base_url):
     raise RuntimeError("whatever happens now")
 
 
-def plays(messages, base_url):
+def steps(messages, base_url):
     """Plays an environment step by step."""
-    at, over, talk = base_url.removesuffix("/v1"), False, list(messages)
+    at, over, history = base_url.removesuffix("/v1"), False, list(messages)
     while not over:
-        said = chat(base_url, talk, max_tokens=8)[0]["message"]
-        told = json.loads(post(f"{at}/step", {"content": said["content"]})[1])
-        talk, over = [*talk, said, *told["messages"]], told["over"]
+        body = chat(base_url, history, max_tokens=8)[0]["message"]
+        result = json.loads(post(f"{at}/step", {"content": body["content"]})[1])
+        history, over = [*history, body, *result["messages"]], result["done"]
     STATUS[:] = [post(f"{at}/step", {"content": "more"})[0]]
 
 
@@ -156,8 +156,8 @@ def never_calls(question, base_url):
     sys.stdout.write("42")
 
 
-def shouts(question, base_url):
-    """Faster than it is listened to: with a wider pipe, more comes at once than a reader takes."""
+def prints_too_much(question, base_url):
+    """Prints more than a reader takes at once, through a larger pipe."""
     with suppress(OSError, AttributeError):
         fcntl.fcntl(1, fcntl.F_SETPIPE_SZ, 2**20)
     sys.stdout.write("x" * 30_000_000)
@@ -169,20 +169,20 @@ def dies_in_a_call(question, base_url):
         chat(base_url, [user(question)])
 
 
-def lingers(question, base_url):
+def sleeps(question, base_url):
     subprocess.Popen([sys.executable, "-c", f"import time; time.sleep(600)  # {question}"])
     once(question, base_url)
     time.sleep(600)
 
 
-def leaves_a_daemon(question, base_url):
-    """It holds standard output, in a session of its own."""
+def starts_a_daemon(question, base_url):
+    """Starts a process in its own session that holds standard output."""
     subprocess.Popen([sys.executable, "-c", f"import time; time.sleep(600)  # {question}"], start_new_session=True)
     sys.stdout.write(once(question, base_url) or "done")
 
 
-def hands_over_its_output(question, base_url):
-    """To a process that it did not start, and that holds it from then on."""
+def passes_its_output_on(question, base_url):
+    """Sends standard output to a process that it did not start."""
     with socket.socket(socket.AF_UNIX) as line:
         line.connect(question)
         socket.send_fds(line, [b"x"], [1])

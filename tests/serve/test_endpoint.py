@@ -1,4 +1,4 @@
-"""A program that knows nothing of Arbor calls the model over HTTP, and is recorded as every agent is."""
+"""Agent `endpoint`: an external program calls the model over HTTP, and its calls are recorded."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from arborl.rewards.rules import POSTED, posted
 from arborl.rollout.recorder import Limits
 from arborl.rollout.runner import Cast, Rollout
 from arborl.rollout.tree import plant
-from arborl.serve.endpoint import EndpointAgent
+from arborl.serve.endpoint_agent import EndpointAgent
 from arborl.types import Message, Sampling, Stop, Task
 
 ROOT = Path(__file__).parents[2]
-ASKED = Task("t", messages=(Message("user", "Add 97 and 62. Answer as <answer>number</answer>."),))
+TASK = Task("t", messages=(Message("user", "Add 97 and 62. Answer as <answer>number</answer>."),))
 
 
-def rollout_of(opened, env=Question, limits=Limits(max_context=512), **args):  # noqa: B008
+def rollout_of(loaded, env=Question, limits=Limits(max_context=512), **args):  # noqa: B008
     cast = Cast(agent=lambda task: EndpointAgent(**args), env=lambda task: env())
-    return Rollout(opened.engine, opened.served.renderer, cast, Sampling(48), limits, concurrency=8)
+    return Rollout(loaded.engine, loaded.served.renderer, cast, Sampling(48), limits, concurrency=8)
 
 
-def played(opened, tasks=(ASKED,), size=1, **args):
+def play(loaded, tasks=(TASK,), size=1, **args):
     """The episodes, task by task."""
-    groups = asyncio.run(rollout_of(opened, **args).collect(tasks, seed=5, group_size=size))
+    groups = asyncio.run(rollout_of(loaded, **args).collect(tasks, seed=5, group_size=size))
     return [episode for group in groups for episode in group.episodes], groups
 
 
@@ -49,16 +49,16 @@ def process(name):
     return [sys.executable, programs.__file__, name]
 
 
-# ------------------------------------------------------------------------------------------------ what is recorded
+# ------------------------------------------------------------------------------------------------ recording
 
 
-def test_every_token_a_program_was_told_is_one_loss_term_in_the_context_it_was_sampled_in(opened):
-    programs.HEARD.clear()
-    episodes, groups = played(opened, [ASKED, Task("u", ASKED.messages)], 2, call="endpoint_programs:busy")
+def test_every_token_a_program_received_is_one_loss_term_in_its_context(loaded):
+    programs.RECEIVED.clear()
+    episodes, groups = play(loaded, [TASK, Task("u", TASK.messages)], 2, call="endpoint_programs:calls_in_many_ways")
     assert [str(episode.failure) for episode in episodes] == ["None"] * 4
-    heard = Counter((task, tuple(prompt), tuple(ids)) for task, prompt, ids in programs.HEARD)
+    received = Counter((task, tuple(prompt), tuple(ids)) for task, prompt, ids in programs.RECEIVED)
     calls = [(one.task.id, call) for one in episodes for call in one.calls]
-    assert heard == Counter((task, tuple(call.prompt), call.completion.tokens) for task, call in calls)
+    assert received == Counter((task, tuple(call.prompt), call.completion.tokens) for task, call in calls)
 
     forest = plant(groups)
     terms, number = forest.terms, 0
@@ -74,45 +74,45 @@ def test_every_token_a_program_was_told_is_one_loss_term_in_the_context_it_was_s
     assert number == len(terms)
 
 
-def test_what_is_sent_back_goes_on_and_what_is_rewritten_branches(opened):
-    (episode,), _ = played(opened, call="endpoint_programs:busy")
+def test_a_continued_history_extends_the_sequence_and_a_rewritten_one_branches(loaded):
+    (episode,), _ = play(loaded, call="endpoint_programs:calls_in_many_ways")
     first, second, forgotten, *_ = episode.calls
     assert first.whole.begins(second.prompt)
     assert not first.whole.begins(forgotten.prompt)
     if len(episode.calls) == 8:  # it called the tool: its call was sent back as it wrote it
         assert episode.calls[-2].whole.begins(episode.calls[-1].prompt)
-    assert episode.answer == "said by the program"
+    assert episode.answer == "answer of the program"
 
 
-def test_the_same_seed_plays_the_same_episodes_and_the_runs_temperature_holds(opened):
-    one, _ = played(opened, size=4, call="endpoint_programs:once")
-    other, _ = played(opened, size=4, call="endpoint_programs:once")
-    said = [[call.completion.tokens for call in episode.calls] for episode in one]
-    assert said == [[call.completion.tokens for call in episode.calls] for episode in other]
-    assert len({str(each) for each in said}) > 1  # though the program asks for temperature 0 and a seed
-    assert all(episode.metrics["endpoint/overruled"] == 1 for episode in one)
+def test_equal_seeds_give_equal_episodes_with_the_temperature_of_the_run(loaded):
+    one, _ = play(loaded, size=4, call="endpoint_programs:once")
+    other, _ = play(loaded, size=4, call="endpoint_programs:once")
+    texts = [[call.completion.tokens for call in episode.calls] for episode in one]
+    assert texts == [[call.completion.tokens for call in episode.calls] for episode in other]
+    assert len({str(each) for each in texts}) > 1  # though the program asks for temperature 0 and a seed
+    assert all(episode.metrics["endpoint/sampling_overridden"] == 1 for episode in one)
 
 
-def test_a_program_is_shown_the_same_model_when_it_is_trained_and_when_it_is_served(opened, address):
-    (episode,), _ = played(opened, call="endpoint_programs:busy")
-    decode = opened.served.renderer.decode  # a sampled text may have other ids than the same text that is read
+def test_training_and_serving_render_the_same_prompt(loaded, address):
+    (episode,), _ = play(loaded, call="endpoint_programs:calls_in_many_ways")
+    decode = loaded.served.renderer.decode  # a sampled text may have other ids than the same text that is read
     for call in (episode.calls[0], episode.calls[1]):
-        talk = [{"role": message.role, "content": message.content} for message in call.messages]
-        (served,) = programs.chat(f"{address}/v1", talk, model="", max_tokens=1)
+        messages = [{"role": message.role, "content": message.content} for message in call.messages]
+        (served,) = programs.chat(f"{address}/v1", messages, model="", max_tokens=1)
         assert decode(served["prompt_token_ids"]) == decode(tuple(call.prompt))
 
 
-def test_the_models_last_message_is_the_answer_where_so_asked(opened):
-    (episode,), _ = played(opened, call="endpoint_programs:busy", answer="reply")
+def test_answer_reply_makes_the_last_message_of_the_model_the_answer(loaded):
+    (episode,), _ = play(loaded, call="endpoint_programs:calls_in_many_ways", answer="reply")
     assert episode.turns[0].message is episode.calls[-1].reply
 
 
 # ------------------------------------------------------------------------------------------------ processes
 
 
-def test_a_process_is_told_the_task_and_what_it_prints_is_the_answer(opened):
-    tasks = [Task(name, ASKED.messages) for name in "abc"]
-    episodes, _ = played(opened, tasks, command=process("answers"))
+def test_a_process_gets_the_task_and_its_output_is_the_answer(loaded):
+    tasks = [Task(name, TASK.messages) for name in "abc"]
+    episodes, _ = play(loaded, tasks, command=process("answers"))
     for episode in episodes:
         assert episode.failure is None
         assert episode.answer == f"{episode.calls[0].reply.content} {episode.task.id}".strip()
@@ -126,36 +126,36 @@ def test_a_process_is_told_the_task_and_what_it_prints_is_the_answer(opened):
         ("never_calls", "it never called the model"),
     ],
 )
-def test_a_program_that_dies_costs_its_episode_and_is_named(opened, name, words):
-    (episode,), _ = played(opened, command=process(name))
+def test_a_program_that_dies_fails_its_episode_and_is_named(loaded, name, words):
+    (episode,), _ = play(loaded, command=process(name))
     assert episode.failure.where == f"program '{Path(sys.executable).name} endpoint_programs.py {name}'"
     assert words in episode.failure.message
     assert episode.stop is Stop.ERROR
 
 
-def test_programs_that_print_faster_than_they_are_listened_to_are_ended_at_once(opened):
-    episodes, _ = played(opened, size=8, command=process("shouts"))
+def test_a_program_that_prints_too_much_is_ended(loaded):
+    episodes, _ = play(loaded, size=8, command=process("prints_too_much"))
     assert all("printed more than 1,048,576 bytes" in episode.failure.message for episode in episodes)
 
 
-def test_a_program_that_dies_while_it_is_answered_leaves_the_others_alone(opened):
+def test_a_program_that_dies_during_a_call_does_not_affect_others(loaded):
     async def both():
-        two = [rollout_of(opened, command=process(name)) for name in ("dies_in_a_call", "answers")]
-        return await asyncio.gather(*(each.collect([ASKED], 0, 2) for each in two))
+        two = [rollout_of(loaded, command=process(name)) for name in ("dies_in_a_call", "answers")]
+        return await asyncio.gather(*(each.collect([TASK], 0, 2) for each in two))
 
     (bad,), (good,) = asyncio.run(both())
     assert all("(exit code -9)" in episode.failure.message for episode in bad.episodes)
     assert [episode.failure for episode in good.episodes] == [None, None]
 
 
-def test_nothing_that_a_program_started_outlives_its_episode(opened):
+def test_children_of_a_program_end_with_the_episode(loaded):
     mark = uuid.uuid4().hex
 
     def there():
         return mark in subprocess.run(["ps", "axww", "-o", "args"], capture_output=True, text=True).stdout
 
     async def cancelled():
-        rollout = rollout_of(opened, command=process("lingers"))
+        rollout = rollout_of(loaded, command=process("sleeps"))
         playing = asyncio.create_task(rollout.play(Task("t", (Message("user", mark),)), 0, "t#0"))
         while not await asyncio.to_thread(there):
             await asyncio.sleep(0.05)
@@ -166,24 +166,24 @@ def test_nothing_that_a_program_started_outlives_its_episode(opened):
     assert not there()
 
 
-def test_a_daemon_that_holds_the_output_of_a_program_ends_with_it_and_costs_no_deadline(opened):
+def test_a_daemon_that_holds_the_output_pipe_ends_with_its_program(loaded):
     mark = uuid.uuid4().hex
     task = Task("t", (Message("user", mark),))
     limits = Limits(max_context=512, episode_seconds=60.0)
-    (episode,), _ = played(opened, [task], limits=limits, command=process("leaves_a_daemon"))
+    (episode,), _ = play(loaded, [task], limits=limits, command=process("starts_a_daemon"))
     assert episode.failure is None
     assert episode.answer
     assert mark not in subprocess.run(["ps", "axww", "-o", "args"], capture_output=True, text=True).stdout
 
 
-def test_output_that_a_stranger_process_holds_costs_no_deadline(opened, tmp_path):
+def test_an_output_pipe_held_by_a_foreign_process_does_not_block(loaded, tmp_path):
     """Its descriptor was sent to a process that the program did not start, and that nothing ends."""
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(tmp_path / "s"))
         listening.listen()
         task = Task("t", (Message("user", str(tmp_path / "s")),))
         limits = Limits(max_context=512, episode_seconds=60.0)
-        (episode,), _ = played(opened, [task], limits=limits, command=process("hands_over_its_output"))
+        (episode,), _ = play(loaded, [task], limits=limits, command=process("passes_its_output_on"))
         line, _ = listening.accept()
         held = socket.recv_fds(line, 1, 1)[1]
         line.close()
@@ -194,71 +194,71 @@ def test_output_that_a_stranger_process_holds_costs_no_deadline(opened, tmp_path
     assert episode.answer
 
 
-def test_one_that_takes_too_long_is_ended_by_the_episodes_deadline(opened):
+def test_a_slow_program_is_ended_by_the_deadline_of_the_episode(loaded):
     limits = Limits(max_context=512, episode_seconds=1.0)
-    (episode,), _ = played(opened, limits=limits, command=process("lingers"))
+    (episode,), _ = play(loaded, limits=limits, command=process("sleeps"))
     assert episode.stop is Stop.TIMEOUT
     assert episode.failure.where.startswith("program ")
 
 
-# ------------------------------------------------------------------------------------------------ limits and manners
+# ------------------------------------------------------------------------------------------------ limits
 
 
 @pytest.mark.parametrize(("name", "words"), [("quits", "SystemExit: 4"), ("breaks", "divided by nothing")])
-def test_a_function_that_fails_costs_its_episode(opened, name, words):
-    (episode,), _ = played(opened, call=f"endpoint_programs:{name}")
+def test_a_function_that_fails_fails_its_episode(loaded, name, words):
+    (episode,), _ = play(loaded, call=f"endpoint_programs:{name}")
     assert episode.failure.where == f"program 'endpoint_programs:{name}'"
     assert words in episode.failure.message
 
 
-def test_a_program_that_dies_of_a_full_context_has_used_it_up_and_not_failed(opened):
-    (episode,), _ = played(opened, call="endpoint_programs:too_long")
+def test_a_program_that_dies_after_a_full_context_ends_with_context_full(loaded):
+    (episode,), _ = play(loaded, call="endpoint_programs:too_long")
     assert (episode.failure, episode.stop, len(episode.calls)) == (None, Stop.CONTEXT_FULL, 1)
 
 
-def test_a_program_may_make_room_in_a_full_context(opened):
-    (episode,), _ = played(opened, call="endpoint_programs:forgets")
+def test_a_program_may_shorten_its_prompt_after_a_full_context(loaded):
+    (episode,), _ = play(loaded, call="endpoint_programs:shortens_its_prompt")
     assert (episode.failure, episode.stop, len(episode.calls)) == (None, Stop.DONE, 1)
 
 
-def test_a_program_that_never_ends_has_so_many_calls(opened):
-    (episode,), _ = played(opened, call="endpoint_programs:greedy", max_calls=3)
+def test_max_calls_ends_a_program_that_calls_forever(loaded):
+    (episode,), _ = play(loaded, call="endpoint_programs:calls_forever", max_calls=3)
     assert (episode.failure, episode.stop, len(episode.calls)) == (None, Stop.MAX_TURNS, 3)
 
 
-def test_garbage_is_answered_and_the_episode_goes_on(opened):
-    (episode,), _ = played(opened, call="endpoint_programs:garbage")
+def test_invalid_requests_are_refused_and_the_episode_continues(loaded):
+    (episode,), _ = play(loaded, call="endpoint_programs:sends_invalid_requests")
     assert programs.STATUS == [400, 400, 400, 400, 400, 404, 400, 404]
     assert (episode.failure, len(episode.calls)) == (None, 1)
 
 
-def test_a_call_after_the_end_is_told_so(opened):
+def test_a_call_after_the_end_is_404(loaded):
     async def late():
-        from arborl.serve.episodes import Endpoint
+        from arborl.serve.episode_server import EpisodeServer
 
-        rollout = rollout_of(opened, call="endpoint_programs:once")
-        await rollout.collect([ASKED], 0, 1)
-        endpoint = await Endpoint.here("127.0.0.1", 0)
-        assert not endpoint.visits
+        rollout = rollout_of(loaded, call="endpoint_programs:once")
+        await rollout.collect([TASK], 0, 1)
+        server = await EpisodeServer.get("127.0.0.1", 0)
+        assert not server.episodes
         body = {"messages": [{"role": "user", "content": "?"}]}
-        return await asyncio.to_thread(programs.post, f"{endpoint.at}/e/gone/v1/chat/completions", body)
+        return await asyncio.to_thread(programs.post, f"{server.url}/e/gone/v1/chat/completions", body)
 
-    status, said = asyncio.run(late())
-    assert (status, json.loads(said)["error"]["code"]) == (404, "episode_not_found")
+    status, texts = asyncio.run(late())
+    assert (status, json.loads(texts)["error"]["code"]) == (404, "episode_not_found")
 
 
-def visited(opened, work, context=512):
-    """What `work` comes to, given the address of an open episode and the endpoint."""
+def with_episode(loaded, work, context=512):
+    """The result of `work` with the URL of an open episode and its server."""
     from arborl.rollout.recorder import Recorder
-    from arborl.serve.episodes import Endpoint, Visit
+    from arborl.serve.episode_server import EpisodeServer, ExternalEpisode
     from arborl.types import Episode
 
     async def inside():
         limits = Limits(max_context=context)
-        recorder = Recorder(opened.engine, opened.served.renderer, Sampling(8), limits, Episode("e", ASKED, 0))
-        endpoint = await Endpoint.here("127.0.0.1", 0)
-        with endpoint.open(Visit(ASKED, ASKED.messages, Question(), recorder, 64)) as at:
-            return await work(at, endpoint)
+        recorder = Recorder(loaded.engine, loaded.served.renderer, Sampling(8), limits, Episode("e", TASK, 0))
+        server = await EpisodeServer.get("127.0.0.1", 0)
+        with server.open(ExternalEpisode(TASK, TASK.messages, Question(), recorder, 64)) as at:
+            return await work(at, server)
 
     return asyncio.run(inside())
 
@@ -266,11 +266,11 @@ def visited(opened, work, context=512):
 @pytest.mark.parametrize(
     "path", ["/e/wrong/v1/chat/completions", "/v1/episodes/wrong/reward", "/e/wrong/step", "/", "/e/"]
 )
-def test_a_request_under_a_wrong_id_is_refused_before_its_body_is_read(opened, path):
-    """The client says that a megabyte will come and sends none of it: the answer does not wait for it."""
+def test_a_request_with_a_wrong_id_is_refused_before_its_body_is_read(loaded, path):
+    """The client announces a megabyte and sends none of it."""
 
-    async def work(at, endpoint):
-        host, port = endpoint.socket.getsockname()
+    async def work(at, server):
+        host, port = server.socket.getsockname()
         reader, writer = await asyncio.open_connection(host, port)
         head = (
             f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: 1000000\r\n\r\n"
@@ -280,7 +280,7 @@ def test_a_request_under_a_wrong_id_is_refused_before_its_body_is_read(opened, p
         writer.close()
         return status
 
-    assert b" 404 " in visited(opened, work)
+    assert b" 404 " in with_episode(loaded, work)
 
 
 HOSTILE = {
@@ -294,19 +294,19 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/step", "/reward"])
-def test_a_program_has_the_bounds_of_any_client(opened, name, path):
-    async def work(at, endpoint):
+def test_the_json_bounds_apply_to_programs(loaded, name, path):
+    async def work(at, server):
         return await asyncio.to_thread(programs.post, f"{at}{path}", HOSTILE[name])
 
-    status, said = visited(opened, work)
+    status, texts = with_episode(loaded, work)
     assert status == 400
     if name != "arguments" or path == "/v1/chat/completions":
-        assert json.loads(said)["error"]["code"] == "body_too_complex"
+        assert json.loads(texts)["error"]["code"] == "body_too_complex"
 
 
 @pytest.mark.parametrize("role", ["user", "assistant"])
-def test_text_and_tools_that_cannot_fit_do_not_reach_the_recorder(opened, role, monkeypatch):
-    """It would tokenise them in the event loop of the run."""
+def test_text_and_tools_that_exceed_the_context_do_not_reach_the_recorder(loaded, role, monkeypatch):
+    """The recorder would tokenize them in the event loop of the run."""
     from arborl.chat.tokenizer import FileTokenizer
 
     loop, seen, encode = threading.get_ident(), [], FileTokenizer.encode
@@ -317,38 +317,38 @@ def test_text_and_tools_that_cannot_fit_do_not_reach_the_recorder(opened, role, 
         return encode(self, text, quoted)
 
     monkeypatch.setattr(FileTokenizer, "encode", watched)
-    long, said = "some words " * 100_000, {"role": "user", "content": "?"}
+    long, texts = "some words " * 100_000, {"role": "user", "content": "?"}
     tool = {"function": {"name": "f", "description": long, "parameters": {}}}
     call = {"id": "1", "function": {"name": "f", "arguments": json.dumps({"a": long})}}
     bodies = [
-        {"messages": [said, {"role": role, "content": long}]},
-        {"messages": [said], "tools": [tool]},
-        {"messages": [said, {"role": "assistant", "tool_calls": [call]}]},
-        {"messages": [said], "max_tokens": 2},
+        {"messages": [texts, {"role": role, "content": long}]},
+        {"messages": [texts], "tools": [tool]},
+        {"messages": [texts, {"role": "assistant", "tool_calls": [call]}]},
+        {"messages": [texts], "max_tokens": 2},
     ]
 
-    async def work(at, endpoint):
+    async def work(at, server):
         return [await asyncio.to_thread(programs.post, f"{at}/v1/chat/completions", body) for body in bodies]
 
-    answers = visited(opened, work)
+    answers = with_episode(loaded, work)
     assert [status for status, _ in answers] == [400, 400, 400, 200]
-    assert all(json.loads(told)["error"]["code"] == "context_length_exceeded" for _, told in answers[:3])
+    assert all(json.loads(result)["error"]["code"] == "context_length_exceeded" for _, result in answers[:3])
     assert max(seen, default=0) < 100_000
 
 
 # ------------------------------------------------------------------------------------------------ rewards, steps, URLs
 
 
-def test_a_reward_that_a_program_posts_closes_its_episode(opened):
-    (episode,), groups = played(opened, call="endpoint_programs:rewards")
+def test_a_posted_reward_ends_the_episode(loaded):
+    (episode,), groups = play(loaded, call="endpoint_programs:posts_a_reward")
     assert programs.STATUS == [400, 200, 410, 410]
     assert (episode.failure, episode.answer) == (None, "mine")
     asyncio.run(Rewards([("posted", posted, 2.0)], 5).score(groups))
     assert (episode.reward, episode.metrics[POSTED]) == (0.5, 0.25)
 
 
-def test_a_reward_that_was_not_posted_is_a_failure_that_says_what_to_do(opened):
-    (episode,), groups = played(opened, call="endpoint_programs:once")
+def test_a_missing_posted_reward_is_a_failure_with_advice(loaded):
+    (episode,), groups = play(loaded, call="endpoint_programs:once")
     asyncio.run(Rewards([("posted", posted, 1.0)], 5).score(groups))
     assert "ARBORL_EPISODE_URL/reward" in episode.failure.message
 
@@ -368,9 +368,9 @@ class Counting(Env):
 
 
 @pytest.mark.parametrize(("most", "stop", "turns"), [(9, Stop.DONE, 3), (2, Stop.MAX_TURNS, 2)])
-def test_a_program_plays_an_environment_step_by_step(opened, most, stop, turns):
+def test_a_program_plays_an_environment_step_by_step(loaded, most, stop, turns):
     limits = Limits(max_turns=most, max_context=512)
-    (episode,), _ = played(opened, env=Counting, limits=limits, call="endpoint_programs:plays")
+    (episode,), _ = play(loaded, env=Counting, limits=limits, call="endpoint_programs:steps")
     assert (episode.failure, episode.stop, len(episode.turns)) == (None, stop, turns)
     assert [call.turn for call in episode.calls] == list(range(turns))
     assert programs.STATUS == [400]
@@ -378,22 +378,22 @@ def test_a_program_plays_an_environment_step_by_step(opened, most, stop, turns):
 
 @pytest.fixture
 def waiting_program():
-    """Is told of tasks by a POST; a task of the id `later` it answers at once, and posts its reward when it is done."""
+    """A service that receives tasks by POST; it answers the task `later` with 202 and posts its reward at the end."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
-            told = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            later, bad = told["task"]["id"] == "later", told["task"]["id"] == "bad"
+            result = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            later, bad = result["task"]["id"] == "later", result["task"]["id"] == "bad"
             if not later and not bad:
-                programs.once(told["task"]["question"], told["base_url"])
+                programs.once(result["task"]["question"], result["base_url"])
             body = json.dumps({} if later else {"answer": "of the server"}).encode()
             self.send_response(202 if later else 503 if bad else 200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
             if later:
-                programs.once("Hello", told["base_url"])
-                programs.post(f"{told['episode_url']}/reward", {"reward": 1, "answer": "later"})
+                programs.once("Hello", result["base_url"])
+                programs.post(f"{result['episode_url']}/reward", {"reward": 1, "answer": "later"})
 
         def log_message(self, *words):
             pass
@@ -407,9 +407,9 @@ def waiting_program():
     server.server_close()
 
 
-def test_a_program_behind_an_address_is_told_of_each_task(opened, waiting_program):
-    tasks = [Task(name, ASKED.messages) for name in ("now", "later", "bad")]
-    (now, later, bad), _ = played(opened, tasks, url=waiting_program)
+def test_an_http_program_receives_each_task(loaded, waiting_program):
+    tasks = [Task(name, TASK.messages) for name in ("now", "later", "bad")]
+    (now, later, bad), _ = play(loaded, tasks, url=waiting_program)
     assert (now.failure, now.answer, len(now.calls)) == (None, "of the server", 1)
     assert (later.failure, later.answer, later.metrics[POSTED]) == (None, "later", 1.0)
     assert "status 503" in bad.failure.message
@@ -423,41 +423,41 @@ def test_a_program_behind_an_address_is_told_of_each_task(opened, waiting_progra
     [
         ([], "agent.args: agent=endpoint needs one of command, call and url"),
         (["agent.args.command=[python]", "agent.args.url=http://h"], "needs one of command, call and url"),
-        (["agent.args.command=python"], "command: give a list of words"),
-        (["agent.args.command=[no-such-program]"], "there is no program 'no-such-program'"),
-        (["agent.args.call=endpoint_programs:post"], "asks for 'url'; by name there are: question"),
-        (["agent.args.url=h:1"], "is no address of a program"),
-        (["agent.args.command=[python]", "agent.args.max_calls=0"], "max_calls=0: give 1 or more"),
+        (["agent.args.command=python"], "command: write a list of words"),
+        (["agent.args.command=[no-such-program]"], "program 'no-such-program' not found"),
+        (["agent.args.call=endpoint_programs:post"], "has the parameter 'url'; available: question"),
+        (["agent.args.url=h:1"], "is not a valid address"),
+        (["agent.args.command=[python]", "agent.args.max_calls=0"], "max_calls=0: must be at least 1"),
         (["agent.args.command=[python]", "agent.args.cmd=1"], "agent.args.cmd: unknown argument"),
         (["agent.args.command=[python]", "tools=[calculator]"], "the program has its own tools and prompts"),
         (["agent.args.command=[python]", "agent.system=Hello"], "agent.system: with agent=endpoint"),
         (["agent.args.command=[python]", "context=summary"], "keeps its own account"),
     ],
 )
-def test_settings_that_an_endpoint_cannot_follow_are_refused_in_a_sentence(settings, words, tmp_path):
+def test_contradictory_settings_are_config_errors(settings, words, tmp_path):
     rows = tmp_path / "rows.json"
     rows.write_text('[{"question": "?", "answer": 1}]')
     with pytest.raises(ConfigError, match=words):
         check(load(None, [f"data.path={rows}", "rewards=[equal]", "agent=endpoint", *settings]))
 
 
-# ------------------------------------------------------------------------------------------------ programs as they are
+# ------------------------------------------------------------------------------------------------ unchanged programs
 
 
-def test_a_script_on_the_openai_sdk_is_played_as_it_is(opened):
+def test_a_script_with_the_openai_sdk_needs_no_change(loaded):
     pytest.importorskip("openai")
     script = str(ROOT / "examples" / "endpoint" / "openai_loop.py")
-    episodes, _ = played(opened, size=2, command=["python", script])
+    episodes, _ = play(loaded, size=2, command=["python", script])
     for episode in episodes:
         assert episode.failure is None
         assert set(episode.branches) == {0}  # what it sends back is what the model wrote
         assert episode.answer == episode.calls[-1].reply.content.strip()
 
 
-def test_an_agent_of_a_framework_is_played_as_it_is(opened, monkeypatch):
+def test_an_agent_of_a_framework_needs_no_change(loaded, monkeypatch):
     pytest.importorskip("pydantic_ai", reason="the extra 'endpoint'")
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "endpoint"))
-    episodes, _ = played(opened, size=2, call="with_pydantic_ai:solve")
+    episodes, _ = play(loaded, size=2, call="with_pydantic_ai:solve")
     for episode in episodes:
         assert episode.failure is None
         assert set(episode.branches) == {0}

@@ -1,246 +1,200 @@
-"""A session is the agent's own loop with a person for an environment."""
+"""Agent sessions: the agent's own loop with a user in place of its environment."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 
-from conftest_serve import client_of
+from serve_clients import client_of
 
 from arborl.agents import FunctionAgent
-from arborl.envs.games.documents_env import Documents
-from arborl.envs.wrapper import inner_attribute
-from arborl.rollout.runner import Cast
-from arborl.serve.sessions import AgentSession, Company
+from arborl.build import build_served
+from arborl.config.load import load
+from arborl.envs.documents import Documents
+from arborl.envs.wrapper import word_of
+from arborl.rollout.runner import Cast, Rollout
+from arborl.serve.sessions import AgentSession, ServedAgents
 from arborl.types import Message, Task
 
-
-def with_agent(opened, agent, env=None):
-    company = opened.company
-    cast = Cast(lambda task: agent, env or company.cast.env)
-    return Company(company.engine, company.renderer, cast, company.sampling, company.limits, ("mine",))
+QUESTION = "What is 12 + 30? Answer as <answer>number</answer>."
+SESSIONS = "/v1/agents/tool/sessions"
 
 
-async def echo(task, env, model):
-    """Remembers all it heard, and says it again."""
-    heard = list((await env.reset(task, 0)).messages)
-    while True:
-        told = " ".join(message.content for message in heard)
-        step = await env.step(Message("assistant", f"{task.fields.get('sign', '')}{told}"))
-        heard += step.observation.messages
+def agents_with(loaded, function, env=None):
+    agents = loaded.agents
+    cast = Cast(lambda task: FunctionAgent(function), env or agents.cast.env)
+    return ServedAgents(agents.engine, agents.renderer, cast, agents.sampling, agents.limits, ("mine",))
 
 
-async def once(task, env, model):
-    """Answers, and is done."""
-    (message,) = (await env.reset(task, 0)).messages
-    await env.step(Message("assistant", message.content.upper()))
+async def replies_to(messages, *arguments, **options):
+    session = AgentSession(*arguments, **options)
+    try:
+        return [await session.send(message) for message in messages], session
+    finally:
+        await session.end()
 
 
-async def breaks(task, env, model):
-    await env.reset(task, 0)
-    raise RuntimeError("out of order")
+def test_an_agent_keeps_its_state_between_messages(loaded):
+    async def echo_all(task, env, model):
+        messages = list((await env.reset(task, 0)).messages)
+        while True:
+            text = " ".join(message.content for message in messages)
+            step = await env.step(Message("assistant", f"{task.fields.get('sign', '')}{text}"))
+            messages += step.observation.messages
+
+    agents = agents_with(loaded, echo_all)
+    replies, _ = asyncio.run(replies_to(("one", "two", "three"), agents, fields={"sign": "!"}))
+    assert [reply.content for reply in replies] == ["!one", "!one two", "!one two three"]
 
 
-def test_an_agent_keeps_its_memory_between_messages(opened):
-    async def talk():
-        session = AgentSession(with_agent(opened, FunctionAgent(echo)), fields={"sign": "!"})
-        try:
-            return [(await session.say(word)).content for word in ("one", "two", "three")]
-        finally:
-            await session.end()
+def test_an_agent_that_has_ended_starts_a_new_episode_with_the_next_message(loaded):
+    async def answer_once(task, env, model):
+        (message,) = (await env.reset(task, 0)).messages
+        await env.step(Message("assistant", message.content.upper()))
 
-    assert asyncio.run(talk()) == ["!one", "!one two", "!one two three"]
-
-
-def test_an_agent_that_is_done_begins_anew_with_what_is_said_next(opened):
-    async def talk():
-        session = AgentSession(with_agent(opened, FunctionAgent(once)))
-        try:
-            return [(await session.say(word)).content for word in ("one", "two")], len(session.episodes)
-        finally:
-            await session.end()
-
-    assert asyncio.run(talk()) == (["ONE", "TWO"], 2)
+    replies, session = asyncio.run(replies_to(("one", "two"), agents_with(loaded, answer_once)))
+    assert [reply.content for reply in replies] == ["ONE", "TWO"]
+    assert len(session.episodes) == 2
 
 
-def test_the_agent_is_shown_what_its_environment_would_show(opened):
-    """Its system message, and the document that the session brings; and never one of a game that nobody plays."""
-    seen = []
+def test_the_first_message_is_presented_as_the_run_environment_presents_a_task(loaded):
+    """With its system message and the session's document; without a document there is none of a made-up task."""
+    observations = []
 
-    async def looks(task, env, model):
+    async def look(task, env, model):
         observation = await env.reset(task, 0)
-        seen.append((observation.messages, inner_attribute(env, "document")))
+        observations.append((observation.messages, word_of(env, "document")))
         await env.step(Message("assistant", "yes"))
 
-    def documents(task):
-        return Documents(tokens=100)
-
-    async def talk():
-        for fields in ({"document_content": "A short one."}, {}):
-            session = AgentSession(with_agent(opened, FunctionAgent(looks), documents), fields=fields)
-            await session.say("What is it about?")
-            await session.end()
-
-    asyncio.run(talk())
-    (with_one, document), (without, nothing) = seen
-    own = asyncio.run(
-        Documents(tokens=100).reset(Task("x", (Message("user", "What is it about?"),), {"document_content": "."}), 0)
-    )
-    assert with_one == own.messages == without
-    assert (document, nothing) == ("A short one.", None)
+    agents = agents_with(loaded, look, lambda task: Documents(tokens=100))
+    for fields in ({"document_content": "A short one."}, {}):
+        asyncio.run(replies_to(["What is it about?"], agents, fields=fields))
+    (with_document, document), (without, missing) = observations
+    task = Task("x", (Message("user", "What is it about?"),), {"document_content": "."})
+    expected = asyncio.run(Documents(tokens=100).reset(task, 0))
+    assert with_document == expected.messages == without
+    assert (document, missing) == ("A short one.", None)
 
 
-def test_tools_are_called_and_shown_on_the_way(opened):
-    happened = []
-
-    async def talk():
-        session = AgentSession(opened.company, temperature=0.0, watch=happened.append)
-        try:
-            return await session.say("What is 12 + 30? Answer as <answer>number</answer>."), session.tools
-        finally:
-            await session.end()
-
-    reply, tools = asyncio.run(talk())
+def test_tool_calls_and_results_are_reported_before_the_answer(loaded):
+    steps = []
+    (reply,), session = asyncio.run(replies_to([QUESTION], loaded.agents, temperature=0.0, on_step=steps.append))
+    call, result = steps
     assert "42" in reply.content
-    assert [spec.name for spec in tools] == ["calculator"]
-    asked, answered = (one.message for one in happened)
-    assert asked.tool_calls[0].arguments == {"expression": "12 + 30"}
-    assert (answered.role, answered.content) == ("tool", "42")
-    assert reply.sampled > 0
+    assert reply.steps == (call, result)
+    assert [spec.name for spec in session.tools] == ["calculator"]
+    assert call.tool_calls[0].arguments == {"expression": "12 + 30"}
+    assert (result.role, result.content) == ("tool", "42")
+    assert reply.completion_tokens > 0
 
 
-def test_sessions_over_http_from_beginning_to_end(opened):
-    async def talk():
-        async with client_of(opened) as client:
-            at = "/v1/agents/tool/sessions"
-            begun = (await client.post(at, json={"temperature": 0})).json()
-            mine = f"{at}/{begun['id']}"
-            question = {"content": "What is 12 + 30? Answer as <answer>number</answer>."}
-            answer = (await client.post(f"{mine}/messages", json=question)).json()
-            stream = await client.post(f"{mine}/messages", json={**question, "stream": True})
-            seen = (await client.get(mine)).json()
-            ended = (await client.delete(mine)).status_code, (await client.get(mine)).status_code
-            others = [
-                (await client.post("/v1/agents/nobody/sessions", json={})).status_code,
-                (await client.post(f"{mine}/messages", json=question)).status_code,
-                (await client.post(at, json={"field": 1})).status_code,
-            ]
-            many = [(await client.post(at, json={})).status_code for _ in range(5)]
-        return begun, answer, stream.text, seen, ended, others, many
+def test_a_failing_agent_is_reported_and_affects_no_other_session(loaded):
+    async def fail(task, env, model):
+        await env.reset(task, 0)
+        raise RuntimeError("out of order")
 
-    begun, answer, stream, seen, ended, others, many = asyncio.run(talk())
-    assert [tool["name"] for tool in begun["tools"]] == ["calculator"]
-    assert "42" in answer["content"]
-    assert [one["role"] for one in answer["happened"]] == ["assistant", "tool"]
-    events = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
-    assert events[0]["type"] == "begun"
-    assert events[-1]["type"] == "answer"
-    assert [message["role"] for message in seen["messages"]][:3] == ["user", "assistant", "user"]
-    assert ended == (204, 404)
-    assert others == [404, 404, 400]
-    assert many == [201] * 4 + [429]
+    try:
+        asyncio.run(replies_to(["hello"], agents_with(loaded, fail)))
+    except Exception as error:
+        message = str(error)
+    (reply,), _ = asyncio.run(replies_to(["Hello"], loaded.agents, temperature=0.0))
+    assert "out of order" in message
+    assert reply.content
 
 
-def test_an_agent_that_breaks_says_so_and_costs_nobody_else(opened):
-    async def talk():
-        company = with_agent(opened, FunctionAgent(breaks))
-        broken = AgentSession(company)
-        try:
-            await broken.say("hello")
-        except Exception as error:
-            said = str(error)
-        fine = AgentSession(opened.company, temperature=0.0)
-        reply = await fine.say("Hello")
-        await fine.end()
-        return said, reply.content
-
-    said, content = asyncio.run(talk())
-    assert "out of order" in said
-    assert content
-
-
-def test_two_messages_at_once_are_one_too_many(opened):
-    async def talk():
-        session = AgentSession(opened.company)
-        results = await asyncio.gather(session.say("Hello"), session.say("Hello"), return_exceptions=True)
+def test_a_second_message_at_the_same_time_is_refused(loaded):
+    async def run():
+        session = AgentSession(loaded.agents)
+        results = await asyncio.gather(session.send("Hello"), session.send("Hello"), return_exceptions=True)
         await session.end()
         return results
 
-    first, second = asyncio.run(talk())
+    first, second = asyncio.run(run())
     assert first.content
     assert "one message at a time" in str(second)
 
 
-def test_a_reader_of_long_documents_answers_in_a_session_as_it_does_in_a_rollout():
-    """StateLM over documents eight times its window, greedily: the same words, through the same calls."""
-    from pathlib import Path
-
-    from arborl.build import build_served
-    from arborl.config.load import load
-    from arborl.rollout.runner import Rollout
-
+def test_a_document_reader_answers_in_a_session_as_in_a_rollout():
+    """StateLM on a document eight times its context, greedy: the same answer through the same calls."""
     recipe = Path(__file__).parents[2] / "recipes/statelm/run.yaml"
     served = build_served(load(recipe, ["env.args.tokens=[8200,8300]", "agent.args.max_assistant_turns=6"]))
-    names = ("statelm",)
-    company = Company(served.engine, served.renderer, served.cast, served.sampling, served.limits, names)
-    rollout = Rollout(served.engine, served.renderer, served.cast, served.sampling, served.limits, 4)
+    parts = (served.engine, served.renderer, served.cast, served.sampling, served.limits)
 
-    async def both(task):
+    async def run(task):
         env = served.cast.env(task)
         question = (await env.reset(task, 0)).messages[-1].content
-        fields = {"document_content": inner_attribute(env, "document")}
-        episode = await rollout.play(task, 0, "plain", {"temperature": 0.0})
-        session = AgentSession(company, fields=fields, temperature=0.0)
-        reply = await session.say(question)
-        await session.end()
-        return episode, session.episodes[0], reply
+        fields = {"document_content": word_of(env, "document")}
+        episode = await Rollout(*parts, 4).play(task, 0, "plain", {"temperature": 0.0})
+        agents = ServedAgents(*parts, ("statelm",))
+        return episode, *await replies_to([question], agents, fields=fields, temperature=0.0)
 
-    async def several():
-        return [await both(Task(f"t{seed}", seed=seed)) for seed in range(1)]
-
-    for episode, talked, reply in asyncio.run(several()):
-        assert reply.content == episode.answer
-        assert [call.completion.tokens for call in talked.calls] == [call.completion.tokens for call in episode.calls]
-        assert len(talked.calls) > 1
+    episode, (reply,), session = asyncio.run(run(Task("t0", seed=0)))
+    calls = session.episodes[0].calls
+    assert reply.content == episode.answer
+    assert [call.completion.tokens for call in calls] == [call.completion.tokens for call in episode.calls]
+    assert len(calls) > 1
 
 
-def test_a_session_is_found_by_the_key_that_began_it_and_by_no_other(opened):
-    async def talk():
-        async with client_of(opened, keys=["sk-aaaa", "sk-bbbb"]) as client:
-            mine, other = {"x-api-key": "sk-aaaa"}, {"x-api-key": "sk-bbbb"}
-            at = "/v1/agents/tool/sessions"
-            begun = await client.post(at, json={}, headers=mine)
-            one = f"{at}/{begun.json()['id']}"
-            said = {"content": "Hello"}
-            stolen = [
-                await client.get(one, headers=other),
-                await client.post(f"{one}/messages", json=said, headers=other),
-                await client.post(f"{one}/messages", json={**said, "stream": True}, headers=other),
-                await client.delete(one, headers=other),
+# ------------------------------------------------------------------------------------------------ over HTTP
+
+
+def test_a_session_over_http(loaded):
+    async def run():
+        async with client_of(loaded) as client:
+            created = (await client.post(SESSIONS, json={"temperature": 0})).json()
+            url, body = f"{SESSIONS}/{created['id']}", {"content": QUESTION}
+            answer = (await client.post(f"{url}/messages", json=body)).json()
+            stream = (await client.post(f"{url}/messages", json={**body, "stream": True})).text
+            shown = (await client.get(url)).json()
+            codes = [
+                (await client.delete(url)).status_code,
+                (await client.get(url)).status_code,
+                (await client.post("/v1/agents/unknown/sessions", json={})).status_code,
+                (await client.post(f"{url}/messages", json=body)).status_code,
+                (await client.post(SESSIONS, json={"field": 1})).status_code,
+                *[(await client.post(SESSIONS, json={})).status_code for _ in range(5)],
             ]
-            own = [
-                await client.post(f"{one}/messages", json=said, headers=mine),
-                await client.get(one, headers=mine),
-                await client.delete(one, headers=mine),
+        return created, answer, stream, shown, codes
+
+    created, answer, stream, shown, codes = asyncio.run(run())
+    assert [tool["name"] for tool in created["tools"]] == ["calculator"]
+    assert "42" in answer["content"]
+    assert [message["role"] for message in answer["steps"]] == ["assistant", "tool"]
+    events = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
+    assert events[0]["type"] == "start"
+    assert events[-1]["type"] == "answer"
+    assert [message["role"] for message in shown["messages"]][:3] == ["user", "assistant", "user"]
+    assert codes == [204, 404, 404, 404, 400] + [201] * 4 + [429]
+
+
+def test_a_session_is_visible_only_to_the_key_that_created_it(loaded):
+    async def run():
+        async with client_of(loaded, keys=["sk-aaaa", "sk-bbbb"]) as client:
+            own, other, body = {"x-api-key": "sk-aaaa"}, {"x-api-key": "sk-bbbb"}, {"content": "Hello"}
+            created = await client.post(SESSIONS, json={}, headers=own)
+            url = f"{SESSIONS}/{created.json()['id']}"
+            responses = [
+                await client.get(url, headers=other),
+                await client.post(f"{url}/messages", json=body, headers=other),
+                await client.post(f"{url}/messages", json={**body, "stream": True}, headers=other),
+                await client.delete(url, headers=other),
+                await client.post(f"{url}/messages", json=body, headers=own),
+                await client.get(url, headers=own),
+                await client.delete(url, headers=own),
             ]
-        return [answer.status_code for answer in stolen], [answer.status_code for answer in own]
+        return [response.status_code for response in responses]
 
-    assert asyncio.run(talk()) == ([404] * 4, [200, 200, 204])
+    assert asyncio.run(run()) == [404] * 4 + [200, 200, 204]
 
 
-def test_no_key_can_take_the_sessions_of_another(opened):
-    async def talk():
-        async with client_of(opened, keys=["sk-aaaa", "sk-bbbb", "sk-cccc"], sessions=7) as client:
+def test_each_key_has_an_equal_share_of_the_sessions(loaded):
+    async def run():
+        async with client_of(loaded, keys=["sk-aaaa", "sk-bbbb", "sk-cccc"], sessions=7) as client:
+            keys = ["sk-aaaa"] * 4 + ["sk-bbbb"] * 2 + ["sk-cccc"] * 2
+            return [await client.post(SESSIONS, json={}, headers={"x-api-key": key}) for key in keys]
 
-            async def begin(key):
-                return await client.post("/v1/agents/tool/sessions", json={}, headers={"x-api-key": key})
-
-            greedy = [await begin("sk-aaaa") for _ in range(4)]
-            others = [await begin(key) for key in ("sk-bbbb", "sk-cccc") for _ in range(2)]
-            return greedy, others
-
-    greedy, others = asyncio.run(talk())
-    assert [answer.status_code for answer in greedy] == [201, 201, 429, 429]
-    assert greedy[-1].json()["error"]["code"] == "too_many_sessions"
-    assert "retry-after" in greedy[-1].headers
-    assert [answer.status_code for answer in others] == [201] * 4
+    responses = asyncio.run(run())
+    assert [response.status_code for response in responses] == [201, 201, 429, 429] + [201] * 4
+    assert responses[3].json()["error"]["code"] == "too_many_sessions"
+    assert "retry-after" in responses[3].headers

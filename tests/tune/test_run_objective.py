@@ -225,7 +225,7 @@ def test_a_study_of_runs_from_the_command_line(tmp_path: Path) -> None:
         measured = [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
         assert [row["step"] for row in measured if "evaluation/reward" in row] == [1, 2, 3, 4]
     assert "trial   0  reward" in said
-    assert "the settings as they are" in said
+    assert "unchanged settings" in said
     first = [json.loads((tmp_path / f"study/trials/00{n}/metrics.jsonl").read_text().splitlines()[0]) for n in (0, 1)]
     assert first[0]["reward/mean"] == first[1]["reward/mean"]  # the same weights, tasks and chance
 

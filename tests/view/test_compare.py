@@ -80,5 +80,5 @@ def test_the_command_line_writes_both_pages(runs, tmp_path):
     assert "<script>" not in page
     assert call("report", runs[0]).exit_code == 0
     assert (runs[0] / "report.html").exists()
-    assert "holds no run" in call("report", tmp_path).stderr
+    assert "contains no run" in call("report", tmp_path).stderr
     assert "no such folder" in call("view", tmp_path / "nowhere").stderr

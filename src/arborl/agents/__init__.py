@@ -22,7 +22,7 @@ AGENTS = Registry(
     {
         "chat": "arborl.agents.chat:ChatAgent",
         "code": "arborl.agents.code:CodeAgent",
-        "endpoint": "arborl.serve.endpoint:EndpointAgent",  # a room above: it is made of the server's routes
+        "endpoint": "arborl.serve.endpoint_agent:EndpointAgent",  # a room above: it is made of the server's routes
         "react": "arborl.agents.react:ReactAgent",
         "statelm": "arborl.agents.context.statelm:StateLM",
         "step": "arborl.agents.step:StepAgent",

@@ -1,4 +1,4 @@
-"""The command line: each verb parses, calls and prints. Whatever is heavy is imported by the verb that needs it.
+"""The command line: each command parses its arguments, calls the package and prints. Start with `main.py`.
 
-Start with `main.py`; a verb's file has its name.
+A command imports heavy packages inside its function, so that `--help` is quick.
 """

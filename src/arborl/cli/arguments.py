@@ -1,19 +1,42 @@
-"""Positional arguments of a verb: one file or folder, and `a.b=c` settings, in any order."""
+"""Positional arguments and options that commands share: one path and `a.b=c` settings, in any order."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Annotated
+from contextvars import ContextVar
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from arborl.errors import ConfigError, did_you_mean
 
-LEVEL = "Log lines on standard error: debug, info, warning or error. run.log has more."
+COMMAND_OPTIONS: ContextVar[tuple[str, ...]] = ContextVar("command_options", default=())
+"""Options of the running command, for the error about an unknown one."""
+SETTINGS: dict[str, Any] = {"ignore_unknown_options": True}
+"""Context of commands that accept settings: `split_settings` reports `--a.b=c` and says what to write."""
 
 
-def _leveled(name: str | None) -> str | None:
+class SettingsCommand(TyperCommand):
+    """A command that accepts `a.b=c` settings."""
+
+    def invoke(self, ctx: Any) -> Any:
+        names = (name for param in self.params for name in param.opts if name.startswith("--"))
+        COMMAND_OPTIONS.set((*names, "--help"))
+        return super().invoke(ctx)
+
+
+def option(*names: str, **more: Any) -> Any:
+    """An option whose default is not shown."""
+    return typer.Option(*names, **{"show_default": False, **more})
+
+
+def argument(metavar: str, help: str) -> Any:
+    return typer.Argument(metavar=metavar, help=help, show_default=False)
+
+
+def _set_log_level(name: str | None) -> str | None:
     if name is not None:
         from arborl.track.logs import show_level
 
@@ -23,54 +46,61 @@ def _leveled(name: str | None) -> str | None:
 
 LogLevel = Annotated[
     str | None,
-    typer.Option("--log-level", metavar="LEVEL", help=LEVEL, callback=_leveled, show_default=False),
+    option(
+        "--log-level",
+        metavar="LEVEL",
+        help="Log level on standard error: debug, info, warning or error. run.log has more.",
+        callback=_set_log_level,
+    ),
 ]
-"""An option of every verb that runs something."""
+FileAndSettings = Annotated[list[str] | None, argument("FILE a.b=c", "A YAML file, and settings that override it.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Trust = Annotated[
+    bool, typer.Option("--trust", help="Import code and contact servers that a run folder of another user names.")
+]
 
 
-def split(arguments: Sequence[str], options: Sequence[str] = ()) -> tuple[list[str], list[str]]:
+def split_settings(arguments: Sequence[str] | None) -> tuple[list[str], list[str]]:
     """Paths and settings.
 
     Example:
-        split(["run.yaml", "learner.lr=1e-4", "~data"])     # (["run.yaml"], ["learner.lr=1e-4", "~data"])
-
-    Args:
-        arguments: as typed.
-        options: the verb's own options, for the message about one that it does not have.
+        split_settings(["run.yaml", "learner.lr=1e-4", "~data"])     # (["run.yaml"], ["learner.lr=1e-4", "~data"])
     """
     paths, settings = [], []
-    for argument, after in zip(arguments, (*arguments[1:], ""), strict=False):
-        if argument.startswith("-"):
-            raise ConfigError(_unknown_option(argument, after, options))
-        is_setting = "=" in argument or (argument.startswith("~") and not argument.startswith("~/"))
-        if is_setting and not os.path.isfile(argument):  # a path may hold `=` too
-            settings.append(argument)
+    arguments = list(arguments or ())
+    for text, following in zip(arguments, (*arguments[1:], ""), strict=False):
+        if text.startswith("-"):
+            raise ConfigError(_unknown_option(text, following))
+        is_setting = "=" in text or (text.startswith("~") and not text.startswith("~/"))
+        if is_setting and not os.path.isfile(text):  # a path may contain `=` too
+            settings.append(text)
         else:
-            paths.append(argument)
+            paths.append(text)
     return paths, settings
 
 
 def one_path(paths: Sequence[str], what: str) -> str | None:
-    """The only path, if any."""
+    """The only path, or None."""
     if len(paths) < 2:
         return paths[0] if paths else None
-    # Among several, the one that looks least like a file is the setting that lost its `=`.
-    kept = next((path for path in paths if os.path.exists(path)), None)
-    kept = kept or next((path for path in paths if path.endswith(".yaml")), paths[0])
-    other = next(path for path in paths if path is not kept)
-    raise ConfigError(f"{other!r}: the {what} is {kept!r} already, and a setting is written {other}=VALUE.")
+    # The path that looks least like a file is probably a setting without its `=`.
+    path = next((path for path in paths if os.path.exists(path)), None)
+    path = path or next((path for path in paths if path.endswith(".yaml")), paths[0])
+    other = next(one for one in paths if one is not path)
+    raise ConfigError(f"{other!r}: the {what} is already {path!r}. A setting is written {other}=VALUE.")
 
 
-def _unknown_option(argument: str, after: str, options: Sequence[str]) -> str:
-    """What to write instead, where it was meant as a setting: `--seed 7`, `--learner.lr=1e-4`, `--lr 1e-4`."""
+def _unknown_option(text: str, following: str) -> str:
+    """The error for an unknown option. If it names a setting (`--seed 7`, `--lr 1e-4`), it says how to write that."""
     from arborl.config.load import named_key
 
-    name, equals, value = argument.partition("=")
+    options = COMMAND_OPTIONS.get()
+    name, equals, value = text.partition("=")
     key = name.lstrip("-")
-    if equals and key not in [option.lstrip("-") for option in options]:
-        return f"{argument!r}: a setting has no dashes. Write {key}={value}."
-    known = named_key(key)
-    if known is not None:
-        value = after if after and not after.startswith("-") and "=" not in after else "VALUE"
-        return f"{name}: a setting has no dashes. Write {known}={value}."
-    return f"{name}: unknown option.{did_you_mean(name, options)} Known: {', '.join(options) or 'none'}."
+    if equals and name not in options:
+        return f"{text!r}: a setting has no dashes. Write {key}={value}."
+    setting = named_key(key)
+    if setting is not None:
+        value = following if following and not following.startswith("-") and "=" not in following else "VALUE"
+        return f"{name}: a setting has no dashes. Write {setting}={value}."
+    return f"{name}: unknown option.{did_you_mean(name, options)} Known: {', '.join(options)}."

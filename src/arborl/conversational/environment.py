@@ -1,6 +1,6 @@
-"""Environments as an object with `reset` and `step`, the state passed from hand to hand; and the one for conversations.
+"""Environments with `reset(scenario)` and `step(state, action)`, the one for conversations, and trajectories.
 
-`as_env` makes one of Arbor's own environments of each, which is what is trained in.
+`as_env` converts each into one of Arbor's environments for training.
 """
 
 from __future__ import annotations
@@ -12,99 +12,96 @@ from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import fmean
 from typing import Any
 
-from arborl.conversational.trajectory import ConversationTurn, as_turn
+from arborl.conversational.config import EVAL_SHARE
+from arborl.envs.conversation import CONVERSATION_CONFIGS, Conversation, Persona, Scenario
+from arborl.envs.conversation.game import read_scenarios
 from arborl.envs.env import Env, Observation, Step
 from arborl.envs.games.conversation import CONVERSATION_CONFIGS, Conversation, Persona, Scenario, read_scenarios
 from arborl.errors import ConfigError
-from arborl.rewards.text.turns import ROLES
+from arborl.rewards.text.turns import ROLES, ConversationTurn, as_turn, turns_of
 from arborl.seeds import derive, generator
-from arborl.types import Message, Metrics, Task
+from arborl.types import Episode, Group, Message, Metrics, Task
 
-__all__ = ["CONVERSATION_CONFIGS", "ConversationEnvironment", "Environment", "EnvironmentState"]
-
-Said = ConversationTurn | Message | Mapping[str, Any] | str | None
+AnyTurn = ConversationTurn | Message | Mapping[str, Any] | str | None
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentState:
-    """Where a conversation stands. `step` is given one and gives the next; none is ever changed."""
+    """State of a conversation. `step` takes one and returns the next; none is changed in place."""
 
     conversation_history: Sequence[Any] = ()
-    """What was said: turns, or messages of OpenAI's shape."""
+    """Turns, or messages in OpenAI's format."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """The environment's own."""
+    """Data of the environment."""
 
 
-Answer = tuple[EnvironmentState, Said, float, bool]
-"""The next state, what the user says, the reward, whether it is over."""
-EVAL_SHARE = 0.1
-"""Of scenarios, held out where nothing else is said."""
+StepResult = tuple[EnvironmentState, AnyTurn, float, bool]
+"""Next state, turn of the user, reward, whether the conversation is done."""
 
 
 class Environment(ABC):
-    """An environment of your own. One object plays any number of episodes at once: all that belongs to an episode is in
-    its state.
+    """Base class of your environments. One object plays many episodes at once: their data is in their states.
 
-    Scenarios to train on are those of an attribute `scenarios` or `tasks`, where there is one: all attempts of a group
-    are then given the same. Else `reset` is called without, and what it draws by `random` follows from the run's seed.
+    Tasks are the items of the attribute `scenarios` or `tasks` if there is one: all attempts of a group get the same
+    one. Otherwise `reset` is called without a scenario, and `random` in it is seeded by the run.
 
-    `reset` and `step` run in the event loop: where they wait they must `await`.
+    `reset` and `step` run in the event loop: they must `await` instead of blocking.
 
     Example:
         class Echo(Environment):
             scenarios = [{"id": "a", "word": "yes"}, {"id": "b", "word": "no"}]
 
             async def reset(self, scenario=None):
-                said = [{"role": "user", "content": f"Say {scenario['word']}."}]
-                return EnvironmentState(conversation_history=said, metadata=scenario)
+                history = [{"role": "user", "content": f"Say {scenario['word']}."}]
+                return EnvironmentState(conversation_history=history, metadata=scenario)
 
             async def step(self, state, action):
-                right = state.metadata["word"] in action.content
-                return state, None, float(right), True
+                is_right = state.metadata["word"] in action.content
+                return state, None, float(is_right), True
     """
+
+    randomize_scenarios: bool = True
+    """Whether scenarios have a new order in every epoch."""
+    system: str = ""
+    """System prompt of agents without their own, if `reset` returns no system message."""
 
     @abstractmethod
     async def reset(self, scenario: Any = None) -> EnvironmentState:
-        """Begin. Turns in `conversation_history` are what the agent is shown first; without any it speaks first."""
+        """Start. The agent sees the turns of `conversation_history`; without any it speaks first."""
 
     @abstractmethod
-    async def step(self, state: EnvironmentState, action: ConversationTurn) -> Answer:
-        """Answer what the agent said: the next state, what the user says (a turn, a message, a text, or None), the
-        reward of this step, and whether the conversation is over."""
+    async def step(self, state: EnvironmentState, action: ConversationTurn) -> StepResult:
+        """Reply to the agent: next state, turn of the user (a turn, a message, a text, or None), reward, done."""
 
     def as_env(self) -> Env:
-        """The same as one of Arbor's environments."""
-        return Played(self)
+        """One of Arbor's environments."""
+        return EnvironmentAdapter(self)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Scenarios, each as a row that a task is made of; none where `reset` makes them up."""
-        listed = getattr(self, "scenarios", None) or getattr(self, "tasks", None) or ()
-        if isinstance(listed, str | Mapping) or not isinstance(listed, Sequence):
-            kind = type(listed).__name__
-            raise ConfigError(f"{type(self).__name__}: its scenarios are a {kind}. Give a list of them.")
-        return [_row(scenario, number) for number, scenario in enumerate(listed)]
+        """Scenarios as rows of tasks; empty if `reset` makes them up."""
+        scenarios = getattr(self, "scenarios", None) or getattr(self, "tasks", None) or ()
+        if isinstance(scenarios, str | Mapping) or not isinstance(scenarios, Sequence):
+            name, kind = type(self).__name__, type(scenarios).__name__
+            raise ConfigError(f"{name}, scenarios: must be a list, not a {kind}.")
+        return [_row(scenario, number) for number, scenario in enumerate(scenarios)]
 
     @property
     def held_out(self) -> list[dict[str, Any]] | None:
-        """Rows that are for measuring alone; without any, some of the others are held out."""
+        """Rows for evaluation only; None: a share of `rows` is held out."""
         return None
-
-    randomize_scenarios: bool = True
-    """Whether scenarios come in a new order every time round."""
-    system: str = ""
-    """What an agent is told that has no system prompt of its own; a system message of `reset`'s comes before it."""
 
 
 def _row(scenario: Any, number: int) -> dict[str, Any]:
-    """A scenario as a row. Rewards find it under `scenario`, and its keys by their names."""
+    """A scenario as a row. Rewards find it under `scenario`, and its keys by name."""
     keys = dict(scenario) if isinstance(scenario, Mapping) else {}
     name = str(keys.get("id") or f"scenario-{number + 1}")
     return keys | {"id": name, "scenario": scenario, "messages": [{"role": "user", "content": name}]}
 
 
-class Played(Env):
+class EnvironmentAdapter(Env):
     """One episode of an `Environment`."""
 
     blocking = False
@@ -112,115 +109,114 @@ class Played(Env):
     def __init__(self, environment: Environment):
         self.environment = environment
         self.max_steps = int(getattr(environment, "max_turns", 0) or 0)
-        self.turns = 0
+        self.num_turns = 0
 
-    def __deepcopy__(self, memo: Any) -> Played:
-        """The environment is shared: what belongs to an episode is in the state."""
+    def __deepcopy__(self, memo: Any) -> EnvironmentAdapter:
+        """The environment is shared: data of an episode is in its state."""
         made = copy.copy(self)
         memo[id(self)] = made
         return made
 
     async def reset(self, task: Task, seed: int) -> Observation:
-        self.turns, self.chance = 0, derive(seed, "chance")
-        self.state = await Drawing(task.seed, self.environment.reset(task.fields.get("scenario")))
+        self.num_turns, self.step_seed = 0, derive(seed, "chance")
+        self.state = await WithRandomSeed(task.seed, self.environment.reset(task.fields.get("scenario")))
         if not isinstance(self.state, EnvironmentState):
-            raise TypeError(f"reset gave a {type(self.state).__name__}; give an EnvironmentState")
-        shown = tuple(_message(said, "assistant") for said in self.state.conversation_history)
-        told = bool(self.environment.system) and all(message.role != "system" for message in shown)
-        return Observation((Message("system", self.environment.system), *shown) if told else shown)
+            raise TypeError(f"reset returned a {type(self.state).__name__}; return an EnvironmentState")
+        messages = tuple(_as_message(turn, "assistant") for turn in self.state.conversation_history)
+        system = self.environment.system
+        needs_system = bool(system) and all(message.role != "system" for message in messages)
+        return Observation((Message("system", system), *messages) if needs_system else messages)
 
     async def step(self, action: Message) -> Step:
-        self.turns += 1
-        answer = await Drawing(derive(self.chance, self.turns), self.environment.step(self.state, as_turn(action)))
+        self.num_turns += 1
+        seed = derive(self.step_seed, self.num_turns)
+        result = await WithRandomSeed(seed, self.environment.step(self.state, as_turn(action)))
         try:
-            self.state, said, reward, over = answer
+            self.state, turn, reward, is_done = result
         except (TypeError, ValueError):
-            raise TypeError(f"step gave {answer!r}; give (state, what the user says, reward, done)") from None
-        late = bool(self.max_steps) and self.turns >= self.max_steps
-        heard = () if said is None or over else (_message(said, "user"),)
-        return Step(Observation(heard), float(reward), terminated=bool(over), truncated=late and not over)
+            raise TypeError(f"step returned {result!r}; return (state, turn of the user, reward, done)") from None
+        is_last = bool(self.max_steps) and self.num_turns >= self.max_steps
+        messages = () if turn is None or is_done else (_as_message(turn, "user"),)
+        return Step(Observation(messages), float(reward), terminated=bool(is_done), truncated=is_last and not is_done)
 
     def metrics(self) -> Metrics:
-        """What the state says: `completed`, or `success`, in its metadata."""
+        """`success` or `completed` of the state's metadata."""
         for name in ("success", "completed"):
-            if isinstance(found := self.state.metadata.get(name), bool | int | float):
-                return {"success": float(found)}
+            if isinstance(value := self.state.metadata.get(name), bool | int | float):
+                return {"success": float(value)}
         return {"judged": 0.0}
 
 
-def _message(said: Said, role: str) -> Message:
-    """A turn, a message, a dict or a text as a message; a text is of `role`."""
-    match said:
+def _as_message(turn: AnyTurn, role: str) -> Message:
+    """A turn, a message, a dict or a text as a message; a text has this role."""
+    match turn:
         case Message():
-            return said
+            return turn
         case ConversationTurn():
-            role, content = said.role, said.content
+            role, content = turn.role, turn.content
         case Mapping():
-            role, content = str(said.get("role", role)), said.get("content", "")
+            role, content = str(turn.get("role", role)), turn.get("content", "")
         case str():
-            content = said
+            content = turn
         case _:
-            raise TypeError(
-                f"{said!r} is nothing that was said; give a ConversationTurn, a dict with role and content, or a text"
-            )
+            raise TypeError(f"{turn!r} is not a turn; use a ConversationTurn, a dict with role and content, or a text")
     if role not in ROLES or not isinstance(content, str):
-        raise ValueError(f"role={role!r}, content={content!r}: give one of {', '.join(ROLES)}, and a text")
+        raise ValueError(f"role={role!r}, content={content!r}: role must be one of {', '.join(ROLES)}, content a text")
     return Message(role, content)  # type: ignore[arg-type]
 
 
-class Drawing:
-    """Something awaited, in which what is drawn by `random` follows from a seed; whoever else runs meanwhile, and
-    whatever comes after, draws as if this had not been.
+class WithRandomSeed:
+    """Awaits a coroutine with its own state of the module `random`; other tasks are not affected.
 
     Example:
-        await Drawing(7, environment.reset())
+        await WithRandomSeed(7, environment.reset())
     """
 
     def __init__(self, seed: int, work: Coroutine[Any, Any, Any]):
-        self.work, self.chance = work, random.Random(seed).getstate()
+        self.work, self.state = work, random.Random(seed).getstate()
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        waiting, told = self.work.__await__(), partial(next)
+        iterator, resume = self.work.__await__(), partial(next)
         while True:
-            outside = random.getstate()
-            random.setstate(self.chance)
+            outer_state = random.getstate()
+            random.setstate(self.state)
             try:
-                asked = told(waiting)
+                awaited = resume(iterator)
             except StopIteration as end:
                 return end.value
             finally:
-                self.chance = random.getstate()
-                random.setstate(outside)
+                self.state = random.getstate()
+                random.setstate(outer_state)
             try:
-                heard = yield asked
-                told = partial(_send, heard)
+                value = yield awaited
+                resume = partial(_send, value)
             except BaseException as error:
-                told = partial(_throw, error)
+                resume = partial(_throw, error)
 
 
-def _send(value: Any, waiting: Any) -> Any:
-    return waiting.send(value)
+def _send(value: Any, iterator: Any) -> Any:
+    return iterator.send(value)
 
 
-def _throw(error: BaseException, waiting: Any) -> Any:
-    return waiting.throw(error)
+def _throw(error: BaseException, iterator: Any) -> Any:
+    return iterator.throw(error)
 
 
 # ------------------------------------------------------------------------------------------------ conversations
 
 
 class ConversationEnvironment(Environment):
-    """A user who says the lines of a scenario, one after the other; the user speaks first.
+    """A user with the lines of a scenario; the user speaks first.
 
     Args:
-        scenarios: each `{"id", "topic", "user_responses": [...], "metadata"}`; see `arborl.envs.games`. Without
-            any, those of `preset`.
-        max_turns: the conversation is cut short after this many replies of the agent.
-        randomize_scenarios: whether they come in a new order every time round.
+        scenarios: each `{"id", "topic", "user_responses": [...], "metadata"}`; see `arborl.envs.conversation`. Default:
+            those of `preset`.
+        max_turns: replies of the agent at most.
+        randomize_scenarios: whether scenarios have a new order in every epoch.
         preset: `customer_service`, `technical_support` or `sales`.
-        eval_scenarios: what is measured on; without any, one in ten of the others is held out.
-        system: what an agent is told that has no system prompt of its own; by default the preset's.
-        more: further arguments of `Conversation` (`personas`, `user`, `topics`, `order`, …).
+        eval_scenarios: scenarios for evaluation; default: one in ten of the others is held out.
+        system: system prompt of agents without their own; default: the preset's.
+        more: other arguments of `arborl.envs.conversation.Conversation` (`personas`, `user`, `topics`, `order`, …).
 
     Example:
         ConversationEnvironment(scenarios=[{"id": "hello", "user_responses": ["Hello!", "Who are you?"]}], max_turns=6)
@@ -240,20 +236,20 @@ class ConversationEnvironment(Environment):
     ):
         if not isinstance(randomize_scenarios, bool):
             raise ConfigError(
-                f"ConversationEnvironment, randomize_scenarios={randomize_scenarios!r}: give True or False."
+                f"ConversationEnvironment, randomize_scenarios={randomize_scenarios!r}: must be True or False."
             )
         if scenarios is None and preset is None:
             presets = ", ".join(CONVERSATION_CONFIGS)
-            raise ConfigError(f"ConversationEnvironment: give scenarios, or preset=NAME: {presets}.")
-        if preset is None:  # what the user said is all that is said, and nothing is told to the agent
+            raise ConfigError(f"ConversationEnvironment: write scenarios=[…], or preset=NAME: {presets}.")
+        if preset is None:  # only the lines of the scenarios, and no system prompt
             more = {"personas": (Persona("plain"),)} | more
-        told = {"preset": preset or "customer_service", "max_turns": max_turns, **more}
-        told["system"] = ("" if preset is None else None) if system is None else system
+        options = {"preset": preset or "customer_service", "max_turns": max_turns, **more}
+        options["system"] = ("" if preset is None else None) if system is None else system
         try:
-            self.game = Listed(scenarios=scenarios, **told)
+            self.game = ScenarioConversation(scenarios=scenarios, **options)
             self.scenarios, self.max_turns = list(self.game.scenarios), max_turns
             if eval_scenarios is not None:
-                self.game.scenarios += Listed(scenarios=eval_scenarios, **told).scenarios
+                self.game.scenarios += ScenarioConversation(scenarios=eval_scenarios, **options).scenarios
         except (TypeError, ValueError) as error:
             raise ConfigError(f"ConversationEnvironment, {error}.") from error
         self.system, self.randomize_scenarios = self.game.system, randomize_scenarios
@@ -266,68 +262,67 @@ class ConversationEnvironment(Environment):
 
     @property
     def held_out(self) -> list[dict[str, Any]] | None:
-        apart = range(len(self.scenarios), len(self.game.scenarios))
-        return self.game.rows(apart) if apart else None
+        numbers = range(len(self.scenarios), len(self.game.scenarios))
+        return self.game.rows(numbers) if numbers else None
 
     async def transcripts(
         self, count: int, skill: float = 0.5, seed: int = 0, eval_share: float = EVAL_SHARE
     ) -> list[dict[str, Any]]:
-        """Conversations of a scripted agent, to imitate: it knows a good reply to each line, and gives it in a share of
-        `skill`; else it says what fits somewhere else. Held-out scenarios are not among them.
+        """Conversations of a scripted agent, for imitation. It gives a good reply with probability `skill`, and a reply
+        that fits elsewhere otherwise. Held-out scenarios are excluded.
 
         Args:
-            count: how many.
+            count: number of conversations.
             skill: between 0 and 1.
-            seed: of all chance.
-            eval_share: as in the `TrainingConfig` that they are for.
+            seed: seed of all random choices.
+            eval_share: as in the `TrainingConfig`.
         """
-        rows = self.rows() if self.held_out is not None else split(self.rows(), eval_share)[0]
+        rows = self.rows() if self.held_out is not None else split_rows(self.rows(), eval_share)[0]
         if not 0 <= skill <= 1 or count < 1:
-            raise ConfigError(
-                f"transcripts, count={count}, skill={skill}: give 1 or more, and a share between 0 and 1."
-            )
-        chance = generator(seed, "transcripts")
-        made = []
+            raise ConfigError(f"transcripts, count={count}, skill={skill}: count must be >= 1, skill from 0 to 1.")
+        rng = generator(seed, "transcripts")
+        transcripts = []
         for number in range(count):
             row, game = rows[number % len(rows)], copy.deepcopy(self.game)
-            said = list((await game.reset(Task(row["id"], fields=row), seed)).messages)
-            over = False
-            while not over:
-                good = chance.random() < skill
-                said.append(Message("assistant", (game.oracle() if good else game.random(chance)) or "I understand."))
-                answer = await game.step(said[-1])
-                said, over = [*said, *answer.observation.messages], answer.over
-            made.append({"messages": [{"role": message.role, "content": message.content} for message in said]})
-        return made
+            messages = list((await game.reset(Task(row["id"], fields=row), seed)).messages)
+            is_over = False
+            while not is_over:
+                is_good = rng.random() < skill
+                reply = (game.oracle() if is_good else game.random(rng)) or "I understand."
+                messages.append(Message("assistant", reply))
+                step = await game.step(messages[-1])
+                messages, is_over = [*messages, *step.observation.messages], step.over
+            transcripts.append({"messages": [{"role": one.role, "content": one.content} for one in messages]})
+        return transcripts
 
     async def reset(self, scenario: Any = None) -> EnvironmentState:
-        """Begin with this scenario, one of its id, or any."""
+        """Start with this scenario, the scenario of this id, or a random one."""
         game = copy.deepcopy(self.game)
         if isinstance(scenario, Mapping | Scenario):
             game.scenarios, scenario = read_scenarios([scenario]), None
         rows = [row for row in game.rows() if scenario in (None, row["id"], row["scenario_id"])]
         if not rows:
             known = ", ".join(one.id for one in game.scenarios)
-            raise ValueError(f"scenario={scenario!r}: there is no such one. Known: {known}")
+            raise ValueError(f"scenario={scenario!r}: unknown. Known: {known}")
         row = random.choice(rows)
         opening = await game.reset(Task(row["id"], fields=row), random.getrandbits(32))
         return EnvironmentState(tuple(map(as_turn, opening.messages)), {"scenario": row["id"], "game": game})
 
-    async def step(self, state: EnvironmentState, action: ConversationTurn) -> Answer:
+    async def step(self, state: EnvironmentState, action: ConversationTurn) -> StepResult:
         game: Conversation = copy.deepcopy(state.metadata["game"])
-        said = _message(action, "assistant")
-        answer = await game.step(said)
-        heard = [as_turn(message) for message in answer.observation.messages]
-        history = (*state.conversation_history, as_turn(said, answer.reward), *heard)
-        after = EnvironmentState(history, {**state.metadata, "game": game, **game.metrics()})
-        return after, heard[0] if heard else None, answer.reward, answer.over
+        message = _as_message(action, "assistant")
+        step = await game.step(message)
+        turns = [as_turn(one) for one in step.observation.messages]
+        history = (*state.conversation_history, as_turn(message, step.reward), *turns)
+        next_state = EnvironmentState(history, {**state.metadata, "game": game, **game.metrics()})
+        return next_state, turns[0] if turns else None, step.reward, step.over
 
 
-class Listed(Conversation):
-    """Conversations whose tasks say which scenario they are about, and with whom."""
+class ScenarioConversation(Conversation):
+    """A conversation environment whose tasks name their scenario and persona."""
 
     def rows(self, numbers: Iterable[int] | None = None) -> list[dict[str, Any]]:
-        """Every scenario with everybody who may come with it; of these scenarios alone, where some are named."""
+        """Every scenario with every persona that it allows; only the scenarios with these numbers if given."""
         chosen = range(len(self.scenarios)) if numbers is None else numbers
         return [
             {
@@ -354,9 +349,58 @@ class Listed(Conversation):
         return self.scenarios[task.fields["scenario"]], persona
 
 
-def split(rows: Sequence[dict[str, Any]], share: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rows to train on and rows to measure on, by a hash of their names: at least one of several, none of one."""
+def split_rows(rows: Sequence[dict[str, Any]], share: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Training and held-out rows by a hash of their ids: at least one of several is held out, none of one."""
     count = min(max(round(len(rows) * share), 1), len(rows) - 1) if share else 0
     ranked = sorted(rows, key=lambda row: hashlib.blake2b(str(row["id"]).encode()).digest())
-    apart = {id(row) for row in ranked[:count]}
-    return [row for row in rows if id(row) not in apart], [row for row in rows if id(row) in apart]
+    held_out = {id(row) for row in ranked[:count]}
+    return [row for row in rows if id(row) not in held_out], [row for row in rows if id(row) in held_out]
+
+
+# ------------------------------------------------------------------------------------------------ trajectories
+
+
+@dataclass(frozen=True, slots=True)
+class MultiTurnTrajectory:
+    """A conversation and its reward, for rewards, callbacks and readers. Training uses token ids only."""
+
+    trajectory_id: str
+    turns: Sequence[ConversationTurn]
+    episode_reward: float = 0.0
+    trajectory_group_id: str | None = None
+    """Shared by all conversations of one scenario."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, episode: Episode) -> MultiTurnTrajectory:
+        return cls(episode.id, turns_of(episode), episode.reward, episode.task.id, {"stop": str(episode.stop)})
+
+    @property
+    def replies(self) -> list[ConversationTurn]:
+        """The assistant's turns."""
+        return [turn for turn in self.turns if turn.role == "assistant"]
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryGroup:
+    """Conversations of one scenario."""
+
+    group_id: str
+    trajectories: Sequence[MultiTurnTrajectory]
+
+    @classmethod
+    def of(cls, group: Group) -> TrajectoryGroup:
+        return cls(group.task.id, [MultiTurnTrajectory.of(episode) for episode in group.survivors])
+
+    @property
+    def rewards(self) -> list[float]:
+        return [one.episode_reward for one in self.trajectories]
+
+    @property
+    def advantages(self) -> list[float]:
+        """Reward minus the group's mean.
+
+        Example (rewards 0.7, 0.9, 0.6, 0.8):  ->  -0.05, 0.15, -0.15, 0.05
+        """
+        mean = fmean(self.rewards) if self.trajectories else 0.0
+        return [reward - mean for reward in self.rewards]

@@ -1,4 +1,4 @@
-"""Hyper-parameter search for conversational agents: what `arborl tune` does for a file, for objects in Python."""
+"""Hyper-parameter search for conversational agents in Python; `arborl tune` does the same for a file."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from arborl.tune.trial import Plan, Report, require_some
 __all__ = ["HPOConfig", "HPOSummary", "get_search_space", "quick_hpo"]
 
 
-class RunTrial(Protocol):
-    """Trains a copy of the agent once with these parameters; returns the mean reward on held-out scenarios."""
+class TrialFunction(Protocol):
+    """Trains a copy of the agent with these parameters; returns the mean reward on held-out scenarios."""
 
     def __call__(
         self,
@@ -36,7 +36,7 @@ class RunTrial(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HPOConfig:
-    """What is searched, and how; wrong values are errors when it is made.
+    """Settings of a search; checked when the object is made.
 
     Example:
         HPOConfig(search_space={"learning_rate": {"type": "loguniform", "low": 1e-7, "high": 1e-4},
@@ -44,14 +44,14 @@ class HPOConfig:
     """
 
     search_space: Mapping[str, Any] | str = "grpo"
-    """Names with what each may be, or the name of a space: see `get_search_space`."""
+    """Parameters with their domains, or the name of a space: see `get_search_space`."""
     n_trials: int = 50
-    """In all, that of the configuration as it is included."""
+    """Number of trials; the first one is the unchanged configuration."""
     optimization_direction: Literal["maximize", "minimize"] = "maximize"
     pruning: bool = True
-    """Stop trials that do worse on their way than the median of the others."""
+    """Stop trials early that are worse than the median."""
     seed: int = 0
-    """Of the search; trials have their own configuration's."""
+    """Seed of the search; trials have the seed of their configuration."""
 
     def __post_init__(self) -> None:
         require_some("n_trials", self.n_trials)
@@ -59,8 +59,8 @@ class HPOConfig:
 
     @property
     def space(self) -> dict[str, Domain]:
-        chosen = self.search_space
-        return read_space(get_search_space(chosen) if isinstance(chosen, str) else chosen)
+        space = self.search_space
+        return read_space(get_search_space(space) if isinstance(space, str) else space)
 
     def plan(self, folder: Path, default: Params | None = None) -> Plan:
         direction, pruning = self.optimization_direction, self.pruning
@@ -78,11 +78,11 @@ async def quick_hpo(
     search_space: Mapping[str, Any] | str | None = None,
     hpo_config: HPOConfig | None = None,
     folder: str | Path | None = None,
-    run_trial: RunTrial | None = None,
+    run_trial: TrialFunction | None = None,
 ) -> HPOSummary:
-    """Search for a better training configuration; every trial starts from the agent's weights as they are now.
+    """Search for a better training configuration. Every trial starts from the agent's current weights.
 
-    The first trial is `base_config` as it is. Called again with the same folder, a study that was stopped goes on.
+    The first trial is the unchanged `base_config`. A second call with the same folder continues the study.
 
     Example:
         summary = await quick_hpo(agent=agent, environment=environment, reward_function=reward_fn, base_config=config,
@@ -91,34 +91,35 @@ async def quick_hpo(
 
     Args:
         agent, environment, reward_function, base_config: as for `train`.
-        n_trials: in all; 50 where nobody says.
+        n_trials: number of trials; default: 50.
         backend: `optuna`, `ray_tune` or `wandb`.
-        search_space: names with what each may be, or the name of a space; `grpo` where nobody says.
-        hpo_config: both of them and more in one object.
-        folder: where the study is kept; without one, `studies/` and the agent's class.
-        run_trial: what trains instead of `arborl.conversational.training.trial`.
+        search_space: parameters with their domains, or the name of a space; default: `grpo`.
+        hpo_config: these and more settings in one object.
+        folder: study folder; default: `studies/` and the agent's class.
+        run_trial: replaces `arborl.conversational.agent_training.run_trial`.
     """
     if hpo_config is not None and (n_trials is not None or search_space is not None):
-        raise ConfigError("hpo_config says n_trials and search_space. Leave them out beside it.")
-    asked = hpo_config or HPOConfig(search_space or "grpo", 50 if n_trials is None else n_trials)
-    once = run_trial or _training()
-    where = Path(folder) if folder is not None else Path("studies") / as_name(type(agent).__name__)
-    plan = asked.plan(where, {name: getattr(base_config, name, None) for name in asked.space})
+        raise ConfigError("hpo_config sets n_trials and search_space. Leave them out.")
+    config = hpo_config or HPOConfig(search_space or "grpo", 50 if n_trials is None else n_trials)
+    run_once = run_trial or _default_trial()
+    study = Path(folder) if folder is not None else Path("studies") / as_name(type(agent).__name__)
+    plan = config.plan(study, {name: getattr(base_config, name, None) for name in config.space})
 
     async def objective(params: Params, report: Report) -> float:
-        return await once(agent, environment, reward_function, base_config, params, folder=report.folder, report=report)
+        arguments = (agent, environment, reward_function, base_config, params)
+        return await run_once(*arguments, folder=report.folder, report=report)
 
-    return await search(plan, objective, backend, {"base_config": _described(base_config)})
-
-
-def _training() -> RunTrial:
-    from arborl.conversational.training import trial  # needs torch, which what is wrong above need not wait for
-
-    found: RunTrial = trial
-    return found
+    return await search(plan, objective, backend, {"base_config": _as_texts(base_config)})
 
 
-def _described(config: Any) -> dict[str, str]:
-    """What a configuration says, to be compared with that of a study which goes on."""
+def _default_trial() -> TrialFunction:
+    from arborl.conversational.agent_training import run_trial  # imports torch, which the checks above do not need
+
+    function: TrialFunction = run_trial
+    return function
+
+
+def _as_texts(config: Any) -> dict[str, str]:
+    """The configuration as texts, compared with that of a continued study."""
     names = [one.name for one in fields(config)] if is_dataclass(config) else list(getattr(config, "__dict__", ()))
     return {name: str(getattr(config, name)) for name in names}

@@ -1,7 +1,8 @@
-"""One choice of an answer while it is written: what may be shown of it, and the tool calls it ends with."""
+"""One choice of a completion as a stream of text, with stop texts removed and tool calls parsed at the end."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
@@ -13,164 +14,267 @@ import numpy as np
 
 from arborl.chat.formats import ToolCallParser
 from arborl.chat.renderer import Renderer
-from arborl.serve.source import Likely, Refused, Saying, Source, Unavailable
-from arborl.serve.text import Detokenizer, Until
+from arborl.serve.model_backend import ModelBackend, RequestError, ServiceUnavailable, TokenStream, TopLogprobs
 from arborl.types import Finish, Message, ToolCall, ToolSpec
 
-LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
+REPLACEMENT_CHARACTER = "\ufffd"
+"""Decoders write it for bytes that are not a complete character."""
+ID_LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 
 
-@dataclass(frozen=True, slots=True)
-class Heard:
-    """A sampled token."""
+class Detokenizer:
+    """Decodes a stream of tokens into text, complete characters only.
 
-    id: int
-    logprob: float
-    top: Likely = ()
+    The text of a token may depend on the token before it. So each new text is the difference of two decodings that
+    start at the last complete character. The texts joined equal the decoding of all tokens.
 
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What is new of a choice."""
-
-    text: str = ""
-    tokens: tuple[Heard, ...] = ()
-    """Those behind it, and those behind what is held back: each is told once."""
-    calls: tuple[ToolCall, ...] = ()
-    finish: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Manner:
-    """How completions are read."""
-
-    stops: tuple[str, ...] = ()
-    """Texts that end one, and are no part of it."""
-    parser: ToolCallParser | None = None
-    """Reads tool calls; none where there are no tools."""
-    begins: str = ""
-    """What the model was given of the answer."""
-    one_call: bool = False
-
-
-class Choice:
-    """Reads a completion as it comes.
-
-    Args:
-        index: among the choices.
-        saying: the completion.
-        source: whose it is.
-        manner: how it is read.
+    Example:
+        detokenizer = Detokenizer(renderer)
+        detokenizer.add([tokens of "caf"]), detokenizer.add([first byte of "é"]), detokenizer.add([second byte])
+        # "caf", "", "é"
     """
 
-    def __init__(self, index: int, saying: Saying, source: Source, manner: Manner):
-        self.index, self.saying, self.source, self.manner = index, saying, source, manner
-        self.ids: list[int] = []
-        """All that was sampled."""
-        self.text = ""
-        """All that was shown."""
-        self.calls: tuple[ToolCall, ...] = ()
-        self.finish = ""
-        self.version = source.version
-        self._words, self._stop = Detokenizer(source.renderer), Until(manner.stops)
-        opens = () if manner.parser is None else manner.parser.opens
-        self._call, self._silent = Until(opens or ()), opens is None
-        """Where a call may begin; without a word for that, all is held until it can be read."""
-        self._whole = manner.begins
-        self._untold: list[Heard] = []
+    def __init__(self, renderer: Renderer):
+        self.renderer = renderer
+        self._ids: list[int] = []
+        self._start, self._num_returned = 0, 0
+        """First token of the window that is decoded; number of tokens whose text has been returned."""
 
-    async def deltas(self) -> AsyncIterator[Delta]:
-        """What is new, again and again; the last one has `finish`."""
-        given = "" if self._silent else self._call.add(self.manner.begins)
-        async with aclosing(aiter(self.saying)) as pieces:  # type: ignore[type-var]
-            async for piece in pieces:
-                self.ids += piece.tokens
-                likely = piece.top or ((),) * len(piece.tokens)
-                for token, logprob, top in zip(piece.tokens, piece.logprobs, likely, strict=True):
-                    if self._stop.found is None and token not in self.source.renderer.stop:
-                        self._untold.append(Heard(token, logprob, top))
-                text, given = given + self._read(piece.tokens), ""
-                if piece.finish is None:
-                    if text:
-                        yield self._shown(text)
-                else:
-                    self.version = piece.version
-                    yield self._end(text, piece.finish)
+    def add(self, ids: Sequence[int]) -> str:
+        """The text that these tokens complete."""
+        self._ids += ids
+        text = self.renderer.decode(self._ids[self._start :])
+        return "" if text.endswith(REPLACEMENT_CHARACTER) else self._new(text)
+
+    def flush(self) -> str:
+        """The incomplete rest."""
+        return self._new(self.renderer.decode(self._ids[self._start :]))
+
+    def _new(self, text: str) -> str:
+        returned = self.renderer.decode(self._ids[self._start : self._num_returned])
+        self._start, self._num_returned = self._num_returned, len(self._ids)
+        return text[len(returned) :]
+
+
+class StopMatcher:
+    """Passes text until one of the stop texts; holds back text that may be the start of one.
+
+    Example:
+        matcher = StopMatcher(["</answer>"])
+        matcher.add("42</ans"), matcher.add("wer> and"), matcher.found      # "42", "", "</answer>"
+    """
+
+    def __init__(self, stops: Sequence[str]):
+        self.stops = tuple(stops)
+        self.held = ""
+        """Text that is held back; after a match, the stop text and everything behind it."""
+        self.found: str | None = None
+
+    def add(self, text: str) -> str:
+        self.held += text
+        if self.found is not None:
+            return ""
+        if not self.stops:
+            return self.release()
+        matches = [(start, -len(stop), stop) for stop in self.stops if (start := self.held.find(stop)) >= 0]
+        if matches:
+            end, _, self.found = min(matches)
+        else:
+            end = len(self.held) - self._partial_match()
+        passed, self.held = self.held[:end], self.held[end:]
+        return passed
+
+    def release(self) -> str:
+        """Return the text that was held back."""
+        held, self.held = self.held, ""
+        return held
+
+    def _partial_match(self) -> int:
+        """Number of characters at the end that may start a stop text."""
+        longest = max(map(len, self.stops)) - 1
+        sizes = range(min(longest, len(self.held)), 0, -1)
+        return next((size for size in sizes if any(stop.startswith(self.held[-size:]) for stop in self.stops)), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    id: int
+    logprob: float
+    top: TopLogprobs = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceDelta:
+    """New part of a choice."""
+
+    text: str = ""
+    tokens: tuple[SampledToken, ...] = ()
+    """Tokens since the last delta, those of held-back text included. Each token is in exactly one delta."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceOptions:
+    """How a completion is turned into text and tool calls."""
+
+    stops: tuple[str, ...] = ()
+    """Texts that end the completion and are not part of it."""
+    parser: Parser | None = None
+    """Parser of tool calls; None without tools."""
+    prefix: str = ""
+    """First text of the answer, which was part of the prompt."""
+    single_call: bool = False
+    """Keep only the first tool call."""
+
+
+class ChoiceStream:
+    """Reads one completion while it is sampled.
+
+    Args:
+        index: number of the choice in the response.
+        stream: the completion.
+        backend: the model that samples it.
+        options: stop texts and tool-call parser.
+    """
+
+    def __init__(self, index: int, stream: TokenStream, backend: ModelBackend, options: ChoiceOptions):
+        self.index, self.stream, self.backend, self.options = index, stream, backend, options
+        self.ids: list[int] = []
+        """All sampled token ids."""
+        self.text = ""
+        """All text returned so far."""
+        self.tool_calls: tuple[ToolCall, ...] = ()
+        self.finish_reason = ""
+        self.version = backend.version
+        self._detokenizer, self._stop = Detokenizer(backend.renderer), StopMatcher(options.stops)
+        opens = () if options.parser is None else getattr(options.parser, "opens", None)
+        self._call_start, self._hold_all = StopMatcher(opens or ()), opens is None
+        """Text from the start of a tool call on is held back; all text if the format has no start marker."""
+        self._full_text = options.prefix
+        self._new_tokens: list[SampledToken] = []
+
+    async def deltas(self) -> AsyncIterator[ChoiceDelta]:
+        """New parts of the choice; the last one has a finish reason."""
+        prefix = "" if self._hold_all else self._call_start.add(self.options.prefix)
+        async with aclosing(aiter(self.stream)) as chunks:  # type: ignore[type-var]
+            async for chunk in chunks:
+                self.ids += chunk.tokens
+                tops = chunk.top or ((),) * len(chunk.tokens)
+                for token, logprob, top in zip(chunk.tokens, chunk.logprobs, tops, strict=True):
+                    if self._stop.found is None and token not in self.backend.renderer.stop:
+                        self._new_tokens.append(SampledToken(token, logprob, top))
+                text, prefix = prefix + self._decode(chunk.tokens), ""
+                if chunk.finish is not None:
+                    self.version = chunk.version
+                    yield self._finish(text, chunk.finish)
+                elif text:
+                    yield self._delta(text)
 
     def message(self) -> Message:
-        """The answer exactly as the model wrote it."""
-        return Message("assistant", self._whole, tool_calls=self.calls, sampled=True)
+        """The answer exactly as the model sampled it."""
+        return Message("assistant", self._full_text, tool_calls=self.tool_calls, sampled=True)
 
-    # -------------------------------------------------------------------------------------------- reading
+    def _decode(self, tokens: Sequence[int]) -> str:
+        ids = [token for token in tokens if token not in self.backend.renderer.stop]
+        return self._pass(self._stop.add(self._detokenizer.add(ids))) if ids else ""
 
-    def _mark(self) -> bytes:
-        """Another for another answer or to another prompt; and for another choice."""
-        return np.asarray([self.index, *self.saying.prompt, *self.ids], dtype=np.int64).tobytes()
+    def _pass(self, text: str) -> str:
+        self._full_text += text
+        return "" if self._hold_all else self._call_start.add(text)
 
-    def _read(self, tokens: Sequence[int]) -> str:
-        said = [token for token in tokens if token not in self.source.renderer.stop]
-        return self._passed(self._stop.add(self._words.add(said))) if said else ""
-
-    def _passed(self, text: str) -> str:
-        self._whole += text
-        return "" if self._silent else self._call.add(text)
-
-    def _shown(self, text: str, calls: tuple[ToolCall, ...] = (), finish: str | None = None) -> Delta:
+    def _delta(self, text: str, calls: tuple[ToolCall, ...] = (), finish_reason: str | None = None) -> ChoiceDelta:
         self.text += text
-        told, self._untold = tuple(self._untold), []
-        return Delta(text, told, calls, finish)
+        tokens, self._new_tokens = tuple(self._new_tokens), []
+        return ChoiceDelta(text, tokens, calls, finish_reason)
 
-    def _end(self, text: str, finish: Finish) -> Delta:
-        """What was held is text after all, or calls."""
+    def _finish(self, text: str, finish: Finish) -> ChoiceDelta:
+        """The last delta. Held-back text becomes tool calls, or text if it contains none."""
         if finish is Finish.ABORT:
-            raise Unavailable("the answer took longer than a request may", status=504, code="timeout")
-        text += self._passed(self._stop.add(self._words.rest()))
+            raise ServiceUnavailable("the answer exceeded the time limit of a request", status=504, code="timeout")
+        text += self._pass(self._stop.add(self._detokenizer.flush()))
         if self._stop.found is None:
-            text += self._passed(self._stop.let_go())
-        held = self._whole if self._silent else self._call.let_go()
-        calls = () if self.manner.parser is None else read_calls(self.manner.parser, self._whole, self._mark())
-        self.calls = calls[:1] if self.manner.one_call else calls
-        self.finish = "tool_calls" if self.calls else "length" if finish is Finish.LENGTH else "stop"
-        return self._shown(text if self.calls else text + held, self.calls, self.finish)
+            text += self._pass(self._stop.release())
+        held = self._full_text if self._hold_all else self._call_start.release()
+        seed = np.asarray([self.index, *self.stream.prompt, *self.ids], dtype=np.int64).tobytes()
+        parser = self.options.parser
+        calls = () if parser is None else parse_tool_calls(parser, self._full_text, seed)
+        self.tool_calls = calls[:1] if self.options.single_call else calls
+        self.finish_reason = "tool_calls" if self.tool_calls else "length" if finish is Finish.LENGTH else "stop"
+        return self._delta(text if self.tool_calls else text + held, self.tool_calls, self.finish_reason)
 
 
-def read_calls(parser: ToolCallParser, text: str, mark: bytes) -> tuple[ToolCall, ...]:
-    """The calls in a text, with ids of their own: nine letters and digits, which every template takes. Where one of
-    them cannot be read the text stays text.
+def parse_tool_calls(parser: Parser, text: str, seed: bytes) -> tuple[ToolCall, ...]:
+    """The tool calls of a text; none if one of them is malformed.
 
-    The ids follow from `mark`: a template may show them to the model, and what it is shown is no matter of chance.
+    Ids are nine letters and digits, which every template accepts. They are a hash of `seed`: a template may show them
+    to the model, so equal inputs must give equal ids.
     """
     calls = parser.parse(text)
     if any(call.error is not None for call in calls):
         return ()
-    return tuple(replace(call, id=call_id(mark, number)) for number, call in enumerate(calls))
+    return tuple(replace(call, id=tool_call_id(seed, number)) for number, call in enumerate(calls))
 
 
-def call_id(mark: bytes, number: int) -> str:
-    value = int.from_bytes(hashlib.blake2b(mark + number.to_bytes(4, "big"), digest_size=16).digest(), "big")
-    return "".join(LETTERS[value // len(LETTERS) ** place % len(LETTERS)] for place in range(9))
+def tool_call_id(seed: bytes, number: int) -> str:
+    value = int.from_bytes(hashlib.blake2b(seed + number.to_bytes(4, "big"), digest_size=16).digest(), "big")
+    return "".join(ID_LETTERS[value // len(ID_LETTERS) ** place % len(ID_LETTERS)] for place in range(9))
 
 
-def forced(renderer: Renderer, tools: Sequence[ToolSpec]) -> str:
-    """How an answer begins that calls one of these tools, whichever and however: the tokens that all such calls begin
-    with. Cut anywhere else, the model would have to go on from half a token of what it is used to write.
+def forced_call_prefix(renderer: Renderer, tools: Sequence[ToolSpec]) -> str:
+    """The common first tokens of all calls of these tools, for `tool_choice`. The cut is between two tokens, because
+    the model does not continue half a token well.
 
     Example:
-        forced(renderer, [add])          # '<tool_call>{"name": "add", "arguments":'
-        forced(renderer, [add, now])     # '<tool_call>{"name": "'
+        forced_call_prefix(renderer, [add])          # '<tool_call>{"name": "add", "arguments":'
+        forced_call_prefix(renderer, [add, now])     # '<tool_call>{"name": "'
     """
-    arguments: tuple[dict[str, Any], ...] = ({}, {"a": 1}, {"b": "c"})
+    examples: tuple[dict[str, Any], ...] = ({}, {"a": 1}, {"b": "c"})
     try:
-        texts = [renderer.parser.format(ToolCall("call_0", tool.name, given)) for tool in tools for given in arguments]
+        texts = [renderer.parser.format(ToolCall("call_0", tool.name, args)) for tool in tools for args in examples]
     except ValueError as error:
-        raise Refused(f"the model's format of calls has no form for this one: {error}", "tool_choice") from error
-    calls = [renderer.encode(renderer.escape_reply(text)) for text in texts]
-    alike = takewhile(lambda column: len(set(column)) == 1, zip(*calls, strict=False))
-    return renderer.decode([column[0] for column in alike])
+        raise RequestError(f"the model's tool-call format cannot express this call: {error}", "tool_choice") from error
+    encoded = [renderer.encode(renderer.said(text)) for text in texts]
+    common = takewhile(lambda column: len(set(column)) == 1, zip(*encoded, strict=False))
+    return renderer.decode([column[0] for column in common])
 
 
-def logprob_of(source: Source, heard: Heard) -> Iterator[tuple[str, float]]:
-    """The token's text and log-probability, then those of the likeliest ones."""
-    yield source.renderer.decode([heard.id]), heard.logprob
-    for token, logprob in heard.top:
-        yield source.renderer.decode([token]), logprob
+def token_logprobs(backend: ModelBackend, token: SampledToken) -> Iterator[tuple[str, float]]:
+    """Text and log-probability of the token, then of the most likely tokens at its position."""
+    yield backend.renderer.decode([token.id]), token.logprob
+    for id, logprob in token.top:
+        yield backend.renderer.decode([id]), logprob
+
+
+async def merge_deltas(choices: Sequence[ChoiceStream]) -> AsyncIterator[tuple[ChoiceStream, ChoiceDelta]]:
+    """Deltas of all choices in the order of their arrival."""
+    if len(choices) == 1:
+        async with aclosing(choices[0].deltas()) as deltas:  # type: ignore[type-var]
+            async for delta in deltas:
+                yield choices[0], delta
+        return
+    queue: asyncio.Queue[tuple[ChoiceStream, ChoiceDelta] | Exception | None] = asyncio.Queue()
+
+    async def forward(choice: ChoiceStream) -> None:
+        try:
+            async for delta in choice.deltas():
+                queue.put_nowait((choice, delta))
+            queue.put_nowait(None)
+        except Exception as error:
+            queue.put_nowait(error)
+
+    tasks = [asyncio.create_task(forward(choice)) for choice in choices]
+    try:
+        num_running = len(tasks)
+        while num_running:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                num_running -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

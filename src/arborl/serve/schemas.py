@@ -1,5 +1,4 @@
-"""What a request may say, field by field. A field that is none of these is refused, and so is one that would change the
-answer in a way that is not there."""
+"""Request bodies as pydantic models. Unknown fields are errors, and so are values that are not supported."""
 
 from __future__ import annotations
 
@@ -7,76 +6,75 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
-MOST_CHOICES = 16
-MOST_LIKELY = 20
-MOST_FIELDS = 64
-MOST_MESSAGES = 10_000
-MOST_PROMPTS = 4 * MOST_CHOICES
-LONGEST_NAME = 512
-"""Characters."""
-Stops = Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=8, fail_fast=True)]
+MAX_CHOICES = 16
+MAX_TOP_LOGPROBS = 20
+MAX_FIELDS = 64
+MAX_MESSAGES = 10_000
+MAX_PROMPTS = 4 * MAX_CHOICES
+MAX_NAME_CHARS = 512
 Object = dict[str, Any]
-Messages = Annotated[list[Object], Field(max_length=MOST_MESSAGES, fail_fast=True)]
+# Lists stop at the first wrong item (`fail_fast`): an error for each of 100,000 items would take seconds.
+Stops = Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=8, fail_fast=True)]
+Messages = Annotated[list[Object], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 ToolList = Annotated[list[Object], Field(max_length=128, fail_fast=True)]
-Ids = Annotated[list[int], Field(fail_fast=True)]
-"""Lists stop at the first wrong item: an error for each of 100,000 would take seconds."""
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
 
 
-def _are_short(given: Object) -> Object:
-    if not all(isinstance(value, str) and len(key) + len(value) <= 2 * LONGEST_NAME for key, value in given.items()):
-        raise ValueError(f"give texts of up to {LONGEST_NAME} characters")
-    return given
+def _check_metadata(metadata: Object) -> Object:
+    if not all(isinstance(text, str) and len(key) + len(text) <= 2 * MAX_NAME_CHARS for key, text in metadata.items()):
+        raise ValueError(f"values must be texts of up to {MAX_NAME_CHARS} characters")
+    return metadata
 
 
-Metadata = Annotated[Object, Field(max_length=16), AfterValidator(_are_short)]
+Metadata = Annotated[Object, Field(max_length=16), AfterValidator(_check_metadata)]
 
 
-class Body(BaseModel):
-    """Of any request."""
+class RequestBody(BaseModel):
+    """Base of all request bodies."""
 
     model_config = ConfigDict(extra="forbid")
 
     @model_validator(mode="before")
     @classmethod
-    def _has_few_fields(cls, given: Any) -> Any:
-        if isinstance(given, dict) and len(given) > MOST_FIELDS:
-            raise ValueError(f"more than {MOST_FIELDS} fields")
-        return given
+    def _check_num_fields(cls, data: Any) -> Any:
+        if isinstance(data, dict) and len(data) > MAX_FIELDS:
+            raise ValueError(f"more than {MAX_FIELDS} fields")
+        return data
 
 
-class StreamOptions(Body):
+class StreamOptions(RequestBody):
     include_usage: bool = False
     include_obfuscation: bool = False
-    """Taken, and never done."""
+    """Accepted and ignored."""
 
 
-class Drawing(Body):
-    """How tokens are drawn; the same for all that samples."""
+class SamplingRequest(RequestBody):
+    """Fields of every route that samples."""
 
-    model: str = Field("", max_length=LONGEST_NAME)
-    """As `/v1/models` says; without one, the model that is served."""
+    model: str = Field("", max_length=MAX_NAME_CHARS)
+    """Name from `/v1/models`; default: the served model."""
     temperature: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
-    """Without one, the run's own."""
+    """Default: the run's."""
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0)
     min_p: float | None = Field(None, ge=0, le=1)
     stream: bool = False
-    user: str | None = Field(None, max_length=LONGEST_NAME)
+    user: str | None = Field(None, max_length=MAX_NAME_CHARS)
     metadata: Metadata | None = None
     store: Literal[False] | None = None
 
     @field_validator("temperature")
     @classmethod
-    def _is_not_too_cold(cls, given: float | None) -> float | None:
-        if given is not None and 0 < given < 1e-6:
-            raise ValueError("give 0, for the likeliest token, or a number from 1e-6 up")
-        return given
+    def _check_temperature(cls, temperature: float | None) -> float | None:
+        if temperature is not None and 0 < temperature < 1e-6:
+            raise ValueError("must be 0 (greedy) or at least 1e-6")
+        return temperature
 
 
-class Sampled(Drawing):
-    """What chat completions and completions have in common."""
+class CompletionOptions(SamplingRequest):
+    """Fields of both `/v1/chat/completions` and `/v1/completions`."""
 
-    n: int = Field(1, ge=1, le=MOST_CHOICES)
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     stop: Annotated[str, Field(min_length=1, max_length=256)] | Stops | None = None
     stream_options: StreamOptions | None = None
@@ -84,35 +82,35 @@ class Sampled(Drawing):
     frequency_penalty: Literal[0] | None = None
     logit_bias: Annotated[Object, Field(max_length=0)] | None = None
     return_token_ids: bool = False
-    """Also tell the ids of the prompt and of each choice."""
+    """Return the token ids of the prompt and of each choice."""
 
     @field_validator("presence_penalty", "frequency_penalty", mode="before")
     @classmethod
-    def _nothing_is_nothing(cls, given: Any) -> Any:
-        return 0 if isinstance(given, float) and given == 0 else given
+    def _accept_float_zero(cls, value: Any) -> Any:
+        return 0 if isinstance(value, float) and value == 0 else value
 
     @property
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
-class Plain(BaseModel):
+class TextFormat(BaseModel):
     type: Literal["text"] = "text"
 
 
-class FunctionName(Body):
-    name: str = Field(max_length=LONGEST_NAME)
+class FunctionName(RequestBody):
+    name: str = Field(max_length=MAX_NAME_CHARS)
 
 
-class ToolChoice(Body):
-    """One tool by its name, as chat completions write it (`function`) or as responses do (`name`)."""
+class ToolChoice(RequestBody):
+    """One tool by name: `function.name` in chat completions, `name` in responses."""
 
     type: Literal["function"]
     function: FunctionName | None = None
-    name: str | None = Field(None, max_length=LONGEST_NAME)
+    name: str | None = Field(None, max_length=MAX_NAME_CHARS)
 
 
-class ChatRequest(Sampled):
+class ChatRequest(CompletionOptions):
     """`POST /v1/chat/completions`."""
 
     messages: Messages = Field(min_length=1)
@@ -122,54 +120,54 @@ class ChatRequest(Sampled):
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_LIKELY)
-    response_format: Plain | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    response_format: TextFormat | None = None
     service_tier: Literal["auto", "default"] | None = None
 
     @model_validator(mode="after")
-    def _are_of_log_probabilities(self) -> ChatRequest:
+    def _check_logprobs(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs=true")
         return self
 
 
-class CompletionRequest(Sampled):
+class CompletionRequest(CompletionOptions):
     """`POST /v1/completions`."""
 
     prompt: (
         str
-        | Ids
-        | Annotated[list[str], Field(max_length=MOST_PROMPTS, fail_fast=True)]
-        | Annotated[list[Ids], Field(max_length=MOST_PROMPTS, fail_fast=True)]
+        | TokenIds
+        | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+        | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
     )
-    """Text, in which nothing is a control token; or token ids, in which anything may be."""
+    """Text, which never contains control tokens; or token ids, which may."""
     max_tokens: int | None = Field(16, ge=1)
     echo: bool = False
-    """Begin the text with the prompt."""
-    logprobs: int | None = Field(None, ge=0, le=MOST_LIKELY)
+    """Start the text with the prompt."""
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     best_of: int | None = None
     suffix: Literal[""] | None = None
 
     @model_validator(mode="after")
-    def _are_possible(self) -> CompletionRequest:
+    def _check_combination(self) -> CompletionRequest:
         if self.echo and self.logprobs is not None:
             raise ValueError("echo with logprobs: log-probabilities of the prompt are not computed")
         if self.best_of not in (None, self.n):
-            raise ValueError("best_of: only what is shown is sampled; leave it out")
+            raise ValueError("best_of: not supported; leave it out")
         if not self.prompts:
             raise ValueError("prompt: empty")
-        if len(self.prompts) * self.n > MOST_PROMPTS:
-            raise ValueError(f"prompt: {len(self.prompts)} times n={self.n}; at most {MOST_PROMPTS} in one request")
+        if len(self.prompts) * self.n > MAX_PROMPTS:
+            raise ValueError(f"prompt: {len(self.prompts)} times n={self.n}; at most {MAX_PROMPTS} in one request")
         return self
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        given: Any = self.prompt
-        return [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
+        prompt: Any = self.prompt
+        return [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
 
 
-class ResponseRequest(Drawing):
-    """`POST /v1/responses`, in its plain form: nothing is kept between two of them."""
+class ResponseRequest(SamplingRequest):
+    """`POST /v1/responses`, without state between requests."""
 
     input: str | Messages
     instructions: str | None = None
@@ -184,39 +182,39 @@ class ResponseRequest(Drawing):
 
     @field_validator("text")
     @classmethod
-    def _is_plain(cls, given: Object | None) -> Object | None:
-        if given and given.get("format", {"type": "text"}) != {"type": "text"}:
+    def _check_text_format(cls, text: Object | None) -> Object | None:
+        if text and text.get("format", {"type": "text"}) != {"type": "text"}:
             raise ValueError("text.format: only {'type': 'text'}")
-        return given
+        return text
 
 
-class SessionRequest(Body):
+class SessionRequest(RequestBody):
     """`POST /v1/agents/{name}/sessions`."""
 
     fields: Object = Field(default_factory=dict)
-    """What tasks of the run had as columns and its tools ask for: `document_content`, …"""
+    """Task fields that the agent or its tools read, such as `document_content`."""
     seed: int = Field(0, ge=0, lt=2**63)
     temperature: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
-    """Without one, as the run was evaluated."""
+    """Default: the temperature of the run's evaluation."""
 
 
-class StepRequest(Body):
+class SessionMessageRequest(RequestBody):
+    """`POST /v1/agents/{name}/sessions/{id}/messages`."""
+
+    content: str = Field(min_length=1)
+    stream: bool = False
+    """Send tool calls and tool results as events while the agent works."""
+
+
+class StepRequest(RequestBody):
     """`POST /e/{id}/step`."""
 
     content: str
 
 
-class RewardRequest(Body):
+class RewardRequest(RequestBody):
     """`POST /e/{id}/reward`."""
 
     reward: float = Field(allow_inf_nan=False)
     answer: str | None = None
-    """What rewards of the run read as the answer."""
-
-
-class SayRequest(Body):
-    """`POST /v1/agents/{name}/sessions/{id}/messages`."""
-
-    content: str = Field(min_length=1)
-    stream: bool = False
-    """Also tell tool calls and their answers, as they happen."""
+    """The answer that reward functions of the run read."""

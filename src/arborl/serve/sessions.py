@@ -1,8 +1,8 @@
-"""A trained agent in use: its own loop, its tools, its way of keeping its context, with a person for an environment.
+"""Sessions with a trained agent: the agent runs as in training, with a user in place of its environment.
 
-A session is an episode. The agent runs as it did in training, and what it would tell its environment it tells a person,
-whose next message is what it observes. So tools keep their state, a context that is edited stays edited, and what was
-said can be saved as any other episode. `arborl serve` and `arborl chat` both talk through this class.
+A session is an episode. The agent's messages to the environment go to the user, and the user's next message is the
+observation. Tools keep their state, an edited context stays edited, and the session can be saved as an episode.
+`arborl serve` and `arborl chat` use `AgentSession`.
 """
 
 from __future__ import annotations
@@ -21,211 +21,207 @@ from arborl.envs.env import Env, Observation, Step
 from arborl.errors import EpisodeError, EpisodeOver, boundary
 from arborl.rollout.recorder import Limits, RecordedEnv, Recorder
 from arborl.rollout.runner import Cast
-from arborl.serve.source import Refused, Unavailable
+from arborl.serve.model_backend import RequestError, ServiceUnavailable
 from arborl.spans import span
 from arborl.types import Call, Episode, Message, Sampling, Stop, Task, ToolSpec
 
-FOR_EVER = 7 * 24 * 3600.0
-"""Seconds that a person may take; sessions that nobody uses are ended before."""
+USER_SECONDS = 7 * 24 * 3600.0
+"""Time limit of a user's reply; idle sessions are closed earlier."""
 
 
 @dataclass(frozen=True, slots=True)
-class Happened:
-    """Something the agent did on its way to an answer."""
-
-    message: Message
-    """What the model wrote (with its tool calls), or what a tool answered."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """What the agent answered."""
+class SessionReply:
+    """The agent's answer to one message."""
 
     content: str
-    happened: tuple[Happened, ...] = ()
-    over: str | None = None
-    """Why the agent came to no answer, where it did not: a full context, a last round. The next message begins anew."""
-    given: int = 0
-    sampled: int = 0
+    steps: tuple[Message, ...] = ()
+    """Tool calls and tool results before the answer."""
+    stop_reason: str | None = None
+    """Why the agent's run ended, such as a full context; the next message starts a new run. None if it goes on."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
 
 
-class Person(Env):
-    """Whoever talks to the agent, as its environment. The first thing said is shown as the run's own environment would
-    show it, with its system message.
+class UserEnv(Env):
+    """The user as an environment. The first message is presented as the run's environment presents a task, with its
+    system message.
 
     Args:
-        like: the run's environment.
+        run_env: the run's environment.
     """
 
     blocking = False
 
-    def __init__(self, like: Env):
-        self.like, self.alike = like, False
-        """The latter: whether it shows what a task says; else it plays a game of its own, which is not played here."""
-        self.heard: asyncio.Queue[str] = asyncio.Queue()
-        """From the person."""
-        self.said: asyncio.Queue[Message] = asyncio.Queue()
-        """To the person."""
+    def __init__(self, run_env: Env):
+        self.run_env = run_env
+        self.shows_task = False
+        """Whether `run_env` shows the task's messages. If not, it is a game of its own, which is not played here."""
+        self.from_user: asyncio.Queue[str] = asyncio.Queue()
+        self.to_user: asyncio.Queue[Message] = asyncio.Queue()
 
     async def reset(self, task: Task, seed: int) -> Observation:
-        asked, mark = await self.heard.get(), uuid.uuid4().hex
-        opened: Sequence[Message] = ()
-        with suppress(Exception):  # an environment that cannot open such a task has nothing to say to it
-            opened = (await self.like.reset(replace(task, messages=(Message("user", mark),)), seed)).messages
-        self.alike = any(mark in message.content for message in opened)
-        if self.alike:
-            return Observation(tuple(replace(one, content=one.content.replace(mark, asked)) for one in opened))
-        return Observation((*(one for one in opened if one.role == "system"), Message("user", asked)))
+        content, marker = await self.from_user.get(), uuid.uuid4().hex
+        messages: Sequence[Message] = ()
+        with suppress(Exception):  # an environment that cannot open this task contributes no messages
+            messages = (await self.run_env.reset(replace(task, messages=(Message("user", marker),)), seed)).messages
+        self.shows_task = any(marker in message.content for message in messages)
+        if self.shows_task:
+            return Observation(tuple(replace(one, content=one.content.replace(marker, content)) for one in messages))
+        return Observation((*(one for one in messages if one.role == "system"), Message("user", content)))
 
     async def step(self, action: Message) -> Step:
-        self.said.put_nowait(action)
-        return Step(Observation((Message("user", await self.heard.get()),)))
+        self.to_user.put_nowait(action)
+        return Step(Observation((Message("user", await self.from_user.get()),)))
 
     async def close(self) -> None:
-        await self.like.close()
+        await self.run_env.close()
 
     def __getattr__(self, name: str) -> Any:
-        """What tools may look for in the run's environment (`document`)."""
-        if not self.__dict__.get("alike"):
+        """Attributes of the run's environment that tools read, such as `document`."""
+        if not self.__dict__.get("shows_task"):
             raise AttributeError(name)
-        return getattr(self.__dict__["like"], name)
+        return getattr(self.__dict__["run_env"], name)
 
 
-class Watched(Recorder):
-    """The model, with somebody who looks on."""
+class ObservedRecorder(Recorder):
+    """A recorder that reports tool calls and tool results to a callback."""
 
-    watch: Callable[[Happened], None] = staticmethod(lambda happened: None)
+    on_step: Callable[[Message], None] = staticmethod(lambda message: None)
 
     async def call(
         self,
         messages: Sequence[Message | Mapping[str, Any]],
         tools: Sequence[ToolSpec | Mapping[str, Any]] = (),
-        **more: Any,
+        **options: Any,
     ) -> Call:
-        for answer in _since_last_word(messages):
-            self.watch(Happened(answer))
-        call = await super().call(messages, tools, **more)
+        for result in _last_tool_results(messages):
+            self.on_step(result)
+        call = await super().call(messages, tools, **options)
         if call.reply is not None and call.reply.tool_calls:
-            self.watch(Happened(call.reply))
+            self.on_step(call.reply)
         return call
 
 
-def _since_last_word(messages: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
-    """What tools have answered since the model last spoke."""
-    found: list[Message] = []
+def _last_tool_results(messages: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
+    """Tool results since the last message of the model."""
+    results: list[Message] = []
     for message in reversed(messages):
         if not isinstance(message, Message) or message.role != "tool":
             break
-        found.insert(0, message)
-    return found
+        results.insert(0, message)
+    return results
 
 
 @dataclass(frozen=True, slots=True)
-class Company:
-    """Who can be talked to, and with which model."""
+class ServedAgents:
+    """The agents of a run and the model that they use."""
 
     engine: Engine
     renderer: Renderer
     cast: Cast
     sampling: Sampling
     limits: Limits
-    agents: tuple[str, ...]
-    """Their names; the first is the run's."""
+    names: tuple[str, ...]
+    """Agent names; the first is the run's default."""
 
 
 class AgentSession:
     """A conversation with an agent.
 
     Example:
-        session = AgentSession(company, fields={"document_content": text})
-        reply = await session.say("What is the trade of the keeper?")
+        session = AgentSession(agents, fields={"document_content": text})
+        reply = await session.send("What is the trade of the keeper?")
 
     Args:
-        company: who can be talked to.
-        agent: which of them; the run's by default.
-        fields: what tasks had as columns.
-        seed: of all chance in it.
-        temperature: of sampling; as in `company` by default.
-        watch: told what the agent does, as it happens.
+        agents: the run's agents.
+        agent: name of one of them; default: the first.
+        fields: task fields.
+        seed: seed of sampling and environment.
+        temperature: default: that of `agents`.
+        on_step: called with tool calls and tool results as they happen.
     """
 
     def __init__(
         self,
-        company: Company,
+        agents: ServedAgents,
         agent: str | None = None,
         fields: Mapping[str, Any] | None = None,
         seed: int = 0,
         temperature: float | None = None,
-        watch: Callable[[Happened], None] = lambda happened: None,
+        on_step: Callable[[Message], None] = lambda message: None,
     ):
-        self.company, self.fields, self.seed, self.watch = company, dict(fields or {}), seed, watch
-        self.agent = agent or company.agents[0]
-        self.sampling = company.sampling if temperature is None else replace(company.sampling, temperature=temperature)
+        self.agents, self.fields, self.seed, self.on_step = agents, dict(fields or {}), seed, on_step
+        self.agent = agent or agents.names[0]
+        self.sampling = agents.sampling if temperature is None else replace(agents.sampling, temperature=temperature)
         self.id = uuid.uuid4().hex
-        self.used = time.monotonic()
+        self.last_used = time.monotonic()
         self.episodes: list[Episode] = []
-        """One for each time the agent began anew."""
-        self.busy = False
-        self._person: Person | None = None
+        """One for each run of the agent."""
+        self.is_busy = False
+        self._user: UserEnv | None = None
         self._run: asyncio.Task[None] | None = None
-        self._happened: list[Happened] = []
+        self._steps: list[Message] = []
 
     @property
     def tools(self) -> tuple[ToolSpec, ...]:
-        """What the agent may call."""
-        agent = self.company.cast.agent(self._task())
-        box = getattr(agent, "toolbox", None)
-        return tuple(box.specs) if box is not None else tuple(getattr(agent, "specs", ()))
+        """The agent's tools."""
+        agent = self.agents.cast.agent(self._task())
+        toolbox = getattr(agent, "toolbox", None)
+        return tuple(toolbox.specs) if toolbox is not None else tuple(getattr(agent, "specs", ()))
 
-    async def say(self, content: str) -> Reply:
-        """Say something, and wait for the answer. Given up, it ends the agent's run: it would be half-way."""
-        if self.busy:
-            raise Refused("the agent is still answering; one message at a time", code="busy", status=409)
-        self.busy, self.used = True, time.monotonic()
+    def check_idle(self) -> None:
+        if self.is_busy:
+            raise RequestError("the agent is still answering; send one message at a time", code="busy", status=409)
+
+    async def send(self, content: str) -> SessionReply:
+        """Send a message and wait for the answer. Cancelling it ends the agent's run."""
+        self.check_idle()
+        self.is_busy, self.last_used = True, time.monotonic()
         try:
-            reply = await self._answer(content) if self._run is not None and not self._run.done() else None
-            if reply is None:  # the agent had given its last answer, and did not go on
-                self._begin()
-                reply = await self._answer(content)
-            return reply or Reply("", over=self.episodes[-1].stop.value)
+            is_running = self._run is not None and not self._run.done()
+            reply = await self._reply(content) if is_running else None
+            if reply is None:  # the agent ended after its last answer
+                self._start()
+                reply = await self._reply(content)
+            return reply or SessionReply("", stop_reason=self.episodes[-1].stop.value)
         except BaseException:
             await self.end()
             raise
         finally:
-            self.busy, self.used = False, time.monotonic()
+            self.is_busy, self.last_used = False, time.monotonic()
 
     async def end(self) -> None:
-        """End the agent's run; what it said stays."""
+        """End the agent's run; its episodes stay."""
         if self._run is not None:
             self._run.cancel()
             await asyncio.wait([self._run])
             self._run = None
 
     def _task(self) -> Task:
-        named = None if self.agent == self.company.agents[0] else self.agent
-        return Task(f"session-{self.id}", fields=self.fields, agent=named, seed=self.seed)
+        agent = None if self.agent == self.agents.names[0] else self.agent
+        return Task(f"session-{self.id}", fields=self.fields, agent=agent, seed=self.seed)
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
         task = self._task()
         episode = Episode(f"{task.id}#{len(self.episodes)}", task, self.seed)
         self.episodes.append(episode)
-        self._person = Person(self.company.cast.env(task))
-        self._run = asyncio.create_task(self._play(episode, self._person))
+        self._user = UserEnv(self.agents.cast.env(task))
+        self._run = asyncio.create_task(self._play(episode, self._user))
 
-    async def _play(self, episode: Episode, person: Person) -> None:
-        """The agent's own loop, as a rollout runs it."""
-        company, task = self.company, episode.task
-        usual = company.cast.limits(task, company.limits) if company.cast.limits else company.limits
-        limits = replace(usual, max_turns=10**6, step_seconds=FOR_EVER)  # these are a person's, and no task's
-        env = RecordedEnv(person, "person", limits, episode)
-        model = Watched(company.engine, company.renderer, self.sampling, limits, episode)
-        model.watch = self._tell  # type: ignore[method-assign]
+    async def _play(self, episode: Episode, user: UserEnv) -> None:
+        """Run the agent as a rollout does."""
+        agents, task = self.agents, episode.task
+        limits = agents.cast.limits(task, agents.limits) if agents.cast.limits else agents.limits
+        limits = replace(limits, max_turns=10**6, step_seconds=USER_SECONDS)
+        env = RecordedEnv(user, "user", limits, episode)
+        model = ObservedRecorder(agents.engine, agents.renderer, self.sampling, limits, episode)
+        model.on_step = self._add_step  # type: ignore[method-assign]
         try:
             with span("arborl.session", inside_arborl__episode=episode.id):
                 async with boundary(f"agent {self.agent}"):
                     try:
                         with closing(model):
-                            await company.cast.agent(task).run(task, env, model)
+                            await agents.cast.agent(task).run(task, env, model)
                     except EpisodeOver as over:
                         episode.stop = Stop(over.stop)
                     finally:
@@ -233,94 +229,95 @@ class AgentSession:
         except EpisodeError as error:
             episode.fail(error)
 
-    def _tell(self, happened: Happened) -> None:
-        self._happened.append(happened)
-        self.watch(happened)
+    def _add_step(self, message: Message) -> None:
+        self._steps.append(message)
+        self.on_step(message)
 
-    async def _answer(self, content: str) -> Reply | None:
-        """None where the agent is done without having asked the model or said anything."""
+    async def _reply(self, content: str) -> SessionReply | None:
+        """The answer; None if the agent ended without a model call and without an answer."""
         assert self._run is not None
-        assert self._person is not None
-        episode, person, self._happened = self.episodes[-1], self._person, []
-        calls = len(episode.calls)
-        person.heard.put_nowait(content)
-        said = asyncio.create_task(person.said.get())
+        assert self._user is not None
+        episode, user, self._steps = self.episodes[-1], self._user, []
+        num_calls = len(episode.calls)
+        user.from_user.put_nowait(content)
+        answer = asyncio.create_task(user.to_user.get())
         try:
-            await asyncio.wait([said, self._run], return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.sleep(0)  # an agent that ends with its answer does so now
+            await asyncio.wait([answer, self._run], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.sleep(0)  # an agent that ends with its answer ends now
         finally:
-            if not said.done():
-                said.cancel()
-                await asyncio.wait([said])
+            if not answer.done():
+                answer.cancel()
+                await asyncio.wait([answer])
         if episode.failure is not None:
-            raise Unavailable(f"the agent failed: {episode.failure}", status=500, code="agent_error")
-        new = episode.calls[calls:]
-        over = episode.stop.value if self._run.done() else None
-        if over and not new and said.cancelled():
+            raise ServiceUnavailable(f"the agent failed: {episode.failure}", status=500, code="agent_error")
+        calls = episode.calls[num_calls:]
+        stop_reason = episode.stop.value if self._run.done() else None
+        if stop_reason and not calls and answer.cancelled():
             return None
-        text = "" if said.cancelled() else said.result().content
-        sampled = sum(len(call.completion.tokens) for call in new)
-        return Reply(text, tuple(self._happened), over, sum(len(call.prompt) for call in new), sampled)
+        text = "" if answer.cancelled() else answer.result().content
+        num_sampled = sum(len(call.completion.tokens) for call in calls)
+        num_prompt = sum(len(call.prompt) for call in calls)
+        return SessionReply(text, tuple(self._steps), stop_reason, num_prompt, num_sampled)
 
 
 @dataclass(slots=True)
-class Sessions:
-    """The sessions of a server: so many, each for as long as it is used. A session belongs to the key that began it;
-    other keys cannot find it."""
+class SessionStore:
+    """The open sessions of a server. A session is visible only to the API key that created it."""
 
-    company: Company
-    most: int = 256
-    idle: float = 3600.0
-    """Seconds after which one that was not used is ended."""
-    keys: int = 1
-    """API keys that share them. None may have more than its share, so none can take those of another."""
+    agents: ServedAgents
+    max_sessions: int = 256
+    idle_seconds: float = 3600.0
+    """Unused sessions are closed after this time."""
+    num_keys: int = 1
+    """API keys that share the sessions. Each has an equal share, so that no key can exhaust those of another."""
     _open: dict[tuple[str, str], AgentSession] = field(default_factory=dict)
-    """By the name of the key and the session's id."""
+    """By key name and session id."""
 
     def __len__(self) -> int:
         return len(self._open)
 
     @property
-    def share(self) -> int:
-        """Sessions that one key may have."""
-        return max(1, self.most // self.keys)
+    def max_per_key(self) -> int:
+        return max(1, self.max_sessions // self.num_keys)
 
-    async def open(self, agent: str, key: str, **more: Any) -> AgentSession:
-        self.check(agent)
-        await self._forget()
-        if len(self._open) >= self.most:
-            raise Unavailable(f"{self.most} sessions are open", 10.0, 429, "too_many_sessions")
-        if sum(owner == key for owner, _ in self._open) >= self.share:
-            told = f"{self.share} sessions of this key are open, which is its share of {self.most}"
-            raise Unavailable(told, 10.0, 429, "too_many_sessions")
-        made = AgentSession(self.company, agent, **more)
-        self._open[key, made.id] = made
-        return made
+    async def open(self, agent: str, key: str, **options: Any) -> AgentSession:
+        self.check_agent(agent)
+        await self._close_idle()
+        message = None
+        if len(self._open) >= self.max_sessions:
+            message = f"{self.max_sessions} sessions are open"
+        elif sum(owner == key for owner, _ in self._open) >= self.max_per_key:
+            message = f"{self.max_per_key} sessions of this key are open, its share of {self.max_sessions}"
+        if message is not None:
+            raise ServiceUnavailable(message, 10.0, 429, "too_many_sessions")
+        session = AgentSession(self.agents, agent, **options)
+        self._open[key, session.id] = session
+        return session
 
-    def check(self, agent: str) -> None:
-        if agent not in self.company.agents:
-            known = ", ".join(self.company.agents)
-            raise Refused(f"no agent is called {agent!r} here; there is: {known}", "name", "agent_not_found", 404)
+    def check_agent(self, agent: str) -> None:
+        if agent not in self.agents.names:
+            known = ", ".join(self.agents.names)
+            raise RequestError(f"unknown agent {agent!r}; known: {known}", "name", "agent_not_found", 404)
 
-    def find(self, agent: str, key: str, name: str) -> AgentSession:
-        self.check(agent)
-        found = self._open.get((key, name))
-        if found is None or found.agent != agent:
-            raise Refused("no such session: it was ended, or never begun", "id", "session_not_found", 404)
-        return found
+    def find(self, agent: str, key: str, id: str) -> AgentSession:
+        self.check_agent(agent)
+        session = self._open.get((key, id))
+        if session is None or session.agent != agent:
+            raise RequestError("unknown session, or it has ended", "id", "session_not_found", 404)
+        return session
 
-    async def end(self, agent: str, key: str, name: str) -> None:
-        await self.find(agent, key, name).end()
-        self._open.pop((key, name), None)
+    async def end(self, agent: str, key: str, id: str) -> None:
+        await self.find(agent, key, id).end()
+        self._open.pop((key, id), None)
 
     async def close(self) -> None:
         for session in list(self._open.values()):
             await session.end()
         self._open.clear()
 
-    async def _forget(self) -> None:
+    async def _close_idle(self) -> None:
         now = time.monotonic()
-        for place, session in list(self._open.items()):
-            if not session.busy and now - session.used > self.idle:
+        for key, session in list(self._open.items()):
+            if not session.is_busy and now - session.last_used > self.idle_seconds:
                 await session.end()
-                self._open.pop(place, None)
+                self._open.pop(key, None)

@@ -1,0 +1,237 @@
+"""Commands that read runs, models and other systems' files: view, report, compare, doctor, export, convert."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import webbrowser
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from arborl.cli.arguments import AsJson, LogLevel, Trust, argument, one_path, option, split_settings
+from arborl.errors import ConfigError, writing
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from arborl.doctor.finding import Finding
+
+VIEW_PORT = 7007
+DTYPES = ("float32", "bfloat16", "float16")
+Folder = Annotated[
+    Path | None, typer.Argument(metavar="RUNS_DIR", help="A folder of runs, or one run.", show_default="runs")
+]
+Port = Annotated[
+    int | None,
+    typer.Option(min=0, max=65535, help="TCP port; 0 for any free one.", show_default=f"{VIEW_PORT}, or any free"),
+]
+
+
+def view(
+    runs_dir: Folder = None,
+    port: Port = None,
+    no_browser: Annotated[bool, typer.Option("--no-browser", help="Print the address only.")] = False,
+) -> None:
+    """Show runs in a browser. Charts, episodes, tokens and trees, also while a run trains. For this machine only."""
+    root = runs_dir or Path("runs")
+    if not root.is_dir():
+        raise ConfigError(f"{root}: no such folder. Write arborl view RUNS_DIR: a folder of runs, or a run.")
+    try:
+        from arborl.view.web.serve import Viewer, free_port
+    except ImportError as error:
+        raise ConfigError(f"arborl view needs {error.name}: pip install 'arborl[serve]'") from error
+
+    def on_start(url: str) -> None:
+        typer.echo(f"arborl: {root} at {url} (Ctrl-C stops it)", err=True)
+        if not no_browser:
+            Thread(target=webbrowser.open, args=(url,), daemon=True).start()
+
+    Viewer(root, free_port(VIEW_PORT if port is None else port, port is not None), on_start).run()
+
+
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    out: Annotated[
+        Path | None, typer.Option(help="File to write.", show_default="report.html in the run folder")
+    ] = None,
+) -> None:
+    """Write an HTML report of a run. One self-contained file, also while the run trains."""
+    from tempfile import TemporaryDirectory
+
+    from arborl.view.report import write_report
+    from arborl.view.web.words import decoder_of
+
+    if not any(os.path.lexists(run / name) for name in ("config.yaml", "metrics.jsonl")):
+        raise ConfigError(f"{run}: contains no run. Write arborl report RUN: a folder with config.yaml, metrics.jsonl.")
+    path = out or run / "report.html"
+    with writing(path), TemporaryDirectory() as folder:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pictures = Path(folder) if out is not None else None
+        typer.echo(write_report(run, decoder_of(run), out=path, pictures=pictures))
+
+
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN …", help="Run folders.")],
+    out: Annotated[Path, typer.Option(help="File to write.")] = Path("compare.html"),
+) -> None:
+    """Write an HTML page that compares runs. Seeds of one configuration are pooled, with intervals."""
+    from arborl.view.comparison import write_comparison
+
+    if len(runs) < 2:
+        raise ConfigError("compare needs two runs. Write arborl compare RUN RUN …, or arborl report RUN.")
+    with writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        typer.echo(write_comparison(runs, out))
+
+
+# ------------------------------------------------------------------------------------------------ doctor
+
+
+def doctor(
+    arguments: Annotated[list[str] | None, argument("RUN a.b=c", "A run folder; or settings to check.")] = None,
+    model: Annotated[str, option(metavar="PATH", help="A model, a checkpoint or a run to check.")] = "",
+    config: Annotated[Path | None, option(metavar="FILE", help="The YAML file of its training.")] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit code 1 for warnings too.")] = False,
+    as_json: AsJson = False,
+    log_level: LogLevel = None,
+) -> None:
+    """Check the installation, a run, or a model before training. Exit code 1 if a check fails."""
+    findings = find_problems(arguments or (), model, config)
+    if as_json:
+        typer.echo(json.dumps([finding.as_json() for finding in findings], indent=2))
+    else:
+        from rich.console import Console
+
+        console = Console()
+        console.print(findings_table(findings))
+        console.print(findings_summary(findings), highlight=False, soft_wrap=True)
+    bad = ("fail", "warn") if strict else ("fail",)
+    if any(finding.state in bad for finding in findings):
+        raise typer.Exit(1)
+
+
+def find_problems(arguments: Sequence[str], model: str, config: Path | None) -> list[Finding]:
+    """Findings about a run; about a model or settings; or, without arguments, about the installation."""
+    paths, settings = split_settings(arguments)
+    path = one_path(paths, "run")
+    if path is not None and path.endswith(".yaml") and config is None:
+        config, path = Path(path), None
+    if path is not None and (model or config or settings):
+        raise ConfigError(f"{path!r} is a run. Leave --model, --config and settings out.")
+    if path is not None:
+        from arborl.doctor.run import examine_run
+
+        if not Path(path).is_dir():
+            raise ConfigError(f"{path!r}: no such folder. Write a run folder, or --model {path}.")
+        return examine_run(Path(path))
+    if not (model or config or settings):
+        from arborl.doctor.installation import examine_installation
+
+        return examine_installation()
+    from arborl.cli.env_commands import model_folder
+    from arborl.config.load import load
+    from arborl.doctor.model import examine_model
+
+    return examine_model(load(config, [*settings, *([f"model.name={model_folder(model)}"] if model else [])]))
+
+
+def findings_table(findings: Sequence[Finding]) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    colors = {"ok": "green", "warn": "yellow", "fail": "red"}
+    table = Table("check", "", box=box.SIMPLE)
+    table.add_column("found", overflow="fold")
+    table.add_column("what to do", overflow="fold")
+    for finding in findings:
+        detail = "\n".join([finding.detail, *(f"· {text}" for text in finding.evidence)])
+        state = Text(finding.state, style=colors[finding.state])
+        table.add_row(finding.name, state, Text(detail), Text(finding.advice))
+    return table
+
+
+def findings_summary(findings: Sequence[Finding]) -> str:
+    failed, warned = (sum(finding.state == state for finding in findings) for state in ("fail", "warn"))
+    if not failed and not warned:
+        return "No problems found."
+    return f"{failed} failed, {warned} warnings. Explanations: docs/doctor.md."
+
+
+# ------------------------------------------------------------------------------------------------ export, convert
+
+
+def export(
+    arguments: Annotated[list[str] | None, argument("PATH", "A run, a checkpoint, a model or adapters.")] = None,
+    out: Annotated[Path | None, option(help="Folder to create.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Data type of the weights: float32, bfloat16, float16.")] = None,
+    as_json: AsJson = False,
+    trust: Trust = False,
+) -> None:
+    """Write a policy as a Hugging Face model folder. Adapters are merged, log-probabilities verified, a card added."""
+    paths, settings = split_settings(arguments)
+    path = one_path(paths, "model to export")
+    if path is None or out is None:
+        raise ConfigError("path or --out is missing. Write arborl export PATH --out FOLDER.")
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"--dtype {dtype}: must be one of {', '.join(DTYPES)}.")
+    from arborl.api.export import export as write
+
+    result = write(path, out, tuple(settings), dtype, trust)
+    if as_json:
+        typer.echo(json.dumps(asdict(result) | {"folder": str(result.folder)}))
+        return
+    merged = "adapters merged, " if result.merged else ""
+    gap = f"log-probabilities of {result.tokens} tokens differ by at most {result.max_gap:.1e}"
+    typer.echo(f"wrote {out}: {merged}{gap}.")
+
+
+def convert(
+    system: Annotated[str, typer.Argument(help="verl, agentfly or roll")],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Scripts, override lists or YAML; later win.")],
+    out: Annotated[Path | None, option(help="File to write.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print report and configuration as JSON.")] = False,
+    use: Annotated[
+        list[str] | None, typer.Option(metavar="THEIRS=OURS", help="Part for a name of theirs; may be repeated.")
+    ] = None,
+) -> None:
+    """Convert a script of verl, AgentFly or ROLL. Writes a configuration and reports on every key."""
+    from arborl.build import check
+    from arborl.config.base import validate
+    from arborl.config.run import RunConfig
+    from arborl.convert import convert as read
+    from arborl.convert.report import as_yaml, rows
+
+    draft = read(system, files, _parse_pairs(use or ()))
+    tree = draft.tree()
+    check(validate(RunConfig, tree))
+    text = as_yaml(tree)
+    if out is not None:
+        with writing(out):
+            names = ", ".join(file.name for file in files)
+            out.write_text(f"# Converted from {names} ({system}).\n{text}", encoding="utf-8")
+    if as_json:
+        data = {"system": system, "files": [str(file) for file in files], "lines": rows(draft.lines), "config": tree}
+        typer.echo(json.dumps(data, ensure_ascii=False, indent=2, default=str))
+        return
+    typer.echo(draft.report(shutil.get_terminal_size((140, 40)).columns), err=out is None)
+    if out is None:
+        typer.echo(text, nl=False)
+    else:
+        typer.echo(f"wrote {out}. Check it: arborl train {out} --print   Train: arborl train {out}")
+
+
+def _parse_pairs(texts: Sequence[str]) -> dict[str, str]:
+    pairs = {}
+    for text in texts:
+        theirs, equals, ours = text.partition("=")
+        if not (theirs and equals and ours):
+            raise ConfigError(f"--use {text}: write THEIRS=OURS, as in --use ifeval=my_package.rewards:ifeval.")
+        pairs[theirs] = ours
+    return pairs

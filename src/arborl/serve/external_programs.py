@@ -1,0 +1,247 @@
+"""External programs that play episodes: a process per task, a Python function, or an HTTP service.
+
+`play` returns the answer of the program, or None if it gives none. A program that fails raises an exception.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import shlex
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from arborl.agents.agent import is_async
+from arborl.errors import queued
+from arborl.registry import load
+from arborl.serve.episode_server import ExternalEpisode
+from arborl.tools import guard
+from arborl.tools.http import Connections
+from arborl.tools.threads import in_thread
+
+MAX_OUTPUT_BYTES = 2**20
+"""Output of a process."""
+MAX_TASK_BYTES = 100_000
+"""Size of the variable ARBORL_TASK; Linux accepts 128 KiB."""
+DRAIN_SECONDS = 1.0
+"""Time to read the output after the process tree has ended: a process outside the tree may hold the pipe open."""
+KILL_SECONDS = 15.0
+"""Time for the guard process to end the process tree before it is killed."""
+API_KEY = "arborl"
+"""Clients need some key; the URL identifies the episode."""
+NAMED_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+FUNCTION_ARGUMENTS = ("question", "messages", "fields", "task", "base_url", "api_key")
+
+
+class ProgramError(RuntimeError):
+    """An external program failed."""
+
+
+class ExternalProgram(Protocol):
+    name: str
+
+    async def play(self, episode: ExternalEpisode, url: str) -> str | None:
+        """Play the episode at this URL; returns the program's answer."""
+        ...
+
+
+class CommandProgram:
+    """A process per task. It reads the question from standard input and the URL from its environment, and prints its
+    answer. The process and its children are ended with the episode.
+
+    Args:
+        words: the program and its arguments.
+        max_processes: processes at once; further episodes wait, and their clocks stop meanwhile.
+    """
+
+    def __init__(self, words: Sequence[str], max_processes: int):
+        if isinstance(words, str) or not words or not all(isinstance(word, str) for word in words):
+            raise ValueError(f"command: write a list of words such as [python, script.py], not {words!r}")
+        if shutil.which(words[0], path=_path()) is None:
+            raise ValueError(f"command: program {words[0]!r} not found")
+        self.words = list(words)
+        self.name = shlex.join(Path(word).name if word.startswith("/") else word for word in words)
+        self.max_processes = max_processes
+
+    async def play(self, episode: ExternalEpisode, url: str) -> str | None:
+        assert episode.server is not None
+        slots = episode.server.process_slots(self.max_processes)
+        with queued():
+            await slots.acquire()
+        try:
+            return await self._run(episode.question, self._environment(episode, url))
+        finally:
+            slots.release()
+
+    async def _run(self, question: str, environment: Mapping[str, str]) -> str | None:
+        command = [sys.executable, "-I", "-S", str(Path(guard.__file__)), *self.words]
+        pipe = asyncio.subprocess.PIPE
+        async with output_pipe() as (reader, write_end):
+            child = await asyncio.create_subprocess_exec(
+                *command, stdin=pipe, stdout=write_end, stderr=pipe, env=environment, start_new_session=True
+            )
+            os.close(write_end)
+            output = bytearray()
+            reading = asyncio.create_task(_read(reader, output, child))
+            try:
+                assert child.stdin is not None
+                assert child.stderr is not None
+                child.stdin.write(question.encode("utf-8", "replace"))
+                child.stdin.close()
+                errors = await child.stderr.read()  # only the guard holds this pipe: it closes when the guard ends
+                await asyncio.wait([reading], timeout=DRAIN_SECONDS)
+            finally:
+                reading.cancel()
+                await _end(child)
+        if len(output) > MAX_OUTPUT_BYTES:
+            raise ProgramError(f"it printed more than {MAX_OUTPUT_BYTES:,} bytes; print only the answer")
+        if errors:  # written by the guard after a failure
+            *details, reason = errors.decode(errors="replace").strip().split("\n")
+            raise ProgramError("\n".join([reason, *details]))
+        return output.decode(errors="replace").strip() or None
+
+    def _environment(self, episode: ExternalEpisode, url: str) -> dict[str, str]:
+        task = json.dumps(episode.task_object())
+        variables = {
+            "OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_BASE": f"{url}/v1", "OPENAI_API_KEY": API_KEY,
+            "ARBORL_EPISODE_URL": url, "PATH": _path(),
+            "ARBORL_TASK": task if len(task) <= MAX_TASK_BYTES else json.dumps({"id": episode.task.id, "url": url}),
+        }  # fmt: skip
+        hosts = [os.environ.get("NO_PROXY") or os.environ.get("no_proxy") or "", urlsplit(url).hostname or ""]
+        return {**os.environ, **variables, **dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(filter(None, hosts)))}
+
+
+class FunctionProgram:
+    """A Python function, which runs in a thread and returns its answer. Async functions share one thread. Its
+    parameters are some of `FUNCTION_ARGUMENTS`.
+
+    Args:
+        path: `package.module:function`.
+    """
+
+    def __init__(self, path: str):
+        self.name, self.function = path, load(path, "program")
+        if not callable(self.function):
+            raise ValueError(f"call: {path!r} is a {type(self.function).__name__}, not a function")
+        parameters = inspect.signature(self.function).parameters.values()
+        required = [one for one in parameters if one.default is one.empty and one.kind in NAMED_KINDS]
+        if unknown := [one.name for one in required if one.name not in FUNCTION_ARGUMENTS]:
+            known = ", ".join(FUNCTION_ARGUMENTS)
+            raise ValueError(f"call: {path!r} has the parameter {unknown[0]!r}; available: {known}")
+        self.parameters = [one.name for one in parameters if one.name in FUNCTION_ARGUMENTS]
+
+    async def play(self, episode: ExternalEpisode, url: str) -> str | None:
+        task = episode.task_object()
+        available = {**task, "task": task, "base_url": f"{url}/v1", "api_key": API_KEY}
+        call = partial(self.function, **{name: available[name] for name in self.parameters})
+        if is_async(self.function):
+            loop = program_loop(os.getpid())
+            answer = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_await_call(call), loop))
+        else:
+            answer = await in_thread(call, f"program {self.name!r}", episode.model.limits.episode_seconds)
+        return None if answer is None else str(answer)
+
+
+class HttpProgram:
+    """A running service, which receives each task as a POST. It replies with `{"answer": …}` at the end; or with status
+    202 at once, and posts its reward at the end.
+
+    Args:
+        url: address of the service.
+    """
+
+    def __init__(self, url: str):
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
+            raise ValueError(f"url: {url!r} is not a valid address. Write http://HOST:PORT/PATH")
+        self.url, self.name = url, url.replace(f"{parts.username}:{parts.password}@", "")
+
+    async def play(self, episode: ExternalEpisode, url: str) -> str | None:
+        body = {"task": episode.task_object(), "base_url": f"{url}/v1", "api_key": API_KEY, "episode_url": url}
+        response = await Connections(self.url, {"Connection": "close"}).request("POST", "", json.dumps(body).encode())
+        if response.status == 202:
+            await episode.rewarded.wait()
+            return None
+        if response.status not in (200, 204):
+            text = response.body[:2000].decode(errors="replace")
+            raise ProgramError(f"it responded with status {response.status}: {text}")
+        try:
+            answer = json.loads(response.body or b"{}").get("answer")
+        except (ValueError, AttributeError) as error:
+            raise ProgramError(f'its response is not {{"answer": "…"}}: {response.body[:200]!r}') from error
+        return None if answer is None else str(answer)
+
+
+@cache
+def program_loop(process_id: int) -> asyncio.AbstractEventLoop:
+    """The event loop of async programs, in its own thread, so that a blocking program does not block the run. It is
+    never closed, because libraries keep connections that belong to it."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="arborl-programs", daemon=True).start()
+    return loop
+
+
+async def _await_call(call: Callable[[], Awaitable[Any]]) -> Any:
+    try:
+        return await call()
+    except SystemExit as error:  # would end the event loop of all programs
+        raise ProgramError(f"SystemExit: {error}") from error
+
+
+def _path() -> str:
+    """PATH with this interpreter first, so that `python` is the same one."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+
+
+@asynccontextmanager
+async def output_pipe() -> AsyncIterator[tuple[asyncio.StreamReader, int]]:
+    """A pipe for the output of a process: a reader, and the descriptor to write to, which the caller closes.
+
+    It is not a pipe of asyncio's subprocess: asyncio reports the end of a process only after those are closed.
+    """
+    read_end, write_end = os.pipe()
+    reader = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_end, "rb", 0)
+    )
+    try:
+        yield reader, write_end
+    finally:
+        transport.close()
+
+
+async def _read(reader: asyncio.StreamReader, output: bytearray, child: asyncio.subprocess.Process) -> None:
+    """Collect the output of a process; end a process that prints too much."""
+    while data := await reader.read(2**16):
+        if len(output) > MAX_OUTPUT_BYTES:
+            continue
+        output += data
+        if len(output) > MAX_OUTPUT_BYTES:
+            _signal(child, signal.SIGTERM)
+
+
+async def _end(child: asyncio.subprocess.Process) -> None:
+    """End the guard, the program and its children. A second cancellation does not interrupt this."""
+    _signal(child, signal.SIGTERM)
+    deadline = time.monotonic() + KILL_SECONDS
+    while child.returncode is None:
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(0.002)
+        if time.monotonic() > deadline:
+            _signal(child, signal.SIGKILL)
+
+
+def _signal(child: asyncio.subprocess.Process, number: int) -> None:
+    with suppress(ProcessLookupError):
+        child.send_signal(number)

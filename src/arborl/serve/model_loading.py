@@ -1,0 +1,156 @@
+"""Load a run, a checkpoint, a model folder, adapters or a model name for serving; follow a run's checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from arborl import checkpoint
+from arborl.api.located import located
+from arborl.build import Served, build_served
+from arborl.checkpoint import any_of
+from arborl.config.load import load
+from arborl.config.run import EnvConfig, RunConfig
+from arborl.config.trust import load_run
+from arborl.errors import ArborError, ConfigError
+from arborl.models.find import described, resolve
+from arborl.registry import short
+from arborl.serve.engine_backend import EngineBackend, EngineThread
+from arborl.serve.sessions import ServedAgents
+
+log = logging.getLogger(__name__)
+
+MAX_CONTEXT = 4096
+"""Default context of a model without a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model and its agents."""
+
+    served: Served
+    engine: EngineThread
+    backend: EngineBackend
+    agents: ServedAgents
+
+    async def close(self) -> None:
+        await self.engine.close()
+        await self.served.tools.close()
+
+
+def load_for_serving(
+    path: str,
+    settings: Sequence[str] = (),
+    trust: bool = False,
+    name: str | None = None,
+    allow_untrained: bool = False,
+) -> LoadedModel:
+    """Load a model and start its engine.
+
+    Args:
+        path: run folder, checkpoint, model folder, adapters, or model name.
+        settings: overrides of the run's settings, as on a command line.
+        trust: import code that a run folder of another user names.
+        name: model name for clients; default: the name of the folder or model.
+        allow_untrained: for a run without a checkpoint, load its initial model.
+    """
+    folder = Path(path)
+    step = 0
+    if allow_untrained and (folder / "config.yaml").exists() and not any_of(folder / "checkpoints"):
+        config = load_run(folder / "config.yaml", settings, trust)
+    else:
+        found = located(path, settings, trust)
+        config = found.config if found.run is not None else default_config(path, settings)
+        model = config.model.model_copy(update={"name": str(found.model)})
+        config, step = config.model_copy(update={"model": model}), found.step
+    served = build_served(config)
+    engine = EngineThread(served.engine)
+    engine.prepare(step, served.sampling)
+    vocab_size, max_context = served.model.config.vocab_size, config.sampling.max_context
+    backend = EngineBackend(
+        engine, served.renderer, vocab_size, name or folder.resolve().name, max_context, served.sampling
+    )
+    backend.version = step
+    names = (short(config.agent.name), *config.data.agents)
+    agents = ServedAgents(engine, served.renderer, served.cast, served.sampling, served.limits, names)
+    return LoadedModel(served, engine, backend, agents)
+
+
+def default_config(name: str, settings: Sequence[str]) -> RunConfig:
+    """The configuration of a model without a run: single questions, up to `MAX_CONTEXT` tokens."""
+    max_context = min(int(described(resolve(name)).get("max_position_embeddings") or MAX_CONTEXT), MAX_CONTEXT)
+    config = load(None, [f"sampling.max_context={max_context}", *settings])
+    if not any(text.startswith("sampling.max_tokens") for text in settings):
+        max_tokens = min(1024, config.sampling.max_context // 2)
+        config = config.model_copy(update={"sampling": config.sampling.model_copy(update={"max_tokens": max_tokens})})
+    if any(text.startswith("env") for text in settings):
+        return config
+    return config.model_copy(update={"env": EnvConfig(name="question")})  # needs no data outside of training
+
+
+def checkpoints_dir(run: str) -> Path:
+    """The checkpoint folder of a run."""
+    if not (Path(run) / "config.yaml").exists():
+        raise ConfigError(f"--follow {run}: contains no config.yaml. Write the folder of a run.")
+    return Path(run) / "checkpoints"
+
+
+class CheckpointFollower:
+    """Loads each new checkpoint of a run as soon as it is complete. Running requests continue with the new weights.
+
+    Args:
+        backend: the served model.
+        root: checkpoint folder of the run.
+        read: reads the weights of a model folder.
+        seconds: interval between checks.
+    """
+
+    def __init__(
+        self, backend: EngineBackend, root: Path, read: Callable[[Path], Mapping[str, Any]], seconds: float = 2.0
+    ):
+        self.backend, self.root, self.read, self.seconds = backend, root, read, seconds
+        self._unusable: set[tuple[Path, float]] = set()
+        """Path and modification time of checkpoints that failed to load; each is logged once."""
+
+    @asynccontextmanager
+    async def follow(self) -> AsyncIterator[None]:
+        """Check for checkpoints while the context is open."""
+        task = asyncio.create_task(self._run())
+        try:
+            yield
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self.seconds)
+            await self.update()
+
+    async def update(self) -> bool:
+        """Load the newest checkpoint if it is newer than the served one; whether it was loaded. On an error the current
+        weights stay."""
+        newest = next(reversed(await asyncio.to_thread(checkpoint.complete, self.root)), None)
+        step = int(newest.name.removeprefix("step-")) if newest is not None else -1
+        if newest is None or step <= self.backend.version:
+            return False
+        mark = newest, 0.0
+        try:
+            mark = newest, newest.stat().st_mtime
+            if mark in self._unusable:
+                return False
+            weights = await asyncio.to_thread(self.read, newest / "model")
+            await self.backend.engine.load(weights, step)
+        except (ArborError, OSError, KeyError, RuntimeError) as error:  # pruned meanwhile, damaged, or another shape
+            self._unusable.add(mark)
+            log.warning("checkpoint %s is not loaded: %s", newest, error)
+            return False
+        self.backend.version = step
+        log.info("serving checkpoint %s", newest)
+        return True
