@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # what needs torch
     from arborl.learner.group import LearnerGroup
     from arborl.learner.learner import Learner
     from arborl.models.scalar import Origin
-    from arborl.trainer.evaluate import Measures
+    from arborl.trainer.evaluation import HeldOutEvaluator
 
 SAMPLE = (
     Message("user", "What is 12 + 30? Explain each step, then give the answer."),
@@ -68,7 +68,7 @@ class Parts:
     rewards: Rewards
     algorithm: Algorithm
     learner: Learner | LearnerGroup
-    evaluator: Measures
+    evaluator: HeldOutEvaluator
     steps: int
     """Of the whole run."""
     sandbox: Found | None
@@ -150,8 +150,8 @@ def _build(workshop: Workshop, training: bool) -> Parts:
     from arborl.learner.teacher import teacher_of
     from arborl.models.probe import check_runs
     from arborl.models.scalar import load_origin
-    from arborl.trainer.evaluate import Evaluator
-    from arborl.trainer.given_evaluation import GivenEvaluator
+    from arborl.trainer.evaluation import Evaluator
+    from arborl.trainer.offline_evaluation import OfflineEvaluator
 
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -178,8 +178,8 @@ def _build(workshop: Workshop, training: bool) -> Parts:
         settings = settings.model_copy(update={"strategy": "single", "ranks": 1})
     drawn_up = _blueprint(config, settings, sampling, algorithm.needs, steps, folder, began)
     learner = make_learner(drawn_up, model, origin, teacher, ranks_on(workshop.cluster, model))
-    evaluator: Measures = (
-        GivenEvaluator(source, rollout, algorithm, config, learner)
+    evaluator: HeldOutEvaluator = (
+        OfflineEvaluator(source, rollout, algorithm, config, learner)
         if config.data.given
         else Evaluator(source, rollout, rewards, config.evaluation, config.seed, config.rollout.val_envs)
     )

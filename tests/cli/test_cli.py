@@ -21,9 +21,9 @@ from arborl.cli.train import newest
 from arborl.config import RunConfig
 from arborl.config.base import dump_yaml
 from arborl.config.load import load
-from arborl.doctor.finding import Finding, examine
+from arborl.diagnosis.finding import Finding, run_checks
 from arborl.errors import ConfigError
-from arborl.trainer.standings import Played
+from arborl.trainer.policy_comparison import PolicyResult
 
 
 def call(*arguments: str) -> Result:
@@ -39,11 +39,11 @@ class FakeApi:
     def train(self, config: RunConfig, *, resume: str | None = None, stub: bool = False, profile: bool = False) -> None:
         self.asked.append((config, resume, stub))
 
-    def measure(self, names: Sequence[str], asked: Asked) -> list[Played]:
+    def measure(self, names: Sequence[str], asked: Asked) -> list[PolicyResult]:
         if names == ["nobody"]:
             raise ConfigError("no model is called 'nobody'.")
-        sampled = Played(names[0], "sampled", {"success": 0.25, "tasks": float(len(asked.overrides))})
-        return [sampled, Played(names[0], "greedy", {"success": 0.5, "reward": 1.0})]
+        sampled = PolicyResult(names[0], "sampled", {"success": 0.25, "tasks": float(len(asked.overrides))})
+        return [sampled, PolicyResult(names[0], "greedy", {"success": 0.5, "reward": 1.0})]
 
 
 @pytest.fixture
@@ -223,7 +223,7 @@ def test_a_check_that_breaks_is_a_failed_row_and_the_rest_go_on() -> None:
     def fine() -> Finding:
         return Finding("fine", "ok", "yes")
 
-    broken, after = examine([disk_speed, fine], "Reinstall.")
+    broken, after = run_checks([disk_speed, fine], "Reinstall.")
     assert (broken.name, broken.state, broken.detail) == ("disk speed", "fail", "RuntimeError: no disk")
     assert after.state == "ok"
 

@@ -29,7 +29,7 @@ run = arborl.run(stub=True, steps=1, output_dir="run")
 assert (run.folder / "report.html").stat().st_size > 10_000
 make_app(Path("."))
 assert decoder_of(run.folder)([0]) is not None
-from arborl.doctor import examine_run
+from arborl.diagnosis import examine_run
 assert [one.state for one in examine_run(run.folder)] == ["ok"]
 """
 

@@ -14,7 +14,7 @@ from arborl.errors import ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from arborl.doctor.finding import Finding
+    from arborl.diagnosis.finding import Finding
 
 OPTIONS = ("--model", "--config", "--json", "--strict", "--log-level", "--help")
 
@@ -60,7 +60,7 @@ def findings(arguments: Sequence[str], model: str, config: Path | None) -> list[
     if path is not None and (model or config or settings):
         raise ConfigError(f"{path!r} is a run, which is looked at as it is. Leave --model, --config and settings out.")
     if path is not None:
-        from arborl.doctor.run import examine_run
+        from arborl.diagnosis.run_folder import examine_run
 
         if not Path(path).is_dir():
             raise ConfigError(f"{path!r} is no folder. Name that of a run, or write --model {path}.")
@@ -71,7 +71,7 @@ def findings(arguments: Sequence[str], model: str, config: Path | None) -> list[
         return examine_installation()
     from arborl.cli.play import model_folder
     from arborl.config.load import load
-    from arborl.doctor.model import examine_model
+    from arborl.doctor.model_check import examine_model
 
     named = [f"model.name={model_folder(model)}"] if model else []
     return examine_model(load(config, [*settings, *named]))

@@ -15,7 +15,7 @@ from arborl.errors import ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from arborl.trainer.standings import Played
+    from arborl.trainer.policy_comparison import PolicyResult
 
 TRUST = "Import, start and contact what a run's folder names, though it is not yours."
 OPTIONS = (
@@ -105,7 +105,7 @@ def evaluate(
         typer.echo(f"{path}  written.")
 
 
-def as_text(played: Sequence[Played], replies: bool) -> str:
+def as_text(played: Sequence[PolicyResult], replies: bool) -> str:
     """As JSON: what was answered, or the numbers."""
     from arborl.view.standings import as_tree, episodes
 
@@ -158,13 +158,13 @@ def _all(table: Any) -> Any:
     return table.rows(range(sum(table.sizes)))
 
 
-def say(played: Sequence[Played]) -> None:
+def say(played: Sequence[PolicyResult]) -> None:
     """What was answered; with the name of who said it where there are several."""
     for one in played:
         for group in one.groups:
             for episode in group.episodes:
                 if len(played) > 1:
-                    typer.echo(f"{one.name} ({one.way}):")
+                    typer.echo(f"{one.name} ({one.decoding}):")
                 if episode.failure is not None:
                     typer.echo(f"arborl: failed: {episode.failure}", err=True)
                 elif not episode.turns:
@@ -175,23 +175,23 @@ def say(played: Sequence[Played]) -> None:
         raise typer.Exit(1)
 
 
-def show(names: Sequence[str], played: Sequence[Played]) -> None:
+def show(names: Sequence[str], played: Sequence[PolicyResult]) -> None:
     """The numbers, the sources' own, and who is better than whom."""
     from rich.console import Console
 
-    from arborl.trainer.standings import compare
+    from arborl.trainer.policy_comparison import compare_policies
 
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 10_000  # a file or a pipe has no edge
     console.print(table(" ".join(names), played), crop=False)
-    for pair in compare(played):
+    for pair in compare_policies(played):
         ends = "" if pair.low is None or pair.high is None else f" [{pair.low:+.3g}, {pair.high:+.3g}]"
-        whose = f"{pair.second} less {pair.first}, {pair.way}: {pair.metric} {pair.difference:+.4g}{ends}"
+        whose = f"{pair.second} less {pair.first}, {pair.decoding}: {pair.metric} {pair.difference:+.4g}{ends}"
         console.print(f"{whose}, p = {pair.p:.3g} over {pair.tasks} tasks", markup=False, soft_wrap=True)
 
 
-def table(title: str, played: Sequence[Played]) -> Table:
+def table(title: str, played: Sequence[PolicyResult]) -> Table:
     """One row a metric, one column a way of playing."""
     from rich import box
     from rich.table import Table
@@ -203,7 +203,7 @@ def table(title: str, played: Sequence[Played]) -> Table:
     shown.add_column("metric")
     several = len({one.name for one in played}) > 1
     for one in played:
-        shown.add_column(Text(f"{one.name}\n{one.way}" if several else one.way), justify="right")
+        shown.add_column(Text(f"{one.name}\n{one.decoding}" if several else one.decoding), justify="right")
     for source in dict.fromkeys([None, *(source for one in played for source in one.sources)]):
         columns = [{name: told(score) for name, score in one.scores(source).items()} for one in played]
         for column, one in zip(columns, played, strict=True):

@@ -81,17 +81,17 @@ class Callbacks:
         held_out = {name.removeprefix("evaluation/"): value for name, value in metrics.items() if "evaluation/" in name}
         if held_out:
             await self.tell("evaluation_end", step=trainer.step, metrics=held_out)
-        await self.tell("step_end", step=trainer.step, steps=trainer.last, metrics=dict(metrics))
+        await self.tell("step_end", step=trainer.step, steps=trainer.num_steps, metrics=dict(metrics))
         if trainer.step % self.logging_steps == 0:
             shown = {"reward": metrics.get("reward/mean", math.nan), "flat": metrics.get("group/flat", math.nan)}
             said = ", ".join(f"{name} {value:.3f}" for name, value in shown.items())
-            log.info("step %d of %d: %s", trainer.step, trainer.last, said)
+            log.info("step %d of %d: %s", trainer.step, trainer.num_steps, said)
         await self.saved(trainer)
         metrics["callback/errors"] = float(self.errors)
         for one in self.callbacks:
-            if getattr(one, "should_abort", False) and trainer.step < trainer.last:
+            if getattr(one, "should_abort", False) and trainer.step < trainer.num_steps:
                 log.warning("stopped after step %d: %s", trainer.step, getattr(one, "abort_reason", "") or "asked to")
-                trainer.last = trainer.step
+                trainer.num_steps = trainer.step
 
     async def saved(self, trainer: Trainer) -> None:
         """Tell of checkpoints that have come since the last time; those of an earlier part of the run are not new."""

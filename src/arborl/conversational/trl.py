@@ -42,11 +42,11 @@ from arborl.conversational.trl_terms import (
     settings,
     weights_of,
 )
+from arborl.diagnosis.run_monitor import FailureMonitor
 from arborl.errors import ConfigError
 from arborl.rollout.store import EpisodeStore
 from arborl.seeds import derive
 from arborl.track.jsonl import JsonlTracker
-from arborl.trainer.failing import FailureWatch
 from arborl.types import Episode, Metrics
 
 if TYPE_CHECKING:  # what needs torch
@@ -137,7 +137,7 @@ class Work:
     def __init__(self, run: RunConfig, config: TrainingConfig, home: Path, attention: str):
         self.asked, self.config, self.home = run, config, home
         self.attention = "sdpa" if attention == "auto" else attention
-        self.watch, self.heard = FailureWatch(), 0
+        self.watch, self.heard = FailureMonitor(), 0
 
     def run(self, runner: asyncio.Runner, objects: dict[str, Any]) -> dict[str, Any]:
         """Measure, train, measure again; returns the summary."""
@@ -209,7 +209,7 @@ class Work:
 
     async def episodes(self, step: int, weights: dict[str, Any]) -> list[Episode]:
         """What the update after `step` learns from, group by group, played with these weights and scored."""
-        from arborl.trainer.summary import summarize
+        from arborl.trainer.step_metrics import episode_metrics
 
         parts, rollout, seed = self.parts, self.asked.rollout, derive(self.asked.seed, "step", step)
         await parts.engine.load(weights, version=step)
@@ -222,8 +222,8 @@ class Work:
             parts.rollout.firsts.tell(episode)
         await parts.rewards.score(groups)
         EpisodeStore(self.home / "episodes").write(step + 1, groups)
-        self.metrics.log(summarize(groups), step + 1)
-        self.watch.look("step", step + 1, episodes)
+        self.metrics.log(episode_metrics(groups), step + 1)
+        self.watch.check("step", step + 1, episodes)
         return episodes
 
     async def measure(self, step: int) -> Metrics:
@@ -233,7 +233,7 @@ class Work:
         found = await self.parts.evaluator.measure()
         EpisodeStore(self.home / "episodes" / "evaluation").write(step, found.groups)
         self.metrics.log({f"evaluation/{name}": value for name, value in found.metrics.items()}, step)
-        self.watch.look("evaluation", step, found.episodes)
+        self.watch.check("evaluation", step, found.episodes)
         return found.metrics
 
     def listen(self, trainer: GRPOTrainer) -> None:

@@ -43,7 +43,7 @@ class Console:
         start: steps that are done, above 0 when resumed.
         console: where to draw; standard output when not given.
         clock: seconds, for elapsed time.
-        remark: what there is to say about a step's numbers, in a few words; mostly nothing.
+        step_remark: what there is to say about a step's numbers, in a few words; mostly nothing.
         heard: given every line, also those that a live display shows in another form.
 
     Example:
@@ -61,10 +61,10 @@ class Console:
         *,
         console: RichConsole | None = None,
         clock: Callable[[], float] = time.monotonic,
-        remark: Callable[[Metrics], str] | None = None,
+        step_remark: Callable[[Metrics], str] | None = None,
         heard: Callable[[str], None] = lambda text: None,
     ):
-        self.total, self.title, self.done, self.remark = total_steps, tuple(title_lines), start, remark
+        self.total, self.title, self.done, self.step_remark = total_steps, tuple(title_lines), start, step_remark
         self.console, self.heard = console or RichConsole(), heard
         self.clock = clock
         self.began = self.logged = clock()
@@ -149,7 +149,7 @@ class Console:
         return "  ".join([self._count(self.done), *fields(self.latest), *left, *self._remarks()])
 
     def _remarks(self) -> list[str]:
-        said = self.remark(self.latest) if self.remark is not None and self.latest else ""
+        said = self.step_remark(self.latest) if self.step_remark is not None and self.latest else ""
         return [said] if said else []
 
     def _panel(self) -> RenderableType:

@@ -14,7 +14,7 @@ from typing import Any
 from arborl.errors import ConfigError
 from arborl.track.folder_files import is_regular, replace_file
 from arborl.track.jsonl import read_metrics
-from arborl.trainer.intervals import student
+from arborl.trainer.evaluation import student
 from arborl.view.curve import COLOURS, STYLE, save_figure, series_of
 from arborl.view.report import data_uri, page
 from arborl.view.web.folders import differences, flat, read_config, read_summary

@@ -8,10 +8,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from arborl.diagnosis.run_folder import RuleMatch, match_rules
 from arborl.failures import Failures, trimmed
 from arborl.rollout.store import EpisodeStore
 from arborl.track.jsonl import read_metrics
-from arborl.trainer.diagnosis import Notice, notices
 
 SHOWN = 12
 """Causes of failure that are shown."""
@@ -22,14 +22,14 @@ def findings_of(metrics_file: Path, stopped: bool = False) -> str:
     rows = list(read_metrics(metrics_file)) if os.path.lexists(metrics_file) else []
     steps = sum("episode/count" in row for row in rows)
     shown = ['<div class="notice bad"><b>The run was stopped:</b>nearly every episode failed.</div>'] if stopped else []
-    shown += [_finding(found, steps) for found in notices(rows)]
+    shown += [_finding(found, steps) for found in match_rules(rows)]
     return f"<h2>What to look at</h2>{''.join(shown)}" if shown else ""
 
 
-def _finding(found: Notice, steps: int) -> str:
+def _finding(found: RuleMatch, steps: int) -> str:
     first, last = found.steps[0], found.steps[-1]
     where = f"step {first}" if first == last else f"{len(found.steps)} of {steps} steps, the last at {last}"
-    name = escape(found.rule.short[0].upper() + found.rule.short[1:])
+    name = escape(found.rule.summary[0].upper() + found.rule.summary[1:])
     told = f"{where}; {found.detail}" if found.detail else where
     return f'<div class="notice"><b>{name}</b>({escape(told)}). {escape(found.rule.advice)}</div>'
 

@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from arborl.errors import ConfigError, writing
-from arborl.trainer.standings import Played, Score, compare
+from arborl.trainer.policy_comparison import PolicyResult, Score, compare_policies
 
 COLUMNS = ("model", "way", "source", "metric", "mean", "low", "high", "tasks", "episodes", "failed")
 
 
-def as_tree(played: Sequence[Played]) -> dict[str, Any]:
+def as_tree(played: Sequence[PolicyResult]) -> dict[str, Any]:
     """Everything that was measured, as JSON has it."""
-    return {"results": [_result(one) for one in played], "comparisons": [asdict(pair) for pair in compare(played)]}
+    return {"results": [_result(one) for one in played], "comparisons": [asdict(pair) for pair in compare_policies(played)]}
 
 
-def _result(one: Played) -> dict[str, Any]:
+def _result(one: PolicyResult) -> dict[str, Any]:
     tasks, episodes, failed = one.count()
-    found: dict[str, Any] = {"model": one.name, "way": one.way, "tasks": tasks, "episodes": episodes, "failed": failed}
+    found: dict[str, Any] = {"model": one.name, "way": one.decoding, "tasks": tasks, "episodes": episodes, "failed": failed}
     found["scores"] = {name: asdict(score) for name, score in one.scores().items()}
     if one.sources:
         found["sources"] = {
@@ -33,25 +33,25 @@ def _result(one: Played) -> dict[str, Any]:
     return found
 
 
-def rows(played: Sequence[Played]) -> Iterator[dict[str, Any]]:
+def rows(played: Sequence[PolicyResult]) -> Iterator[dict[str, Any]]:
     """One a number; `source` is empty for all tasks together."""
     for one in played:
         for source in (None, *one.sources):
             tasks, episodes, failed = one.count(source)
-            about = {"model": one.name, "way": one.way, "source": source or ""}
+            about = {"model": one.name, "way": one.decoding, "source": source or ""}
             for name, score in one.scores(source).items():
                 numbers = {"tasks": tasks, "episodes": episodes, "failed": failed}
                 yield about | {"metric": name} | asdict(score) | numbers
 
 
-def episodes(played: Sequence[Played]) -> Iterator[dict[str, Any]]:
+def episodes(played: Sequence[PolicyResult]) -> Iterator[dict[str, Any]]:
     """One an episode, with the columns of its row and what was answered."""
     for one in played:
         for group in one.groups:
             for attempt, episode in enumerate(group.episodes):
                 found: dict[str, Any] = {
                     "model": one.name,
-                    "way": one.way,
+                    "way": one.decoding,
                     "task": group.task.id,
                     "source": group.task.source,
                 }
@@ -68,15 +68,15 @@ def told(score: Score) -> str:
     return f"{score.mean:.4g}{ends}"
 
 
-def _json(played: Sequence[Played]) -> str:
+def _json(played: Sequence[PolicyResult]) -> str:
     return json.dumps(as_tree(played), indent=2, ensure_ascii=False) + "\n"
 
 
-def _jsonl(played: Sequence[Played]) -> str:
+def _jsonl(played: Sequence[PolicyResult]) -> str:
     return "".join(json.dumps(one, ensure_ascii=False, default=str) + "\n" for one in episodes(played))
 
 
-def _csv(played: Sequence[Played]) -> str:
+def _csv(played: Sequence[PolicyResult]) -> str:
     text = io.StringIO()
     table = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     table.writeheader()
@@ -92,7 +92,7 @@ STYLE = (
 )
 
 
-def _html(played: Sequence[Played]) -> str:
+def _html(played: Sequence[PolicyResult]) -> str:
     parts = [
         "<!doctype html><meta charset=utf-8><title>Evaluation</title>",
         f"<style>{STYLE}</style><h1>Evaluation</h1>",
@@ -100,9 +100,9 @@ def _html(played: Sequence[Played]) -> str:
     parts.append(
         _table(("model", "way", "source", "metric", "mean", "95 % interval", "tasks", "failed"), _cells(played))
     )
-    if pairs := compare(played):
+    if pairs := compare_policies(played):
         lines = [
-            (p.first, p.second, p.way, p.metric, f"{p.difference:+.4g}", _ends(p.low, p.high), p.tasks, f"{p.p:.3g}")
+            (p.first, p.second, p.decoding, p.metric, f"{p.difference:+.4g}", _ends(p.low, p.high), p.tasks, f"{p.p:.3g}")
             for p in pairs
         ]
         parts.append("<h2>Paired, task by task</h2>")
@@ -110,7 +110,7 @@ def _html(played: Sequence[Played]) -> str:
     return "\n".join(parts) + "\n"
 
 
-def _cells(played: Sequence[Played]) -> list[tuple[Any, ...]]:
+def _cells(played: Sequence[PolicyResult]) -> list[tuple[Any, ...]]:
     return [
         (
             *(row[name] for name in ("model", "way", "source", "metric")),
@@ -139,7 +139,7 @@ def _cell(value: Any) -> str:
     return f"<td{' class=n' if number else ''}>{html.escape(text)}</td>"
 
 
-FORMS: dict[str, Callable[[Sequence[Played]], str]] = {
+FORMS: dict[str, Callable[[Sequence[PolicyResult]], str]] = {
     ".json": _json, ".jsonl": _jsonl, ".csv": _csv, ".html": _html,
 }  # fmt: skip
 
@@ -152,7 +152,7 @@ def check_form(path: Path) -> None:
         raise ConfigError(f"--output {path}: there is no folder {str(path.parent)!r}. Make it, or write another.")
 
 
-def write(played: Sequence[Played], path: Path) -> None:
+def write(played: Sequence[PolicyResult], path: Path) -> None:
     """In the form that the file's ending asks for."""
     with writing(path):
         path.write_text(FORMS[path.suffix.lower()](played), encoding="utf-8")

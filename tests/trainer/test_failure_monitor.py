@@ -1,4 +1,4 @@
-"""A run all of whose episodes fail stops, and says once why."""
+"""A run in which nearly every episode fails stops with the causes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typer.testing import CliRunner
 
 import arborl
 from arborl.cli.main import app
+from arborl.diagnosis.run_monitor import FailureMonitor
 from arborl.envs.env import Env, Observation, Step
 from arborl.errors import EpisodeError, RunStopped
 from arborl.failures import MOST, Failures, Firsts, cause_of, trimmed
 from arborl.rollout import recorder
 from arborl.rollout.store import EpisodeStore
 from arborl.track.jsonl import read_metrics
-from arborl.trainer.failing import FailureWatch
 from arborl.types import Episode, Failure, Message, Task
 
 
@@ -49,16 +49,16 @@ def run(folder, after=0, **more):
     return arborl.run(env=Broken(after), steps=9, engine="scripted", output_dir=folder, **settings | more)
 
 
-def test_a_run_that_cannot_work_stops_after_the_first_evaluation_with_one_message(tmp_path, caplog):
+def test_a_run_stops_after_the_first_evaluation_with_one_message(tmp_path, caplog):
     with pytest.raises(RunStopped) as stopped:
         run(tmp_path / "run")
-    said = str(stopped.value)
-    assert said.startswith("Stopped: 5 of 5 episodes of the evaluation at step 0 failed.")
-    assert "environment 'Broken': ValueError: thin ice under 1 ×5 (first in episode Broken/held_out/000#0" in said
-    first = next(line for line in said.splitlines() if line.startswith("  File"))
+    message = str(stopped.value)
+    assert message.startswith("Stopped: 5 of 5 episodes of the evaluation at step 0 failed.")
+    assert "environment 'Broken': ValueError: thin ice under 1 ×5 (first in episode Broken/held_out/000#0" in message
+    first = next(line for line in message.splitlines() if line.startswith("  File"))
     assert first.startswith(f'  File "{__file__}"')
-    assert said.count("Traceback") == 1
-    assert "arborl env check" in said
+    assert message.count("Traceback") == 1
+    assert "arborl env check" in message
     assert stopped.value.__context__ is None  # nothing of ours is told before it
     assert caplog.text.count("thin ice") == 1  # and not once an episode
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -69,14 +69,14 @@ def test_a_run_that_cannot_work_stops_after_the_first_evaluation_with_one_messag
     assert "0.0%" not in (tmp_path / "run" / "report.html").read_text()
 
 
-def test_without_an_evaluation_it_stops_after_the_first_step(tmp_path):
+def test_without_evaluation_a_run_stops_after_the_first_step(tmp_path):
     with pytest.raises(RunStopped, match="6 of 6 episodes of step 1 failed"):
         run(tmp_path / "run", **{"evaluation.tasks": 0})
     (row,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert (row["step"], row["episode/failed"]) == (1, 6.0)
 
 
-def test_a_run_that_once_worked_is_given_three_steps_and_leaves_where_to_go_on(tmp_path, capsys):
+def test_a_run_that_once_worked_stops_after_three_failed_steps_with_a_checkpoint(tmp_path, capsys):
     with pytest.raises(RunStopped, match=r"episodes of step 4 failed, and nearly all of the 2 before"):
         run(tmp_path / "run", after=5 + 5 + 6)  # both evaluations and a step
     assert (tmp_path / "run" / "checkpoints" / "step-000004" / "MANIFEST").exists()
@@ -85,12 +85,12 @@ def test_a_run_that_once_worked_is_given_three_steps_and_leaves_where_to_go_on(t
     assert len(EpisodeStore(tmp_path / "run" / "episodes").paths()) == 4
 
 
-def test_failures_that_a_filter_drops_with_their_groups_stop_a_run_too(tmp_path):
+def test_failures_in_filtered_groups_stop_a_run(tmp_path):
     with pytest.raises(RunStopped, match="episodes of step 1 failed"):
         run(tmp_path / "run", **{"evaluation.tasks": 0, "rollout.group_filter": "varied"})
 
 
-def test_on_the_command_line_the_message_is_on_stderr_without_our_own_frames_and_the_exit_code_is_1(tmp_path):
+def test_the_command_line_prints_the_message_on_stderr_and_exits_with_1(tmp_path):
     Broken.count = 0
     words = [f"env={__name__}:Broken", "engine=scripted", "engine.replies=[Yes]", f"output_dir={tmp_path / 'run'}"]
     small = ["evaluation.tasks=5", "track.tensorboard=false", "threads=1"]
@@ -117,7 +117,7 @@ def raised(text: str, place: str = "first") -> Failure:
     raise AssertionError
 
 
-def test_failures_are_one_cause_by_their_lines_whatever_their_words():
+def test_failures_of_one_line_are_one_cause():
     assert cause_of(raised("task 1")) == cause_of(raised("task 2, another"))
     assert cause_of(raised("task 1")) != cause_of(raised("task 1", "second"))
     late = [Failure("tool 'x'", "timeout", f"took longer than {n} s", "TimeoutError") for n in (1, 2)]
@@ -135,7 +135,7 @@ def test_causes_are_counted_over_batches_and_survive_a_checkpoint():
     assert str(*again) == "environment 'x': ValueError: one ×3 (first in episode e0 of step 1)"
 
 
-def test_causes_without_end_are_told_apart_up_to_a_point_and_all_are_counted(caplog):
+def test_the_number_of_causes_is_bounded_and_all_failures_are_counted(caplog):
     failures, firsts = Failures(), Firsts(logging.getLogger("tests.failing"))
     for number in range(500):
         word = "".join(chr(97 + int(digit)) for digit in str(number))
@@ -147,7 +147,7 @@ def test_causes_without_end_are_told_apart_up_to_a_point_and_all_are_counted(cap
     assert all(len(str(cause)) < 600 and "\n" not in str(cause) for cause in failures)
 
 
-def test_a_message_of_control_characters_and_half_ones_can_be_printed_anywhere():
+def test_control_characters_in_a_message_are_escaped():
     broken = Episode("e", Task("t"), failure=raised("\x1b[31m \ud83d [/bold] %s \n two"))
     failures = Failures()
     failures.add([broken], "step 1")
@@ -155,12 +155,12 @@ def test_a_message_of_control_characters_and_half_ones_can_be_printed_anywhere()
     assert shown.encode("utf-8")
     assert "ValueError: \\x1b[31m \\ud83d [/bold] %s two ×1" in shown
     with pytest.raises(RunStopped) as stopped:
-        FailureWatch().look("step", 1, [broken] * 8)
+        FailureMonitor().check("step", 1, [broken] * 8)
     assert str(stopped.value).encode("utf-8")
     assert "\x1b" not in str(stopped.value)
 
 
-def test_a_traceback_from_another_process_is_shown_as_it_was_there():
+def test_a_traceback_of_another_process_is_kept():
     ours = (
         f'Traceback (most recent call last):\n  File "{arborl.__file__}", line 3, in f\n    wait()\nValueError: ice\n'
     )
@@ -176,19 +176,19 @@ def test_a_traceback_from_another_process_is_shown_as_it_was_there():
     assert trimmed("") == ""
 
 
-def test_few_failures_are_bad_luck_and_many_in_a_row_are_not():
+def test_few_failures_do_not_stop_a_run_and_many_in_a_row_do():
     def batch(failed, fine=0):
         broken = [Episode("b", Task("t"), failure=raised("ice")) for _ in range(failed)]
         return broken + [Episode("f", Task("t")) for _ in range(fine)]
 
-    watch = FailureWatch()
-    watch.look("evaluation", 0, batch(1))  # one task alone
-    watch.look("step", 1, batch(8, 1))  # below nine in ten
-    watch.look("step", 2, batch(9, 1))
-    watch.look("step", 3, batch(9, 1))
-    watch.look("step", 4, batch(0, 9))
-    watch.look("step", 5, [])  # nothing was played: no news
-    watch.look("step", 6, batch(9, 1))
-    watch.look("step", 7, batch(9, 1))
+    monitor = FailureMonitor()
+    monitor.check("evaluation", 0, batch(1))  # one task alone
+    monitor.check("step", 1, batch(8, 1))  # below nine in ten
+    monitor.check("step", 2, batch(9, 1))
+    monitor.check("step", 3, batch(9, 1))
+    monitor.check("step", 4, batch(0, 9))
+    monitor.check("step", 5, [])  # nothing was played: no news
+    monitor.check("step", 6, batch(9, 1))
+    monitor.check("step", 7, batch(9, 1))
     with pytest.raises(RunStopped):
-        watch.look("step", 8, batch(9, 1))
+        monitor.check("step", 8, batch(9, 1))

@@ -1,4 +1,4 @@
-"""Episode files are written while the run goes on: before a checkpoint of their step, and no failure is lost."""
+"""Episode files are written in the background, before the checkpoint of their step."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 from arborl.checkpoint import complete
 from arborl.errors import CannotWrite
 from arborl.rollout.store import EpisodeStore
-from arborl.trainer.hooks import KeepEpisodes, Save
+from arborl.trainer.hooks import SaveCheckpoints, WriteEpisodes
 from arborl.types import Episode, Group, Task
 
 
 class SlowStore(EpisodeStore):
-    """Writes when it is let."""
+    """Writes when the test allows it."""
 
     def __init__(self, folder, error=None):
         super().__init__(folder)
@@ -40,14 +40,14 @@ def after(keep, step):
 
 @pytest.fixture
 def keep(tmp_path):
-    made = KeepEpisodes(tmp_path / "episodes")
+    made = WriteEpisodes(tmp_path / "episodes")
     made.store = SlowStore(tmp_path / "episodes")
     yield made
     made.store.may_write.set()
     made.close()
 
 
-def test_the_run_goes_on_while_a_file_is_written_and_closing_waits_for_it(keep):
+def test_a_file_is_written_in_the_background_and_close_waits_for_it(keep):
     after(keep, 1)
     assert keep.store.paths() == []
     threading.Timer(0.05, keep.store.may_write.set).start()
@@ -56,7 +56,7 @@ def test_the_run_goes_on_while_a_file_is_written_and_closing_waits_for_it(keep):
     assert [episode.id for episode in keep.store.read(keep.store.paths()[0])] == ["a#0", "a#1", "a#2"]
 
 
-def test_files_are_written_one_after_the_other(keep):
+def test_files_are_written_one_at_a_time(keep):
     after(keep, 1)
     threading.Timer(0.05, keep.store.may_write.set).start()
     after(keep, 2)
@@ -73,9 +73,9 @@ class Learner:
         return SimpleNamespace(write=lambda folder: (folder / "model").mkdir(), live=False)
 
 
-def test_no_checkpoint_is_complete_before_the_episodes_of_its_step_are_written(keep, tmp_path):
-    trainer = SimpleNamespace(step=1, last=9, learner=Learner(), state=lambda: {"step": 1})
-    save = Save(tmp_path / "checkpoints", 1, 2, {}, lambda folder: None, keep.flush)
+def test_a_checkpoint_follows_the_episode_file_of_its_step(keep, tmp_path):
+    trainer = SimpleNamespace(step=1, num_steps=9, learner=Learner(), state=lambda: {"step": 1})
+    save = SaveCheckpoints(tmp_path / "checkpoints", 1, 2, {}, lambda folder: None, keep.flush)
     after(keep, 1)
     save(trainer)
     assert not save.background.wait(0.2)
@@ -86,14 +86,14 @@ def test_no_checkpoint_is_complete_before_the_episodes_of_its_step_are_written(k
     save.close()
 
 
-def test_a_file_that_cannot_be_written_ends_the_run_at_the_next_step_and_no_checkpoint_follows(keep, tmp_path):
+def test_a_failed_episode_file_ends_the_run_at_the_next_step_without_a_checkpoint(keep, tmp_path):
     keep.store.error = CannotWrite("disk full")
     after(keep, 1)
     keep.store.may_write.set()
     with pytest.raises(CannotWrite, match="disk full"):
         after(keep, 2)
-    trainer = SimpleNamespace(step=2, last=9, learner=Learner(), state=lambda: {"step": 2})
-    save = Save(tmp_path / "checkpoints", 1, 2, {}, lambda folder: None, keep.flush)
+    trainer = SimpleNamespace(step=2, num_steps=9, learner=Learner(), state=lambda: {"step": 2})
+    save = SaveCheckpoints(tmp_path / "checkpoints", 1, 2, {}, lambda folder: None, keep.flush)
     save(trainer)
     with pytest.raises(CannotWrite, match="disk full"):
         save.finish()

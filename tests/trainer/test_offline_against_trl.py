@@ -1,4 +1,4 @@
-"""Given rows through the whole of ours and the whole of TRL's: the same loss and the same gradient of every weight.
+"""Preference pairs and labels: loss and gradients equal TRL's.
 
 TRL's side is its trainers' own loss methods on the same weights, in float64; its Trainer around them (arguments,
 accelerator) is stood in for, and its language-model head, which rounds to float32: with that head too, losses agree to
@@ -20,7 +20,7 @@ from arborl.config.run import LearnerConfig
 from arborl.data.reading.given import GivenReader
 from arborl.learner.learner import Learner
 from arborl.rollout.given import KINDS, GivenEpisodes
-from arborl.trainer.look import look
+from arborl.trainer.training_batch import prepare_batch
 from arborl.types import Sampling
 
 pytest.importorskip("trl")
@@ -97,7 +97,7 @@ def ours(models, renderer, rows, name: str, beta: float):
     policy = copy.deepcopy(models.policy)
     learner = Learner(policy, LearnerConfig(), Sampling(), algorithm.needs)
     learner.reference.load_state_dict(models.reference.state_dict())
-    kept, forest, terms = look(algorithm, learner, groups)
+    kept, forest, terms = prepare_batch(algorithm, learner, groups)
     assert len(kept) == len(rows)
     metrics = learner.backward(forest.trees, algorithm.credit(kept, terms), algorithm)
     return groups, metrics, {name: p.grad for name, p in policy.named_parameters()}

@@ -1,4 +1,4 @@
-"""An episode about which a model says what is not a number leaves baseline and loss together, by name."""
+"""An episode with a number that is not finite leaves baseline and loss together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from arborl.algorithms import make_algorithm
 from arborl.config.algorithm import AlgorithmConfig
 from arborl.config.run import LearnerConfig
 from arborl.learner.learner import Learner
-from arborl.trainer.look import look
+from arborl.trainer.training_batch import prepare_batch
 from arborl.types import Call, Completion, Episode, Finish, Group, Sampling, Stop, Task
 
 NAN, RARE = float("nan"), 49
@@ -34,18 +34,18 @@ def with_completion(episode: Episode, **changes) -> None:
     episode.calls = [dataclasses.replace(call, completion=dataclasses.replace(call.completion, **changes))]
 
 
-def looked(model, groups, settings: dict):
+def credited_batch(model, groups, settings: dict):
     algorithm = make_algorithm(AlgorithmConfig(**settings))
     learner = Learner(model, LearnerConfig(), Sampling(), algorithm.needs)
-    kept, _, terms = look(algorithm, learner, groups)
+    kept, _, terms = prepare_batch(algorithm, learner, groups)
     return kept, algorithm.credit(kept, terms), algorithm.metrics()
 
 
 @pytest.mark.parametrize("poison", [NAN, -np.inf])
-def test_what_the_engine_said_costs_the_episode(tiny_llama, caplog, poison):
+def test_a_non_finite_logprob_of_the_engine_fails_the_episode(tiny_llama, caplog, poison):
     groups = [group(0, 1.0, 0.0, 5.0), group(1, 1.0, 0.0)]
     with_completion(groups[0].episodes[2], logprobs=(-1.0, poison, -1.0))
-    kept, terms, metrics = looked(tiny_llama, groups, {"std": "none"})
+    kept, terms, metrics = credited_batch(tiny_llama, groups, {"std": "none"})
     assert [e.id for g in kept for e in g.survivors] == ["task-0/0", "task-0/1", "task-1/0", "task-1/1"]
     assert set(terms.advantage) == {0.5, -0.5}  # the mean is that of those who stayed
     assert {name: count for name, count in metrics.items() if count} == {"dropped/failed": 1.0}
@@ -63,13 +63,13 @@ def test_what_the_engine_said_costs_the_episode(tiny_llama, caplog, poison):
     ],
     ids=str,
 )
-def test_what_a_model_of_ours_says_costs_no_other_episode(tiny_llama, caplog, settings, who):
+def test_a_non_finite_number_of_a_model_fails_only_its_episode(tiny_llama, caplog, settings, who):
     model = copy.deepcopy(tiny_llama)
     with torch.no_grad():
         model.get_input_embeddings().weight[RARE] = NAN
     groups = [group(number, 1.0, 0.0, 0.5) for number in range(4)]
     with_completion(groups[2].episodes[1], tokens=(RARE, 9, 11))
-    kept, terms, metrics = looked(model, groups, settings)
+    kept, terms, metrics = credited_batch(model, groups, settings)
     assert [episode.id for g in groups for episode in g.episodes if episode.failure] == ["task-2/1"]
     assert f"task-2/1 failed and is left out: {who}" in caplog.text
     assert np.isfinite(terms.advantage).all()
@@ -78,15 +78,15 @@ def test_what_a_model_of_ours_says_costs_no_other_episode(tiny_llama, caplog, se
     assert [g.task.id for g in kept] == [g.task.id for g in groups]
 
 
-def test_where_all_are_sound_nothing_is_done_twice(tiny_llama):
+def test_finite_episodes_are_all_kept(tiny_llama):
     groups = [group(0, 1.0, 0.0)]
-    kept, _, metrics = looked(tiny_llama, groups, {})
+    kept, _, metrics = credited_batch(tiny_llama, groups, {})
     assert kept == groups
     assert not any(metrics.values())
 
 
 @pytest.mark.parametrize("critic", ["shared", "separate"])
-def test_what_follows_a_cut_episode_is_the_value_where_the_next_token_would_have_been_sampled(tiny_llama, critic):
+def test_a_truncated_episode_is_bootstrapped_with_the_value_of_the_next_position(tiny_llama, critic):
     """Siblings share their first tokens, one is the beginning of another, and two are the same to the last token."""
     algorithm = make_algorithm(AlgorithmConfig(name="a2c", bootstrap=True))
     learner = Learner(copy.deepcopy(tiny_llama), LearnerConfig(critic=critic), Sampling(), algorithm.needs)
@@ -105,8 +105,8 @@ def test_what_follows_a_cut_episode_is_the_value_where_the_next_token_would_have
             made.append(Episode(f"{number}", task, calls=[call], stop=stop, rewards={"r": float(number)}))
         return [Group(task, made[:4]), Group(task, made[4:])]
 
-    _, _, terms = look(algorithm, learner, groups(()))
-    _, _, longer = look(algorithm, learner, groups((30,)))
+    _, _, terms = prepare_batch(algorithm, learner, groups(()))
+    _, _, longer = prepare_batch(algorithm, learner, groups((30,)))
     cut = [np.flatnonzero(terms.episode == n)[-1] for n in (0, 1, 3, 4)]
     expected = [longer.value[np.flatnonzero(longer.episode == n)[-1]] for n in (0, 1, 3, 4)]
     np.testing.assert_allclose(terms.after[cut], expected, rtol=1e-9)
@@ -117,7 +117,7 @@ def test_what_follows_a_cut_episode_is_the_value_where_the_next_token_would_have
     assert credited.target[cut] == pytest.approx([r + v for r, v in zip((0.0, 1.0, 3.0, 4.0), expected, strict=True)])
 
 
-def test_a_critic_that_says_no_number_of_what_follows_costs_the_episode(tiny_llama, caplog):
+def test_a_non_finite_bootstrap_value_fails_the_episode(tiny_llama, caplog):
     model = copy.deepcopy(tiny_llama)
     with torch.no_grad():
         model.get_input_embeddings().weight[RARE] = NAN
@@ -125,7 +125,7 @@ def test_a_critic_that_says_no_number_of_what_follows_costs_the_episode(tiny_lla
     with_completion(groups[1].episodes[0], tokens=(7, 9, RARE))  # read by nothing but what follows
     for one in groups[1].episodes:
         one.stop = Stop.MAX_TURNS
-    _, terms, _ = looked(model, groups, {"name": "a2c", "bootstrap": True})
+    _, terms, _ = credited_batch(model, groups, {"name": "a2c", "bootstrap": True})
     assert "task-1/0 failed and is left out: critic" in caplog.text
     assert np.isfinite(terms.advantage).all()
     assert sum(episode.failure is not None for g in groups for episode in g.episodes) == 1

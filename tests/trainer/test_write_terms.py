@@ -1,4 +1,4 @@
-"""A run keeps what became of its sampled tokens."""
+"""A run writes the loss terms of its sampled tokens."""
 
 import numpy as np
 
@@ -12,7 +12,7 @@ SMALL = {
 }  # fmt: skip
 
 
-def test_every_trained_token_is_found_in_its_episode(tmp_path):
+def test_every_trained_token_is_in_its_episode(tmp_path):
     run = arborl.run(**SMALL, output_dir=tmp_path / "run")
     store = EpisodeStore(run.folder / "episodes")
     for step, path in enumerate(store.paths(), start=1):
@@ -24,6 +24,6 @@ def test_every_trained_token_is_found_in_its_episode(tmp_path):
         assert len(old) == int(found["of"]) == sum(episodes[e].sampled for e in set(found["episode"].tolist()))
 
 
-def test_none_are_kept_where_none_are_asked_for(tmp_path):
+def test_track_terms_0_writes_none(tmp_path):
     run = arborl.run(**SMALL, output_dir=tmp_path / "run", **{"track.terms": 0}, stub=True)
     assert not (run.folder / "terms").exists()

@@ -21,7 +21,7 @@ STEPS = [
     "trainer.save_every=1", "evaluation.tasks=0", "track.gifs=0", "track.tensorboard=false", "track.episodes=false",
     "deterministic=true", "threads=1", "model.device=cpu", "rollout.max_turns=5",
 ]  # fmt: skip
-"""Every step of an episode is a branch of its own."""
+"""Every turn of an episode is its own branch."""
 MOST = "learner.max_samples_per_trajectory=2"
 
 
@@ -66,7 +66,7 @@ def check_fewer(some, whole) -> None:
     assert not equal(weights, whole[1])
 
 
-def test_fewer_branches_are_fewer_tokens_of_the_same_episodes(whole, drawn, tmp_path):
+def test_downsampling_trains_fewer_tokens_of_the_same_episodes(whole, drawn, tmp_path):
     check_fewer(drawn, whole)
     last = run(tmp_path / "run", MOST, "learner.downsample_mode=last")
     check_fewer(last, whole)
@@ -80,7 +80,7 @@ def test_a_limit_that_no_episode_reaches_changes_nothing(whole, tmp_path):
     assert all(row["thinned/terms"] == 0 for row in rows)
 
 
-def test_the_draw_is_the_seeds_and_a_resumed_run_draws_the_same(drawn, tmp_path):
+def test_the_sample_follows_from_the_seed_also_in_a_resumed_run(drawn, tmp_path):
     rows, weights = drawn
     again, same = run(tmp_path / "run", MOST)
     assert again == rows
@@ -107,7 +107,7 @@ TRUST_REGION = ["algorithm=trpo", "algorithm.trust_region.cg_iterations=2", "alg
         pytest.param(["algorithm=gigpo"], id="steps"),
     ],
 )
-def test_what_an_algorithm_knows_of_a_term_is_still_known(algorithm, tmp_path):
+def test_every_algorithm_keeps_its_columns(algorithm, tmp_path):
     """Columns that are not filled would be refused by the loss."""
     rows, _ = run(
         tmp_path / "run", *algorithm, "trainer.steps=1", "rollout.max_turns=3", "learner.max_samples_per_trajectory=1"
@@ -118,7 +118,7 @@ def test_what_an_algorithm_knows_of_a_term_is_still_known(algorithm, tmp_path):
     assert rows[0]["policy/rollout_gap"] < 1e-4  # every term is scored in the context it was sampled in
 
 
-def test_the_keys_reach_the_trainer_and_say_what_they_cannot_do():
+def test_the_settings_are_read_and_contradictions_refused():
     config = load(None, [MOST, "learner.downsample_mode=last", "model.device=cpu"])
     assert (config.learner.max_samples_per_trajectory, config.learner.downsample_mode) == (2, "last")
     assert build(config).learner.config.max_samples_per_trajectory == 2
