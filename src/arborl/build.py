@@ -27,7 +27,7 @@ from arborl.rollout.recorder import Limits
 from arborl.rollout.runner import Cast, Rollout
 from arborl.sandbox import Found
 from arborl.tools.opened import OpenTools
-from arborl.track.from_config import Makers, followers
+from arborl.track.configured_trackers import Makers, make_trackers
 from arborl.types import Message, Sampling
 from arborl.workshop import Workshop
 
@@ -77,7 +77,7 @@ class Parts:
     """What the tools came from."""
     plan: Plan
     """Of the device's memory."""
-    followers: Makers = field(default_factory=dict)
+    make_trackers: Makers = field(default_factory=dict)
     """Trackers beyond the run's own files, by name."""
     cluster: Cluster | None = None
     """Where some of the parts are."""
@@ -131,7 +131,7 @@ def build(config: RunConfig, objects: Mapping[str, Any] | None = None, training:
 def _build(workshop: Workshop, training: bool) -> Parts:
     config = workshop.config
     cast, rewards = workshop.cast(), workshop.rewards()
-    behind = followers(config.track, workshop.objects)
+    behind = make_trackers(config.track, workshop.objects)
     workshop.check_names()
     found = workshop.sandbox()
     folder, named = check_model(resolve(config.model.name)), config.learner.critic_from

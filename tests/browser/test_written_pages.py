@@ -12,7 +12,7 @@ from playwright.sync_api import expect
 
 from arborl.view.comparison import write_comparison
 from arborl.view.report import write_report
-from arborl.view.web.words import decoder_of
+from arborl.view.web.token_text import decoder_of
 
 LOOKS = (Path(__file__).parent / "looks.js").read_text()
 

@@ -20,7 +20,7 @@ sys.path.insert(0, sys.argv[1])
 import arborl
 from arborl.models.find import resolve
 from arborl.view.web.app import make_app
-from arborl.view.web.words import decoder_of
+from arborl.view.web.token_text import decoder_of
 
 home = Path(sys.argv[1])
 assert home in Path(arborl.__file__).parents

@@ -29,11 +29,11 @@ from arborl.errors import LearnerLost, RunStopped
 from arborl.registry import short
 from arborl.rollout.store import EpisodeStore
 from arborl.track import Console, JsonlTracker, TensorBoardTracker, Tracker, Trackers, table_before_after
-from arborl.track.aside import Aside
+from arborl.track.background_tracker import BackgroundTracker
 from arborl.track.run_log import RunLog
 from arborl.track.timeline import Timeline
 from arborl.track.tracing import traced
-from arborl.track.tracker import Begun
+from arborl.track.tracker import RunStart
 from arborl.trainer.evaluation import EvaluationResult
 from arborl.trainer.hooks import (
     Evaluate,
@@ -119,11 +119,11 @@ class RunSession:
 
     async def _run(self, trainer: Trainer, save: SaveCheckpoints) -> dict[str, Any]:
         console = Console(
-            trainer.num_steps, self._title(), start=trainer.step, step_remark=step_remark, heard=self.log.say
+            trainer.num_steps, self._title(), start=trainer.step, step_remark=step_remark, on_line=self.log.say
         )
         with console:
             trainer.tracker = self.trackers = self._trackers(console, trainer.step)
-            self.trackers.begin(Begun(self.home.name, self.home, self.memory["config"], trainer.step))
+            self.trackers.begin(RunStart(self.home.name, self.home, self.memory["config"], trainer.step))
             for line in told(self.start) if self.start is not None else ():
                 console.note(line)
             for line in self.losses.goes_on(trainer.step):
@@ -213,7 +213,7 @@ class RunSession:
         chosen: list[Tracker] = [console, JsonlTracker(self.home / "metrics.jsonl", done)]
         if self.config.track.tensorboard:
             chosen.append(TensorBoardTracker(self.home / "tensorboard", done))
-        return Trackers([*chosen, *(Aside(name, make) for name, make in self.parts.followers.items())])
+        return Trackers([*chosen, *(BackgroundTracker(name, make) for name, make in self.parts.followers.items())])
 
     def _title(self) -> list[str]:
         config = self.config

@@ -15,7 +15,7 @@ LEVEL = "Log lines on standard error: debug, info, warning or error. run.log has
 
 def _leveled(name: str | None) -> str | None:
     if name is not None:
-        from arborl.track.logs import show_level
+        from arborl.track.run_log import show_level
 
         show_level(name)
     return name

@@ -73,7 +73,7 @@ def evaluate(
     log_level: LogLevel = None,
 ) -> None:
     """Measure runs, checkpoints, models, or what a YAML file begins with, on held-out tasks or on your prompts."""
-    from arborl.view.standings import check_form, write
+    from arborl.view.policy_table import check_output_path, write_results
 
     paths, settings = split(arguments or (), OPTIONS)
     names = [*paths, *(model or ())]
@@ -81,7 +81,7 @@ def evaluate(
     settings += [f"env={env}"] if env else []
     settings += [f"evaluation.tasks={episodes}"] if episodes is not None else []
     for path in output or ():
-        check_form(path)
+        check_output_path(path)
     prompts = read_prompts(given, message or ())
     if prompts is not None and (env or episodes is not None):
         raise ConfigError("--env and --episodes are about held-out tasks, and --input and --message bring their own.")
@@ -93,7 +93,7 @@ def evaluate(
         names, api.Asked(settings, temperature or (), attempts, prompts, key=api_key_env, trust=trust, **where)
     )
     for path in output or ():
-        write(played, path)
+        write_results(played, path)
     if as_json:
         typer.echo(as_text(played, prompts is not None))
         return
@@ -107,9 +107,9 @@ def evaluate(
 
 def as_text(played: Sequence[PolicyResult], replies: bool) -> str:
     """As JSON: what was answered, or the numbers."""
-    from arborl.view.standings import as_tree, episodes
+    from arborl.view.policy_table import episodes, results_as_dict
 
-    shown = list(episodes(played)) if replies else as_tree(played)
+    shown = list(episodes(played)) if replies else results_as_dict(played)
     return json.dumps(shown, indent=2, ensure_ascii=False, default=str)
 
 
@@ -197,7 +197,7 @@ def table(title: str, played: Sequence[PolicyResult]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    from arborl.view.standings import told
+    from arborl.view.policy_table import format_score
 
     shown = Table(box=box.SIMPLE, title=Text(title), title_justify="left", min_width=min(len(title), 120))
     shown.add_column("metric")
@@ -205,7 +205,7 @@ def table(title: str, played: Sequence[PolicyResult]) -> Table:
     for one in played:
         shown.add_column(Text(f"{one.name}\n{one.decoding}" if several else one.decoding), justify="right")
     for source in dict.fromkeys([None, *(source for one in played for source in one.sources)]):
-        columns = [{name: told(score) for name, score in one.scores(source).items()} for one in played]
+        columns = [{name: format_score(score) for name, score in one.scores(source).items()} for one in played]
         for column, one in zip(columns, played, strict=True):
             tasks, _, failed = one.count(source)
             column |= {"tasks": str(tasks), "failed": str(failed)}

@@ -62,7 +62,7 @@ class Verbs(TyperGroup):
         """With `ARBORL_DEBUG=1` everything is said: log lines of all levels, and where an error comes from."""
         if not os.environ.get("ARBORL_DEBUG"):
             return super().invoke(ctx)
-        from arborl.track.logs import debugging, show_level
+        from arborl.track.run_log import debugging, show_level
 
         if debugging():
             show_level("debug")

@@ -16,7 +16,7 @@ from arborl.errors import ConfigError, did_you_mean
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from arborl.tune import HPOSummary, Plan, Trial
+    from arborl.tune import HPOSummary, StudyPlan, Trial
     from arborl.tune.run_objective import RunObjective
     from arborl.tune.space import Domain
 
@@ -68,29 +68,28 @@ def tune(
     _one_of("--budget", budget, ("episodes", "free"))
     _one_of("--keep", keep, ("best", "all"))
 
-    from arborl.tune.run_objective import RunObjective, usual_direction
-    from arborl.tune.trial import Plan
+    from arborl.tune.run_objective import RunObjective, default_direction
+    from arborl.tune.trial import StudyPlan
 
     searched = read(space, param or ())
     file = Path(given) if given is not None else None
     objective = RunObjective.of(file, settings, metric, budget, pruning, max(jobs, 1))  # type: ignore[arg-type]
     folder = study.expanduser() if study is not None else Path("studies") / objective.base.name
-    plan = Plan(
-        searched, trials, folder, direction or usual_direction(objective.metric),  # type: ignore[arg-type]
+    plan = StudyPlan(
+        searched, trials, folder, direction or default_direction(objective.metric),  # type: ignore[arg-type]
         pruning, objective.base.seed, jobs, objective.defaults(searched),
     )  # fmt: skip
     run(plan, objective, backend, keep)
 
 
-def run(plan: Plan, objective: RunObjective, backend: str, keep: str) -> None:
+def run(plan: StudyPlan, objective: RunObjective, backend: str, keep: str) -> None:
     """Search, with a line for each trial, and show what was found."""
     from arborl.tune.backends import find_backend
-    from arborl.tune.keep import KeepBest
-    from arborl.tune.study import search
+    from arborl.tune.study import KeepBestCheckpoint, search
 
     chosen = find_backend(backend)
     objective.check(plan.space)
-    tidy = KeepBest(plan)
+    tidy = KeepBestCheckpoint(plan)
 
     def tell(trial: Trial) -> None:
         typer.echo(line(trial, objective.metric))
@@ -115,14 +114,13 @@ def _one_of(option: str, given: str, known: Sequence[str]) -> None:
 
 def read(space: str | None, params: Sequence[str]) -> dict[str, Domain]:
     """The search space: a file's or a named one, and single parameters over it."""
-    from arborl.tune.named import SPACES, get_search_space
-    from arborl.tune.space import read_file, read_param, read_space
+    from arborl.tune.space import SPACES, get_search_space, read_param, read_space, read_space_file
 
     found: dict[str, Domain] = {}
     if space is not None and space in SPACES:
         found = read_space(get_search_space(space))
     elif space is not None and Path(space).is_file():
-        found = read_file(Path(space))
+        found = read_space_file(Path(space))
     elif space is not None:
         near = did_you_mean(space, SPACES)
         raise ConfigError(f"--space {space}: is no file, and no space is called so.{near} Known: {', '.join(SPACES)}.")

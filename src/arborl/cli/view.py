@@ -29,7 +29,7 @@ def view(runs_dir: Folder = None, port: Port = None, no_browser: NoBrowser = Fal
     if not root.is_dir():
         raise ConfigError(f"{root}: no such folder. Write arborl view RUNS_DIR: a folder of runs, or a run.")
     try:
-        from arborl.view.web.serve import Viewer, free_port
+        from arborl.view.web.viewer import Viewer, free_port
     except ImportError as error:
         raise ConfigError(f"the viewer needs {error.name}: pip install 'arborl[serve]'") from error
 
@@ -51,7 +51,7 @@ def report(run: Run, out: Out = None) -> None:
 
     from arborl.errors import writing
     from arborl.view.report import write_report
-    from arborl.view.web.words import decoder_of
+    from arborl.view.web.token_text import decoder_of
 
     if not any(os.path.lexists(run / name) for name in ("config.yaml", "metrics.jsonl")):
         raise ConfigError(f"{run}: holds no run. Write arborl report RUN: a folder with config.yaml and metrics.jsonl.")

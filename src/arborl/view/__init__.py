@@ -17,9 +17,9 @@ In reading order:
 """
 
 from arborl.view.context_length import context_length
-from arborl.view.curve import compare, learning_curve
+from arborl.view.curve import plot_runs, learning_curve
 from arborl.view.gif import Frame, replay, save_gif
 from arborl.view.report import write_report
 from arborl.view.sources import composition
 
-__all__ = ["Frame", "compare", "composition", "context_length", "learning_curve", "replay", "save_gif", "write_report"]
+__all__ = ["Frame", "plot_runs", "composition", "context_length", "learning_curve", "replay", "save_gif", "write_report"]

@@ -30,7 +30,7 @@ SEEDS = ("seed", "output_dir", "name")
 
 
 @dataclass(slots=True)
-class Setting:
+class SettingRuns:
     """Runs that differ in nothing but their seed."""
 
     says: str
@@ -74,7 +74,7 @@ def write_comparison(folders: Sequence[Path], out: Path) -> Path:
     return replace_file(out, page(title, "".join(sections)).encode("utf-8", "replace"))
 
 
-def settings_of(folders: Sequence[Path]) -> list[Setting]:
+def settings_of(folders: Sequence[Path]) -> list[SettingRuns]:
     """Runs by setting, in the order in which each was first named."""
     for folder in folders:
         if not is_regular(folder / "metrics.jsonl"):
@@ -85,17 +85,17 @@ def settings_of(folders: Sequence[Path]) -> list[Setting]:
         raise ConfigError("a run is named twice. Write each once.")
     configs = [read_config(folder) for folder in folders]
     differ = [key for key in differences(configs)[0] if key not in SEEDS]
-    found: dict[str, Setting] = {}
+    found: dict[str, SettingRuns] = {}
     for folder, config in zip(folders, configs, strict=True):
         own = flat(config)
         says = ", ".join(f"{key}={_plain(own.get(key))}" for key in differ) or "one setting"
-        setting = found.setdefault(says, Setting(says))
+        setting = found.setdefault(says, SettingRuns(says))
         setting.runs.append(folder)
         setting.rows.append(list(read_metrics(folder / "metrics.jsonl")))
     return list(found.values())
 
 
-def _outcome(settings: Sequence[Setting]) -> str:
+def _outcome(settings: Sequence[SettingRuns]) -> str:
     """What was measured on held-out tasks, before and after, of each setting."""
     summaries = [[read_summary(run) for run in setting.runs] for setting in settings]
     known = [
@@ -134,7 +134,7 @@ def _measured(summary: Mapping[str, Any], when: str, name: str) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def _hint(settings: Sequence[Setting]) -> str:
+def _hint(settings: Sequence[SettingRuns]) -> str:
     several = any(len(setting.runs) > 1 for setting in settings)
     return (
         "Lines are means over seeds, bands their 95 % intervals (Student's t), at steps that all seeds have."
@@ -143,7 +143,7 @@ def _hint(settings: Sequence[Setting]) -> str:
     )
 
 
-def _picture(settings: Sequence[Setting], out: Path) -> Path | None:
+def _picture(settings: Sequence[SettingRuns], out: Path) -> Path | None:
     """A panel a metric, a line and a band a setting."""
     bands = {name: [setting.band(name) for setting in settings] for name in SHOWN}
     names = [name for name, found in bands.items() if any(found)]
@@ -170,7 +170,7 @@ def _picture(settings: Sequence[Setting], out: Path) -> Path | None:
         return save_figure(figure, out)
 
 
-def _runs(settings: Sequence[Setting]) -> str:
+def _runs(settings: Sequence[SettingRuns]) -> str:
     rows = ""
     for setting in settings:
         for run, metrics in zip(setting.runs, setting.rows, strict=True):

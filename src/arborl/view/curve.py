@@ -84,7 +84,7 @@ def learning_curve(
         return save_figure(figure, out)
 
 
-def compare(runs: Sequence[Path], out: Path, title: str) -> Path:
+def plot_runs(runs: Sequence[Path], out: Path, title: str) -> Path:
     """Success of several finished runs in one picture; held-out success at the ends of each curve.
 
     Example:

@@ -15,6 +15,6 @@ In reading order:
     words.py      Token ids as text, by the tokenizer that a run has
 """
 
-from arborl.view.web.folders import Runs
+from arborl.view.web.folders import RunFolders
 
-__all__ = ["Runs"]
+__all__ = ["RunFolders"]

@@ -30,7 +30,7 @@ from arborl.view.web.episode import calls_of, parsed, told
 from arborl.view.web.gradient import strongest
 from arborl.view.web.group import parting, rivals_of, tree_of
 from arborl.view.web.index import EpisodeIndex, delete_unused, user_cache
-from arborl.view.web.words import Decode, decoder_of
+from arborl.view.web.token_text import Decode, decoder_of
 
 FIRST_LOOK = 0.4
 """Seconds that a page of episodes waits for the index; then it shows what is there."""
@@ -54,10 +54,10 @@ HEADERS = {
 Names = Annotated[list[str], Query(max_length=MOST_RUNS)]
 
 
-class Shelf:
+class RunCache:
     """What is open of the runs: their indices, their tokenizers."""
 
-    def __init__(self, runs: folders.Runs):
+    def __init__(self, runs: folders.RunFolders):
         self.runs = runs
         self._indices: dict[str, EpisodeIndex] = {}
         self._decoders: dict[str, Decode] = {}
@@ -134,7 +134,7 @@ def make_app(root: Path) -> FastAPI:
     app = FastAPI(title="Arbor's viewer", openapi_url=None, docs_url=None, redoc_url=None)
     app.state.half_open = HalfOpen()
     delete_unused(user_cache())
-    shelf = Shelf(folders.Runs(root))
+    shelf = RunCache(folders.RunFolders(root))
     _add_runs(app, shelf)
     _add_episodes(app, shelf)
     _add_reading(app, shelf)
@@ -162,7 +162,7 @@ def make_app(root: Path) -> FastAPI:
     return app
 
 
-def _add_runs(app: FastAPI, shelf: Shelf) -> None:
+def _add_runs(app: FastAPI, shelf: RunCache) -> None:
     @app.get("/api/runs")
     def runs() -> Response:
         """Every run, with where it stands."""
@@ -207,10 +207,10 @@ def _add_runs(app: FastAPI, shelf: Shelf) -> None:
         return answer(found)
 
 
-def _add_episodes(app: FastAPI, shelf: Shelf) -> None:
+def _add_episodes(app: FastAPI, shelf: RunCache) -> None:
     @app.get("/api/episodes")
     def episodes(
-        run: str, asked: Annotated[search.Asked, Depends()], order: str = "-step",
+        run: str, asked: Annotated[search.EpisodeFilter, Depends()], order: str = "-step",
         first: int = 0, count: int = 50, facets: bool = False,
     ) -> Response:  # fmt: skip
         """A page of the run's episodes."""
@@ -227,7 +227,7 @@ def _add_episodes(app: FastAPI, shelf: Shelf) -> None:
         return answer(sorted(int(name[1]) for name in found if name))
 
 
-def _add_reading(app: FastAPI, shelf: Shelf) -> None:
+def _add_reading(app: FastAPI, shelf: RunCache) -> None:
     @app.get("/api/episode")
     def episode(run: str, kind: str, step: int, line: int) -> Response:
         """One episode, token by token."""
@@ -275,7 +275,7 @@ def _gifs_of(folder: Path, kind: str, step: int, episode: str) -> list[str]:
     return [name for name in folders.pictures(folder) if name in mine]
 
 
-def _add_files(app: FastAPI, shelf: Shelf) -> None:
+def _add_files(app: FastAPI, shelf: RunCache) -> None:
     static = {path.name: path for path in files("arborl.view.web").joinpath("static").iterdir() if path.is_file()}
 
     @app.get("/")

@@ -12,7 +12,7 @@ from arborl.rollout.term_store import NUMBERS, Columns, pushes
 from arborl.tokens import Tokens
 from arborl.track.folder_files import parse_json
 from arborl.types import GIVEN, Call, Episode, Message
-from arborl.view.web.words import Decode, pieces
+from arborl.view.web.token_text import Decode, pieces
 
 MOST_CALLS = 2000
 MOST_REPEATED = 2**27

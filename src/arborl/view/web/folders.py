@@ -31,7 +31,7 @@ LARGEST = 1e300
 """Of a number; NaN is not below it either."""
 
 
-class Runs:
+class RunFolders:
     """The runs in a folder, by their path below it; `.` is the folder itself, where it is one.
 
     A name that a browser sends is looked up here and never made into a path.

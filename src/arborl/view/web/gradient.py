@@ -10,7 +10,7 @@ import numpy as np
 
 from arborl.rollout.term_store import Columns, pushes
 from arborl.types import Episode
-from arborl.view.web.words import Decode, pieces
+from arborl.view.web.token_text import Decode, pieces
 
 AROUND = 24
 """Tokens shown before one, and half as many behind it."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from arborl.rollout.tree import grow
 from arborl.types import Episode, Ints
-from arborl.view.web.words import Decode, pieces
+from arborl.view.web.token_text import Decode, pieces
 
 SHOWN = 600
 """Characters of a stretch's text."""

@@ -26,7 +26,7 @@ from typing import Any
 
 from arborl.rollout.store import FILE
 from arborl.track.folder_files import MAX_LINES_FILE, Unreadable, entries_of, is_regular, open_regular, read_lines
-from arborl.view.web.rows import COLUMNS, NAMES, row_of
+from arborl.view.web.index import COLUMNS, NAMES, row_of
 
 log = logging.getLogger(__name__)
 

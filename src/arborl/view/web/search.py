@@ -23,7 +23,7 @@ FACETS = ("kind", "stop", "source", "failure")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class EpisodeFilter:
     """Filters; what is None is not asked."""
 
     kind: str | None = None
@@ -75,7 +75,7 @@ def matching(text: str) -> str:
     return " ".join(f'"{word}"' for word in words) + ("*" if words else "")
 
 
-def page(rows: sqlite3.Connection, asked: Asked, order: str, first: int, count: int) -> dict[str, Any]:
+def page(rows: sqlite3.Connection, asked: EpisodeFilter, order: str, first: int, count: int) -> dict[str, Any]:
     """Rows of the episodes asked for, and how many there are in all.
 
     Args:

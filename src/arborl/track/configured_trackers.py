@@ -1,4 +1,4 @@
-"""Who else follows a run, as its configuration says; what is wrong with that is found before anything is written."""
+"""Creates the trackers that a configuration names; errors are raised before anything is written."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ TRACKERS = Registry("tracker", {})
 Makers = dict[str, Callable[[], Tracker]]
 
 
-def followers(config: TrackConfig, objects: Mapping[str, Any]) -> Makers:
-    """What makes each of them, by name. They are made when the run begins, each in a thread of its own.
+def make_trackers(config: TrackConfig, objects: Mapping[str, Any]) -> Makers:
+    """Functions that create the trackers, by name. They are called when the run starts.
 
     Args:
-        config: whom it asks for.
-        objects: trackers handed in by Python code, by the name the configuration uses for them.
+        objects: trackers passed from Python, by their names in the configuration.
     """
     makers: Makers = {}
     if config.wandb.project is not None:
@@ -41,17 +40,19 @@ def followers(config: TrackConfig, objects: Mapping[str, Any]) -> Makers:
         makers["mlflow"] = partial(MlflowTracker, config.mlflow)
     for number, part in enumerate(config.also):
         where = f"track.also.{number}"
-        makers[unique(short(part.name), makers)] = _own(part, objects, where)
+        makers[unique(short(part.name), makers)] = _custom_tracker(part, objects, where)
     return makers
 
 
-def _own(part: Part, objects: Mapping[str, Any], where: str) -> Callable[[], Tracker]:
+def _custom_tracker(part: Part, objects: Mapping[str, Any], where: str) -> Callable[[], Tracker]:
     found = objects[part.name] if part.name in objects else TRACKERS[part.name]
     if not callable(getattr(found, "log", None)) or not callable(getattr(found, "close", None)):
-        raise ConfigError(f"{where}={part.name}: a tracker has log(metrics, step) and close(); see docs/tracking.md.")
+        raise ConfigError(
+            f"{where}={part.name}: a tracker must have log(metrics, step) and close(); see docs/tracking.md."
+        )
     if not inspect.isclass(found):
         if part.args:
-            raise ConfigError(f"{where}.args: {part.name!r} is an object already and takes no arguments.")
+            raise ConfigError(f"{where}.args: {part.name!r} is an object and takes no arguments.")
         return lambda: found  # type: ignore[no-any-return]
     signature = inspect.signature(found)
     try:
@@ -69,7 +70,7 @@ def _require(module: str, where: str, extra: str) -> None:
 
 
 def _require_login() -> None:
-    """Weights & Biases would ask at the keyboard, where nobody may sit, or end the process."""
+    """Without a key, wandb would prompt at the keyboard or end the process."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return
     server = os.environ.get("WANDB_BASE_URL", "wandb").partition("://")[2].partition("/")[0].partition(":")[0]
@@ -77,6 +78,6 @@ def _require_login() -> None:
         if any((server or "wandb") in host for host in netrc.netrc(os.environ.get("NETRC")).hosts):
             return
     raise ConfigError(
-        "track.wandb: no key of Weights & Biases is here. Run `wandb login` or set WANDB_API_KEY, or write "
+        "track.wandb: there is no key of Weights & Biases. Run `wandb login` or set WANDB_API_KEY, or write "
         "track.wandb.mode=offline."
     )

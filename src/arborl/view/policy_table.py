@@ -17,7 +17,7 @@ from arborl.trainer.policy_comparison import PolicyResult, Score, compare_polici
 COLUMNS = ("model", "way", "source", "metric", "mean", "low", "high", "tasks", "episodes", "failed")
 
 
-def as_tree(played: Sequence[PolicyResult]) -> dict[str, Any]:
+def results_as_dict(played: Sequence[PolicyResult]) -> dict[str, Any]:
     """Everything that was measured, as JSON has it."""
     return {"results": [_result(one) for one in played], "comparisons": [asdict(pair) for pair in compare_policies(played)]}
 
@@ -62,14 +62,14 @@ def episodes(played: Sequence[PolicyResult]) -> Iterator[dict[str, Any]]:
                 yield found | ({"failure": str(episode.failure)} if episode.failure is not None else {})
 
 
-def told(score: Score) -> str:
+def format_score(score: Score) -> str:
     """A number and between what it lies."""
     ends = "" if score.low is None or score.high is None else f" [{score.low:.3g}, {score.high:.3g}]"
     return f"{score.mean:.4g}{ends}"
 
 
 def _json(played: Sequence[PolicyResult]) -> str:
-    return json.dumps(as_tree(played), indent=2, ensure_ascii=False) + "\n"
+    return json.dumps(results_as_dict(played), indent=2, ensure_ascii=False) + "\n"
 
 
 def _jsonl(played: Sequence[PolicyResult]) -> str:
@@ -144,7 +144,7 @@ FORMS: dict[str, Callable[[Sequence[PolicyResult]], str]] = {
 }  # fmt: skip
 
 
-def check_form(path: Path) -> None:
+def check_output_path(path: Path) -> None:
     """Before anything is played: that the file's name says what to write, and its folder is there."""
     if path.suffix.lower() not in FORMS:
         raise ConfigError(f"--output {path}: what to write is said by its ending. Write one of {', '.join(FORMS)}.")
@@ -152,7 +152,7 @@ def check_form(path: Path) -> None:
         raise ConfigError(f"--output {path}: there is no folder {str(path.parent)!r}. Make it, or write another.")
 
 
-def write(played: Sequence[PolicyResult], path: Path) -> None:
+def write_results(played: Sequence[PolicyResult], path: Path) -> None:
     """In the form that the file's ending asks for."""
     with writing(path):
         path.write_text(FORMS[path.suffix.lower()](played), encoding="utf-8")
