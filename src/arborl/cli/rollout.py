@@ -159,7 +159,7 @@ class Printer:
 
         from rich.text import Text
 
-        from arborl.view.transcript import pieces
+        from arborl.view.web.token_text import pieces
 
         shown = Text()
         for place, (token, word) in enumerate(zip(tokens, pieces(tokens, self.renderer.tokenizer.decode), strict=True)):

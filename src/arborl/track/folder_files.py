@@ -137,7 +137,7 @@ def check_tree(tree: Any, where: object) -> None:
 
 
 def read_lines(path: Path, begin: int = 0) -> Generator[tuple[int, bytes], None, None]:
-    """The lines from byte `begin` on with their lengths; a line that is too long has no bytes. The last may be unfinished."""
+    """Lines from byte `begin` on with their lengths; a line that is too long has no bytes."""
     with open_regular(path, MAX_LINES_FILE) as file:
         file.seek(begin)
         while line := file.readline(MAX_LINE):

@@ -22,7 +22,7 @@ from arborl.build import check, count_steps
 from arborl.config.base import Config, paths, plain
 from arborl.config.load import load, write_setting
 from arborl.config.run import RunConfig
-from arborl.config.secrets import msettings
+from arborl.config.secrets import masked
 from arborl.errors import ConfigError, RunStopped, did_you_mean
 from arborl.models.find import resolve
 from arborl.tune.space import KEYS, Params, Space
@@ -97,7 +97,7 @@ class RunObjective:
     @property
     def about(self) -> dict[str, Any]:
         """What all trials of a study share."""
-        return {"budget": self.budget, "config": flat(msettings(plain(self.base)))}
+        return {"budget": self.budget, "config": flat(masked(plain(self.base)))}
 
     # -------------------------------------------------------------------------------------------- a trial
 

@@ -1,4 +1,4 @@
-"""Policies side by side, as files: JSON and CSV for programs, HTML for people, JSONL with every episode."""
+"""Evaluation results as files: JSON, CSV, HTML, and JSONL with every episode."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from arborl.trainer.policy_comparison import PolicyResult, Score, compare_polici
 COLUMNS = ("model", "way", "source", "metric", "mean", "low", "high", "tasks", "episodes", "failed")
 
 
-def results_as_dict(played: Sequence[PolicyResult]) -> dict[str, Any]:
-    """Everything that was measured, as JSON has it."""
-    return {"results": [_result(one) for one in played], "comparisons": [asdict(pair) for pair in compare_policies(played)]}
+def results_as_dict(results: Sequence[PolicyResult]) -> dict[str, Any]:
+    comparisons = [asdict(pair) for pair in compare_policies(results)]
+    return {"results": [_result(one) for one in results], "comparisons": comparisons}
 
 
 def _result(one: PolicyResult) -> dict[str, Any]:
     tasks, episodes, failed = one.count()
-    found: dict[str, Any] = {"model": one.name, "way": one.decoding, "tasks": tasks, "episodes": episodes, "failed": failed}
+    found: dict[str, Any] = {"model": one.name, "way": one.decoding}
+    found |= {"tasks": tasks, "episodes": episodes, "failed": failed}
     found["scores"] = {name: asdict(score) for name, score in one.scores().items()}
     if one.sources:
         found["sources"] = {
@@ -33,9 +34,9 @@ def _result(one: PolicyResult) -> dict[str, Any]:
     return found
 
 
-def rows(played: Sequence[PolicyResult]) -> Iterator[dict[str, Any]]:
-    """One a number; `source` is empty for all tasks together."""
-    for one in played:
+def rows(results: Sequence[PolicyResult]) -> Iterator[dict[str, Any]]:
+    """One row per metric; `source` is empty for all tasks."""
+    for one in results:
         for source in (None, *one.sources):
             tasks, episodes, failed = one.count(source)
             about = {"model": one.name, "way": one.decoding, "source": source or ""}
@@ -44,9 +45,9 @@ def rows(played: Sequence[PolicyResult]) -> Iterator[dict[str, Any]]:
                 yield about | {"metric": name} | asdict(score) | numbers
 
 
-def episodes(played: Sequence[PolicyResult]) -> Iterator[dict[str, Any]]:
-    """One an episode, with the columns of its row and what was answered."""
-    for one in played:
+def episodes(results: Sequence[PolicyResult]) -> Iterator[dict[str, Any]]:
+    """One row per episode with its answer."""
+    for one in results:
         for group in one.groups:
             for attempt, episode in enumerate(group.episodes):
                 found: dict[str, Any] = {
@@ -63,24 +64,24 @@ def episodes(played: Sequence[PolicyResult]) -> Iterator[dict[str, Any]]:
 
 
 def format_score(score: Score) -> str:
-    """A number and between what it lies."""
+    """A mean and its interval."""
     ends = "" if score.low is None or score.high is None else f" [{score.low:.3g}, {score.high:.3g}]"
     return f"{score.mean:.4g}{ends}"
 
 
-def _json(played: Sequence[PolicyResult]) -> str:
-    return json.dumps(results_as_dict(played), indent=2, ensure_ascii=False) + "\n"
+def _json(results: Sequence[PolicyResult]) -> str:
+    return json.dumps(results_as_dict(results), indent=2, ensure_ascii=False) + "\n"
 
 
-def _jsonl(played: Sequence[PolicyResult]) -> str:
-    return "".join(json.dumps(one, ensure_ascii=False, default=str) + "\n" for one in episodes(played))
+def _jsonl(results: Sequence[PolicyResult]) -> str:
+    return "".join(json.dumps(one, ensure_ascii=False, default=str) + "\n" for one in episodes(results))
 
 
-def _csv(played: Sequence[PolicyResult]) -> str:
+def _csv(results: Sequence[PolicyResult]) -> str:
     text = io.StringIO()
     table = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     table.writeheader()
-    table.writerows(rows(played))
+    table.writerows(rows(results))
     return text.getvalue()
 
 
@@ -92,25 +93,34 @@ STYLE = (
 )
 
 
-def _html(played: Sequence[PolicyResult]) -> str:
+def _html(results: Sequence[PolicyResult]) -> str:
     parts = [
         "<!doctype html><meta charset=utf-8><title>Evaluation</title>",
         f"<style>{STYLE}</style><h1>Evaluation</h1>",
     ]
     parts.append(
-        _table(("model", "way", "source", "metric", "mean", "95 % interval", "tasks", "failed"), _cells(played))
+        _table(("model", "way", "source", "metric", "mean", "95 % interval", "tasks", "failed"), _cells(results))
     )
-    if pairs := compare_policies(played):
+    if pairs := compare_policies(results):
         lines = [
-            (p.first, p.second, p.decoding, p.metric, f"{p.difference:+.4g}", _ends(p.low, p.high), p.tasks, f"{p.p:.3g}")
+            (
+                p.first,
+                p.second,
+                p.decoding,
+                p.metric,
+                f"{p.difference:+.4g}",
+                _ends(p.low, p.high),
+                p.tasks,
+                f"{p.p:.3g}",
+            )
             for p in pairs
         ]
-        parts.append("<h2>Paired, task by task</h2>")
+        parts.append("<h2>Paired comparison</h2>")
         parts.append(_table(("first", "second", "way", "metric", "difference", "95 % interval", "tasks", "p"), lines))
     return "\n".join(parts) + "\n"
 
 
-def _cells(played: Sequence[PolicyResult]) -> list[tuple[Any, ...]]:
+def _cells(results: Sequence[PolicyResult]) -> list[tuple[Any, ...]]:
     return [
         (
             *(row[name] for name in ("model", "way", "source", "metric")),
@@ -119,7 +129,7 @@ def _cells(played: Sequence[PolicyResult]) -> list[tuple[Any, ...]]:
             row["tasks"],
             row["failed"],
         )
-        for row in rows(played)
+        for row in rows(results)
     ]
 
 
@@ -139,20 +149,21 @@ def _cell(value: Any) -> str:
     return f"<td{' class=n' if number else ''}>{html.escape(text)}</td>"
 
 
-FORMS: dict[str, Callable[[Sequence[PolicyResult]], str]] = {
+FORMATS: dict[str, Callable[[Sequence[PolicyResult]], str]] = {
     ".json": _json, ".jsonl": _jsonl, ".csv": _csv, ".html": _html,
 }  # fmt: skip
 
 
 def check_output_path(path: Path) -> None:
-    """Before anything is played: that the file's name says what to write, and its folder is there."""
-    if path.suffix.lower() not in FORMS:
-        raise ConfigError(f"--output {path}: what to write is said by its ending. Write one of {', '.join(FORMS)}.")
+    """Check the file's suffix and folder before anything runs."""
+    if path.suffix.lower() not in FORMATS:
+        raise ConfigError(f"--output {path}: unknown suffix. Write one of {', '.join(FORMATS)}.")
     if not path.parent.is_dir():
-        raise ConfigError(f"--output {path}: there is no folder {str(path.parent)!r}. Make it, or write another.")
+        raise ConfigError(
+            f"--output {path}: the folder {str(path.parent)!r} does not exist. Create it, or write another path."
+        )
 
 
-def write_results(played: Sequence[PolicyResult], path: Path) -> None:
-    """In the form that the file's ending asks for."""
+def write_results(results: Sequence[PolicyResult], path: Path) -> None:
     with writing(path):
-        path.write_text(FORMS[path.suffix.lower()](played), encoding="utf-8")
+        path.write_text(FORMATS[path.suffix.lower()](results), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The application behind a socket of this machine, until a signal."""
+"""The viewer's HTTP server on this machine."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from arborl.tools.gate import listening
 from arborl.view.web.app import make_app
 
 HOST = "127.0.0.1"
-"""Nobody else is let in: episodes are shown to whoever asks."""
+"""Local connections only: the viewer has no authentication."""
 
 
 class Viewer(uvicorn.Server):
-    """Shows the runs of a folder.
+    """Serves the runs of a folder.
 
     Args:
         root: the folder.
-        port: 0 for any that is free.
-        said: told the address once it can be asked.
+        port: 0 for any free port.
+        on_start: called with the address once the server accepts requests.
     """
 
-    def __init__(self, root: Path, port: int, said: Callable[[str], object] = lambda at: None):
+    def __init__(self, root: Path, port: int, on_start: Callable[[str], object] = lambda at: None):
         super().__init__(listening(make_app(root), HOST, port, 1))
-        self.said = said
+        self.on_start = on_start
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
         if self.started:
-            self.said(f"http://{HOST}:{self.servers[0].sockets[0].getsockname()[1]}")
+            self.on_start(f"http://{HOST}:{self.servers[0].sockets[0].getsockname()[1]}")
 
 
 def free_port(port: int, only: bool) -> int:
-    """This port, or, unless it must be it, any where it is taken."""
+    """The port; 0 (any) if it is in use and not required."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -45,5 +45,5 @@ def free_port(port: int, only: bool) -> int:
         except OSError as error:
             if error.errno == errno.EADDRINUSE and not only:
                 return 0
-            raise ConfigError(f"--port {port}: {error.strerror}. Write another one, or 0 for any.") from error
+            raise ConfigError(f"--port {port}: {error.strerror}. Write another port, or 0 for any.") from error
     return port
