@@ -77,7 +77,7 @@ class Parts:
     """What the tools came from."""
     plan: Plan
     """Of the device's memory."""
-    make_trackers: Makers = field(default_factory=dict)
+    tracker_makers: Makers = field(default_factory=dict)
     """Trackers beyond the run's own files, by name."""
     cluster: Cluster | None = None
     """Where some of the parts are."""

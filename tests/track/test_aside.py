@@ -85,7 +85,7 @@ def test_one_that_breaks_even_by_ending_the_process_is_named_once_and_closed(cap
     aside.close()
     assert [row[0] for row in broken.told] == ["log", "close"]
     assert [record.message for record in caplog.records] == [
-        "the tracker broken failed (log: SystemExit: you are not logged in) and is dropped; the run goes on"
+        "the tracker broken failed (log: SystemExit: you are not logged in) and is dropped; the run continues"
     ]
 
 
@@ -98,7 +98,7 @@ def test_one_that_cannot_even_be_made_is_named_once(caplog):
     aside.log({}, 1)
     aside.close()
     assert [record.message for record in caplog.records] == [
-        "the tracker lost failed (start: OSError: no server) and is dropped; the run goes on"
+        "the tracker lost failed (start: OSError: no server) and is dropped; the run continues"
     ]
 
 
@@ -117,12 +117,12 @@ def test_one_that_hangs_holds_up_neither_the_steps_nor_the_end(caplog):
         aside.close()
     assert time.monotonic() - began < 60
     assert [record.message for record in caplog.records] == [
-        "the tracker slow has left 3 calls unanswered and is dropped; the run goes on"
+        "the tracker slow has 3 queued calls and is dropped; the run continues"
     ]
     late = BackgroundTracker("late", Hangs, close_seconds=0.2)
     late.log({}, 1)
     late.close()
-    assert "the tracker late has not come to an end within 0.2 s" in caplog.records[-1].message
+    assert "the tracker late did not finish within 0.2 s" in caplog.records[-1].message
     stuck.set()
 
 
@@ -132,13 +132,13 @@ def test_one_that_hangs_holds_up_neither_the_steps_nor_the_end(caplog):
         ({"also": ["nowhere.at.all:Tracker"]}, "cannot import 'nowhere.at.all'"),
         (
             {"also": ["track_parts:NoTracker"]},
-            r"track.also.0=track_parts:NoTracker: a tracker has log\(metrics, step\)",
+            r"track.also.0=track_parts:NoTracker: a tracker must have log\(metrics, step\)",
         ),
         (
             {"also": [{"name": "track_parts:Mine", "args": {"pth": "x"}}]},
             "track.also.0.args: .*'pth'.*Did you mean 'path'",
         ),
-        ({"wandb": {"project": "p", "mode": "online"}}, "no key of Weights & Biases .* track.wandb.mode=offline"),
+        ({"wandb": {"project": "p", "mode": "online"}}, "no key of Weights & Biases.* track.wandb.mode=offline"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_made(settings, says, monkeypatch, tmp_path):

@@ -188,7 +188,7 @@ def test_a_server_that_takes_no_spans_is_told_of_once_and_holds_nothing_up(monke
     from arborl.track import tracing
 
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(tracing, "PATIENCE", 1.5)  # it tries again after a second
+    monkeypatch.setattr(tracing, "SHUTDOWN_SECONDS", 1.5)  # it tries again after a second
     began = time.monotonic()
     with tracing.traced("run"), span("arborl.step"):
         pass

@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from arborl.track import JsonlTracker
-from arborl.view import plot_runs, learning_curve
+from arborl.view import learning_curve, plot_runs
 from arborl.view.curve import smooth
 
 

@@ -180,7 +180,7 @@ class RunSession:
         hooks: list[Hook] = [self.episodes] if config.track.episodes else []
         if config.track.episodes and config.track.terms:
             hooks.append(WriteTerms(self.home / "terms", config.track.terms))
-        hooks += [TrackEpisodes(config.track.render_every)] if parts.followers else []
+        hooks += [TrackEpisodes(config.track.render_every)] if parts.tracker_makers else []
         if self.render is not None:
             hooks.append(self.render)
         if config.demonstrations.steps:
@@ -213,7 +213,7 @@ class RunSession:
         chosen: list[Tracker] = [console, JsonlTracker(self.home / "metrics.jsonl", done)]
         if self.config.track.tensorboard:
             chosen.append(TensorBoardTracker(self.home / "tensorboard", done))
-        return Trackers([*chosen, *(BackgroundTracker(name, make) for name, make in self.parts.followers.items())])
+        return Trackers([*chosen, *(BackgroundTracker(name, make) for name, make in self.parts.tracker_makers.items())])
 
     def _title(self) -> list[str]:
         config = self.config

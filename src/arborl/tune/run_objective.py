@@ -259,8 +259,8 @@ def budget_overrides(base: RunConfig, trial: RunConfig) -> list[str]:
     whole = episodes(base)
     if whole is None:
         raise ConfigError(
-            f"trainer.epochs={base.trainer.epochs}: with {episodes_per_step(trial)} episodes a step instead of {episodes_per_step(base)}, "
-            f"trials would differ in cost. Write trainer.steps, {FREE}."
+            f"trainer.epochs={base.trainer.epochs}: with {episodes_per_step(trial)} episodes per step instead of "
+            f"{episodes_per_step(base)}, trials would differ in cost. Write trainer.steps, {FREE}."
         )
     size = 1 if base.data.given else trial.rollout.group_size
     if base.rollout.tasks_per_step == trial.rollout.tasks_per_step:

@@ -307,7 +307,8 @@ def _gradient_tokens(folder: Path, decode: Decode | None) -> str:
 def _token_row(token: Mapping[str, Any]) -> str:
     direction = "likelier" if token["pull"] < 0 else "less likely"
     cells = (
-        f"{token['share']:.1%}", f"<code>{escape(token['text'])}</code>", direction, f"{exp(min(token['now'], 0.0)):.0%}",
+        f"{token['share']:.1%}", f"<code>{escape(token['text'])}</code>", direction,
+        f"{exp(min(token['now'], 0.0)):.0%}",
         f"{token['advantage']:.3g}", f"{token['ratio']:.3f}", escape(token["id"]),
     )  # fmt: skip
     return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
