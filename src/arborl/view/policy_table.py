@@ -159,9 +159,7 @@ def check_output_path(path: Path) -> None:
     if path.suffix.lower() not in FORMATS:
         raise ConfigError(f"--output {path}: unknown suffix. Write one of {', '.join(FORMATS)}.")
     if not path.parent.is_dir():
-        raise ConfigError(
-            f"--output {path}: the folder {str(path.parent)!r} does not exist. Create it, or write another path."
-        )
+        raise ConfigError(f"--output {path}: there is no folder {str(path.parent)!r}. Create it, or write another.")
 
 
 def write_results(results: Sequence[PolicyResult], path: Path) -> None:
