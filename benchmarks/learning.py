@@ -115,7 +115,7 @@ def main() -> int:
 
     with ThreadPoolExecutor(args.workers) as pool:
         rows = list(pool.map(one, asked))
-    from arborl.view import compare
+    from arborl.view import plot_runs
 
     for suite in args.suites:
         folders = [
@@ -124,7 +124,7 @@ def main() -> int:
             if row["suite"] == suite and "error" not in row
         ]
         if folders:
-            compare(folders, args.out / suite / "curves.png", SUITES[suite].title)
+            plot_runs(folders, args.out / suite / "curves.png", SUITES[suite].title)
     return int(any("error" in row for row in rows))
 
 

@@ -28,7 +28,7 @@ from statistics import fmean
 from typing import Any
 
 from arborl.track.jsonl import read_metrics
-from arborl.trainer.intervals import wilson
+from arborl.trainer.evaluation import wilson
 
 ROOT = Path(__file__).parents[1]
 GRACE = 60.0

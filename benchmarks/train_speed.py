@@ -53,7 +53,7 @@ from arborl.envs.env import Step
 from arborl.envs.games.frozen_lake import FrozenLake
 from arborl.models.load import resolve, tune_cpu
 from arborl.track import Trackers
-from arborl.trainer.hooks import Save
+from arborl.trainer.hooks import SaveCheckpoints
 from arborl.trainer.trainer import Trainer
 from arborl.types import Completion, Episode, Message, Metrics, Sampling
 
@@ -143,7 +143,7 @@ class Log:
         self.at.append(time.perf_counter())
 
 
-class TimedSave(Save):
+class TimedSave(SaveCheckpoints):
     """One checkpoint, before the last step; how long the run waited for it. It need not be done when the run is. The
     first step ends a `fit` of its own here, after which a run would save: not this one."""
 
@@ -213,7 +213,7 @@ async def train(parts: Parts, counts: Counts, save: TimedSave | None) -> tuple[L
     await trainer.fit()
     first, before = time.perf_counter() - began, counts.now
     counts.work()
-    trainer.last = last
+    trainer.num_steps = last
     await trainer.fit()
     return log, first, tuple(now - then for now, then in zip(counts.now, before, strict=True))
 

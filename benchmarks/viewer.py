@@ -27,7 +27,7 @@ import numpy as np
 
 from arborl.rollout.store import dumps, to_json
 from arborl.types import Call, Completion, Episode, Finish, Message, Stop, Task, Turn
-from arborl.view.web.serve import Viewer
+from arborl.view.web.viewer import Viewer
 
 FILTERS = {
     "step": {"step_from": 3, "step_to": 4},

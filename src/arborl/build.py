@@ -68,7 +68,7 @@ class Parts:
     rewards: Rewards
     algorithm: Algorithm
     learner: Learner | LearnerGroup
-    evaluator: Measures
+    evaluator: HeldOutEvaluator
     steps: int
     """Of the whole run."""
     sandbox: ActiveLevel | None
@@ -77,7 +77,7 @@ class Parts:
     """What the tools came from."""
     plan: MemoryPlan
     """Of the device's memory."""
-    followers: Makers = field(default_factory=dict)
+    tracker_makers: Makers = field(default_factory=dict)
     """Trackers beyond the run's own files, by name."""
     cluster: RayCluster | None = None
     """Where some of the parts are."""
@@ -131,7 +131,7 @@ def build(config: RunConfig, objects: Mapping[str, Any] | None = None, training:
 def _build(workshop: Workshop, training: bool) -> Parts:
     config = workshop.config
     cast, rewards = workshop.cast(), workshop.rewards()
-    behind = followers(config.track, workshop.objects)
+    behind = make_trackers(config.track, workshop.objects)
     workshop.check_names()
     found = workshop.sandbox()
     folder, named = check_model(resolve(config.model.name)), config.learner.critic_from

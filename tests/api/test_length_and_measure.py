@@ -17,7 +17,7 @@ from arborl.config.load import load
 from arborl.errors import ConfigError
 from arborl.rollout.store import EpisodeStore
 from arborl.track.jsonl import read_metrics
-from arborl.trainer.evaluate import warn_of_failures
+from arborl.trainer.evaluation import warn_of_failures
 from arborl.types import Episode, Failure, Group, Task
 
 ROWS, SHARE = 12, 0.2

@@ -12,7 +12,7 @@ from playwright.sync_api import expect
 
 from arborl.view.comparison import write_comparison
 from arborl.view.report import write_report
-from arborl.view.web.words import decoder_of
+from arborl.view.web.token_text import decoder_of
 
 LOOKS = (Path(__file__).parent / "looks.js").read_text()
 
@@ -27,7 +27,7 @@ def files(root, tmp_path_factory):
     return out
 
 
-@pytest.mark.parametrize(("name", "words"), [("report", "Why the last gradient"), ("compare", "Settings that differ")])
+@pytest.mark.parametrize(("name", "words"), [("report", "Tokens with the largest gradient"), ("compare", "Settings that differ")])
 def test_a_page_shows_all_it_has_at_any_width(page, files, name, words):
     page.goto((files / f"{name}.html").as_uri())
     expect(page.locator("body")).to_contain_text(words)

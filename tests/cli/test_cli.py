@@ -21,9 +21,9 @@ from arborl.cli.train_commands import newest_run
 from arborl.config import RunConfig
 from arborl.config.base import dump_yaml
 from arborl.config.load import load
-from arborl.doctor.finding import Finding, examine
+from arborl.diagnosis.finding import Finding, run_checks
 from arborl.errors import ConfigError
-from arborl.trainer.standings import Played
+from arborl.trainer.policy_comparison import PolicyResult
 
 
 def call(*arguments: str) -> Result:
@@ -223,7 +223,7 @@ def test_a_check_that_raises_is_a_failed_row() -> None:
     def fine() -> Finding:
         return Finding("fine", "ok", "yes")
 
-    broken, after = examine([disk_speed, fine], "Reinstall.")
+    broken, after = run_checks([disk_speed, fine], "Reinstall.")
     assert (broken.name, broken.state, broken.detail) == ("disk speed", "fail", "RuntimeError: no disk")
     assert after.state == "ok"
 

@@ -88,10 +88,8 @@ def since(step: int, change: Change) -> Change:
     return lambda row: change(row) if row["step"] >= step else {}
 
 
-def always(**numbers: Any) -> Change:
-    """These metrics, with `__` for `/`."""
-    own = {name.replace("__", "/"): value for name, value in numbers.items()}
-    return lambda row: own if row["step"] else {}
+def always(metrics: Row) -> Change:
+    return lambda row: metrics if row["step"] else {}
 
 
 def grows(name: str, first: float, last: float) -> Change:

@@ -15,8 +15,10 @@ from fault_runs import always, both, grows, since
 
 import arborl
 from arborl.config.load import load
-from arborl.doctor import Finding, examine_run, template
-from arborl.doctor.model import ask, examine_model
+from arborl.diagnosis import Finding, examine_run
+from arborl.diagnosis.finding import run_checks
+from arborl.doctor.chat_template_check import TEMPLATE_CHECKS, Renderer, TemplateSubject
+from arborl.doctor.model_check import BROKEN, examine_model
 from arborl.errors import RunStopped
 from arborl.models.model_files import read_model_config
 from arborl.types import Failure, Finish
@@ -31,7 +33,7 @@ class Fault:
     find: Callable[[Path], list[Finding]]
     how: str
     state: str = "fail"
-    told_elsewhere: bool = False
+    is_covered: bool = False
     """Whether `tests/trainer/test_diagnosis.py` plays such a run too, so that this one may be left for slow tests."""
 
 
@@ -48,9 +50,9 @@ def shown(what: str, finding: str, state: str = "fail", tool_format: str = "auto
 
     def find(tmp: Path) -> list[Finding]:
         folder = model(tmp / "model", **changes)
-        renderer = template.Renderer.from_folder(folder, tool_format)
-        subject = template.Subject(renderer, read_model_config(folder), tools=True)
-        return [ask(question, subject) for question in template.QUESTIONS]
+        renderer = Renderer.from_folder(folder, tool_format)
+        subject = TemplateSubject(renderer, described(folder), tools=True)
+        return run_checks(TEMPLATE_CHECKS, BROKEN, subject)
 
     return Fault(what, finding, find, "doctor --model", state)
 
@@ -101,12 +103,12 @@ MODELS = (
             "env.name=fault_parts:Forgetful", state="warn"),
     stepped("engine that lies about log-probabilities", "engine and learner",
             "engine.name=scripted", "engine.replies=[Yes.,No.]"),
-    stepped("replies cut off after two tokens", "replies",
+    stepped("replies cut off after two tokens", "completions",
             "sampling.max_tokens=2", "env.name=frozen_lake", state="warn"),
     stepped("context smaller than the prompt", "context",
             "sampling.max_context=40", "sampling.max_tokens=8", "env.name=frozen_lake"),
     stepped("batches larger than the memory", "memory forecast", "learner.micro_batch_tokens=900000000", state="warn"),
-    stepped("tool calls that are no JSON", "form", "agent.name=tool", "tools=[calculator]", "engine.name=scripted",
+    stepped("tool calls that are no JSON", "format", "agent.name=tool", "tools=[calculator]", "engine.name=scripted",
             "engine.replies=['<tool_call>{calculator: 2</tool_call>']"),
 )  # fmt: skip
 
@@ -123,7 +125,7 @@ SEEDLING: Mapping[str, Any] = {"engine.name": "local", "env.name": "frozen_lake"
 
 
 def ran(
-    what: str, finding: str, state: str = "fail", steps: int = 6, told_elsewhere: bool = False, **settings: Any
+    what: str, finding: str, state: str = "fail", steps: int = 6, is_covered: bool = False, **settings: Any
 ) -> Fault:
     """A fault of a whole small run, found in its folder."""
 
@@ -135,33 +137,33 @@ def ran(
             arborl.run(output_dir=tmp / "run", steps=steps, **{**quick, **more, **given})
         return examine_run(tmp / "run")
 
-    return Fault(what, finding, find, "a run", state, told_elsewhere)
+    return Fault(what, finding, find, "a run", state, is_covered)
 
 
 REAL = (
-    ran("reward that is always 0", "reward_always_same", env=parts.Yes(pays=False)),
-    ran("environment that raises for every other task", "some_fail", "warn", env=parts.Broken()),
+    ran("reward that is always 0", "reward_constant", env=parts.Yes(pays=False)),
+    ran("environment that raises for every other task", "episodes_fail", "warn", env=parts.Broken()),
     ran("environment that always raises", "run", env=parts.Broken(always=True)),
-    ran("environment that never changes", "environment_dead", env=parts.Yes(pays=False, turns=4), steps=3),
-    ran("agent without tools", "no_tools", env=parts.Yes(pays=False), agent="tool", steps=3, told_elsewhere=True),
+    ran("environment that never changes", "environment_unresponsive", env=parts.Yes(pays=False, turns=4), steps=3),
+    ran("agent without tools", "no_tools", env=parts.Yes(pays=False), agent="tool", steps=3, is_covered=True),
     ran("tool that always raises", "tools_fail", env=parts.Yes(), agent="tool", tools=[parts.divide], steps=3,
-        told_elsewhere=True, more={"engine.replies": [CALL]}),
+        is_covered=True, more={"engine.replies": [CALL]}),
     ran("tools that are never called", "tools_unused", "warn", env=parts.Yes(), agent="tool", tools=[parts.divide]),
-    ran("tool calls read in another format", "calls_unread", env=parts.Yes(), agent="tool", tools=[parts.divide],
+    ran("tool calls read in another format", "wrong_tool_format", env=parts.Yes(), agent="tool", tools=[parts.divide],
         steps=3, more={"engine.replies": [CALL, f"Yes. {CALL}"], "agent.tool_format": "mistral"}),
     ran("prompts longer than the context", "prompts_too_long", env=parts.Yes(opening="word " * 400), steps=3,
-        told_elsewhere=True, more={"sampling.max_context": 100, "sampling.max_tokens": 8}),
+        is_covered=True, more={"sampling.max_context": 100, "sampling.max_tokens": 8}),
     ran("replies cut off", "cut_off", env=parts.Yes(pays=False), steps=3,
         more={"sampling.max_tokens": 2, "engine.replies": ["No, no, no, no.", "Never, not at all."]}),
     ran("group filter that nothing passes", "filtered", env=parts.Yes(pays=False), steps=3,
-        told_elsewhere=True, more={"rollout.group_filter": "varied"}),
-    ran("reward that is sometimes not a number", "some_fail", "warn", env=parts.Yes(), rewards=[parts.not_a_number],
+        is_covered=True, more={"rollout.group_filter": "varied"}),
+    ran("reward that is sometimes not a number", "episodes_fail", "warn", env=parts.Yes(), rewards=[parts.not_a_number],
         steps=3),
-    ran("reward with the wrong sign", "wrong_ones_paid", steps=2,
+    ran("reward with the wrong sign", "failures_rewarded", steps=2,
         more={**SEEDLING, "rollout.group_size": 8, "rewards": [{"name": "env", "weight": -1.0}]}),
     ran("learner.lr=10", "lr_too_high", steps=3,
         more={**SEEDLING, "learner.lr": 10.0, "sampling.max_tokens": 6, "rollout.max_turns": 4}),
-    ran("template that writes the begin token twice", "begins_twice", steps=2, env=parts.Yes(),
+    ran("template that writes the begin token twice", "double_bos", steps=2, env=parts.Yes(),
         model=lambda tmp: model(tmp / "model", twice, tokenizer_config=parts.begin)),
     ran("template that rewrites the history", "history_rewritten", "warn", steps=2, env=parts.Yes(turns=3),
         model=lambda tmp: model(tmp / "model", swap(ENDS, AGAIN))),
@@ -204,57 +206,57 @@ def failing(step: int, task: int, member: int) -> Any:
     return made
 
 
-TOOLS = {"episode__tool__offered": 2.0, "episode__tool__calls": 2.0, "episode__tool__used": 0.9}
+TOOLS = {"episode/tool/offered": 2.0, "episode/tool/calls": 2.0, "episode/tool/used": 0.9}
 HALF = runs.STEPS // 2
-WORSE = always(evaluation__success=0.02, evaluation__success_low=0.0, evaluation__success_high=0.05)
+WORSE = always({"evaluation/success": 0.02, "evaluation/success_low": 0.0, "evaluation/success_high": 0.05})
 WRITTEN = (
     written("entropy falls to nothing at half the way", "entropy_collapsed",
-            since(HALF, always(policy__entropy=0.001, group__flat=0.75, episode__success=0.3, reward__mean=0.3))),
+            since(HALF, always({"policy/entropy": 0.001, "group/flat": 0.75, "episode/success": 0.3, "reward/mean": 0.3}))),
     written("entropy leaps and the reward is lost", "lr_too_high",
-            since(HALF, always(policy__entropy=5.0, episode__success=0.02, reward__mean=0.02))),
+            since(HALF, always({"policy/entropy": 5.0, "episode/success": 0.02, "reward/mean": 0.02}))),
     written("gradient of 400 at one step", "gradient_spikes",
             lambda row: {"learner/grad_norm": 400.0} if row["step"] == 9 else {}, "warn"),
     written("KL to the reference grows", "far_from_reference", grows("policy/kl", 0.01, 5.0), "warn"),
-    written("most tokens are clipped", "clipped", always(policy__clipped=0.7), "warn"),
-    written("loss is not a number", "not_a_number", since(HALF, always(policy__loss=None))),
-    written("engine and learner disagree from the start", "gap_wide", always(policy__rollout_gap=0.3)),
-    written("engine and learner drift apart", "gap_growing", grows("policy/rollout_gap", 1e-6, 0.2), "warn"),
-    written("server with other weights", "engine_stale", since(HALF, always(engine__probe_gap=3.0))),
-    written("half of the episodes are too old", "stale_dropped", always(dropped__stale=16.0), "warn"),
+    written("most tokens are clipped", "clipped", always({"policy/clipped": 0.7}), "warn"),
+    written("loss is not a number", "not_a_number", since(HALF, always({"policy/loss": None}))),
+    written("engine and learner disagree from the start", "logprob_diff_high", always({"policy/rollout_gap": 0.3})),
+    written("engine and learner drift apart", "logprob_diff_grows", grows("policy/rollout_gap", 1e-6, 0.2), "warn"),
+    written("server with other weights", "engine_stale", since(HALF, always({"engine/probe_gap": 3.0}))),
+    written("half of the episodes are too old", "stale_dropped", always({"dropped/stale": 16.0}), "warn"),
     written("replies grow tenfold for nothing", "length_explodes",
-            both(grows("episode/sampled", 20.0, 250.0), always(episode__success=0.4, reward__mean=0.4)), "warn"),
-    written("half of the replies are cut off", "cut_off_often", since(HALF, always(call__cut_off=0.5)), "warn"),
+            both(grows("episode/sampled", 20.0, 250.0), always({"episode/success": 0.4, "reward/mean": 0.4})), "warn"),
+    written("half of the replies are cut off", "cut_off_often", since(HALF, always({"call/cut_off": 0.5})), "warn"),
     written("the context is full in half of the episodes", "context_often_full",
-            always(stop__context_full=0.5), "warn"),
+            always({"stop/context_full": 0.5}), "warn"),
     written("every episode runs out of turns", "out_of_turns",
-            always(stop__max_turns=1.0, stop__done=0.0, episode__success=0.1), "warn"),
-    written("replies lose their form", "form_lost", since(HALF, always(episode__valid=0.2)), "warn"),
-    written("nine of ten groups are flat", "mostly_flat",
-            since(3, always(group__flat=0.9, episode__success=0.1, reward__mean=0.1)), "warn"),
+            always({"stop/max_turns": 1.0, "stop/done": 0.0, "episode/success": 0.1}), "warn"),
+    written("replies lose their form", "format_lost", since(HALF, always({"episode/valid": 0.2})), "warn"),
+    written("nine of ten groups have zero variance", "mostly_zero_variance",
+            since(3, always({"group/flat": 0.9, "episode/success": 0.1, "reward/mean": 0.1})), "warn"),
     written("reward falls", "reward_falls", both(grows("reward/mean", 0.6, 0.1), grows("episode/success", 0.6, 0.1))),
     written("reward rises while success falls", "reward_hacked", grows("episode/success", 0.6, 0.1)),
     written("reward rises while held-out success falls", "reward_hacked",
             since(runs.STEPS, WORSE)),
     written("worse on held-out tasks than at the start", "evaluation_worse",
             since(runs.STEPS, WORSE)),
-    written("reward stays where it was", "nothing_gained",
-            both(always(reward__mean=0.3, episode__success=0.3), since(runs.STEPS, always(evaluation__success=0.2))),
+    written("reward stays where it was", "reward_unchanged",
+            both(always({"reward/mean": 0.3, "episode/success": 0.3}), since(runs.STEPS, always({"evaluation/success": 0.2}))),
             "warn"),
-    written("an environment that hangs", "hanging", since(HALF, always(rollout__threads_stuck=3.0)), "warn"),
-    written("a node that goes and comes back", "parts_lost",
-            since(HALF, always(engine__lost=1.0, engine__seconds_lost=30.0)), "warn"),
-    written("a rank of the learner that is lost", "parts_lost",
-            since(HALF, always(learner__lost=1.0, learner__seconds_lost=16.0)), "warn"),
-    written("half of the groups are missing", "groups_missing", always(rollout__missing=4.0), "warn"),
-    written("a tool that times out now and then", "some_fail",
-            always(**{"episode__failed": 4.0, "failed__tool 'search'": 4.0}), "warn", make=failing),
-    written("tool calls with wrong arguments", "tool_misused", always(**TOOLS, episode__tool__arguments=1.5), "warn"),
-    written("tool that is down", "tool_dead", since(3, always(**TOOLS, episode__tool__timeout=1.8))),
-    written("tool calls that cannot be read", "calls_unreadable", always(**TOOLS, episode__tool__malformed=1.9)),
+    written("an environment that hangs", "calls_hang", since(HALF, always({"rollout/threads_stuck": 3.0})), "warn"),
+    written("a node that goes and comes back", "processes_lost",
+            since(HALF, always({"engine/lost": 1.0, "engine/seconds_lost": 30.0})), "warn"),
+    written("a rank of the learner that is lost", "processes_lost",
+            since(HALF, always({"learner/lost": 1.0, "learner/seconds_lost": 16.0})), "warn"),
+    written("half of the groups are missing", "groups_missing", always({"rollout/missing": 4.0}), "warn"),
+    written("a tool that times out now and then", "episodes_fail",
+            always({"episode/failed": 4.0, "failed/tool 'search'": 4.0}), "warn", make=failing),
+    written("tool calls with wrong arguments", "tool_misused", always({**TOOLS, "episode/tool/arguments": 1.5}), "warn"),
+    written("tool that is down", "tool_broken", since(3, always({**TOOLS, "episode/tool/timeout": 1.8}))),
+    written("tool calls that cannot be read", "calls_unreadable", always({**TOOLS, "episode/tool/malformed": 1.9})),
     written("replies that repeat themselves", "replies_loop", make=looping),
-    written("one reply for every task", "all_alike", make=same),
+    written("one reply for every task", "identical_replies", make=same),
     written("empty replies", "empty_replies", make=silent),
-    written("held-out tasks that are trained on", "held_out_seen", held_out=trained),
+    written("held-out tasks that are trained on", "held_out_leaked", held_out=trained),
 )  # fmt: skip
 
 FAULTS = (*MODELS, *REAL, *WRITTEN)

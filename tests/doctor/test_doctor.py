@@ -1,10 +1,11 @@
-"""The doctor as people and programs call it."""
+"""`arborl doctor` on run folders, models and settings."""
 
 from __future__ import annotations
 
 import json
 import random
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,158 +19,160 @@ from arborl.cli.main import app
 from arborl.config import RunConfig
 from arborl.config.base import Config
 from arborl.config.load import load
-from arborl.doctor import examine_run, first_step, template
-from arborl.doctor.episode_rules import EPISODE_RULES
-from arborl.doctor.model import examine_model
-from arborl.trainer.diagnosis import DIAGNOSES, Streak, notices
-from arborl.trainer.trends import TRENDS
+from arborl.diagnosis import examine_run
+from arborl.diagnosis.episode_rules import EPISODE_RULES
+from arborl.diagnosis.run_folder import match_rules
+from arborl.diagnosis.run_monitor import DiagnosisMonitor
+from arborl.diagnosis.step_rules import STEP_RULES
+from arborl.diagnosis.trend_rules import TREND_RULES
+from arborl.doctor.chat_template_check import TEMPLATE_CHECKS
+from arborl.doctor.model_check import STEP_CHECKS, examine_model
 
-RULES = [*DIAGNOSES, *TRENDS, *EPISODE_RULES]
+RULES = [*STEP_RULES, *TREND_RULES, *EPISODE_RULES]
 PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
+DISAGREE = always({"policy/rollout_gap": 0.3})
 
 
 def call(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["doctor", *arguments])
 
 
-def test_a_run_that_is_well_exits_with_0_and_says_so(tmp_path):
-    done = call(str(runs.write(tmp_path / "run")))
-    assert done.exit_code == 0
-    assert "No problems found" in done.stdout
+def test_a_healthy_run_exits_with_0(tmp_path):
+    result = call(str(runs.write(tmp_path / "run")))
+    assert result.exit_code == 0
+    assert "Healthy" in result.stdout
+
+
+def test_a_run_of_three_steps_is_not_called_healthy(tmp_path):
+    folder = runs.write(tmp_path / "run")
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(lines[:4]))
+    result = call(str(folder))
+    assert "Healthy" not in result.stdout
+    learning = next(one for one in examine_run(folder) if one.name == "learning")
+    assert learning.state == "warn"
+    assert "too few" in learning.detail
 
 
 def test_a_fault_exits_with_1_and_names_its_episodes(tmp_path):
-    folder = runs.write(tmp_path / "run", always(policy__rollout_gap=0.3))
-    done = call(str(folder), "--json")
-    assert done.exit_code == 1
-    fault = next(row for row in json.loads(done.stdout) if row["state"] == "fail")
-    assert fault["name"] == "gap_wide"
+    result = call(str(runs.write(tmp_path / "run", DISAGREE)), "--json")
+    assert result.exit_code == 1
+    fault = next(row for row in json.loads(result.stdout) if row["state"] == "fail")
+    assert fault["name"] == "logprob_diff_high"
     assert "model.head=float32" in fault["advice"]
     assert {"step", "task", "episode"} <= set(fault["evidence"][0])
     assert fault["evidence"][0]["episode"].startswith(fault["evidence"][0]["task"])
 
 
-def test_a_warning_exits_with_0_unless_that_is_asked_for(tmp_path):
-    folder = str(runs.write(tmp_path / "run", since(4, always(policy__clipped=0.7))))
+def test_a_warning_exits_with_1_only_with_strict(tmp_path):
+    folder = str(runs.write(tmp_path / "run", since(4, always({"policy/clipped": 0.7}))))
     assert call(folder).exit_code == 0
     assert call(folder, "--strict").exit_code == 1
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("nowhere",), "no folder"),
-        ((".",), "no run folder"),
-        ((".", "--model", "seedling"), "is a run. Leave"),
-        ((".", "learner.lr=1"), "is a run. Leave"),
-        (("--modle", "x"), "--model"),
-    ],
+    "arguments", [("nowhere",), (".",), (".", "--model", "seedling"), (".", "learner.lr=1"), ("--modle", "x")]
 )
-def test_what_cannot_be_looked_at_is_said(arguments, said, tmp_path, monkeypatch):
+def test_wrong_arguments_exit_with_2(arguments, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    done = call(*arguments)
-    assert done.exit_code == 2
-    assert said in done.stderr
+    assert call(*arguments).exit_code == 2
 
 
-def test_a_model_and_settings_are_looked_at_together(tmp_path):
+def test_a_model_is_examined_with_settings(tmp_path):
     (tmp_path / "run.yaml").write_text("rollout: {tasks_per_step: 2, group_size: 4}\nthreads: 1\n")
-    done = call("--model", "seedling", "--config", str(tmp_path / "run.yaml"), "env.name=frozen_lake", "--json")
-    rows = json.loads(done.stdout)
-    assert done.exit_code == 0, rows
-    assert len(rows) == 1 + len(template.QUESTIONS) + len(first_step.QUESTIONS)
-    assert "8 played" in next(row["detail"] for row in rows if row["name"] == "episodes")
+    result = call("--model", "seedling", "--config", str(tmp_path / "run.yaml"), "env.name=frozen_lake", "--json")
+    rows = json.loads(result.stdout)
+    assert result.exit_code == 0, rows
+    assert len(rows) == 1 + len(TEMPLATE_CHECKS) + len(STEP_CHECKS)
+    assert "8 collected" in next(row["detail"] for row in rows if row["name"] == "episodes")
 
 
-def test_given_rows_and_a_reference_are_looked_at_too(tmp_path):
-    talk = [{"role": "user", "content": "Say 3."}, {"role": "assistant", "content": "Three, as you wish!"}]
-    (tmp_path / "talks.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 20)
+def test_demonstrations_and_a_reference_model_are_examined(tmp_path):
+    messages = [{"role": "user", "content": "Say 3."}, {"role": "assistant", "content": "Three, as you wish!"}]
+    (tmp_path / "talks.jsonl").write_text((json.dumps({"messages": messages}) + "\n") * 20)
     for settings in (("algorithm=sft", f"data={tmp_path / 'talks.jsonl'}"), ("algorithm.kl.coef=0.01",)):
-        found = examine_model(load(None, ["threads=1", "rollout.tasks_per_step=2", *settings]))
-        assert [(one.name, one.detail) for one in found if one.state == "fail"] == []
-    assert "nats a token" in next(one.detail for one in found if one.name == "KL at step 0")
+        findings = examine_model(load(None, ["threads=1", "rollout.tasks_per_step=2", *settings]))
+        assert [(one.name, one.detail) for one in findings if one.state == "fail"] == []
+    assert "nats per token" in next(one.detail for one in findings if one.name == "KL at step 0")
 
 
-# ------------------------------------------------------------------------------------------------ odd folders
+# ------------------------------------------------------------------------------------------------ unusual folders
 
 
-def test_a_run_that_has_just_begun_is_no_fault(tmp_path):
+def test_a_run_without_steps_is_a_warning(tmp_path):
     (tmp_path / "config.yaml").write_text("name: new\n")
-    (alone,) = examine_run(tmp_path)
-    assert alone.state == "warn"
-    assert "No step is done yet" in alone.advice
+    (state,) = examine_run(tmp_path)
+    assert state.state == "warn"
 
 
-def test_a_running_run_is_looked_at_as_far_as_it_is(tmp_path):
+def test_a_running_run_is_examined_up_to_its_last_whole_line(tmp_path):
     folder = runs.write(tmp_path / "run")
     (folder / "summary.json").unlink()
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 31, "episode/co')
-    (alone,) = examine_run(folder)
-    assert "running" in alone.detail
+    state, _ = examine_run(folder)
+    assert "running" in state.detail
 
 
-def test_torn_and_foreign_files_are_told_and_the_rest_is_looked_at(tmp_path):
-    folder = runs.write(tmp_path / "run", always(policy__rollout_gap=0.3))
+def test_damaged_files_are_reported_and_the_others_examined(tmp_path):
+    folder = runs.write(tmp_path / "run", DISAGREE)
     (folder / "episodes" / "step-000030.jsonl").write_text('{"id": 3}\n')
     (folder / "summary.json").write_text("[")
     (folder / "config.yaml").write_text("a: [")
-    found = {finding.name: finding for finding in examine_run(folder)}
-    assert found["gap_wide"].state == "fail"
-    assert found["files"].state == "warn"
+    findings = {finding.name: finding for finding in examine_run(folder)}
+    assert findings["logprob_diff_high"].state == "fail"
+    assert findings["files"].state == "warn"
 
 
-def test_runs_without_episodes_or_with_given_rows_are_looked_at(tmp_path):
-    import shutil
-
+def test_a_run_without_episode_files_is_examined_by_its_metrics(tmp_path):
     folder = runs.write(tmp_path / "run")
     shutil.rmtree(folder / "episodes")
-    (alone,) = examine_run(folder)
-    assert "only metrics were looked at" in alone.detail
+    state, _ = examine_run(folder)
+    assert "only metrics" in state.detail
 
 
-def test_run_folders_are_looked_at_without_torch():
-    code = "import sys, arborl.doctor; print('torch' in sys.modules)"
+def test_run_folders_are_examined_without_torch():
+    code = "import sys, arborl.diagnosis; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
 
 
-def test_no_metrics_whatever_end_a_run_or_a_look_at_it():
+def test_no_metrics_break_the_rules():
     names = [*runs.well(1), *(f"evaluation/{name}" for name in ("success", "success_low", "success_high", "loss"))]
     names += [f"episode/tool/{name}" for name in ("offered", "calls", "used", "malformed", "timeout")]
-    odd = [None, float("nan"), float("inf"), 0, 0.0, -1.0, 1e300, True, 0.5, 40.0]
+    values = [None, float("nan"), float("inf"), 0, 0.0, -1.0, 1e300, True, 0.5, 40.0]
     for seed in range(60):
-        chance, streak, rows = random.Random(seed), Streak(), []
+        chance, monitor, rows = random.Random(seed), DiagnosisMonitor(), []
         kept = chance.sample(names, chance.randrange(len(names)))
         for step in range(chance.randrange(12)):
-            own = {name: chance.choice(odd) for name in kept if chance.random() < 0.8}
-            rows.append(own | {"step": step, "words": "x", "list": [1]})
-            streak.add(rows[-1])
-        assert all(found.rule in RULES for found in notices(rows))
+            row = {name: chance.choice(values) for name in kept if chance.random() < 0.8}
+            rows.append(row | {"step": step, "words": "x", "list": [1]})
+            monitor.add(rows[-1])
+        assert all(match.rule in RULES for match in match_rules(rows))
 
 
-# ------------------------------------------------------------------------------------------------ words
+# ------------------------------------------------------------------------------------------------ texts
 
 
-def keys(config: type[Config], before: str = "") -> set[str]:
-    """Every key of a configuration, dotted."""
+def keys(config: type[Config], prefix: str = "") -> set[str]:
+    """Every dotted key of a configuration."""
     found = set()
     for name, field in config.model_fields.items():
         inner = field.annotation
-        found |= {before + name}
+        found |= {prefix + name}
         if isinstance(inner, type) and issubclass(inner, Config):
-            found |= keys(inner, f"{before}{name}.")
+            found |= keys(inner, f"{prefix}{name}.")
     return found
 
 
-def test_advice_names_keys_that_there_are():
+def test_advice_names_existing_keys():
     known = keys(RunConfig)
-    rooms = "|".join(sorted({key.partition(".")[0] for key in known if "." in key}))
+    sections = "|".join(sorted({key.partition(".")[0] for key in known if "." in key}))
     for rule in RULES:
-        for key in re.findall(rf"(?<![\w./])((?:{rooms})(?:\.[a-z_]+)+)(?![\w(])", rule.advice):
+        for key in re.findall(rf"(?<![\w./])((?:{sections})(?:\.[a-z_]+)+)(?![\w(])", rule.advice):
             assert key in known, (rule.name, key)
 
 
-def test_every_finding_has_its_paragraph_and_its_own_name():
+def test_every_rule_has_a_unique_name_and_a_paragraph_in_the_docs():
     text = PAGE.read_text()
     names = [rule.name for rule in RULES]
     assert len(set(names)) == len(names)
@@ -178,9 +181,9 @@ def test_every_finding_has_its_paragraph_and_its_own_name():
         assert rule.advice.endswith(".")
 
 
-def test_a_run_is_told_of_a_trend_once_while_it_goes_on():
-    streak = Streak()
+def test_a_trend_is_reported_once_during_a_run():
+    monitor = DiagnosisMonitor()
     rows = [runs.well(step) | {"policy/clipped": 0.7} for step in range(1, 20)]
-    said = [text for row in rows for text in streak.add(row)]
-    assert len(said) == 1
-    assert said[0].startswith("Much of the batch is clipped: 70% of tokens")
+    warnings = [text for row in rows for text in monitor.add(row)]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("Many tokens are clipped: 70% of tokens")

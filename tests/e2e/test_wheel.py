@@ -20,7 +20,7 @@ sys.path.insert(0, sys.argv[1])
 import arborl
 from arborl.models.model_files import resolve
 from arborl.view.web.app import make_app
-from arborl.view.web.words import decoder_of
+from arborl.view.web.token_text import decoder_of
 
 home = Path(sys.argv[1])
 assert home in Path(arborl.__file__).parents
@@ -29,7 +29,7 @@ run = arborl.run(stub=True, steps=1, output_dir="run")
 assert (run.folder / "report.html").stat().st_size > 10_000
 make_app(Path("."))
 assert decoder_of(run.folder)([0]) is not None
-from arborl.doctor import examine_run
+from arborl.diagnosis import examine_run
 assert [one.state for one in examine_run(run.folder)] == ["ok"]
 """
 

@@ -23,7 +23,7 @@ from arborl.learner.core.teacher import RemoteTeacher, branch_paths, check_token
 from arborl.models.attention import NAME
 from arborl.models.load import resolve
 from arborl.rollout.tree import plant
-from arborl.trainer.look import look
+from arborl.trainer.training_batch import prepare_batch
 from arborl.types import Call, Completion, Episode, Finish, Group, Sampling, Task
 
 
@@ -161,11 +161,11 @@ def test_a_busy_server_is_asked_again_and_one_that_stays_away_costs_the_episodes
     algorithm = Recipe(AlgorithmConfig(name="distill"))
     learner = Learner(copy.deepcopy(seedling[0]), LearnerConfig(), Sampling(), algorithm.needs, teacher=teacher)
     groups = [group((10, 11)), group((20,), prompt=(9,))]
-    kept, _, terms = look(algorithm, learner, groups)
+    kept, _, terms = prepare_batch(algorithm, learner, groups)
     assert len(kept) == 2
     assert np.isfinite(terms.teacher).all()
     server.broken = 10**6
-    kept, _, terms = look(algorithm, learner, groups)
+    kept, _, terms = prepare_batch(algorithm, learner, groups)
     assert kept == []
     assert "teacher: ArithmeticError" in str(groups[0].episodes[0].failure)
     assert "request of 5 tokens failed: status 503" in caplog.text
@@ -183,7 +183,7 @@ def test_the_policys_gradient_is_that_of_the_reverse_kl_at_its_own_samples(big, 
         Group(one.task, [Episode(e.id, e.task, calls=[_likely(e.calls[0], old_tokens)]) for e, old_tokens in pairs])
         for one, pairs in _cut(GROUPS, old)
     ]
-    kept, forest, terms = look(algorithm, learner, groups)
+    kept, forest, terms = prepare_batch(algorithm, learner, groups)
     assert terms.teacher == pytest.approx(direct(big, GROUPS), abs=1e-4)
     metrics = learner.backward(forest.trees, algorithm.credit(kept, terms), algorithm)
     gap = old - direct(big, GROUPS)

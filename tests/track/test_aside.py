@@ -10,9 +10,9 @@ import pytest
 
 from arborl.config.load import from_kwargs
 from arborl.errors import ConfigError
-from arborl.track.aside import Aside
-from arborl.track.from_config import followers
-from arborl.track.tracker import Begun, Trackers
+from arborl.track.background_tracker import BackgroundTracker
+from arborl.track.configured_trackers import make_trackers
+from arborl.track.tracker import RunStart, Trackers
 from arborl.types import Episode, Task
 
 
@@ -55,7 +55,7 @@ class Breaks(Kept):
 
 def follow(trackers, tmp_path):
     config = {"seed": {"x": 1}}
-    trackers.begin(Begun("run-001", tmp_path, config, 3))
+    trackers.begin(RunStart("run-001", tmp_path, config, 3))
     trackers.log({"a": 1.0}, 4)
     trackers.episodes([Episode(f"{n}", Task("t")) for n in range(100)], 4, "train")
     trackers.picture(tmp_path / "x.gif", 4, "train")
@@ -66,7 +66,7 @@ def follow(trackers, tmp_path):
 
 def test_everything_arrives_in_order_in_a_thread_of_its_own(tmp_path):
     whole, plain = Whole(), Kept()
-    follow(Trackers([Aside("whole", lambda: whole), Aside("plain", lambda: plain)]), tmp_path)
+    follow(Trackers([BackgroundTracker("whole", lambda: whole), BackgroundTracker("plain", lambda: plain)]), tmp_path)
     assert whole.told == [
         ("begin", "run-001", 3), ("log", 4, {"a": 1.0}), ("episodes", 16, 4, "train"), ("picture", "x.gif", 4, "train"),
         ("finish", {"steps": 4}, "finished"), ("close",),
@@ -77,7 +77,7 @@ def test_everything_arrives_in_order_in_a_thread_of_its_own(tmp_path):
 
 def test_one_that_breaks_even_by_ending_the_process_is_named_once_and_closed(caplog):
     broken = Breaks()
-    aside = Aside("broken", lambda: broken)
+    aside = BackgroundTracker("broken", lambda: broken)
     for step in range(5):
         aside.log({}, step)
     aside.thread.join(40)
@@ -85,7 +85,7 @@ def test_one_that_breaks_even_by_ending_the_process_is_named_once_and_closed(cap
     aside.close()
     assert [row[0] for row in broken.told] == ["log", "close"]
     assert [record.message for record in caplog.records] == [
-        "the tracker broken failed (log: SystemExit: you are not logged in) and is dropped; the run goes on"
+        "the tracker broken failed (log: SystemExit: you are not logged in) and is dropped; the run continues"
     ]
 
 
@@ -93,12 +93,12 @@ def test_one_that_cannot_even_be_made_is_named_once(caplog):
     def make():
         raise OSError("no server")
 
-    aside = Aside("lost", make)
+    aside = BackgroundTracker("lost", make)
     aside.thread.join(40)
     aside.log({}, 1)
     aside.close()
     assert [record.message for record in caplog.records] == [
-        "the tracker lost failed (start: OSError: no server) and is dropped; the run goes on"
+        "the tracker lost failed (start: OSError: no server) and is dropped; the run continues"
     ]
 
 
@@ -109,7 +109,7 @@ def test_one_that_hangs_holds_up_neither_the_steps_nor_the_end(caplog):
         def log(self, metrics, step):
             stuck.wait(300)
 
-    aside = Aside("slow", Hangs, waiting=3, patience=0.2)
+    aside = BackgroundTracker("slow", Hangs, max_queued=3, close_seconds=0.2)
     began = time.monotonic()
     with caplog.at_level(logging.WARNING):
         for step in range(10):
@@ -117,12 +117,12 @@ def test_one_that_hangs_holds_up_neither_the_steps_nor_the_end(caplog):
         aside.close()
     assert time.monotonic() - began < 60
     assert [record.message for record in caplog.records] == [
-        "the tracker slow has left 3 calls unanswered and is dropped; the run goes on"
+        "the tracker slow has 3 queued calls and is dropped; the run continues"
     ]
-    late = Aside("late", Hangs, patience=0.2)
+    late = BackgroundTracker("late", Hangs, close_seconds=0.2)
     late.log({}, 1)
     late.close()
-    assert "the tracker late has not come to an end within 0.2 s" in caplog.records[-1].message
+    assert "the tracker late did not finish within 0.2 s" in caplog.records[-1].message
     stuck.set()
 
 
@@ -132,24 +132,24 @@ def test_one_that_hangs_holds_up_neither_the_steps_nor_the_end(caplog):
         ({"also": ["nowhere.at.all:Tracker"]}, "cannot import 'nowhere.at.all'"),
         (
             {"also": ["track_parts:NoTracker"]},
-            r"track.also.0=track_parts:NoTracker: a tracker has log\(metrics, step\)",
+            r"track.also.0=track_parts:NoTracker: a tracker must have log\(metrics, step\)",
         ),
         (
             {"also": [{"name": "track_parts:Mine", "args": {"pth": "x"}}]},
             "track.also.0.args: .*'pth'.*Did you mean 'path'",
         ),
-        ({"wandb": {"project": "p", "mode": "online"}}, "no key of Weights & Biases .* track.wandb.mode=offline"),
+        ({"wandb": {"project": "p", "mode": "online"}}, "no key of Weights & Biases.* track.wandb.mode=offline"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_made(settings, says, monkeypatch, tmp_path):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     with pytest.raises(ConfigError, match=says):
-        followers(from_kwargs(track=settings).track, {})
+        make_trackers(from_kwargs(track=settings).track, {})
 
 
 def test_a_missing_package_is_one_sentence_with_what_to_install(monkeypatch):
-    monkeypatch.setattr("arborl.track.from_config.find_spec", lambda name: None)
+    monkeypatch.setattr("arborl.track.configured_trackers.find_spec", lambda name: None)
     for settings, extra in (({"wandb": "p"}, "wandb"), ({"mlflow": "x"}, "mlflow")):
         with pytest.raises(ConfigError, match=rf"pip install 'arborl\[{extra}\]'"):
-            followers(from_kwargs(track=settings).track, {})
+            make_trackers(from_kwargs(track=settings).track, {})

@@ -76,9 +76,9 @@ def test_failed_episodes_are_shown_only_when_there_are_any():
 
 def test_a_resumed_run_goes_on_counting():
     console = Console(60, [], start=40, console=piped())
-    assert console.done == 40
+    assert console.step == 40
     console.log({"time/step": 2.0}, step=41)
-    assert (console.done, console.left) == (41, 38.0)
+    assert (console.step, console.left) == (41, 38.0)
 
 
 def test_notes_stay_and_progress_does_not_reach_a_pipe():
@@ -195,7 +195,7 @@ def test_an_evaluation_is_a_line_of_its_own_and_no_step():
     with Console(10, [], console=rich, clock=lambda: 0.0) as console:
         console.log(held_out, step=0)
         console.log({"time/step": 1.0} | held_out, step=1)
-        assert console.done == 1
+        assert console.step == 1
     assert rich.file.getvalue().splitlines() == [
         "step   0/10  held out, 9 tasks:  success 50.0%",
         "step   1/10    1.0 s/step  left 0:09",
@@ -205,7 +205,7 @@ def test_an_evaluation_is_a_line_of_its_own_and_no_step():
 
 def test_what_there_is_to_say_about_a_step_ends_its_line_and_stands_in_the_panel():
     for rich in (piped(), terminal()):
-        with Console(10, [], console=rich, remark=lambda metrics: f"odd {metrics['a']:g}") as console:
+        with Console(10, [], console=rich, step_remark=lambda metrics: f"odd {metrics['a']:g}") as console:
             console.log({"a": 7.0}, step=1)
             if console._live:
                 console._live.refresh()

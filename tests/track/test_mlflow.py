@@ -10,7 +10,7 @@ import pytest
 
 from arborl.config.track import MlflowConfig
 from arborl.track.mlflow_run import MlflowTracker
-from arborl.track.tracker import Begun
+from arborl.track.tracker import RunStart
 from arborl.types import Episode, Message, Task, Turn
 
 CONFIG = {"rollout": {"group_size": 2}, "agent": {"args": {"api_key": "***"}}, "tools": []}
@@ -20,7 +20,7 @@ PLAYED = Episode("t#0", Task("t"), turns=[Turn(Message("assistant", "Left"))], r
 def follow(uri: str, folder, steps, done: int = 0) -> None:
     """One life of a run."""
     tracker = MlflowTracker(MlflowConfig(uri=uri, experiment="lakes"))
-    tracker.begin(Begun("run-001", folder, CONFIG, done))
+    tracker.begin(RunStart("run-001", folder, CONFIG, done))
     for step in steps:
         tracker.log(
             {"reward/mean": step / 10, "learner/skipped": 0.0, "learner/skipped/no_terms": 1.0, "x": float("nan")}, step

@@ -17,8 +17,7 @@ from typer.testing import CliRunner
 from arborl.cli.main import app
 from arborl.errors import ConfigError
 from arborl.track import Console, table_before_after
-from arborl.track.logs import OURS, _shown, show_level
-from arborl.track.run_log import RunLog
+from arborl.track.run_log import OURS, RunLog, _stderr_handler, show_level
 
 ours = logging.getLogger("arborl.some.room")
 
@@ -99,7 +98,7 @@ def test_secrets_stay_out_of_it_in_messages_tracebacks_and_the_command(tmp_path,
 def test_what_a_live_display_shows_in_another_form_is_there_as_plain_lines(tmp_path):
     drawn = io.StringIO()
     terminal = RichConsole(file=drawn, force_terminal=True, width=80)
-    with RunLog(tmp_path / "run.log") as log, Console(3, ["lake", "into x"], console=terminal, heard=log.say) as shown:
+    with RunLog(tmp_path / "run.log") as log, Console(3, ["lake", "into x"], console=terminal, on_line=log.say) as shown:
         shown.progress("measuring")
         shown.log({"reward/mean": 0.5, "time/step": 1.0}, 1)
         shown.note("[red]stays[/]")
@@ -156,7 +155,7 @@ def test_a_level_decides_what_the_terminal_shows_and_debug_goes_to_the_file_too(
     assert capsys.readouterr().err == "DEBUG arborl.some.room: all of it\n"
     assert "DEBUG   arborl.some.room: all of it" in (tmp_path / "run.log").read_text()
     show_level("error")
-    assert logging.root.handlers.count(_shown) == 1
+    assert logging.root.handlers.count(_stderr_handler) == 1
     with RunLog(tmp_path / "quiet.log"):
         ours.warning("not shown")
     assert capsys.readouterr().err == ""
@@ -189,7 +188,7 @@ def test_a_server_that_takes_no_spans_is_told_of_once_and_holds_nothing_up(monke
     from arborl.track import tracing
 
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(tracing, "PATIENCE", 1.5)  # it tries again after a second
+    monkeypatch.setattr(tracing, "SHUTDOWN_SECONDS", 1.5)  # it tries again after a second
     began = time.monotonic()
     with tracing.traced("run"), span("arborl.step"):
         pass

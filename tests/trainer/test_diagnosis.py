@@ -1,13 +1,15 @@
-"""Steps in which nothing is learned say so, and why."""
+"""Steps without learning are diagnosed from their metrics."""
 
 from __future__ import annotations
 
 import pytest
 
 import arborl
+from arborl.diagnosis.run_folder import match_rules
+from arborl.diagnosis.run_monitor import PATIENCE, DiagnosisMonitor
+from arborl.diagnosis.step_rules import STEP_RULES, diagnose_step, step_remark
 from arborl.envs.env import Env, Observation, Step
 from arborl.track.jsonl import read_metrics
-from arborl.trainer.diagnosis import DIAGNOSES, PATIENCE, Streak, diagnose, notices, remark
 from arborl.types import Message
 
 FINE = {
@@ -30,55 +32,55 @@ CASES = {
     "tools_fail": FLAT | {"episode/tool/offered": 1.0, "episode/tool/calls": 2.0, "episode/tool/failed": 2.0},
     "all_solved": FLAT | {"episode/success": 1.0},
     "none_solved": FLAT | {"episode/success": 0.0},
-    "all_flat": FLAT,
+    "zero_variance": FLAT,
     "not_finite": {"learner/skipped": 1.0, "learner/skipped/gradient": 1.0},
     "all_dropped": NOTHING,
     "no_gradient": {"learner/grad_norm": 0.0},
 }
 
 
-def test_every_diagnosis_has_a_case_and_a_sentence_that_says_what_to_do():
-    assert [diagnosis.name for diagnosis in DIAGNOSES] == list(CASES)
-    for diagnosis in DIAGNOSES:
-        assert diagnosis.advice.endswith(".")
-        assert not diagnosis.short.endswith(".")
+def test_every_rule_has_a_case_and_advice():
+    assert [rule.name for rule in STEP_RULES] == list(CASES)
+    for rule in STEP_RULES:
+        assert rule.advice.endswith(".")
+        assert not rule.summary.endswith(".")
 
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_a_step_is_diagnosed_by_its_metrics(name):
-    found = diagnose(FINE | CASES[name])
+    found = diagnose_step(FINE | CASES[name])
     assert found is not None
     assert found.name == name
-    assert remark(FINE | CASES[name]) == f"nothing learned: {found.short}"
+    assert step_remark(FINE | CASES[name]) == f"no gradient: {found.summary}"
 
 
-def test_a_step_that_learns_has_nothing_to_be_said_about_it():
-    assert diagnose(FINE) is None
-    assert remark(FINE) == ""
-    assert diagnose({"step": 0, "evaluation/success": 0.0}) is None
-    assert diagnose(FINE | {"group/flat": 1.0}) is None  # an algorithm that does not compare
+def test_a_step_that_learns_has_no_diagnosis():
+    assert diagnose_step(FINE) is None
+    assert step_remark(FINE) == ""
+    assert diagnose_step({"step": 0, "evaluation/success": 0.0}) is None
+    assert diagnose_step(FINE | {"group/flat": 1.0}) is None  # an algorithm that does not compare
 
 
-def test_tools_that_always_fail_are_said_also_where_something_is_learned():
-    assert remark(FINE | {"episode/tool/calls": 2.0, "episode/tool/failed": 2.0}) == "every tool call failed"
+def test_failing_tools_are_reported_for_a_step_that_learns():
+    assert step_remark(FINE | {"episode/tool/calls": 2.0, "episode/tool/failed": 2.0}) == "every tool call failed"
 
 
-def test_the_cause_is_spelt_out_once_after_some_steps_in_a_row():
-    streak = Streak()
-    flat = FINE | CASES["all_flat"]
-    said = [streak.add(metrics) for metrics in (flat, flat, FINE, *[flat] * (PATIENCE + 4))]
-    assert [len(texts) for texts in said] == [0] * 3 + [step == PATIENCE - 1 for step in range(PATIENCE + 4)]
-    (spoken,) = next(filter(None, said))
-    assert spoken.startswith("The last 3 steps: nothing learned: all groups are flat. ")
-    assert "rollout.group_size" in spoken
+def test_the_cause_is_logged_once_after_some_steps_in_a_row():
+    monitor = DiagnosisMonitor()
+    flat = FINE | CASES["zero_variance"]
+    warnings = [monitor.add(metrics) for metrics in (flat, flat, FINE, *[flat] * (PATIENCE + 4))]
+    assert [len(texts) for texts in warnings] == [0] * 3 + [step == PATIENCE - 1 for step in range(PATIENCE + 4)]
+    (warning,) = next(filter(None, warnings))
+    assert warning.startswith("The last 3 steps: no gradient: every group has zero reward variance. ")
+    assert "rollout.group_size" in warning
 
 
-def test_a_folders_metrics_are_looked_through_afterwards():
-    kinds = ["all_flat", "all_solved", None, "all_solved"]
+def test_the_rows_of_a_metrics_file_are_diagnosed():
+    kinds = ["zero_variance", "all_solved", None, "all_solved"]
     rows = [FINE | (CASES[kind] if kind else {}) | {"step": step} for step, kind in enumerate(kinds, 1)]
-    assert [(found.rule.name, found.steps) for found in notices([{"step": 0, "evaluation/tasks": 4.0}, *rows])] == [
+    assert [(found.rule.name, found.steps) for found in match_rules([{"step": 0, "evaluation/tasks": 4.0}, *rows])] == [
         ("all_solved", (2, 4)),
-        ("all_flat", (1,)),
+        ("zero_variance", (1,)),
     ]
 
 
@@ -122,12 +124,12 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", list(RUNS))
-def test_a_run_that_learns_nothing_says_so_in_its_lines_and_once_in_a_sentence(name, tmp_path, capsys, caplog):
+def test_a_run_without_learning_reports_it_in_each_line_and_once_as_a_warning(name, tmp_path, capsys, caplog):
     small = {"rollout.tasks_per_step": 2, "rollout.group_size": 3, "evaluation.tasks": 0, "track.tensorboard": False,
              "track.gifs": 0, "track.episodes": False, "threads": 1, "engine.replies": ["Yes.", "No."]}  # fmt: skip
     done = arborl.run(steps=PATIENCE, engine="scripted", output_dir=tmp_path / "run", **small | RUNS[name])
-    diagnosis = next(diagnosis for diagnosis in DIAGNOSES if diagnosis.name == name)
+    rule = next(rule for rule in STEP_RULES if rule.name == name)
     rows = list(read_metrics(done.folder / "metrics.jsonl"))
-    assert [found.rule.name for found in notices(rows)] == [name], rows[0]
-    assert capsys.readouterr().out.count(f"nothing learned: {diagnosis.short}") == PATIENCE
-    assert caplog.text.count(diagnosis.advice) == 1
+    assert [found.rule.name for found in match_rules(rows)] == [name], rows[0]
+    assert capsys.readouterr().out.count(f"no gradient: {rule.summary}") == PATIENCE
+    assert caplog.text.count(rule.advice) == 1

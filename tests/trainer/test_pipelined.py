@@ -1,4 +1,4 @@
-"""Playing and learning at the same time; and, without lag, exactly one after the other."""
+"""Collection and update at the same time; without lag, exactly one after the other."""
 
 from __future__ import annotations
 
@@ -21,15 +21,22 @@ from arborl.rollout.store import EpisodeStore, to_json
 from arborl.seeds import derive
 from arborl.track.jsonl import read_metrics
 from arborl.track.tracker import Trackers
-from arborl.trainer.look import look
-from arborl.trainer.thread import LearnerThread
+from arborl.trainer.learner_thread import LearnerThread
 from arborl.trainer.trainer import Trainer
+from arborl.trainer.training_batch import prepare_batch
 
 SMALL = [
     "rollout.tasks_per_step=2", "rollout.group_size=3", "env.args.size=3", "env.args.max_steps=4", "threads=1",
     "model.device=cpu", "algorithm.skip_zero_variance=false", "evaluation.tasks=0", "track.gifs=0",
     "track.tensorboard=false", "trainer.save_every=1", "trainer.keep=10",
 ]  # fmt: skip
+
+
+def make_trainer(parts, learner=None, hooks=()) -> Trainer:
+    return Trainer(
+        parts.config, parts.source, parts.rollout, parts.rewards, parts.algorithm, learner or parts.learner,
+        parts.engine, Trackers([]), hooks,
+    )  # fmt: skip
 
 
 def plain(groups) -> list[dict]:
@@ -50,14 +57,14 @@ async def by_hand(parts, steps: int) -> list[dict]:
         groups = await parts.rollout.collect(tasks, derive(config.seed, "step", step), config.rollout.group_size)
         await parts.rewards.score(groups)
         rows += plain(groups)
-        kept, forest, terms = look(parts.algorithm, parts.learner, groups)
+        kept, forest, terms = prepare_batch(parts.algorithm, parts.learner, groups)
         terms = parts.algorithm.credit(kept, terms)
         parts.learner.update(forest.trees, terms, parts.algorithm)
     return rows
 
 
-class Keep:
-    """A hook that keeps what was trained."""
+class Record:
+    """A hook that records the trained episodes."""
 
     def __init__(self, stop: int | None = None):
         self.rows: list[dict] = []
@@ -69,14 +76,11 @@ class Keep:
             raise RunStopped("enough")
 
 
-def test_without_lag_it_is_the_synchronous_trainer_bit_for_bit():
+def test_without_lag_the_trainer_equals_a_synchronous_loop_bit_for_bit():
     settings = [*SMALL, "deterministic=true", "trainer.steps=2", "rollout.max_lag=0"]
     one, two = (build(load(None, settings)) for _ in range(2))
-    rows, kept = asyncio.run(by_hand(one, 2)), Keep()
-    trainer = Trainer(
-        two.config, two.source, two.rollout, two.rewards, two.algorithm, two.learner, two.engine, Trackers([]), [kept]
-    )
-    asyncio.run(trainer.fit())
+    rows, kept = asyncio.run(by_hand(one, 2)), Record()
+    asyncio.run(make_trainer(two, hooks=[kept]).fit())
     assert rows == kept.rows
     for name, tensor in one.learner.weights().items():
         assert torch.equal(tensor, two.learner.weights()[name]), name
@@ -90,11 +94,11 @@ class Slow(FrozenLake):
         return await super().step(action)
 
 
-def test_with_lag_nothing_is_too_old_and_a_stopped_run_goes_on_without_training_anything_twice(tmp_path):
+def test_with_lag_staleness_is_bounded_and_a_resumed_run_trains_no_task_twice(tmp_path):
     config = load(None, [*SMALL, "trainer.steps=5", "rollout.max_lag=1", f"output_dir={tmp_path / 'run'}"])
     config = config.model_copy(update={"env": config.env.model_copy(update={"name": "slow"})})
     with pytest.raises(RunStopped):
-        train(config, objects={"slow": Slow}, hooks=[Keep(stop=2)])
+        train(config, objects={"slow": Slow}, hooks=[Record(stop=2)])
     train(config, objects={"slow": Slow}, resume="latest")
     store = EpisodeStore(tmp_path / "run" / "episodes")
     episodes = {path: list(store.read(path)) for path in store.paths()}
@@ -107,7 +111,7 @@ def test_with_lag_nothing_is_too_old_and_a_stopped_run_goes_on_without_training_
     assert any(row["batch/lag_mean"] > 0 for row in metrics)
 
 
-def test_the_event_loop_goes_on_while_the_learner_computes():
+def test_the_event_loop_runs_while_the_learner_computes():
     parts = build(load(None, [*SMALL, "trainer.steps=1"]))
     ticks: list[float] = []
 
@@ -120,16 +124,7 @@ def test_the_event_loop_goes_on_while_the_learner_computes():
             return parts.learner.update(*args)
 
     async def ticking():
-        trainer = Trainer(
-            parts.config,
-            parts.source,
-            parts.rollout,
-            parts.rewards,
-            parts.algorithm,
-            Busy(),
-            parts.engine,
-            Trackers([]),
-        )
+        trainer = make_trainer(parts, Busy())
         job = asyncio.ensure_future(trainer.fit())
         while not job.done():
             ticks.append(time.perf_counter())
@@ -141,12 +136,9 @@ def test_the_event_loop_goes_on_while_the_learner_computes():
     assert learning  # twenty times in a row it came round, during the sleep too
 
 
-def test_an_update_that_is_interrupted_is_whole(tmp_path):
+def test_a_cancelled_update_is_completed(tmp_path):
     parts = build(load(None, [*SMALL, "trainer.steps=3"]))
-    trainer = Trainer(
-        parts.config, parts.source, parts.rollout, parts.rewards, parts.algorithm, parts.learner, parts.engine,
-        Trackers([]),
-    )  # fmt: skip
+    trainer = make_trainer(parts)
     update, done = parts.learner.update, []
 
     async def stopped():
@@ -169,7 +161,7 @@ def test_an_update_that_is_interrupted_is_whole(tmp_path):
 
 
 @pytest.mark.parametrize("more", [[], ["model.lora.rank=2"]], ids=["all weights", "adapters"])
-def test_what_is_sampled_while_the_learner_computes_is_of_the_version_that_it_says(more):
+def test_tokens_sampled_during_an_update_carry_the_right_policy_version(more):
     parts = build(load(None, [*SMALL, *more, "trainer.steps=3", "rollout.max_lag=1"]))
     if parts.engine.shares_weights:
         pytest.skip("there is no C compiler")
@@ -206,11 +198,7 @@ def test_what_is_sampled_while_the_learner_computes_is_of_the_version_that_it_sa
             kept.extend(call for group in groups for episode in group.survivors for call in episode.calls)
 
     parts.learner.update, parts.engine.load, parts.engine.generate = slow, load_and_keep, late
-    trainer = Trainer(
-        parts.config, parts.source, parts.rollout, parts.rewards, parts.algorithm, parts.learner, parts.engine,
-        Trackers([]), [Calls()],
-    )  # fmt: skip
-    asyncio.run(trainer.fit())
+    asyncio.run(make_trainer(parts, hooks=[Calls()]).fit())
     assert beside[0] > 0
     model = parts.engine.model
     for call in kept:
@@ -226,14 +214,14 @@ def test_what_is_sampled_while_the_learner_computes_is_of_the_version_that_it_sa
             np.testing.assert_allclose(scores.numpy()[mine], np.array(said.logprobs)[mine], atol=1e-4)
 
 
-def test_learner_and_engine_each_have_half_of_the_threads_while_both_compute_and_all_of_them_otherwise():
+def test_learner_and_engine_share_the_threads_while_both_compute():
     async def seen():
         thread = LearnerThread()
-        during = asyncio.ensure_future(thread.beside(lambda: (time.sleep(0.1), torch.get_num_threads())[1]))
+        during = asyncio.ensure_future(thread.run_beside_engine(lambda: (time.sleep(0.1), torch.get_num_threads())[1]))
         await asyncio.sleep(0.02)
         here = torch.get_num_threads()
         mine = await during
-        found = [mine, here, torch.get_num_threads(), await thread(torch.get_num_threads)]
+        found = [mine, here, torch.get_num_threads(), await thread.run(torch.get_num_threads)]
         thread.close()
         return found
 
@@ -247,7 +235,7 @@ def test_learner_and_engine_each_have_half_of_the_threads_while_both_compute_and
 
 
 @pytest.mark.parametrize(
-    ("setting", "said"),
+    ("setting", "message"),
     [
         (["rollout.max_lag=-1"], "rollout.max_lag"),
         (["rollout.max_lag=1", "deterministic=true"], "who is trained with whom depends on the clock"),
@@ -255,6 +243,6 @@ def test_learner_and_engine_each_have_half_of_the_threads_while_both_compute_and
         (["engine.update=stop"], "engine.update"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(setting, said):
-    with pytest.raises(ConfigError, match=said):
+def test_settings_that_do_not_fit_are_refused(setting, message):
+    with pytest.raises(ConfigError, match=message):
         load(None, setting)

@@ -1,4 +1,4 @@
-"""The run does not wait for a checkpoint that is being written; the next one does, and a failure ends the run."""
+"""Checkpoints are written in the background; a failed write ends the run a step later."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from arborl.checkpoint import complete, find, load_state
 from arborl.errors import CannotWrite
-from arborl.trainer.hooks import Save
+from arborl.trainer.hooks import SaveCheckpoints
 
 
 class Learner:
@@ -50,8 +50,8 @@ class Learner:
 
 
 class Trainer:
-    def __init__(self, last=100):
-        self.step, self.last, self.learner, self.changing = 0, last, Learner(), [0]
+    def __init__(self, num_steps=100):
+        self.step, self.num_steps, self.learner, self.changing = 0, num_steps, Learner(), [0]
 
     def state(self):
         return {"step": self.step, "seen": self.changing}
@@ -67,8 +67,8 @@ class Trainer:
 def make(tmp_path):
     made = []
 
-    def save(every=2, keep=2) -> Save:
-        made.append(Save(tmp_path, every, keep, {"before": {"reward": 1.0}}, lambda folder: None))
+    def save(every=2, keep=2) -> SaveCheckpoints:
+        made.append(SaveCheckpoints(tmp_path, every, keep, {"before": {"reward": 1.0}}, lambda folder: None))
         return made[-1]
 
     yield save
@@ -80,7 +80,7 @@ def weights(folder) -> int:
     return int((folder / "model" / "weights").read_text())
 
 
-def test_training_goes_on_while_a_checkpoint_is_written_and_it_holds_the_step_it_was_begun_at(make, tmp_path):
+def test_training_continues_while_a_checkpoint_of_an_earlier_step_is_written(make, tmp_path):
     save, trainer = make(every=2), Trainer()
     trainer.learner.gate.clear()
     for _ in range(3):
@@ -93,7 +93,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_it_holds_the_step_it
     assert load_state(found) == {"step": 2, "seen": [2], "before": {"reward": 1.0}}
 
 
-def test_with_a_slow_disk_and_a_checkpoint_each_step_none_is_left_out_and_never_two_are_written_at_once(make, tmp_path):
+def test_on_a_slow_disk_every_checkpoint_is_written_one_at_a_time(make, tmp_path):
     save, trainer = make(every=1, keep=10), Trainer()
     for _ in range(5):
         trainer.learner.gate.clear()
@@ -104,7 +104,7 @@ def test_with_a_slow_disk_and_a_checkpoint_each_step_none_is_left_out_and_never_
     assert trainer.learner.most == 1
 
 
-def test_seconds_are_what_the_run_waited_and_what_writing_took(make):
+def test_seconds_count_waiting_and_writing(make):
     save, trainer = make(every=1), Trainer()
     assert save.seconds() == {"time/checkpoint": 0.0, "time/checkpoint_written": 0.0}
     trainer.learner.gate.clear()
@@ -122,7 +122,7 @@ def test_seconds_are_what_the_run_waited_and_what_writing_took(make):
     assert save.seconds() == {"time/checkpoint": 0.0, "time/checkpoint_written": 0.0}
 
 
-def test_where_nothing_could_be_copied_the_run_waits(make, tmp_path):
+def test_the_run_waits_if_the_weights_could_not_be_copied(make, tmp_path):
     save, trainer = make(every=1), Trainer()
     trainer.learner.live = True
     trainer.learner.gate.clear()
@@ -131,7 +131,7 @@ def test_where_nothing_could_be_copied_the_run_waits(make, tmp_path):
     assert weights(find(tmp_path, "latest")) == 1
 
 
-def failed(save: Save, trainer: Trainer) -> None:
+def failed(save: SaveCheckpoints, trainer: Trainer) -> None:
     """A checkpoint has been written, and the next has failed on a full disk."""
     for _ in range(2):
         trainer.train(save)
@@ -144,7 +144,7 @@ def failed(save: Save, trainer: Trainer) -> None:
         time.sleep(0.01)
 
 
-def test_a_write_that_fails_ends_the_run_at_the_next_step_and_the_former_checkpoint_is_intact(make, tmp_path):
+def test_a_failed_write_ends_the_run_at_the_next_step_and_keeps_the_checkpoint_before(make, tmp_path):
     save, trainer = make(every=2, keep=1), Trainer()
     failed(save, trainer)
     with pytest.raises(CannotWrite, match=r"step-000004: cannot be written: No space left on device\. .*as it was"):
@@ -153,39 +153,39 @@ def test_a_write_that_fails_ends_the_run_at_the_next_step_and_the_former_checkpo
     assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
 
 
-def test_a_write_that_fails_is_told_at_the_end_of_the_run_where_it_was_the_last(make):
+def test_a_failed_last_write_is_raised_at_the_end(make):
     save, trainer = make(every=2), Trainer()
     failed(save, trainer)
     with pytest.raises(CannotWrite, match="step-000004"):
         save.finish()
 
 
-def test_a_run_that_is_stopped_saves_where_it_stands_though_the_write_before_has_failed(make, tmp_path, caplog):
+def test_a_stopped_run_saves_its_state_after_a_failed_write(make, tmp_path, caplog):
     save, trainer = make(every=2), Trainer()
     failed(save, trainer)
     trainer.learner.error = None
     trainer.step += 1
-    assert save.now(trainer).name == "step-000005"
+    assert save.save_now(trainer).name == "step-000005"
     assert "step-000004: cannot be written" in caplog.text
     assert load_state(find(tmp_path, "latest"))["step"] == 5
 
 
-def test_a_run_that_is_stopped_waits_for_the_checkpoint_being_written_and_writes_none_twice(make, tmp_path):
+def test_a_stopped_run_writes_no_state_twice(make, tmp_path):
     save, trainer = make(every=2), Trainer()
     trainer.learner.gate.clear()
     trainer.train(save)
     trainer.train(save)
     threading.Timer(0.1, trainer.learner.gate.set).start()
-    place = save.now(trainer)
+    place = save.save_now(trainer)
     made = place.stat().st_ino
-    assert save.now(trainer).stat().st_ino == made
+    assert save.save_now(trainer).stat().st_ino == made
     trainer.changing[0] += 1  # what else is remembered has changed: then again
-    assert save.now(trainer).stat().st_ino != made
+    assert save.save_now(trainer).stat().st_ino != made
     assert load_state(place)["seen"] == [3]
 
 
-def test_the_last_step_is_saved_and_memory_is_taken_ahead_once(make, tmp_path):
-    save, trainer = make(every=10), Trainer(last=3)
+def test_the_last_step_is_saved_and_memory_is_reserved_once(make, tmp_path):
+    save, trainer = make(every=10), Trainer(num_steps=3)
     for _ in range(3):
         trainer.train(save)
     save.finish()
@@ -193,10 +193,8 @@ def test_the_last_step_is_saved_and_memory_is_taken_ahead_once(make, tmp_path):
     assert trainer.learner.reserved == 1
 
 
-def test_a_checkpoint_that_is_due_before_its_memory_is_there_comes_with_it_and_the_run_does_not_wait(
-    make, tmp_path, monkeypatch
-):
-    monkeypatch.setattr("arborl.trainer.hooks.PATIENCE", 0.01)
+def test_a_checkpoint_waits_for_its_memory_and_the_run_does_not(make, tmp_path, monkeypatch):
+    monkeypatch.setattr("arborl.trainer.hooks.RESERVE_SECONDS", 0.01)
     save, trainer = make(every=2), Trainer()
     trainer.learner.room.clear()
     for _ in range(3):
@@ -211,8 +209,8 @@ def test_a_checkpoint_that_is_due_before_its_memory_is_there_comes_with_it_and_t
 
 
 def test_the_last_step_waits_for_its_memory(make, tmp_path, monkeypatch):
-    monkeypatch.setattr("arborl.trainer.hooks.PATIENCE", 0.01)
-    save, trainer = make(every=10), Trainer(last=2)
+    monkeypatch.setattr("arborl.trainer.hooks.RESERVE_SECONDS", 0.01)
+    save, trainer = make(every=10), Trainer(num_steps=2)
     trainer.learner.room.clear()
     threading.Timer(0.1, trainer.learner.room.set).start()
     trainer.train(save)

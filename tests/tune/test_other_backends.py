@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from arborl.errors import ConfigError
-from arborl.tune import Plan, Report, read_space, search
+from arborl.tune import StudyPlan, TrialReport, read_space, search
 from arborl.tune.backends import find_backend
 from arborl.tune.backends.wandb_sweep import WandbBackend, sweep_of
 
 SPACE = read_space({"x": "uniform:-10:10", "n": "int:1:3", "r": "log:1e-4:1", "c": ["a", "b"]})
 
 
-async def objective(params: dict[str, Any], report: Report) -> float:
+async def objective(params: dict[str, Any], report: TrialReport) -> float:
     if params.get("c") == "b":
         raise ValueError("no b")
     report(1, 0.5)
@@ -62,7 +62,7 @@ class FakeWandb:
 def test_a_sweep_is_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_MODE", raising=False)
     server = FakeWandb()
-    plan = Plan(SPACE, 3, tmp_path / "study", default={"x": 9.0})
+    plan = StudyPlan(SPACE, 3, tmp_path / "study", default={"x": 9.0})
     found = asyncio.run(search(plan, objective, WandbBackend(server)))
     assert server.sweeps[0]["metric"] == {"name": "value", "goal": "maximize"}
     assert server.sweeps[0]["parameters"] == {
@@ -75,7 +75,7 @@ def test_a_sweep_is_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert found.trials[0].default
     assert found.trials[2].reason == "ValueError: no b"
     assert {"value": -144.0} in server.logged
-    assert "early_terminate" not in sweep_of(Plan(SPACE, 3, tmp_path, pruning=False))
+    assert "early_terminate" not in sweep_of(StudyPlan(SPACE, 3, tmp_path, pruning=False))
 
 
 def test_sweeps_need_somebody_who_is_logged_in(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +110,7 @@ def test_ray_tries_the_plan(tmp_path: Path) -> None:
         report(1, 0.5)
         return -float((params.get("x", 9.0) - 2) ** 2)
 
-    plan = Plan(SPACE, 5, tmp_path / "study", default={"x": 9.0})
+    plan = StudyPlan(SPACE, 5, tmp_path / "study", default={"x": 9.0})
     found = asyncio.run(search(plan, alone, "ray_tune"))
     assert [trial.number for trial in found.trials] == [0, 1, 2, 3, 4]
     assert found.default_reward == -49.0

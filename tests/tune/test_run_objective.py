@@ -20,12 +20,10 @@ from arborl.config.base import plain
 from arborl.config.load import load
 from arborl.errors import ConfigError, RunStopped
 from arborl.tune import run_trial
-from arborl.tune.budget import episodes
-from arborl.tune.keep import KeepBest
-from arborl.tune.run_objective import RunObjective, usual_direction
+from arborl.tune.run_objective import RunObjective, default_direction, episodes
 from arborl.tune.space import read_space
-from arborl.tune.summary import summarise
-from arborl.tune.trial import EndsStudy, Plan, Trial
+from arborl.tune.study import KeepBestCheckpoint
+from arborl.tune.trial import StudyError, StudyPlan, Trial, summarize_study
 
 pytest.importorskip("optuna")
 TINY = ["engine=scripted", "trainer.steps=4", "rollout.tasks_per_step=2", "rollout.group_size=4", "evaluation.tasks=4"]
@@ -170,7 +168,11 @@ def test_held_out_tasks_must_be_there() -> None:
 def test_metrics_have_longer_names_too() -> None:
     names = [objective(metric=name).metric for name in ("reward", "eval/success", "evaluation/greedy_reward")]
     assert names == ["reward", "success", "greedy_reward"]
-    assert [usual_direction(name) for name in ("reward", "loss", "perplexity")] == ["maximize", "minimize", "minimize"]
+    assert [default_direction(name) for name in ("reward", "loss", "perplexity")] == [
+        "maximize",
+        "minimize",
+        "minimize",
+    ]
 
 
 def test_cores_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,20 +187,20 @@ def test_cores_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_best_trials_checkpoints_are_kept_and_no_others(tmp_path: Path) -> None:
-    plan = Plan(read_space({"x": [1, 2]}), 4, tmp_path)
+    plan = StudyPlan(read_space({"x": [1, 2]}), 4, tmp_path)
     trials = [Trial(0, {}, "done", 1.0, default=True), Trial(1, {}, "done", 2.0), Trial(2, {}, "done", 1.5)]
     trials.append(Trial(3, {}, "failed"))
-    keep = KeepBest(plan)
+    keep = KeepBestCheckpoint(plan)
 
     def there() -> list[int]:
-        return [t.number for t in trials if (plan.folder_of(t.number) / "checkpoints").exists()]
+        return [t.number for t in trials if (plan.trial_folder(t.number) / "checkpoints").exists()]
 
     for trial, expected in zip(trials, ([0], [1], [1], [1]), strict=True):
-        (plan.folder_of(trial.number) / "checkpoints").mkdir(parents=True)
+        (plan.trial_folder(trial.number) / "checkpoints").mkdir(parents=True)
         keep(trial)
         assert there() == expected
-    (plan.folder_of(0) / "checkpoints").mkdir()  # that of an earlier day
-    keep.finish(summarise(plan, trials))
+    (plan.trial_folder(0) / "checkpoints").mkdir()  # that of an earlier day
+    keep.finish(summarize_study(plan, trials))
     assert there() == [1]
 
 
@@ -302,5 +304,5 @@ def test_a_file_that_is_changed_ends_the_study(tmp_path: Path) -> None:
     file.write_text("seed: 1\n")
     asked = RunObjective.of(file, [])
     file.write_text("seed: 2\n")
-    with pytest.raises(EndsStudy, match="was changed while its study runs"):
+    with pytest.raises(StudyError, match="was changed while its study runs"):
         asyncio.run(asked({}, Stops(tmp_path / "trials" / "000")))

@@ -11,24 +11,36 @@ from hypothesis import strategies as st
 
 from arborl.config.load import read_value, write_setting
 from arborl.errors import ConfigError
-from arborl.tune.named import KEYS, SPACES, get_search_space
-from arborl.tune.space import Choice, Range, read_file, read_param, read_space
+from arborl.tune.space import (
+    KEYS,
+    SPACES,
+    ChoiceDomain,
+    RangeDomain,
+    get_search_space,
+    read_param,
+    read_space,
+    read_space_file,
+)
 
 
 def test_parameters_are_read_as_a_command_line_writes_them() -> None:
-    assert read_param("learner.lr=log:1e-5:1e-2") == ("learner.lr", Range(1e-5, 1e-2, log=True))
-    assert read_param("a=uniform:-1:2") == ("a", Range(-1.0, 2.0))
-    assert read_param("a=int:1:8") == ("a", Range(1, 8, whole=True))
-    assert read_param("a=4,8,16") == ("a", Choice((4, 8, 16)))
-    assert read_param("algorithm=grpo,my.module:loss") == ("algorithm", Choice(("grpo", "my.module:loss")))
-    assert read_param("a=true,false,null") == ("a", Choice((True, False, None)))
-    assert read_param('a="x,y",z') == ("a", Choice(("x,y", "z")))
+    assert read_param("learner.lr=log:1e-5:1e-2") == ("learner.lr", RangeDomain(1e-5, 1e-2, log=True))
+    assert read_param("a=uniform:-1:2") == ("a", RangeDomain(-1.0, 2.0))
+    assert read_param("a=int:1:8") == ("a", RangeDomain(1, 8, whole=True))
+    assert read_param("a=4,8,16") == ("a", ChoiceDomain((4, 8, 16)))
+    assert read_param("algorithm=grpo,my.module:loss") == ("algorithm", ChoiceDomain(("grpo", "my.module:loss")))
+    assert read_param("a=true,false,null") == ("a", ChoiceDomain((True, False, None)))
+    assert read_param('a="x,y",z') == ("a", ChoiceDomain(("x,y", "z")))
 
 
 def test_a_file_has_short_and_long_forms(tmp_path: Path) -> None:
     file = tmp_path / "space.yaml"
     file.write_text("learner.lr: {type: loguniform, low: 1e-7, high: 1e-4}\na: [1, 2]\nb: uniform:0:1\n")
-    assert read_file(file) == {"learner.lr": Range(1e-7, 1e-4, log=True), "a": Choice((1, 2)), "b": Range(0.0, 1.0)}
+    assert read_space_file(file) == {
+        "learner.lr": RangeDomain(1e-7, 1e-4, log=True),
+        "a": ChoiceDomain((1, 2)),
+        "b": RangeDomain(0.0, 1.0),
+    }
 
 
 def test_what_is_written_is_read_back() -> None:
@@ -37,13 +49,13 @@ def test_what_is_written_is_read_back() -> None:
 
 
 def test_a_value_lies_within_or_not() -> None:
-    assert Range(0.5, 1.0).contains(1)
-    assert not Range(0.5, 1.0).contains(2.0)
-    assert not Range(0.5, 1.0).contains(None)
-    assert not Range(1, 8, whole=True).contains(2.5)
-    assert not Range(0, 8, whole=True).contains(True)
-    assert Choice((1, None)).contains(None)
-    assert not Choice((1, 2)).contains(True)
+    assert RangeDomain(0.5, 1.0).contains(1)
+    assert not RangeDomain(0.5, 1.0).contains(2.0)
+    assert not RangeDomain(0.5, 1.0).contains(None)
+    assert not RangeDomain(1, 8, whole=True).contains(2.5)
+    assert not RangeDomain(0, 8, whole=True).contains(True)
+    assert ChoiceDomain((1, None)).contains(None)
+    assert not ChoiceDomain((1, 2)).contains(True)
 
 
 @pytest.mark.parametrize(

@@ -14,28 +14,28 @@ from typing import Any
 import pytest
 
 from arborl.errors import ConfigError, RunStopped
-from arborl.tune import HPOSummary, Plan, Report, Trial, read_space, search
-from arborl.tune.backends.optuna_study import Board, OptunaBackend
-from arborl.tune.trial import EndsStudy
+from arborl.tune import HPOSummary, StudyPlan, Trial, TrialReport, read_space, search
+from arborl.tune.backends.optuna_study import OptunaBackend, StudyStorage
+from arborl.tune.trial import StudyError
 
 pytest.importorskip("optuna")
 TOY = Path(__file__).with_name("toy_study.py")
 SPACE = read_space({"x": "uniform:-10:10"})
 
 
-def plan(folder: Path, trials: int = 6, **more: Any) -> Plan:
-    return Plan(**{"space": SPACE, "trials": trials, "folder": folder / "study", "default": {"x": 9.0}, **more})
+def plan(folder: Path, trials: int = 6, **more: Any) -> StudyPlan:
+    return StudyPlan(**{"space": SPACE, "trials": trials, "folder": folder / "study", "default": {"x": 9.0}, **more})
 
 
-async def parabola(params: dict[str, Any], report: Report) -> float:
+async def parabola(params: dict[str, Any], report: TrialReport) -> float:
     return -float((params.get("x", 9.0) - 2) ** 2)
 
 
-def study(asked: Plan, objective: Any = parabola, **more: Any) -> HPOSummary:
+def study(asked: StudyPlan, objective: Any = parabola, **more: Any) -> HPOSummary:
     return asyncio.run(search(asked, objective, **more))
 
 
-def trials_of(asked: Plan) -> list[Trial]:
+def trials_of(asked: StudyPlan) -> list[Trial]:
     """The same without a summary and its pictures."""
     return asyncio.run(OptunaBackend().run(asked, parabola, lambda trial: None))
 
@@ -63,7 +63,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 def test_the_settings_as_they_are_come_first_and_are_compared_with(tmp_path: Path) -> None:
     asked: list[dict[str, Any]] = []
 
-    async def objective(params: dict[str, Any], report: Report) -> float:
+    async def objective(params: dict[str, Any], report: TrialReport) -> float:
         asked.append(params)
         return await parabola(params, report)
 
@@ -91,7 +91,7 @@ def test_a_study_leaves_its_files(tmp_path: Path) -> None:
 
 
 def test_a_smaller_number_may_be_better(tmp_path: Path) -> None:
-    async def loss(params: dict[str, Any], report: Report) -> float:
+    async def loss(params: dict[str, Any], report: TrialReport) -> float:
         return -await parabola(params, report)
 
     found = study(plan(tmp_path, direction="minimize"), loss)
@@ -124,7 +124,7 @@ def test_a_study_in_two_parts_is_the_study_in_one(tmp_path: Path) -> None:
 def test_a_study_that_is_complete_tries_nothing_more(tmp_path: Path) -> None:
     study(plan(tmp_path, 3))
 
-    async def never(params: dict[str, Any], report: Report) -> float:
+    async def never(params: dict[str, Any], report: TrialReport) -> float:
         raise AssertionError
 
     assert len(study(plan(tmp_path, 3), never).trials) == 3
@@ -134,7 +134,7 @@ def test_a_study_that_is_complete_tries_nothing_more(tmp_path: Path) -> None:
 
 
 def test_a_failed_trial_is_told_with_its_reason_and_never_wins(tmp_path: Path) -> None:
-    async def objective(params: dict[str, Any], report: Report) -> float:
+    async def objective(params: dict[str, Any], report: TrialReport) -> float:
         if report.trial == 1:
             raise ValueError("it broke\nbadly")
         if report.trial == 2:
@@ -153,7 +153,7 @@ def test_a_failed_trial_is_told_with_its_reason_and_never_wins(tmp_path: Path) -
 
 
 def test_where_the_settings_as_they_are_fail_there_is_no_gain(tmp_path: Path) -> None:
-    async def objective(params: dict[str, Any], report: Report) -> float:
+    async def objective(params: dict[str, Any], report: TrialReport) -> float:
         if not params:
             raise ValueError("broken")
         return 1.0
@@ -163,7 +163,7 @@ def test_where_the_settings_as_they_are_fail_there_is_no_gain(tmp_path: Path) ->
 
 
 def test_a_study_of_failures_alone_says_why(tmp_path: Path) -> None:
-    async def objective(params: dict[str, Any], report: Report) -> float:
+    async def objective(params: dict[str, Any], report: TrialReport) -> float:
         raise ValueError("no such thing")
 
     with pytest.raises(RunStopped, match=r"No trial of 3 came to its end(.|\n)*no such thing"):
@@ -171,8 +171,8 @@ def test_a_study_of_failures_alone_says_why(tmp_path: Path) -> None:
 
 
 def test_what_is_wrong_with_all_trials_ends_the_study(tmp_path: Path) -> None:
-    async def objective(params: dict[str, Any], report: Report) -> float:
-        raise EndsStudy("metric=sucess: the run does not measure it.")
+    async def objective(params: dict[str, Any], report: TrialReport) -> float:
+        raise StudyError("metric=sucess: the run does not measure it.")
 
     with pytest.raises(ConfigError, match="does not measure it"):
         study(plan(tmp_path, 3, jobs=2), objective)
@@ -227,7 +227,7 @@ def steps(better: Callable[[int], bool]) -> Any:
     """Trials of four steps; those that are not better are low all the way."""
     taken: dict[int, int] = {}
 
-    async def objective(params: dict[str, Any], report: Report) -> float:
+    async def objective(params: dict[str, Any], report: TrialReport) -> float:
         level = 1.0 if better(report.trial) else 0.0
         for step in range(4):
             taken[report.trial] = step
@@ -250,7 +250,7 @@ def test_a_trial_that_does_worse_than_the_median_is_stopped(tmp_path: Path) -> N
 def test_a_trial_may_stop_by_raising(tmp_path: Path) -> None:
     objective, _ = steps(lambda number: number < 4)
 
-    async def raising(params: dict[str, Any], report: Report) -> float:
+    async def raising(params: dict[str, Any], report: TrialReport) -> float:
         if math.isnan(value := await objective(params, report)):
             raise RunStopped("there is no number")
         return float(value)
@@ -267,7 +267,7 @@ def test_the_settings_as_they_are_are_never_stopped(tmp_path: Path) -> None:
     """Also where their first attempt was lost, and they come last."""
     objective, _ = steps(lambda number: number not in (0, 6))
 
-    async def interrupted(params: dict[str, Any], report: Report) -> float:
+    async def interrupted(params: dict[str, Any], report: TrialReport) -> float:
         if report.trial == 0:
             raise asyncio.CancelledError
         return await objective(params, report)
@@ -285,7 +285,7 @@ def test_the_settings_as_they_are_are_never_stopped(tmp_path: Path) -> None:
 def test_trials_run_at_once_as_many_as_asked_for(tmp_path: Path) -> None:
     running, most = 0, 0
 
-    async def objective(params: dict[str, Any], report: Report) -> float:
+    async def objective(params: dict[str, Any], report: TrialReport) -> float:
         nonlocal running, most
         running += 1
         most = max(most, running)
@@ -314,7 +314,7 @@ def test_a_killed_study_goes_on_with_what_is_missing(tmp_path: Path) -> None:
 def test_a_trial_whose_process_ends_twice_has_failed(tmp_path: Path) -> None:
     """Else a setting that takes the memory of the machine would be tried for ever."""
     for _ in range(2):
-        board = Board(plan(tmp_path, 3))
+        board = StudyStorage(plan(tmp_path, 3))
         board.claim()
         board.close()  # as far as others can see, this is a process that has ended
     trials = trials_of(plan(tmp_path, 3))
@@ -347,7 +347,7 @@ def test_two_processes_that_begin_at_once_try_no_more_than_asked(tmp_path: Path)
 def test_a_trial_that_was_interrupted_twice_has_not_failed(tmp_path: Path) -> None:
     """Who interrupts a study means no trial of it."""
 
-    async def interrupted(params: dict[str, Any], report: Report) -> float:
+    async def interrupted(params: dict[str, Any], report: TrialReport) -> float:
         raise asyncio.CancelledError
 
     for _ in range(3):
@@ -367,7 +367,7 @@ def test_a_study_may_be_kept_in_any_folder(tmp_path: Path, name: str) -> None:
 def test_an_interrupted_trial_is_tried_again(tmp_path: Path) -> None:
     begun = asyncio.Event()
 
-    async def slow(params: dict[str, Any], report: Report) -> float:
+    async def slow(params: dict[str, Any], report: TrialReport) -> float:
         if report.trial == 1:
             begun.set()
             await asyncio.sleep(300)

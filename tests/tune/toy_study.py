@@ -6,11 +6,11 @@ import asyncio
 import sys
 from pathlib import Path
 
-from arborl.tune import Plan, Report, Trial, read_space, search
+from arborl.tune import StudyPlan, Trial, TrialReport, read_space, search
 
 
 async def main(folder: str, trials: str, seconds: str, jobs: str = "1") -> None:
-    async def objective(params: dict[str, float], report: Report) -> float:
+    async def objective(params: dict[str, float], report: TrialReport) -> float:
         sys.stdout.write(f"begins {report.trial}\n")
         sys.stdout.flush()
         await asyncio.sleep(float(seconds))
@@ -20,7 +20,7 @@ async def main(folder: str, trials: str, seconds: str, jobs: str = "1") -> None:
         sys.stdout.write(f"ended {trial.number} {trial.state}\n")
         sys.stdout.flush()
 
-    plan = Plan(read_space({"x": "uniform:-10:10"}), int(trials), Path(folder), jobs=int(jobs), default={"x": 9.0})
+    plan = StudyPlan(read_space({"x": "uniform:-10:10"}), int(trials), Path(folder), jobs=int(jobs), default={"x": 9.0})
     await search(plan, objective, tell=tell)
 
 

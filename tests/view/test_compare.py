@@ -75,7 +75,7 @@ def test_the_command_line_writes_both_pages(runs, tmp_path):
     assert done.exit_code == 0, done.output
     page = (tmp_path / "one.html").read_text()
     assert set(runs[0].iterdir()) == before  # it is only read
-    assert "Why the last gradient" in page
+    assert "Tokens with the largest gradient" in page
     assert "learner.lr" in page
     assert "<script>" not in page
     assert call("report", runs[0]).exit_code == 0

@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from arborl.track import JsonlTracker
-from arborl.view import compare, learning_curve
+from arborl.view import learning_curve, plot_runs
 from arborl.view.curve import smooth
 
 
@@ -53,6 +53,6 @@ def test_several_runs_are_drawn_in_one_picture(tmp_path):
         (tmp_path / name / "metrics.jsonl").write_text(rows)
         held_out = {"before": {"success": 0.1}, "after": {"success": after}} if after else {"before": {}, "after": {}}
         (tmp_path / name / "summary.json").write_text(json.dumps(held_out))
-    out = compare([tmp_path / "a", tmp_path / "b"], tmp_path / "both.png", "two runs")
+    out = plot_runs([tmp_path / "a", tmp_path / "b"], tmp_path / "both.png", "two runs")
     with Image.open(out) as picture:
         assert picture.size == (960, 504)

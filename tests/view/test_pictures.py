@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+from arborl.view.sources import sources_of
 from PIL import Image
 
 from arborl.types import Call, Completion, Episode, Finish, Task
-from arborl.view import composition, context_length, write_report
+from arborl.view import context_length, plot_sources, write_report
 from arborl.view.context_length import edits_itself, lengths
-from arborl.view.sources import sources_of
 
 
 def episode(*prompts: int) -> Episode:
@@ -34,13 +34,13 @@ def test_the_sources_of_a_run_are_read_from_its_metrics_and_drawn(tmp_path):
         json.dumps({"before": {"success/math": 0.2}, "after": {"success/math": 0.9}})
     )
     assert sources_of(tmp_path / "metrics.jsonl") == ["math", "code"]
-    assert Image.open(composition(tmp_path, tmp_path / "out" / "sources.png", "both")).size[0] > 600
+    assert Image.open(plot_sources(tmp_path, tmp_path / "out" / "sources.png", "both")).size[0] > 600
 
 
 def test_a_run_without_sources_has_no_such_picture(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "episode/success": 0.5}\n')
     with pytest.raises(ValueError, match="nothing to draw"):
-        composition(tmp_path, tmp_path / "sources.png", "none")
+        plot_sources(tmp_path, tmp_path / "sources.png", "none")
     assert "Sources" not in write_report(tmp_path).read_text()
 
 

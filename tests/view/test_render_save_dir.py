@@ -13,7 +13,7 @@ from arborl.envs.env import Env, Observation, Step
 from arborl.rollout.runner import Cast
 from arborl.types import Call, Completion, Episode, Finish, Group, Message, Task, Turn
 from arborl.view import replay
-from arborl.view.gif import said
+from arborl.view.gif import turn_text
 
 
 @pytest.fixture(scope="module")
@@ -92,10 +92,10 @@ def test_all_the_model_said_in_a_turn_is_shown_its_tool_calls_too():
     def decode(ids):
         return "".join("<|im_end|>" if i == 0 else chr(i) for i in ids)
 
-    assert said(episode, 0, decode) == "AB\nC"
-    assert said(episode, 0, None) == "C"
+    assert turn_text(episode, 0, decode) == "AB\nC"
+    assert turn_text(episode, 0, None) == "C"
     episode.calls.pop(0)
-    assert said(episode, 0, decode) == "C"
+    assert turn_text(episode, 0, decode) == "C"
 
 
 def test_an_episode_that_cannot_be_drawn_is_reported_and_costs_nothing_else(tmp_path, caplog):

@@ -30,7 +30,7 @@ from arborl.track.tracing import traced
 
 if TYPE_CHECKING:
     from arborl.api.session import RunSession
-    from arborl.trainer.standings import Played
+    from arborl.trainer.policy_comparison import PolicyResult
     from arborl.trainer.trainer import Hook
 
 T = TypeVar("T")
@@ -205,10 +205,10 @@ def evaluate(
         objects: parts handed in by Python code, by the name the configuration uses for them.
         trust: import what a run's folder names though this user did not write it.
     """
-    return {one.way: one.metrics for one in measure([path], Asked(overrides, trust=trust), objects)}
+    return {one.decoding: one.metrics for one in measure([path], Asked(overrides, trust=trust), objects)}
 
 
-def measure(names: Sequence[str], asked: Asked, objects: Mapping[str, Any] | None = None) -> list[Played]:
+def measure(names: Sequence[str], asked: Asked, objects: Mapping[str, Any] | None = None) -> list[PolicyResult]:
     """Several policies on the same tasks or prompts, one after the other.
 
     Example:
@@ -220,7 +220,7 @@ def measure(names: Sequence[str], asked: Asked, objects: Mapping[str, Any] | Non
         asked: what to play, and how.
         objects: as of `evaluate`.
     """
-    found: list[Played] = []
+    found: list[PolicyResult] = []
     for policy in policies(names, asked):
         with traced(policy.name):
             found += wait_for(play(policy, asked, objects))

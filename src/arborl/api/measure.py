@@ -23,8 +23,8 @@ from arborl.registry import HANDED_IN
 from arborl.types import Episode, Task
 
 if TYPE_CHECKING:
-    from arborl.trainer.evaluate import Evaluator
-    from arborl.trainer.standings import Played
+    from arborl.trainer.evaluation import Evaluator
+    from arborl.trainer.policy_comparison import PolicyResult
 
 REMOTE = "openai:"
 PROMPTS, UNJUDGED = f"{HANDED_IN}prompts", f"{HANDED_IN}unjudged"
@@ -145,7 +145,7 @@ def _as_asked(config: RunConfig, asked: Asked) -> RunConfig:
     return validate(RunConfig, tree)
 
 
-async def play(policy: Policy, asked: Asked, objects: Mapping[str, Any] | None = None) -> list[Played]:
+async def play(policy: Policy, asked: Asked, objects: Mapping[str, Any] | None = None) -> list[PolicyResult]:
     """Everything one policy was asked to play, one way after the other.
 
     Args:
@@ -161,28 +161,28 @@ async def play(policy: Policy, asked: Asked, objects: Mapping[str, Any] | None =
         await parts.close()
 
 
-async def _play(policy: Policy, parts: Parts, asked: Asked) -> list[Played]:
-    from arborl.trainer.evaluate import Evaluator, counted, headline, warn_of_failures
-    from arborl.trainer.failing import FailureWatch, explain, hopeless
-    from arborl.trainer.standings import Played
+async def _play(policy: Policy, parts: Parts, asked: Asked) -> list[PolicyResult]:
+    from arborl.diagnosis.run_monitor import FailureMonitor, failure_message, nearly_all_failed
+    from arborl.trainer.evaluation import Evaluator, count_episodes, evaluation_metrics, warn_of_failures
+    from arborl.trainer.policy_comparison import PolicyResult
 
     evaluator, config = parts.evaluator, policy.config
     if asked.prompts is not None:
         evaluator = _answering(parts, asked.prompts)
     elif not isinstance(evaluator, Evaluator):  # rows that say themselves what was said: nothing is played
-        return [Played(policy.name, "sampled", (await evaluator.measure()).metrics)]
+        return [PolicyResult(policy.name, "sampled", (await evaluator.measure()).metrics)]
     judged = all(reward.name != UNJUDGED for reward in config.rewards)
-    found: list[Played] = []
+    found: list[PolicyResult] = []
     for way, temperature in _ways(config, asked).items():
         groups = await evaluator.play(temperature)
-        found.append(Played(policy.name, way, headline(groups), groups, judged))
+        found.append(PolicyResult(policy.name, way, evaluation_metrics(groups), groups, judged))
         if len(found) == 1:  # where nearly all fail, once is enough
             warn_of_failures(groups)
             episodes = [episode for group in groups for episode in group.episodes]
-            FailureWatch().look("evaluation", 0, episodes)
+            FailureMonitor().check("evaluation", 0, episodes)
             if episodes and all(episode.failure is not None for episode in episodes):  # however few: nothing is known
-                raise RunStopped(explain(episodes, len(episodes), "the evaluation", 1))
-            if hopeless(*counted(groups)):
+                raise RunStopped(failure_message(episodes, len(episodes), "the evaluation", 1))
+            if nearly_all_failed(*count_episodes(groups)):
                 break
     return found
 
@@ -201,7 +201,7 @@ def _ways(config: RunConfig, asked: Asked) -> dict[str, float]:
 
 
 def _answering(parts: Parts, prompts: Sequence[Mapping[str, Any]]) -> Evaluator:
-    from arborl.trainer.evaluate import Evaluator
+    from arborl.trainer.evaluation import Evaluator
 
     config, tasks = parts.config, tasks_of(parts.config, prompts)
     tags = config.rollout.val_envs

@@ -24,19 +24,26 @@ from arborl.build import Parts
 from arborl.config.algorithm import is_own
 from arborl.config.base import plain
 from arborl.config.secrets import masked
+from arborl.diagnosis.step_rules import step_remark
 from arborl.errors import LearnerLost, RunStopped
 from arborl.registry import short
 from arborl.rollout.store import EpisodeStore
 from arborl.track import Console, JsonlTracker, TensorBoardTracker, Tracker, Trackers, table_before_after
-from arborl.track.aside import Aside
+from arborl.track.background_tracker import BackgroundTracker
 from arborl.track.run_log import RunLog
 from arborl.track.timeline import Timeline
 from arborl.track.tracing import traced
-from arborl.track.tracker import Begun
-from arborl.trainer.diagnosis import remark
-from arborl.trainer.evaluate import Measured
-from arborl.trainer.hooks import Evaluate, KeepEpisodes, RenewReference, Save, ShowEpisodes, named
-from arborl.trainer.keep_terms import KeepTerms
+from arborl.track.tracker import RunStart
+from arborl.trainer.evaluation import EvaluationResult
+from arborl.trainer.hooks import (
+    Evaluate,
+    RefreshReference,
+    SaveCheckpoints,
+    TrackEpisodes,
+    WriteEpisodes,
+    WriteTerms,
+    evaluation_step_metrics,
+)
 from arborl.trainer.trainer import Hook, Trainer
 from arborl.types import Group, Metrics
 
@@ -81,15 +88,15 @@ class RunSession:
             self.render = Render(
                 parts.cast, decode, track.render_save_dir, track.render_every, track.render_episodes, self._drawn
             )
-        self.episodes = KeepEpisodes(home / "episodes")
+        self.episodes = WriteEpisodes(home / "episodes")
         also = self.config.demonstrations.steps
         self.held_out = Evaluate(parts.evaluator, self.config.evaluation.every, self._show, also)
 
     def profile(self) -> None:
         """Torch is to trace two steps."""
-        from arborl.trainer.profile import Profile
+        from arborl.trainer.hooks import ProfileSteps
 
-        self.further.append(Profile(self.home / "profile.json"))
+        self.further.append(ProfileSteps(self.home / "profile.json"))
 
     async def run(self) -> dict[str, Any]:
         """Measure, train, measure again, and leave everything worth keeping in the folder; returns the summary."""
@@ -110,11 +117,13 @@ class RunSession:
                 self.trackers.finish(self.summary, self.ended)
                 self.trackers.close()
 
-    async def _run(self, trainer: Trainer, save: Save) -> dict[str, Any]:
-        console = Console(trainer.last, self._title(), start=trainer.step, remark=remark, heard=self.log.say)
+    async def _run(self, trainer: Trainer, save: SaveCheckpoints) -> dict[str, Any]:
+        console = Console(
+            trainer.num_steps, self._title(), start=trainer.step, step_remark=step_remark, on_line=self.log.say
+        )
         with console:
             trainer.tracker = self.trackers = self._trackers(console, trainer.step)
-            self.trackers.begin(Begun(self.home.name, self.home, self.memory["config"], trainer.step))
+            self.trackers.begin(RunStart(self.home.name, self.home, self.memory["config"], trainer.step))
             for line in told(self.start) if self.start is not None else ():
                 console.note(line)
             for line in self.losses.goes_on(trainer.step):
@@ -133,11 +142,11 @@ class RunSession:
                     console.progress("measuring on held-out tasks, before training")
                     before = await self._measure(trainer)
                     self.memory["before"] = before.metrics
-                    trainer.watch.look("evaluation", 0, before.episodes)
+                    trainer.failure_monitor.check("evaluation", 0, before.episodes)
                 await trainer.fit()
                 console.progress("measuring on held-out tasks, after training")
                 after = await self._measure(trainer)
-                trainer.watch.failures.add(after.episodes, "the last evaluation")
+                trainer.failure_monitor.failures.add(after.episodes, "the last evaluation")
                 self.episodes.flush()
                 save.finish()
             except asyncio.CancelledError:
@@ -145,7 +154,7 @@ class RunSession:
                 raise
             except LearnerLost as lost:
                 begun = self.start.step if self.start is not None else 0
-                if not self.losses.count(lost, trainer.step, {begun: self.began} | save.moments):
+                if not self.losses.count(lost, trainer.step, {begun: self.began} | save.snapshot_times):
                     self._summarise(trainer, {}, stopped=True)
                 raise
             except RunStopped:
@@ -161,20 +170,20 @@ class RunSession:
                 await self.parts.close()
         return await self._finish(trainer, after)
 
-    def _trainer(self) -> tuple[Trainer, Save]:
+    def _trainer(self) -> tuple[Trainer, SaveCheckpoints]:
         parts, config = self.parts, self.config
-        save = Save(
+        save = SaveCheckpoints(
             self.home / "checkpoints", config.trainer.save_every, config.trainer.keep, self.memory,
             parts.copy_tokenizer, self.episodes.flush,
         )  # fmt: skip
         hooks: list[Hook] = [self.episodes] if config.track.episodes else []
         if config.track.episodes and config.track.terms:
-            hooks.append(KeepTerms(self.home / "terms", config.track.terms))
-        hooks += [ShowEpisodes(config.track.render_every)] if parts.followers else []
+            hooks.append(WriteTerms(self.home / "terms", config.track.terms))
+        hooks += [TrackEpisodes(config.track.render_every)] if parts.tracker_makers else []
         if self.render is not None:
             hooks.append(self.render)
         if config.demonstrations.steps:
-            hooks.append(RenewReference(config.demonstrations.steps))
+            hooks.append(RefreshReference(config.demonstrations.steps))
         if (config.evaluation.every or config.demonstrations.steps) and config.evaluation.tasks:
             hooks.append(self.held_out)
         hooks += [self.losses, *self.further]
@@ -203,7 +212,7 @@ class RunSession:
         chosen: list[Tracker] = [console, JsonlTracker(self.home / "metrics.jsonl", done)]
         if self.config.track.tensorboard:
             chosen.append(TensorBoardTracker(self.home / "tensorboard", done))
-        return Trackers([*chosen, *(Aside(name, make) for name, make in self.parts.followers.items())])
+        return Trackers([*chosen, *(BackgroundTracker(name, make) for name, make in self.parts.tracker_makers.items())])
 
     def _title(self) -> list[str]:
         config = self.config
@@ -215,12 +224,12 @@ class RunSession:
         placed = [f"on {self.parts.cluster}"] if self.parts.cluster is not None else []
         return [f"{config.name}: {what}", f"into {self.home}", *fenced, *placed]
 
-    async def _measure(self, trainer: Trainer) -> Measured:
+    async def _measure(self, trainer: Trainer) -> EvaluationResult:
         """At the first and the last step: measured, and logged as part of that step."""
         if self.config.evaluation.tasks == 0:
-            return Measured({}, [])
+            return EvaluationResult({}, [])
         measured = await self.held_out.measure(trainer)
-        trainer.tracker.log(named(measured.metrics), trainer.step)
+        trainer.tracker.log(evaluation_step_metrics(measured.metrics), trainer.step)
         return measured
 
     async def _show(self, step: int, groups: Sequence[Group]) -> None:
@@ -234,10 +243,10 @@ class RunSession:
     def _drawn(self, path: Path, step: int, kind: str) -> None:
         self.trackers.picture(path, step, kind)
 
-    def _save(self, trainer: Trainer, save: Save, console: Console) -> None:
+    def _save(self, trainer: Trainer, save: SaveCheckpoints, console: Console) -> None:
         """The run ends before its time: keep where it stands, and say how to go on."""
         self.saving()
-        path = save.now(trainer)
+        path = save.save_now(trainer)
         console.note(f"Stopped at step {trainer.step}; saved {path}")
         console.note(f"Go on with:  arborl train --resume latest output_dir={self.home}")
 
@@ -248,7 +257,7 @@ class RunSession:
             "train_seconds": round(trainer.train_seconds, 3),
             "steps": trainer.step,
             "seed": self.config.seed,
-            "failures": trainer.watch.failures.state(),
+            "failures": trainer.failure_monitor.failures.state(),
             "execution": self.execution,
         } | more
         if self.parts.sandbox is not None:
@@ -257,7 +266,7 @@ class RunSession:
         self.summary = summary
         return summary
 
-    async def _finish(self, trainer: Trainer, after: Measured) -> dict[str, Any]:
+    async def _finish(self, trainer: Trainer, after: EvaluationResult) -> dict[str, Any]:
         summary = self._summarise(trainer, after.metrics)
         episodes = [episode for episode in after.episodes if episode.failure is None and not episode.given]
         written = await keepsakes(self.parts, self.home, episodes, trainer.step)
@@ -266,7 +275,7 @@ class RunSession:
                 self._drawn(path, trainer.step, "final" if path.suffix == ".gif" else name)
         if after.metrics:
             self._tell(table_before_after(summary["before"], summary["after"]))
-        for cause in trainer.watch.failures:
+        for cause in trainer.failure_monitor.failures:
             self._tell(f"        failed  {cause}")
         for name, path in written.items():
             self._tell(f"{name:>14}  {path}")

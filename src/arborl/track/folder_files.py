@@ -1,9 +1,8 @@
-"""Files of a run folder: read within bounds, written without following links.
+"""Bounded and safe access to the files of a run folder.
 
-A run folder may be a stranger's. Every reader of one opens its files here. Only regular files are read: a link, a FIFO,
-a device or a folder in a file's place is refused before a byte is read, and none of them blocks. What is larger, deeper
-or longer than any run writes is refused with a sentence that names the file (`Unreadable`). A file is replaced whole,
-and a link never is.
+A run folder may come from an untrusted source; all readers open its files here. Only regular files are read: a link, a
+FIFO, a device or a folder is refused before a byte is read, without blocking. Files that are larger or deeper than any
+run writes are refused with an error that names the file (`Unreadable`). Files are replaced atomically; links never are.
 """
 
 from __future__ import annotations
@@ -31,43 +30,40 @@ from arborl.errors import ConfigError
 MAX_JSON = 16 * 2**20
 """Bytes of a JSON file such as `summary.json`."""
 MAX_LINE = 32 * 2**20
-"""Bytes of a line: an episode of some millions of tokens."""
+"""Bytes of a line; enough for an episode of some millions of tokens."""
 MAX_LINES_FILE = 4 * 2**30
 """Bytes of a file of lines."""
 MAX_ARRAYS = 256 * 2**20
 """Bytes of the arrays of a `.npz`, decompressed."""
 MAX_DEPTH = 64
-"""Of lists and objects in one another."""
+"""Nesting of lists and objects."""
 MAX_VALUES = 1_000_000
-"""Values of a JSON file, without those of lists of numbers."""
+"""Values of a JSON file, not counting lists of numbers."""
 MAX_INT = 2**63
 NUMBERS = {int, float}
 MAX_ENTRIES = 200_000
-"""Entries of a folder that are looked at."""
+"""Entries of a folder that are listed."""
 
 
 class Unreadable(ConfigError):
-    """A file of a run folder that is not read, and why."""
+    """A file of a run folder that is refused."""
 
 
-def open_regular(path: Path, most: int) -> BinaryIO:
-    """The file, opened to be read; `Unreadable` where it is no regular file, or larger than `most` bytes.
-
-    A file that is not there raises `FileNotFoundError`, as `open` does.
-    """
+def open_regular(path: Path, max_bytes: int) -> BinaryIO:
+    """Open a regular file of at most `max_bytes` for reading; otherwise `Unreadable`, or `FileNotFoundError`."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
     try:
         handle = os.open(path, flags)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a socket
-            raise Unreadable(f"{path}: is no regular file, and is not read.") from error
+            raise Unreadable(f"{path}: is not a regular file and is not read.") from error
         raise
     try:
         found = os.fstat(handle)
         if not stat.S_ISREG(found.st_mode):
-            raise Unreadable(f"{path}: is no regular file, and is not read.")
-        if found.st_size > most:
-            raise Unreadable(f"{path}: has {found.st_size:,} bytes, and at most {most:,} are read.")
+            raise Unreadable(f"{path}: is not a regular file and is not read.")
+        if found.st_size > max_bytes:
+            raise Unreadable(f"{path}: has {found.st_size:,} bytes; at most {max_bytes:,} are read.")
         return os.fdopen(handle, "rb")
     except BaseException:
         os.close(handle)
@@ -75,14 +71,14 @@ def open_regular(path: Path, most: int) -> BinaryIO:
 
 
 def is_regular(path: Path) -> bool:
-    """Whether a regular file is there; a link to one is none."""
+    """Whether the path is a regular file, not a link."""
     with suppress(OSError):
         return stat.S_ISREG(os.lstat(path).st_mode)
     return False
 
 
 def entries_of(folder: Path) -> list[os.DirEntry[str]]:
-    """What is in a folder, in no order; nothing of one that is not there, or is a link."""
+    """The entries of a folder, unordered; empty if it does not exist or is a link."""
     found: list[os.DirEntry[str]] = []
     with suppress(OSError):
         if stat.S_ISDIR(os.lstat(folder).st_mode):
@@ -94,19 +90,18 @@ def entries_of(folder: Path) -> list[os.DirEntry[str]]:
     return found
 
 
-def read_bytes(path: Path, most: int) -> bytes:
-    """The whole file. One that grows while it is read is cut off at `most` bytes."""
-    with open_regular(path, most) as file:
-        return file.read(most)
+def read_bytes(path: Path, max_bytes: int) -> bytes:
+    """The whole file, at most `max_bytes` also if it grows."""
+    with open_regular(path, max_bytes) as file:
+        return file.read(max_bytes)
 
 
-def read_json(path: Path, most: int = MAX_JSON) -> Any:
-    """The JSON of a file as a tree of bounded depth and size."""
-    return parse_json(read_bytes(path, most), path)
+def read_json(path: Path, max_bytes: int = MAX_JSON) -> Any:
+    """The JSON of a file, of bounded depth and size."""
+    return parse_json(read_bytes(path, max_bytes), path)
 
 
 def parse_json(data: bytes, where: object) -> Any:
-    """The same, of bytes."""
     try:
         found = json.loads(data.decode("utf-8", "surrogatepass"))
     except (ValueError, RecursionError) as error:
@@ -116,7 +111,7 @@ def parse_json(data: bytes, where: object) -> Any:
 
 
 def read_yaml(path: Path) -> Any:
-    """The YAML of a file, as JSON would have it: keys are texts, and there are no dates, sets or endless numbers."""
+    """The YAML of a file as JSON values: text keys, no dates, sets or huge numbers."""
     try:
         text = read_bytes(path, 4 * MAX_CHARS).decode("utf-8")
         check_yaml(text, path, PARSERS[:1])
@@ -128,7 +123,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def check_tree(tree: Any, where: object) -> None:
-    """Refuse a tree that is too deep, or has too many values, for the functions that walk it."""
+    """Refuse a value that is nested too deeply or has too many parts."""
     left, count = [(tree, 1)], 0
     while left:
         value, depth = left.pop()
@@ -137,13 +132,12 @@ def check_tree(tree: Any, where: object) -> None:
             raise Unreadable(f"{where}: nested more than {MAX_DEPTH} deep, or has more than {MAX_VALUES:,} values.")
         if isinstance(value, dict):
             left.extend((inner, depth + 1) for inner in value.values())
-        elif isinstance(value, list) and not set(map(type, value)) <= NUMBERS:  # token ids are quick to pass over
+        elif isinstance(value, list) and not set(map(type, value)) <= NUMBERS:  # lists of token ids are skipped
             left.extend((inner, depth + 1) for inner in value)
 
 
 def read_lines(path: Path, begin: int = 0) -> Generator[tuple[int, bytes], None, None]:
-    """The lines of a file from a byte on, each with its length; of a line that is too long the length and no bytes. The
-    last one may have no end."""
+    """Lines from byte `begin` on with their lengths; a line that is too long has no bytes."""
     with open_regular(path, MAX_LINES_FILE) as file:
         file.seek(begin)
         while line := file.readline(MAX_LINE):
@@ -158,35 +152,35 @@ def read_lines(path: Path, begin: int = 0) -> Generator[tuple[int, bytes], None,
             yield length, line
 
 
-def read_arrays(path: Path, names: Sequence[str], most: int = MAX_ARRAYS) -> dict[str, NDArray[Any]]:
-    """Arrays of numbers of a `.npz`; no more than `most` bytes are ever decompressed.
+def read_arrays(path: Path, names: Sequence[str], max_bytes: int = MAX_ARRAYS) -> dict[str, NDArray[Any]]:
+    """Arrays of numbers of a `.npz`; at most `max_bytes` are decompressed.
 
-    A missing array, an object array, or a header that promises more or less than there is, is `Unreadable`.
+    A missing array, an object array or a wrong header is `Unreadable`.
     """
     try:
-        with open_regular(path, most) as file, zipfile.ZipFile(file) as held:
+        with open_regular(path, max_bytes) as file, zipfile.ZipFile(file) as held:
             found: dict[str, NDArray[Any]] = {}
             for name in names:
-                found[name] = _array(held, f"{name}.npy", most)
-                most -= found[name].nbytes
+                found[name] = _array(held, f"{name}.npy", max_bytes)
+                max_bytes -= found[name].nbytes
             return found
     except (zipfile.BadZipFile, ValueError, KeyError, EOFError, NotImplementedError, RuntimeError) as error:
-        raise Unreadable(f"{path}: is no file of arrays: {str(error)[:200]}") from error
+        raise Unreadable(f"{path}: is not a file of arrays: {str(error)[:200]}") from error
     except (OverflowError, TypeError, SyntaxError, RecursionError, MemoryError, zipfile.zlib.error) as error:  # type: ignore[attr-defined]
-        raise Unreadable(f"{path}: is no file of arrays: {type(error).__name__}") from error
+        raise Unreadable(f"{path}: is not a file of arrays: {type(error).__name__}") from error
 
 
-def _array(held: zipfile.ZipFile, name: str, most: int) -> NDArray[Any]:
+def _array(held: zipfile.ZipFile, name: str, max_bytes: int) -> NDArray[Any]:
     with held.open(name) as packed:
-        data = packed.read(most + 1)
-    if len(data) > most:
-        raise ValueError(f"{name} has more than {most:,} bytes")
+        data = packed.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise ValueError(f"{name} has more than {max_bytes:,} bytes")
     stream = io.BytesIO(data)
     version = np.lib.format.read_magic(stream)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, _, kind = read(stream)
     if kind.hasobject or math.prod(shape) * kind.itemsize != len(data) - stream.tell() or len(shape) > 1:
-        raise ValueError(f"{name} is no list of numbers")
+        raise ValueError(f"{name} is not a list of numbers")
     return np.frombuffer(data, kind, offset=stream.tell()).reshape(shape)
 
 
@@ -205,11 +199,10 @@ def _plain_key(key: Any) -> str:
 
 
 def replace_file(path: Path, data: bytes) -> Path:
-    """Write a file whole: under another name first, which then takes its place. Where a link, or anything else than a
-    regular file, has that name, nothing is written."""
+    """Replace a file atomically. If the path is a link or not a regular file, nothing is written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if os.path.lexists(path) and not is_regular(path):
-        raise Unreadable(f"{path}: is no regular file, and is not replaced. Take it away, or write another file.")
+        raise Unreadable(f"{path}: is not a regular file and is not replaced. Remove it, or write another path.")
     handle, fresh = tempfile.mkstemp(prefix=f".{path.name[:100]}.", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -224,7 +217,7 @@ def replace_file(path: Path, data: bytes) -> Path:
 
 
 def _umask() -> int:
-    """Read from the process's status: asking by setting it would change it for other threads."""
+    """Read from /proc: `os.umask` would change it for other threads."""
     with suppress(OSError, StopIteration, ValueError, IndexError):
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
         return int(next(line for line in lines if line.startswith("Umask")).split()[1], 8)

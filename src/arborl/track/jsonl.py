@@ -1,4 +1,4 @@
-"""The metrics file: one JSON object a step. Curves, reports and tests read it back."""
+"""The metrics file `metrics.jsonl`: one JSON object per step."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ from arborl.types import Metrics
 
 
 class JsonlTracker:
-    """Appends `{"step": n, **metrics}`, one flushed line a step; a number that is not finite is written as null.
+    """Appends `{"step": n, **metrics}`, one flushed line per step; a number that is not finite is written as null.
 
-    What comes to the latest step afterwards (its evaluation) is added to its line.
-
-    A killed run may have written steps its last checkpoint does not know, and half a line. Resuming drops both, so the
-    file of a killed and resumed run has each step once, like that of a run that was never killed.
+    Later metrics of the latest step (its evaluation) are added to its line. A resumed run drops torn lines and steps
+    after its checkpoint, so that the file has each step once.
 
     Args:
-        path: the file; its folder is made.
-        done: the step a resumed run goes on from; lines of later ones are dropped. A new run drops all.
+        path: the file; its folder is created.
+        done: the step of the checkpoint of a resumed run; None for a new run, which drops all lines.
     """
 
     def __init__(self, path: Path, done: int | None = None):
@@ -55,7 +53,7 @@ class JsonlTracker:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a metrics file, in order. Lines a kill left torn are left out, and values that no metric has.
+    """The rows of a metrics file in order, without torn lines and values of other types.
 
     Example:
         rewards = [row["reward/mean"] for row in read_metrics(folder / "metrics.jsonl")]

@@ -1,4 +1,4 @@
-"""The run on MLflow: numbers by step, the configuration as parameters, episodes and pictures as artifacts."""
+"""Tracker for MLflow: metrics, configuration as parameters, episodes and images as artifacts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from arborl.config.track import MlflowConfig
-from arborl.track.episode_rows import COLUMNS, rows
-from arborl.track.run_ids import keep_id, known_id
-from arborl.track.tracker import Begun
+from arborl.track.tracker import EPISODE_COLUMNS, RunStart, episode_rows, load_run_id, store_run_id
 from arborl.types import Episode, Metrics
 
 NAME = "mlflow"
@@ -26,7 +24,7 @@ STATES = {"finished": "FINISHED", "stopped": "KILLED"}
 
 
 class MlflowTracker:
-    """Follows a run with MLflow's client, which has no global state: other runs of the process stay apart."""
+    """Uses MLflow's client, which has no global state."""
 
     def __init__(self, config: MlflowConfig):
         self.config = config
@@ -34,15 +32,15 @@ class MlflowTracker:
         self.run = ""
         self.state = "failed"
 
-    def begin(self, run: Begun) -> None:
+    def begin(self, run: RunStart) -> None:
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
         uri = self.config.uri or ""
-        if "://" not in uri or uri.startswith("file:"):  # whoever names a folder wants one; MLflow asks twice
+        if "://" not in uri or uri.startswith("file:"):  # MLflow requires this for a folder
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         self.client = MlflowClient(uri)
-        before = known_id(run.folder, NAME)
+        before = load_run_id(run.folder, NAME)
         if before is not None:
             self.run = before
             self.client.update_run(self.run, status="RUNNING")
@@ -50,7 +48,7 @@ class MlflowTracker:
         found = self.client.get_experiment_by_name(self.config.experiment)
         experiment = found.experiment_id if found else self.client.create_experiment(self.config.experiment)
         self.run = self.client.create_run(experiment, run_name=self.config.name or run.name).info.run_id
-        keep_id(run.folder, NAME, self.run)
+        store_run_id(run.folder, NAME, self.run)
         parameters = [Param(_name(key), str(value)[:LONGEST]) for key, value in _flat(run.config)]
         for place in range(0, len(parameters), AT_ONCE):
             self.client.log_batch(self.run, params=parameters[place : place + AT_ONCE])
@@ -63,7 +61,7 @@ class MlflowTracker:
         self.client.log_batch(self.run, metrics=[Metric(name, value, now, step) for name, value in finite.items()])
 
     def episodes(self, episodes: Sequence[Episode], step: int, kind: str) -> None:
-        lines = [json.dumps(dict(zip(COLUMNS, row, strict=True))) for row in rows(episodes, step, kind)]
+        lines = [json.dumps(dict(zip(EPISODE_COLUMNS, row, strict=True))) for row in episode_rows(episodes, step, kind)]
         self.client.log_text(self.run, "\n".join(lines) + "\n", f"episodes/{kind}-step-{step:06}.jsonl")
 
     def picture(self, path: Path, step: int, kind: str) -> None:
@@ -79,10 +77,9 @@ class MlflowTracker:
 
 
 def _name(text: str) -> str:
-    """MLflow takes letters, digits and some signs. In a folder `a/b` is a file, and `a/b/c` could not be beside it: it
-    is called `a/b.c`."""
-    room, slash, rest = re.sub(r"[^\w\-. /]", "_", text)[:250].partition("/")
-    return room + slash + rest.replace("/", ".")
+    """A name that MLflow accepts. In a file store `a/b` is a file, so `a/b/c` becomes `a/b.c`."""
+    section, slash, rest = re.sub(r"[^\w\-. /]", "_", text)[:250].partition("/")
+    return section + slash + rest.replace("/", ".")
 
 
 def _flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,7 +1,7 @@
-"""`run.log`: all that a run said on the console, and more, with times and levels; a resumed run appends.
+"""Log lines: on the terminal (`--log-level`, `ARBORL_DEBUG`) and in `run.log`.
 
-What reaches the terminal does not change: the file takes our lines from `info` on (`debug` where that is asked for),
-and of other libraries warnings, while handlers elsewhere get what they would have got without it.
+`run.log` gets the console's lines, our log records from `info` on (`debug` if enabled) and warnings of other libraries.
+The terminal output does not change. A resumed run appends.
 """
 
 from __future__ import annotations
@@ -14,28 +14,101 @@ import shlex
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 from rich.console import Console
+from rich.live import Live
+from rich.logging import RichHandler
 
 from arborl.config.secrets import Veil
-from arborl.errors import ArborError, writing
-from arborl.track.logs import OURS, debugging
+from arborl.errors import ArborError, ConfigError, did_you_mean, writing
 
 FORMAT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
 LIBRARIES = ("arborl", "torch", "transformers", "numpy")
 WIDTH = 120
 
 
+LEVELS = ("debug", "info", "warning", "error")
+OURS = logging.getLogger("arborl")
+
+
+def debugging() -> bool:
+    """Whether `ARBORL_DEBUG` is set: level `debug`, and tracebacks instead of one-line errors."""
+    return os.environ.get("ARBORL_DEBUG", "0").lower() not in ("", "0", "false", "no")
+
+
+class StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to the current `sys.stderr`, which a live display replaces for a while."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+        self.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
+
+
+_stderr_handler = StderrHandler()
+
+
+def show_level(name: str) -> None:
+    """Print our log records of this level and above on standard error; of other libraries, warnings and above."""
+    if name not in LEVELS:
+        raise ConfigError(f"--log-level {name}: no such level.{did_you_mean(name, LEVELS)} Write {', '.join(LEVELS)}.")
+    level = getattr(logging, name.upper())
+    OURS.setLevel(level)
+    _stderr_handler.setLevel(level)
+    if _stderr_handler not in logging.root.handlers:
+        logging.root.addHandler(_stderr_handler)
+
+
+@contextmanager
+def logs_above(live: Live, console: Console) -> Iterator[None]:
+    """Run the display; handlers that write to the terminal write above it.
+
+    A library may hold the original `sys.stderr`, so each of its handlers gets the display's stream for that time.
+    """
+    terminal = (sys.stdout, sys.stderr)
+    writers = [handler for handler in _stream_handlers() if handler.stream in terminal]
+    extra = None if any(handler in writers for handler in logging.root.handlers) else _handler(console)
+    with live:
+        before = [(handler, handler.setStream(sys.stderr)) for handler in writers]
+        if extra:
+            logging.root.addHandler(extra)
+        try:
+            yield
+        finally:
+            if extra:
+                logging.root.removeHandler(extra)
+            for handler, stream in before:
+                if stream is not None:
+                    handler.setStream(stream)
+
+
+def _handler(console: Console) -> RichHandler:
+    return RichHandler(console=console, show_path=False, markup=False, highlighter=None)
+
+
+def _stream_handlers() -> list[logging.StreamHandler[Any]]:
+    known = [
+        logging.root,
+        *(made for made in logging.root.manager.loggerDict.values() if isinstance(made, logging.Logger)),
+    ]
+    return [handler for logger in known for handler in logger.handlers if isinstance(handler, logging.StreamHandler)]
+
+
 class RunLog:
-    """Holds the file open. While any is open, our own log lines from its level on are made and written there.
+    """The open file; our log records from its level on are written to it.
 
     Args:
-        path: the file; what it has stays.
-        config: the run's, in plain values: its secrets, and those of the environment, are kept out.
+        path: the file; existing content stays.
+        config: the run's configuration as plain values, whose secrets are masked.
 
     Example:
         with RunLog(folder / "run.log") as log:
@@ -70,12 +143,12 @@ class RunLog:
         self.file.close()
 
     def say(self, text: str, level: int = logging.INFO) -> None:
-        """A line, or several, that the console shows too, or would."""
+        """Write lines of the console."""
         for line in text.splitlines():
             self.write(_record(line, level))
 
     def show(self, shown: Any) -> None:
-        """What `rich` draws on a terminal, as plain text."""
+        """Write a rich renderable as plain text."""
         plain = io.StringIO()
         Console(file=plain, width=WIDTH, color_system=None).print(
             shown, markup=False, highlight=False, soft_wrap=isinstance(shown, str)
@@ -83,7 +156,7 @@ class RunLog:
         self.say("\n".join(line.rstrip() for line in plain.getvalue().splitlines() if line.strip()))
 
     def write(self, record: logging.LogRecord) -> None:
-        """Write one record. A disk that is full costs the line, and not the run: its own files will say so."""
+        """Write one record; on a full disk the line is lost."""
         if record.levelno < self.level:
             return
         text = self.veil(self.formatter.format(record))
@@ -91,19 +164,19 @@ class RunLog:
             try:
                 self.file.write(text + "\n")
                 self.file.flush()
-            except (OSError, ValueError):  # full, or closed in this moment
+            except (OSError, ValueError):  # full disk, or closed file
                 pass
 
 
 class _Split(logging.Handler):
-    """Stands at our own logger while a log is open, and at the root for others; passes on what would have gone on."""
+    """Handler of our logger while a log is open; forwards records to the handlers that would have got them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.logs: list[RunLog] = []
         self.others = _Others(self)
         self.before = logging.NOTSET
-        """The level of our logger without us."""
+        """The logger's level before."""
         self.guard = threading.RLock()
 
     def add(self, log: RunLog) -> None:
@@ -115,7 +188,7 @@ class _Split(logging.Handler):
                 OURS.propagate = False
                 OURS.addHandler(self)
                 self.bare = not logging.root.handlers
-                if self.bare and logging.lastResort is not None:  # with a handler there, it would fall silent
+                if self.bare and logging.lastResort is not None:  # otherwise our handler would silence it
                     logging.root.addHandler(logging.lastResort)
                 logging.root.addHandler(self.others)
                 self.captures = getattr(logging, "_warnings_showwarning", None) is None
@@ -146,7 +219,7 @@ class _Split(logging.Handler):
 
 
 class _Others(logging.Handler):
-    """At the root: what other libraries warn of."""
+    """Handler of the root logger for warnings of other libraries."""
 
     def __init__(self, split: _Split):
         super().__init__(logging.WARNING)

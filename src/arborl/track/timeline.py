@@ -1,7 +1,7 @@
-"""Who worked when, and who waited: one file a run in Chrome's trace format, which https://ui.perfetto.dev opens.
+"""Timeline of a run in Chrome's trace format, for https://ui.perfetto.dev.
 
-Each kind of work is a process there: steps, learner, engine, rollout, model calls, tools. What goes on at the same time
-has a line each, so episode 3 is on the third line of `rollout` while it is the third in play.
+Each kind of work is a process there: steps, learner, engine, rollout, model calls, tools. Concurrent work of one kind
+is shown on separate lines.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from arborl import spans
 from arborl.errors import writing
 
 ALWAYS = ("steps", "learner")
-"""Kinds of work that are drawn to the end of a run, since a step has but a few of them."""
-SOME = 512
-"""Slices after which they are written."""
+"""Kinds of work that are recorded for all steps."""
+BUFFER_SIZE = 512
+"""Slices in memory before a write."""
 BEGIN, END = b'[\n{"name":"run","ph":"M","pid":0}', b"\n]\n"
 
 
 class Timeline:
-    """Draws what `arborl.spans` tells, inside `with`.
+    """Records the spans of `arborl.spans` inside `with`.
 
     Args:
-        path: the file. One that is there is gone on with.
-        steps: of which everything is drawn; of later ones only what the learner does.
+        path: the file; an existing one is continued.
+        steps: number of steps that are recorded completely; later ones only for `ALWAYS`.
 
     Example:
         with Timeline(home / "timeline.json", steps=20):
@@ -44,7 +44,7 @@ class Timeline:
         self.kinds: dict[str, int] = {}
         self.free: dict[str, list[int]] = {}
         self.lines: dict[str, int] = {}
-        """Of each kind, how many there are."""
+        """Number of lines by kind."""
         self.lock = threading.Lock()
 
     def __enter__(self) -> Self:
@@ -62,11 +62,10 @@ class Timeline:
             file.write(END)
 
     def wanted(self, kind: str) -> bool:
-        """Whether such work is drawn at this step."""
         return self.done < self.steps or kind in ALWAYS
 
     def take(self, kind: str) -> int:
-        """A line that nobody of this kind is on."""
+        """A free line of this kind."""
         with self.lock:
             free = self.free.setdefault(kind, [])
             if free:
@@ -75,7 +74,7 @@ class Timeline:
             return self.lines[kind]
 
     def add(self, kind: str, name: str, began: float, ended: float, args: Mapping[str, Any], line: int = 0) -> None:
-        """A slice, between two times of `time.time()`. A line that was taken for it is free again."""
+        """Add a slice between two times of `time.time()` and free its line."""
         with self.lock:
             if line:
                 heapq.heappush(self.free.setdefault(kind, []), line)
@@ -85,7 +84,7 @@ class Timeline:
                  "pid": number, "tid": line or 1, "args": dict(args)}
             )  # fmt: skip
             self.done += name == "arborl.step"
-            if len(self.slices) >= SOME or name == "arborl.step":
+            if len(self.slices) >= BUFFER_SIZE or name == "arborl.step":
                 self._write()
 
     def _number(self, kind: str) -> int:
@@ -97,7 +96,7 @@ class Timeline:
         return self.kinds[kind]
 
     def _open(self) -> None:
-        """An empty list, or what another part of the run has written, without its end."""
+        """Start the file, or continue one without its end mark."""
         if not self.path.is_file() or self.path.stat().st_size < len(END):
             self.path.write_bytes(BEGIN)
             return
@@ -106,7 +105,7 @@ class Timeline:
             if file.read() == END:
                 file.seek(-len(END), os.SEEK_END)
                 file.truncate()
-            else:  # it was killed, perhaps in the middle of its last line
+            else:  # the run was killed, perhaps within a line
                 file.truncate(max(self.path.read_bytes().rfind(b",\n"), len(BEGIN)))
 
     def _write(self) -> None:

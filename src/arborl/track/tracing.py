@@ -1,4 +1,4 @@
-"""OpenTelemetry: who listens to the spans of a run, if anybody does."""
+"""Export of a run's spans with OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from arborl import spans
 log = logging.getLogger(__name__)
 
 ADDRESSES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-PATIENCE = 5.0
-"""Seconds for what is still to be sent at the end."""
+SHUTDOWN_SECONDS = 5.0
+"""Seconds to send the last spans."""
 
 
 @contextmanager
 def traced(run: str) -> Iterator[None]:
-    """Spans of what happens inside go to the provider that this process has set up, or to the address that the
-    environment names. Where there is neither, nothing is imported and nothing is made."""
+    """Send the spans inside `with` to the process's provider or to the endpoint of the environment variables.
+
+    Without either, nothing is imported."""
     own, tracer = _provider()
     if tracer is None:
         yield
@@ -34,25 +35,25 @@ def traced(run: str) -> Iterator[None]:
     finally:
         spans.listen(None)
         if own is not None:
-            end = threading.Thread(target=own.shutdown, daemon=True)  # a server that does not answer is not waited for
+            end = threading.Thread(target=own.shutdown, daemon=True)  # does not wait for a server that hangs
             end.start()
-            end.join(PATIENCE)
+            end.join(SHUTDOWN_SECONDS)
 
 
-class Once(logging.Filter):
-    """Lets one line through: a server that is not there is told of at every attempt."""
+class OnceFilter(logging.Filter):
+    """Passes one record: the exporter logs an unreachable server at every attempt."""
 
-    told = False
+    has_passed = False
 
     def filter(self, record: logging.LogRecord) -> bool:
-        first, self.told = not self.told, True
+        first, self.has_passed = not self.has_passed, True
         return first
 
 
 def _provider() -> tuple[Any, Any]:
-    """A provider that is ours to shut down, if any; and a tracer."""
-    asked = next((os.environ[name] for name in ADDRESSES if os.environ.get(name)), None)
-    if asked is None and "opentelemetry.trace" not in sys.modules:
+    """A provider to shut down, if one was created, and a tracer."""
+    endpoint = next((os.environ[name] for name in ADDRESSES if os.environ.get(name)), None)
+    if endpoint is None and "opentelemetry.trace" not in sys.modules:
         return None, None
     try:
         from opentelemetry import trace
@@ -60,7 +61,7 @@ def _provider() -> tuple[Any, Any]:
         found = trace.get_tracer_provider()
         if not isinstance(found, trace.ProxyTracerProvider | trace.NoOpTracerProvider):
             return None, found.get_tracer("arborl")
-        if asked is None:
+        if endpoint is None:
             return None, None
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -71,5 +72,5 @@ def _provider() -> tuple[Any, Any]:
         return None, None
     own = TracerProvider(resource=Resource.create({"service.name": os.environ.get("OTEL_SERVICE_NAME", "arborl")}))
     own.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-    logging.getLogger(OTLPSpanExporter.__module__).addFilter(Once())
+    logging.getLogger(OTLPSpanExporter.__module__).addFilter(OnceFilter())
     return own, own.get_tracer("arborl")

@@ -1,4 +1,4 @@
-"""The run on Weights & Biases: numbers by step, the configuration, a table of episodes, pictures, the summary."""
+"""Tracker for Weights & Biases: metrics, configuration, episodes, images, summary."""
 
 from __future__ import annotations
 
@@ -11,39 +11,36 @@ from pathlib import Path
 from typing import Any
 
 from arborl.config.track import WandbConfig
-from arborl.track.episode_rows import COLUMNS, rows
 from arborl.track.jsonl import read_metrics
-from arborl.track.run_ids import keep_id, known_id
-from arborl.track.tracker import Begun
+from arborl.track.tracker import EPISODE_COLUMNS, RunStart, episode_rows, load_run_id, store_run_id
 from arborl.types import Episode, Metrics
 
 NAME = "wandb"
 
 
 def mode_of(config: WandbConfig) -> Any:
-    """`online`, or what else was asked for."""
     return config.mode or os.environ.get("WANDB_MODE") or "online"
 
 
 class WandbTracker:
-    """Follows a run with `wandb`. Its id there is kept in the run's folder, so that a resumed run goes on as the same.
+    """Its run id is stored in the run folder, so that a resumed run continues the same wandb run.
 
-    Steps that a killed run had sent after its last checkpoint stay as they were sent: a history there only grows.
+    Steps that a killed run sent after its last checkpoint cannot be removed there.
     """
 
     def __init__(self, config: WandbConfig):
         self.config = config
         self.run: Any = None
         self.state = "failed"
-        self.drawn = Counter[tuple[str, int]]()
-        """Pictures of a kind at a step."""
+        self.num_images = Counter[tuple[str, int]]()
+        """Number of images by kind and step."""
 
-    def begin(self, run: Begun) -> None:
+    def begin(self, run: RunStart) -> None:
         import wandb
 
-        before = known_id(run.folder, NAME)
-        own = before or secrets.token_hex(4)
-        keep_id(run.folder, NAME, own)
+        before = load_run_id(run.folder, NAME)
+        run_id = before or secrets.token_hex(4)
+        store_run_id(run.folder, NAME, run_id)
         folder = self.config.dir or run.folder
         folder.mkdir(parents=True, exist_ok=True)
         mode = mode_of(self.config)
@@ -51,7 +48,7 @@ class WandbTracker:
             project=self.config.project,
             entity=self.config.entity,
             name=self.config.name or run.name,
-            id=own,
+            id=run_id,
             resume="allow"
             if mode == "online" and before
             else None,  # offline, `wandb sync` puts both halves together by the id
@@ -61,10 +58,10 @@ class WandbTracker:
             settings=wandb.Settings(console="off", silent=True),
         )
         if run.step:
-            self._send_again(run)
+            self._resend_last_step(run)
 
-    def _send_again(self, run: Begun) -> None:
-        """The step that the run goes on from: a step is sent when the next one begins, so a kill may have lost it."""
+    def _resend_last_step(self, run: RunStart) -> None:
+        """wandb sends a step when the next one begins, so a kill may have lost the last."""
         for row in read_metrics(run.folder / "metrics.jsonl"):
             if row.pop("step") == run.step:
                 self.log(row, run.step)
@@ -76,7 +73,7 @@ class WandbTracker:
     def episodes(self, episodes: Sequence[Episode], step: int, kind: str) -> None:
         import wandb
 
-        table = wandb.Table(columns=list(COLUMNS), data=rows(episodes, step, kind))
+        table = wandb.Table(columns=list(EPISODE_COLUMNS), data=episode_rows(episodes, step, kind))
         self.run.log({f"episodes/{kind}": table}, step=step)
 
     def picture(self, path: Path, step: int, kind: str) -> None:
@@ -84,7 +81,7 @@ class WandbTracker:
 
         moving = path.suffix == ".gif"
         shown = wandb.Video(str(path), path.stem) if moving else wandb.Image(str(path), caption=path.stem)
-        number = self.drawn[kind, step] = self.drawn[kind, step] + 1
+        number = self.num_images[kind, step] = self.num_images[kind, step] + 1
         self.run.log({f"pictures/{kind}/{number}": shown}, step=step)
 
     def finish(self, summary: Mapping[str, Any], state: str) -> None:

@@ -1,4 +1,4 @@
-"""What happens after a step, one small object each."""
+"""Hooks that run after a step, and the checkpoint writer."""
 
 from __future__ import annotations
 
@@ -10,26 +10,33 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from arborl import checkpoint
 from arborl.learner.core.checkpoint_files import ShardedSnapshot, Snapshot
 from arborl.rollout.store import EpisodeStore
-from arborl.trainer.evaluate import Measured, Measures
-from arborl.trainer.trainer import Trainer
-from arborl.types import Group, Metrics
+from arborl.rollout.term_store import NUMBERS, Columns, TermStore
+from arborl.trainer.evaluation import EvaluationResult, HeldOutEvaluator
+from arborl.trainer.trainer import CreditedBatch, Trainer
+from arborl.types import Group, Ints, Metrics
+
+if TYPE_CHECKING:
+    from torch.profiler import profile
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 1.0
-"""Seconds that a run waits for memory which is being taken."""
-Show = Callable[[int, Sequence[Group]], Awaitable[object]]
+RESERVE_SECONDS = 1.0
+"""How long a due checkpoint waits for memory that is being allocated."""
+NUM_PROFILED_STEPS = 2
+ShowEpisodes = Callable[[int, Sequence[Group]], Awaitable[object]]
 
 
-class KeepEpisodes:
-    """Write every episode of the step, while the run goes on. A failure ends the run a step later.
+class WriteEpisodes:
+    """Write every episode of the step in the background. An error ends the run a step later.
 
-    The file of a step may come a moment after its metrics, and is there before a checkpoint of the step is.
+    The file of a step may follow its metrics a moment later, and always precedes its checkpoint.
     """
 
     def __init__(self, folder: Path):
@@ -42,51 +49,47 @@ class KeepEpisodes:
         self.latest = self.background.job
 
     def flush(self) -> None:
-        """Wait until all files are written; raise where one could not be. May be called in any thread."""
+        """Wait until all files are written; raise if one could not be. May be called in any thread."""
         if self.latest is not None:
             self.latest.result()
 
     def close(self) -> None:
-        """The run is over, for whatever reason."""
         self.background.close()
 
 
 class Evaluate:
-    """Measure on held-out tasks every so many steps; before the first and after the last, the run does.
+    """Evaluate held-out tasks every `every` steps. The run itself evaluates before the first step and after the last.
 
     Args:
-        evaluator: measures.
-        every: steps between two.
-        show: given the step and the episodes of each evaluation.
-        also: a step after which to measure, whatever `every` says; 0 for none.
+        show: called with the step and the groups of each evaluation.
+        also: one more step after which to evaluate; 0 for none.
     """
 
-    def __init__(self, evaluator: Measures, every: int, show: Show | None = None, also: int = 0):
+    def __init__(self, evaluator: HeldOutEvaluator, every: int, show: ShowEpisodes | None = None, also: int = 0):
         self.evaluator, self.every, self.show, self.also = evaluator, every, show, also
 
     async def after(self, trainer: Trainer, groups: Sequence[Group], metrics: Metrics) -> None:
-        due = (self.every and trainer.step % self.every == 0) or trainer.step == self.also
-        if due and trainer.step < trainer.last:
-            measured = await self.measure(trainer)
-            metrics.update(named(measured.metrics))
-            trainer.watch.look("evaluation", trainer.step, measured.episodes)
+        is_due = (self.every and trainer.step % self.every == 0) or trainer.step == self.also
+        if is_due and trainer.step < trainer.num_steps:
+            result = await self.measure(trainer)
+            metrics.update(evaluation_step_metrics(result.metrics))
+            trainer.failure_monitor.check("evaluation", trainer.step, result.episodes)
 
-    async def measure(self, trainer: Trainer) -> Measured:
-        """Measure the weights as they are now."""
+    async def measure(self, trainer: Trainer) -> EvaluationResult:
+        """Evaluate the current weights."""
         await trainer.publish()
-        measured = await self.evaluator.measure()
+        result = await self.evaluator.measure()
         if self.show is not None:
-            await self.show(trainer.step, measured.groups)
-        return measured
+            await self.show(trainer.step, result.groups)
+        return result
 
 
-def named(measured: Metrics) -> Metrics:
-    """Numbers of an evaluation as metrics of its step."""
-    return {f"evaluation/{name}": value for name, value in measured.items()}
+def evaluation_step_metrics(metrics: Metrics) -> Metrics:
+    return {f"evaluation/{name}": value for name, value in metrics.items()}
 
 
-class RenewReference:
-    """After the demonstrations: what the policy has become is what a KL penalty holds it to."""
+class RefreshReference:
+    """After the demonstrations: the current policy becomes the reference model of the KL term."""
 
     def __init__(self, step: int):
         self.step = step
@@ -96,20 +99,31 @@ class RenewReference:
             trainer.learner.update_reference()
 
 
-class Save:
-    """Write a checkpoint every so many steps, and at the last, while the run goes on: it waits for the one before where
-    that is still being written. A failure ends the run a step later.
+class TrackEpisodes:
+    """Send episodes of every `every`-th step, and of the first, to the tracker."""
 
-    The memory for what is copied is taken after the first step, while the run goes on: of large models that takes as
-    long as many copies. A checkpoint that is due before it is there is written after the first step that finds it.
+    def __init__(self, every: int):
+        self.every = every
+
+    async def after(self, trainer: Trainer, groups: Sequence[Group], metrics: Metrics) -> None:
+        track = getattr(trainer.tracker, "episodes", None)
+        if track is not None and (trainer.step - 1) % self.every == 0:
+            track([episode for group in groups for episode in group.episodes], trainer.step, "train")
+
+
+class SaveCheckpoints:
+    """Write a checkpoint every `every` steps, and at the last, in the background. An error ends the run a step later.
+
+    The run waits only if the checkpoint before is still being written. Memory for the copies is allocated in the
+    background after the first step, which takes long for large models; a checkpoint that is due earlier is written
+    after the first step that finds the memory ready.
 
     Args:
         root: the run's `checkpoints` folder.
-        every: steps between two.
-        keep: how many to keep.
-        extra: more to remember (the evaluation before training, …).
-        beside: writes further files into the model's folder, such as its tokenizer.
-        flush: waits, in the thread that writes, for files that a checkpoint must not be ahead of.
+        keep: number of checkpoints to keep.
+        extra: more state to save, such as the evaluation before training.
+        write_extra: writes further files into the model's folder, such as its tokenizer.
+        flush: waits, in the writing thread, for files that a checkpoint must not be ahead of.
     """
 
     def __init__(
@@ -118,111 +132,171 @@ class Save:
         every: int,
         keep: int,
         extra: dict[str, Any],
-        beside: Callable[[Path], None],
+        write_extra: Callable[[Path], None],
         flush: Callable[[], None] = lambda: None,
     ):
         self.root, self.every, self.keep = root, every, keep
-        self.extra, self.beside, self.flush = extra, beside, flush
+        self.extra, self.write_extra, self.flush = extra, write_extra, flush
         self.background = checkpoint.Background()
         self.spent = {"time/checkpoint": 0.0, "time/checkpoint_written": 0.0}
-        self.told = dict(self.spent)
-        self.first, self.taking, self.due = True, False, False
+        self.reported = dict(self.spent)
+        self.is_first, self.is_reserving, self.due = True, False, False
         self.written: tuple[Path, dict[str, Any]] | None = None
-        """The last one, and what it remembers."""
-        self.moments: dict[int, float] = {}
-        """By step, when what a checkpoint holds was copied."""
+        """The last checkpoint and its state."""
+        self.snapshot_times: dict[int, float] = {}
+        """By step, when the weights of its checkpoint were copied."""
 
     def __call__(self, trainer: Trainer) -> None:
         self.background.look()
-        last = trainer.step == trainer.last
-        if self.first:
+        is_last = trainer.step == trainer.num_steps
+        if self.is_first:
             self.background.start(trainer.learner.reserve())
-            self.first, self.taking = False, True
-        self.due |= last or trainer.step % self.every == 0
-        if self.due and (last or self._ready()):
-            self._begin(trainer)
+            self.is_first, self.is_reserving = False, True
+        self.due |= is_last or trainer.step % self.every == 0
+        if self.due and (is_last or self._has_memory()):
+            self._start(trainer)
 
     def seconds(self) -> Metrics:
-        """Since the last call: what the run waited for checkpoints, and what writing them took beside it."""
-        before, self.told = self.told, dict(self.spent)
-        return {name: seconds - before[name] for name, seconds in self.told.items()}
+        """Since the last call: how long the run waited for checkpoints, and how long writing them took."""
+        before, self.reported = self.reported, dict(self.spent)
+        return {name: seconds - before[name] for name, seconds in self.reported.items()}
 
-    def now(self, trainer: Trainer) -> Path:
-        """Write one, whatever the step, and wait for it. One of this very state need not be written again."""
+    def save_now(self, trainer: Trainer) -> Path:
+        """Write a checkpoint of the current state, unless there is one, and wait for it."""
         try:
             self.background.wait()
-        except Exception as error:  # the run ends; what is saved now is newer
-            log.warning("a checkpoint is not written: %s", error)
+        except Exception as error:  # the run ends; the checkpoint written now is newer
+            log.warning("a checkpoint could not be written: %s", error)
         if self.written is None or self.written[1] != self._state(trainer) or not self.written[0].is_dir():
-            self._begin(trainer)
+            self._start(trainer)
             self.finish()
         assert self.written is not None
         return self.written[0]
 
     def finish(self) -> None:
-        """Wait for what is being written."""
+        """Wait for the checkpoint that is being written."""
         with self._waiting():
             self.background.wait()
 
     def close(self) -> None:
-        """The run is over, for whatever reason: nothing is being written when its folder is let go."""
         self.background.close()
 
     def _state(self, trainer: Trainer) -> dict[str, Any]:
-        """By value: what it is made of changes while it is written."""
+        """A copy: the trainer's state changes while it is written."""
         state: dict[str, Any] = json.loads(json.dumps(trainer.state() | self.extra))
         return state
 
-    def _ready(self) -> bool:
-        """Whether there is memory for a copy, or will be at once."""
+    def _has_memory(self) -> bool:
         with self._waiting():
-            self.taking = self.taking and not self.background.wait(PATIENCE)
-        return not self.taking
+            self.is_reserving = self.is_reserving and not self.background.wait(RESERVE_SECONDS)
+        return not self.is_reserving
 
-    def _begin(self, trainer: Trainer) -> None:
+    def _start(self, trainer: Trainer) -> None:
         self.due = False
         with self._waiting():
             self.background.wait()
             state, snapshot = self._state(trainer), trainer.learner.snapshot()
-            self.moments[trainer.step] = time.monotonic()
+            self.snapshot_times[trainer.step] = time.monotonic()
             self.background.start(partial(self._write, trainer.step, state, snapshot))
             if snapshot.live:
                 self.background.wait()
 
     def _write(self, step: int, state: dict[str, Any], snapshot: Snapshot | ShardedSnapshot) -> None:
-        began = time.perf_counter()
+        start = time.perf_counter()
 
         def write(folder: Path) -> None:
             snapshot.write(folder)
-            self.beside(folder / "model")
+            self.write_extra(folder / "model")
             self.flush()
 
         path = checkpoint.save(self.root, step, write, state, self.keep)
-        took = time.perf_counter() - began
-        self.spent["time/checkpoint_written"] += took
+        seconds = time.perf_counter() - start
+        self.spent["time/checkpoint_written"] += seconds
         self.written = path, state
-        log.info("saved %s in %.1f s", path, took)
+        log.info("saved %s in %.1f s", path, seconds)
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        began = time.perf_counter()
+        start = time.perf_counter()
         try:
             yield
         finally:
-            self.spent["time/checkpoint"] += time.perf_counter() - began
+            self.spent["time/checkpoint"] += time.perf_counter() - start
 
 
-class ShowEpisodes:
-    """Show the tracker some episodes every so many steps, and the first.
+class WriteTerms:
+    """Write the loss terms of the step's update: log-probability, ratio, loss, advantage of each sampled token.
 
     Args:
-        every: steps between two.
+        folder: the run's `terms`.
+        max_terms: number of terms of a step that are written.
     """
 
-    def __init__(self, every: int):
-        self.every = every
+    def __init__(self, folder: Path, max_terms: int):
+        self.store, self.max_terms = TermStore(folder), max_terms
 
     async def after(self, trainer: Trainer, groups: Sequence[Group], metrics: Metrics) -> None:
-        show = getattr(trainer.tracker, "episodes", None)
-        if show is not None and (trainer.step - 1) % self.every == 0:
-            show([episode for group in groups for episode in group.episodes], trainer.step, "train")
+        if trainer.credited is not None:
+            self.store.write(trainer.step, term_columns(trainer.credited, groups), self.max_terms)
+
+
+def term_columns(batch: CreditedBatch, groups: Sequence[Group]) -> Columns:
+    """The columns of a terms file: trained terms of episodes that are in the step's episode file."""
+    terms, place = batch.terms, batch.terms.place
+    assert place is not None
+    episode, call, index = (column[place] for column in _term_places(batch.groups, groups))
+    numbers = {name: getattr(batch.log, name)[place] for name in ("logprob", "entropy", "ratio", "loss", "pull")}
+    numbers |= {"advantage": terms.advantage, "weight": terms.weight}
+    rows = (episode >= 0) & np.isfinite(numbers["logprob"])
+    columns: Columns = {"episode": episode[rows], "call": call[rows], "index": index[rows]}
+    return columns | {name: numbers[name][rows] for name in NUMBERS}
+
+
+def _term_places(kept: Sequence[Group], groups: Sequence[Group]) -> tuple[Ints, Ints, Ints]:
+    """Of each term: its episode in the file (-1 if absent), its call in the episode, its token in the call."""
+    episodes = [episode for group in groups for episode in group.episodes]
+    line = {id(episode): number for number, episode in enumerate(episodes)}
+    rows = [
+        (line.get(id(episode), -1), number, len(call.completion.tokens))
+        for group in kept
+        for episode in group.survivors
+        for number, call in enumerate(episode.calls)
+        if call.trained
+    ]
+    lines, calls, counts = (np.asarray(column, dtype=np.int64) for column in zip(*rows, strict=True))
+    starts = np.repeat(np.cumsum(counts) - counts, counts)
+    return np.repeat(lines, counts), np.repeat(calls, counts), np.arange(counts.sum()) - starts
+
+
+class ProfileSteps:
+    """Write torch's profile of the second and third step of the process, in Chrome's trace format."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.first_step: int | None = None
+        self.profile: profile | None = None
+
+    async def after(self, trainer: Trainer, groups: Sequence[Group], metrics: Metrics) -> None:
+        if self.first_step is None:
+            self.first_step = trainer.step
+            if trainer.step < trainer.num_steps:
+                self.profile = _torch_profile()
+                self.profile.start()
+            else:
+                log.warning("--profile: the run has one step, and the first step is not traced. Write trainer.steps=3.")
+        elif self.profile is not None and (
+            trainer.step >= self.first_step + NUM_PROFILED_STEPS or trainer.step == trainer.num_steps
+        ):
+            self.profile.stop()
+            self.profile.export_chrome_trace(str(self.path))
+            self.profile = None
+            log.info("torch's trace of steps %d to %d is in %s", self.first_step + 1, trainer.step, self.path)
+
+
+def _torch_profile() -> profile:
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    all_threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)  # the learner has its own thread
+    return profile(activities=activities, experimental_config=all_threads)

@@ -1,4 +1,4 @@
-"""The training loop. One step is one paragraph: sample, score, credit, learn, publish."""
+"""The training loop. One step: collect, score, credit, update, publish."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from arborl.algorithms.recipe import Algorithm
 from arborl.checkpoint import Damaged
 from arborl.config.run import RunConfig
 from arborl.data.source import TaskSource
+from arborl.diagnosis.run_monitor import DiagnosisMonitor, FailureMonitor
 from arborl.engines.engine import Engine
 from arborl.learner.core.learner import Learner
 from arborl.learner.core.update_metrics import ROLLOUT_GAP, TermLog
@@ -25,77 +26,74 @@ from arborl.rollout.runner import Rollout
 from arborl.seeds import derive
 from arborl.spans import settle, span
 from arborl.track.tracker import Tracker
-from arborl.trainer.diagnosis import Streak
-from arborl.trainer.failing import FailureWatch
-from arborl.trainer.look import look
-from arborl.trainer.probe import SyncProbe
-from arborl.trainer.summary import SKIPPED, describe_batch, summarize
-from arborl.trainer.thread import LearnerThread
-from arborl.types import Forest, Group, Metrics, Terms
+from arborl.trainer.learner_thread import LearnerThread
+from arborl.trainer.step_metrics import SKIPPED_COUNTERS, batch_metrics, episode_metrics
+from arborl.trainer.training_batch import prepare_batch
+from arborl.trainer.weight_probe import WeightSyncProbe
+from arborl.types import Group, Metrics, Terms
 
 log = logging.getLogger(__name__)
 
-LOSSES = ("engine/lost", "engine/retried", "engine/seconds_lost")
-"""What is told of an engine whenever it happened."""
+LOST_ENGINE_METRICS = ("engine/lost", "engine/retried", "engine/seconds_lost")
+"""Reported with the next step, also if the loss happened between two steps."""
 
 
 class Hook(Protocol):
-    """Something to do after a step. Each is one object in the list given to `Trainer`."""
+    """Something to do after a step."""
 
     async def after(self, trainer: Trainer, groups: Sequence[Group], metrics: Metrics) -> None:
         """Called when `trainer.step` steps are done; may add to `metrics`, which are logged afterwards."""
         ...
 
 
-class Saver(Protocol):
-    """Keeps where the run stands."""
+class CheckpointSaver(Protocol):
+    """Saves the run's state."""
 
     def __call__(self, trainer: Trainer) -> None:
         """Called after every step, once its metrics are written."""
         ...
 
     def seconds(self) -> Metrics:
-        """What saving took since the last call; part of the next step's metrics."""
+        """Time spent saving since the last call."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Credited:
-    """What an update learned from, and what it made of that."""
+class CreditedBatch:
+    """The batch of the last update, and the loss of each of its terms."""
 
-    kept: Sequence[Group]
-    """As they were planted."""
+    groups: Sequence[Group]
     terms: Terms
     log: TermLog
 
 
-class Clock:
-    """Seconds by stage.
+class StageTimer:
+    """Seconds by stage of a step.
 
     Example:
-        with clock("rollout"):
+        with timer("rollout"):
             ...
-        clock.seconds      # {"time/rollout": 1.2}
+        timer.seconds      # {"time/rollout": 1.2}
     """
 
     def __init__(self) -> None:
         self.seconds: Metrics = {}
-        self.began = time.perf_counter()
+        self.start = time.perf_counter()
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
-        began = time.perf_counter()
+        start = time.perf_counter()
         yield
-        self.seconds[f"time/{stage}"] = time.perf_counter() - began
+        self.seconds[f"time/{stage}"] = time.perf_counter() - start
 
-    def stop(self) -> Metrics:
-        return self.seconds | {"time/step": time.perf_counter() - self.began}
+    def metrics(self) -> Metrics:
+        return self.seconds | {"time/step": time.perf_counter() - self.start}
 
 
 class Trainer:
-    """Holds the parts of a run and its position, `step`: how many steps are done, of `last` in all.
+    """The parts of a run and its position: `step` of `num_steps` steps are done.
 
-    Step N is the N-th update, done: its metrics, episodes, checkpoint and evaluation all carry N. Step 0 is the start.
+    Metrics, episodes, checkpoint and evaluation of the N-th update carry the number N. Step 0 is the start.
     """
 
     def __init__(
@@ -109,185 +107,201 @@ class Trainer:
         engine: Engine,
         tracker: Tracker,
         hooks: Sequence[Hook] = (),
-        save: Saver | None = None,
+        save: CheckpointSaver | None = None,
         steps: int | None = None,
     ):
         self.config, self.source, self.rollout, self.rewards = config, source, rollout, rewards
         self.algorithm, self.learner, self.engine, self.tracker = algorithm, learner, engine, tracker
         self.hooks, self.save = list(hooks), save
-        self.probe, self.watch, self.streak = SyncProbe(engine), FailureWatch(), Streak()
+        self.probe, self.failure_monitor = WeightSyncProbe(engine), FailureMonitor()
+        self.diagnosis_monitor = DiagnosisMonitor()
         self.step = 0
-        self.last = steps or config.trainer.steps or 0
-        played = config.rollout
+        self.num_steps = steps or config.trainer.steps or 0
+        sizes = config.rollout
         self.pipeline = Pipeline(
-            rollout, source, config.seed, self.last, played.group_size, played.tasks_per_step, played.spare_groups,
-            played.max_lag,
+            rollout, source, config.seed, self.num_steps, sizes.group_size, sizes.tasks_per_step, sizes.spare_groups,
+            sizes.max_lag,
         )  # fmt: skip
         self.thread = LearnerThread()
-        self.credited: Credited | None = None
-        """What the last update learned from, where the configuration keeps it."""
+        self.credited: CreditedBatch | None = None
+        """The batch of the last update, if `track.terms` is set."""
         self.train_seconds = 0.0
-        self.told = time.perf_counter()
-        """When it was last said who was idle."""
+        self.idle_since = time.perf_counter()
 
     async def fit(self) -> None:
-        """Train to the last step, from wherever `step` stands."""
-        self.told = time.perf_counter()
+        """Train from `step` to `num_steps`."""
+        self.idle_since = time.perf_counter()
         self.rollout.asked.busy()
-        gc.freeze()  # what the libraries have made so far is here to stay; looking through it stalls the engine
+        gc.freeze()  # objects of the libraries stay; scanning them stalls the engine
         try:
             await self.engine.load(self.learner.weights(), version=self.step)
-            await self.probe.ask()
-            while self.step < self.last:
+            await self.probe.start()
+            while self.step < self.num_steps:
                 with span("arborl.step", inside_arborl__step=self.step + 1):
                     await self.train_step()
                 settle()
         finally:
             await self.pipeline.close()
-            self._release()
+            self._resume_engine()
             self.thread.close()
             gc.unfreeze()
 
     async def train_step(self) -> None:
-        """Sample, score, credit, learn, publish."""
-        clock, seed = Clock(), derive(self.config.seed, "step", self.step)
-        between: Metrics = {}
-        if not self.pipeline.busy:  # what was counted between steps (an evaluation, say) is not this step's
-            between = {name: value for name, value in self.engine.metrics().items() if name in LOSSES}
-            self.rewards.busy_time.busy()
-
-        with clock("rollout"):
-            await self.pipeline.begin(self.step)
-            with span("arborl.wait"):
-                groups = await self.pipeline.take(self.step)
-            greedy = await self._greedy(groups, seed) if self.algorithm.needs.greedy else []
-        with clock("score"):
-            await self.rewards.score([group for group in (*groups, *greedy) if not _scored(group)])
-            for group, alone in zip(groups, greedy, strict=False):
-                group.greedy = alone.survivors[0].reward if alone.survivors else None
-        with clock("learn"):
-            beside = self.rollout.shown(self.source.beside(self.step))
-            learn = await self._learning()
+        """Collect groups, score them, credit their tokens, update the policy, publish its weights."""
+        timer, seed = StageTimer(), derive(self.config.seed, "step", self.step)
+        losses = self._reset_counters()
+        with timer("rollout"):
+            groups = await self._collect()
+            greedy = await self._collect_greedy(groups, seed) if self.algorithm.needs.greedy else []
+        with timer("score"):
+            await self._score(groups, greedy)
+        with timer("learn"):
+            demonstrations = self.rollout.shown(self.source.beside(self.step))
+            run_update = await self._pause_for_update()
             with span("arborl.learn"):
-                metrics = self._engine_metrics(clock, between) | await learn(self._learn, groups, beside, seed)
-        if not self.engine.follows_weights:  # its replies are nobody's policy: there is nothing to agree about
-            metrics = {name: value for name, value in metrics.items() if not name.startswith(ROLLOUT_GAP)}
-        self.step += 1  # from here on the step counts as done, whatever interrupts
+                metrics = self._sampling_metrics(timer, losses)
+                metrics |= await run_update(self._credit_and_update, groups, demonstrations, seed)
+        if not self.engine.follows_weights:  # its replies are not the policy's: there is no difference to report
+            metrics = {name: value for name, value in metrics.items() if not name.startswith(GAP)}
+        self.step += 1  # from here on the step is done, whatever interrupts
         self.pipeline.trained()
-
-        self.train_seconds += clock.stop()["time/step"]
-        try:
-            for hook in self.hooks:
-                await hook.after(self, groups, metrics)
-        finally:
-            saved = self.save.seconds() if self.save is not None else {}
-            self.tracker.log(metrics | self._idle(clock) | clock.stop() | saved, step=self.step)
-        self._look(groups, metrics)
-        if self.save is not None:  # after its metrics are written, so that a checkpoint never knows more than they do
+        await self._report(groups, metrics, timer)
+        if self.save is not None:  # after the metrics are written: a checkpoint is never ahead of them
             self.save(self)
         await self.publish(metrics)
 
     async def publish(self, metrics: Metrics | None = None) -> None:
-        """Give the engine the weights as they are; with what the learner said of their update, that is checked."""
+        """Load the learner's weights into the engine; with the metrics of an update, check that they arrived."""
         with span("arborl.publish"):
-            await self._hold()
+            await self._pause_engine()
             await self.engine.load(self.learner.weights(), version=self.step)
             if metrics is not None:
                 await self.probe.check(metrics)
-            self._release()
+            self._resume_engine()
 
-    def _learn(self, groups: Sequence[Group], beside: Sequence[Group], seed: int) -> Metrics:
-        """Credit and learn; in the learner's thread, while episodes of later steps are played."""
-        kept, forest, terms = look(self.algorithm, self.learner, [*groups, *beside])
-        metrics = summarize(groups) | self.source.observe(self.step, groups)  # now that all have failed that will
-        terms = self.algorithm.credit(kept, terms)
-        forest, terms, left_out = self._thinned(kept, forest, terms, derive(seed, "thin"))
-        metrics |= describe_batch(forest, terms, self.step) | self.algorithm.metrics() | left_out
-        names = [episode.id for group in kept for episode in group.survivors]
-        self.learner.term_log = self.credited = None
-        if self.config.track.terms and terms.place is not None and len(terms):
-            self.learner.term_log = TermLog(1 + int(terms.place.max()))
-            self.credited = Credited(kept, terms, self.learner.term_log)
-        return metrics | SKIPPED | self.learner.update(forest.trees, terms, self.algorithm, names)
+    # -------------------------------------------------------------------------------------------- collect and score
 
-    async def _learning(self) -> Callable[..., Awaitable[Metrics]]:
-        """How to learn: while the engine, where weights or device are the learner's, samples nothing; or beside it."""
-        if self.engine.shares_weights:
-            await self._hold()
-            await self.engine.sleep()
-        return self.thread.beside if self.engine.shares_threads and self.pipeline.busy else self.thread
+    async def _collect(self) -> list[Group]:
+        await self.pipeline.begin(self.step)
+        with span("arborl.wait"):
+            return list(await self.pipeline.take(self.step))
 
-    async def _hold(self) -> None:
-        """Until `_release` the engine, where it can be held, samples nothing."""
-        if self.engine.can_pause:
-            await self.engine.pause()
-            self.rollout.asked.hold(True)
-
-    def _release(self) -> None:
-        if self.engine.can_pause:
-            self.engine.resume()
-            self.rollout.asked.hold(False)
-
-    def _idle(self, clock: Clock) -> Metrics:
-        """Since it was last asked: how long the engine had nothing to do, or had to wait, and how long the learner."""
-        now = time.perf_counter()
-        passed, self.told = now - self.told, now
-        idle = {"time/idle_engine": passed - self.rollout.asked.busy(), "time/idle_learner": passed}
-        idle["time/idle_learner"] -= clock.seconds["time/learn"]
-        return {name: max(seconds, 0.0) for name, seconds in idle.items()}
-
-    def _look(self, groups: Sequence[Group], metrics: Metrics) -> None:
-        """Say so where nothing is learned; stop where nearly every episode fails, dropped groups included."""
-        for said in self.streak.add(metrics | {"step": self.step}):
-            log.warning(said)
-        played = [episode for group in groups for episode in group.episodes]
-        dropped = int(metrics["rollout/filtered_episodes"])
-        self.watch.look("step", self.step, [*played, *self.rollout.failed_unseen()], len(played) + dropped)
-
-    async def _greedy(self, groups: Sequence[Group], seed: int) -> list[Group]:
-        """Each task once more, taking the likeliest tokens: a baseline, never trained on."""
+    async def _collect_greedy(self, groups: Sequence[Group], seed: int) -> list[Group]:
+        """One greedy episode per task: a baseline that is never trained on."""
         tasks = [group.task for group in groups]
         return await self.rollout.train(tasks, derive(seed, "greedy"), 1, len(tasks), {"temperature": 0.0})
 
-    def _thinned(self, kept: Sequence[Group], forest: Forest, terms: Terms, seed: int) -> tuple[Forest, Terms, Metrics]:
-        """What is trained: all branches, or, where the configuration says so, some of each episode, for all."""
-        config = self.config.learner
-        if config.max_samples_per_trajectory is None:
-            return forest, terms, {}
-        return thin(kept, terms, config.max_samples_per_trajectory, config.downsample_mode, seed)
+    async def _score(self, groups: Sequence[Group], greedy: Sequence[Group]) -> None:
+        await self.rewards.score([group for group in (*groups, *greedy) if not _is_scored(group)])
+        for group, baseline in zip(groups, greedy, strict=False):
+            group.greedy = baseline.survivors[0].reward if baseline.survivors else None
 
-    def _engine_metrics(self, clock: Clock, between: Metrics) -> Metrics:
-        """What episodes of later steps have sampled meanwhile is told too, once; and who was lost `between` steps."""
-        counted = self.engine.metrics() | self.rollout.metrics() | self.rewards.metrics()
-        counted |= {name: counted.get(name, 0.0) + value for name, value in between.items()}
-        rate = counted.get("engine/sampled", 0.0) / max(clock.seconds["time/rollout"], 1e-9)
-        return counted | {"rollout/sampled_per_second": rate}
+    # -------------------------------------------------------------------------------------------- credit and update
+
+    def _credit_and_update(self, groups: Sequence[Group], demonstrations: Sequence[Group], seed: int) -> Metrics:
+        """Runs in the learner's thread, while episodes of later steps are collected."""
+        kept, forest, terms = prepare_batch(self.algorithm, self.learner, [*groups, *demonstrations])
+        metrics = episode_metrics(groups) | self.source.observe(self.step, groups)
+        terms = self.algorithm.credit(kept, terms)
+        config, dropped = self.config.learner, Metrics()
+        if config.max_samples_per_trajectory is not None:
+            seed = derive(seed, "thin")
+            forest, terms, dropped = thin(kept, terms, config.max_samples_per_trajectory, config.downsample_mode, seed)
+        metrics |= batch_metrics(forest, terms, self.step) | self.algorithm.metrics() | dropped
+        episode_ids = [episode.id for group in kept for episode in group.survivors]
+        self.learner.log = self.credited = None
+        if self.config.track.terms and terms.place is not None and len(terms):
+            self.learner.log = TermLog(1 + int(terms.place.max()))
+            self.credited = CreditedBatch(kept, terms, self.learner.log)
+        return metrics | SKIPPED_COUNTERS | self.learner.update(forest.trees, terms, self.algorithm, episode_ids)
+
+    async def _pause_for_update(self) -> Callable[..., Awaitable[Metrics]]:
+        """Pause an engine that shares weights or device with the learner; returns how to run the update."""
+        if getattr(self.engine, "shared", True):
+            await self._pause_engine()
+            if (sleep := getattr(self.engine, "sleep", None)) is not None:
+                await sleep()
+        threaded = getattr(self.engine, "threaded", False)
+        return self.thread.run_beside_engine if threaded and self.pipeline.busy else self.thread.run
+
+    async def _pause_engine(self) -> None:
+        """The engine samples nothing until `_resume_engine`, if it can be paused."""
+        if (hold := getattr(self.engine, "hold", None)) is not None:
+            await hold()
+            self.rollout.asked.hold(True)
+
+    def _resume_engine(self) -> None:
+        if (release := getattr(self.engine, "release", None)) is not None:
+            release()
+            self.rollout.asked.hold(False)
+
+    # -------------------------------------------------------------------------------------------- metrics
+
+    def _reset_counters(self) -> Metrics:
+        """Start counting for this step. Samples since the last step (an evaluation) are dropped, lost engines kept."""
+        if self.pipeline.busy:
+            return {}
+        self.rewards.busy_time.busy()
+        return {name: value for name, value in self.engine.metrics().items() if name in LOST_ENGINE_METRICS}
+
+    def _sampling_metrics(self, timer: StageTimer, losses: Metrics) -> Metrics:
+        """Counters of engine, rollout and rewards, including samples for later steps."""
+        metrics = self.engine.metrics() | self.rollout.metrics() | self.rewards.metrics()
+        metrics |= {name: metrics.get(name, 0.0) + value for name, value in losses.items()}
+        rate = metrics.get("engine/sampled", 0.0) / max(timer.seconds["time/rollout"], 1e-9)
+        return metrics | {"rollout/sampled_per_second": rate}
+
+    async def _report(self, groups: Sequence[Group], metrics: Metrics, timer: StageTimer) -> None:
+        """Run the hooks, log the metrics, warn of steps without learning, stop if nearly every episode fails."""
+        self.train_seconds += timer.metrics()["time/step"]
+        try:
+            for hook in self.hooks:
+                await hook.after(self, groups, metrics)
+        finally:
+            save_seconds = self.save.seconds() if self.save is not None else {}
+            self.tracker.log(metrics | self._idle_seconds(timer) | timer.metrics() | save_seconds, step=self.step)
+        for warning in self.diagnosis_monitor.add(metrics | {"step": self.step}):
+            log.warning(warning)
+        episodes = [episode for group in groups for episode in group.episodes]
+        num_episodes = len(episodes) + int(metrics["rollout/filtered_episodes"])
+        self.failure_monitor.check("step", self.step, [*episodes, *self.rollout.failed_unseen()], num_episodes)
+
+    def _idle_seconds(self, timer: StageTimer) -> Metrics:
+        """Since the last call: how long the engine and the learner were idle."""
+        now = time.perf_counter()
+        elapsed, self.idle_since = now - self.idle_since, now
+        return {
+            "time/idle_engine": max(elapsed - self.rollout.asked.busy(), 0.0),
+            "time/idle_learner": max(elapsed - timer.seconds["time/learn"], 0.0),
+        }
+
+    # -------------------------------------------------------------------------------------------- checkpoint state
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must remember besides weights and optimiser; everything else follows from the seed."""
+        """The run state of a checkpoint besides weights and optimizer; everything else follows from the seed."""
         return {
             "step": self.step,
             "train_seconds": self.train_seconds,
             "algorithm": self.algorithm.state(),
             "data": self.source.state(self.pipeline.reached),
             "pipeline": self.pipeline.state(),
-            "failures": self.watch.failures.state(),
+            "failures": self.failure_monitor.failures.state(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` said."""
+        """Continue from a checkpoint's state."""
         try:
             self.step, self.train_seconds = int(state["step"]), float(state["train_seconds"])
             self.algorithm.load_state(state["algorithm"])
             self.source.load_state(state.get("data", {}))
             self.pipeline.load_state(state.get("pipeline", {}), self.step)
-            self.watch.failures.load_state(state.get("failures", []))
+            self.failure_monitor.failures.load_state(state.get("failures", []))
         except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
             raise Damaged(
                 f"the checkpoint's state.json is not the state of such a run: {type(error).__name__}: {error}"
             ) from error
 
 
-def _scored(group: Group) -> bool:
-    """Whether it was scored when it was played, or is on tape with its rewards."""
+def _is_scored(group: Group) -> bool:
+    """Whether the group was scored during collection, or replayed with its rewards."""
     return any(episode.judged or episode.rewards for episode in group.episodes)

@@ -1,4 +1,4 @@
-"""A study as pictures: how the best got better, and how each parameter did."""
+"""Plots of a study: values by trial, and values by parameter."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arborl.tune.space import Choice, Domain
-from arborl.tune.summary import HPOSummary
-from arborl.tune.trial import Plan, Trial
+from arborl.tune.space import ChoiceDomain, Domain
+from arborl.tune.trial import HPOSummary, StudyPlan, Trial
 from arborl.view.curve import HELD_OUT, REWARD, STYLE, SUCCESS
 
 if TYPE_CHECKING:
@@ -17,12 +16,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ACROSS = 3
-"""Parameters side by side."""
+NUM_COLUMNS = 3
 
 
-def draw(plan: Plan, summary: HPOSummary, metric: str) -> dict[str, Path]:
-    """Both pictures; what cannot be drawn is reported and costs nothing else."""
+def draw(plan: StudyPlan, summary: HPOSummary, metric: str) -> dict[str, Path]:
+    """Write both plots; a plot that fails is logged."""
     drawn = {}
     for name, picture in (("history", history), ("parameters", slices)):
         try:
@@ -32,8 +30,8 @@ def draw(plan: Plan, summary: HPOSummary, metric: str) -> dict[str, Path]:
     return drawn
 
 
-def history(plan: Plan, summary: HPOSummary, metric: str, out: Path) -> Path:
-    """Every trial in the order they began, the best so far, and the settings as they are."""
+def history(plan: StudyPlan, summary: HPOSummary, metric: str, out: Path) -> Path:
+    """Value of every trial in order, the best so far, and the unchanged settings."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -61,13 +59,13 @@ def history(plan: Plan, summary: HPOSummary, metric: str, out: Path) -> Path:
     return out
 
 
-def slices(plan: Plan, summary: HPOSummary, metric: str, out: Path) -> Path:
-    """Every parameter's values against what trials with them were worth."""
+def slices(plan: StudyPlan, summary: HPOSummary, metric: str, out: Path) -> Path:
+    """Value of the trials against each parameter."""
     import matplotlib
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(STYLE):
-        rows, across = -(-len(plan.space) // ACROSS), min(len(plan.space), ACROSS)
+        rows, across = -(-len(plan.space) // NUM_COLUMNS), min(len(plan.space), NUM_COLUMNS)
         figure = Figure(figsize=(4.2 * across, 3.6 * rows), dpi=120, layout="constrained")
         grid = list(figure.subplots(rows, across, squeeze=False).flat)
         for axes, (name, domain) in zip(grid, plan.space.items(), strict=False):
@@ -83,7 +81,7 @@ def _slice(axes: Axes, summary: HPOSummary, name: str, domain: Domain) -> None:
     shown = _of(summary.trials, "done") + _of(summary.trials, "pruned")
     known = [trial for trial in shown if domain.contains(trial.params.get(name))]
     places: list[Any] = [trial.params[name] for trial in known]
-    if isinstance(domain, Choice):
+    if isinstance(domain, ChoiceDomain):
         places = [domain.index(value) for value in places]
         axes.set_xticks(range(len(domain.choices)), [str(value) for value in domain.choices])
         axes.set_xlim(-0.5, len(domain.choices) - 0.5)
@@ -98,9 +96,7 @@ def _slice(axes: Axes, summary: HPOSummary, name: str, domain: Domain) -> None:
 
 def _default(axes: Axes, summary: HPOSummary) -> None:
     if summary.default_reward is not None:
-        axes.axhline(
-            summary.default_reward, color=HELD_OUT, linestyle="--", linewidth=1.2, label="settings as they are"
-        )
+        axes.axhline(summary.default_reward, color=HELD_OUT, linestyle="--", linewidth=1.2, label="unchanged settings")
 
 
 def _of(trials: Sequence[Trial], state: str) -> list[Trial]:

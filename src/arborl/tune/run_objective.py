@@ -1,7 +1,8 @@
-"""What a setting is worth on a run: a whole training run of it, in a process of its own.
+"""The objective of a study: a whole training run in its own process.
 
-Every trial is composed as `arborl train` would compose it, from the same file and settings; starts from the same
-weights and the same seed; and leaves an ordinary run folder. A trial that crashes costs itself.
+Every trial is configured as by `arborl train`, from the same file and settings, starts with the same weights and seed,
+and writes an ordinary run folder. By default all trials have the same number of episodes: a longer run is a better one,
+so other budgets cannot be compared.
 """
 
 from __future__ import annotations
@@ -23,26 +24,23 @@ from arborl.config.load import load, write_setting
 from arborl.config.run import RunConfig
 from arborl.config.secrets import masked
 from arborl.errors import ConfigError, RunStopped, did_you_mean
-from arborl.models.model_files import resolve
-from arborl.tune.budget import a_step, evened
-from arborl.tune.named import KEYS
-from arborl.tune.space import Params, Space
-from arborl.tune.trial import Direction, EndsStudy, Report
+from arborl.models.find import resolve
+from arborl.tune.space import KEYS, Params, Space
+from arborl.tune.trial import Direction, StudyError, TrialReport
 
 Budget = Literal["episodes", "free"]
-LOOKS = 4
-"""With pruning, parts of a run; between them it is measured."""
-SHARED = ("output_dir", "rollout.record", "track.render_save_dir")
-"""Places that all trials would write to at once."""
-SAME = ("evaluation", "track", "name")
-"""Sections that say how a run is measured and kept, and nothing of how it trains."""
-SMALLER = ("loss", "perplexity", "failed")
-"""Measures of which less is better."""
+NUM_EVALUATIONS = 4
+"""Parts of a run with pruning; each ends with an evaluation."""
+SHARED_PATHS = ("output_dir", "rollout.record", "track.render_save_dir")
+"""Paths that all trials would write to."""
+FIXED_SECTIONS = ("evaluation", "track", "name")
+"""Sections about measuring and storing, which are equal for all trials."""
+MINIMIZED = ("loss", "perplexity", "failed")
 
 
 @dataclass(frozen=True, slots=True)
 class RunObjective:
-    """An objective: settings on top of a file's, and what held-out tasks say after training with them.
+    """Trains with the parameters on top of a configuration, and returns a held-out metric.
 
     Example:
         objective = RunObjective.of(Path("run.yaml"), ["trainer.steps=20"], metric="success")
@@ -52,9 +50,9 @@ class RunObjective:
     file: Path | None
     settings: tuple[str, ...]
     metric: str
-    """As `summary.json` of a run calls it: `reward`, `success`, `greedy_success`, `loss`, …"""
+    """As in a run's `summary.json`: `reward`, `success`, `greedy_success`, `loss`, …"""
     base: RunConfig
-    """The settings as they are."""
+    """The unchanged settings."""
     budget: Budget = "episodes"
     pruning: bool = True
     threads: int = 1
@@ -72,7 +70,7 @@ class RunObjective:
     ) -> RunObjective:
         base = load(file, settings)
         for key, value in flat(plain(base)).items():
-            if key in SHARED and value is not None:
+            if key in SHARED_PATHS and value is not None:
                 raise ConfigError(f"{key}={value}: all trials would write there. Leave it out; see --study.")
         name = known_metric(base, metric)
         return cls(file, tuple(settings), name, base, budget, pruning, _threads(jobs))
@@ -80,10 +78,11 @@ class RunObjective:
     # -------------------------------------------------------------------------------------------- before all trials
 
     def check(self, space: Space) -> None:
-        """That every parameter is a key, that every end of a range and every choice is allowed there, and that the
-        run's parts are there: before anything is written."""
+        """Check that every parameter is a setting that accepts its values, and that the run's parts exist."""
         if self.base.evaluation.tasks == 0:
-            raise ConfigError("evaluation.tasks=0: nothing would tell trials apart. Write evaluation.tasks=200.")
+            raise ConfigError(
+                "evaluation.tasks=0: trials cannot be compared without evaluation. Write evaluation.tasks=200."
+            )
         _check_names(space)
         for name, domain in space.items():
             for value in domain.ends:
@@ -92,46 +91,48 @@ class RunObjective:
         resolve(self.base.model.name)
 
     def defaults(self, space: Space) -> Params:
-        """What the settings as they are say of the parameters."""
+        """The parameters' values in the unchanged settings."""
         return {name: _value(self.base, (KEYS.get(name) or (name,))[0]) for name in space}
 
     @property
     def about(self) -> dict[str, Any]:
-        """What trials of one study have in common."""
+        """What all trials of a study share."""
         return {"budget": self.budget, "config": flat(masked(plain(self.base)))}
 
     # -------------------------------------------------------------------------------------------- a trial
 
     def overrides(self, params: Mapping[str, Any]) -> list[str]:
-        """The settings that a trial has besides the base's."""
-        asked = [write_setting(key, value) for name, value in params.items() for key in KEYS.get(name, (name,))]
-        if self.budget == "free" or not asked:
-            return asked
-        return [*asked, *evened(self.base, load(self.file, [*self.settings, *asked]))]
+        """The settings of a trial on top of the base's."""
+        settings = [write_setting(key, value) for name, value in params.items() for key in KEYS.get(name, (name,))]
+        if self.budget == "free" or not settings:
+            return settings
+        return [*settings, *budget_overrides(self.base, load(self.file, [*self.settings, *settings]))]
 
     def config(self, params: Mapping[str, Any]) -> RunConfig:
         """The run of these parameters."""
-        asked = [*self.settings, *self.overrides(params)]
-        return load(self.file, [*asked, *self._quiet(load(self.file, asked))])
+        settings = [*self.settings, *self.overrides(params)]
+        return load(self.file, [*settings, *self._quiet(load(self.file, settings))])
 
     def _quiet(self, config: RunConfig) -> list[str]:
-        """What nobody asked for is left out of trials; what was said in so many words stays."""
-        wishes: dict[str, Any] = {
-            "evaluation.before": False,  # all begin alike
+        """Turn off what trials do not need, unless the configuration sets it explicitly."""
+        quiet_settings: dict[str, Any] = {
+            "evaluation.before": False,  # equal for all trials
             "evaluation.greedy": self.metric.startswith("greedy_"),
             "track.gifs": 0,
             "track.tensorboard": False,
             "trainer.keep": 1,
         }
         if self.pruning:
-            part = -(-count_steps(self.base) // LOOKS) * a_step(self.base)
-            wishes["evaluation.every"] = max(1, part // a_step(config))
-        said = {f"{name}.{key}" for name in ("evaluation", "track", "trainer") for key in _given(config, name)}
-        return [write_setting(key, value) for key, value in wishes.items() if key not in said]
+            part = -(-count_steps(self.base) // NUM_EVALUATIONS) * episodes_per_step(self.base)
+            quiet_settings["evaluation.every"] = max(1, part // episodes_per_step(config))
+        explicit = {
+            f"{name}.{key}" for name in ("evaluation", "track", "trainer") for key in _explicit_keys(config, name)
+        }
+        return [write_setting(key, value) for key, value in quiet_settings.items() if key not in explicit]
 
-    async def __call__(self, params: Params, report: Report) -> float:
+    async def __call__(self, params: Params, report: TrialReport) -> float:
         if load(self.file, self.settings) != self.base:
-            raise EndsStudy(f"{self.file} was changed while its study runs. Begin another study with it.")
+            raise StudyError(f"{self.file} changed while its study runs. Start another study.")
         config = self.config(params).model_copy(update={"output_dir": report.folder})
         report.folder.parent.mkdir(parents=True, exist_ok=True)
         with report.folder.with_suffix(".log").open("wb") as log:
@@ -139,7 +140,7 @@ class RunObjective:
                 sys.executable, "-m", "arborl.tune.run_trial",
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=log,
                 env=os.environ | {"OMP_NUM_THREADS": str(self.threads)},
-                start_new_session=True,  # who interrupts a study means the study, which then ends its trials
+                start_new_session=True,  # an interrupt reaches the study, which ends its trials
             )  # fmt: skip
         try:
             return await self._follow(process, config, report)
@@ -148,39 +149,37 @@ class RunObjective:
                 process.kill()
             await process.wait()
 
-    async def _follow(self, process: asyncio.subprocess.Process, config: RunConfig, report: Report) -> float:
-        """Hand the run over, answer its reports, and return its number."""
+    async def _follow(self, process: asyncio.subprocess.Process, config: RunConfig, report: TrialReport) -> float:
+        """Send the configuration, answer reports, return the final value."""
         assert process.stdin is not None
         assert process.stdout is not None
-        order: dict[str, Any] = {"config": plain(config), "metric": self.metric}
+        request: dict[str, Any] = {"config": plain(config), "metric": self.metric}
         while True:
-            with suppress(ConnectionError):  # it has died; nothing more is to be read either
-                process.stdin.write(json.dumps(order).encode() + b"\n")
+            with suppress(ConnectionError):  # the process died
+                process.stdin.write(json.dumps(request).encode() + b"\n")
                 await process.stdin.drain()
             line = await process.stdout.readline()
-            said = json.loads(line) if line.endswith(b"\n") else {}
-            if "step" not in said:
+            reply = json.loads(line) if line.endswith(b"\n") else {}
+            if "step" not in reply:
                 break
-            order = {"stop": report(said["step"], said["value"])}
-        if "value" in said:
-            return float(said["value"])
-        if "has" in said:
-            raise EndsStudy(_no_metric(self.metric, said["has"]))
+            request = {"stop": report(reply["step"], reply["value"])}
+        if "value" in reply:
+            return float(reply["value"])
+        if "has" in reply:
+            raise StudyError(_no_metric(self.metric, reply["has"]))
         where = report.folder.with_suffix(".log")
-        raise RunStopped(said.get("error") or f"its process ended with code {await process.wait()}; see {where}")
+        raise RunStopped(reply.get("error") or f"its process ended with code {await process.wait()}; see {where}")
 
 
 def _check_names(space: Space) -> None:
-    """That parameters are about training, and that no two of them set the same key."""
+    """Check that parameters are about training, and that no two set the same key."""
     everywhere, set_by = set(paths(RunConfig)), dict[str, str]()
     for name in space:
         word = name.rpartition(".")[2]
         if name not in everywhere and name not in KEYS and word in KEYS:
             raise ConfigError(f"{name}: unknown key. Did you mean {KEYS[word][0]!r}?")
-        if name in SHARED or name.partition(".")[0] in SAME:
-            raise ConfigError(
-                f"{name}: is about how trials are measured or kept, which must be the same for all. Leave it out."
-            )
+        if name in SHARED_PATHS or name.partition(".")[0] in FIXED_SECTIONS:
+            raise ConfigError(f"{name}: how trials are measured and stored must be the same for all. Leave it out.")
         for key in KEYS.get(name, (name,)):
             if other := set_by.get(key):
                 raise ConfigError(f"{name} and {other} both set {key}. Leave one out.")
@@ -188,7 +187,7 @@ def _check_names(space: Space) -> None:
 
 
 def known_metric(config: RunConfig, name: str) -> str:
-    """The metric by the name that a run's summary has for it; an error where such a run cannot have it."""
+    """The metric's name in a run's summary; an error if such a run does not have it."""
     short = name.removeprefix("eval/").removeprefix("evaluation/")
     if config.data.given:
         known = ["loss", "perplexity", "accuracy", "margin"]
@@ -201,22 +200,22 @@ def known_metric(config: RunConfig, name: str) -> str:
     return short
 
 
-def usual_direction(metric: str) -> Direction:
-    return "minimize" if metric.partition("/")[0] in SMALLER else "maximize"
+def default_direction(metric: str) -> Direction:
+    return "minimize" if metric.partition("/")[0] in MINIMIZED else "maximize"
 
 
 def _no_metric(name: str, known: list[str]) -> str:
     return f"metric={name}: the run does not measure it.{did_you_mean(name, known)} It has: {', '.join(known)}."
 
 
-def _given(config: RunConfig, name: str) -> set[str]:
-    """Keys of a section that somebody wrote."""
+def _explicit_keys(config: RunConfig, name: str) -> set[str]:
+    """Keys of a section that the configuration sets explicitly."""
     section: Config = getattr(config, name)
     return section.model_fields_set if name in config.model_fields_set else set()
 
 
 def _value(config: RunConfig, key: str) -> Any:
-    """What the configuration says there; of a section, its short form."""
+    """The value of a key; of a section its short form."""
     found: Any = config
     for part in key.split("."):
         found = getattr(found, part, None) if isinstance(found, Config) else (found or {}).get(part)
@@ -226,8 +225,53 @@ def _value(config: RunConfig, key: str) -> Any:
 
 
 def _threads(jobs: int) -> int:
-    """This machine's cores, divided; no more than somebody allowed."""
+    """The machine's cores divided by the jobs, at most OMP_NUM_THREADS."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     allowed = os.environ.get("OMP_NUM_THREADS", "")
     share = max(1, cores // jobs)
     return min(share, int(allowed)) if allowed.isdecimal() and int(allowed) else share
+
+
+FREE = "or write --budget free for trials of different cost"
+
+
+def episodes(config: RunConfig) -> int | None:
+    """Episodes of a whole run; None if its length is given in epochs."""
+    return None if config.trainer.steps is None else config.trainer.steps * episodes_per_step(config)
+
+
+def episodes_per_step(config: RunConfig) -> int:
+    """Episodes, or demonstrations, of one step."""
+    rollout = config.rollout
+    return rollout.tasks_per_step * (1 if config.data.given else rollout.group_size)
+
+
+def budget_overrides(base: RunConfig, trial: RunConfig) -> list[str]:
+    """Settings that give the trial as many episodes as the base: fewer tasks per step for larger groups, so that the
+    number of updates stays; otherwise another number of steps."""
+    if any(getattr(base.trainer, length) != getattr(trial.trainer, length) for length in ("steps", "epochs")):
+        raise ConfigError(
+            "trainer.steps and trainer.epochs are the cost of a trial; a search would choose the largest. "
+            f"Leave them out, {FREE}."
+        )
+    if episodes_per_step(base) == episodes_per_step(trial):
+        return []
+    whole = episodes(base)
+    if whole is None:
+        raise ConfigError(
+            f"trainer.epochs={base.trainer.epochs}: with {episodes_per_step(trial)} episodes per step instead of "
+            f"{episodes_per_step(base)}, trials would differ in cost. Write trainer.steps, {FREE}."
+        )
+    size = 1 if base.data.given else trial.rollout.group_size
+    if base.rollout.tasks_per_step == trial.rollout.tasks_per_step:
+        key, number, by = "rollout.tasks_per_step", episodes_per_step(base), size
+    else:
+        key, number, by = "trainer.steps", whole, episodes_per_step(trial)
+    if number % by:
+        what = "a step" if key == "rollout.tasks_per_step" else "a run"
+        raise ConfigError(
+            f"rollout.group_size={trial.rollout.group_size}, tasks_per_step={trial.rollout.tasks_per_step}: the "
+            f"{number} episodes of {what} cannot be divided by {by}, so trials would differ in cost. Write "
+            f"choices that divide {number}, {FREE}."
+        )
+    return [f"{key}={number // by}"]

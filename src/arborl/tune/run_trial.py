@@ -1,7 +1,7 @@
-"""The other side of `run_objective.py`: the process of one trial.
+"""The process of one trial, started by `run_objective.py` as `python -m arborl.tune.run_trial`.
 
-Started as `python -m arborl.tune.run_trial`. Its first line of input is the run; after every evaluation it says how it
-goes, and is told whether to stop. It ends when its input does: a study that is killed leaves no trials behind.
+The first line of its input is the configuration; after every evaluation it writes a report and reads whether to stop.
+It ends when its input ends, so that a killed study leaves no process behind.
 """
 
 from __future__ import annotations
@@ -18,73 +18,73 @@ from typing import TYPE_CHECKING, Any, TextIO
 from arborl.config.base import validate
 from arborl.config.run import RunConfig
 from arborl.errors import RunStopped
-from arborl.tune.budget import a_step
-from arborl.tune.trial import told
+from arborl.tune.run_objective import episodes_per_step
+from arborl.tune.trial import one_line_error
 
 if TYPE_CHECKING:
     from arborl.trainer.trainer import Trainer
     from arborl.types import Group, Metrics
 
 
-class Pruned(RunStopped):
-    """The study has seen enough of this run."""
+class TrialPruned(RunStopped):
+    """The study stopped this trial."""
 
 
-class Study:
-    """The process that asked for this trial."""
+class StudyConnection:
+    """Messages to and from the study's process, as lines of JSON."""
 
     def __init__(self) -> None:
         self.out: TextIO = os.fdopen(os.dup(1), "w", encoding="utf-8")
-        os.dup2(2, 1)  # whatever is printed from here on is for the log
-        self.heard: SimpleQueue[Any] = SimpleQueue()
+        os.dup2(2, 1)  # printed text goes to the log
+        self.messages: SimpleQueue[Any] = SimpleQueue()
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
         for line in sys.stdin:
-            self.heard.put(json.loads(line))
-        os._exit(1)  # nobody is there any more
+            self.messages.put(json.loads(line))
+        os._exit(1)  # the study has ended
 
-    def say(self, **words: Any) -> None:
-        self.out.write(json.dumps(words) + "\n")
+    def send(self, **message: Any) -> None:
+        self.out.write(json.dumps(message) + "\n")
         self.out.flush()
 
 
-class Reports:
-    """After an evaluation on the way: tell the study how far the run is and what was measured, and obey."""
+class ReportEvaluations:
+    """Hook: send the value of each evaluation to the study, and stop if it says so."""
 
-    def __init__(self, study: Study, metric: str):
+    def __init__(self, study: StudyConnection, metric: str):
         self.study, self.metric = study, metric
 
     async def after(self, trainer: Trainer, groups: Sequence[Group], metrics: Metrics) -> None:
         value = metrics.get(f"evaluation/{self.metric}")
         if value is None:
             return
-        self.study.say(step=trainer.step * a_step(trainer.config), value=value)  # a clock that all trials share
-        if self.study.heard.get()["stop"]:
-            raise Pruned(f"Stopped at step {trainer.step}: trials before it were better here.")
+        self.study.send(step=trainer.step * episodes_per_step(trainer.config), value=value)
+        if self.study.messages.get()["stop"]:
+            raise TrialPruned(f"Stopped at step {trainer.step}: earlier trials were better at this point.")
 
 
 def main() -> None:
-    study = Study()
-    order = study.heard.get()
+    study = StudyConnection()
+    request = study.messages.get()
     try:
-        study.say(**_train(order, study))
+        study.send(**_train(request, study))
     except BaseException as error:
         traceback.print_exc()
-        study.say(error=told(error))
+        study.send(error=one_line_error(error))
     sys.stdout.flush()
-    os._exit(0)  # not even a thread that hangs keeps it
+    os._exit(0)  # also if a thread hangs
 
 
-def _train(order: dict[str, Any], study: Study) -> dict[str, Any]:
+def _train(request: dict[str, Any], study: StudyConnection) -> dict[str, Any]:
     from arborl import api
 
-    metric = order["metric"]
-    reports = Reports(study, metric)
+    metric = request["metric"]
+    reports = ReportEvaluations(study, metric)
     try:
-        run = api.train(validate(RunConfig, order["config"]), hooks=[reports])
-    except Pruned:
-        return {"value": float("nan")}  # what counts has been reported
+        run = api.train(validate(RunConfig, request["config"]), hooks=[reports])
+    except TrialPruned:
+        return {"value": float("nan")}  # the reported values count
     after = run.summary["after"]
     if metric in after:
         return {"value": after[metric]}

@@ -1,4 +1,4 @@
-"""What is searched: parameters by name, and the values that each may take."""
+"""Search spaces: parameters by name with the values that each may take; named spaces of the library."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from arborl.errors import ConfigError, did_you_mean
 Value = str | int | float | bool | None
 Params = dict[str, Any]
 KINDS = {"log": "loguniform", "loguniform": "loguniform", "uniform": "uniform", "int": "int"}
-"""Ranges as they are called on a command line, and in full."""
+"""Kinds of ranges on the command line, and their full names."""
 TYPES = ("uniform", "loguniform", "int", "categorical")
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
-    """Numbers between two ends, both included."""
+class RangeDomain:
+    """Numbers in a closed interval."""
 
     low: float
     high: float
     log: bool = False
-    """Drawn evenly over the orders of magnitude."""
+    """Uniform in the logarithm."""
     whole: bool = False
 
     def contains(self, value: Any) -> bool:
@@ -36,7 +36,7 @@ class Range:
 
     @property
     def ends(self) -> tuple[Value, ...]:
-        """Values that stand for all: what a configuration refuses, it refuses at an end."""
+        """The values that are validated."""
         return self.low, self.high
 
     def as_dict(self) -> dict[str, Any]:
@@ -48,8 +48,8 @@ class Range:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """One of some values."""
+class ChoiceDomain:
+    """One of several values."""
 
     choices: tuple[Value, ...]
 
@@ -70,12 +70,12 @@ class Choice:
         return ", ".join(map(str, self.choices))
 
 
-Domain = Range | Choice
+Domain = RangeDomain | ChoiceDomain
 Space = Mapping[str, Domain]
 
 
 def read_space(given: Mapping[str, Any], where: str = "") -> dict[str, Domain]:
-    """Parameters as a file or Python says them.
+    """A search space from a mapping.
 
     Example:
         read_space({"learner.lr": {"type": "loguniform", "low": 1e-5, "high": 1e-2},
@@ -83,18 +83,17 @@ def read_space(given: Mapping[str, Any], where: str = "") -> dict[str, Domain]:
                     "sampling.temperature": "uniform:0.5:1.2"})    # as on the command line
 
     Args:
-        given: name -> what it may be.
-        where: the file it is from, for errors.
+        where: the file, for errors.
     """
     at = f"{where}: " if where else ""
     if not isinstance(given, Mapping):
-        raise ConfigError(f"{at}a search space is names with what each may be, given {type(given).__name__}.")
+        raise ConfigError(f"{at}a search space is a mapping of names to values, not {type(given).__name__}.")
     if not given:
         raise ConfigError(f"{at}the search space is empty. Write --param NAME=log:LOW:HIGH, or NAME=A,B,C.")
     return {str(name): _read(f"{at}{name}", domain) for name, domain in given.items()}
 
 
-def read_file(path: Path) -> dict[str, Domain]:
+def read_space_file(path: Path) -> dict[str, Domain]:
     """A search space from a YAML file."""
     from omegaconf import OmegaConf
     from yaml import YAMLError  # type: ignore[import-untyped]
@@ -106,7 +105,7 @@ def read_file(path: Path) -> dict[str, Domain]:
 
 
 def read_param(text: str) -> tuple[str, Domain]:
-    """A parameter as it is written on a command line.
+    """A parameter as written on the command line.
 
     Example:
         read_param("learner.lr=log:1e-5:1e-2")          # also uniform:LOW:HIGH, int:LOW:HIGH
@@ -114,7 +113,7 @@ def read_param(text: str) -> tuple[str, Domain]:
     """
     name, equals, values = text.partition("=")
     if not name.strip() or not equals:
-        raise ConfigError(f"--param {text}: says no values. Write {name.strip() or 'NAME'}=log:LOW:HIGH, or =A,B,C.")
+        raise ConfigError(f"--param {text}: has no values. Write {name.strip() or 'NAME'}=log:LOW:HIGH, or =A,B,C.")
     return name.strip(), _from_text(name.strip(), values)
 
 
@@ -128,14 +127,14 @@ def _from_text(name: str, values: str) -> Domain:
     choices = read_value(f"[{values}]")
     if len(choices) == 1:
         raise ConfigError(
-            f"{name}: {values} is one value, and there is nothing to search. Write several, {name}=A,B,C, or a range, "
+            f"{name}: {values} is a single value. Write several, {name}=A,B,C, or a range, "
             f"{name}=log:LOW:HIGH; a setting for all trials is written without --param: {name}={values}."
         )
     return _choice(name, {"type": "categorical", "choices": choices})
 
 
 def _read(name: str, given: Any) -> Domain:
-    if isinstance(given, Range | Choice):
+    if isinstance(given, RangeDomain | ChoiceDomain):
         return given
     if isinstance(given, str):
         return _from_text(name, given)
@@ -164,7 +163,7 @@ def _keys(name: str, given: Mapping[str, Any], *wanted: str) -> list[Any]:
     return [given[key] for key in wanted]
 
 
-def _range(name: str, given: Mapping[str, Any]) -> Range:
+def _range(name: str, given: Mapping[str, Any]) -> RangeDomain:
     kind = given["type"]
     low, high = _keys(name, given, "low", "high")
     for key, value in (("low", low), ("high", high)):
@@ -184,11 +183,11 @@ def _range(name: str, given: Mapping[str, Any]) -> Range:
             f"{max(low, high) if low > high else (low + 1 if kind == 'int' else low * 2 or 1):g}."
         )
     if kind == "int":
-        return Range(int(low), int(high), whole=True)
-    return Range(float(low), float(high), log=kind == "loguniform")
+        return RangeDomain(int(low), int(high), whole=True)
+    return RangeDomain(float(low), float(high), log=kind == "loguniform")
 
 
-def _choice(name: str, given: Mapping[str, Any]) -> Choice:
+def _choice(name: str, given: Mapping[str, Any]) -> ChoiceDomain:
     (choices,) = _keys(name, given, "choices")
     if not isinstance(choices, list | tuple):
         raise ConfigError(f"{name}: choices must be a list, given {choices!r}. Write choices=[{choices}, …].")
@@ -201,9 +200,102 @@ def _choice(name: str, given: Mapping[str, Any]) -> Choice:
             raise ConfigError(f"{name}: the choice {value!r} is no number to compare with. Leave it out.")
         if any(_same(value, other) for other in choices[:number]):
             raise ConfigError(f"{name}: the choice {value!r} is there twice. Leave one out.")
-    return Choice(tuple(choices))
+    return ChoiceDomain(tuple(choices))
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Equal, and not only as `True == 1` is."""
+    """Equal and of the same kind: `True` is not 1."""
     return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
+
+
+KEYS: dict[str, tuple[str, ...]] = {
+    "learning_rate": ("learner.lr",),
+    "num_generations": ("rollout.group_size",),
+    "temperature": ("sampling.temperature",),
+    "clip_range": ("algorithm.clip_low", "algorithm.clip_high"),
+    "kl_penalty": ("algorithm.kl.coef",),
+    "max_grad_norm": ("learner.max_grad_norm",),
+    "warmup_ratio": ("learner.warmup_ratio",),
+}
+"""A parameter of the conversational API -> the settings that it sets."""
+
+
+def _rate(low: float, high: float) -> dict[str, Any]:
+    return {"type": "loguniform", "low": low, "high": high}
+
+
+def _between(low: float, high: float) -> dict[str, Any]:
+    return {"type": "uniform", "low": low, "high": high}
+
+
+def _one_of(*choices: int) -> dict[str, Any]:
+    return {"type": "categorical", "choices": list(choices)}
+
+
+SPACES: dict[str, dict[str, dict[str, Any]]] = {
+    "grpo": {
+        "learning_rate": _rate(1e-7, 1e-4),
+        "num_generations": _one_of(4, 8, 16),
+        "temperature": _between(0.5, 1.2),
+        "clip_range": _between(0.1, 0.3),
+    },
+    "full": {
+        "learning_rate": _rate(1e-7, 1e-4),
+        "num_generations": _one_of(4, 8, 16),
+        "temperature": _between(0.5, 1.2),
+        "clip_range": _between(0.1, 0.3),
+        "kl_penalty": _between(0.0, 0.2),
+        "max_grad_norm": _between(0.3, 2.0),
+        "warmup_ratio": _between(0.0, 0.2),
+    },
+    # keep the tone of the base model: low temperature and a KL penalty
+    "customer_service": {
+        "learning_rate": _rate(1e-6, 2e-5),
+        "num_generations": _one_of(8, 16),
+        "temperature": _between(0.6, 1.0),
+        "kl_penalty": _between(0.01, 0.1),
+    },
+    # answers are right or wrong: low temperature and large groups
+    "technical_support": {
+        "learning_rate": _rate(1e-6, 3e-5),
+        "num_generations": _one_of(8, 16),
+        "temperature": _between(0.4, 0.9),
+        "clip_range": _between(0.1, 0.25),
+    },
+    # many solutions: high temperature for exploration
+    "sales": {
+        "learning_rate": _rate(1e-6, 5e-5),
+        "num_generations": _one_of(8, 16),
+        "temperature": _between(0.7, 1.2),
+        "kl_penalty": _between(0.0, 0.1),
+    },
+    "conservative": {
+        "learning_rate": _rate(5e-7, 5e-6),
+        "num_generations": _one_of(8, 16),
+        "temperature": _between(0.7, 1.0),
+        "clip_range": _between(0.1, 0.2),
+    },
+    "aggressive": {
+        "learning_rate": _rate(1e-6, 1e-3),
+        "num_generations": _one_of(4, 8, 16, 32),
+        "temperature": _between(0.5, 1.5),
+        "clip_range": _between(0.1, 0.4),
+    },
+}
+
+
+def get_search_space(name: str) -> dict[str, dict[str, Any]]:
+    """A copy of a named search space.
+
+    Example:
+        space = get_search_space("grpo")
+        space["learning_rate"]["high"] = 1e-3
+    """
+    if name not in SPACES:
+        raise ConfigError(
+            f"no search space is called {name!r}.{did_you_mean(name, SPACES)} Known: {', '.join(SPACES)}."
+        )
+    return {
+        word: {key: list(v) if isinstance(v, list) else v for key, v in domain.items()}
+        for word, domain in SPACES[name].items()
+    }

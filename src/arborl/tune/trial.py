@@ -1,26 +1,27 @@
-"""A trial: one setting, tried. And what a study asks of whoever tries it."""
+"""Trials and studies: StudyPlan, Trial, objectives and HPOSummary."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import math
+import os
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from arborl.errors import ArborError, ConfigError, did_you_mean
+from arborl.errors import ArborError, ConfigError, RunStopped, did_you_mean, writing
 from arborl.tune.space import Params, Space
 
 Direction = Literal["maximize", "minimize"]
-State = Literal["done", "pruned", "failed", "lost", "running"]
-"""`lost`: its process ended in the middle of it. Such a trial does not count, and is tried again."""
+TrialState = Literal["done", "pruned", "failed", "lost", "running"]
+"""`lost`: its process died. Such a trial does not count and is repeated."""
 
 
-class Report(Protocol):
-    """What an objective is given to say how it goes. Called with how far it is and its number there, it answers whether
-    to stop: then what it returns no longer matters."""
+class TrialReport(Protocol):
+    """Called by an objective with its progress and intermediate value; returns whether to stop."""
 
     @property
     def trial(self) -> int:
@@ -29,50 +30,50 @@ class Report(Protocol):
 
     @property
     def folder(self) -> Path:
-        """A place of the trial's own; not made yet."""
+        """The trial's folder; it does not exist yet."""
         ...
 
     def __call__(self, step: int, value: float) -> bool: ...
 
 
-Objective = Callable[[Params, Report], Awaitable[float]]
-"""Try these parameters: what they were worth. None at all are the settings as they are."""
+Objective = Callable[[Params, TrialReport], Awaitable[float]]
+"""Returns the value of some parameters. Empty parameters are the unchanged settings."""
 
 
-class EndsStudy(ConfigError):
-    """Wrong in a way that every trial would be."""
+class StudyError(ConfigError):
+    """An error that every trial would have."""
 
 
-def require_some(name: str, value: Any) -> None:
+def require_positive(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(f"{name}={value!r} must be a whole number >= 1. Write {name}=1 or more.")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """A study: what is searched, how often, and where it is kept."""
+class StudyPlan:
+    """A study: search space, number of trials and folder."""
 
     space: Space
     trials: int
-    """In all, that of the settings as they are included. Those of a study that goes on count too."""
+    """Total number, including the unchanged settings and the trials of a resumed study."""
     folder: Path
     direction: Direction = "maximize"
     pruning: bool = True
-    """Stop a trial that is worse on its way than the median of the others was there."""
+    """Stop a trial that is worse than the median of the others at the same point."""
     seed: int = 0
     jobs: int = 1
     """Trials at once."""
     default: Mapping[str, Any] = field(default_factory=dict)
-    """What the settings as they are say of the parameters, as far as that is known."""
+    """Values of the parameters in the unchanged settings, if known."""
 
     def __post_init__(self) -> None:
-        require_some("trials", self.trials)
-        require_some("jobs", self.jobs)
+        require_positive("trials", self.trials)
+        require_positive("jobs", self.jobs)
         if self.direction not in ("maximize", "minimize"):
             near = did_you_mean(str(self.direction), ("maximize", "minimize"))
             raise ConfigError(f"direction={self.direction!r} must be maximize or minimize.{near}")
 
-    def folder_of(self, number: int) -> Path:
+    def trial_folder(self, number: int) -> Path:
         return self.folder / "trials" / f"{number:03}"
 
     def better(self, one: float, other: float) -> bool:
@@ -80,7 +81,7 @@ class Plan:
 
     @property
     def known(self) -> Params:
-        """Of the settings as they are, what lies in the space."""
+        """The default values that lie in the search space."""
         return {
             name: self.default[name] for name, domain in self.space.items() if domain.contains(self.default.get(name))
         }
@@ -88,61 +89,127 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What became of one."""
+    """The result of one trial."""
 
     number: int
     params: Params
-    state: State
+    state: TrialState
     value: float | None = None
-    """At its end; of a pruned one, where it was stopped."""
+    """Final value; of a pruned trial the value where it stopped."""
     reason: str = ""
     """Why it failed."""
     seconds: float = 0.0
     default: bool = False
-    """Whether it is the settings as they are."""
+    """Whether it ran the unchanged settings."""
     folder: str = ""
-    """What it left, within the study's folder."""
+    """Path within the study's folder."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """How an attempt ended."""
+class TrialOutcome:
+    """How one execution of an objective ended."""
 
-    state: State
+    state: TrialState
     value: float | None
     reason: str
     seconds: float
 
 
-async def attempt(objective: Objective, params: Params, report: Report, stopped: Callable[[], bool]) -> Outcome:
-    """Try once. Whatever goes wrong costs this trial alone, unless it would be wrong in all of them.
+async def run_trial_once(
+    objective: Objective, params: Params, report: TrialReport, stopped: Callable[[], bool]
+) -> TrialOutcome:
+    """Run the objective. An error fails this trial only, unless it is a `StudyError`.
 
     Args:
-        objective: tries.
-        params: what.
-        report: on the way.
-        stopped: whether the trial was told to stop.
+        stopped: whether the report returned a stop.
     """
-    began = time.monotonic()
+    start = time.monotonic()
 
-    def ended(state: State, value: float | None = None, reason: str = "") -> Outcome:
-        return Outcome(state, value, reason, round(time.monotonic() - began, 3))
+    def outcome(state: TrialState, value: float | None = None, reason: str = "") -> TrialOutcome:
+        return TrialOutcome(state, value, reason, round(time.monotonic() - start, 3))
 
     try:
         value = float(await objective(dict(params), report))
-    except (EndsStudy, asyncio.CancelledError, KeyboardInterrupt):
+    except (StudyError, asyncio.CancelledError, KeyboardInterrupt):
         raise
     except (Exception, SystemExit) as error:
         if stopped():  # one way to stop is to raise
-            return ended("pruned")
-        return ended("failed", None, told(error))
+            return outcome("pruned")
+        return outcome("failed", None, one_line_error(error))
     if stopped():
-        return ended("pruned", value if math.isfinite(value) else None)
-    return ended("done", value) if math.isfinite(value) else ended("failed", None, f"its value is {value}")
+        return outcome("pruned", value if math.isfinite(value) else None)
+    return outcome("done", value) if math.isfinite(value) else outcome("failed", None, f"its value is {value}")
 
 
-def told(error: BaseException) -> str:
+def one_line_error(error: BaseException) -> str:
     """An error in one line."""
-    words = " ".join(str(error).split())
-    said = words if isinstance(error, ArborError) else f"{type(error).__name__}: {words}".rstrip(": ")
-    return said if len(said) <= 500 else said[:497] + "..."
+    text = " ".join(str(error).split())
+    message = text if isinstance(error, ArborError) else f"{type(error).__name__}: {text}".rstrip(": ")
+    return message if len(message) <= 500 else message[:497] + "..."
+
+
+MAX_REASONS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class HPOSummary:
+    """A finished study."""
+
+    best_params: Params
+    best_reward: float
+    """Value of the best trial: a reward, a success rate, a loss."""
+    default_reward: float | None
+    """Value of the unchanged settings at the same budget; None if that trial failed."""
+    trials: Sequence[Trial]
+    folder: Path
+    direction: Direction = "maximize"
+
+    @property
+    def best(self) -> Trial:
+        """The best finished trial; of equal ones the unchanged settings, then the earliest."""
+        return _best(self.trials, self.direction)
+
+    @property
+    def gain(self) -> float | None:
+        """Difference between the best trial and the unchanged settings. Biased upwards: the best of many is lucky."""
+        if self.default_reward is None:
+            return None
+        return (self.best_reward - self.default_reward) * (1 if self.direction == "maximize" else -1)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "best_params": self.best_params,
+            "best_reward": self.best_reward,
+            "best_trial": self.best.number,
+            "default_reward": self.default_reward,
+            "gain": self.gain,
+            "direction": self.direction,
+            "trials": [asdict(trial) for trial in self.trials],
+        }
+
+
+def summarize_study(plan: StudyPlan, trials: Sequence[Trial]) -> HPOSummary:
+    """The summary of a study; an error if no trial finished."""
+    done = [trial for trial in trials if trial.state == "done" and trial.value is not None]
+    if not done:
+        failed = list(dict.fromkeys(trial.reason for trial in trials if trial.state == "failed"))
+        reasons = "".join(f"\n  {reason}" for reason in failed[:MAX_REASONS])
+        raise RunStopped(f"None of {len(trials)} trials finished, so there are no best parameters.{reasons}")
+    best = _best(done, plan.direction)
+    default = next((trial.value for trial in done if trial.default), None)
+    assert best.value is not None
+    return HPOSummary(dict(best.params), best.value, default, list(trials), plan.folder, plan.direction)
+
+
+def _best(trials: Sequence[Trial], direction: Direction) -> Trial:
+    sign = 1 if direction == "maximize" else -1
+    done = [trial for trial in trials if trial.state == "done" and trial.value is not None]
+    return max(done, key=lambda trial: (sign * (trial.value or 0.0), trial.default, -trial.number))
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Atomic: another process may read or write the file."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    with writing(path):
+        fresh.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        fresh.replace(path)

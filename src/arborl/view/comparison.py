@@ -1,4 +1,4 @@
-"""Several runs on one page: the same settings with other seeds together, with intervals; other settings beside them."""
+"""Comparison page of several runs: seeds of one setting are averaged, with intervals."""
 
 from __future__ import annotations
 
@@ -14,50 +14,45 @@ from typing import Any
 from arborl.errors import ConfigError
 from arborl.track.folder_files import is_regular, replace_file
 from arborl.track.jsonl import read_metrics
-from arborl.trainer.intervals import student
+from arborl.trainer.evaluation import student
 from arborl.view.curve import COLOURS, STYLE, save_figure, series_of
 from arborl.view.report import data_uri, page
 from arborl.view.web.folders import differences, flat, read_config, read_summary
 
 SHOWN = {
     "reward/mean": "Reward of training episodes", "episode/success": "Success of training episodes",
-    "evaluation/success": "Success on held-out tasks", "policy/entropy": "Entropy, nats a token",
-    "policy/loss": "Loss", "evaluation/loss": "Loss on held-out rows",
+    "evaluation/success": "Success on held-out tasks", "policy/entropy": "Entropy, nats per token",
+    "policy/loss": "Loss", "evaluation/loss": "Held-out loss",
 }  # fmt: skip
 MEASURES = ("success", "reward", "loss", "greedy_success")
 SEEDS = ("seed", "output_dir", "name")
-"""What may differ between runs of one setting."""
+"""Keys that may differ between runs of one setting."""
 
 
 @dataclass(slots=True)
-class Setting:
-    """Runs that differ in nothing but their seed."""
+class SettingRuns:
+    """Runs that differ only in their seed."""
 
-    says: str
-    """What it has otherwise than the others."""
+    label: str
+    """The settings that differ from the others."""
     runs: list[Path] = field(default_factory=list)
     rows: list[list[dict[str, Any]]] = field(default_factory=list)
-    """Of each run its metrics."""
+    """Metrics of each run."""
 
     def band(self, name: str) -> list[tuple[int, float, float, float]]:
-        """At each step that all its runs have: the mean, and its 95 % interval over seeds; of one seed, the number."""
+        """Step, mean and 95 % interval over seeds, at steps that all runs have."""
         series = [dict(series_of(rows, name)) for rows in self.rows]
         steps = sorted(set.intersection(*(set(one) for one in series))) if series else []
-        found = []
+        result = []
         for step in steps:
             values = [one[step] for one in series]
             low, high = student(values) or (values[0], values[0])
-            found.append((step, fmean(values), low, high))
-        return found
+            result.append((step, fmean(values), low, high))
+        return result
 
 
 def write_comparison(folders: Sequence[Path], out: Path) -> Path:
-    """Write the page.
-
-    Args:
-        folders: of two runs or more.
-        out: the file.
-    """
+    """Write the comparison page of two or more run folders."""
     settings = settings_of(folders)
     with TemporaryDirectory() as drawn:
         picture = _picture(settings, Path(drawn) / "curves.png")
@@ -74,29 +69,27 @@ def write_comparison(folders: Sequence[Path], out: Path) -> Path:
     return replace_file(out, page(title, "".join(sections)).encode("utf-8", "replace"))
 
 
-def settings_of(folders: Sequence[Path]) -> list[Setting]:
-    """Runs by setting, in the order in which each was first named."""
+def settings_of(folders: Sequence[Path]) -> list[SettingRuns]:
+    """Runs grouped by setting."""
     for folder in folders:
         if not is_regular(folder / "metrics.jsonl"):
-            raise ConfigError(
-                f"{folder}: there is no metrics.jsonl, so it is no run's folder. Write the folders of runs."
-            )
+            raise ConfigError(f"{folder}: is no run folder: it has no metrics.jsonl. Write run folders.")
     if len({folder.resolve() for folder in folders}) != len(folders):
-        raise ConfigError("a run is named twice. Write each once.")
+        raise ConfigError("a run is listed twice. Write each once.")
     configs = [read_config(folder) for folder in folders]
     differ = [key for key in differences(configs)[0] if key not in SEEDS]
-    found: dict[str, Setting] = {}
+    result: dict[str, SettingRuns] = {}
     for folder, config in zip(folders, configs, strict=True):
-        own = flat(config)
-        says = ", ".join(f"{key}={_plain(own.get(key))}" for key in differ) or "one setting"
-        setting = found.setdefault(says, Setting(says))
+        values = flat(config)
+        label = ", ".join(f"{key}={_plain(values.get(key))}" for key in differ) or "one setting"
+        setting = result.setdefault(label, SettingRuns(label))
         setting.runs.append(folder)
         setting.rows.append(list(read_metrics(folder / "metrics.jsonl")))
-    return list(found.values())
+    return list(result.values())
 
 
-def _outcome(settings: Sequence[Setting]) -> str:
-    """What was measured on held-out tasks, before and after, of each setting."""
+def _outcome(settings: Sequence[SettingRuns]) -> str:
+    """Held-out metrics before and after training, by setting."""
     summaries = [[read_summary(run) for run in setting.runs] for setting in settings]
     known = [
         name
@@ -110,22 +103,22 @@ def _outcome(settings: Sequence[Setting]) -> str:
     for number, (setting, some) in enumerate(zip(settings, summaries, strict=True)):
         cells = "".join(f"<td>{_cell(some, when, name)}</td>" for name in known for when in ("before", "after"))
         key = f'<span class="key" style="background:{COLOURS[number % len(COLOURS)]}"></span>'
-        body += f"<tr class=after><td>{key} {escape(setting.says)}</td><td>{len(setting.runs)}</td>{cells}</tr>"
+        body += f"<tr class=after><td>{key} {escape(setting.label)}</td><td>{len(setting.runs)}</td>{cells}</tr>"
     table = f"<table><tr><th>setting</th><th>seeds</th>{head}</tr>{body}</table>"
     return f'<h2>Held-out tasks</h2><div class="wide">{table}</div>'
 
 
 def _cell(summaries: Sequence[Mapping[str, Any]], when: str, name: str) -> str:
-    """Of several seeds the mean and Student's interval over them; of one its own, over tasks."""
-    found = [one for summary in summaries if (one := _measured(summary, when, name)) is not None]
-    if not found:
+    """Mean and interval over seeds; of a single seed its interval over tasks."""
+    result = [one for summary in summaries if (one := _measured(summary, when, name)) is not None]
+    if not result:
         return "–"
-    low_high = student(found)
+    low_high = student(result)
     if low_high is None:
         ends = [_measured(summaries[0], when, f"{name}_{end}") for end in ("low", "high")]
         low_high = (ends[0], ends[1]) if ends[0] is not None and ends[1] is not None else None
     between = f" ({low_high[0]:.3f}–{low_high[1]:.3f})" if low_high is not None else ""
-    return f"{fmean(found):.3f}{between}"
+    return f"{fmean(result):.3f}{between}"
 
 
 def _measured(summary: Mapping[str, Any], when: str, name: str) -> float | None:
@@ -134,19 +127,19 @@ def _measured(summary: Mapping[str, Any], when: str, name: str) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def _hint(settings: Sequence[Setting]) -> str:
+def _hint(settings: Sequence[SettingRuns]) -> str:
     several = any(len(setting.runs) > 1 for setting in settings)
     return (
         "Lines are means over seeds, bands their 95 % intervals (Student's t), at steps that all seeds have."
         if several
-        else "One seed a setting: how much of a difference is chance, these curves cannot say."
+        else "One seed per setting: differences may be chance."
     )
 
 
-def _picture(settings: Sequence[Setting], out: Path) -> Path | None:
-    """A panel a metric, a line and a band a setting."""
+def _picture(settings: Sequence[SettingRuns], out: Path) -> Path | None:
+    """One panel per metric; a line and a band per setting."""
     bands = {name: [setting.band(name) for setting in settings] for name in SHOWN}
-    names = [name for name, found in bands.items() if any(found)]
+    names = [name for name, result in bands.items() if any(result)]
     if not names:
         return None
     import matplotlib
@@ -163,20 +156,20 @@ def _picture(settings: Sequence[Setting], out: Path) -> Path | None:
                 if band:
                     steps, means, low, high_ = (list(column) for column in zip(*band, strict=True))
                     colour, mark = COLOURS[number % len(COLOURS)], "o" if name.startswith("evaluation/") else None
-                    axes.plot(steps, means, color=colour, linewidth=2, marker=mark, label=_short(setting.says))
+                    axes.plot(steps, means, color=colour, linewidth=2, marker=mark, label=_short(setting.label))
                     axes.fill_between(steps, low, high_, color=colour, alpha=0.16, linewidth=0)
             if at == 0 and len(settings) > 1:
                 axes.legend(loc="best", fontsize=9, frameon=True, framealpha=0.9, edgecolor="none")
         return save_figure(figure, out)
 
 
-def _runs(settings: Sequence[Setting]) -> str:
+def _runs(settings: Sequence[SettingRuns]) -> str:
     rows = ""
     for setting in settings:
         for run, metrics in zip(setting.runs, setting.rows, strict=True):
             summary, config = read_summary(run), read_config(run)
             cells = (
-                str(run), setting.says, str(config.get("seed", "–")), str(metrics[-1]["step"] if metrics else 0),
+                str(run), setting.label, str(config.get("seed", "–")), str(metrics[-1]["step"] if metrics else 0),
                 _cell([summary], "before", "success"), _cell([summary], "after", "success"),
             )  # fmt: skip
             rows += f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"

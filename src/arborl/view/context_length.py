@@ -1,4 +1,4 @@
-"""How long an agent's context was over an episode, as a picture: a sawtooth, where the agent edits it."""
+"""Plot of the context length over an episode's calls."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def edits_itself(episode: Episode) -> bool:
 
 
 def context_length(episodes: Sequence[Episode], out: Path, title: str, window: int | None = None) -> Path:
-    """Draw the context's length over the calls of a few episodes.
+    """Plot the context length over the calls of a few episodes.
 
     Args:
-        episodes: at most as many as are told apart; each is a line.
+        episodes: one line each.
         out: the PNG to write.
-        title: a line above the plot.
-        window: the most that fits, drawn as a line.
+        title: title of the figure.
+        window: the context limit, drawn as a line.
     """
     if not episodes:
-        raise ValueError("no episodes, so there is nothing to draw")
+        raise ValueError("no episodes, nothing to plot")
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator

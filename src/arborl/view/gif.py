@@ -1,4 +1,4 @@
-"""An episode as a moving picture: replayed from what was recorded, drawn with the model's words beside it."""
+"""An episode as a GIF: replayed from its record, with the model's messages beside the frames."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from arborl.envs.env import Env
 from arborl.rollout.workers import Workers
 from arborl.seeds import derive
 from arborl.types import Episode
-from arborl.view.transcript import worth
+from arborl.view.transcript import reward_text
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -28,37 +28,35 @@ log = logging.getLogger(__name__)
 Decode = Callable[[Sequence[int]], str]
 
 END = re.compile(r"(<\|[^|>]*\|>|</s>|<end_of_turn>)\s*$")
-"""What ends a turn, in the ways models write it."""
+"""End-of-turn marks of several models."""
 SIDE = (192, 480)
-"""Least and most pixels of a picture's longer side; smaller ones are enlarged by a whole factor."""
+"""Minimum and maximum pixels of an image's longer side; smaller ones are enlarged by an integer factor."""
 PANEL = 240
 MARGIN = 12
-NOTE = 4
-"""Lines that a note may take."""
+MAX_NOTE_LINES = 4
 PAPER, INK, FAINT, ACCENT = "#fbfaf7", "#23262b", "#8a8f98", "#1f6feb"
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One moment of an episode."""
+    """One frame of an episode."""
 
     picture: Image
     caption: str = ""
-    """The words that led here; empty at the start."""
+    """The message before this frame; empty at the start."""
     note: str = ""
-    """The environment's reward so far; at the end, the reward that is learned from."""
+    """The environment's reward so far; at the end, the training reward."""
 
 
-async def replay(given: Env, episode: Episode, decode: Decode | None = None) -> list[Frame]:
-    """Play the recorded messages again in a fresh environment: the start, then one frame a turn.
+async def replay(fresh_env: Env, episode: Episode, decode: Decode | None = None) -> list[Frame]:
+    """Replay the recorded messages in a new environment: the start, then one frame per turn.
 
-    Task, seed and messages decide an episode, so no model is needed. An environment without pictures is shown as the
-    text it renders; one that renders none either gives no frames. One that answers other than it did is shown as it is
-    now, with a warning.
+    No model is needed. An environment without images is shown as its rendered text; without either there are no
+    frames. If it behaves differently than recorded, a warning is logged.
 
     Args:
-        given: a fresh environment; one that may block is played in a thread.
-        episode: as recorded.
+        fresh_env: a new environment; a blocking one runs in a thread.
+        episode: the recorded episode.
         decode: token ids to text, for episodes recorded without their messages.
 
     Example:
@@ -66,12 +64,12 @@ async def replay(given: Env, episode: Episode, decode: Decode | None = None) -> 
     """
     frames: list[Frame] = []
     reward = 0.0
-    env, _ = await Workers().place(lambda: given, None, seconds=60)
+    env, _ = await Workers().place(lambda: fresh_env, None, seconds=60)
 
     def take(caption: str, last: bool = False) -> None:
         picture = env.picture() or _written(env.render())
         if picture is not None:
-            note = worth(episode) if last and episode.rewards else f"environment so far {reward:.2f}"
+            note = reward_text(episode) if last and episode.rewards else f"environment so far {reward:.2f}"
             frames.append(Frame(picture, caption, note))
 
     try:
@@ -82,16 +80,19 @@ async def replay(given: Env, episode: Episode, decode: Decode | None = None) -> 
             step = await env.step(turn.message)
             same = same and step.observation.messages == turn.observation
             reward += step.reward
-            take(said(episode, number, decode), last=number == len(episode.turns) - 1)
+            take(turn_text(episode, number, decode), last=number == len(episode.turns) - 1)
     finally:
         await env.close()
     if not same:
-        log.warning("the replay of episode %s is not what was recorded; was the environment made alike?", episode.id)
+        log.warning(
+            "the replay of episode %s differs from the record; was the environment created with the same arguments?",
+            episode.id,
+        )
     return frames
 
 
-def said(episode: Episode, number: int, decode: Decode | None) -> str:
-    """The model's words in a turn: its message; or, where it spoke several times or an agent changed it, every call."""
+def turn_text(episode: Episode, number: int, decode: Decode | None) -> str:
+    """The message of a turn; if the turn has several calls or the agent changed the message, every call."""
     message = episode.turns[number].message
     calls = [call for call in episode.calls if call.turn == number]
     if not calls or (len(calls) == 1 and message.sampled):
@@ -110,16 +111,16 @@ def _written(text: str) -> Image | None:
 
 
 def save_gif(frames: Sequence[Frame], path: Path, seconds: float = 0.8, last_seconds: float = 2.5) -> Path:
-    """Write the frames as an endless GIF.
+    """Write the frames as a looping GIF.
 
     Args:
         frames: at least one.
-        path: the file; its folder is made.
-        seconds: how long a frame stays.
-        last_seconds: how long the last one does, so that the outcome can be read.
+        path: the file; its folder is created.
+        seconds: duration of a frame.
+        last_seconds: duration of the last frame.
     """
     if not frames:
-        raise ValueError(f"no frames for {path}: the environment gives no pictures. Write a picture() for it.")
+        raise ValueError(f"no frames for {path}: the environment has no images. Implement picture().")
     drawn = [_draw(frame, turn, len(frames) - 1) for turn, frame in enumerate(frames)]
     width, height = max(image.width for image in drawn), max(image.height for image in drawn)
     drawn = [_on_paper(image, width, height) for image in drawn]
@@ -136,7 +137,7 @@ def _draw(frame: Frame, turn: int, turns: int) -> Image:
     image = _on_paper(picture, picture.width + PANEL, max(picture.height, SIDE[0]))
     pen = ImageDraw.Draw(image)
     small, words = ImageFont.load_default(size=14), ImageFont.load_default(size=15)
-    note = _wrap(pen, frame.note, small, PANEL - 2 * MARGIN, NOTE)
+    note = _wrap(pen, frame.note, small, PANEL - 2 * MARGIN, MAX_NOTE_LINES)
     left, bottom = picture.width + MARGIN, image.height - MARGIN - 18 * max(len(note), 1)
     pen.text((left, MARGIN), f"turn {turn}/{turns}" if turn else "start", fill=FAINT, font=small)
     for row, text in enumerate(note):
@@ -171,7 +172,7 @@ def _on_paper(picture: Image, width: int, height: int) -> Image:
 
 
 def _wrap(pen: ImageDraw, text: str, font: Font, width: int, rows: int) -> list[str]:
-    """Break text into at most `rows` lines of at most `width` pixels; what is left over becomes `...`."""
+    """Break text into at most `rows` lines of at most `width` pixels; the rest becomes `...`."""
     lines: list[str] = []
     for paragraph in text.splitlines():
         line = ""
@@ -188,7 +189,7 @@ def _wrap(pen: ImageDraw, text: str, font: Font, width: int, rows: int) -> list[
 
 
 def _pieces(pen: ImageDraw, word: str, font: Font, width: int) -> list[str]:
-    """A word wider than the panel, cut where it must be."""
+    """A word cut into pieces that fit the panel."""
     pieces = [""]
     for letter in word:
         if pieces[-1] and pen.textlength(pieces[-1] + letter, font=font) > width:

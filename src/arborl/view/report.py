@@ -1,36 +1,37 @@
-"""One static page about a run: open it in a browser, send it by mail; it loads nothing from anywhere."""
+"""The HTML report of a run: one static page that loads nothing."""
 
 from __future__ import annotations
 
 import base64
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
+from math import exp
 from pathlib import Path
 from typing import Any
 
+from arborl.diagnosis.run_folder import RuleMatch, match_rules
 from arborl.errors import CannotWrite
-from arborl.failures import printable
+from arborl.failures import Failures, printable, trimmed
 from arborl.rollout.store import EpisodeStore
+from arborl.rollout.term_store import TermStore
 from arborl.track.console import measure, shown, span
 from arborl.track.folder_files import entries_of, is_regular, read_bytes, replace_file
+from arborl.track.jsonl import read_metrics
 from arborl.types import Episode
 from arborl.view.context_length import context_length, edits_itself
-from arborl.view.curve import learning_curve
-from arborl.view.health import health
-from arborl.view.problems import failures_of, findings_of
-from arborl.view.pushes import pushes_of
-from arborl.view.sources import composition, sources_of
+from arborl.view.curve import learning_curve, plot_health, plot_sources, sources_of
 from arborl.view.transcript import Decode, transcript
 from arborl.view.web.folders import flat, look_up, read_config, read_summary
+from arborl.view.web.gradient import strongest
 
 log = logging.getLogger(__name__)
 
 MAX_PICTURE = 2**24
-"""Bytes of a picture in the page."""
-MOST_GIFS = 24
+"""Bytes of an image in the page."""
+MAX_GIFS = 24
 FACTS = {
     "model": "model.name",
     "algorithm": "algorithm.name",
@@ -39,7 +40,7 @@ FACTS = {
     "agent": "agent.name",
     "engine": "engine.name",
     "steps": "trainer.steps",
-    "tasks a step": "rollout.tasks_per_step",
+    "tasks per step": "rollout.tasks_per_step",
     "group size": "rollout.group_size",
     "learning rate": "learner.lr",
     "deterministic": "deterministic",
@@ -53,14 +54,14 @@ def write_report(
     out: Path | None = None,
     pictures: Path | None = None,
 ) -> Path:
-    """Write one page about a run, from whatever its folder holds so far.
+    """Write the report of a finished or running run.
 
     Args:
-        folder: of the run, with any of `config.yaml`, `summary.json`, `metrics.jsonl`, `frames/*.gif`, `episodes/`.
-        decode: token ids to text, to show how likely each sampled token was; without it, messages only.
-        last_steps: how many of the last steps show episodes; each shows its best beside its worst, and one between.
+        folder: the run folder, with any of `config.yaml`, `summary.json`, `metrics.jsonl`, `frames/*.gif`, `episodes/`.
+        decode: token ids to text, to show the probability of each token; without it, messages only.
+        last_steps: number of last steps whose episodes are shown: best, worst and one between.
         out: the file; `report.html` in the folder by default.
-        pictures: where those that the page is made of are drawn; the run's folder by default.
+        pictures: folder for the plots; the run folder by default.
     """
     config, summary = read_config(folder), read_summary(folder)
     name = config.get("name")
@@ -69,13 +70,13 @@ def write_report(
     sections: dict[str, Callable[[], str]] = {
         "header": lambda: _header(name, config, summary),
         "held-out tasks": lambda: _outcome(summary),
-        "findings": lambda: findings_of(metrics, stopped=bool(summary.get("stopped"))),
-        "failures": lambda: failures_of(summary.get("failures"), folder / "episodes", last_steps),
+        "findings": lambda: _findings(metrics, stopped=bool(summary.get("stopped"))),
+        "failures": lambda: _failures(summary.get("failures"), folder / "episodes", last_steps),
         "learning curve": lambda: _curve(folder, drawn, name, summary),
-        "how it went": lambda: _health(folder, drawn),
+        "health": lambda: _health(folder, drawn),
         "sources": lambda: _sources(folder, drawn, name),
         "context": lambda: _context(folder, drawn, config, last_steps),
-        "gradient": lambda: pushes_of(folder, decode),
+        "gradient": lambda: _gradient_tokens(folder, decode),
         "replays": lambda: _gifs(folder / "frames"),
         "episodes": lambda: _episodes(folder / "episodes", decode, last_steps),
         "settings": lambda: _settings(config),
@@ -85,19 +86,19 @@ def write_report(
 
 
 def _section(title: str, make: Callable[[], str]) -> str:
-    """A part of the page. One that cannot be made of what the folder holds says so in its place, and costs no other."""
+    """One section of the page. A section that fails is replaced by the error."""
     try:
         return make()
     except CannotWrite:
         raise
     except Exception as error:
         why = f"{title}: {type(error).__name__}: {error}"[:400]
-        log.warning("left out of the report: %s", printable(why))
+        log.warning("section left out of the report: %s", printable(why))
         return f'<div class="notice bad"><b>Not shown</b>{escape(printable(why))}</div>'
 
 
 def page(name: str, body: str) -> str:
-    """A whole document that loads nothing from anywhere."""
+    """An HTML document that loads nothing."""
     style = files("arborl.view").joinpath("report.css").read_text(encoding="utf-8")
     policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
     return (
@@ -145,22 +146,22 @@ def _curve(folder: Path, drawn: Path, name: str, summary: Mapping[str, Any]) -> 
 
 
 def _health(folder: Path, drawn: Path) -> str:
-    picture = health(folder / "metrics.jsonl", drawn / "health.png")
+    picture = plot_health(folder / "metrics.jsonl", drawn / "health.png")
     if picture is None:
         return ""
-    what = "flat groups, entropy, valid replies, failures, stop reasons by step"
-    return f'<h2>How it went</h2><img alt="{what}" src="{data_uri(picture, "image/png")}">'
+    what = "zero-variance groups, entropy, valid messages, failures, stop reasons by step"
+    return f'<h2>Health</h2><img alt="{what}" src="{data_uri(picture, "image/png")}">'
 
 
 def _sources(folder: Path, drawn: Path, name: str) -> str:
     if len(sources_of(folder / "metrics.jsonl")) < 2:
         return ""
-    picture = composition(folder, drawn / "sources.png", name)
+    picture = plot_sources(folder, drawn / "sources.png", name)
     return f'<h2>Sources</h2><img alt="shares and success by source" src="{data_uri(picture, "image/png")}">'
 
 
 def _context(folder: Path, drawn: Path, config: Mapping[str, Any], last_steps: int) -> str:
-    """Of the last steps, the longest episodes of those whose agents edited their context."""
+    """Context length of the longest episodes whose agents edited their context."""
     store = EpisodeStore(folder / "episodes")
     paths = store.paths()[-last_steps:] if last_steps > 0 else []
     edited = [episode for path in paths for episode in store.read(path) if edits_itself(episode)]
@@ -176,7 +177,7 @@ def _gifs(folder: Path) -> str:
     figures = [
         f'<figure><img alt="replay" src="{data_uri(path, "image/gif")}">'
         f"<figcaption>{escape(path.stem)}</figcaption></figure>"
-        for path in sorted(Path(entry.path) for entry in entries_of(folder) if entry.name.endswith(".gif"))[:MOST_GIFS]
+        for path in sorted(Path(entry.path) for entry in entries_of(folder) if entry.name.endswith(".gif"))[:MAX_GIFS]
         if is_regular(path)
     ]
     return f'<h2>Replays</h2><div class="gifs">{"".join(figures)}</div>' if figures else ""
@@ -188,7 +189,7 @@ def _episodes(folder: Path, decode: Decode | None, last_steps: int) -> str:
     blocks: list[str] = []
     for path in reversed(paths):
         label = f"step {int(path.stem.removeprefix('step-'))}"
-        ends, others = _telling(list(store.read(path)))
+        ends, others = _select_episodes(list(store.read(path)))
         columns = "".join(
             f"<div><h3>{escape(title)} of {label}</h3>{transcript(it, label, decode, opened=not blocks)}</div>"
             for title, it in ends.items()
@@ -197,20 +198,19 @@ def _episodes(folder: Path, decode: Decode | None, last_steps: int) -> str:
         blocks += [transcript(it, label, decode) for it in others]
     if not blocks:
         return ""
-    hint = "Shade: the less likely a token was when it was sampled, the stronger. Point at one for its log-probability."
+    hint = "Shade: low probability. Hover over a token for its log-probability."
     return f"<h2>Episodes</h2>{f'<p class=hint>{hint}</p>' if decode else ''}{''.join(blocks)}"
 
 
 def _settings(config: Mapping[str, Any]) -> str:
-    """Every key, folded."""
     if not config:
         return ""
     rows = "".join(f"<dt>{escape(key)}</dt><dd>{escape(str(value))}</dd>" for key, value in flat(config).items())
-    return f"<h2>Settings</h2><details><summary>all of them</summary><dl>{rows}</dl></details>"
+    return f"<h2>Settings</h2><details><summary>all settings</summary><dl>{rows}</dl></details>"
 
 
-def _telling(episodes: list[Episode]) -> tuple[dict[str, Episode], list[Episode]]:
-    """The best and the worst by reward, to stand beside each other; and one between, and one that failed if any did."""
+def _select_episodes(episodes: list[Episode]) -> tuple[dict[str, Episode], list[Episode]]:
+    """Best and worst by reward; and one between and one failed episode."""
     ranked = sorted((it for it in episodes if it.failure is None), key=lambda it: it.reward, reverse=True)
     ends = dict(zip(("Best", "Worst"), (ranked[0], ranked[-1]) if len(ranked) > 1 else ranked, strict=False))
     between = [ranked[len(ranked) // 2]] if len(ranked) > 2 else []
@@ -218,5 +218,105 @@ def _telling(episodes: list[Episode]) -> tuple[dict[str, Episode], list[Episode]
 
 
 def data_uri(path: Path, kind: str) -> str:
-    """A picture as part of a page."""
     return f"data:{kind};base64,{base64.b64encode(read_bytes(path, MAX_PICTURE)).decode('ascii')}"
+
+
+MAX_CAUSES = 12
+"""Failure causes in the report."""
+
+
+def _findings(metrics_file: Path, stopped: bool = False) -> str:
+    """The rules that hold for the run, with advice."""
+    rows = list(read_metrics(metrics_file)) if os.path.lexists(metrics_file) else []
+    steps = sum("episode/count" in row for row in rows)
+    shown = ['<div class="notice bad"><b>The run was stopped:</b>nearly every episode failed.</div>'] if stopped else []
+    shown += [_finding(match, steps) for match in match_rules(rows)]
+    return f"<h2>Findings</h2>{''.join(shown)}" if shown else ""
+
+
+def _finding(match: RuleMatch, steps: int) -> str:
+    first, last = match.steps[0], match.steps[-1]
+    where = f"step {first}" if first == last else f"{len(match.steps)} of {steps} steps, the last at {last}"
+    name = escape(match.rule.summary[0].upper() + match.rule.summary[1:])
+    detail = f"{where}; {match.detail}" if match.detail else where
+    return f'<div class="notice"><b>{name}</b>({escape(detail)}). {escape(match.rule.advice)}</div>'
+
+
+def _failures(known: Sequence[dict[str, Any]] | None, episodes: Path, last_steps: int) -> str:
+    """Failures by cause, most frequent first, with one traceback each.
+
+    Args:
+        known: failures of `summary.json`; None for a running run, whose last steps are read.
+        episodes: folder of episode files.
+        last_steps: number of steps to read.
+    """
+    failures = Failures()
+    if known is not None:
+        failures.load_state(known)
+    else:
+        store = EpisodeStore(episodes)
+        for path in store.paths()[-last_steps:] if last_steps > 0 else []:
+            failures.add(store.read(path), f"step {int(path.stem.removeprefix('step-'))}")
+    blocks: list[str] = []
+    for cause in list(failures)[:MAX_CAUSES]:
+        failure, trace = cause.failure, trimmed(cause.failure.traceback)
+        shown = f'<pre class="trace">{escape(trace)}</pre>' if trace else ""
+        blocks.append(
+            f'<details{"" if blocks else " open"}><summary><span class="count">×{cause.count}</span>'
+            f"{escape(str(failure))}</summary>"
+            f"<p class=hint>first in episode {escape(cause.episode)} of {escape(cause.when)}</p>{shown}</details>"
+        )
+    more = f"<p class=hint>… and {len(failures) - MAX_CAUSES} other causes</p>" if len(failures) > MAX_CAUSES else ""
+    return f"<h2>Failures</h2>{''.join(blocks)}{more}" if blocks else ""
+
+
+MAX_TOKENS = 15
+
+
+def _gradient_tokens(folder: Path, decode: Decode | None) -> str:
+    """The tokens with the largest gradient of the last step, if the run stored its loss terms."""
+    steps = [path for path in EpisodeStore(folder / "episodes").paths() if _terms_path(folder, path).exists()]
+    terms = TermStore(folder / "terms").read(_step_of(steps[-1])) if steps else None
+    if terms is None:
+        return ""
+
+    def read_episodes(lines: Sequence[int]) -> Mapping[int, Episode]:
+        wanted = set(lines)
+        return {n: one for n, one in enumerate(EpisodeStore.read(steps[-1])) if n in wanted}
+
+    strongest_tokens = strongest(terms, read_episodes, decode, MAX_TOKENS)
+    if not strongest_tokens["tokens"]:
+        return ""
+    head = "".join(
+        f"<th>{name}</th>"
+        for name in ("gradient", "token", "direction", "probability", "advantage", "ratio", "episode")
+    )
+    rows = "".join(_token_row(token) for token in strongest_tokens["tokens"])
+    half = (
+        f"Half of the gradient comes from {strongest_tokens['half']:,} of {strongest_tokens['of']:,} tokens. "
+        if strongest_tokens["half"]
+        else ""
+    )
+    hint = "Gradient: the size of the loss's gradient at the outputs that predict a token, |d loss / d log p| (1 - p)."
+    return (
+        f"<h2>Tokens with the largest gradient</h2><p class=hint>Step {_step_of(steps[-1])}. {half}{hint}</p>"
+        f'<div class="wide"><table><tr>{head}</tr>{rows}</table></div>'
+    )
+
+
+def _token_row(token: Mapping[str, Any]) -> str:
+    direction = "likelier" if token["pull"] < 0 else "less likely"
+    cells = (
+        f"{token['share']:.1%}", f"<code>{escape(token['text'])}</code>", direction,
+        f"{exp(min(token['now'], 0.0)):.0%}",
+        f"{token['advantage']:.3g}", f"{token['ratio']:.3f}", escape(token["id"]),
+    )  # fmt: skip
+    return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+
+
+def _step_of(path: Path) -> int:
+    return int(path.stem.removeprefix("step-"))
+
+
+def _terms_path(folder: Path, episodes: Path) -> Path:
+    return TermStore(folder / "terms").path(_step_of(episodes))

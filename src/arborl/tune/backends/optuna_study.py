@@ -1,8 +1,7 @@
-"""Optuna: its tree-structured Parzen estimator chooses, its database remembers.
+"""Optuna: chooses parameters with its tree-structured Parzen estimator and stores trials in its database.
 
-The database is the truth, and a trial in it is somebody's as long as that somebody lives: every process holds a lock of
-its own, which the system lets go of however the process ends. So a study that was killed goes on, and several processes
-share one: whoever comes next marks what a dead one left as lost, and has it tried again.
+Several processes can share a study, and a killed study resumes. Every process holds a file lock, which the system
+releases when the process ends; the trials of a dead process are marked as lost and repeated.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from filelock import FileLock, Timeout
 
 from arborl.errors import ConfigError, writing
 from arborl.seeds import derive
-from arborl.tune.backends.backend import Tell, missing
-from arborl.tune.space import Choice, Domain, Params
-from arborl.tune.trial import Objective, Outcome, Plan, State, Trial, attempt
+from arborl.tune.backends import OnTrialEnd, missing_package
+from arborl.tune.space import ChoiceDomain, Domain, Params
+from arborl.tune.trial import Objective, StudyPlan, Trial, TrialOutcome, TrialState, run_trial_once
 
 if TYPE_CHECKING:
     import optuna
@@ -29,59 +28,59 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NAME = "study"
-WAIT = 0.5
-"""Seconds between two looks at trials of other processes, which may die and leave some."""
-ENOUGH = 4
-"""Trials that must have come to their end before one is stopped for doing worse than they did."""
-DIED = "the process ended in the middle of it"
+POLL_SECONDS = 0.5
+"""Interval of checks for trials of dead processes."""
+MIN_FINISHED = 4
+"""Finished trials before pruning starts."""
+DIED = "its process died"
 
 
 class OptunaBackend:
-    """Trials one after another, or `plan.jobs` at a time; a killed study goes on with those that are missing."""
+    """Runs `plan.jobs` trials at a time; a killed study resumes with the missing ones."""
 
     def __init__(self) -> None:
         try:
             import optuna
         except ImportError as error:
-            raise missing("optuna", "optuna", "optuna", error) from error
+            raise missing_package("optuna", "optuna", "optuna", error) from error
         optuna.logging.set_verbosity(optuna.logging.WARNING)
 
-    async def run(self, plan: Plan, objective: Objective, tell: Tell) -> list[Trial]:
-        board = Board(plan)
+    async def run(self, plan: StudyPlan, objective: Objective, tell: OnTrialEnd) -> list[Trial]:
+        storage = StudyStorage(plan)
         try:
-            workers = [asyncio.create_task(_work(board, objective, tell)) for _ in range(plan.jobs)]
+            workers = [asyncio.create_task(_work(storage, objective, tell)) for _ in range(plan.jobs)]
             try:
                 await asyncio.gather(*workers)
             finally:
                 for worker in workers:
                     worker.cancel()
                 await asyncio.gather(*workers, return_exceptions=True)
-            return board.trials()
+            return storage.trials()
         finally:
-            board.close()
+            storage.close()
 
 
-async def _work(board: Board, objective: Objective, tell: Tell) -> None:
-    while not board.enough():
-        claimed = board.claim()
+async def _work(storage: StudyStorage, objective: Objective, tell: OnTrialEnd) -> None:
+    while not storage.is_finished():
+        claimed = storage.claim()
         if claimed is None:
-            await asyncio.sleep(WAIT)  # others are at the last ones
+            await asyncio.sleep(POLL_SECONDS)  # other processes run the last trials
             continue
         try:
-            outcome = await attempt(objective, claimed.params, claimed, lambda: claimed.stopped)  # noqa: B023
+            outcome = await run_trial_once(objective, claimed.params, claimed, lambda: claimed.stopped)  # noqa: B023
         except BaseException:
-            board.lose(claimed)
+            storage.lose(claimed)
             raise
-        tell(board.settle(claimed, outcome))
+        tell(storage.finish(claimed, outcome))
 
 
 @dataclass(slots=True)
-class Claim:
-    """A trial that this process has taken, and its report."""
+class ClaimedTrial:
+    """A trial that this process runs; also its report."""
 
     handle: optuna.Trial
     params: Params
-    """Empty: the settings as they are."""
+    """Empty for the unchanged settings."""
     default: bool
     folder: Path
     pruning: bool
@@ -98,113 +97,113 @@ class Claim:
         return self.stopped
 
 
-class Board:
-    """The study in its database, as one of the processes that work on it sees it."""
+class StudyStorage:
+    """The study's database, shared by several processes."""
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: StudyPlan):
         import optuna
 
         self.plan = plan
-        self.me = uuid.uuid4().hex
+        self.worker_id = uuid.uuid4().hex
         with writing(plan.folder):
             (plan.folder / "workers").mkdir(parents=True, exist_ok=True)
-        self.guard = FileLock(plan.folder / ".lock")
-        self.alive = self._lock_of(self.me)
-        with self.guard:
-            self._hold(self.alive)
+        self.lock = FileLock(plan.folder / ".lock")
+        self.worker_lock = self._lock_of(self.worker_id)
+        with self.lock:
+            self._acquire(self.worker_lock)
             self.storage = _database(plan.folder / "study.db")
             self.study = optuna.create_study(
                 storage=self.storage,
                 study_name=NAME,
                 direction=plan.direction,
                 load_if_exists=True,
-                pruner=optuna.pruners.MedianPruner(ENOUGH) if plan.pruning else optuna.pruners.NopPruner(),
+                pruner=optuna.pruners.MedianPruner(MIN_FINISHED) if plan.pruning else optuna.pruners.NopPruner(),
             )
             if not self.study.get_trials(deepcopy=False):
                 self.study.enqueue_trial(plan.known, user_attrs={"default": True})
 
     def close(self) -> None:
-        with self.guard:
-            self.alive.release()
-            Path(self.alive.lock_file).unlink(missing_ok=True)
+        with self.lock:
+            self.worker_lock.release()
+            Path(self.worker_lock.lock_file).unlink(missing_ok=True)
         self.storage.remove_session()
         self.storage.engine.dispose()
 
     # -------------------------------------------------------------------------------------------- taking one
 
-    def enough(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether all trials of the plan have ended."""
         return sum(trial.state in ("done", "pruned", "failed") for trial in self.trials()) >= self.plan.trials
 
-    def claim(self) -> Claim | None:
-        """The next trial; none where the others are being played."""
-        with self.guard:
-            self._bury()
+    def claim(self) -> ClaimedTrial | None:
+        """The next trial; None if all others are running."""
+        with self.lock:
+            self._mark_lost_trials()
             if sum(trial.state != "lost" for trial in self.trials()) >= self.plan.trials:
                 return None
             trial = self.study.ask()
-            trial.set_user_attr("worker", self.me)
+            trial.set_user_attr("worker", self.worker_id)
             default = bool(trial.user_attrs.get("default"))
             names = self.plan.known if default else self.plan.space
             self.study.sampler = self._sampler(trial.number)
             drawn = {name: _suggest(trial, name, self.plan.space[name]) for name in names}
-            folder = self.plan.folder_of(trial.number)
-            return Claim(trial, {} if default else drawn, default, folder, self.plan.pruning and not default)
+            folder = self.plan.trial_folder(trial.number)
+            return ClaimedTrial(trial, {} if default else drawn, default, folder, self.plan.pruning and not default)
 
     def _sampler(self, number: int) -> Any:
-        """One for each trial, so that a study that goes on does not draw again what it drew at its beginning."""
+        """A new sampler for each trial, so that a resumed study does not repeat its first samples."""
         import optuna
 
-        startup = 3 + len(self.plan.space)  # drawn at random, before there is much to estimate from
+        startup = 3 + len(self.plan.space)  # random trials before the estimator is used
         seed = derive(self.plan.seed, "tune", number) % 2**32
         return optuna.samplers.TPESampler(n_startup_trials=startup, seed=seed, multivariate=False)
 
     # -------------------------------------------------------------------------------------------- ending it
 
-    def settle(self, claim: Claim, outcome: Outcome) -> Trial:
-        """Write down how it ended."""
+    def finish(self, claim: ClaimedTrial, outcome: TrialOutcome) -> Trial:
+        """Store the outcome."""
         import optuna
 
         states = optuna.trial.TrialState
         state = {"done": states.COMPLETE, "pruned": states.PRUNED}.get(outcome.state, states.FAIL)
-        with self.guard:
+        with self.lock:
             claim.handle.set_user_attr("seconds", outcome.seconds)
             claim.handle.set_user_attr("reason", outcome.reason)
             self.study.tell(claim.handle, outcome.value if outcome.state == "done" else None, state=state)
         return next(trial for trial in self.trials() if trial.number == claim.trial)
 
-    def lose(self, claim: Claim) -> None:
-        """It was interrupted, for no fault of its own: it does not count, and is tried again."""
-        with self.guard:
+    def lose(self, claim: ClaimedTrial) -> None:
+        """An interrupted trial does not count and is repeated."""
+        with self.lock:
             trial = self.study.get_trials(deepcopy=False)[claim.trial]
             self._lose(trial, "it was interrupted", bool(trial.user_attrs.get("again")))
 
-    def _bury(self) -> None:
-        """Trials whose process is gone are lost."""
+    def _mark_lost_trials(self) -> None:
+        """Mark the trials of dead processes as lost."""
         import optuna
 
         for trial in self.study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):
             owner = trial.user_attrs.get("worker")
-            if owner == self.me:
+            if owner == self.worker_id:
                 continue
             if owner is not None:
                 lock = self._lock_of(owner)
                 try:
                     lock.acquire(blocking=False)
                 except Timeout:
-                    continue  # it lives
+                    continue  # its process is alive
                 lock.release()
                 Path(lock.lock_file).unlink(missing_ok=True)
-            if trial.user_attrs.get("again"):  # it may well be its doing: out of memory, say
+            if trial.user_attrs.get("again"):  # the trial may be the cause, for example out of memory
                 self._fail(trial, f"{DIED}, twice")
             else:
                 self._lose(trial, DIED, again=True)
 
     def _lose(self, trial: optuna.trial.FrozenTrial, reason: str, again: bool) -> None:
-        """It does not count; the same is tried anew.
+        """The trial does not count and is repeated.
 
         Args:
-            again: whether a process has died of it.
+            again: whether a process died during this trial.
         """
         default = bool(trial.user_attrs.get("default"))
         self.study.enqueue_trial(dict(trial.params), user_attrs={"default": default, "again": again})
@@ -222,14 +221,14 @@ class Board:
     # -------------------------------------------------------------------------------------------- reading
 
     def trials(self) -> list[Trial]:
-        """All that have begun."""
+        """All trials that have started."""
         found = self.study.get_trials(deepcopy=False)
         return [self._read(trial) for trial in found if trial.state.name != "WAITING"]
 
     def _read(self, trial: optuna.trial.FrozenTrial) -> Trial:
-        attributes, folder = trial.user_attrs, self.plan.folder_of(trial.number)
+        attributes, folder = trial.user_attrs, self.plan.trial_folder(trial.number)
         default = bool(attributes.get("default"))
-        states: dict[str, State] = {"COMPLETE": "done", "PRUNED": "pruned", "RUNNING": "running"}
+        states: dict[str, TrialState] = {"COMPLETE": "done", "PRUNED": "pruned", "RUNNING": "running"}
         return Trial(
             trial.number,
             dict(self.plan.default) if default else dict(trial.params),
@@ -244,18 +243,18 @@ class Board:
     def _lock_of(self, owner: str) -> FileLock:
         return FileLock(self.plan.folder / "workers" / f"{owner}.lock")
 
-    def _hold(self, lock: FileLock) -> None:
+    def _acquire(self, lock: FileLock) -> None:
         try:
             lock.acquire(blocking=False)
         except NotImplementedError as error:
             raise ConfigError(
-                f"{self.plan.folder}: this file system has no locks, without which nobody knows whether a trial is "
-                "still being played. Write --study FOLDER on another."
+                f"{self.plan.folder}: this file system has no locks, which detect dead processes. "
+                "Write --study FOLDER on another file system."
             ) from error
 
 
 def _database(path: Path) -> optuna.storages.RDBStorage:
-    """The file is opened by its path: in an address, a `?`, a `%` or a brace of the path would mean something."""
+    """Opened by path, not by URL: `?`, `%` and braces of the path have a meaning in a URL."""
     import sqlite3
 
     import optuna
@@ -268,7 +267,7 @@ def _database(path: Path) -> optuna.storages.RDBStorage:
 
 
 def _suggest(trial: optuna.Trial, name: str, domain: Domain) -> Any:
-    if isinstance(domain, Choice):
+    if isinstance(domain, ChoiceDomain):
         return trial.suggest_categorical(name, domain.choices)
     if domain.whole:
         return trial.suggest_int(name, int(domain.low), int(domain.high))

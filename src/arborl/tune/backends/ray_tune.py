@@ -1,7 +1,7 @@
-"""Ray Tune: trials are tasks of a Ray cluster, wherever it has room.
+"""Ray Tune: trials are tasks of a Ray cluster.
 
-Settings are drawn at random, by Ray; a trial that does worse on its way than the median of the others is stopped.
-Ray keeps its own files below the study's folder. A study of Ray's that was killed is not gone on with.
+Ray samples the parameters at random, and stops a trial that is worse than the median of the others. It writes its own
+files below the study's folder. A killed study is not resumed.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 
 from arborl.errors import ConfigError
 from arborl.seeds import derive
-from arborl.tune.backends.backend import Tell, missing
-from arborl.tune.space import Choice, Domain
-from arborl.tune.trial import Objective, Outcome, Plan, Trial, attempt
+from arborl.tune.backends import OnTrialEnd, missing_package
+from arborl.tune.space import ChoiceDomain, Domain
+from arborl.tune.trial import Objective, StudyPlan, Trial, TrialOutcome, run_trial_once
 
 FOLDER = "ray"
 
@@ -27,25 +27,25 @@ class RayTuneBackend:
     """Hands the trials to `ray.tune`, `plan.jobs` at a time."""
 
     def __init__(self) -> None:
-        os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # the study has its own lines
-        os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")  # files are named from where the study was begun
+        os.environ.setdefault("RAY_AIR_NEW_OUTPUT", "0")  # the study prints its own lines
+        os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")  # paths are relative to the study's working directory
         try:
             from ray import tune  # noqa: F401
         except ImportError as error:
-            raise missing("ray_tune", "ray[tune]", "ray_tune", error) from error
+            raise missing_package("ray_tune", "ray[tune]", "ray_tune", error) from error
 
-    async def run(self, plan: Plan, objective: Objective, tell: Tell) -> list[Trial]:
+    async def run(self, plan: StudyPlan, objective: Objective, tell: OnTrialEnd) -> list[Trial]:
         if (plan.folder / FOLDER).exists():
             raise ConfigError(
-                f"{plan.folder} holds a study of Ray's, which is not gone on with. Write another --study, or "
+                f"{plan.folder} holds a study of Ray Tune, which cannot be resumed. Write another --study, or "
                 "--backend optuna."
             )
         (plan.folder / FOLDER).mkdir(parents=True)
         plan = replace(plan, folder=plan.folder.resolve())
         with _connected(plan.jobs):
-            first = _fit(plan, objective, True)
+            first = _run_trials(plan, objective, True)
             tell(first[0])
-            others = _fit(plan, objective, False) if plan.trials > 1 else []
+            others = _run_trials(plan, objective, False) if plan.trials > 1 else []
         for trial in others:
             tell(trial)
         return [*first, *others]
@@ -53,26 +53,26 @@ class RayTuneBackend:
 
 @contextmanager
 def _connected(jobs: int) -> Iterator[None]:
-    """To the cluster that this process is in, or `RAY_ADDRESS` names; else to one of its own, as long as it is used."""
+    """Connect to this process's cluster or that of `RAY_ADDRESS`; otherwise start a local one."""
     import ray
 
     from arborl.cluster.placement.ray_cluster import keep_signal_handlers
 
-    mine = not ray.is_initialized()
-    if mine:
+    is_owner = not ray.is_initialized()
+    if is_owner:
         alone = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": jobs, "include_dashboard": False}
         with keep_signal_handlers():
             ray.init(log_to_driver=False, logging_level="error", **alone)
     try:
         yield
     finally:
-        if mine:
+        if is_owner:
             ray.shutdown()
 
 
 @dataclass(slots=True)
 class RayReport:
-    """Tells Ray, which ends the process of a trial that it wants stopped."""
+    """Reports to Ray, which ends the process of a trial that it stops."""
 
     trial: int
     folder: Path
@@ -86,8 +86,8 @@ class RayReport:
         return False
 
 
-def _fit(plan: Plan, objective: Objective, default: bool) -> list[Trial]:
-    """The settings as they are alone; or all others."""
+def _run_trials(plan: StudyPlan, objective: Objective, default: bool) -> list[Trial]:
+    """Run the unchanged settings, or all other trials."""
     from ray import tune
     from ray.tune.schedulers import MedianStoppingRule
     from ray.tune.search import BasicVariantGenerator
@@ -99,13 +99,13 @@ def _fit(plan: Plan, objective: Objective, default: bool) -> list[Trial]:
     scheduler = MedianStoppingRule("step", "value", mode, grace_period=0) if plan.pruning and not default else None
 
     def trainable(config: dict[str, Any]) -> None:
-        report = RayReport(config["_number"], plan.folder_of(config["_number"]))
+        report = RayReport(config["_number"], plan.trial_folder(config["_number"]))
         params = {name: config[name] for name in space}
-        outcome: Outcome = asyncio.run(attempt(objective, params, report, lambda: False))
+        outcome: TrialOutcome = asyncio.run(run_trial_once(objective, params, report, lambda: False))
         value = outcome.value if outcome.value is not None else float("nan")
         step = int(report.last.get("step", 0)) + 1
-        said = {"state": outcome.state, "reason": outcome.reason, "seconds": outcome.seconds}
-        tune.report({"value": value, "step": step, **said})
+        reported = {"state": outcome.state, "reason": outcome.reason, "seconds": outcome.seconds}
+        tune.report({"value": value, "step": step, **reported})
 
     tuner = tune.Tuner(
         tune.with_resources(trainable, _share(plan.jobs)),
@@ -124,31 +124,31 @@ def _fit(plan: Plan, objective: Objective, default: bool) -> list[Trial]:
 
 
 def _share(jobs: int) -> dict[str, float]:
-    """What each trial is given; one that is given no part of a GPU sees none."""
+    """Resources of a trial; without a share of a GPU it sees none."""
     import ray
 
     gpus = ray.cluster_resources().get("GPU", 0.0)
     return {"cpu": 1.0} | ({"gpu": min(1.0, gpus / jobs)} if gpus else {})
 
 
-def _trial(plan: Plan, number: int, result: Any, default: bool) -> Trial:
-    """What became of one, from the last that it said; one whose process died may have said nothing."""
-    said, config = dict(result.metrics or {}), dict(result.config or {})
+def _trial(plan: StudyPlan, number: int, result: Any, default: bool) -> Trial:
+    """The result of a trial from its last report, which is missing if its process died."""
+    reported, config = dict(result.metrics or {}), dict(result.config or {})
     config.pop("_number", None)
-    state = said.get("state", "failed")
-    reason = said.get("reason", "")
+    state = reported.get("state", "failed")
+    reason = reported.get("reason", "")
     if result.error is not None:
         state, reason = "failed", " ".join(str(result.error).split())[:500]
     elif state == "running":  # Ray stopped it
         state = "pruned"
-    folder = plan.folder_of(number)
+    folder = plan.trial_folder(number)
     return Trial(
         number,
         dict(plan.default) if default else config,
         state,
-        said.get("value") if state in ("done", "pruned") else None,
+        reported.get("value") if state in ("done", "pruned") else None,
         reason,
-        round(said.get("seconds") or said.get("time_total_s", 0.0), 3),
+        round(reported.get("seconds") or reported.get("time_total_s", 0.0), 3),
         default,
         str(folder.relative_to(plan.folder)) if folder.exists() else "",
     )
@@ -157,7 +157,7 @@ def _trial(plan: Plan, number: int, result: Any, default: bool) -> Trial:
 def _domain(domain: Domain) -> Any:
     from ray import tune
 
-    if isinstance(domain, Choice):
+    if isinstance(domain, ChoiceDomain):
         return tune.choice(list(domain.choices))
     if domain.whole:
         return tune.randint(int(domain.low), int(domain.high) + 1)

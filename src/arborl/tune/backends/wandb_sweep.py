@@ -1,7 +1,6 @@
-"""Sweeps of Weights & Biases: its server chooses (Bayesian search), this process tries.
+"""Sweeps of Weights & Biases: its server chooses parameters (Bayesian search), this process runs the trials.
 
-Sweeps need the server and an account; there is no offline form of them. The settings as they are are tried first, here,
-since a server cannot be told to begin with them.
+Sweeps need the server and an account. The unchanged settings run first, outside the sweep.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from arborl.errors import ConfigError
-from arborl.tune.backends.backend import Tell, missing
-from arborl.tune.space import Choice, Domain
-from arborl.tune.trial import Objective, Plan, Trial, attempt
+from arborl.tune.backends import OnTrialEnd, missing_package
+from arborl.tune.space import ChoiceDomain, Domain
+from arborl.tune.trial import Objective, StudyPlan, Trial, run_trial_once
 
 PROJECT = "arborl-tune"
 
@@ -23,7 +22,7 @@ class WandbBackend:
     """A sweep in the project `$WANDB_PROJECT` (or `arborl-tune`), one trial after another.
 
     Args:
-        service: what stands in for the package `wandb`.
+        service: replaces the package `wandb` in tests.
     """
 
     def __init__(self, service: Any = None) -> None:
@@ -31,48 +30,48 @@ class WandbBackend:
             try:
                 import wandb as service
             except ImportError as error:
-                raise missing("wandb", "wandb", "wandb", error) from error
+                raise missing_package("wandb", "wandb", "wandb", error) from error
         self.wandb = service
         if os.environ.get("WANDB_MODE", "online") in ("offline", "disabled"):
             raise ConfigError(
-                "backend=wandb: there are no sweeps without the server, and WANDB_MODE="
+                "backend=wandb: sweeps need the server, but WANDB_MODE="
                 f"{os.environ['WANDB_MODE']}. Unset it, or write --backend optuna."
             )
         try:
-            known, why = service.login(prompt=False), "nobody is logged in"
+            is_logged_in, why = service.login(prompt=False), "no user is logged in"
         except service.Error as error:
-            known, why = False, f"it does not know this key ({error})"
-        if not known:
+            is_logged_in, why = False, f"it refuses this key ({error})"
+        if not is_logged_in:
             raise ConfigError(
-                f"backend=wandb: sweeps are chosen by the server of Weights & Biases, and {why}. Write `wandb login`, "
+                f"backend=wandb: sweeps need the server of Weights & Biases, and {why}. Write `wandb login`, "
                 "or set WANDB_API_KEY; or write --backend optuna, which needs no account."
             )
 
-    async def run(self, plan: Plan, objective: Objective, tell: Tell) -> list[Trial]:
+    async def run(self, plan: StudyPlan, objective: Objective, tell: OnTrialEnd) -> list[Trial]:
         if plan.jobs > 1:
-            raise ConfigError(f"jobs={plan.jobs}: backend=wandb tries one setting at a time. Leave --jobs out.")
-        found: list[Trial] = []
+            raise ConfigError(f"jobs={plan.jobs}: backend=wandb runs one trial at a time. Leave --jobs out.")
+        trials: list[Trial] = []
 
-        def tried(number: int, params: dict[str, Any], say: Any = None) -> None:
-            found.append(_try(plan, objective, number, params, say))
-            tell(found[-1])
+        def run_one(number: int, params: dict[str, Any], say: Any = None) -> None:
+            trials.append(_try(plan, objective, number, params, say))
+            tell(trials[-1])
 
-        await asyncio.to_thread(tried, 0, {})
+        await asyncio.to_thread(run_one, 0, {})
         if plan.trials == 1:
-            return found
+            return trials
         name = os.environ.get("WANDB_PROJECT") or PROJECT
         sweep = self.wandb.sweep(sweep_of(plan), project=name)
 
         def one() -> None:
             with self.wandb.init() as run:
-                tried(len(found), {key: run.config[key] for key in plan.space}, run.log)
+                run_one(len(trials), {key: run.config[key] for key in plan.space}, run.log)
 
         await asyncio.to_thread(self.wandb.agent, sweep, one, project=name, count=plan.trials - 1)
-        return found
+        return trials
 
 
 class WandbReport:
-    """Tells the server, which may want the trial stopped by ending it from outside."""
+    """Reports to the server, which may end the process of a trial."""
 
     def __init__(self, number: int, folder: Path, say: Any):
         self.trial, self.folder, self.say = number, folder, say
@@ -83,10 +82,10 @@ class WandbReport:
         return False
 
 
-def _try(plan: Plan, objective: Objective, number: int, params: dict[str, Any], say: Any) -> Trial:
-    folder = plan.folder_of(number)
+def _try(plan: StudyPlan, objective: Objective, number: int, params: dict[str, Any], say: Any) -> Trial:
+    folder = plan.trial_folder(number)
     report = WandbReport(number, folder, say)
-    outcome = asyncio.run(attempt(objective, params, report, lambda: False))
+    outcome = asyncio.run(run_trial_once(objective, params, report, lambda: False))
     if say is not None and outcome.value is not None:
         say({"value": outcome.value})
     where = str(folder.relative_to(plan.folder)) if folder.exists() else ""
@@ -94,8 +93,8 @@ def _try(plan: Plan, objective: Objective, number: int, params: dict[str, Any], 
     return Trial(number, shown, outcome.state, outcome.value, outcome.reason, outcome.seconds, number == 0, where)
 
 
-def sweep_of(plan: Plan) -> dict[str, Any]:
-    """The plan in the words of a sweep."""
+def sweep_of(plan: StudyPlan) -> dict[str, Any]:
+    """The plan as a sweep configuration."""
     return {
         "name": plan.folder.name,
         "method": "bayes",
@@ -106,7 +105,7 @@ def sweep_of(plan: Plan) -> dict[str, Any]:
 
 
 def _domain(domain: Domain) -> dict[str, Any]:
-    if isinstance(domain, Choice):
+    if isinstance(domain, ChoiceDomain):
         return {"values": list(domain.choices)}
     kind = "int_uniform" if domain.whole else "log_uniform_values" if domain.log else "uniform"
     return {"distribution": kind, "min": domain.low, "max": domain.high}

@@ -1,20 +1,17 @@
-"""The viewer: a local web application that reads run folders while they are written. It writes an index and no more.
+"""The viewer: a local web application for finished and running runs. It writes only an index.
 
-In reading order:
-
-    app.py        The application: what a browser may ask for, and the door in front of it
-    serve.py      The application behind a socket of this machine, until a signal
-    folders.py    Run folders below a folder: which there are, how they stand, how their configurations differ
-    metrics.py    The numbers of a run, as series that a chart can draw
-    index.py      The index of a run's episodes: one row an episode, found without reading the files
-    rows.py       A line of an episode file as a row of the index
-    search.py     What to show of the index: filters, order, a page
-    episode.py    One episode to be read: conversation, tokens and everything that is known of each
-    group.py      The episodes of one task: their tree of tokens, and where two of them part
-    gradient.py   The tokens that moved the weights most in a step
-    words.py      Token ids as text, by the tokenizer that a run has
+app.py         The HTTP application
+viewer.py      The HTTP server
+folders.py     Run folders: list, state, differences of configurations
+metrics.py     Metrics as series for charts
+index.py       The SQLite index of a run's episodes
+search.py      Queries of the index: filters, order, pages
+episode.py     One episode as JSON
+group.py       The token tree of a group, and where two episodes diverge
+gradient.py    The tokens with the largest gradient in a step
+token_text.py  Token ids as text
 """
 
-from arborl.view.web.folders import Runs
+from arborl.view.web.folders import RunFolders
 
-__all__ = ["Runs"]
+__all__ = ["RunFolders"]

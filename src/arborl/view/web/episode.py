@@ -1,4 +1,4 @@
-"""One episode to be read: conversation, tokens and everything that is known of each."""
+"""One episode as JSON: conversation, calls and tokens with their numbers."""
 
 from __future__ import annotations
 
@@ -12,27 +12,26 @@ from arborl.rollout.term_store import NUMBERS, Columns, pushes
 from arborl.tokens import Tokens
 from arborl.track.folder_files import parse_json
 from arborl.types import GIVEN, Call, Episode, Message
-from arborl.view.web.words import Decode, pieces
+from arborl.view.web.token_text import Decode, pieces
 
-MOST_CALLS = 2000
-MOST_REPEATED = 2**27
-"""Ids and messages of an episode's prompts, written out."""
+MAX_CALLS = 2000
+MAX_REPEATED = 2**27
+"""Size of an episode's expanded prompts."""
 
 
 def parsed(line: bytes, where: str) -> Episode:
-    """The episode of a line, where it is of a size that a page can show."""
+    """The episode of a line, if it is small enough for a page."""
     row = parse_json(line, where)
     with reading(where):
         calls = row["calls"]
         repeated = sum(int(call["prompt"][1]) for call in calls)
         repeated += 1000 * sum(int(call["messages"][1]) for call in calls if "messages" in call)
-        if len(calls) > MOST_CALLS or repeated > MOST_REPEATED:
-            raise ValueError(f"it has {len(calls):,} calls and {repeated:,} repeated ids, too many to be shown")
+        if len(calls) > MAX_CALLS or repeated > MAX_REPEATED:
+            raise ValueError(f"it has {len(calls):,} calls and {repeated:,} repeated ids, too many for a page")
         return from_json(row)
 
 
-def told(episode: Episode) -> dict[str, Any]:
-    """What an episode's page says above its conversation, and the conversation."""
+def episode_as_dict(episode: Episode) -> dict[str, Any]:
     failure = episode.failure
     return {
         "id": episode.id,
@@ -75,14 +74,14 @@ def message_of(message: Message) -> dict[str, Any]:
 
 
 def calls_of(episode: Episode, decode: Decode | None, terms: Columns | None, line: int) -> list[dict[str, Any]]:
-    """Each model call: what it repeats of an earlier one, what was new to read, and what was sampled, token by token.
+    """Each model call: repeated prefix, new prompt tokens, and sampled tokens.
 
     Args:
-        terms: of the episode's step, where they were kept.
-        line: the episode's, in its file.
+        terms: loss terms of the step, if stored.
+        line: the episode's line in its file.
     """
     seen: list[Tokens] = []
-    spoken: list[tuple[Message, ...]] = []
+    earlier_messages: list[tuple[Message, ...]] = []
     rows: Any = [] if terms is None else np.flatnonzero(terms["episode"] == line)
     found = []
     for number, (call, branch) in enumerate(zip(episode.calls, episode.branches, strict=True)):
@@ -105,18 +104,18 @@ def calls_of(episode: Episode, decode: Decode | None, terms: Columns | None, lin
                 "goes_on": bool(origin >= 0 and repeated == len(seen[origin])),
                 "read": {"ids": fresh, "text": pieces(fresh, decode)},
                 "sampled": _sampled(call, number, decode, terms, rows),
-                "messages": [message_of(message) for message in _new(call, spoken)],
+                "messages": [message_of(message) for message in _new(call, earlier_messages)],
                 "reply": message_of(call.reply) if call.reply else None,
             }
         )
         seen.append(call.whole)
-        spoken.append(call.messages + ((call.reply,) if call.reply else ()))
+        earlier_messages.append(call.messages + ((call.reply,) if call.reply else ()))
     return found
 
 
-def _new(call: Call, spoken: Sequence[tuple[Message, ...]]) -> Sequence[Message]:
-    """The messages that the call before did not have."""
-    before = spoken[-1] if spoken else ()
+def _new(call: Call, earlier_messages: Sequence[tuple[Message, ...]]) -> Sequence[Message]:
+    """The messages that the previous call did not have."""
+    before = earlier_messages[-1] if earlier_messages else ()
     same = 0
     for one, other in zip(call.messages, before, strict=False):
         if one != other:
@@ -126,15 +125,15 @@ def _new(call: Call, spoken: Sequence[tuple[Message, ...]]) -> Sequence[Message]
 
 
 def _sampled(call: Call, number: int, decode: Decode | None, terms: Columns | None, rows: Any) -> Mapping[str, Any]:
-    """Columns over the sampled tokens; of the terms' only where the step kept some of this call."""
-    said = call.completion
-    count = len(said.tokens)
-    given = said.version == GIVEN
+    """Columns over the sampled tokens, with the loss terms if stored."""
+    completion = call.completion
+    count = len(completion.tokens)
+    given = completion.version == GIVEN
     columns: dict[str, Any] = {
-        "ids": list(said.tokens),
-        "text": pieces(said.tokens, decode),
-        "logprob": [None] * count if given else list(said.logprobs),
-        "version": list(said.versions) or [said.version] * count,
+        "ids": list(completion.tokens),
+        "text": pieces(completion.tokens, decode),
+        "logprob": [None] * count if given else list(completion.logprobs),
+        "version": list(completion.versions) or [completion.version] * count,
     }
     if call.rivals:
         columns["against"] = [

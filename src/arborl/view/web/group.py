@@ -1,4 +1,4 @@
-"""The episodes of one task: their tree of tokens, and where two of them part."""
+"""The token tree of a group, and where two of its episodes diverge."""
 
 from __future__ import annotations
 
@@ -9,26 +9,25 @@ import numpy as np
 
 from arborl.rollout.tree import grow
 from arborl.types import Episode, Ints
-from arborl.view.web.words import Decode, pieces
+from arborl.view.web.token_text import Decode, pieces
 
-SHOWN = 600
-"""Characters of a stretch's text."""
-RIVALS = 8
-"""Other tokens that are named where siblings chose otherwise."""
+MAX_TEXT = 600
+"""Characters of a segment's text."""
+MAX_ALTERNATIVES = 8
 
 
 def tree_of(episodes: Sequence[Episode], decode: Decode | None) -> dict[str, Any]:
-    """The tree as stretches without a fork, in depth-first order, and where the calls of each episode end in it."""
+    """The tree as segments without a fork, in depth-first order, and where the calls of each episode end."""
     calls = [(number, at, call) for number, episode in enumerate(episodes) for at, call in enumerate(episode.calls)]
     tree, paths = grow(call.whole for _, _, call in calls)
     size = len(tree)
     if not size:
         return {"tokens": 0, "raw": 0, "stretches": [], "calls": []}
-    by_whom: list[set[int]] = [set() for _ in range(size)]
+    sampled_by: list[set[int]] = [set() for _ in range(size)]
     for (number, _, call), path in zip(calls, paths, strict=True):
         for place in path[len(call.prompt) :].tolist():
-            by_whom[place].add(number)
-    forks = np.ones(size, dtype=bool)  # whether a stretch begins there
+            sampled_by[place].add(number)
+    forks = np.ones(size, dtype=bool)  # whether a segment begins there
     forks[1:] = (np.diff(tree.depth) != 1) | (np.diff(tree.end) != 0)
     begins = np.flatnonzero(forks)
     ends = np.append(begins[1:], size)
@@ -40,7 +39,7 @@ def tree_of(episodes: Sequence[Episode], decode: Decode | None) -> dict[str, Any
             "depth": int(tree.depth[begin]),
             "length": int(end - begin),
             "text": _text(tree.tokens[begin:end].tolist(), decode),
-            "sampled": _runs(by_whom[begin:end]),
+            "sampled": _runs(sampled_by[begin:end]),
         }
         for begin, end, parent in zip(begins.tolist(), ends.tolist(), parents, strict=True)
     ]
@@ -53,26 +52,26 @@ def tree_of(episodes: Sequence[Episode], decode: Decode | None) -> dict[str, Any
 
 
 def _parents(depth: Ints, begins: Ints, of_place: Ints) -> list[int]:
-    """Of each stretch the one it grows from; -1 at a root. The last stretch of each depth is on the way down."""
-    parents, way = list[int](), list[tuple[int, int]]()
+    """The parent of each segment; -1 for a root."""
+    parents, path = list[int](), list[tuple[int, int]]()
     for number, begin in enumerate(begins.tolist()):
-        while way and way[-1][0] >= depth[begin]:
-            way.pop()
-        parents.append(way[-1][1] if way else -1)
-        way.append((int(depth[begin]), number))
+        while path and path[-1][0] >= depth[begin]:
+            path.pop()
+        parents.append(path[-1][1] if path else -1)
+        path.append((int(depth[begin]), number))
     return parents
 
 
-def _runs(by_whom: Sequence[set[int]]) -> list[list[Any]]:
-    """Sampled parts of a stretch: where they begin, how long they are, and whose they are."""
+def _runs(sampled_by: Sequence[set[int]]) -> list[list[Any]]:
+    """Sampled parts of a segment: start, length and episodes."""
     runs: list[list[Any]] = []
-    for at, who in enumerate(by_whom):
-        if not who:
+    for at, episodes in enumerate(sampled_by):
+        if not episodes:
             continue
-        if runs and runs[-1][0] + runs[-1][1] == at and runs[-1][2] == sorted(who):
+        if runs and runs[-1][0] + runs[-1][1] == at and runs[-1][2] == sorted(episodes):
             runs[-1][1] += 1
         else:
-            runs.append([at, 1, sorted(who)])
+            runs.append([at, 1, sorted(episodes)])
     return runs
 
 
@@ -80,16 +79,13 @@ def _text(tokens: Sequence[int], decode: Decode | None) -> str:
     if decode is None:
         return f"{len(tokens)} tokens"
     text = decode(tokens)
-    return text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} … {text[-SHOWN // 2 :]}"
+    return text if len(text) <= MAX_TEXT else f"{text[: MAX_TEXT // 2]} … {text[-MAX_TEXT // 2 :]}"
 
 
-def rivals_of(episodes: Sequence[Episode], own: int, decode: Decode | None) -> list[dict[int, list[dict[str, Any]]]]:
-    """For each call of an episode, at which of its tokens siblings in the same context sampled another one, and which.
-
-    Args:
-        episodes: of the group.
-        own: which of them is asked about.
-    """
+def alternatives_of(
+    episodes: Sequence[Episode], own: int, decode: Decode | None
+) -> list[dict[int, list[dict[str, Any]]]]:
+    """For each call of episode `own`: tokens at which other episodes sampled another token in the same context."""
     calls = [(number, call) for number, episode in enumerate(episodes) for call in episode.calls]
     _, paths = grow(call.whole for _, call in calls)
     chosen: dict[int, dict[int, list[tuple[int, float]]]] = {}
@@ -108,25 +104,27 @@ def rivals_of(episodes: Sequence[Episode], own: int, decode: Decode | None) -> l
         for at, (place, token) in enumerate(zip(before, call.completion.tokens, strict=True)):
             choices = chosen[place]
             if len(choices) > 1:
-                others[at] = [_rival(other, who, decode) for other, who in choices.items() if other != token][:RIVALS]
+                others[at] = [
+                    _alternative(other, samples, decode) for other, samples in choices.items() if other != token
+                ][:MAX_ALTERNATIVES]
         found.append(others)
     return found
 
 
-def _rival(token: int, who: Sequence[tuple[int, float]], decode: Decode | None) -> dict[str, Any]:
+def _alternative(token: int, samples: Sequence[tuple[int, float]], decode: Decode | None) -> dict[str, Any]:
     return {
         "id": token,
         "text": pieces([token], decode)[0],
-        "logprob": who[0][1],
-        "episodes": sorted({number for number, _ in who}),
+        "logprob": samples[0][1],
+        "episodes": sorted({number for number, _ in samples}),
     }
 
 
-def parting(one: Episode, other: Episode) -> Mapping[str, Any]:
-    """Where two episodes stop being the same: the call, whether in what was read or in what was sampled, and the token.
+def divergence(one: Episode, other: Episode) -> Mapping[str, Any]:
+    """Where two episodes diverge: call, prompt or sampled part, and token.
 
     Example:
-        parting(a, b)      # {"call": 2, "part": "sampled", "token": 5}
+        divergence(a, b)      # {"call": 2, "part": "sampled", "token": 5}
     """
     for number, (mine, theirs) in enumerate(zip(one.calls, other.calls, strict=False)):
         for part, left, right in (

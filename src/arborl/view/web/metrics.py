@@ -1,4 +1,4 @@
-"""The numbers of a run, as series that a chart can draw."""
+"""The metrics of a run as series for charts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 from arborl.track.folder_files import Unreadable
 from arborl.track.jsonl import read_metrics
 
-POINTS = 1200
-"""Of a series; of more, the lowest and the highest of each stretch are kept."""
-KEPT = 32
-"""Files that are remembered."""
+MAX_POINTS = 1200
+"""Points of a series; of more, minimum and maximum of each interval are kept."""
+MAX_CACHED = 32
+"""Files in the cache."""
 
-MOST_VALUES = 5_000_000
-"""Numbers of a run that are kept; of more, those of the first steps."""
+MAX_VALUES = 5_000_000
+"""Numbers of a run that are read; of more, those of the first steps."""
 
 Stamp = tuple[int, int, int]
 Rows = list[dict[str, Any]]
@@ -26,12 +26,12 @@ _lock = threading.Lock()
 
 
 def rows_of(folder: Path) -> Rows:
-    """The lines of `metrics.jsonl`; read again only where the file has changed."""
+    """The rows of `metrics.jsonl`; cached until the file changes."""
     return read_rows(folder)[0]
 
 
 def read_rows(folder: Path) -> tuple[Rows, str]:
-    """The same, and what is wrong with the file."""
+    """The rows and the file's problem."""
     path, stamp = folder / "metrics.jsonl", stamp_of(folder)
     with _lock:
         if path in _known and _known[path][0] == stamp:
@@ -39,7 +39,7 @@ def read_rows(folder: Path) -> tuple[Rows, str]:
     rows, problem = _read(path)
     with _lock:
         _known.pop(path, None)
-        while len(_known) >= KEPT:
+        while len(_known) >= MAX_CACHED:
             _known.pop(next(iter(_known)))
         _known[path] = stamp, rows, problem
     return rows, problem
@@ -51,8 +51,8 @@ def _read(path: Path) -> tuple[Rows, str]:
     try:
         for row in read_metrics(path):
             count += len(row)
-            if count > MOST_VALUES:
-                return rows, f"{path.name}: has more than {MOST_VALUES:,} numbers; the first are shown."
+            if count > MAX_VALUES:
+                return rows, f"{path.name}: has more than {MAX_VALUES:,} numbers; the first are shown."
             rows.append(row)
     except FileNotFoundError:
         return [], ""
@@ -64,7 +64,7 @@ def _read(path: Path) -> tuple[Rows, str]:
 
 
 def stamp_of(folder: Path) -> Stamp:
-    """Another one, whenever the file has changed."""
+    """Changes with the file."""
     try:
         found = (folder / "metrics.jsonl").lstat()
     except OSError:
@@ -73,12 +73,12 @@ def stamp_of(folder: Path) -> Stamp:
 
 
 def names_of(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """What was measured, in the order of the first lines that have it."""
+    """Names of all metrics."""
     return [name for name in dict.fromkeys(name for row in rows for name in row) if name != "step"]
 
 
 def series(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, dict[str, list[float]]]:
-    """Of each name the steps that have it, the seconds of training up to then, and the values."""
+    """Steps, training seconds and values of each metric."""
     seconds = list(accumulate(_number(row.get("time/step")) or 0.0 for row in rows))
     found: dict[str, dict[str, list[float]]] = {}
     for name in names:
@@ -87,17 +87,17 @@ def series(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, di
             for row, spent in zip(rows, seconds, strict=True)
             if (value := _number(row.get(name))) is not None
         ]
-        kept = thinned(points)
+        kept = downsample(points)
         if kept:
             columns = [list(column) for column in zip(*kept, strict=True)]
             found[name] = dict(zip(("step", "seconds", "value"), columns, strict=True))
     return found
 
 
-def thinned(points: list[tuple[int, float, float]], most: int = POINTS) -> list[tuple[int, float, float]]:
-    """At most so many points, with every peak of the whole.
+def downsample(points: list[tuple[int, float, float]], most: int = MAX_POINTS) -> list[tuple[int, float, float]]:
+    """At most `most` points that keep all peaks.
 
-    >>> [value for *_, value in thinned([(n, 0.0, 9.0 if n == 5 else 0.0) for n in range(100)], 10)][:2]
+    >>> [value for *_, value in downsample([(n, 0.0, 9.0 if n == 5 else 0.0) for n in range(100)], 10)][:2]
     [0.0, 9.0]
     """
     if len(points) <= most:

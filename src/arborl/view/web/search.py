@@ -1,4 +1,4 @@
-"""What to show of the index: filters, order, a page."""
+"""Queries of the episode index: filters, order, pages."""
 
 from __future__ import annotations
 
@@ -9,28 +9,27 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
-SHOWN = (
+COLUMNS_SHOWN = (
     "kind", "step", "line", "tree", "lag", "source", "reward", "success", "stop", "failure", "turns", "calls",
     "sampled", "context", "branches", "version", "seconds", "episode", "task", "preview",
 )  # fmt: skip
-ORDERS = {name for name in SHOWN if name not in ("preview", "step", "line")}
-"""Columns that rows may be ordered by, beside their place; nothing else that a browser says becomes part of a
-question."""
-ROWS = f"SELECT number, {', '.join(SHOWN)} FROM episodes JOIN names USING (number)"
-MOST = 200
+ORDERS = {name for name in COLUMNS_SHOWN if name not in ("preview", "step", "line")}
+"""Columns that rows may be ordered by; no other text of a browser becomes part of a query."""
+ROWS = f"SELECT number, {', '.join(COLUMNS_SHOWN)} FROM episodes JOIN names USING (number)"
+MAX_ROWS = 200
 """Rows of a page."""
 FACETS = ("kind", "stop", "source", "failure")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """Filters; what is None is not asked."""
+class EpisodeFilter:
+    """Filters; None means no filter."""
 
     kind: str | None = None
     stop: str | None = None
     source: str | None = None
     failure: str | None = None
-    """A cause; `any` and `none` for all and no failures."""
+    """A cause, `any` or `none`."""
     task: str | None = None
     step_from: int | None = None
     step_to: int | None = None
@@ -39,32 +38,32 @@ class Asked:
     lag_from: int | None = None
     lag_to: int | None = None
     text: str | None = None
-    """Words that were said, in any order; the last may be half a word."""
+    """Words in any order; the last may be a prefix."""
 
     def conditions(self) -> tuple[str, list[Any]]:
-        """As SQL, with the values beside it; all but the text. The plus says: walk in order, rather than sort."""
-        said, values = list[str](), list[Any]()
+        """SQL conditions and their values, without the text. The plus keeps SQLite from sorting."""
+        conditions, values = list[str](), list[Any]()
         for name in ("kind", "stop", "source"):
             if (value := getattr(self, name)) is not None:
-                said.append(f"{name} = ?")
+                conditions.append(f"{name} = ?")
                 values.append(value)
         if self.task is not None:
-            said.append("+number IN (SELECT number FROM names WHERE task = ?)")
+            conditions.append("+number IN (SELECT number FROM names WHERE task = ?)")
             values.append(self.task)
         if self.failure is not None:
             all_or_none = {"any": "failure != ''", "none": "failure = ''"}.get(self.failure)
-            said.append(all_or_none or "failure = ?")
+            conditions.append(all_or_none or "failure = ?")
             values += [] if all_or_none else [self.failure]
         for field in fields(self):
             name, _, end = field.name.partition("_")
             if end and (value := getattr(self, field.name)) is not None:
-                said.append(f"{name} {'>=' if end == 'from' else '<='} ?")
+                conditions.append(f"{name} {'>=' if end == 'from' else '<='} ?")
                 values.append(value)
-        return " AND ".join(said) or "1", values
+        return " AND ".join(conditions) or "1", values
 
 
 def matching(text: str) -> str:
-    """A search as FTS5 takes it: every word quoted, so that none of them is an operator.
+    """An FTS5 query: every word quoted, so that none is an operator.
 
     >>> matching('go LEFT or')
     '"go" "LEFT" "or"*'
@@ -75,17 +74,17 @@ def matching(text: str) -> str:
     return " ".join(f'"{word}"' for word in words) + ("*" if words else "")
 
 
-def page(rows: sqlite3.Connection, asked: Asked, order: str, first: int, count: int) -> dict[str, Any]:
-    """Rows of the episodes asked for, and how many there are in all.
+def page(rows: sqlite3.Connection, filters: EpisodeFilter, order: str, first: int, count: int) -> dict[str, Any]:
+    """One page of the matching episodes, and their total number.
 
     Args:
-        order: columns, the most important first, `-` before those that fall: `-step,reward`.
+        order: columns, `-` for descending: `-step,reward`.
     """
-    where, values = asked.conditions()
-    first, count = max(0, min(first, 2**40)), max(0, min(count, MOST))
+    where, values = filters.conditions()
+    first, count = max(0, min(first, 2**40)), max(0, min(count, MAX_ROWS))
     named = order.removeprefix("-").startswith(("episode", "task"))
     of = "episodes JOIN names USING (number)" if named else "episodes"
-    if match := matching(asked.text or ""):
+    if match := matching(filters.text or ""):
         find(rows, match)
         where += " AND +number IN found"
     counted = (
@@ -102,39 +101,36 @@ def page(rows: sqlite3.Connection, asked: Asked, order: str, first: int, count: 
 
 
 def find(rows: sqlite3.Connection, match: str) -> None:
-    """Put the episodes in which this was said into a table of this connection's own, `found`.
-
-    The words are looked up once: asked within a question, SQLite would look them up for the count and for the page.
-    """
+    """Put the matching episodes into the temporary table `found`, so that count and page search once."""
     rows.execute("PRAGMA temp_store = MEMORY")
     rows.execute("CREATE TEMP TABLE IF NOT EXISTS found (number INTEGER PRIMARY KEY)")
     rows.execute("DELETE FROM found")
-    with suppress(sqlite3.OperationalError):  # a word that is none to SQLite
+    with suppress(sqlite3.OperationalError):  # no word for SQLite
         rows.execute("INSERT INTO found SELECT rowid FROM words WHERE words MATCH ?", (match,))
 
 
 def ordered(order: str) -> str:
-    """As SQL. What is not known comes last, whatever the direction; of equals the newest first.
+    """The ORDER BY clause. Missing values come last; ties are ordered newest first.
 
     >>> ordered("-reward")
     'reward DESC, step DESC, kind DESC, line'
     >>> ordered("step")
     'step, kind, line DESC'
     """
-    said: list[str] = []
+    terms: list[str] = []
     for name in order.split(","):
         plain = name.removeprefix("-")
         if plain == "step":
             return ", ".join(
-                [*said, *(("step DESC", "kind DESC", "line") if name != plain else ("step", "kind", "line DESC"))]
+                [*terms, *(("step DESC", "kind DESC", "line") if name != plain else ("step", "kind", "line DESC"))]
             )
         if plain in ORDERS:
-            said += [f"{plain} DESC"] if name != plain else [f"{plain} IS NULL", plain]
-    return ", ".join([*said, "step DESC", "kind DESC", "line"])
+            terms += [f"{plain} DESC"] if name != plain else [f"{plain} IS NULL", plain]
+    return ", ".join([*terms, "step DESC", "kind DESC", "line"])
 
 
 def facets(rows: sqlite3.Connection) -> dict[str, Any]:
-    """What there is to choose from, with counts, and between what numbers lie."""
+    """Values of the filters with counts, and ranges of the numbers."""
     counted: dict[str, Counter[str]] = {name: Counter() for name in FACETS}
     for *values, count in rows.execute(
         f"SELECT {', '.join(FACETS)}, count(*) FROM episodes GROUP BY {', '.join(FACETS)}"

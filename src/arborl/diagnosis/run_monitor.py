@@ -1,0 +1,109 @@
+"""Diagnosis during a run: warnings about steps and trends; stops a run in which nearly every episode fails.
+
+One failed episode costs itself. If a whole batch fails at the very start, or several batches in a row later, the run
+stops with the causes and one traceback.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from arborl.diagnosis.metric_history import MetricHistory
+from arborl.diagnosis.step_rules import NEARLY_ALL, diagnose_step, step_remark
+from arborl.diagnosis.trend_rules import TREND_RULES
+from arborl.errors import RunStopped
+from arborl.failures import BEGINS as FRAMES
+from arborl.failures import Failures, printable, trimmed
+from arborl.types import Episode, Metrics
+
+PATIENCE = 3
+"""Steps in a row with one diagnosis before a warning; failed batches in a row that stop a run which once worked."""
+MIN_FAILURES = 4
+"""Failures in the first batch that stop a run at once. Fewer may be chance."""
+MAX_CAUSES = 5
+"""Causes that a message lists."""
+ADVICE = (
+    "Fix the cause, then start the run again. `arborl env check NAME` checks an environment alone; `arborl rollout` "
+    "runs one episode of a configuration and prints it."
+)
+
+
+class DiagnosisMonitor:
+    """Warns once when a step rule holds for `PATIENCE` steps in a row, and once for each trend."""
+
+    def __init__(self) -> None:
+        self.rule_name, self.num_steps = "", 0
+        self.history, self.reported_trends = MetricHistory(), set[str]()
+
+    def add(self, metrics: Metrics) -> list[str]:
+        """Add a step, whose number is among its metrics; returns the warnings that are due."""
+        rule = diagnose_step(metrics)
+        name = "" if rule is None else rule.name
+        self.num_steps = self.num_steps + 1 if name == self.rule_name else 1
+        self.rule_name = name
+        warnings = []
+        if rule is not None and self.num_steps == PATIENCE:
+            warnings.append(f"The last {PATIENCE} steps: {step_remark(metrics)}. {rule.advice}")
+        self.history.add(metrics)
+        for trend in TREND_RULES:
+            if trend.name not in self.reported_trends and (match := trend.check(self.history)) is not None:
+                self.reported_trends.add(trend.name)
+                warnings.append(f"{trend.summary[0].upper()}{trend.summary[1:]}: {match.detail}. {trend.advice}")
+        return warnings
+
+
+def nearly_all_failed(num_episodes: int, num_failed: int) -> bool:
+    return num_episodes > 0 and num_failed >= NEARLY_ALL * num_episodes
+
+
+class FailureMonitor:
+    """Counts a run's failures by cause; raises `RunStopped` where continuing is pointless.
+
+    Example:
+        monitor.check("step", 3, episodes, num_episodes=256)
+    """
+
+    def __init__(self) -> None:
+        self.failures = Failures()
+        self.num_batches: Counter[str] = Counter()
+        self.failed_in_a_row: Counter[str] = Counter()
+
+    def check(self, kind: str, step: int, episodes: Iterable[Episode], num_episodes: int | None = None) -> None:
+        """Count one batch of episodes.
+
+        Args:
+            kind: `step` or `evaluation`; each is counted by itself.
+            step: step of the run.
+            episodes: the batch; at least its failed episodes.
+            num_episodes: size of the batch, if `episodes` is not all of it.
+        """
+        batch = list(episodes)
+        failed = [episode for episode in batch if episode.failure is not None]
+        num_episodes = len(batch) if num_episodes is None else num_episodes
+        when = f"step {step}" if kind == "step" else f"the {kind} at step {step}"
+        self.failures.add(failed, when)
+        if num_episodes == 0:
+            return
+        self.num_batches[kind] += 1
+        in_a_row = self.failed_in_a_row[kind] + 1 if nearly_all_failed(num_episodes, len(failed)) else 0
+        self.failed_in_a_row[kind] = in_a_row
+        fails_at_start = self.num_batches[kind] == 1 and len(failed) >= MIN_FAILURES
+        if in_a_row and (fails_at_start or in_a_row >= PATIENCE):
+            raise RunStopped(failure_message(failed, num_episodes, when, in_a_row))
+
+
+def failure_message(failed: list[Episode], num_episodes: int, when: str, in_a_row: int) -> str:
+    """Counts, causes, one traceback and what to do."""
+    causes = Failures()
+    causes.add(failed, when)
+    first, *_ = causes
+    before = f", and nearly all of the {in_a_row - 1} before" if in_a_row > 1 else ""
+    lines = [f"Stopped: {len(failed)} of {num_episodes} episodes of {when} failed{before}."]
+    lines += [f"  {cause}" for cause in causes][:MAX_CAUSES]
+    if len(causes) > MAX_CAUSES:
+        lines.append(f"  … and {len(causes) - MAX_CAUSES} other causes")
+    trace = trimmed(first.failure.traceback)
+    if FRAMES in trace:  # a timeout has no traceback
+        lines += ["", printable(trace)]
+    return "\n".join([*lines, "", ADVICE])

@@ -1,0 +1,450 @@
+"""Rules about the metrics of several steps. Rules about one step are in `step_rules.py`.
+
+A rule matches only where chance hardly explains the numbers: a healthy run must not be reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from statistics import fmean
+from typing import Literal
+
+from arborl.diagnosis.metric_history import MetricHistory, MetricSeries
+
+
+@dataclass(frozen=True, slots=True)
+class TrendMatch:
+    """The numbers behind a trend in one run, and the steps that show it."""
+
+    detail: str
+    steps: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TrendRule:
+    """One thing that can go wrong with a run over its steps."""
+
+    name: str
+    check: Callable[[MetricHistory], TrendMatch | None]
+    summary: str
+    advice: str
+    state: Literal["warn", "fail"] = "warn"
+
+
+def _change_text(what: str, series: MetricSeries, unit: str = "") -> str:
+    return f"{what} went from {series.early:.3g} to {series.late:.3g}{f' {unit}' if unit else ''}"
+
+
+def _share_above(name: str, limit: float, text: str, history: MetricHistory) -> TrendMatch | None:
+    series = history[name]
+    if not series.is_long or series.late <= limit:
+        return None
+    return TrendMatch(f"{series.late:.0%} {text}", series.last_steps)
+
+
+# ------------------------------------------------------------------------------------------------ policy
+
+
+def entropy_collapsed(history: MetricHistory) -> TrendMatch | None:
+    entropy = history["policy/entropy"]
+    has_collapsed = entropy.is_long and entropy.late < 0.02 and entropy.late < 0.1 * entropy.early
+    if not has_collapsed or history.is_solved or history.late("group/flat") < 0.5:
+        return None
+    return TrendMatch(_change_text("entropy", entropy, "nats per token"), entropy.last_steps)
+
+
+JUMPS: tuple[tuple[str, str, Callable[[float, float], bool]], ...] = (
+    ("policy/entropy", "entropy", lambda before, now: now > 2 * before + 0.5),
+    ("learner/grad_norm", "the gradient norm", lambda before, now: now > max(20 * before, 5)),
+    ("policy/kl", "KL to the reference", lambda before, now: now > max(5 * before, 0.5)),
+    ("episode/valid", "the share of valid messages", lambda before, now: now < 0.3 * before and before > 0.5),
+    ("call/cut_off", "the share of completions cut off", lambda before, now: now > 0.8 and before < 0.3),
+)
+"""Metric, its name in the message, and which change from one step to the next is a jump."""
+
+
+def policy_jumped(history: MetricHistory) -> TrendMatch | None:
+    """The policy changed within one step, and the reward was lost."""
+    reward = history["reward/mean"]
+    if len(reward) < 3 or not (reward.late < reward.early - 0.5 * abs(reward.early) or reward.change() < 0):
+        return None
+    for name, what, is_jump in JUMPS:
+        for (_, before), (step, now) in pairwise(history[name]):
+            if is_jump(before, now):
+                jump = f"{what} went from {before:.3g} to {now:.3g} at step {step}"
+                return TrendMatch(f"{jump}, and {_change_text('reward', reward)}", (step,))
+    return None
+
+
+def gradient_spikes(history: MetricHistory) -> TrendMatch | None:
+    norm = history["learner/grad_norm"]
+    if not norm.is_long:
+        return None
+    steps = norm.steps_where(lambda value: value > max(20 * norm.median, 5.0))
+    return TrendMatch(f"up to {max(norm.values):.3g}, the median is {norm.median:.3g}", steps) if steps else None
+
+
+def far_from_reference(history: MetricHistory) -> TrendMatch | None:
+    kl = history["policy/kl"]
+    if not kl.is_long or kl.late < 1:
+        return None
+    return TrendMatch(f"{kl.late:.2f} nats per token at the end", kl.last_steps)
+
+
+def not_finite(history: MetricHistory) -> TrendMatch | None:
+    names = ("policy/loss", "policy/entropy", "policy/kl", "policy/value_loss", "reward/mean")
+    metrics = {name: history.not_finite[name] for name in names if history.not_finite.get(name)}
+    skipped = history["learner/skipped/gradient"].steps_where(lambda share: share > 0)
+    dropped = {cause: history[f"dropped/{cause}"] for cause in ("not_finite", "reward_not_finite")}
+    parts = [f"{name} at {len(steps)} steps" for name, steps in metrics.items()]
+    parts += [f"{series.total:.0f} dropped for {cause}" for cause, series in dropped.items() if series.total]
+    parts += [f"{len(skipped)} updates without a finite gradient"] if skipped else []
+    steps = {step for one in metrics.values() for step in one} | set(skipped)
+    steps |= {step for series in dropped.values() for step in series.steps_where(lambda count: count > 0)}
+    return TrendMatch(", ".join(parts), tuple(sorted(steps))) if parts else None
+
+
+# ------------------------------------------------------------------------------------------------ engine and learner
+
+
+def logprob_diff_high(history: MetricHistory) -> TrendMatch | None:
+    """On tokens that the current weights sampled, so that only numerics can differ."""
+    difference, lag = history["policy/rollout_gap"], dict(history["batch/lag_mean"])
+    steps = tuple(step for step, value in difference if value > 0.05 and not lag.get(step))
+    if 2 * len(steps) < len(difference) or not steps:
+        return None
+    return TrendMatch(f"exp|Δ| - 1 is {max(difference.values):.3g} on average over tokens", steps)
+
+
+def logprob_diff_grows(history: MetricHistory) -> TrendMatch | None:
+    difference = history["policy/rollout_gap"]
+    window = difference.window
+    has_grown = difference.is_long and min(difference.values[-window:]) > max(difference.values[:window])
+    if not has_grown or difference.late < max(5 * difference.early, 0.01):
+        return None
+    return TrendMatch(_change_text("exp|Δ| - 1", difference), difference.last_steps)
+
+
+def engine_stale(history: MetricHistory) -> TrendMatch | None:
+    difference = history["engine/probe_gap"]
+    steps = difference.steps_where(lambda value: value > 0.25)
+    return TrendMatch(f"up to {max(difference.values):.3g} nats", steps) if steps else None
+
+
+def stale_dropped(history: MetricHistory) -> TrendMatch | None:
+    stale = history["dropped/stale"]
+    trained = history["episode/count"].total
+    if stale.total < 8 or stale.total < 0.25 * (trained + stale.total):
+        return None
+    detail = f"{stale.total:.0f} episodes dropped, {trained:.0f} trained on"
+    return TrendMatch(detail, stale.steps_where(lambda count: count > 0))
+
+
+# ------------------------------------------------------------------------------------------------ messages
+
+
+def length_explodes(history: MetricHistory) -> TrendMatch | None:
+    length = history["episode/sampled"]
+    if length.change() <= 0 or length.late < 2.5 * max(length.early, 8) or history["episode/success"].change() > 0:
+        return None
+    return TrendMatch(_change_text("sampled tokens per episode", length), length.last_steps)
+
+
+def out_of_turns(history: MetricHistory) -> TrendMatch | None:
+    if history["episode/success"].change() > 0 or history.late("episode/success") > 0.5:
+        return None
+    return _share_above("stop/max_turns", 0.8, "of episodes end at rollout.max_turns", history)
+
+
+def format_lost(history: MetricHistory) -> TrendMatch | None:
+    valid = history["episode/valid"]
+    if valid.change() >= 0 or valid.early < 0.6 or valid.late > 0.6 * valid.early:
+        return None
+    return TrendMatch(_change_text("share of messages that the environment can parse", valid), valid.last_steps)
+
+
+# ------------------------------------------------------------------------------------------------ rewards
+
+
+def reward_constant(history: MetricHistory) -> TrendMatch | None:
+    reward, deviation = history["reward/mean"], history["reward/std"]
+    is_constant = deviation.is_long and reward.is_long and not any(deviation.values)
+    if not is_constant or max(reward.values) - min(reward.values) > 1e-9 or history.is_solved:
+        return None
+    detail = f"every episode of {len(reward)} steps has reward {reward.values[0]:g}"
+    return TrendMatch(detail, tuple(reward.steps))
+
+
+def mostly_zero_variance(history: MetricHistory) -> TrendMatch | None:
+    """Most groups, not all: a step without any variance is reported by `step_rules.py`."""
+    share = history["group/flat"]
+    is_learning = history.late("episode/success") > 0.75 or history["reward/mean"].change() > 0
+    if not share.is_long or not 0.8 <= share.late < 1 or is_learning:
+        return None
+    return TrendMatch(f"{share.late:.0%} of groups at the end", share.last_steps)
+
+
+def reward_falls(history: MetricHistory) -> TrendMatch | None:
+    reward = history["reward/mean"]
+    if reward.change(0.05 * (max(reward.values, default=0) - min(reward.values, default=0))) >= 0:
+        return None
+    if history["episode/success"].change() > 0:
+        return None
+    return TrendMatch(_change_text("reward", reward), reward.last_steps)
+
+
+def reward_hacked(history: MetricHistory) -> TrendMatch | None:
+    """The reward rises while success falls, in training or on held-out tasks."""
+    reward, success = history["reward/mean"], history["episode/success"]
+    if reward.change() <= 0 or history.late("reward/std") == 0 == history.late("group/flat"):
+        return None
+    if success.change() < 0:
+        detail = f"{_change_text('reward', reward)}, while {_change_text('success', success)}"
+        return TrendMatch(detail, reward.last_steps)
+    held_out = history["evaluation/success"]
+    if len(held_out) >= 2 and _certainly_fell(history, "success"):
+        fell = f"success on held-out tasks went from {held_out.values[0]:.2f} to {held_out.values[-1]:.2f}"
+        return TrendMatch(f"{_change_text('reward', reward)}, while {fell}", reward.last_steps)
+    return None
+
+
+def evaluation_worse(history: MetricHistory) -> TrendMatch | None:
+    for name in ("success", "reward", "loss"):
+        series = history[f"evaluation/{name}"]
+        if len(series) < 2:
+            continue
+        first, last = series.values[0], series.values[-1]
+        detail = f"held-out {name} went from {first:.3g} to {last:.3g}"
+        if name == "loss" and last > first + 0.02 * abs(first):
+            return TrendMatch(detail, (series.steps[-1],))
+        if name != "loss" and _certainly_fell(history, name):
+            return TrendMatch(f"{detail}; the intervals do not overlap", (series.steps[-1],))
+    return None
+
+
+def _certainly_fell(history: MetricHistory, name: str) -> bool:
+    """Whether the last evaluation's interval lies below the first one's."""
+    high, low = history[f"evaluation/{name}_high"], history[f"evaluation/{name}_low"]
+    return len(high) >= 2 and len(low) >= 2 and high.values[-1] < low.values[0]
+
+
+def reward_unchanged(history: MetricHistory) -> TrendMatch | None:
+    """The last third of a run of at least 30 steps has no higher reward than the first third."""
+    reward, held_out = history["reward/mean"], history["evaluation/success"]
+    third = len(reward) // 3
+    if len(reward) < 30 or history.is_solved or fmean(reward.values[-third:]) > fmean(reward.values[:third]):
+        return None
+    if len(held_out) >= 2 and held_out.values[-1] > held_out.values[0]:
+        return None
+    return TrendMatch(f"{_change_text('reward', reward)} in {len(reward)} steps", reward.last_steps)
+
+
+# ------------------------------------------------------------------------------------------------ episodes and tools
+
+
+def episodes_fail(history: MetricHistory) -> TrendMatch | None:
+    failed, num_episodes = history["episode/failed"], history["episode/count"].total
+    if len(history["episode/count"]) < 3 or failed.total < max(0.05 * num_episodes, 3):
+        return None
+    parts = sorted(((series.total, part) for part, series in history.with_prefix("failed/").items()), reverse=True)
+    causes = ", ".join(f"{part} {count:.0f}" for count, part in parts[:3])
+    detail = f"{failed.total:.0f} of {num_episodes:.0f} episodes failed ({causes})"
+    return TrendMatch(detail, failed.steps_where(lambda count: count > 0))
+
+
+def calls_hang(history: MetricHistory) -> TrendMatch | None:
+    for name in ("rollout/threads_stuck", "rollout/tool_calls_stuck", "rewards/calls_stuck", "rollout/processes_hung"):
+        series = history[name]
+        if steps := series.steps_where(lambda count: count > 0):
+            return TrendMatch(f"{name} is up to {max(series.values):.0f}", steps)
+    return None
+
+
+LOST_PROCESSES = (
+    ("engine/lost", "engine/seconds_lost", "engine"),
+    ("rollout/processes_replaced", "rollout/seconds_lost", "environment process"),
+    ("rewards/lost", "rewards/seconds_lost", "reward worker"),
+    ("learner/lost", "learner/seconds_lost", "learner rank"),
+)
+"""Metric of the count, metric of the lost seconds, and kind of process."""
+
+
+def processes_lost(history: MetricHistory) -> TrendMatch | None:
+    lost = [(history[count], history[seconds].total, kind) for count, seconds, kind in LOST_PROCESSES]
+    lost = [one for one in lost if one[0].total]
+    if not lost:
+        return None
+    detail = "; ".join(f"{count.total:.0f} × {kind}, {seconds:.1f} s" for count, seconds, kind in lost)
+    steps = {step for count, *_ in lost for step in count.steps_where(lambda value: value > 0)}
+    return TrendMatch(detail, tuple(sorted(steps)))
+
+
+def groups_missing(history: MetricHistory) -> TrendMatch | None:
+    missing, trained = history["rollout/missing"], history["learner/groups"].total
+    if not missing.is_long or missing.total < max(0.3 * (missing.total + trained), 1):
+        return None
+    detail = f"{missing.total:.0f} groups are missing from the batches, {trained:.0f} were trained on"
+    return TrendMatch(detail, missing.steps_where(lambda count: count > 0))
+
+
+def _failing_calls(kinds: tuple[str, ...], text: str, history: MetricHistory) -> TrendMatch | None:
+    calls = history["episode/tool/calls"]
+    bad = sum(history.late(f"episode/tool/{kind}") for kind in kinds)
+    if not calls.is_long or bad <= 0.5 * calls.late or not calls.late:
+        return None
+    return TrendMatch(f"{bad / calls.late:.0%} of calls {text}", calls.last_steps)
+
+
+def tools_unused(history: MetricHistory) -> TrendMatch | None:
+    offered, used = history["episode/tool/offered"], history["episode/tool/used"]
+    share = used.late if len(used) else 0.0
+    if not offered.is_long or not offered.late or share > 0.02:
+        return None
+    before = f", {used.early:.0%} at the beginning" if len(used) and used.early > 0.02 else ""
+    return TrendMatch(f"{share:.0%} of episodes call one of {offered.late:.0f} tools{before}", offered.last_steps)
+
+
+TREND_RULES = (
+    TrendRule(
+        "not_a_number", not_finite, "numbers are not finite",
+        "Write a smaller learner.lr, and check that every reward returns a finite number; in float16 write "
+        "model.dtype=bfloat16.", "fail",
+    ),
+    TrendRule(
+        "lr_too_high", policy_jumped, "the policy jumps and its reward is lost",
+        "The learning rate is too high: write learner.lr_scale=0.1, or algorithm.kl.coef=0.01, and resume from a "
+        "checkpoint before the jump.", "fail",
+    ),
+    TrendRule(
+        "gradient_spikes", gradient_spikes, "the gradient norm has spikes",
+        "A few episodes dominate those updates: read them; write a smaller learner.max_grad_norm or learner.lr.",
+    ),
+    TrendRule(
+        "far_from_reference", far_from_reference, "the policy is far from the reference model",
+        "Write a larger algorithm.kl.coef or a smaller learner.lr_scale; check that replies are still language.",
+    ),
+    TrendRule(
+        "entropy_collapsed", entropy_collapsed, "the entropy collapsed before the tasks were solved",
+        "Episodes of a group are alike, so advantages are 0. Write a smaller learner.lr_scale, "
+        "algorithm.entropy_coef=0.01, or a higher sampling.temperature, and resume from an earlier checkpoint.", "fail",
+    ),
+    TrendRule(
+        "clipped", partial(_share_above, "policy/clipped", 0.4, "of tokens at the end"), "many tokens are clipped",
+        "Clipped tokens have no gradient: write fewer learner.epochs or learner.minibatches, a smaller "
+        "learner.lr_scale, or a smaller rollout.max_lag.",
+    ),
+    TrendRule(
+        "logprob_diff_high", logprob_diff_high, "engine and learner disagree about the same weights",
+        "Importance ratios are wrong from the start. Write model.head=float32 or model.dtype=float32; with a remote "
+        "server, check its weights and sampling settings.", "fail",
+    ),
+    TrendRule(
+        "logprob_diff_grows", logprob_diff_grows, "engine and learner drift apart",
+        "The engine samples with other weights than the learner's, or rounding grows as the policy gets sharper: "
+        "write model.head=float32, a smaller rollout.max_lag, or algorithm.guard.kind=tis.",
+    ),
+    TrendRule(
+        "engine_stale", engine_stale, "the server's weights are not the learner's",
+        "Check that every server of engine.urls loaded the last update, and has the same model and precision.", "fail",
+    ),
+    TrendRule(
+        "stale_dropped", stale_dropped, "many episodes are too stale to train on",
+        "Write a larger rollout.max_lag, fewer rollout.concurrency, or shorter episodes.",
+    ),
+    TrendRule(
+        "length_explodes", length_explodes, "replies get longer and no better",
+        "Write algorithm.aggregation=fixed (no reward for length), a reward for brevity, or a smaller "
+        "sampling.max_tokens.",
+    ),
+    TrendRule(
+        "cut_off_often", partial(_share_above, "call/cut_off", 0.3, "of completions end at sampling.max_tokens"),
+        "many completions are cut off",
+        "A completion that is cut off cannot finish its answer: write a larger sampling.max_tokens, or prompt for "
+        "shorter answers.",
+    ),
+    TrendRule(
+        "context_often_full",
+        partial(_share_above, "stop/context_full", 0.3, "of episodes end because the context is full"),
+        "many episodes do not fit the context",
+        "Write a larger sampling.max_context, a context.policy, fewer rollout.max_turns, or shorter tool results.",
+    ),
+    TrendRule(
+        "out_of_turns", out_of_turns, "nearly every episode ends at the turn limit",
+        "Write a larger rollout.max_turns, or state in the prompt how to end an episode.",
+    ),
+    TrendRule(
+        "format_lost", format_lost, "the model loses the message format",
+        "Write a reward for the format, a KL penalty, or a smaller learner.lr_scale.",
+    ),
+    TrendRule(
+        "reward_constant", reward_constant, "the reward never changes",
+        "Make the reward depend on the model's messages: test it on a right and on a wrong answer.", "fail",
+    ),
+    TrendRule(
+        "mostly_zero_variance", mostly_zero_variance, "most groups have zero reward variance",
+        "Most episodes have advantage 0: use tasks of another difficulty, a larger rollout.group_size, or "
+        "rollout.group_filter=varied with rollout.spare_groups.",
+    ),
+    TrendRule(
+        "reward_falls", reward_falls, "the reward falls",
+        "Write a smaller learner.lr_scale; check the sign and weight of each reward.", "fail",
+    ),
+    TrendRule(
+        "reward_hacked", reward_hacked, "the reward rises and success does not",
+        "Read the episodes with the highest reward: the reward pays for something else than success. Fix it, or add a "
+        "KL penalty.", "fail",
+    ),
+    TrendRule(
+        "evaluation_worse", evaluation_worse, "held-out tasks got worse",
+        "Use an earlier checkpoint, a smaller learner.lr_scale, a KL penalty, or more varied tasks.", "fail",
+    ),
+    TrendRule(
+        "reward_unchanged", reward_unchanged, "the reward did not improve",
+        "Write a larger learner.lr_scale or more rollout.tasks_per_step, and check that better episodes differ from "
+        "worse ones in what the model writes.",
+    ),
+    TrendRule(
+        "episodes_fail", episodes_fail, "episodes fail",
+        "The causes are under `failures` in summary.json; `arborl env check NAME` checks an environment alone.",
+    ),
+    TrendRule(
+        "calls_hang", calls_hang, "calls do not return",
+        "A call of an environment, a tool or a reward hangs: give it a timeout, or write a smaller "
+        "rollout.step_seconds.",
+    ),
+    TrendRule(
+        "processes_lost", processes_lost, "processes were lost and replaced",
+        "Their requests were retried and nothing is trained on twice; the seconds are the cost. run.log names each: "
+        "check the node if one is lost repeatedly.",
+    ),
+    TrendRule(
+        "groups_missing", groups_missing, "batches lack groups",
+        "Groups exceeded rollout.group_seconds or did not pass rollout.group_filter: write a larger "
+        "rollout.group_seconds or rollout.spare_groups.",
+    ),
+    TrendRule(
+        "calls_unreadable", partial(_failing_calls, ("malformed",), "cannot be parsed"), "tool calls cannot be parsed",
+        "Write the agent.tool_format that the model was trained with, or an example of a call in the prompt.", "fail",
+    ),
+    TrendRule(
+        "tool_misused",
+        partial(_failing_calls, ("unknown_tool", "arguments"), "name an unknown tool or have wrong arguments"),
+        "tools are called wrongly",
+        "Describe the tools and their arguments in more detail; a few steps of algorithm=sft teach the format.",
+    ),
+    TrendRule(
+        "tool_broken",
+        partial(_failing_calls, ("exception", "timeout"), "end in an exception or a timeout of the tool"),
+        "a tool does not work",
+        "The tool itself fails: `arborl rollout` shows its results; check its server, keys and timeout.", "fail",
+    ),
+    TrendRule(
+        "tools_unused", tools_unused, "tools are offered and not called",
+        "State in the prompt when to call them; check with `arborl rollout` that the prompt lists them, and that "
+        "agent.tool_format is what the model writes.",
+    ),
+)  # fmt: skip
+"""More specific rules first."""

@@ -1,0 +1,83 @@
+"""Creates the trackers that a configuration names; errors are raised before anything is written."""
+
+from __future__ import annotations
+
+import inspect
+import netrc
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+from arborl.config.parts import Part
+from arborl.config.track import TrackConfig
+from arborl.errors import ConfigError, did_you_mean
+from arborl.registry import Registry, short, unique
+from arborl.track.mlflow_run import MlflowTracker
+from arborl.track.tracker import Tracker
+from arborl.track.wandb_run import WandbTracker, mode_of
+
+TRACKERS = Registry("tracker", {})
+Makers = dict[str, Callable[[], Tracker]]
+
+
+def make_trackers(config: TrackConfig, objects: Mapping[str, Any]) -> Makers:
+    """Functions that create the trackers, by name. They are called when the run starts.
+
+    Args:
+        objects: trackers passed from Python, by their names in the configuration.
+    """
+    makers: Makers = {}
+    if config.wandb.project is not None:
+        _require("wandb", "track.wandb", "wandb")
+        if mode_of(config.wandb) == "online":
+            _require_login()
+        makers["wandb"] = partial(WandbTracker, config.wandb)
+    if config.mlflow.uri is not None:
+        _require("mlflow", "track.mlflow", "mlflow")
+        makers["mlflow"] = partial(MlflowTracker, config.mlflow)
+    for number, part in enumerate(config.also):
+        where = f"track.also.{number}"
+        makers[unique(short(part.name), makers)] = _custom_tracker(part, objects, where)
+    return makers
+
+
+def _custom_tracker(part: Part, objects: Mapping[str, Any], where: str) -> Callable[[], Tracker]:
+    found = objects[part.name] if part.name in objects else TRACKERS[part.name]
+    if not callable(getattr(found, "log", None)) or not callable(getattr(found, "close", None)):
+        raise ConfigError(
+            f"{where}={part.name}: a tracker must have log(metrics, step) and close(); see docs/tracking.md."
+        )
+    if not inspect.isclass(found):
+        if part.args:
+            raise ConfigError(f"{where}.args: {part.name!r} is an object and takes no arguments.")
+        return lambda: found  # type: ignore[no-any-return]
+    signature = inspect.signature(found)
+    try:
+        signature.bind(**part.args)
+    except TypeError as error:
+        near = "".join(did_you_mean(key, signature.parameters) for key in part.args if key not in signature.parameters)
+        raise ConfigError(f"{where}.args: {error}.{near}") from error
+    make: Any = found
+    return partial(make, **part.args)
+
+
+def _require(module: str, where: str, extra: str) -> None:
+    if find_spec(module) is None:
+        raise ConfigError(f"{where} needs a package that is not installed. Write pip install 'arborl[{extra}]'.")
+
+
+def _require_login() -> None:
+    """Without a key, wandb would prompt at the keyboard or end the process."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return
+    server = os.environ.get("WANDB_BASE_URL", "wandb").partition("://")[2].partition("/")[0].partition(":")[0]
+    with suppress(OSError, netrc.NetrcParseError):
+        if any((server or "wandb") in host for host in netrc.netrc(os.environ.get("NETRC")).hosts):
+            return
+    raise ConfigError(
+        "track.wandb: there is no key of Weights & Biases. Run `wandb login` or set WANDB_API_KEY, or write "
+        "track.wandb.mode=offline."
+    )

@@ -1,0 +1,224 @@
+"""Evaluation of a policy on held-out tasks: success and reward with 95 % intervals.
+
+Tasks are the samples: several episodes of one task are averaged first. An interval is about other tasks of the same
+kind, not about another training run.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import NormalDist, fmean, stdev
+from typing import Protocol
+
+from arborl.config.rollout import ValEnvsConfig
+from arborl.config.run import EvaluationConfig
+from arborl.data.mixing.mixture import Mixture
+from arborl.data.source import TaskSource
+from arborl.diagnosis.run_monitor import nearly_all_failed
+from arborl.rewards.reward import Rewards
+from arborl.rollout.runner import Rollout
+from arborl.seeds import derive
+from arborl.spans import settle, span
+from arborl.types import Episode, Group, Metrics, Task
+
+log = logging.getLogger(__name__)
+
+MAX_FAILED_SHARE = 0.05
+"""Share of failed episodes, which count as 0, above which a warning is logged."""
+Z = NormalDist().inv_cdf(0.975)
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationResult:
+    """Metrics of a policy and the sampled episodes behind them."""
+
+    metrics: Metrics
+    groups: list[Group]
+
+    @property
+    def episodes(self) -> list[Episode]:
+        """All episodes, including failed ones."""
+        return [episode for group in self.groups for episode in group.episodes]
+
+
+class HeldOutEvaluator(Protocol):
+    """Evaluates a policy on data that it is never trained on."""
+
+    async def measure(self) -> EvaluationResult: ...
+
+
+class Evaluator:
+    """Runs every held-out task once with sampling, and once greedily if configured.
+
+    Args:
+        source: held-out tasks.
+        rollout, rewards: run and score the episodes.
+        tags: environments and number of tasks of each, if the run has several.
+    """
+
+    def __init__(
+        self,
+        source: TaskSource,
+        rollout: Rollout,
+        rewards: Rewards,
+        config: EvaluationConfig,
+        seed: int,
+        tags: ValEnvsConfig | None = None,
+    ):
+        self.source, self.rollout, self.rewards = source, rollout, rewards
+        self.config, self.seed, self.tags = config, seed, tags or ValEnvsConfig()
+
+    async def measure(self) -> EvaluationResult:
+        """`success` and `reward` with sampling, `greedy_success` and `greedy_reward`; means over tasks.
+
+        With several sources each has its own too: `success/math`.
+        """
+        groups = await self.play(self.config.temperature)
+        metrics = evaluation_metrics(groups)
+        warn_of_failures(groups)
+        if self.config.greedy and not nearly_all_failed(*count_episodes(groups)):
+            greedy = evaluation_metrics(await self.play(0.0))
+            metrics |= {f"greedy_{name}": value for name, value in greedy.items()}
+        return EvaluationResult(metrics, groups)
+
+    async def play(self, temperature: float) -> list[Group]:
+        """The scored episodes of all held-out tasks."""
+        overrides = {name: getattr(self.config, name) for name in ("top_k", "top_p", "min_p", "max_tokens")}
+        sampling = {"temperature": temperature} | {n: value for n, value in overrides.items() if value is not None}
+        with span("arborl.evaluation", arborl__temperature=temperature):
+            seed = derive(self.seed, "evaluation")
+            groups = await self.rollout.collect(self.tasks(), seed, self.tags.group_size, sampling)
+            await self.rewards.score(groups)
+        settle()
+        return groups
+
+    def tasks(self) -> list[Task]:
+        if not self.tags.tags or not isinstance(self.source, Mixture):
+            return self.source.evaluation(self.config.tasks)
+        counts = self.tags.counts or dict.fromkeys(self.tags.tags, -(-self.config.tasks // len(self.tags.tags)))
+        return [task for tag, count in counts.items() for task in self.source.pools[tag].evaluation(count)]
+
+
+def evaluation_metrics(groups: list[Group]) -> Metrics:
+    """Metrics of all tasks, and of each source if there are several."""
+    return metrics_by_source(groups, scores)
+
+
+def metrics_by_source(groups: list[Group], measure: Callable[[list[Group]], Metrics]) -> Metrics:
+    """`measure` of all groups, and of each source if there are several: `success`, `success/math`."""
+    sources = list(dict.fromkeys(group.task.source for group in groups))
+    metrics = measure(groups)
+    for source in sources if len(sources) > 1 else ():
+        part = measure([group for group in groups if group.task.source == source])
+        metrics |= {f"{name}/{source}": value for name, value in part.items()}
+    return metrics
+
+
+def count_episodes(groups: Sequence[Group]) -> tuple[int, int]:
+    """Number of episodes, and of failed ones."""
+    num_episodes = sum(len(group.episodes) for group in groups)
+    return num_episodes, num_episodes - sum(len(group.survivors) for group in groups)
+
+
+def warn_of_failures(groups: list[Group]) -> None:
+    """Log a warning if many episodes failed. If nearly all did, the caller raises."""
+    num_episodes, num_failed = count_episodes(groups)
+    if num_failed > MAX_FAILED_SHARE * num_episodes and not nearly_all_failed(num_episodes, num_failed):
+        first = next(e.failure for group in groups for e in group.episodes if e.failure is not None)
+        log.warning(
+            "%d of %d held-out episodes failed and count as 0: the policy may be better than measured. The first: %s",
+            num_failed,
+            num_episodes,
+            first,
+        )
+
+
+def scores(groups: list[Group]) -> Metrics:
+    """Success, reward and rewards of weight 0 with 95 % intervals; number of tasks and of failed episodes.
+
+    A failed episode counts as 0. If all failed, or no part reports success, that metric is absent: not measured.
+    """
+    metrics = {"tasks": float(len(groups)), "failed": float(count_episodes(groups)[1])}
+    survivors = [episode for group in groups for episode in group.survivors]
+    if not survivors:
+        return metrics
+    if any("success" in episode.metrics for episode in survivors):
+        metrics |= _mean_and_interval("success", groups, partial(episode_metric, "success"))
+    metrics |= _mean_and_interval("reward", groups, lambda episode: episode.reward)
+    for name in unweighted_rewards(survivors):
+        metrics |= _mean_and_interval(name, groups, partial(episode_metric, name))
+    return metrics
+
+
+def unweighted_rewards(episodes: Sequence[Episode]) -> list[str]:
+    """Metrics `reward/<name>` of rewards with weight 0, without their parts."""
+    names = dict.fromkeys(name for episode in episodes for name in episode.metrics)
+    return [name for name in names if name.startswith("reward/") and name.count("/") == 1]
+
+
+def episode_metric(name: str, episode: Episode) -> float:
+    return episode.metrics.get(name, 0.0)
+
+
+def group_mean(value: Callable[[Episode], float], group: Group) -> float:
+    """Mean over a task's episodes; a failed one counts as 0."""
+    return fmean(value(episode) if episode.failure is None else 0.0 for episode in group.episodes)
+
+
+def _mean_and_interval(name: str, groups: list[Group], value: Callable[[Episode], float]) -> Metrics:
+    means = [group_mean(value, group) for group in groups if group.episodes]
+    mean = fmean(means)
+    interval = wilson(mean, len(means)) if name == "success" and 0 <= mean <= 1 else student(means)
+    return {name: mean} | ({f"{name}_low": interval[0], f"{name}_high": interval[1]} if interval else {})
+
+
+def wilson(share: float, n: int) -> tuple[float, float]:
+    """Wilson's score interval of a share: within 0 and 1, and informative at 0 of n.
+
+    >>> [round(end, 3) for end in wilson(0.0, 20)]
+    [0.0, 0.161]
+    >>> [round(end, 3) for end in wilson(0.5, 100)]
+    [0.404, 0.596]
+    """
+    if n < 1:
+        raise ValueError("an interval needs at least one task")
+    middle = (share + Z**2 / (2 * n)) / (1 + Z**2 / n)
+    reach = Z / (1 + Z**2 / n) * math.sqrt(share * (1 - share) / n + Z**2 / (4 * n**2))
+    return max(middle - reach, 0.0), min(middle + reach, 1.0)
+
+
+def student(values: Sequence[float]) -> tuple[float, float] | None:
+    """Student's t interval of a mean; None for a single value.
+
+    >>> [round(end, 3) for end in student([1.0, 2.0, 3.0, 4.0, 5.0])]
+    [1.037, 4.963]
+    """
+    if len(values) < 2:
+        return None
+    middle, reach = fmean(values), t_quantile(len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    return middle - reach, middle + reach
+
+
+def t_quantile(freedom: int) -> float:
+    """97.5 % quantile of the t distribution: exact for 1 and 2 degrees of freedom, above a series (error 1e-2 at 3).
+
+    >>> [round(t_quantile(n), 2) for n in (1, 2, 4, 9, 199)]
+    [12.71, 4.3, 2.78, 2.26, 1.97]
+    """
+    if freedom == 1:
+        return math.tan(math.pi * 0.475)
+    if freedom == 2:
+        return 0.95 * math.sqrt(2 / (1 - 0.95**2))
+    z, n = Z, freedom
+    terms = (
+        z,
+        (z**3 + z) / (4 * n),
+        (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2),
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3),
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / (92160 * n**4),
+    )
+    return sum(terms)

@@ -1,0 +1,58 @@
+"""The training batch of a step: token trees and terms, with the log-probabilities and values that credit needs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+
+from arborl.algorithms.recipe import Algorithm, AlgorithmNeeds
+from arborl.algorithms.reward_arrays import cut_rows
+from arborl.errors import EpisodeError
+from arborl.learner.core.learner import Learner
+from arborl.learner.distributed.learner_group import LearnerGroup
+from arborl.rollout.tree import plant
+from arborl.types import GIVEN, Forest, Group, Terms
+
+log = logging.getLogger(__name__)
+
+NO_EXTRA_NEEDS = Needs()
+COLUMN_SOURCES = {
+    "logprob": "engine", "proximal": "learner", "reference": "reference policy", "value": "critic", "after": "critic",
+    "teacher": "teacher",
+}  # fmt: skip
+"""The model that computes each column of the terms."""
+
+
+def prepare_batch(
+    algorithm: Algorithm, learner: Learner | LearnerGroup, groups: Sequence[Group], extra_needs: Needs = NO_EXTRA_NEEDS
+) -> tuple[list[Group], Forest, Terms]:
+    """The groups to train on, their token trees, and their terms with the columns that the algorithm needs.
+
+    An episode for which a model computes a number that is not finite fails: it is logged and counted, and leaves
+    baseline and loss together. The batch is then prepared again without it.
+    """
+    while True:
+        kept = algorithm.keep(groups)
+        needs = algorithm.needs | extra_needs
+        forest = plant(kept)
+        cut = cut_rows(kept, forest.terms) if needs.after else np.zeros(0, dtype=np.int64)
+        terms = learner.look(forest.trees, forest.terms, needs, cut)
+        columns = ["logprob", *(name for name in ("proximal", "reference", "value", "teacher") if getattr(needs, name))]
+        is_given = terms.version == GIVEN  # demonstrations have no sampling log-probability
+        not_finite = {
+            name: np.unique(terms.episode[~np.isfinite(getattr(terms, name)) & ~(is_given & (name == "logprob"))])
+            for name in columns
+        }
+        not_finite["after"] = terms.episode[cut[~np.isfinite(terms.after[cut])]]
+        if not any(len(indices) for indices in not_finite.values()):
+            return kept, forest, terms
+        episodes = [episode for group in kept for episode in group.survivors]
+        for name, indices in not_finite.items():
+            for index in indices:
+                if (episode := episodes[index]).failure is None:
+                    what = "value" if COLUMN_SOURCES[name] == "critic" else "log-probability"
+                    cause = ArithmeticError(f"the {what} of a token is not finite")
+                    failure = episode.fail(EpisodeError(COLUMN_SOURCES[name], cause))
+                    log.warning("episode %s failed and is left out: %s", episode.id, failure)

@@ -1,0 +1,68 @@
+"""Evaluation metrics: failed episodes, intervals, rewards of weight 0."""
+
+from __future__ import annotations
+
+import doctest
+
+import pytest
+
+from arborl.trainer import evaluation
+from arborl.trainer.evaluation import evaluation_metrics
+from arborl.types import Episode, Failure, Group, Task
+
+
+def episode(success: float | None) -> Episode:
+    made = Episode("e", Task("t"))
+    if success is None:
+        made.failure = Failure("engine", "error", "broke", "")
+    else:
+        made.rewards["env"], made.metrics["success"] = success, success
+    return made
+
+
+def test_a_failed_episode_counts_as_0():
+    groups = [Group(Task("t"), [episode(value)]) for value in (1.0, 1.0, 0.0, None)]
+    found = evaluation_metrics(groups)
+    assert (found["tasks"], found["success"], found["reward"], found["failed"]) == (4.0, 0.5, 0.5, 1.0)
+
+
+def test_without_a_surviving_episode_nothing_is_measured():
+    assert evaluation_metrics([Group(Task("t"), [episode(None)])] * 3) == {"tasks": 3.0, "failed": 3.0}
+
+
+def test_success_is_absent_if_no_part_reports_it():
+    unjudged = episode(1.0)
+    del unjudged.metrics["success"]
+    found = evaluation_metrics([Group(Task("t"), [unjudged])] * 3)
+    assert "success" not in found
+    assert found["reward"] == 1.0
+
+
+def test_shares_have_wilson_intervals_and_rewards_student_intervals():
+    found = evaluation_metrics([Group(Task("t"), [episode(value)]) for value in [1.0] * 10 + [0.0] * 10])
+    assert (round(found["success_low"], 3), round(found["success_high"], 3)) == (0.299, 0.701)  # the books' number
+    assert (round(found["reward_low"], 3), round(found["reward_high"], 3)) == (0.26, 0.74)
+    alone = evaluation_metrics([Group(Task("t"), [episode(1.0)])])
+    assert "reward_low" not in alone
+    assert alone["success_low"] < 0.25
+
+
+def test_several_episodes_of_a_task_count_as_one_sample():
+    alone = evaluation_metrics([Group(Task("t"), [episode(value)]) for value in (1.0, 0.0)])
+    repeated = evaluation_metrics([Group(Task("t"), [episode(value)] * 50) for value in (1.0, 0.0)])
+    assert repeated == alone
+
+
+def test_intervals_equal_the_textbook_values():
+    assert doctest.testmod(evaluation).failed == 0
+    table = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 10: 2.228, 30: 2.042, 120: 1.980}
+    for freedom, point in table.items():
+        assert evaluation.t_quantile(freedom) == pytest.approx(point, rel=2e-3)
+
+
+def test_a_reward_of_weight_0_has_its_own_metric():
+    shown = episode(1.0)
+    shown.metrics |= {"reward/polite": 0.25, "reward/composite/part": 0.5}
+    found = evaluation_metrics([Group(Task("t"), [shown])] * 3)
+    assert (found["reward"], found["reward/polite"]) == (1.0, 0.25)
+    assert "reward/composite/part" not in found
