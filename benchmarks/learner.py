@@ -40,7 +40,7 @@ from arborl.learner.packing import MicroBatch
 from arborl.models.attention import NAME
 from arborl.models.lean import leave_to_library
 from arborl.models.load import tune_cpu
-from arborl.rollout.tree import plant
+from arborl.rollout.token_trees import build_token_trees
 from arborl.types import Call, Completion, Episode, Finish, Forest, Group, Sampling, Task
 
 
@@ -95,7 +95,7 @@ def advantage_of(call: int) -> float:
 
 
 def forest_of(calls: list[Call]) -> Forest:
-    forest = plant([Group(Task("t"), [Episode(str(i), Task("t"), calls=[call]) for i, call in enumerate(calls)])])
+    forest = build_token_trees([Group(Task("t"), [Episode(str(i), Task("t"), calls=[call]) for i, call in enumerate(calls)])])
     forest.terms.advantage[:] = [advantage_of(call) for call in forest.terms.call]
     forest.terms.weight[:] = 1.0 / len(forest.terms)
     return forest

@@ -30,7 +30,7 @@ from arborl.engines.local import LocalEngine
 from arborl.learner.learner import Learner
 from arborl.models.lean import is_lean
 from arborl.models.load import load_model, resolve
-from arborl.rollout.tree import plant
+from arborl.rollout.token_trees import build_token_trees
 from arborl.types import Call, Episode, Group, Sampling, Task
 
 PROMPTS, SIBLINGS, PROMPT, ANSWER = 8, 8, 96, 48
@@ -69,7 +69,7 @@ def one_way(lean: bool) -> tuple[float, float, float]:
             task, some = Task(str(n)), calls[n * SIBLINGS : (n + 1) * SIBLINGS]
             made = [Episode(str(i), task, calls=[call], rewards={"r": i % 2.0}) for i, call in enumerate(some)]
             groups.append(Group(task, made))
-        algorithm, forest = make_algorithm(AlgorithmConfig(name="grpo")), plant(groups)
+        algorithm, forest = make_algorithm(AlgorithmConfig(name="grpo")), build_token_trees(groups)
         terms = algorithm.credit(groups, forest.terms)
         learner.update(forest.trees, terms, algorithm)  # ways are checked at the first
         began = time.process_time()

@@ -25,7 +25,7 @@ from step_work import (
     synchronize,
 )
 
-from arborl.agents.agent import FunctionAgent, Model
+from arborl.agents.agent_interface import FunctionAgent, Model
 from arborl.algorithms import make_algorithm
 from arborl.chat import Renderer
 from arborl.config.run import AlgorithmConfig, LearnerConfig
@@ -34,9 +34,9 @@ from arborl.envs.env import Env
 from arborl.learner.learner import Learner
 from arborl.models.attention import NAME
 from arborl.models.load import tune_cpu
-from arborl.rollout.recorder import Limits
-from arborl.rollout.runner import Cast, Rollout
-from arborl.rollout.tree import plant
+from arborl.rollout.recorder import EpisodeLimits
+from arborl.rollout.runner import EpisodeFactories, Rollout
+from arborl.rollout.token_trees import build_token_trees
 from arborl.types import Call, Episode, Group, Sampling, Task
 
 
@@ -79,7 +79,7 @@ class Ours:
             for episode in group.episodes:
                 episode.rewards["ids"] = reward_of([t for call in episode.calls for t in call.completion.tokens])
         kept = self.algorithm.keep(groups)
-        forest = plant(kept)
+        forest = build_token_trees(kept)
         terms = self.learner.look(forest.trees, forest.terms, self.algorithm.needs)
         self.learner.update(forest.trees, self.algorithm.credit(kept, terms), self.algorithm)
         await self.engine.load(self.learner.weights(), number + 1)
@@ -110,8 +110,8 @@ class Ours:
 
     async def _converse(self, step: int) -> list[Group]:
         case = self.case
-        cast = Cast(lambda task: FunctionAgent(walk), lambda task: Lake(case.turns))
-        limits = Limits(max_turns=case.turns + 1, max_context=case.context)
+        cast = EpisodeFactories(lambda task: FunctionAgent(walk), lambda task: Lake(case.turns))
+        limits = EpisodeLimits(max_turns=case.turns + 1, max_context=case.context)
         rollout = Rollout(self.engine, self.renderer, cast, self.sampling, limits, case.episodes)
         return await rollout.collect([Task("lake", seed=seed) for seed in lake_seeds(case, step)], step, case.group)
 

@@ -27,7 +27,7 @@ from arborl.learner.kernel_attention import KernelAttend
 from arborl.learner.packing import MicroBatch, pack
 from arborl.learner.tree_attention import DenseAttend
 from arborl.learner.tree_plan import Tile, Tiles, tiles_for
-from arborl.rollout.tree import grow, plant
+from arborl.rollout.token_trees import build_token_trees, tree_of_sequences
 
 SHAPES = [(14, 2, 64), (32, 8, 128)]
 """Query heads, key heads, head size: of a 0.5B model and of a 4B or 8B one."""
@@ -61,9 +61,9 @@ def trees_of(kind: str, tokens: int) -> MicroBatch:
 
     trees, left = [], tokens
     while True:
-        tree = grow(one())[0]
+        tree = tree_of_sequences(one())[0]
         if trees and len(tree) > left:
-            return pack(trees, list(range(len(trees))), plant([]).terms)
+            return pack(trees, list(range(len(trees))), build_token_trees([]).terms)
         trees.append(tree)
         left -= len(tree)
 

@@ -22,9 +22,9 @@ from arborl.engines import Engine
 from arborl.errors import ConfigError
 from arborl.models.find import check_supported, described, resolve
 from arborl.rewards import Rewards
-from arborl.rollout.given import GivenEpisodes
-from arborl.rollout.recorder import Limits
-from arborl.rollout.runner import Cast, Rollout
+from arborl.rollout.offline_episodes import OfflineEpisodes
+from arborl.rollout.recorder import EpisodeLimits
+from arborl.rollout.runner import EpisodeFactories, Rollout
 from arborl.sandbox import Found
 from arborl.tools.opened import OpenTools
 from arborl.track.from_config import Makers, followers
@@ -63,7 +63,7 @@ class Parts:
     renderer: Renderer
     engine: Engine
     source: TaskSource
-    cast: Cast
+    cast: EpisodeFactories
     rollout: Rollout
     rewards: Rewards
     algorithm: Algorithm
@@ -138,7 +138,7 @@ def _build(workshop: Workshop, training: bool) -> Parts:
     began = check_model(resolve(named, "learner.critic_from")) if named is not None else None
     check_supported(described(folder), config.model.name, config.sampling.max_context)  # before the weights are read
     renderer = renderer_of(config, folder)
-    given = GivenEpisodes.of(config, renderer)
+    given = OfflineEpisodes.of(config, renderer)
     source, steps = workshop.source(renderer, given)
     trained = with_demonstrations(source, config, given.rows("sft"), workshop.objects) if training else source
 
@@ -171,7 +171,7 @@ def _build(workshop: Workshop, training: bool) -> Parts:
     sampling, asked = sampling_of(config, renderer), config.rollout
     workshop.connect(model, rewards, training)
     engine = workshop.engine(model, renderer, cast, sampling, plan.kv_tokens, plan.forecast.lent, training)
-    limits = Limits(asked.max_turns, config.sampling.max_context, asked.episode_seconds, asked.step_seconds)
+    limits = EpisodeLimits(asked.max_turns, config.sampling.max_context, asked.episode_seconds, asked.step_seconds)
     rollout = workshop.rollout(engine, cast, sampling, limits, rewards, given)
     settings = plan.settings(config.learner)
     if not training:
@@ -218,10 +218,10 @@ class Served:
     model: PreTrainedModel
     renderer: Renderer
     engine: Engine
-    cast: Cast
+    cast: EpisodeFactories
     sampling: Sampling
     """As the run is evaluated."""
-    limits: Limits
+    limits: EpisodeLimits
     tools: OpenTools
 
     def read(self, folder: Path) -> Mapping[str, Any]:
@@ -255,7 +255,7 @@ def build_served(config: RunConfig, objects: Mapping[str, Any] | None = None) ->
         workshop.open_tools.stop()
         raise
     asked, measured = config.rollout, config.evaluation
-    limits = Limits(asked.max_turns, config.sampling.max_context, asked.episode_seconds, asked.step_seconds)
+    limits = EpisodeLimits(asked.max_turns, config.sampling.max_context, asked.episode_seconds, asked.step_seconds)
     own = {name: getattr(measured, name) for name in ("temperature", "top_k", "top_p", "min_p", "max_tokens")}
     own = {name: value for name, value in own.items() if value is not None}
     sampling = replace(sampling, **own)
@@ -286,7 +286,7 @@ def count_steps(config: RunConfig, objects: Mapping[str, Any] | None = None) -> 
     if config.trainer.steps is not None:
         return config.trainer.steps
     renderer = renderer_of(config, resolve(config.model.name))
-    return Workshop(config, objects or {}).source(renderer, GivenEpisodes.of(config, renderer))[1]
+    return Workshop(config, objects or {}).source(renderer, OfflineEpisodes.of(config, renderer))[1]
 
 
 def check(config: RunConfig) -> None:

@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from arborl.agents import AGENTS
-from arborl.agents.chat import ChatAgent
+from arborl.agents.chat_agents import ChatAgent
 from arborl.envs.env import Env, Observation, Step
 from arborl.envs.frozen_lake import FrozenLake
 from arborl.errors import ContextFull

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from arborl.agents.chat import ChatAgent
-from arborl.agents.context.policy import compression
-from arborl.agents.context.statelm import TOOLSET, USUAL, StateLM
+from arborl.agents.chat_agents import ChatAgent
+from arborl.agents.context.managed_conversation import stateset_context
+from arborl.agents.context.statelm import TOOLSET, DEFAULT_TOOLS, StateLM
 from arborl.algorithms.algorithm import Recipe
 from arborl.chat import FileTokenizer, HermesParser, Renderer, Template
 from arborl.config.algorithm import AlgorithmConfig
@@ -28,9 +28,9 @@ from arborl.models.seedling import WEIGHTS
 from arborl.registry import call_checked
 from arborl.rewards.choice import Choice, ShortAnswer
 from arborl.rewards.reward import Rewards
-from arborl.rollout.recorder import Limits
-from arborl.rollout.runner import Cast, Rollout
-from arborl.rollout.tree import plant
+from arborl.rollout.recorder import EpisodeLimits
+from arborl.rollout.runner import EpisodeFactories, Rollout
+from arborl.rollout.token_trees import build_token_trees
 from arborl.tools.library.context.chunks import Index
 from arborl.types import Group, Message, Sampling, Stop, Task
 from arborl.view.context_length import lengths as context_lengths
@@ -73,7 +73,14 @@ def rollout_of(renderer, scripts, agent, env, tokens=96, window=1024):
 
     replies = [[*renderer.tokenizer.encode(text), renderer.stop[0]] for text in flat]
     engine = ScriptedEngine(replies, choose)
-    return Rollout(engine, renderer, Cast(agent, env), Sampling(tokens), Limits(max_context=window), concurrency=8)
+    return Rollout(
+        engine,
+        renderer,
+        EpisodeFactories(agent, env),
+        Sampling(tokens),
+        EpisodeLimits(max_context=window),
+        concurrency=8,
+    )
 
 
 def play(renderer, *scripts, env=None, window=1024, tokens=96, task=None, **args):
@@ -114,7 +121,7 @@ def test_an_edited_episode_gives_the_expected_tree_and_trains_every_token_once(r
     assert three.prompt[: len(whole[0])] == whole[0]  # the deletion changed what came after the first call
     assert three.prompt[: len(whole[1])] != whole[1]
     assert four.prompt[: len(whole[2])] == whole[2]
-    forest = plant([Group(episode.task, [episode])])
+    forest = build_token_trees([Group(episode.task, [episode])])
     shared = next(i for i, (a, b) in enumerate(zip(whole[1], whole[3], strict=False)) if a != b)
     assert len(forest.trees[0]) == len(whole[1]) + len(whole[3]) - shared
     assert forest.terms.token.tolist() == [t for c in episode.calls for t in c.completion.tokens]
@@ -225,8 +232,12 @@ def test_seedling_plays_it_untrained(seedling):
 
     model, renderer = seedling
     engine = LocalEngine(model, 1024, max_requests=4)
-    cast = Cast(lambda t: StateLM(**SMALL, reading=READING, max_assistant_turns=3), lambda t: Documents(tokens=400))
-    rollout = Rollout(engine, renderer, cast, Sampling(24, stop=renderer.stop), Limits(max_context=1024), concurrency=4)
+    cast = EpisodeFactories(
+        lambda t: StateLM(**SMALL, reading=READING, max_assistant_turns=3), lambda t: Documents(tokens=400)
+    )
+    rollout = Rollout(
+        engine, renderer, cast, Sampling(24, stop=renderer.stop), EpisodeLimits(max_context=1024), concurrency=4
+    )
     (group,) = asyncio.run(rollout.collect([Task("t", seed=3)], seed=0, group_size=4))
     assert [episode.failure for episode in group.episodes] == [None] * 4
     asyncio.run(Rewards([("short_answer", ShortAnswer(), 1.0)], 5).score([group]))
@@ -264,7 +275,7 @@ def test_a_summary_is_written_by_the_model_and_trained_if_asked(renderer, traine
     assert episode.answer == "Oslo"
     (written,) = [c for c in episode.calls if "nothing." in renderer.tokenizer.decode(c.completion.tokens)]
     assert written.trained == trained
-    terms = plant([Group(episode.task, [episode])]).terms
+    terms = build_token_trees([Group(episode.task, [episode])]).terms
     number = episode.calls.index(written)
     assert np.any(terms.call == number) == trained
     assert len(terms) == sum(len(c.completion.tokens) for c in episode.calls if c.trained)
@@ -281,13 +292,13 @@ def test_the_summarize_tool_folds_what_came_before(renderer):
 
 
 def test_settings_in_other_systems_names_become_policies():
-    assert compression(False) == {"policy": "none"}
+    assert stateset_context(False) == {"policy": "none"}
     for strategy in ("summary", "truncate", "sliding_window"):
-        args = compression(True, 0.4, strategy)
+        args = stateset_context(True, 0.4, strategy)
         assert 0.4 in args.values()
         StateLM(**args)
     with pytest.raises(ValueError, match="compression_strategy='zip'"):
-        compression(True, 0.4, "zip")
+        stateset_context(True, 0.4, "zip")
 
 
 def test_trajectories_are_written_for_people(renderer, tmp_path):
@@ -330,7 +341,7 @@ def test_defect_2_and_3_a_penalty_reaches_every_branch_also_where_thoughts_are_s
     asyncio.run(Rewards([("choice", Counting(exceeded=-1.0), 1.0)], 5).score([group]))
     assert [episode.reward for episode in group.episodes] == [-1.0, -1.0]
     assert not asked  # nothing to judge: the episode as a whole is penalised
-    terms = Recipe(AlgorithmConfig(name="reinforce")).credit([group], plant([group]).terms)
+    terms = Recipe(AlgorithmConfig(name="reinforce")).credit([group], build_token_trees([group]).terms)
     assert len(np.unique(terms.call)) == sum(len(e.calls) for e in group.episodes) > 2
     assert np.all(terms.advantage == -1.0)
 
@@ -341,7 +352,7 @@ def test_defect_4_and_10_an_episode_has_one_vote_and_one_weight_however_many_bra
     for episode, reward in zip(group.episodes, (1.0, 0.0, 0.0, 0.0), strict=True):
         episode.rewards = {"r": reward}
     algorithm = Recipe(AlgorithmConfig(name="grpo", aggregation="episode", std="none"))
-    terms = algorithm.credit([group], plant([group]).terms)
+    terms = algorithm.credit([group], build_token_trees([group]).terms)
     by_episode = [np.unique(terms.advantage[terms.episode == e]).round(9).tolist() for e in range(4)]
     assert by_episode == [[0.75], [-0.25], [-0.25], [-0.25]]
     weights = np.bincount(terms.episode, terms.weight)
@@ -350,7 +361,7 @@ def test_defect_4_and_10_an_episode_has_one_vote_and_one_weight_however_many_bra
 
 def test_defect_5_nothing_is_discarded_or_cut(renderer):
     group = play(renderer, [READ, call("deleteContext", msg_id=2), READ, DONE])
-    forest = plant([group])
+    forest = build_token_trees([group])
     (tree,) = forest.trees
     for number, made in enumerate(group.episodes[0].calls):
         rows = np.flatnonzero(forest.terms.call == number)
@@ -410,8 +421,8 @@ def test_defect_8_tools_leave_the_event_loop_free_and_need_no_server(renderer):
 def test_defect_9_a_batch_of_which_nothing_is_left_is_an_empty_forest(renderer):
     group = play(renderer, [DONE])
     group.episodes[0].calls.clear()
-    assert len(plant([group]).terms) == 0
-    assert len(plant([]).terms) == 0
+    assert len(build_token_trees([group]).terms) == 0
+    assert len(build_token_trees([]).terms) == 0
 
 
 @pytest.mark.parametrize("over", [0, 1])
@@ -493,5 +504,5 @@ def test_defect_15_settings_nobody_reads_are_refused():
 
 
 def test_the_eleven_tools_of_the_original_are_the_usual_ones():
-    assert len(USUAL) == 11
-    assert set(TOOLSET) - set(USUAL) == {"mergeNotes", "getContextStats", "summarize"}
+    assert len(DEFAULT_TOOLS) == 11
+    assert set(TOOLSET) - set(DEFAULT_TOOLS) == {"mergeNotes", "getContextStats", "summarize"}

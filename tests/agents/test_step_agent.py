@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from arborl.agents.step import StepAgent, joined
+from arborl.agents.chat_agents import StepAgent, merge_user_messages
 from arborl.envs.countdown import Countdown
 from arborl.envs.env import Env, Observation, Step
 from arborl.envs.frozen_lake import FrozenLake
@@ -107,7 +107,7 @@ def test_equal_states_have_equal_prompts():
 
 def test_two_messages_of_the_user_in_a_row_become_one():
     user, assistant = Message("user", "a"), Message("assistant", "b")
-    assert joined([user, user, assistant, user]) == [Message("user", "a\n\na"), assistant, user]
+    assert merge_user_messages([user, user, assistant, user]) == [Message("user", "a\n\na"), assistant, user]
 
 
 def test_a_negative_history_is_refused():

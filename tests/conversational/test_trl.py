@@ -28,7 +28,7 @@ from arborl.conversational.trl_terms import batch_of, fail_branched, played, row
 from arborl.conversational.trl_terms import settings as trl_settings
 from arborl.errors import ConfigError, EpisodeError, RunStopped
 from arborl.models.load import read_weights, resolve
-from arborl.rollout.store import EpisodeStore
+from arborl.rollout.episode_store import EpisodeStore
 from arborl.types import Call, Completion, Episode, Finish, Task
 
 pytest.importorskip("trl")

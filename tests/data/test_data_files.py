@@ -6,7 +6,7 @@ import pytest
 
 from arborl.data import FileTasks
 from arborl.data.reading.files import read_rows
-from arborl.data.reading.rows import read_messages, read_task
+from arborl.data.reading.rows import messages_of_cell, read_task
 from arborl.data.reading.tables import ParquetTable
 from arborl.errors import ConfigError
 from arborl.types import Message, ToolCall
@@ -119,7 +119,7 @@ def test_messages_come_in_openais_shape_and_win_over_the_question():
     assert task.messages == wanted
     assert (task.id, task.agent) == ("12", "tool")
     assert task.fields == row
-    assert read_messages(json.dumps(given), "here") == wanted
+    assert messages_of_cell(json.dumps(given), "here") == wanted
 
 
 def test_parquet_rows_may_hold_messages(tmp_path):

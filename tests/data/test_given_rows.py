@@ -9,15 +9,15 @@ import pytest
 
 from arborl.config.data import DataConfig
 from arborl.data import open_source
-from arborl.data.from_config import GivenRows
-from arborl.data.reading.given import GivenReader, GivenTask
+from arborl.data.from_config import OfflineRows
+from arborl.data.reading.offline_rows import OfflineRowReader, OfflineTask
 from arborl.errors import ConfigError
 
 USER, SAID = {"role": "user", "content": "6*7?"}, {"role": "assistant", "content": "42"}
 
 
-def read(kind: str, row: dict, **settings) -> GivenTask:
-    return GivenReader("rows", kind=kind, **settings).task(row, "rows.jsonl, line 3")
+def read(kind: str, row: dict, **settings) -> OfflineTask:
+    return OfflineRowReader("rows", kind=kind, **settings).task(row, "rows.jsonl, line 3")
 
 
 def words(messages) -> list[tuple[str, str]]:
@@ -38,7 +38,7 @@ def words(messages) -> list[tuple[str, str]]:
 def test_a_transcript_is_messages_or_a_prompt_and_a_completion(row):
     task = read("transcripts", row)
     assert words(task.messages) == [("user", "6*7?")]
-    (side,) = task.sides
+    (side,) = task.responses
     assert words(side.messages) == [("assistant", "42")]
     assert side.trained == (True,)
     assert task.weight == 1.0
@@ -56,7 +56,7 @@ def test_a_transcript_is_messages_or_a_prompt_and_a_completion(row):
 def test_a_pair_is_a_prompt_and_two_sides_or_two_conversations_that_begin_alike(row):
     task = read("pairs", row)
     assert words(task.messages) == [("user", "6*7?")]
-    assert [(words(side.messages), side.score) for side in task.sides] == [
+    assert [(words(side.messages), side.score) for side in task.responses] == [
         ([("assistant", "42")], 1.0),
         ([("assistant", "41")], 0.0),
     ]
@@ -72,7 +72,7 @@ def test_two_conversations_share_what_the_assistant_said_alike():
 @pytest.mark.parametrize(("label", "score"), [(True, 1.0), (0, 0.0), ("False", 0.0), (1.0, 1.0)])
 def test_a_labelled_answer_is_good_or_bad(label, score):
     task = read("labels", {"prompt": "6*7?", "completion": "42", "label": label})
-    assert [side.score for side in task.sides] == [score]
+    assert [side.score for side in task.responses] == [score]
 
 
 def test_tools_and_a_weight_come_along_and_what_was_said_is_no_field():
@@ -119,11 +119,11 @@ def test_a_row_that_cannot_be_learned_from_is_refused_with_its_place_and_what_to
 
 
 def lengths(task) -> int:
-    return sum(len(message.content) for side in task.sides for message in side.messages)
+    return sum(len(message.content) for side in task.responses for message in side.messages)
 
 
 def opened(path: Path, **settings):
-    rows = GivenRows("transcripts", lengths, max_context=5)
+    rows = OfflineRows("transcripts", lengths, max_context=5)
     return open_source(DataConfig(path=path, given=True, **settings), "question", 0, given=rows)
 
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arborl.data.mixing.mixture import Band, Mixture
-from arborl.data.mixing.schedule import deal, exact
+from arborl.data.mixing.mixture import Mixture, SuccessBand
+from arborl.data.mixing.schedule import allocate, normalize_ratios
 from arborl.data.mixing.streams import EnvPool, RowPool
-from arborl.data.reading.rows import Reader
-from arborl.data.reading.splits import Filters, split_table
+from arborl.data.reading.rows import RowReader
+from arborl.data.reading.splits import PromptFilters, split_table
 from arborl.data.reading.tables import ListTable
 from arborl.errors import ConfigError
 from arborl.types import Episode, Group
@@ -25,8 +25,8 @@ ratio = st.one_of(st.integers(1, 20), st.floats(0.001, 1.0).map(lambda x: round(
 
 def pool(name, rows, seed=0):
     table = ListTable([(f"row {n + 1}", {"question": f"{name} {n}", "id": f"{name}/{n}"}) for n in range(rows)], name)
-    reader = Reader(name)
-    return RowPool(table, reader, split_table(table, reader, 0.0, "auto", Filters()), seed)
+    reader = RowReader(name)
+    return RowPool(table, reader, split_table(table, reader, 0.0, "auto", PromptFilters()), seed)
 
 
 def mixture(rows, ratios, seed=0, **more):
@@ -51,7 +51,7 @@ def mixtures(draw):
 def test_every_batch_is_full_and_within_a_row_of_its_quota_and_so_are_all_batches_together(made):
     rows, ratios, size, seed = made
     mixed = mixture(rows, ratios, seed)
-    shares = exact(mixed.ratios)
+    shares = normalize_ratios(mixed.ratios)
     total = Counter()
     for step in range(40):
         batch = mixed.take(step, size)
@@ -67,10 +67,10 @@ def test_every_batch_is_full_and_within_a_row_of_its_quota_and_so_are_all_batche
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=8), st.integers(1, 30))
 @settings(max_examples=20)
 def test_shares_keep_within_a_row_for_as_long_as_anyone_looks(weights, size):
-    shares = exact({str(n): weight for n, weight in enumerate(weights)})
+    shares = normalize_ratios({str(n): weight for n, weight in enumerate(weights)})
     behind = dict.fromkeys(shares, Fraction(0))
     for _ in range(300):
-        counts = deal(shares, size, behind)
+        counts = allocate(shares, size, behind)
         assert sum(counts.values()) == size
         behind = {name: behind[name] + share * size - counts[name] for name, share in shares.items()}
         assert all(abs(value) < 1 for value in behind.values())
@@ -80,8 +80,8 @@ def test_shares_keep_within_a_row_for_as_long_as_anyone_looks(weights, size):
 def test_where_ratios_and_sizes_change_batches_are_still_full_and_the_error_stays_small(steps):
     behind = dict.fromkeys("abc", Fraction(0))
     for weights, size in steps:
-        shares = exact(dict(zip("abc", weights, strict=True)))
-        counts = deal(shares, size, behind)
+        shares = normalize_ratios(dict(zip("abc", weights, strict=True)))
+        counts = allocate(shares, size, behind)
         assert sum(counts.values()) == size
         for name, share in shares.items():
             assert floor(share * size) <= counts[name] <= ceil(share * size)
@@ -166,12 +166,12 @@ def group(mixed, source, success):
 
 
 def test_a_source_that_is_too_easy_or_too_hard_gets_fewer_rows():
-    mixed = mixture([50, 50, 50], [1, 1, 1], band=Band(0.1, 0.9, outside=0.25, decay=0.0))
+    mixed = mixture([50, 50, 50], [1, 1, 1], band=SuccessBand(0.1, 0.9, outside=0.25, decay=0.0))
     for step in range(2):
         mixed.take(step, 6)
         mixed.observe(step, [group(mixed, "a", 1.0), group(mixed, "b", 0.5), group(mixed, "c", 0.0)])
     assert Counter(task.source for task in mixed.take(2, 6)) == {"a": 1, "b": 4, "c": 1}
-    again = mixture([50, 50, 50], [1, 1, 1], band=Band(0.1, 0.9, outside=0.25, decay=0.0))
+    again = mixture([50, 50, 50], [1, 1, 1], band=SuccessBand(0.1, 0.9, outside=0.25, decay=0.0))
     again.load_state(mixed.state(2))
     assert again.take(2, 6) == mixed.take(2, 6)
     mixed.observe(2, [group(mixed, "a", 0.5), group(mixed, "c", 0.5)])
@@ -179,7 +179,7 @@ def test_a_source_that_is_too_easy_or_too_hard_gets_fewer_rows():
 
 
 def test_what_nobody_judged_is_no_success_of_its_source():
-    mixed = mixture([50, 50], [1, 1], band=Band(0.1, 0.9, outside=0.25, decay=0.0))
+    mixed = mixture([50, 50], [1, 1], band=SuccessBand(0.1, 0.9, outside=0.25, decay=0.0))
     mixed.take(0, 4)
     silent = group(mixed, "a", 1.0)
     silent.episodes[0].metrics.clear()
@@ -194,8 +194,8 @@ def test_held_out_tasks_come_from_all_sources_alike():
     pools = []
     for name, size in zip(names, (400, 30), strict=True):
         table = ListTable([(f"row {n}", {"question": f"{name}{n}"}) for n in range(size)], name)
-        reader = Reader(name)
-        pools.append(RowPool(table, reader, split_table(table, reader, 0.3, "auto", Filters()), 0))
+        reader = RowReader(name)
+        pools.append(RowPool(table, reader, split_table(table, reader, 0.3, "auto", PromptFilters()), 0))
     pools.append(EnvPool("lake", "frozen_lake", 0))
     mixed = Mixture(pools, dict.fromkeys(("a", "b", "lake"), 1), 0)
     held_out = mixed.evaluation(12)

@@ -20,8 +20,8 @@ from arborl.config.base import dump_yaml
 from arborl.config.load import from_kwargs, load
 from arborl.data import Mixture
 from arborl.errors import ConfigError
-from arborl.rollout.store import EpisodeStore
-from arborl.rollout.tree import plant
+from arborl.rollout.episode_store import EpisodeStore
+from arborl.rollout.token_trees import build_token_trees
 from arborl.track.jsonl import read_metrics
 from arborl.types import Message, Task
 
@@ -218,7 +218,7 @@ def test_a_source_can_weigh_more_than_its_episodes(files):
     groups = asyncio.run(parts.rollout.collect(parts.source.take(0, 8), 1, 2))
     asyncio.run(parts.rewards.score(groups))
     plain = make_algorithm(AlgorithmConfig(skip_zero_variance=False))
-    forest = plant(plain.keep(groups))
+    forest = build_token_trees(plain.keep(groups))
     before, after = plain.credit(groups, forest.terms).weight, parts.algorithm.credit(groups, forest.terms).weight
     heavy = np.array([groups[tree].task.source == "sums" for tree in forest.terms.tree])
     assert np.allclose(after[heavy] / before[heavy], 3 / 2)  # half of the episodes weigh 3, the others 1

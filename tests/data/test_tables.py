@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from arborl.config.data import DataConfig
 from arborl.data import open_source
-from arborl.data.mixing.order import Order
+from arborl.data.mixing.order import RowOrder
 from arborl.data.mixing.streams import RowPool
 from arborl.data.reading import files as data_files
 from arborl.data.reading.files import open_table
-from arborl.data.reading.rows import Reader
-from arborl.data.reading.splits import Filters, Numbered, split_table
-from arborl.data.reading.tables import HubTable, JoinedTable, ListTable, ParquetTable
+from arborl.data.reading.rows import RowReader
+from arborl.data.reading.splits import PromptFilters, RowNumbers, split_table
+from arborl.data.reading.tables import ConcatenatedTable, HubTable, ListTable, ParquetTable
 from arborl.errors import ConfigError
 from arborl.types import Message
 
@@ -61,22 +61,22 @@ def test_a_large_file_gives_the_same_rows_as_a_small_one_whatever_its_groups_and
 def test_every_pass_over_blocks_gives_every_row_once_in_a_new_order(rows, group, block, window, seed):
     with tempfile.TemporaryDirectory() as folder:
         table = ParquetTable(parquet(Path(folder) / "a.parquet", rows, group), block=block)
-    view = Numbered(table, 0.1, held_out=False)
-    order = Order(view, seed, window)
+    view = RowNumbers(table, 0.1, held_out=False)
+    order = RowOrder(view, seed, window)
     passes = [order.numbers(number * order.size, order.size).tolist() for number in range(3)]
-    held = {int(n) for b in range(len(table.sizes)) for n in Numbered(table, 0.1, held_out=True).of(b)}
+    held = {int(n) for b in range(len(table.sizes)) for n in RowNumbers(table, 0.1, held_out=True).of(b)}
     assert all(sorted(each) == sorted(set(range(rows)) - held) for each in passes)
     if window > 16:
         assert passes[0] != passes[1]
     stream = [n for each in passes for n in each]
     start, count = order.size // 3, order.size
     assert order.numbers(start, count).tolist() == stream[start : start + count]
-    assert Order(view, seed, window).numbers(start, count).tolist() == stream[start : start + count]
+    assert RowOrder(view, seed, window).numbers(start, count).tolist() == stream[start : start + count]
 
 
 def test_rows_that_are_read_together_do_not_come_together(tmp_path):
     table = ParquetTable(parquet(tmp_path / "a.parquet", 20_000, 500), block=500)
-    numbers = Order(Numbered(table, 0.1, held_out=False), 0, table.window).numbers(0, 2000)
+    numbers = RowOrder(RowNumbers(table, 0.1, held_out=False), 0, table.window).numbers(0, 2000)
     assert len({int(number) // 500 for number in numbers[:50]}) >= 3  # of four blocks in a window
     assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.5
 
@@ -140,7 +140,7 @@ def test_a_folder_of_files_is_one_source(tmp_path):
     (folder / "notes.txt").write_text("not rows")
     parquet(folder / "c.parquet", 5, 2)
     table = open_table(folder)
-    assert isinstance(table, JoinedTable)
+    assert isinstance(table, ConcatenatedTable)
     assert [row["question"] for row in table.rows([0, 5, 14, 4])] == ["a0", "b0", "q4", "a4"]
     assert table.place(6) == "b.jsonl, line 2"
     source = opened(path=folder)
@@ -215,7 +215,7 @@ def test_rows_of_verl_agentfly_and_openai_load_as_they_are():
         "document_content": "long text",
         "extra_info": {"index": 7, "difficulty": "hard", "ability": "other"},
     }
-    task = Reader("s").task(verl, "here")
+    task = RowReader("s").task(verl, "here")
     assert [message.role for message in task.messages] == ["system", "user"]
     assert (task.agent, task.fields["answer"], task.fields["document_content"]) == (
         "statelm_tool_agent",
@@ -223,14 +223,14 @@ def test_rows_of_verl_agentfly_and_openai_load_as_they_are():
         "long text",
     )
     assert (task.fields["difficulty"], task.fields["ability"]) == ("hard", "reading")  # a column wins
-    fly = Reader("s").task({"question": "6*7?", "answer": "42", "id": "x"}, "here")
+    fly = RowReader("s").task({"question": "6*7?", "answer": "42", "id": "x"}, "here")
     assert (fly.messages, fly.fields["answer"], fly.id) == ((Message("user", "6*7?"),), "42", "x")
-    assert Reader("s").task({"prompt": "Say hi"}, "here").messages == (Message("user", "Say hi"),)
-    assert Reader("s").task({"messages": [{"role": "user", "content": "x"}]}, "here").messages[0].content == "x"
+    assert RowReader("s").task({"prompt": "Say hi"}, "here").messages == (Message("user", "Say hi"),)
+    assert RowReader("s").task({"messages": [{"role": "user", "content": "x"}]}, "here").messages[0].content == "x"
 
 
 def test_fields_are_named_by_path_and_a_missing_one_is_told_with_its_row():
-    reader = Reader("s", "problem", {"answer": "info.final", "document": "context", "agent": "who", "id": "key"})
+    reader = RowReader("s", "problem", {"answer": "info.final", "document": "context", "agent": "who", "id": "key"})
     row = {"problem": "p", "info": {"final": 3}, "context": "c", "who": "tool", "key": 9}
     task = reader.task(row, "a.json, row 1")
     assert (task.fields["answer"], task.fields["document"], task.agent, task.id) == (3, "c", "tool", "9")
@@ -357,6 +357,6 @@ def test_settings_beside_the_sources_hold_for_those_that_say_nothing(tmp_path):
 
 def test_content_decides_a_rows_side_in_a_list_and_is_the_same_for_equal_rows():
     table = ListTable([(f"row {n}", {"question": f"q{n % 40}"}) for n in range(80)], "x")
-    split = split_table(table, Reader("x"), 0.5, "content", Filters())
+    split = split_table(table, RowReader("x"), 0.5, "content", PromptFilters())
     sides = [{number % 40 for number in side} for side in (split.training.numbers, split.held_out)]
     assert sides[0].isdisjoint(sides[1])

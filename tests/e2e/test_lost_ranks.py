@@ -21,7 +21,7 @@ from arborl.config.load import load
 from arborl.errors import LearnerLost
 from arborl.learner import launch
 from arborl.learner.run_store import JoinInfo
-from arborl.rollout.store import EpisodeStore
+from arborl.rollout.episode_store import EpisodeStore
 
 TWO = [*SMALL, "learner.ranks=2", "evaluation.tasks=0", "track.gifs=0"]
 LOST = ("learner/lost", "learner/steps_lost", "learner/seconds_lost")

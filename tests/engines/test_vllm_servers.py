@@ -23,7 +23,7 @@ from arborl.engines.http import HttpEngine
 from arborl.engines.padded_heads import export_padded
 from arborl.engines.vllm_process import SIDE, kill_all
 from arborl.models.load import load_model, resolve
-from arborl.rollout.store import EpisodeStore
+from arborl.rollout.episode_store import EpisodeStore
 from arborl.track.jsonl import read_metrics
 from arborl.types import Sampling
 

@@ -16,7 +16,7 @@ from arborl.learner.executor import Way
 from arborl.learner.learner import Learner
 from arborl.models.load import load_model, resolve
 from arborl.models.lora import add_lora
-from arborl.rollout.tree import plant
+from arborl.rollout.token_trees import build_token_trees
 from arborl.types import Call, Completion, Episode, Finish, Forest, Group, Sampling, Task
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -66,7 +66,7 @@ def forest_of(seed: int, groups: int = 3, prompt: int = 150, answer: int = 40) -
                 calls.append(Call(context, Completion(sampled, (-6.0,) * len(sampled), Finish.STOP), turn))
             episodes.append(Episode(str(e), Task("t"), calls=calls))
         made.append(Group(Task("t"), episodes))
-    forest = plant(made)
+    forest = build_token_trees(made)
     weight = np.full(len(forest.terms), 1.0 / len(forest.terms))
     terms = dataclasses.replace(
         forest.terms,

@@ -15,7 +15,7 @@ from arborl.config.algorithm import NARROW, AlgorithmConfig
 from arborl.config.run import LearnerConfig
 from arborl.engines.local import LocalEngine
 from arborl.learner.learner import Learner
-from arborl.rollout.tree import plant
+from arborl.rollout.token_trees import build_token_trees
 from arborl.types import Call, Episode, Group, Sampling, Task
 
 SAMPLING = Sampling(max_tokens=24)
@@ -53,7 +53,7 @@ def clipped(model, groups, settings: dict, **learning) -> tuple[float, dict[str,
     """The largest share of clipped terms over the steps of an update whose steps are too small to move a weight."""
     algorithm = make_algorithm(AlgorithmConfig(**settings))
     learner = Learner(copy.deepcopy(model), LearnerConfig(lr=1e-30, **learning), SAMPLING, algorithm.needs)
-    forest = plant(groups)
+    forest = build_token_trees(groups)
     terms = algorithm.credit(groups, learner.look(forest.trees, forest.terms, algorithm.needs))
     metrics = learner.update(forest.trees, terms, algorithm)
     assert metrics["learner/steps"] > 0
@@ -85,7 +85,7 @@ def test_anchored_at_the_engine_it_would_be(model, groups):
 
 def test_an_update_of_one_step_needs_no_pass_for_its_anchor(model, groups):
     algorithm = make_algorithm(AlgorithmConfig(name="gspo"))
-    forest = plant(groups)
+    forest = build_token_trees(groups)
     for minibatches, known in ((1, False), (2, True)):
         learner = Learner(model, LearnerConfig(minibatches=minibatches), SAMPLING, algorithm.needs)
         found = learner.look(forest.trees, forest.terms, algorithm.needs)
@@ -126,7 +126,7 @@ def test_cut_into_pieces_a_sequence_has_the_same_anchor(model, groups):
 def test_a_log_ratio_beyond_reason_counts_as_20(model, groups):
     algorithm = make_algorithm(AlgorithmConfig(name="grpo"))
     learner = Learner(copy.deepcopy(model), LearnerConfig(lr=1e-30), SAMPLING, algorithm.needs)
-    forest = plant(groups)
+    forest = build_token_trees(groups)
     terms = algorithm.credit(groups, dataclasses.replace(forest.terms, logprob=forest.terms.logprob - 1e4))
     metrics = learner.update(forest.trees, terms, algorithm)
     assert metrics["learner/steps"] == 1.0

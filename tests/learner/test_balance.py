@@ -7,7 +7,7 @@ import pytest
 
 from arborl.learner.balance import deal, owners, share, work_of
 from arborl.learner.packing import Costs
-from arborl.rollout.tree import plant
+from arborl.rollout.token_trees import build_token_trees
 from arborl.types import Call, Completion, Episode, Finish, Group, Task
 
 COSTS = Costs(token=12 * 4096.0**2, pair=2 * 4096.0)
@@ -33,14 +33,14 @@ def ragged(chance: np.random.Generator, groups: int, episodes: int) -> list[Grou
 @pytest.mark.parametrize(("groups", "ranks"), [(16, 2), (32, 4), (64, 8)])
 def test_ragged_batches_are_spread_within_five_percent(groups, ranks):
     for seed in range(3):
-        forest = plant(ragged(np.random.default_rng(seed), groups, 4))
+        forest = build_token_trees(ragged(np.random.default_rng(seed), groups, 4))
         owner = owners(forest.trees, forest.terms, ranks, [np.arange(groups)], COSTS)
         load = np.bincount(owner, work_of(forest.trees, forest.terms, COSTS), minlength=ranks)
         assert load.max() / load.mean() < 1.05
 
 
 def test_every_minibatch_is_spread_and_every_term_has_one_home():
-    forest = plant(ragged(np.random.default_rng(5), 8, 2))
+    forest = build_token_trees(ragged(np.random.default_rng(5), 8, 2))
     halves = np.array_split(np.arange(8), 2)
     owner = owners(forest.trees, forest.terms, 2, halves, COSTS)
     assert all(set(owner[half]) == {0, 1} for half in halves)
@@ -58,7 +58,7 @@ def test_what_is_exchanged_evens_out_what_the_largest_first_leaves():
 
 
 def test_fewer_trees_than_ranks_and_trees_without_terms():
-    forest = plant(ragged(np.random.default_rng(1), 2, 2))
+    forest = build_token_trees(ragged(np.random.default_rng(1), 2, 2))
     none = forest.terms.pick(np.zeros(0, dtype=int))
     assert len(owners(forest.trees, none, 4, [np.arange(2)], COSTS)) == 2
     assert len(set(owners(forest.trees, forest.terms, 4, [np.arange(2)], COSTS))) == 2

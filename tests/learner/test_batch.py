@@ -12,7 +12,7 @@ from learner_fakes import forest_of, random_groups
 
 from arborl.learner import packing
 from arborl.learner.packing import Costs, branches, cuts, is_cut, pruned, rows_pay, split
-from arborl.rollout.tree import grow
+from arborl.rollout.token_trees import tree_of_sequences
 from arborl.types import Call, Completion, Episode, Finish, Group, Task, TokenTree
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=10), min_size=1, max_size=7)
@@ -92,7 +92,7 @@ def pieces_of(tree: TokenTree, starts: tuple[int, ...]) -> list[int]:
 @settings(max_examples=60)
 @given(sequences=SEQUENCES, budget=st.integers(3, 30))
 def test_cuts_repeat_as_few_tokens_as_any_cuts_could(sequences, budget):
-    tree, _ = grow(sequences)
+    tree, _ = tree_of_sequences(sequences)
     longest = int(tree.depth.max()) + 1
     budget = max(budget, longest)
     found = pieces_of(tree, tuple(cuts(tree, budget)))
@@ -106,7 +106,7 @@ def test_cuts_repeat_as_few_tokens_as_any_cuts_could(sequences, budget):
 
 
 def test_a_tree_within_the_budget_is_not_cut():
-    tree, _ = grow([[1, 2, 3, 4], [1, 2, 5]])
+    tree, _ = tree_of_sequences([[1, 2, 3, 4], [1, 2, 5]])
     assert cuts(tree, 5).tolist() == [0]
     assert cuts(tree, 4).tolist() == [0, 4]
     assert branches(tree).tolist() == [0, 4]
@@ -123,13 +123,13 @@ def test_rows_are_taken_only_where_little_is_shared_and_rows_are_cheaper():
     stem = chance.integers(0, 99, 20).tolist()
 
     def bush(shared: int) -> TokenTree:
-        return grow([stem[:shared] + chance.integers(0, 99, 300).tolist() for _ in range(4)])[0]
+        return tree_of_sequences([stem[:shared] + chance.integers(0, 99, 300).tolist() for _ in range(4)])[0]
 
     cheap_tokens, dear_tokens = Costs(token=1.0, pair=1.0), Costs(token=1e6, pair=1.0)
     assert rows_pay(bush(5), cheap_tokens)
     assert not rows_pay(bush(5), dear_tokens)  # five tokens more cost more than the masks
-    assert not rows_pay(grow([stem, [*stem[:15], 1, 2, 3]])[0], cheap_tokens)
-    assert not rows_pay(grow([stem])[0], cheap_tokens)
+    assert not rows_pay(tree_of_sequences([stem, [*stem[:15], 1, 2, 3]])[0], cheap_tokens)
+    assert not rows_pay(tree_of_sequences([stem])[0], cheap_tokens)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -22,7 +22,7 @@ from arborl.learner.learner import Learner
 from arborl.learner.teacher import RemoteTeacher, check_tokenizer, open_teacher, paths
 from arborl.models.attention import NAME
 from arborl.models.load import resolve
-from arborl.rollout.tree import plant
+from arborl.rollout.token_trees import build_token_trees
 from arborl.trainer.look import look
 from arborl.types import Call, Completion, Episode, Finish, Group, Sampling, Task
 
@@ -146,7 +146,7 @@ def test_a_server_is_asked_each_branch_once_and_answers_for_every_token(form, se
     teacher = RemoteTeacher(server.url, wait=0.01)
     teacher.check(seedling[1].tokenizer, 1024)
     server.asked.clear()
-    forest = plant(GROUPS)
+    forest = build_token_trees(GROUPS)
     found = teacher.logprobs(forest.trees, forest.terms)
     assert found == pytest.approx(direct(big, GROUPS), abs=1e-5)
     assert sorted(server.asked) == [[5, 6, 7, 10, 11, 12], [5, 6, 7, 10, 13, 14, 15], [9, 20]]

@@ -11,8 +11,7 @@ from learner_fakes import SAMPLING, Fake, assert_same
 
 from arborl.config.run import LearnerConfig
 from arborl.learner.learner import Learner
-from arborl.rollout.downsample import thin
-from arborl.rollout.tree import plant
+from arborl.rollout.token_trees import build_token_trees, downsample_branches
 from arborl.types import Call, Completion, Episode, Finish, Group, Task
 
 BRANCHES = 4
@@ -33,7 +32,7 @@ def test_the_mean_over_all_draws_is_the_gradient_of_all_branches(tiny_llama, kin
     algorithm = Fake(kind, reference=True, proximal=True)
     learner = Learner(tiny_llama, LearnerConfig(), SAMPLING, algorithm.needs)
     groups = forgetful()
-    forest = plant(groups)
+    forest = build_token_trees(groups)
     terms = algorithm.credit(groups, learner.look(forest.trees, forest.terms, algorithm.needs))
     terms = dataclasses.replace(terms, reference=terms.reference - 0.1)  # one that differs, so that it pulls
 
@@ -43,7 +42,7 @@ def test_the_mean_over_all_draws_is_the_gradient_of_all_branches(tiny_llama, kin
 
     draws = {}
     for seed in range(200):
-        fewer, kept, _ = thin(groups, terms, most, "random", seed)
+        fewer, kept, _ = downsample_branches(groups, terms, most, "random", seed)
         draws.setdefault(tuple(np.unique(kept.turn)), (fewer.trees, kept))
     assert len(draws) == {1: BRANCHES, 2: BRANCHES - 1, 3: 3}[most]  # every one there is, all as likely
     found = [gradient(*draw) for draw in draws.values()]

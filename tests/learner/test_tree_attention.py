@@ -13,7 +13,7 @@ from arborl.learner.executor import cheapest
 from arborl.learner.packing import MicroBatch, pack
 from arborl.learner.tree_attention import BlockAttend, CausalAttend, DenseAttend
 from arborl.models.attention import Bounds
-from arborl.rollout.tree import grow, plant
+from arborl.rollout.token_trees import build_token_trees, tree_of_sequences
 from arborl.types import TokenTree
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=6)
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def batch_of(trees: list[TokenTree]) -> MicroBatch:
-    return pack(trees, list(range(len(trees))), plant([]).terms)
+    return pack(trees, list(range(len(trees))), build_token_trees([]).terms)
 
 
 BOUNDS = st.builds(Bounds, st.sampled_from([None, 1, 2, 5, 40]), st.sampled_from([None, 0.7]))
@@ -65,14 +65,14 @@ def assert_equal_to_the_rule(batch: MicroBatch, ways: list, seed: int, bounds: B
 )
 def test_blocks_and_squares_equal_the_rule_in_value_and_gradient(monkeypatch, forests, block, seed, bounds):
     monkeypatch.setattr(tree_attention, "BLOCK", block)
-    batch = batch_of([grow(sequences)[0] for sequences in forests])
+    batch = batch_of([tree_of_sequences(sequences)[0] for sequences in forests])
     assert_equal_to_the_rule(batch, [DenseAttend(batch, CPU), BlockAttend(batch, CPU)], seed, bounds)
 
 
 @settings(max_examples=15)
 @given(chains=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=5), bounds=BOUNDS)
 def test_chains_of_any_lengths_need_no_mask(chains, bounds):
-    batch = batch_of([grow([chain])[0] for chain in chains])
+    batch = batch_of([tree_of_sequences([chain])[0] for chain in chains])
     assert batch.is_chains
     assert_equal_to_the_rule(batch, [CausalAttend(batch, CPU)], 0, bounds)
 
@@ -82,13 +82,13 @@ def test_a_chain_needs_no_mask_a_fork_is_attended_densely_and_a_bush_in_blocks(b
     chance = np.random.default_rng(0)
     stem = chance.integers(0, 99, 50).tolist()
     twig = 10 if branches == 2 else 60
-    tree, _ = grow([stem + chance.integers(0, 99, twig).tolist() for _ in range(branches)])
+    tree, _ = tree_of_sequences([stem + chance.integers(0, 99, twig).tolist() for _ in range(branches)])
     assert cheapest(batch_of([tree]), CPU) == expected
 
 
 def test_a_gpu_attends_a_single_chain_plainly_and_everything_else_by_its_kernels():
-    tree, _ = grow([[1, 2, 3], [1, 2, 4]])
-    chain, _ = grow([[1, 2, 3]])
+    tree, _ = tree_of_sequences([[1, 2, 3], [1, 2, 4]])
+    chain, _ = tree_of_sequences([[1, 2, 3]])
     gpu = torch.device("cuda")
     assert cheapest(batch_of([chain]), gpu) == "causal"
     assert cheapest(batch_of([chain, chain]), gpu) == cheapest(batch_of([tree]), gpu) == "kernel"

@@ -18,7 +18,7 @@ from arborl.learner.fused_layers import fusing_fits
 from arborl.learner.packing import pack
 from arborl.learner.score import score
 from arborl.models.lean import is_lean
-from arborl.rollout.tree import plant
+from arborl.rollout.token_trees import build_token_trees
 from arborl.types import Call, Episode, Group, Sampling, Task
 
 CONTEXT = 64
@@ -59,7 +59,7 @@ def told(model, calls: list[Call]) -> torch.Tensor:
 
 
 def forest(calls: list[Call]):
-    return plant([Group(Task("t"), [Episode("e", Task("t"), calls=list(calls))])])
+    return build_token_trees([Group(Task("t"), [Episode("e", Task("t"), calls=list(calls))])])
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from arborl.agents.context.policy import ASK
+from arborl.agents.context.managed_conversation import SUMMARY_REQUEST
 from arborl.seedling import document_transcripts
 from arborl.seedling.make import template
 from arborl.seedling.transcript import Transcript
@@ -44,7 +44,7 @@ def test_careful_players_answer_from_their_own_summaries_too():
     tidy = document_transcripts.Manner(1, 1, 1, 0, 0, 1, 1)
     played = [document_transcripts.play(chance, 5000, tidy, summaries=True) for _ in range(10)]
     assert sum(success for _, success in played) >= 7
-    asked = [reply for player, _ in played for shown, reply in player.said if shown[-1].content == ASK]
+    asked = [reply for player, _ in played for shown, reply in player.said if shown[-1].content == SUMMARY_REQUEST]
     assert any(": " in reply.content for reply in asked)
 
 

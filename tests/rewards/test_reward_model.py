@@ -16,7 +16,7 @@ from arborl.models.find import described, resolve
 from arborl.registry import call_checked
 from arborl.rewards import Rewards
 from arborl.rewards.reward_model import Record, RewardModel, conversation
-from arborl.rollout.store import EpisodeStore
+from arborl.rollout.episode_store import EpisodeStore
 from arborl.types import Episode, Group, Message, Task, Turn
 
 

@@ -7,12 +7,12 @@ import asyncio
 import numpy as np
 import pytest
 
-from arborl.agents.chat import ChatAgent
+from arborl.agents.chat_agents import ChatAgent
 from arborl.engines.scripted import ScriptedEngine
 from arborl.envs.env import Env, Observation, Step
-from arborl.rollout.recorder import Limits
-from arborl.rollout.runner import Cast, Rollout
-from arborl.rollout.workers import Workers
+from arborl.rollout.env_workers import Workers
+from arborl.rollout.recorder import EpisodeLimits
+from arborl.rollout.runner import EpisodeFactories, Rollout
 from arborl.types import Message, Sampling, Task
 
 HELLO = Observation((Message("user", "hello"),))
@@ -65,8 +65,8 @@ def step(**fields):
 def test_the_field_is_named(seedling, answers, words, workers):
     _, renderer = seedling
     engine = ScriptedEngine([[*renderer.tokenizer.encode("yes"), renderer.stop[0]]])
-    cast = Cast(lambda task: ChatAgent(), lambda task: Answers(**answers))
-    run = Rollout(engine, renderer, cast, Sampling(8), Limits(), 4, Workers(workers))
+    cast = EpisodeFactories(lambda task: ChatAgent(), lambda task: Answers(**answers))
+    run = Rollout(engine, renderer, cast, Sampling(8), EpisodeLimits(), 4, Workers(workers))
     ((episode,),) = [group.episodes for group in asyncio.run(run.collect([Task("t", env="mine")], 0, 1))]
     assert episode.failure.where == "environment 'mine'"
     assert words in episode.failure.message
@@ -76,8 +76,10 @@ def test_numbers_and_flags_may_be_numpys(seedling):
     _, renderer = seedling
     engine = ScriptedEngine([[*renderer.tokenizer.encode("yes"), renderer.stop[0]]])
     given = Step(HELLO, np.float32(0.5), terminated=np.True_, truncated=np.False_, info={"valid": np.bool_(True)})
-    cast = Cast(lambda task: ChatAgent(), lambda task: Answers(step=given, metrics={"success": np.int64(1)}))
-    run = Rollout(engine, renderer, cast, Sampling(8), Limits(), 4, Workers("none"))
+    cast = EpisodeFactories(
+        lambda task: ChatAgent(), lambda task: Answers(step=given, metrics={"success": np.int64(1)})
+    )
+    run = Rollout(engine, renderer, cast, Sampling(8), EpisodeLimits(), 4, Workers("none"))
     ((episode,),) = [group.episodes for group in asyncio.run(run.collect([Task("t", env="mine")], 0, 1))]
     assert episode.failure is None
     assert (episode.turns[0].reward, episode.metrics["success"]) == (0.5, 1.0)

@@ -8,15 +8,15 @@ from dataclasses import replace
 
 import pytest
 
-from arborl.agents.agent import FunctionAgent
+from arborl.agents.agent_interface import FunctionAgent
 from arborl.chat import Conversations
 from arborl.engines.local import LocalEngine
 from arborl.engines.scripted import ScriptedEngine
 from arborl.envs.env import Env, Observation, Step
-from arborl.rollout.recorder import Limits
-from arborl.rollout.runner import Cast, Rollout
-from arborl.rollout.store import to_json
-from arborl.rollout.tree import plant
+from arborl.rollout.episode_store import episode_to_json
+from arborl.rollout.recorder import EpisodeLimits
+from arborl.rollout.runner import EpisodeFactories, Rollout
+from arborl.rollout.token_trees import build_token_trees
 from arborl.seeds import derive
 from arborl.types import Completion, Finish, Group, Message, Sampling, Task
 
@@ -47,8 +47,8 @@ class Late:
 
 
 def play(agent, engine, renderer, size: int = 1, temperature: float = 1.0):
-    cast = Cast(agent=lambda task: FunctionAgent(agent), env=lambda task: Once())
-    rollout = Rollout(engine, renderer, cast, Sampling(12, temperature), Limits(max_context=250), concurrency=4)
+    cast = EpisodeFactories(agent=lambda task: FunctionAgent(agent), env=lambda task: Once())
+    rollout = Rollout(engine, renderer, cast, Sampling(12, temperature), EpisodeLimits(max_context=250), concurrency=4)
     (group,) = asyncio.run(rollout.collect([Task("t")], seed=3, group_size=size))
     return group
 
@@ -90,7 +90,7 @@ def sub_agents(chance: random.Random):
 
 
 def rows(group) -> list[dict]:
-    found = [to_json(episode) for episode in group.episodes]
+    found = [episode_to_json(episode) for episode in group.episodes]
     for row in found:
         del row["seconds"]
         for call in row["calls"]:
@@ -114,7 +114,7 @@ def test_the_calls_of_one_task_stand_together_between_those_of_the_agent(seedlin
             whole = (*before.prompt, *before.completion.tokens)
             assert after.prompt[: len(whole)] == whole
     assert calls[10].prompt[: len(calls[0].prompt)] == calls[0].prompt
-    assert len(plant([Group(episode.task, [episode])]).terms) == episode.sampled
+    assert len(build_token_trees([Group(episode.task, [episode])]).terms) == episode.sampled
 
 
 def test_what_is_asked_after_a_tool_of_unknown_length_is_answered_alike_in_any_order(seedling):
@@ -198,7 +198,7 @@ def test_what_an_agent_leaves_behind_is_ended_and_the_episode_stays_as_it_is(see
     assert episode.failure is None
     assert len(episode.calls) == 1
     assert episode.metrics["agent/abandoned_calls"] == 1.0
-    assert "after the agent has returned" in str(orphans[0].exception())
+    assert "after the agent returned" in str(orphans[0].exception())
 
 
 def test_equal_texts_in_other_tokens_go_on_from_the_message_they_are(seedling):

@@ -8,8 +8,8 @@ import pytest
 
 import arborl
 from arborl.config.run import RunConfig
-from arborl.rollout.rivals import Rivals
-from arborl.rollout.store import EpisodeStore
+from arborl.rollout.episode_store import EpisodeStore
+from arborl.rollout.recorder import TopLogprobs
 
 SMALL = {
     "steps": 1, "rollout.tasks_per_step": 1, "rollout.group_size": 2, "env.args.size": 3, "env.args.max_steps": 2,
@@ -39,10 +39,10 @@ def test_rivals_are_kept_and_change_nothing(tmp_path):
 
 
 def test_a_token_is_not_its_own_rival_and_what_could_not_be_drawn_is_none():
-    heard = Rivals(2)
+    heard = TopLogprobs(2)
     heard(7, -1.0, [(4, -0.5), (7, -1.0), (5, -3.0)])
     heard(4, -0.1, [(4, -0.1), (7, -2.0), (9, -math.inf)])
-    assert heard.heard == [((4, -0.5), (5, -3.0)), ((7, -2.0),)]
+    assert heard.alternatives == [((4, -0.5), (5, -3.0)), ((7, -2.0),)]
 
 
 def test_an_engine_that_cannot_tell_them_is_refused():

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arborl.errors import CannotWrite, ConfigError
-from arborl.rollout.store import EpisodeStore, from_json, to_json
+from arborl.rollout.episode_store import EpisodeStore, episode_from_json, episode_to_json
 from arborl.types import Call, Completion, Episode, Failure, Finish, Group, Message, Stop, Task, ToolCall, Turn
 
 numbers = st.floats(allow_nan=False)
@@ -100,7 +100,7 @@ def group(*given):
 @settings(max_examples=80, deadline=None)
 @given(episodes)
 def test_an_episode_survives_json_bit_for_bit(episode):
-    assert from_json(json.loads(json.dumps(to_json(episode)))) == episode
+    assert episode_from_json(json.loads(json.dumps(episode_to_json(episode)))) == episode
 
 
 @settings(max_examples=25, deadline=None)
@@ -120,7 +120,7 @@ def test_a_prompt_that_extends_an_earlier_call_stores_only_what_is_new():
         Call((1, 2, 9), completion(8), 2),  # the history was edited: a branch
         Call((9, 9), completion(8), 3),
     ]
-    assert [row["prompt"] for row in to_json(episode)["calls"]] == [
+    assert [row["prompt"] for row in episode_to_json(episode)["calls"]] == [
         [-1, 0, [1, 2, 3]],
         [0, 5, [6]],
         [0, 2, [9]],
@@ -137,7 +137,7 @@ def test_what_was_said_and_what_tools_answered_stands_beside_the_ids_as_text():
         Call((1, 2), completion(3), 0, messages=(question,), reply=asks),
         Call((1, 2, 3, 4), completion(5), 0, messages=(question, asks, result), reply=Message("assistant", "42!")),
     ]
-    first, second = to_json(episode)["calls"]
+    first, second = episode_to_json(episode)["calls"]
     assert first["messages"] == [-1, 0, [{"role": "user", "content": "6*7?"}]]
     assert first["reply"]["tool_calls"] == [{"id": "1", "name": "calc", "arguments": {"of": "6*7"}, "error": None}]
     told = {"role": "tool", "content": "42", "tool_call_id": "1", "name": "calc"}
@@ -147,10 +147,10 @@ def test_what_was_said_and_what_tools_answered_stands_beside_the_ids_as_text():
 
 def test_a_file_of_before_there_were_messages_is_still_read():
     episode = Episode("e", Task("t"), calls=[Call((1, 2), completion(3), 0), Call((1, 2, 3, 4), completion(5), 1)])
-    row = to_json(episode)
+    row = episode_to_json(episode)
     for call in row["calls"]:
         del call["messages"], call["reply"]
-    assert from_json(row) == episode
+    assert episode_from_json(row) == episode
 
 
 def test_a_long_conversation_grows_with_its_length_and_not_with_its_square():
@@ -162,7 +162,7 @@ def test_a_long_conversation_grows_with_its_length_and_not_with_its_square():
             reply = Message("assistant", "so")
             episode.calls.append(Call(prompt, completion(7), turn, messages=said, reply=reply))
             prompt, said = (*prompt, 7), (*said, reply)
-        return len(json.dumps(to_json(episode)))
+        return len(json.dumps(episode_to_json(episode)))
 
     assert size(80) < 2.2 * size(40)
 
@@ -173,7 +173,7 @@ def test_a_torn_last_line_is_passed_over_with_a_warning(tmp_path, caplog):
     path.write_bytes(path.read_bytes()[:-20])
     with caplog.at_level(logging.WARNING):
         assert [episode.id for episode in store.read(path)] == ["a"]
-    assert "line 2 is torn" in caplog.text
+    assert "line 2 is incomplete" in caplog.text
 
 
 def test_a_broken_line_in_the_middle_is_an_error_that_says_where(tmp_path):

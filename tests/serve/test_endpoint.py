@@ -24,9 +24,9 @@ from arborl.envs.question import Question
 from arborl.errors import ConfigError
 from arborl.rewards.reward import Rewards
 from arborl.rewards.rules import POSTED, posted
-from arborl.rollout.recorder import Limits
-from arborl.rollout.runner import Cast, Rollout
-from arborl.rollout.tree import plant
+from arborl.rollout.recorder import EpisodeLimits
+from arborl.rollout.runner import EpisodeFactories, Rollout
+from arborl.rollout.token_trees import build_token_trees
 from arborl.serve.endpoint import EndpointAgent
 from arborl.types import Message, Sampling, Stop, Task
 
@@ -34,8 +34,8 @@ ROOT = Path(__file__).parents[2]
 ASKED = Task("t", messages=(Message("user", "Add 97 and 62. Answer as <answer>number</answer>."),))
 
 
-def rollout_of(opened, env=Question, limits=Limits(max_context=512), **args):  # noqa: B008
-    cast = Cast(agent=lambda task: EndpointAgent(**args), env=lambda task: env())
+def rollout_of(opened, env=Question, limits=EpisodeLimits(max_context=512), **args):  # noqa: B008
+    cast = EpisodeFactories(agent=lambda task: EndpointAgent(**args), env=lambda task: env())
     return Rollout(opened.engine, opened.served.renderer, cast, Sampling(48), limits, concurrency=8)
 
 
@@ -60,7 +60,7 @@ def test_every_token_a_program_was_told_is_one_loss_term_in_the_context_it_was_s
     calls = [(one.task.id, call) for one in episodes for call in one.calls]
     assert heard == Counter((task, tuple(call.prompt), call.completion.tokens) for task, call in calls)
 
-    forest = plant(groups)
+    forest = build_token_trees(groups)
     terms, number = forest.terms, 0
     for _, call in calls:
         context = list(call.prompt)
@@ -169,7 +169,7 @@ def test_nothing_that_a_program_started_outlives_its_episode(opened):
 def test_a_daemon_that_holds_the_output_of_a_program_ends_with_it_and_costs_no_deadline(opened):
     mark = uuid.uuid4().hex
     task = Task("t", (Message("user", mark),))
-    limits = Limits(max_context=512, episode_seconds=60.0)
+    limits = EpisodeLimits(max_context=512, episode_seconds=60.0)
     (episode,), _ = played(opened, [task], limits=limits, command=process("leaves_a_daemon"))
     assert episode.failure is None
     assert episode.answer
@@ -182,7 +182,7 @@ def test_output_that_a_stranger_process_holds_costs_no_deadline(opened, tmp_path
         listening.bind(str(tmp_path / "s"))
         listening.listen()
         task = Task("t", (Message("user", str(tmp_path / "s")),))
-        limits = Limits(max_context=512, episode_seconds=60.0)
+        limits = EpisodeLimits(max_context=512, episode_seconds=60.0)
         (episode,), _ = played(opened, [task], limits=limits, command=process("hands_over_its_output"))
         line, _ = listening.accept()
         held = socket.recv_fds(line, 1, 1)[1]
@@ -195,7 +195,7 @@ def test_output_that_a_stranger_process_holds_costs_no_deadline(opened, tmp_path
 
 
 def test_one_that_takes_too_long_is_ended_by_the_episodes_deadline(opened):
-    limits = Limits(max_context=512, episode_seconds=1.0)
+    limits = EpisodeLimits(max_context=512, episode_seconds=1.0)
     (episode,), _ = played(opened, limits=limits, command=process("lingers"))
     assert episode.stop is Stop.TIMEOUT
     assert episode.failure.where.startswith("program ")
@@ -254,7 +254,7 @@ def visited(opened, work, context=512):
     from arborl.types import Episode
 
     async def inside():
-        limits = Limits(max_context=context)
+        limits = EpisodeLimits(max_context=context)
         recorder = Recorder(opened.engine, opened.served.renderer, Sampling(8), limits, Episode("e", ASKED, 0))
         endpoint = await Endpoint.here("127.0.0.1", 0)
         with endpoint.open(Visit(ASKED, ASKED.messages, Question(), recorder, 64)) as at:
@@ -369,7 +369,7 @@ class Counting(Env):
 
 @pytest.mark.parametrize(("most", "stop", "turns"), [(9, Stop.DONE, 3), (2, Stop.MAX_TURNS, 2)])
 def test_a_program_plays_an_environment_step_by_step(opened, most, stop, turns):
-    limits = Limits(max_turns=most, max_context=512)
+    limits = EpisodeLimits(max_turns=most, max_context=512)
     (episode,), _ = played(opened, env=Counting, limits=limits, call="endpoint_programs:plays")
     assert (episode.failure, episode.stop, len(episode.turns)) == (None, stop, turns)
     assert [call.turn for call in episode.calls] == list(range(turns))

@@ -10,14 +10,14 @@ from conftest_serve import client_of
 from arborl.agents import FunctionAgent
 from arborl.envs.documents import Documents
 from arborl.envs.wrapper import word_of
-from arborl.rollout.runner import Cast
+from arborl.rollout.runner import EpisodeFactories
 from arborl.serve.sessions import AgentSession, Company
 from arborl.types import Message, Task
 
 
 def with_agent(opened, agent, env=None):
     company = opened.company
-    cast = Cast(lambda task: agent, env or company.cast.env)
+    cast = EpisodeFactories(lambda task: agent, env or company.cast.env)
     return Company(company.engine, company.renderer, cast, company.sampling, company.limits, ("mine",))
 
 

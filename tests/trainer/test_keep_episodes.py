@@ -10,7 +10,7 @@ import pytest
 
 from arborl.checkpoint import complete
 from arborl.errors import CannotWrite
-from arborl.rollout.store import EpisodeStore
+from arborl.rollout.episode_store import EpisodeStore
 from arborl.trainer.hooks import KeepEpisodes, Save
 from arborl.types import Episode, Group, Task
 

@@ -17,7 +17,7 @@ from arborl.engines.engine import PROBE
 from arborl.envs.frozen_lake import FrozenLake
 from arborl.errors import ConfigError, RunStopped
 from arborl.models.attention import Causal, library_hidden_states, logits
-from arborl.rollout.store import EpisodeStore, to_json
+from arborl.rollout.episode_store import EpisodeStore, episode_to_json
 from arborl.seeds import derive
 from arborl.track.jsonl import read_metrics
 from arborl.track.tracker import Trackers
@@ -33,7 +33,7 @@ SMALL = [
 
 
 def plain(groups) -> list[dict]:
-    rows = [to_json(episode) for group in groups for episode in group.episodes]
+    rows = [episode_to_json(episode) for group in groups for episode in group.episodes]
     for row in rows:
         del row["seconds"]
         for call in row["calls"]:

@@ -59,10 +59,10 @@ def check_fewer(some, whole) -> None:
     first, of_all = rows[0], whole[0][0]
     for name in ("reward/mean", "episode/sampled", "episode/turns"):
         assert first[name] == of_all[name]
-    assert first["thinned/branches"] > 0
-    assert first["learner/terms"] == of_all["learner/terms"] - first["thinned/terms"] < of_all["learner/terms"]
+    assert first["rollout/downsampled_branches"] > 0
+    assert first["learner/terms"] == of_all["learner/terms"] - first["rollout/downsampled_terms"] < of_all["learner/terms"]
     assert first["learner/tokens"] < of_all["learner/tokens"]
-    assert "thinned/terms" not in of_all
+    assert "rollout/downsampled_terms" not in of_all
     assert not equal(weights, whole[1])
 
 
@@ -70,14 +70,14 @@ def test_fewer_branches_are_fewer_tokens_of_the_same_episodes(whole, drawn, tmp_
     check_fewer(drawn, whole)
     last = run(tmp_path / "run", MOST, "learner.downsample_mode=last")
     check_fewer(last, whole)
-    assert last[0][0]["thinned/branches"] == drawn[0][0]["thinned/branches"]
+    assert last[0][0]["rollout/downsampled_branches"] == drawn[0][0]["rollout/downsampled_branches"]
     assert not equal(last[1], drawn[1])
 
 
 def test_a_limit_that_no_episode_reaches_changes_nothing(whole, tmp_path):
     rows, weights = run(tmp_path / "run", "learner.max_samples_per_trajectory=50")
     assert equal(weights, whole[1])
-    assert all(row["thinned/terms"] == 0 for row in rows)
+    assert all(row["rollout/downsampled_terms"] == 0 for row in rows)
 
 
 def test_the_draw_is_the_seeds_and_a_resumed_run_draws_the_same(drawn, tmp_path):
@@ -112,7 +112,7 @@ def test_what_an_algorithm_knows_of_a_term_is_still_known(algorithm, tmp_path):
     rows, _ = run(
         tmp_path / "run", *algorithm, "trainer.steps=1", "rollout.max_turns=3", "learner.max_samples_per_trajectory=1"
     )
-    assert rows[0]["thinned/terms"] > 0
+    assert rows[0]["rollout/downsampled_terms"] > 0
     assert rows[0].get("learner/skipped", 0.0) == 0.0
     assert np.isfinite(rows[0]["policy/loss"])
     assert rows[0]["policy/rollout_gap"] < 1e-4  # every term is scored in the context it was sampled in

@@ -7,7 +7,7 @@ from PIL import Image
 
 from arborl.envs.env import Env, Observation, Step
 from arborl.envs.frozen_lake import FrozenLake
-from arborl.rollout.recorder import Limits, RecordedEnv
+from arborl.rollout.recorder import EpisodeLimits, RecordedEnv
 from arborl.seeds import derive
 from arborl.types import Call, Completion, Episode, Finish, Message, Task, Turn
 from arborl.view import Frame, replay, save_gif
@@ -74,7 +74,7 @@ def recorded_on_slippery_ice():
     episode = Episode("e", Task("t", seed=5), seed=11)
 
     async def play():
-        env = RecordedEnv(FrozenLake(slippery=True), "frozen_lake", Limits(), episode)
+        env = RecordedEnv(FrozenLake(slippery=True), "frozen_lake", EpisodeLimits(), episode)
         await env.reset(episode.task, 0)
         while not (await env.step(Message("assistant", env.env.oracle()))).over:
             pass

@@ -9,8 +9,8 @@ import numpy as np
 
 from arborl.chat.tokenizer import FileTokenizer
 from arborl.models.find import resolve
-from arborl.rollout.store import EpisodeStore
-from arborl.rollout.term_store import NUMBERS, TermStore
+from arborl.rollout.episode_store import EpisodeStore
+from arborl.rollout.term_store import VALUE_COLUMNS, TermStore
 from arborl.types import Call, Completion, Episode, Failure, Finish, Group, Message, Stop, Task, ToolCall, Turn
 
 EVIL = "<script>window.hacked = 1</script><img src=x onerror='window.hacked=1'>"
@@ -74,7 +74,7 @@ def write_terms(folder: Path, step: int, groups: list[Group]) -> None:
         if episode.failure is None
     ]
     episode, call, index, logprob, advantage = (np.asarray(column) for column in zip(*rows, strict=True))
-    numbers = {name: np.full(len(rows), 0.5) for name in NUMBERS}
+    numbers = {name: np.full(len(rows), 0.5) for name in VALUE_COLUMNS}
     numbers |= {"logprob": logprob, "advantage": advantage, "ratio": np.ones(len(rows)), "pull": -0.01 * advantage}
     TermStore(folder / "terms").write(step, {"episode": episode, "call": call, "index": index} | numbers, 10_000)
 

@@ -26,7 +26,7 @@ from arborl.config.base import plain
 from arborl.config.secrets import masked
 from arborl.errors import LearnerLost, RunStopped
 from arborl.registry import short
-from arborl.rollout.store import EpisodeStore
+from arborl.rollout.episode_store import EpisodeStore
 from arborl.track import Console, JsonlTracker, TensorBoardTracker, Tracker, Trackers, table_before_after
 from arborl.track.aside import Aside
 from arborl.track.run_log import RunLog

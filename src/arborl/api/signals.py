@@ -17,7 +17,7 @@ from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
-from arborl.rollout.watchdog import holder
+from arborl.rollout.deadlines import blocking_code
 from arborl.tools.threads import left_behind
 
 T = TypeVar("T")
@@ -114,7 +114,7 @@ class Stops:
     def _give_up(self) -> None:
         assert self.got is not None
         name = signal.Signals(self.got).name
-        held = holder(sys._current_frames().get(threading.main_thread().ident or 0)) or "an update or an environment"
+        held = blocking_code(sys._current_frames().get(threading.main_thread().ident or 0)) or "an update or an environment"
         self._say(
             f"{self.seconds:g} s after {name}, {held} still runs. Ends without saving; --resume latest goes on from "
             "the last checkpoint."

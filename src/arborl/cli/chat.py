@@ -164,14 +164,14 @@ class Talk:
             self.console.print("none", markup=False)
 
     def save(self, name: str) -> None:
-        from arborl.rollout.store import dumps, to_json
+        from arborl.rollout.episode_store import episode_to_json, json_line
 
         if not name:
             self.console.print("/save FILE", markup=False)
             return
         try:
             with writing(Path(name)):
-                text = "".join(dumps(to_json(episode)) + "\n" for episode in self.session.episodes)
+                text = "".join(json_line(episode_to_json(episode)) + "\n" for episode in self.session.episodes)
                 Path(name).write_text(text, encoding="utf-8", errors="surrogatepass")
         except ConfigError as error:
             self.console.print(str(error), style="red", markup=False)

@@ -87,10 +87,10 @@ def inspect(
     """Print the columns, lengths and sources of a file, and three prompts as the model is shown them."""
     from arborl.chat import Renderer
     from arborl.data.reading.files import open_table
-    from arborl.data.reading.rows import Reader
+    from arborl.data.reading.rows import RowReader
     from arborl.models.load import resolve
 
-    table, reader = open_table(Path(file)), Reader(Path(file).stem, question)
+    table, reader = open_table(Path(file)), RowReader(Path(file).stem, question)
     total = int(table.sizes.sum())
     count = min(total, LOOKED_AT)
     rows = table.rows(range(count))
@@ -201,10 +201,10 @@ def opened(config: RunConfig) -> Mixture:
 
     given = None
     if config.data.given:
-        from arborl.data.from_config import GivenRows
-        from arborl.rollout.given import KINDS
+        from arborl.data.from_config import OfflineRows
+        from arborl.rollout.offline_episodes import ROW_KINDS
 
-        given = GivenRows(KINDS[config.algorithm.loss], lambda task: 0, config.sampling.max_context)
+        given = OfflineRows(ROW_KINDS[config.algorithm.loss], lambda task: 0, config.sampling.max_context)
     source = open_source(config.data, config.env.name, config.seed, length, given=given)
     if not isinstance(source, Mixture):
         raise ConfigError("there are no rows to mix: the environment makes the tasks. Write data.path or data.sources.")

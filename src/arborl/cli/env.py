@@ -196,12 +196,12 @@ def make(name: str, args: Mapping[str, Any]) -> Any:
 
 def first(name: str, args: Mapping[str, Any], seconds: float = 30.0) -> Any:
     """A fresh environment; one that cannot be made, for whatever reason, is a sentence."""
-    from arborl.rollout.threads import Threads, TooLong
+    from arborl.rollout.env_threads import ThreadPool, ThreadTimeout
 
     part(name)
     try:
-        return Threads().take().wait(f"making {name}", seconds, lambda: make(name, args))
-    except TooLong as error:
+        return ThreadPool().take().wait(f"making {name}", seconds, lambda: make(name, args))
+    except ThreadTimeout as error:
         raise ConfigError(f"{error} Let it open what it needs in reset().") from error
     except ConfigError:
         raise

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from arborl.envs.env import Env, Observation
 from arborl.errors import ConfigError
-from arborl.rollout.threads import Hand, Threads, TooLong
+from arborl.rollout.env_threads import EnvThread, ThreadPool, ThreadTimeout
 from arborl.seeds import derive, generator
 from arborl.types import Message, Task
 
@@ -60,17 +60,17 @@ class Stage:
 
     def run(self, player: Player) -> None:
         """Play to the end, or until the player leaves; Ctrl-C is heard whatever the environment does."""
-        hand = Threads().take()
+        hand = ThreadPool().take()
         try:
             self._play(player, hand)
             hand.wait("close()", SECONDS, self.env.close)
-        except TooLong as error:
+        except ThreadTimeout as error:
             raise ConfigError(f"{type(self.env).__name__}.{error}") from error
         except BaseException:
             hand.ask(self.env.close)
             raise
 
-    def _play(self, player: Player, hand: Hand) -> None:
+    def _play(self, player: Player, hand: EnvThread) -> None:
         self._show(hand.wait("reset()", SECONDS, lambda: self.env.reset(self.task, self.seed)))
         total, turns, over = 0.0, 0, False
         while not over:

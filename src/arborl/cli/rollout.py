@@ -91,12 +91,12 @@ def configured(arguments: Sequence[str], given: Mapping[str, Any]) -> Any:
 async def played(parts: Any, task: Any, done: int, place: int, member: int) -> Episode:
     """The episode that the step after so many would play, with the seed it would have there; and scored. Of a given
     task, what was said at it."""
-    from arborl.data.reading.given import GivenTask
+    from arborl.data.reading.offline_rows import OfflineTask
     from arborl.seeds import derive
     from arborl.types import Group
 
-    if isinstance(task, GivenTask):
-        sides: list[Episode] = parts.rollout.shown([task])[0].episodes
+    if isinstance(task, OfflineTask):
+        sides: list[Episode] = parts.rollout.offline_groups([task])[0].episodes
         return sides[min(member, len(sides) - 1)]
     seed = derive(parts.config.seed, "step", done)
     own = derive(seed, "task", place, "episode", member)

@@ -1,7 +1,7 @@
 """Environments on a Ray cluster: processes as `rollout.workers=process` has them, on any node.
 
 One that hangs or dies, alone or with its node, costs nobody an episode: its environments are set up elsewhere and
-brought to where they were (`arborl.rollout.processes`).
+brought to where they were (`arborl.rollout.env_processes`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from typing import Any
 from arborl.cluster.connection import Cluster
 from arborl.cluster.host import Host, Told, check_versions
 from arborl.errors import ConfigError, EngineError
-from arborl.rollout.holder import Holder
-from arborl.rollout.process_main import Worker
-from arborl.rollout.processes import LOOK, Processes
+from arborl.rollout.env_processes import POLL_SECONDS, EnvProcess, EnvServer, ProcessPool
 
 
 class EnvironmentHost(Host):
@@ -26,7 +24,7 @@ class EnvironmentHost(Host):
 
     def __init__(self, paths: Sequence[str], allow_unsafe: bool):
         super().__init__(paths, allow_unsafe)
-        self.worker = Worker()
+        self.worker = EnvServer()
 
     async def ask(self, packed: bytes) -> bytes:
         """A request and its answer, as `process_main` has them."""
@@ -40,14 +38,14 @@ class EnvironmentHost(Host):
         def answer(packed: bytes) -> None:
             loop.call_soon_threadsafe(settle, packed)
 
-        self.worker.take(packed, answer)
+        self.worker.submit(packed, answer)
         return await outcome
 
 
-class RayHolder(Holder):
+class RayHolder(EnvProcess):
     """One such process, seen from the driver."""
 
-    suspects = False  # nodes go, too
+    blames_envs = False  # nodes go, too
 
     def __init__(self, cluster: Cluster, name: str, alone: bool, cpus: int):
         super().__init__(alone, cluster.placement.seconds)
@@ -70,7 +68,7 @@ class RayHolder(Holder):
             self._lose(other)
             return
         with self.lock:
-            one = self.asked.pop(0, None)
+            one = self.pending.pop(0, None)
         if one is not None:
             one.outcome.set_result(None)
 
@@ -85,26 +83,26 @@ class RayHolder(Holder):
         if (error := outcome.exception()) is not None:
             self._lose(error)
         else:
-            self._hear(outcome.result())
+            self._receive(outcome.result())
 
     def _lose(self, error: BaseException) -> None:
         if not self.lost:
             self.end, self.lost = _why(error), True
-            self._say_gone()
+            self._log_loss()
         self.noticed.set()
 
     def _watch(self) -> None:
         while not self.lost:
-            self.noticed.wait(LOOK)
-            self._look()
+            self.noticed.wait(POLL_SECONDS)
+            self._kill_overdue()
         self.cluster.stop(self.actor)
-        self._orphan()
+        self._fail_pending()
 
     def kill(self) -> None:
         self.lost = True
         self.noticed.set()
 
-    def gone(self) -> str:
+    def exit_reason(self) -> str:
         return f"{self.name} is gone: {self.end or 'it was ended'}"
 
 
@@ -112,7 +110,7 @@ def _why(error: BaseException) -> str:
     return str(error) if isinstance(error, EngineError) else type(error).__name__
 
 
-def environment_processes(cluster: Cluster) -> Processes:
+def environment_processes(cluster: Cluster) -> ProcessPool:
     """As many as `placement.env_workers` says, on the cluster. The first is started now: what is wrong with the nodes
     is found before anything is written."""
     numbers, most = count(), cluster.placement.env_workers
@@ -123,9 +121,9 @@ def environment_processes(cluster: Cluster) -> Processes:
         number = next(numbers)
         return RayHolder(cluster, f"environment worker {number}", alone, cpus=1 if number < most and not alone else 0)
 
-    processes = Processes(most=most, start=start)
+    processes = ProcessPool(most=most, start=start)
     first, _ = processes.take()
-    first.envs -= 1
+    first.num_envs -= 1
     try:
         first.ready.result(cluster.placement.seconds)
     except Exception as error:

@@ -14,8 +14,8 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from arborl.agents.agent import Model
-from arborl.agents.context.policy import Policy, compression
+from arborl.agents.agent_interface import Model
+from arborl.agents.context.managed_conversation import ContextPolicy, stateset_context
 from arborl.chat import Renderer
 from arborl.chat.messages import read_messages
 from arborl.checkpoint import check_model
@@ -76,7 +76,7 @@ class AgentConfig(Settings):
     stub_responses: tuple[str, ...] = REPLIES
     enable_context_compression: bool = False
     compression_ratio: float = Field(0.5, gt=0, le=1)
-    """The share of the window that is kept, or that starts a summary (see `arborl.agents.context.policy`)."""
+    """The share of the window that is kept, or that starts a summary (see `arborl.agents.context.managed_conversation`)."""
     compression_strategy: Literal["summary", "truncate", "sliding_window"] = "summary"
     seed: int = Field(0, ge=0)
     """Of replies in use; training has its own."""
@@ -92,12 +92,12 @@ class AgentConfig(Settings):
         return self
 
     @property
-    def policy(self) -> Policy | None:
+    def policy(self) -> ContextPolicy | None:
         """What is done about a conversation that outgrows its window."""
         if not self.enable_context_compression:
             return None
-        told = compression(True, self.compression_ratio, self.compression_strategy)
-        return Policy(kind=told.pop("policy"), **told)
+        told = stateset_context(True, self.compression_ratio, self.compression_strategy)
+        return ContextPolicy(kind=told.pop("policy"), **told)
 
     @property
     def window(self) -> int:

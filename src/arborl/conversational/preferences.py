@@ -11,8 +11,8 @@ from typing import Any
 from arborl.config.bounds import is_text
 from arborl.conversational.trajectory import ConversationTurn, MultiTurnTrajectory
 from arborl.data.reading.files import open_table
-from arborl.data.reading.given import GivenReader
-from arborl.data.reading.rows import read_messages
+from arborl.data.reading.offline_rows import OfflineRowReader
+from arborl.data.reading.rows import messages_of_cell
 from arborl.errors import ConfigError
 from arborl.rewards.reward_model import up_to_reply
 from arborl.seeds import generator
@@ -62,14 +62,14 @@ def read_preferences(given: Any, fields: Mapping[str, str] | None = None) -> lis
         raise ConfigError(f"preference_data: {type(given).__name__}. Give a list of {FORMS}, or a file of such rows.")
     else:
         rows = ((f"preference_data, row {number}", row) for number, row in enumerate(given, 1))
-    reader = GivenReader("preferences", fields=fields or {}, kind="pairs")
+    reader = OfflineRowReader("preferences", fields=fields or {}, kind="pairs")
     return [_preference(row, where, reader) for where, row in rows]
 
 
-def _preference(row: Any, where: str, reader: GivenReader) -> Preference:
+def _preference(row: Any, where: str, reader: OfflineRowReader) -> Preference:
     if isinstance(row, Mapping):
         task = reader.task({key: _plain(value) for key, value in row.items()}, where)
-        better, worse = (up_to_reply([*task.messages, *side.messages]) for side in task.sides)
+        better, worse = (up_to_reply([*task.messages, *side.messages]) for side in task.responses)
         return Preference(_text(better, where), _text(worse, where), where, task.weight)
     if isinstance(row, str | bytes) or not isinstance(row, Sequence) or len(row) != 2:
         size = f" of {len(row)}" if isinstance(row, Sequence) and not isinstance(row, str | bytes) else ""
@@ -96,7 +96,7 @@ def _conversation(given: Any, where: str) -> list[Message]:
             raise ConfigError(f"{where}: empty. Fill it, or drop the row.")
         return [Message("assistant", given)]
     column = where.rpartition(", ")
-    messages = read_messages(given, column[0], column[2])
+    messages = messages_of_cell(given, column[0], column[2])
     if not any(one.role == "assistant" and (one.content.strip() or one.tool_calls) for one in messages):
         raise ConfigError(f'{where}: the assistant says nothing in it. Add {{"role": "assistant", "content": "…"}}.')
     return up_to_reply(messages)

@@ -43,7 +43,7 @@ from arborl.conversational.trl_terms import (
     weights_of,
 )
 from arborl.errors import ConfigError
-from arborl.rollout.store import EpisodeStore
+from arborl.rollout.episode_store import EpisodeStore
 from arborl.seeds import derive
 from arborl.track.jsonl import JsonlTracker
 from arborl.trainer.failing import FailureWatch

@@ -11,11 +11,11 @@ from contextvars import ContextVar
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from arborl.agents.agent import Model
-from arborl.agents.context.policy import Policy
-from arborl.agents.context.talk import Talk
+from arborl.agents.agent_interface import Model
+from arborl.agents.context.managed_conversation import ContextPolicy
+from arborl.agents.context.managed_conversation import ManagedConversation
 from arborl.chat.messages import read_messages
-from arborl.rollout.recorder import Limits, Recorder
+from arborl.rollout.recorder import EpisodeLimits, Recorder
 from arborl.seeds import derive
 from arborl.types import Episode, Message, Metrics, Sampling, Task, ToolSpec
 
@@ -35,10 +35,10 @@ class Voice:
         policy: what is done when the conversation outgrows its window; None for nothing.
     """
 
-    def __init__(self, model: Model, policy: Policy | None):
+    def __init__(self, model: Model, policy: ContextPolicy | None):
         self.model, self.policy = model, policy
         self.heard: tuple[Message, ...] = ()
-        self.talk: Talk | None = None
+        self.talk: ManagedConversation | None = None
 
     def goes_on_to(self, messages: Sequence[Message]) -> bool:
         """Whether these messages are this conversation, and perhaps more of it."""
@@ -50,14 +50,14 @@ class Voice:
             return await self.model.chat(messages)
         if self.talk is None or not self.goes_on_to(messages):
             opening = next((i for i, message in enumerate(messages) if message.role == "assistant"), len(messages))
-            self.talk, self.heard = Talk(self.model, messages[:opening], self.policy), tuple(messages[:opening])
+            self.talk, self.heard = ManagedConversation(self.model, messages[:opening], self.policy), tuple(messages[:opening])
         for message in messages[len(self.heard) :]:
             if message.role == "assistant":
                 self.talk.add(message)
             else:
-                self.talk.hear([message])
+                self.talk.observe([message])
         self.heard = tuple(messages)
-        return await self.talk.ask()
+        return await self.talk.sample()
 
     def close(self) -> None:
         """Count what was edited."""
@@ -108,10 +108,10 @@ class Speaker:
         sampling: Sampling,
         max_context: int,
         seed: int,
-        policy: Policy | None,
+        policy: ContextPolicy | None,
     ):
         self.engine, self.renderer, self.sampling, self.policy = engine, renderer, sampling, policy
-        self.limits, self.seed = Limits(max_context=max_context), seed
+        self.limits, self.seed = EpisodeLimits(max_context=max_context), seed
         self._numbers = count()
         self._voices: list[Voice] = []
 

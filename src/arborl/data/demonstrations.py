@@ -7,7 +7,7 @@ from typing import Any
 
 from arborl.config.data import DemonstrationsConfig, RowsConfig
 from arborl.config.run import RunConfig
-from arborl.data.from_config import GivenRows, open_given
+from arborl.data.from_config import OfflineRows, open_offline
 from arborl.data.mixing.mixture import Mixture
 from arborl.data.source import TaskSource
 from arborl.types import Group, Metrics, Task
@@ -17,7 +17,7 @@ NAME = "demonstrations"
 
 
 def with_demonstrations(
-    source: TaskSource, config: RunConfig, rows: GivenRows, objects: Mapping[str, Any] | None = None
+    source: TaskSource, config: RunConfig, rows: OfflineRows, objects: Mapping[str, Any] | None = None
 ) -> TaskSource:
     """A run's source with demonstrations before its tasks, and beside them, where so asked.
 
@@ -31,7 +31,7 @@ def with_demonstrations(
     if not asked.given:
         return source
     read = RowsConfig(path=asked.path, rows=asked.rows, overlong=asked.overlong)
-    return WithDemonstrations(source, open_given(read, NAME, config.seed, rows, objects), asked)
+    return WithDemonstrations(source, open_offline(read, NAME, config.seed, rows, objects), asked)
 
 
 class WithDemonstrations(TaskSource):

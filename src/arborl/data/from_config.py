@@ -16,13 +16,13 @@ import numpy as np
 
 from arborl.config.data import DataConfig, RowsConfig, SourceConfig
 from arborl.config.parts import Part as RowsPart
-from arborl.data.mixing.mixture import Band, Mixture
-from arborl.data.mixing.streams import EnvPool, Pool, RowPool, StreamPool, call_rows
+from arborl.data.mixing.mixture import Mixture, SuccessBand
+from arborl.data.mixing.streams import EnvPool, RowPool, StreamPool, TaskPool, call_rows
 from arborl.data.reading.files import MEMORY_BYTES, MEMORY_ROWS, objects_only, open_tables
-from arborl.data.reading.given import GivenReader, Kind
-from arborl.data.reading.rows import Reader
-from arborl.data.reading.splits import EVALUATION_SEED, Filters, Length, Picked, split_table
-from arborl.data.reading.tables import HubTable, Labels, ListTable, Row, Table
+from arborl.data.reading.offline_rows import OfflineRowReader, RowKind
+from arborl.data.reading.rows import RowReader
+from arborl.data.reading.splits import EVALUATION_SEED, CountTokens, PromptFilters, SelectedRows, split_table
+from arborl.data.reading.tables import ColumnValues, HubTable, ListTable, Row, Table
 from arborl.data.source import EnvTasks, TaskSource
 from arborl.errors import ConfigError, did_you_mean
 from arborl.registry import load
@@ -37,9 +37,9 @@ def open_source(
     config: DataConfig,
     env: str,
     seed: int,
-    length: Length | None = None,
+    length: CountTokens | None = None,
     objects: Mapping[str, Any] | None = None,
-    given: GivenRows | None = None,
+    given: OfflineRows | None = None,
 ) -> TaskSource:
     """The tasks of a run.
 
@@ -67,7 +67,7 @@ def open_source(
             (stage.step, {name: ratio for name, ratio in stage.ratios.items() if name in ratios})
             for stage in config.schedule
         ],
-        Band(**config.band.model_dump()),
+        SuccessBand(**config.band.model_dump()),
         refuse=config.missing == "refuse",
     )
 
@@ -94,8 +94,8 @@ def _ratios(given: Mapping[str, float | None]) -> dict[str, float | Fraction]:
 
 
 def _each(
-    config: DataConfig, seed: int, length: Length | None, objects: Mapping[str, Any], given: GivenRows | None
-) -> list[Pool]:
+    config: DataConfig, seed: int, length: CountTokens | None, objects: Mapping[str, Any], given: OfflineRows | None
+) -> list[TaskPool]:
     """Every source by its own rows. One that is missing is left out where the others may fill its place."""
     pools = []
     for name, source in config.sources.items():
@@ -119,10 +119,10 @@ def _open(
     name: str,
     config: RowsConfig,
     seed: int,
-    length: Length | None,
+    length: CountTokens | None,
     objects: Mapping[str, Any],
-    given: GivenRows | None = None,
-) -> Pool:
+    given: OfflineRows | None = None,
+) -> TaskPool:
     reader, filters = _reading(name, config, length, given)
     if isinstance(config, SourceConfig) and not config.has_rows:
         assert config.env is not None
@@ -155,18 +155,18 @@ def _given_table(rows: RowsPart, objects: Mapping[str, Any], seed: int) -> Table
 
 
 @dataclass(frozen=True, slots=True)
-class GivenRows:
+class OfflineRows:
     """How rows are read that say themselves what was said."""
 
-    kind: Kind
+    kind: RowKind
     length: Callable[[Any], int]
     """Of a given task, in tokens: prompt and all that follows, of the longer side."""
     max_context: int
     """Longest that counts."""
 
 
-def open_given(
-    config: RowsConfig, name: str, seed: int, rows: GivenRows, objects: Mapping[str, Any] | None = None
+def open_offline(
+    config: RowsConfig, name: str, seed: int, rows: OfflineRows, objects: Mapping[str, Any] | None = None
 ) -> Mixture:
     """The rows of one file or function, of which none is held out."""
     table = _table(config) if config.rows is None else _given_table(config.rows, objects or {}, seed)
@@ -175,20 +175,22 @@ def open_given(
     return Mixture([pool], {name: 1}, seed)
 
 
-def _reading(name: str, config: RowsConfig, length: Length | None, given: GivenRows | None) -> tuple[Reader, Filters]:
+def _reading(
+    name: str, config: RowsConfig, length: CountTokens | None, given: OfflineRows | None
+) -> tuple[RowReader, PromptFilters]:
     """How rows become tasks, and which of them count."""
     if given is None:
-        return Reader(name, config.question, config.fields), _filters(config, length)
+        return RowReader(name, config.question, config.fields), _filters(config, length)
     if config.max_prompt_tokens:
         raise ConfigError("data.max_prompt_tokens: given rows count whole, against sampling.max_context. Leave it out.")
-    filters = Filters(given.max_context, config.overlong, config.deduplicate, whole=given.length)
-    return GivenReader(name, config.question, config.fields, given.kind), filters
+    filters = PromptFilters(given.max_context, config.overlong, config.deduplicate, whole=given.length)
+    return OfflineRowReader(name, config.question, config.fields, given.kind), filters
 
 
-def _filters(config: RowsConfig, length: Length | None) -> Filters:
+def _filters(config: RowsConfig, length: CountTokens | None) -> PromptFilters:
     if config.max_prompt_tokens and length is None:
         raise ConfigError("data.max_prompt_tokens: there is no tokenizer here to count with. Leave it out.")
-    return Filters(config.max_prompt_tokens, config.overlong, config.deduplicate, length)
+    return PromptFilters(config.max_prompt_tokens, config.overlong, config.deduplicate, length)
 
 
 def _table(config: RowsConfig) -> Table:
@@ -239,7 +241,7 @@ def open_hub(name: str) -> Table:
 # ------------------------------------------------------------------------------------------------ one file, by a column
 
 
-def _split_by(config: DataConfig, seed: int, length: Length | None, given: GivenRows | None) -> list[Pool]:
+def _split_by(config: DataConfig, seed: int, length: CountTokens | None, given: OfflineRows | None) -> list[TaskPool]:
     """Sources that are rows of one table, told apart by a column."""
     table, by = _table(config), str(config.by)
     labels = table.labels(by)
@@ -248,13 +250,13 @@ def _split_by(config: DataConfig, seed: int, length: Length | None, given: Given
         columns = ", ".join(map(str, table.rows([0])[0]))
         raise ConfigError(f"{table.where}: no column {by!r}, which data.by names. It has: {columns}.")
     _check_names(config, table, there)
-    pools: list[Pool] = []
+    pools: list[TaskPool] = []
     for name, source in config.sources.items():
         if not there[name]:
             log.warning("data.sources.%s is left out, and the others fill its place: no row of %s", name, table.where)
             continue
         reader, filters = _reading(name, source, length, given)
-        part = Part(table, labels.rows_of(name))
+        part = TableSubset(table, labels.rows_of(name))
         split = split_table(part, reader, source.evaluation_share, source.split, filters)
         pools.append(RowPool(part, reader, split, seed, filters, shuffle=source.shuffle))
     return pools
@@ -276,12 +278,12 @@ def _check_names(config: DataConfig, table: Table, there: Counter[str | None]) -
             )
 
 
-class Part:
+class TableSubset:
     """Some rows of a table, numbered anew."""
 
     def __init__(self, table: Table, numbers: np.ndarray):
         self.table, self.numbers, self.where = table, numbers, table.where
-        self.sizes, self.runs = Picked(table, numbers).sizes, table.runs
+        self.sizes, self.runs = SelectedRows(table, numbers).sizes, table.runs
         self.window, self.whole, self.ahead = table.window, table.whole, table.ahead
 
     def rows(self, numbers: Any) -> list[Row]:
@@ -290,8 +292,8 @@ class Part:
     def place(self, number: int) -> str:
         return self.table.place(int(self.numbers[number]))
 
-    def labels(self, column: str) -> Labels:
-        return Labels.of([row.get(column) for row in self.rows(range(len(self.numbers)))])
+    def labels(self, column: str) -> ColumnValues:
+        return ColumnValues.of([row.get(column) for row in self.rows(range(len(self.numbers)))])
 
 
 class FileTasks(Mixture):

@@ -11,7 +11,7 @@ from arborl.algorithms.algorithm import Needs
 from arborl.build import Parts
 from arborl.doctor.finding import Evidence, Finding, State
 from arborl.envs.checker import check_env
-from arborl.rollout.tree import plant
+from arborl.rollout.token_trees import build_token_trees
 from arborl.seeds import derive
 from arborl.trainer.diagnosis import FINE_STEP, diagnose
 from arborl.trainer.look import look
@@ -64,12 +64,12 @@ async def take(parts: Parts) -> FirstStep:
     probe = SyncProbe(parts.engine)
     await probe.ask()
     if config.data.given:
-        groups = parts.rollout.shown(tasks)
+        groups = parts.rollout.offline_groups(tasks)
     else:
         groups = await parts.rollout.collect(tasks, seed, min(MEMBERS, config.rollout.group_size))
         await parts.rewards.score(groups)
     alive = [Group(group.task, group.survivors) for group in groups if group.survivors]
-    forest = plant(alive)
+    forest = build_token_trees(alive)
     asked = Needs(proximal=True, reference=algorithm.needs.reference)
     terms = learner.look(forest.trees, forest.terms, asked)
     kept, learned, wanted = look(algorithm, learner, groups)

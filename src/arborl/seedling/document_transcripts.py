@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from arborl.agents.context.policy import ASK
+from arborl.agents.context.managed_conversation import SUMMARY_REQUEST
 from arborl.agents.context.statelm import StateLM
 from arborl.chat.formats.hermes import HermesParser
 from arborl.chat.messages import read_messages
@@ -111,7 +111,7 @@ class Player:
         stop: str | Sequence[str] = (),
     ) -> Message:
         messages = read_messages(messages, "messages")
-        text = self._sum_up(messages[-2]) if messages[-1].content == ASK else self._next(messages[-1])
+        text = self._sum_up(messages[-2]) if messages[-1].content == SUMMARY_REQUEST else self._next(messages[-1])
         reply = Message("assistant", text, tool_calls=HermesParser().parse(text), sampled=True)
         self.said.append((tuple(messages), reply))
         return reply

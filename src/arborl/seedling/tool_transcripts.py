@@ -11,7 +11,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from arborl.agents.code import CodeAgent
+from arborl.agents.tool_agents import CodeAgent
 from arborl.data.made.arithmetic import problem
 from arborl.data.made.facts import KINDS, make_facts
 from arborl.data.made.programs import compute

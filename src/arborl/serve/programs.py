@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from arborl.agents.agent import is_async
+from arborl.agents.agent_interface import is_async
 from arborl.errors import queued
 from arborl.registry import load
 from arborl.serve.episodes import Visit

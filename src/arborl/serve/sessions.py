@@ -19,8 +19,8 @@ from arborl.chat.renderer import Renderer
 from arborl.engines.engine import Engine
 from arborl.envs.env import Env, Observation, Step
 from arborl.errors import EpisodeError, EpisodeOver, boundary
-from arborl.rollout.recorder import Limits, RecordedEnv, Recorder
-from arborl.rollout.runner import Cast
+from arborl.rollout.recorder import EpisodeLimits, RecordedEnv, Recorder
+from arborl.rollout.runner import EpisodeFactories
 from arborl.serve.source import Refused, Unavailable
 from arborl.spans import span
 from arborl.types import Call, Episode, Message, Sampling, Stop, Task, ToolSpec
@@ -126,9 +126,9 @@ class Company:
 
     engine: Engine
     renderer: Renderer
-    cast: Cast
+    cast: EpisodeFactories
     sampling: Sampling
-    limits: Limits
+    limits: EpisodeLimits
     agents: tuple[str, ...]
     """Their names; the first is the run's."""
 

@@ -45,7 +45,7 @@ class GivenEvaluator:
 
     async def measure(self) -> Measured:
         """`loss`; for transcripts `perplexity`; for pairs and labels `accuracy` and `margin`. By source too."""
-        groups = self.rollout.shown(self.source.evaluation(self.tasks))
+        groups = self.rollout.offline_groups(self.source.evaluation(self.tasks))
         metrics = self.scores(groups)
         sources = list(dict.fromkeys(group.task.source for group in groups))
         for source in sources if len(sources) > 1 else ():

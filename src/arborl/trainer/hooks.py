@@ -15,7 +15,7 @@ from typing import Any
 from arborl import checkpoint
 from arborl.learner.files import Snapshot
 from arborl.learner.sharded_files import ShardedSnapshot
-from arborl.rollout.store import EpisodeStore
+from arborl.rollout.episode_store import EpisodeStore
 from arborl.trainer.evaluate import Measured, Measures
 from arborl.trainer.trainer import Trainer
 from arborl.types import Group, Metrics

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from arborl.rollout.term_store import NUMBERS, Columns, TermStore
+from arborl.rollout.term_store import VALUE_COLUMNS, Columns, TermStore
 from arborl.trainer.trainer import Credited, Trainer
 from arborl.types import Group, Ints, Metrics
 
@@ -38,7 +38,7 @@ def columns(credited: Credited, groups: Sequence[Group]) -> Columns:
     known |= {"advantage": terms.advantage, "weight": terms.weight}
     rows = (episode >= 0) & np.isfinite(known["logprob"])
     found: Columns = {"episode": episode[rows], "call": call[rows], "index": index[rows]}
-    return found | {name: known[name][rows] for name in NUMBERS}
+    return found | {name: known[name][rows] for name in VALUE_COLUMNS}
 
 
 def _places(kept: Sequence[Group], groups: Sequence[Group]) -> tuple[Ints, Ints, Ints]:

@@ -12,7 +12,7 @@ from arborl.algorithms.reward_arrays import cut_rows
 from arborl.errors import EpisodeError
 from arborl.learner.group import LearnerGroup
 from arborl.learner.learner import Learner
-from arborl.rollout.tree import plant
+from arborl.rollout.token_trees import build_token_trees
 from arborl.types import GIVEN, Forest, Group, Terms
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ def look(
     while True:
         kept = algorithm.keep(groups)
         needs = algorithm.needs | more
-        forest = plant(kept)
+        forest = build_token_trees(kept)
         cut = cut_rows(kept, forest.terms) if needs.after else np.zeros(0, dtype=np.int64)
         terms = learner.look(forest.trees, forest.terms, needs, cut)
         asked = ["logprob", *(name for name in ("proximal", "reference", "value", "teacher") if getattr(needs, name))]

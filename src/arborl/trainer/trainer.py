@@ -20,9 +20,9 @@ from arborl.learner.learner import Learner
 from arborl.learner.term_log import TermLog
 from arborl.learner.update_metrics import GAP
 from arborl.rewards.reward import Rewards
-from arborl.rollout.downsample import thin
 from arborl.rollout.pipeline import Pipeline
 from arborl.rollout.runner import Rollout
+from arborl.rollout.token_trees import downsample_branches
 from arborl.seeds import derive
 from arborl.spans import settle, span
 from arborl.track.tracker import Tracker
@@ -134,7 +134,7 @@ class Trainer:
     async def fit(self) -> None:
         """Train to the last step, from wherever `step` stands."""
         self.told = time.perf_counter()
-        self.rollout.asked.busy()
+        self.rollout.engine_time.busy()
         gc.freeze()  # what the libraries have made so far is here to stay; looking through it stalls the engine
         try:
             await self.engine.load(self.learner.weights(), version=self.step)
@@ -167,7 +167,7 @@ class Trainer:
             for group, alone in zip(groups, greedy, strict=False):
                 group.greedy = alone.survivors[0].reward if alone.survivors else None
         with clock("learn"):
-            beside = self.rollout.shown(self.source.beside(self.step))
+            beside = self.rollout.offline_groups(self.source.beside(self.step))
             learn = await self._learning()
             with span("arborl.learn"):
                 metrics = self._engine_metrics(clock, between) | await learn(self._learn, groups, beside, seed)
@@ -224,18 +224,18 @@ class Trainer:
         """Until `_release` the engine, where it can be held, samples nothing."""
         if (hold := getattr(self.engine, "hold", None)) is not None:
             await hold()
-            self.rollout.asked.hold(True)
+            self.rollout.engine_time.hold(True)
 
     def _release(self) -> None:
         if (release := getattr(self.engine, "release", None)) is not None:
             release()
-            self.rollout.asked.hold(False)
+            self.rollout.engine_time.hold(False)
 
     def _idle(self, clock: Clock) -> Metrics:
         """Since it was last asked: how long the engine had nothing to do, or had to wait, and how long the learner."""
         now = time.perf_counter()
         passed, self.told = now - self.told, now
-        idle = {"time/idle_engine": passed - self.rollout.asked.busy(), "time/idle_learner": passed}
+        idle = {"time/idle_engine": passed - self.rollout.engine_time.busy(), "time/idle_learner": passed}
         idle["time/idle_learner"] -= clock.seconds["time/learn"]
         return {name: max(seconds, 0.0) for name, seconds in idle.items()}
 
@@ -245,7 +245,7 @@ class Trainer:
             log.warning(said)
         played = [episode for group in groups for episode in group.episodes]
         dropped = int(metrics["rollout/filtered_episodes"])
-        self.watch.look("step", self.step, [*played, *self.rollout.failed_unseen()], len(played) + dropped)
+        self.watch.look("step", self.step, [*played, *self.rollout.take_dropped_failures()], len(played) + dropped)
 
     async def _greedy(self, groups: Sequence[Group], seed: int) -> list[Group]:
         """Each task once more, taking the likeliest tokens: a baseline, never trained on."""
@@ -257,7 +257,7 @@ class Trainer:
         config = self.config.learner
         if config.max_samples_per_trajectory is None:
             return forest, terms, {}
-        return thin(kept, terms, config.max_samples_per_trajectory, config.downsample_mode, seed)
+        return downsample_branches(kept, terms, config.max_samples_per_trajectory, config.downsample_mode, seed)
 
     def _engine_metrics(self, clock: Clock, between: Metrics) -> Metrics:
         """What episodes of later steps have sampled meanwhile is told too, once; and who was lost `between` steps."""
@@ -272,7 +272,7 @@ class Trainer:
             "step": self.step,
             "train_seconds": self.train_seconds,
             "algorithm": self.algorithm.state(),
-            "data": self.source.state(self.pipeline.reached),
+            "data": self.source.state(self.pipeline.first_untrained),
             "pipeline": self.pipeline.state(),
             "failures": self.watch.failures.state(),
         }

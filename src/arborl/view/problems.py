@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from arborl.failures import Failures, trimmed
-from arborl.rollout.store import EpisodeStore
+from arborl.rollout.episode_store import EpisodeStore
 from arborl.track.jsonl import read_metrics
 from arborl.trainer.diagnosis import Notice, notices
 

@@ -8,7 +8,7 @@ from math import exp
 from pathlib import Path
 from typing import Any
 
-from arborl.rollout.store import EpisodeStore
+from arborl.rollout.episode_store import EpisodeStore
 from arborl.rollout.term_store import TermStore
 from arborl.types import Episode
 from arborl.view.transcript import Decode

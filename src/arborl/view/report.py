@@ -13,7 +13,7 @@ from typing import Any
 
 from arborl.errors import CannotWrite
 from arborl.failures import printable
-from arborl.rollout.store import EpisodeStore
+from arborl.rollout.episode_store import EpisodeStore
 from arborl.track.console import measure, shown, span
 from arborl.track.folder_files import entries_of, is_regular, read_bytes, replace_file
 from arborl.types import Episode

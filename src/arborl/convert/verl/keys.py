@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from arborl.agents import FOREIGN
+from arborl.agents import VERL_AGENT_NAMES
 from arborl.convert.draft import Draft, Rule, every, idle, no, to
 from arborl.convert.parts import MICRO
 from arborl.convert.verl import losses, parts, rules
@@ -92,7 +92,7 @@ def ratio(draft: Draft, key: str, value: Any) -> None:
 def mapping(draft: Draft, key: str, value: Any) -> None:
     """Which agent plays a source; `single_turn_agent` has no tools."""
     path = f"data.sources.{key.rpartition('.')[2]}.agent"
-    rules.choice(path, FOREIGN, "Name yours: data.sources.NAME.agent=package.module:Class.")(draft, key, value)
+    rules.choice(path, VERL_AGENT_NAMES, "Name yours: data.sources.NAME.agent=package.module:Class.")(draft, key, value)
 
 
 TABLE: dict[str, Rule] = {

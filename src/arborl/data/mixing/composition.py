@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from arborl.data.mixing.mixture import Mixture, coverage
-from arborl.data.mixing.schedule import exact
+from arborl.data.mixing.schedule import normalize_ratios
 
 
 def composition(mixture: Mixture, batches: int, size: int) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def composition(mixture: Mixture, batches: int, size: int) -> dict[str, Any]:
         counts = Counter(task.source for task in tasks)
         drawn += counts
         short += len(tasks) < size
-        shares = exact({name: ratio for name, ratio in mixture.shares(step).items() if ratio > 0})
+        shares = normalize_ratios({name: ratio for name, ratio in mixture.shares(step).items() if ratio > 0})
         for name in mixture.pools:
             quota = float(shares.get(name, 0)) * size
             wanted[name] += quota

@@ -1,6 +1,6 @@
 """Several sources in every batch, in exact shares.
 
-Where a mixture stands is a few numbers a source (`Place`). They follow from the steps before, so a run can also be
+Where a mixture stands is a few numbers a source (`MixturePosition`). They follow from the steps before, so a run can also be
 taken up without them as long as batches had one size; with them, whatever happened is gone on from exactly.
 """
 
@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from arborl.data.mixing.schedule import ZERO, deal, exact
-from arborl.data.mixing.streams import Pool
+from arborl.data.mixing.schedule import ZERO, allocate, normalize_ratios
+from arborl.data.mixing.streams import TaskPool
 from arborl.data.source import TaskSource
 from arborl.errors import ConfigError
 from arborl.seeds import generator
@@ -29,7 +29,7 @@ REMEMBERED = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Band:
+class SuccessBand:
     """Sources whose success is outside `low` to `high` have their ratios multiplied by `outside`."""
 
     low: float = 0.0
@@ -44,7 +44,7 @@ class Band:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class MixturePosition:
     """Where a mixture stands before a step."""
 
     step: int = 0
@@ -69,20 +69,20 @@ class Mixture(TaskSource):
 
     def __init__(
         self,
-        pools: Sequence[Pool],
+        pools: Sequence[TaskPool],
         ratios: Mapping[str, float | Fraction],
         seed: int,
         passes: Mapping[str, int] | None = None,
         schedule: Sequence[tuple[int, Mapping[str, float]]] = (),
-        band: Band | None = None,
+        band: SuccessBand | None = None,
         refuse: bool = True,
     ):
         self.pools = {pool.name: pool for pool in pools}
         self.ratios: dict[str, float | Fraction] = dict(ratios)
         self.seed, self.passes, self.schedule = seed, dict(passes or {}), list(schedule)
-        self.band, self.refuse = band or Band(), refuse
+        self.band, self.refuse = band or SuccessBand(), refuse
         self.success: dict[str, float] = {}
-        self._places: OrderedDict[int, Place] = OrderedDict([(0, Place())])
+        self._places: OrderedDict[int, MixturePosition] = OrderedDict([(0, MixturePosition())])
         self._last: Counter[str] = Counter()
 
     # -------------------------------------------------------------------------------------------- the trainer's side
@@ -149,11 +149,11 @@ class Mixture(TaskSource):
             )
         behind = {name: Fraction(value) for name, value in state["behind"].items()}
         self.success = dict(state["success"])
-        self._remember(Place(state["step"], dict(state["drawn"]), behind))
+        self._remember(MixturePosition(state["step"], dict(state["drawn"]), behind))
 
     def start_at(self, step: int) -> None:
         """Nothing is taken before this step."""
-        self._places = OrderedDict([(step, Place(step))])
+        self._places = OrderedDict([(step, MixturePosition(step))])
 
     # -------------------------------------------------------------------------------------------- the schedule
 
@@ -172,22 +172,22 @@ class Mixture(TaskSource):
                     ratios[name] = Fraction(str(ratios[name])) * Fraction(str(self.band.outside))
         return ratios
 
-    def _reach(self, step: int, count: int) -> Place:
+    def _reach(self, step: int, count: int) -> MixturePosition:
         """The place before a step: remembered, or reached from an earlier one in batches of this size."""
         earlier = [at for at in self._places if at <= step]
-        place = self._places[max(earlier)] if earlier else Place()
+        place = self._places[max(earlier)] if earlier else MixturePosition()
         while place.step < step:
             place = self._after(place, self._counts(place, count), count)
         return place
 
-    def _remember(self, place: Place) -> None:
+    def _remember(self, place: MixturePosition) -> None:
         self._places[place.step] = place
         for later in [step for step in self._places if step > place.step]:
             del self._places[later]  # they may have followed from other batches
         while len(self._places) > REMEMBERED:
             self._places.popitem(last=False)
 
-    def _open(self, place: Place, more: Mapping[str, int]) -> dict[str, Fraction]:
+    def _open(self, place: MixturePosition, more: Mapping[str, int]) -> dict[str, Fraction]:
         """Sources that have rows left, with their shares."""
         ratios = {name: ratio for name, ratio in self.shares(place.step).items() if ratio > 0}
         there = {name: ratio for name, ratio in ratios.items() if self._left(name, place, more) > 0}
@@ -198,28 +198,28 @@ class Mixture(TaskSource):
                 f"({self.passes[gone[0]]} passes over {self.pools[gone[0]].size}). Raise passes, or train for less"
                 + (", or write data.missing=renormalise." if self.refuse else ".")
             )
-        return exact(there)
+        return normalize_ratios(there)
 
-    def _left(self, name: str, place: Place, more: Mapping[str, int]) -> float:
+    def _left(self, name: str, place: MixturePosition, more: Mapping[str, int]) -> float:
         size, passes = self.pools[name].size, self.passes.get(name, 0)
         return (
             float("inf") if not passes or size is None else size * passes - place.drawn.get(name, 0) - more.get(name, 0)
         )
 
-    def _counts(self, place: Place, size: int) -> dict[str, int]:
+    def _counts(self, place: MixturePosition, size: int) -> dict[str, int]:
         """Tasks of each source in the batch at `place`; always `size` of them in all."""
         counts: dict[str, int] = {}
         while (rest := size - sum(counts.values())) > 0:
             ratios = self._open(place, counts)
             behind = place.behind if not counts and place.behind.keys() == ratios.keys() else {}
-            for name, number in deal(ratios, rest, behind).items():
+            for name, number in allocate(ratios, rest, behind).items():
                 counts[name] = counts.get(name, 0) + int(min(number, self._left(name, place, counts)))
         return counts
 
-    def _after(self, place: Place, counts: Mapping[str, int], size: int) -> Place:
+    def _after(self, place: MixturePosition, counts: Mapping[str, int], size: int) -> MixturePosition:
         drawn = {name: place.drawn.get(name, 0) + counts.get(name, 0) for name in self.pools}
         after = replace(place, step=place.step + 1, drawn=drawn)
-        ratios = exact(
+        ratios = normalize_ratios(
             {name: ratio for name, ratio in self.shares(place.step).items() if self._there(name, ratio, after)}
         )
         if counts.keys() - ratios.keys():  # a source has left: what it was owed is no one's
@@ -228,7 +228,7 @@ class Mixture(TaskSource):
         behind = {name: before.get(name, ZERO) + ratio * size - counts.get(name, 0) for name, ratio in ratios.items()}
         return replace(after, behind=behind)
 
-    def _there(self, name: str, ratio: float | Fraction, place: Place) -> bool:
+    def _there(self, name: str, ratio: float | Fraction, place: MixturePosition) -> bool:
         return ratio > 0 and self._left(name, place, {}) > 0
 
     def check(self, steps: int, count: int) -> None:

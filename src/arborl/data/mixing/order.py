@@ -44,7 +44,7 @@ def permutation(size: int, seed: int, number: int) -> Ints:
     return order
 
 
-class Order:
+class RowOrder:
     """The endless stream of a view's rows.
 
     Example:

@@ -19,7 +19,7 @@ from math import ceil, floor
 ZERO = Fraction(0)
 
 
-def exact(ratios: Mapping[str, float | Fraction]) -> dict[str, Fraction]:
+def normalize_ratios(ratios: Mapping[str, float | Fraction]) -> dict[str, Fraction]:
     """Ratios as fractions that add up to 1; a number is taken as it is written.
 
     Example:
@@ -30,7 +30,7 @@ def exact(ratios: Mapping[str, float | Fraction]) -> dict[str, Fraction]:
     return {name: ratio / total for name, ratio in written.items()}
 
 
-def deal(ratios: Mapping[str, Fraction], size: int, behind: Mapping[str, Fraction]) -> dict[str, int]:
+def allocate(ratios: Mapping[str, Fraction], size: int, behind: Mapping[str, Fraction]) -> dict[str, int]:
     """Rows of each source in the next batch.
 
     Args:

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from arborl.data.mixing.order import Order
-from arborl.data.reading.rows import Reader, content_hash
-from arborl.data.reading.splits import EVALUATION_SEED, Filters, Split
+from arborl.data.mixing.order import RowOrder
+from arborl.data.reading.rows import RowReader, content_hash
+from arborl.data.reading.splits import EVALUATION_SEED, PromptFilters, Split
 from arborl.data.reading.tables import Row, Table
 from arborl.data.source import env_task, held_out_seed
 from arborl.errors import ConfigError
@@ -28,7 +28,7 @@ NEIGHBOURS = 16
 """Rows of which one may stand in for a row that turns out not to be a task."""
 
 
-class Pool(Protocol):
+class TaskPool(Protocol):
     """Tasks of one source."""
 
     name: str
@@ -62,16 +62,16 @@ class RowPool:
     def __init__(
         self,
         table: Table,
-        reader: Reader,
+        reader: RowReader,
         split: Split,
         seed: int,
-        filters: Filters | None = None,
+        filters: PromptFilters | None = None,
         held_out: tuple[Table, Split] | None = None,
         shuffle: bool = True,
     ):
         self.name, self.table, self.reader, self.split = reader.source, table, reader, split
-        self.filters, self.seed = filters or Filters(), seed
-        self.order = Order(split.training, derive(seed, "order", self.name), table.window, shuffle)
+        self.filters, self.seed = filters or PromptFilters(), seed
+        self.order = RowOrder(split.training, derive(seed, "order", self.name), table.window, shuffle)
         self.size: int | None = self.order.size
         self.counts = split.counts.copy()
         self._held_out = held_out
@@ -108,7 +108,7 @@ class RowPool:
         if self._held_out is None:
             numbers = split.held_out[:count]
         else:
-            order = Order(split.training, derive(EVALUATION_SEED, self.name), table.window)
+            order = RowOrder(split.training, derive(EVALUATION_SEED, self.name), table.window)
             numbers = order.numbers(0, min(count, order.size))
         rows = zip(numbers.tolist(), table.rows(numbers), strict=True)
         tasks = (
@@ -191,13 +191,13 @@ class StreamPool:
     def __init__(
         self,
         make: Callable[..., Iterable[Row]],
-        reader: Reader,
+        reader: RowReader,
         seed: int,
         share: float = 0.1,
-        filters: Filters | None = None,
+        filters: PromptFilters | None = None,
     ):
         self.name, self.make, self.reader, self.seed = reader.source, make, reader, seed
-        self.limit, self.filters = int(share * 2**64), filters or Filters()
+        self.limit, self.filters = int(share * 2**64), filters or PromptFilters()
         self.counts: Counter[str] = Counter()
         self._at, self._stream = 0, self._tasks()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from arborl.config.bounds import MAX_DEPTH, is_text
-from arborl.data.reading.tables import JoinedTable, ListTable, ParquetTable, Row, Table, no_twins
+from arborl.data.reading.tables import ConcatenatedTable, ListTable, ParquetTable, Row, Table, check_column_names
 from arborl.errors import ConfigError
 
 MAX_CELL = 2**30
@@ -49,7 +49,7 @@ def open_tables(paths: Sequence[Path]) -> Table:
 def files_as_one(files: list[Path], where: str) -> Table:
     """Several files as one table."""
     tables = [open_table(file) for file in files]
-    return tables[0] if len(tables) == 1 else JoinedTable(tables, where)
+    return tables[0] if len(tables) == 1 else ConcatenatedTable(tables, where)
 
 
 def read_rows(path: Path) -> list[tuple[str, Row]]:
@@ -130,7 +130,7 @@ def _csv(path: Path) -> Iterator[tuple[str, Any]]:
         reader = csv.reader(file, strict=True)
         try:
             names = next(reader, [])
-            no_twins(names, str(path))
+            check_column_names(names, str(path))
             for number, cells in enumerate((cells for cells in reader if cells), 1):
                 if len(cells) != len(names):
                     raise ConfigError(f"{path}, row {number}: {len(cells)} cells, but the header names {len(names)}.")

@@ -15,7 +15,7 @@ from arborl.types import Message, Task
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
+class RowReader:
     """How a row becomes a task."""
 
     source: str
@@ -76,19 +76,19 @@ class Reader:
         """The problem: `messages`, else the question's column, `prompt` standing in for a `question` by that name."""
         given = has["messages"] if "messages" in self.fields else row.get("messages")
         if given is not None:
-            return read_messages(given, where)
+            return messages_of_cell(given, where)
         column = self.question
         if column == "question" and row.get("prompt") is not None:
             column = "prompt"
         given = get_path(row, column)
         if isinstance(given, list):
-            return read_messages(given, where, column)
+            return messages_of_cell(given, where, column)
         return (Message("user", _question(row, given, column, where)),)
 
 
 def read_task(row: Mapping[str, Any], question: str, where: str, source: str) -> Task:
-    """One row as a task; see `Reader`."""
-    return Reader(source, question).task(row, where)
+    """One row as a task; see `RowReader`."""
+    return RowReader(source, question).task(row, where)
 
 
 def content_hash(row: Mapping[str, Any]) -> int:
@@ -98,7 +98,7 @@ def content_hash(row: Mapping[str, Any]) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
 
 
-def read_messages(given: Any, where: str, column: str = "messages") -> tuple[Message, ...]:
+def messages_of_cell(given: Any, where: str, column: str = "messages") -> tuple[Message, ...]:
     """Messages in OpenAI's shape; a JSON text of them (from a CSV cell) will do."""
     if isinstance(given, str):
         try:

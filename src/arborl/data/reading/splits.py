@@ -15,13 +15,13 @@ from typing import Literal
 
 import numpy as np
 
-from arborl.data.reading.rows import Reader, content_hash
+from arborl.data.reading.rows import RowReader, content_hash
 from arborl.data.reading.tables import Row, Table
 from arborl.errors import ConfigError
 from arborl.seeds import generator
 from arborl.types import Ints, Message, Task
 
-Length = Callable[[Sequence[Message]], int]
+CountTokens = Callable[[Sequence[Message]], int]
 """Messages to the number of tokens they take as a prompt."""
 
 EVALUATION_SEED = 0
@@ -32,14 +32,14 @@ CHUNK = 8_192
 
 
 @dataclass(frozen=True, slots=True)
-class Filters:
+class PromptFilters:
     """Which prompts count."""
 
     max_tokens: int = 0
     """Longest prompt; 0 for any length."""
     overlong: Literal["drop", "cut", "refuse"] = "drop"
     deduplicate: bool = False
-    length: Length | None = None
+    length: CountTokens | None = None
     whole: Callable[[Task], int] | None = None
     """Counts the tokens of all that a given row says, which is then what must not be too long. Such a row is cut when
     it is trained on."""
@@ -78,7 +78,7 @@ def _with(task: Task, index: int, text: str) -> Task:
     return replace(task, messages=(*task.messages[:index], changed, *task.messages[index + 1 :]))
 
 
-class Picked:
+class SelectedRows:
     """Rows listed by number."""
 
     def __init__(self, table: Table, numbers: Ints):
@@ -90,7 +90,7 @@ class Picked:
         return self.numbers[self._bounds[block] : self._bounds[block + 1]]
 
 
-class Numbered:
+class RowNumbers:
     """One side of a table that has not been read: of every block, a share of its rows, or all but that share."""
 
     def __init__(self, table: Table, share: float, held_out: bool):
@@ -111,7 +111,7 @@ class Numbered:
 class Split:
     """A table's two sides."""
 
-    training: Picked | Numbered
+    training: SelectedRows | RowNumbers
     held_out: Ints
     """Numbers of the held-out rows, in the order they are used; of a large table only the first few thousand."""
     counts: Counter[str]
@@ -125,13 +125,13 @@ class Split:
 
 
 def split_table(
-    table: Table, reader: Reader, share: float, how: Literal["auto", "content", "number"], filters: Filters
+    table: Table, reader: RowReader, share: float, how: Literal["auto", "content", "number"], filters: PromptFilters
 ) -> Split:
     """Decide every row's side. `share=0` holds nothing out."""
     look = table.whole or filters.leaves_out or how == "content"
     if not look:
-        training = Numbered(table, share, held_out=False)
-        return Split(training, _spread(Numbered(table, share, held_out=True)), Counter())
+        training = RowNumbers(table, share, held_out=False)
+        return Split(training, _spread(RowNumbers(table, share, held_out=True)), Counter())
     scan = _scan(table, reader, filters)
     if not len(scan.numbers):
         why = ", ".join(f"{count} {name}" for name, count in scan.counts.items())
@@ -147,7 +147,7 @@ def split_table(
     if table.whole:
         known = np.zeros(int(table.sizes.sum()), np.uint64)
         known[scan.numbers] = scan.digests
-    return Split(Picked(table, scan.numbers[~held]), scan.numbers[held][order], scan.counts, known)
+    return Split(SelectedRows(table, scan.numbers[~held]), scan.numbers[held][order], scan.counts, known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ class _Scan:
     counts: Counter[str]
 
 
-def _scan(table: Table, reader: Reader, filters: Filters) -> _Scan:
+def _scan(table: Table, reader: RowReader, filters: PromptFilters) -> _Scan:
     """Look at every row: is it a task, does it count, what is its hash."""
     counts: Counter[str] = Counter()
     seen: set[bytes] = set()
@@ -185,7 +185,7 @@ def _scan(table: Table, reader: Reader, filters: Filters) -> _Scan:
     return _Scan(np.array(numbers, np.int64), np.array(digests, np.uint64), counts)
 
 
-def _too_long(task: Task, filters: Filters, where: str) -> int:
+def _too_long(task: Task, filters: PromptFilters, where: str) -> int:
     """The length of what is too long; a template that refuses the messages is told with the row's place."""
     try:
         return filters.too_long(task)
@@ -215,7 +215,7 @@ def _limit(digests: np.ndarray, share: float) -> int:
     return min(max(int(share * 2**64), low + 1), high)  # one row alone is trained on
 
 
-def _spread(side: Numbered, most: int = 8_192) -> Ints:
+def _spread(side: RowNumbers, most: int = 8_192) -> Ints:
     """Held-out rows from blocks all over the table, one from each in turn."""
     full = np.flatnonzero(side.sizes > 0)
     chosen = full[np.linspace(0, len(full) - 1, min(SPREAD, len(full))).astype(np.int64)] if len(full) else full

@@ -25,7 +25,7 @@ RECENT = 1.5
 """Windows that are kept: the present one, and blocks of the next."""
 
 
-class Labels:
+class ColumnValues:
     """A column with few different values: their names, and for each row the index of its own (None has one too)."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Labels:
         self._parts: list[np.ndarray] = []
 
     @classmethod
-    def of(cls, values: Iterable[Any]) -> Labels:
+    def of(cls, values: Iterable[Any]) -> ColumnValues:
         labels = cls()
         index = labels._index
         names = (None if value is None else str(value) for value in values)
@@ -87,7 +87,7 @@ class Table(Protocol):
         """What a person calls the row: `row 3`, `line 7`."""
         ...
 
-    def labels(self, column: str) -> Labels:
+    def labels(self, column: str) -> ColumnValues:
         """The values of one column of all rows."""
         ...
 
@@ -109,8 +109,8 @@ class ListTable:
     def place(self, number: int) -> str:
         return self._rows[number][0]
 
-    def labels(self, column: str) -> Labels:
-        return Labels.of([row.get(column) for _, row in self._rows])
+    def labels(self, column: str) -> ColumnValues:
+        return ColumnValues.of([row.get(column) for _, row in self._rows])
 
 
 class ParquetTable:
@@ -133,7 +133,7 @@ class ParquetTable:
             self._map = _mapped(path)
             self._reader = ParquetReader(self._map, self.where)
             self.file = self._reader.file
-        no_twins(self.file.schema_arrow.names, self.where)
+        check_column_names(self.file.schema_arrow.names, self.where)
         footer = self.file.metadata
         groups = [footer.row_group(index).num_rows for index in range(footer.num_row_groups)]
         self.block = self._fitting(block, budget)
@@ -184,11 +184,11 @@ class ParquetTable:
     def place(self, number: int) -> str:
         return f"row {number + 1}"
 
-    def labels(self, column: str) -> Labels:
+    def labels(self, column: str) -> ColumnValues:
         """The values of one column, and nothing else is read."""
         if column not in self.file.schema_arrow.names:
-            return Labels.of([None] * int(self.sizes.sum()))
-        labels = Labels()
+            return ColumnValues.of([None] * int(self.sizes.sum()))
+        labels = ColumnValues()
         with _parquet_errors(self.where):
             for group in range(self.file.metadata.num_row_groups):
                 for table in self._reader.stream(group, BLOCK, [column]):
@@ -241,12 +241,12 @@ class HubTable:
     def place(self, number: int) -> str:
         return f"row {number + 1}"
 
-    def labels(self, column: str) -> Labels:
+    def labels(self, column: str) -> ColumnValues:
         there = column in self.dataset.column_names
-        return Labels.of(self.dataset[column] if there else [None] * len(self.dataset))
+        return ColumnValues.of(self.dataset[column] if there else [None] * len(self.dataset))
 
 
-class JoinedTable:
+class ConcatenatedTable:
     """Several tables, one behind the other."""
 
     def __init__(self, tables: Sequence[Table], where: str):
@@ -273,8 +273,8 @@ class JoinedTable:
         table = self.tables[index]
         return f"{Path(table.where).name}, {table.place(number - self._starts[index])}"
 
-    def labels(self, column: str) -> Labels:
-        labels = Labels()
+    def labels(self, column: str) -> ColumnValues:
+        labels = ColumnValues()
         for table in self.tables:
             own = table.labels(column)
             labels.add(own.names, own.codes)
@@ -307,7 +307,7 @@ def _cut(rows: int, most: int) -> list[int]:
     return [min(most, rows - start) for start in range(0, rows, most)] or [0]
 
 
-def no_twins(names: Sequence[str], where: str) -> None:
+def check_column_names(names: Sequence[str], where: str) -> None:
     """Of two columns with one name, only one would be read."""
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise ConfigError(f"{where}: two columns are called {twice[0]!r}. Give one another name.")

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from arborl.rollout.term_store import Columns, pushes
+from arborl.rollout.term_store import Columns, gradient_norms
 from arborl.types import Episode
 from arborl.view.web.words import Decode, pieces
 
@@ -28,7 +28,7 @@ def strongest(
         episodes_of: the episodes of some lines of the step's file.
         most: tokens to show.
     """
-    push = np.nan_to_num(pushes(terms["pull"], terms["logprob"]))
+    push = np.nan_to_num(gradient_norms(terms["pull"], terms["logprob"]))
     total = float(terms["pushed"])
     order = np.argsort(-push, kind="stable")
     loudest = order[: max(most, COUNTED)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from arborl.rollout.tree import grow
+from arborl.rollout.token_trees import tree_of_sequences
 from arborl.types import Episode, Ints
 from arborl.view.web.words import Decode, pieces
 
@@ -20,7 +20,7 @@ RIVALS = 8
 def tree_of(episodes: Sequence[Episode], decode: Decode | None) -> dict[str, Any]:
     """The tree as stretches without a fork, in depth-first order, and where the calls of each episode end in it."""
     calls = [(number, at, call) for number, episode in enumerate(episodes) for at, call in enumerate(episode.calls)]
-    tree, paths = grow(call.whole for _, _, call in calls)
+    tree, paths = tree_of_sequences(call.whole for _, _, call in calls)
     size = len(tree)
     if not size:
         return {"tokens": 0, "raw": 0, "stretches": [], "calls": []}
@@ -91,7 +91,7 @@ def rivals_of(episodes: Sequence[Episode], own: int, decode: Decode | None) -> l
         own: which of them is asked about.
     """
     calls = [(number, call) for number, episode in enumerate(episodes) for call in episode.calls]
-    _, paths = grow(call.whole for _, call in calls)
+    _, paths = tree_of_sequences(call.whole for _, call in calls)
     chosen: dict[int, dict[int, list[tuple[int, float]]]] = {}
     placed = []
     for (number, call), path in zip(calls, paths, strict=True):

@@ -1,6 +1,6 @@
 """A row as something that was said: a transcript to imitate, a pair of which one is better, a good or a bad answer.
 
-Nothing of it is sampled. The row's prompt becomes the task's messages, and what was said behind it its sides.
+Nothing of it is sampled. The row's prompt becomes the task's messages, and what was said behind it its responses.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from arborl.chat.messages import read_tools
-from arborl.data.reading.rows import Reader, read_messages
+from arborl.data.reading.rows import RowReader, messages_of_cell
 from arborl.data.reading.tables import get_path
 from arborl.errors import ConfigError, did_you_mean
 from arborl.types import Message, Task, ToolSpec
 
-Kind = Literal["transcripts", "pairs", "labels"]
+RowKind = Literal["transcripts", "pairs", "labels"]
 """What is learned from: `sft` wants transcripts, `dpo` and `ipo` pairs, `kto` labels."""
 COLUMNS: dict[str, str] = {
     "transcripts": 'messages (OpenAI\'s shape), or prompt and completion; for example {"messages": [{"role": "user", '
@@ -34,7 +34,7 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class OfflineResponse:
     """What was said behind the prompt."""
 
     messages: tuple[Message, ...]
@@ -45,26 +45,26 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True)
-class GivenTask(Task):
+class OfflineTask(Task):
     """A task with what was said at it."""
 
-    sides: tuple[Side, ...] = ()
+    responses: tuple[OfflineResponse, ...] = ()
     tools: tuple[ToolSpec, ...] = ()
     weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class GivenReader(Reader):
+class OfflineRowReader(RowReader):
     """How a row becomes a given task."""
 
-    kind: Kind = "transcripts"
+    kind: RowKind = "transcripts"
 
-    def task(self, row: Mapping[str, Any], where: str, name: str | None = None, seed: int = 0) -> GivenTask:
-        plain = Reader.task(self, row, where, name, seed)
-        _, sides, tools, weight = self._read(plain.fields, where)
+    def task(self, row: Mapping[str, Any], where: str, name: str | None = None, seed: int = 0) -> OfflineTask:
+        plain = RowReader.task(self, row, where, name, seed)
+        _, responses, tools, weight = self._read(plain.fields, where)
         known = {field.name: getattr(plain, field.name) for field in fields(Task)}
         known["fields"] = {key: value for key, value in plain.fields.items() if key not in TOLD}
-        return GivenTask(**known, sides=sides, tools=tools, weight=weight)
+        return OfflineTask(**known, responses=responses, tools=tools, weight=weight)
 
     def messages(self, row: Mapping[str, Any], has: Mapping[str, Any], where: str) -> tuple[Message, ...]:
         """The prompt."""
@@ -72,23 +72,23 @@ class GivenReader(Reader):
 
     def _read(
         self, has: Mapping[str, Any], where: str
-    ) -> tuple[tuple[Message, ...], tuple[Side, ...], tuple[ToolSpec, ...], float]:
-        """Prompt, sides, tools and weight."""
+    ) -> tuple[tuple[Message, ...], tuple[OfflineResponse, ...], tuple[ToolSpec, ...], float]:
+        """Prompt, responses, tools and weight."""
         if self.kind == "pairs":
-            prompt, sides = self._pair(has, where)
+            prompt, responses = self._pair(has, where)
         elif has.get("completion") is not None:
             prompt, side = self._completion(has, "completion", where)
-            sides = (side,)
+            responses = (side,)
         elif has.get("messages") is not None:
             prompt, side = _transcript(has["messages"], where)
-            sides = (side,)
+            responses = (side,)
         else:
             raise self._wrong_columns(has, where)
         if self.kind == "labels":
-            sides = (replace(sides[0], score=_label(has, where)),)
-        return prompt, sides, _tools(has.get("tools"), where), _weight(has.get("weight"), where)
+            responses = (replace(responses[0], score=_label(has, where)),)
+        return prompt, responses, _tools(has.get("tools"), where), _weight(has.get("weight"), where)
 
-    def _pair(self, has: Mapping[str, Any], where: str) -> tuple[tuple[Message, ...], tuple[Side, ...]]:
+    def _pair(self, has: Mapping[str, Any], where: str) -> tuple[tuple[Message, ...], tuple[OfflineResponse, ...]]:
         if has.get("chosen") is None or has.get("rejected") is None:
             raise self._wrong_columns(has, where)
         if _whole(has["chosen"]):
@@ -105,7 +105,9 @@ class GivenReader(Reader):
     def _prompt(self, has: Mapping[str, Any]) -> Any:
         return get_path(has, "prompt" if self.question == "question" else self.question)
 
-    def _completion(self, has: Mapping[str, Any], column: str, where: str) -> tuple[tuple[Message, ...], Side]:
+    def _completion(
+        self, has: Mapping[str, Any], column: str, where: str
+    ) -> tuple[tuple[Message, ...], OfflineResponse]:
         """A prompt and what follows it, each as text or as messages."""
         asked, said = self._prompt(has), has[column]
         if asked is None:
@@ -114,14 +116,14 @@ class GivenReader(Reader):
         if isinstance(asked, str):
             prompt: tuple[Message, ...] = (Message("user", _text(asked, f"{where}, prompt")),)
         else:
-            prompt = read_messages(asked, where, "prompt")
+            prompt = messages_of_cell(asked, where, "prompt")
         if prompt[-1].role == "assistant":
             raise ConfigError(
                 f"{where}, prompt: ends with a message of the assistant, and what comes next is the assistant's too. "
                 f"End it with a user's or a tool's message, and put what the assistant said into {column}."
             )
         if isinstance(said, str):
-            return prompt, Side((Message("assistant", _text(said, f"{where}, {column}")),), (True,))
+            return prompt, OfflineResponse((Message("assistant", _text(said, f"{where}, {column}")),), (True,))
         said = _listed(said, where, column)
         if said and isinstance(said[0], Mapping) and said[0].get("role") != "assistant":
             raise ConfigError(
@@ -158,10 +160,10 @@ def _whole(given: Any) -> bool:
     return isinstance(first, Mapping) and first.get("role") in ("system", "user")
 
 
-def _shared(has: Mapping[str, Any], where: str) -> tuple[tuple[Message, ...], Side, Side]:
+def _shared(has: Mapping[str, Any], where: str) -> tuple[tuple[Message, ...], OfflineResponse, OfflineResponse]:
     """Two whole conversations: what they have in common, up to the assistant's first other word, is the prompt."""
     given = [_listed(has[column], where, column) for column in SIDES]
-    read = [read_messages(one, where, column) for one, column in zip(given, SIDES, strict=True)]
+    read = [messages_of_cell(one, where, column) for one, column in zip(given, SIDES, strict=True)]
     common = next((i for i, (one, other) in enumerate(zip(*read, strict=False)) if one != other), min(map(len, read)))
     while common and (common == min(map(len, read)) or read[0][common].role != "assistant"):
         common -= 1
@@ -174,10 +176,10 @@ def _shared(has: Mapping[str, Any], where: str) -> tuple[tuple[Message, ...], Si
     return read[0][:common], better, worse
 
 
-def _transcript(given: Any, where: str) -> tuple[tuple[Message, ...], Side]:
+def _transcript(given: Any, where: str) -> tuple[tuple[Message, ...], OfflineResponse]:
     """A conversation; before the assistant's first message is the prompt."""
     given = _listed(given, where, "messages")
-    read = read_messages(given, where)
+    read = messages_of_cell(given, where)
     begin = next((i for i, message in enumerate(read) if message.role == "assistant"), None)
     if begin is None:
         raise ConfigError(
@@ -191,8 +193,8 @@ def _transcript(given: Any, where: str) -> tuple[tuple[Message, ...], Side]:
     return read[:begin], _side(given[begin:], where, "messages", begin)
 
 
-def _side(given: Sequence[Any], where: str, column: str, offset: int = 0) -> Side:
-    read = read_messages(list(given), where, column)
+def _side(given: Sequence[Any], where: str, column: str, offset: int = 0) -> OfflineResponse:
+    read = messages_of_cell(list(given), where, column)
     trained = tuple(
         message.role == "assistant" and _flag(one, f"{where}, {column}[{offset + i}]")
         for i, (message, one) in enumerate(zip(read, given, strict=True))
@@ -212,7 +214,7 @@ def _side(given: Sequence[Any], where: str, column: str, offset: int = 0) -> Sid
             f"{where}, {column}: nothing of it is learned from: no message of the assistant is there, or all have "
             '"train": false. Add one, or drop the row.'
         )
-    return Side(messages, trained)
+    return OfflineResponse(messages, trained)
 
 
 def _flag(given: Any, where: str) -> bool:
