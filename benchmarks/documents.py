@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from arborl.chat.tokenizer import FileTokenizer
-from arborl.data.made.documents import make_problem
+from arborl.data.generated.document_problems import make_document_problem
 from arborl.models.seedling import WEIGHTS
 from arborl.tools.injection import Context
 from arborl.tools.library.context.documents import build_index, read_chunk, search_engine
@@ -52,9 +52,9 @@ def scan(chunks: list[str], keyword: str) -> int:
 async def measure(tokens: int, chunk_size: int, repeats: int) -> dict[str, Any]:
     tokenizer = FileTokenizer(WEIGHTS)
     before = resident_mb()
-    sample = make_problem(0, 10_000, hops=3, distractors=100).document
+    sample = make_document_problem(0, 10_000, hops=3, distractors=100).document
     words = round(tokens * 10_000 / len(tokenizer.encode(sample)))
-    problem = make_problem(0, words, hops=3, distractors=100)
+    problem = make_document_problem(0, words, hops=3, distractors=100)
     task = Task("t", fields={"document_content": problem.document})
     async with Context(task, tokenizer) as context:
         began = time.perf_counter()

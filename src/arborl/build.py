@@ -17,7 +17,7 @@ from arborl.chat import Renderer
 from arborl.checkpoint import check_model
 from arborl.config.run import LearnerConfig, RunConfig
 from arborl.data import TaskSource
-from arborl.data.demonstrations import with_demonstrations
+from arborl.data.source_factory import with_demonstrations
 from arborl.engines import Engine
 from arborl.errors import ConfigError
 from arborl.models.find import check_supported, described, resolve

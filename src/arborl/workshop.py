@@ -16,15 +16,15 @@ from arborl.chat import Renderer
 from arborl.cluster.connection import check_there
 from arborl.config.run import Part, RunConfig
 from arborl.data import Mixture, TaskSource, open_source
-from arborl.data.mixing.streams import RowPool
+from arborl.data.mixing.task_pools import RowPool
 from arborl.engines import ENGINES, Engine
 from arborl.envs import ENVS, Env
 from arborl.envs.prompted import NO_PROMPT, opened, prompted
 from arborl.errors import ConfigError, EngineError
 from arborl.registry import Registry, call_checked, short, unique
 from arborl.rewards import REWARDS, Rewards
-from arborl.rewards.by_source import RewardsBySource
-from arborl.rewards.reward import opened as parts_of
+from arborl.rewards.reward import RewardsBySource
+from arborl.rewards.reward import reward_parts as parts_of
 from arborl.rollout.env_workers import Workers
 from arborl.rollout.episode_store import RolloutRecorder, RolloutReplay
 from arborl.rollout.groups import FILTERS, GroupOptions

@@ -4,8 +4,7 @@ from collections import Counter
 import pytest
 
 from arborl.agents import AGENTS
-from arborl.agents.tool_agents import ReactAgent
-from arborl.agents.tool_agents import ToolAgent
+from arborl.agents.tool_agents import ReactAgent, ToolAgent
 from arborl.envs.question import Question
 from arborl.tools import TOOLS, tool
 from arborl.types import Message, Task, ToolCall

@@ -15,18 +15,18 @@ import pytest
 
 from arborl.agents.chat_agents import ChatAgent
 from arborl.agents.context.managed_conversation import stateset_context
-from arborl.agents.context.statelm import TOOLSET, DEFAULT_TOOLS, StateLM
+from arborl.agents.context.statelm import DEFAULT_TOOLS, TOOLSET, StateLM
 from arborl.algorithms.algorithm import Recipe
 from arborl.chat import FileTokenizer, HermesParser, Renderer, Template
 from arborl.config.algorithm import AlgorithmConfig
-from arborl.data.made.documents import make_problem
+from arborl.data.generated.document_problems import make_document_problem
 from arborl.engines.scripted import ScriptedEngine
 from arborl.envs.documents import Documents
 from arborl.envs.question import Question
 from arborl.errors import ConfigError
 from arborl.models.seedling import WEIGHTS
 from arborl.registry import call_checked
-from arborl.rewards.choice import Choice, ShortAnswer
+from arborl.rewards.answers import MultipleChoice, ShortAnswer
 from arborl.rewards.reward import Rewards
 from arborl.rollout.recorder import EpisodeLimits
 from arborl.rollout.runner import EpisodeFactories, Rollout
@@ -333,7 +333,7 @@ def test_defect_2_and_3_a_penalty_reaches_every_branch_also_where_thoughts_are_s
     group = play(renderer, [think], [READ, call("deleteContext", msg_id=2), READ], **limits)
     asked = []
 
-    class Counting(Choice):
+    class Counting(MultipleChoice):
         async def judge(self, episode):
             asked.append(episode.id)
             return 0.0
@@ -392,7 +392,7 @@ def test_defect_7_other_agents_play_in_the_same_run(renderer):
 
 
 def test_defect_8_tools_leave_the_event_loop_free_and_need_no_server(renderer):
-    text = make_problem(3, tokens=200_000).document
+    text = make_document_problem(3, tokens=200_000).document
     began = time.perf_counter()
     Index(text, 50, 0, renderer.tokenizer)
     blocked = time.perf_counter() - began

@@ -11,7 +11,7 @@ import pytest
 from arborl.agents.tool_agents import ToolAgent
 from arborl.chat import Renderer
 from arborl.chat.formats import choose
-from arborl.data.reading.offline_rows import OfflineRowReader
+from arborl.data.reading.row_reader import OfflineRowReader
 from arborl.engines.scripted import ScriptedEngine
 from arborl.envs.env import Env, Observation, Step
 from arborl.rollout.offline_episodes import OfflineEpisodes

@@ -13,10 +13,9 @@ from arborl.api import train
 from arborl.build import build
 from arborl.cli.main import app
 from arborl.config.load import load
-from arborl.data.made.datasets import MAKERS, make
-from arborl.data.made.facts import make_facts
-from arborl.rewards.code import read_cases
-from arborl.rewards.numbers import equal, final_part
+from arborl.data.generated.datasets import GENERATORS, make, make_facts
+from arborl.rewards.answers import equal, final_part
+from arborl.rewards.code_tests import read_cases
 from arborl.tools.library.calculator import calculator
 from arborl.tools.library.search import Search
 
@@ -27,7 +26,7 @@ def call(*arguments: str) -> Result:
     return CliRunner().invoke(app, arguments)
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", GENERATORS)
 def test_every_set_is_made_alike_from_the_same_seed(name, here):
     for folder, seed in (("one", "3"), ("two", "3"), ("other", "4")):
         done = call("data", "make", name, "--out", folder, "--count", "12", "--seed", seed)

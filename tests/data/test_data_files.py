@@ -5,8 +5,8 @@ import pyarrow.parquet
 import pytest
 
 from arborl.data import FileTasks
-from arborl.data.reading.files import read_rows
-from arborl.data.reading.rows import messages_of_cell, read_task
+from arborl.data.reading.row_reader import messages_of_cell, read_task
+from arborl.data.reading.table_files import read_rows
 from arborl.data.reading.tables import ParquetTable
 from arborl.errors import ConfigError
 from arborl.types import Message, ToolCall

@@ -9,8 +9,8 @@ import pytest
 
 from arborl.config.data import DataConfig
 from arborl.data import open_source
-from arborl.data.from_config import OfflineRows
-from arborl.data.reading.offline_rows import OfflineRowReader, OfflineTask
+from arborl.data.reading.row_reader import OfflineRowReader, OfflineTask
+from arborl.data.source_factory import OfflineRows
 from arborl.errors import ConfigError
 
 USER, SAID = {"role": "user", "content": "6*7?"}, {"role": "assistant", "content": "42"}
@@ -158,7 +158,7 @@ def test_every_row_comes_once_a_pass_and_held_out_rows_never(tmp_path):
 
 def test_a_table_too_large_to_be_read_at_the_start_gives_a_neighbour_for_a_row_that_is_too_long(tmp_path, monkeypatch):
     path = written(tmp_path, ["short"] * 30 + ["much too long"] * 10)
-    monkeypatch.setattr("arborl.data.from_config.open_tables", unread)
+    monkeypatch.setattr("arborl.data.source_factory.open_tables", unread)
     source = opened(path)
     pool = source.pools["rows"]
     assert not pool.counts  # nobody has looked yet
@@ -167,7 +167,7 @@ def test_a_table_too_large_to_be_read_at_the_start_gives_a_neighbour_for_a_row_t
 
 
 def unread(paths):
-    from arborl.data.reading.files import open_tables
+    from arborl.data.reading.table_files import open_tables
 
     table = open_tables(paths)
     table.whole = False

@@ -8,11 +8,10 @@ import pytest
 
 from arborl.config.load import load
 from arborl.data import FileTasks
-from arborl.data.made.arithmetic import problems, show
-from arborl.data.made.datasets import make
-from arborl.data.made.programs import KINDS, code_problems
-from arborl.rewards.code import judge, read_cases
-from arborl.rewards.numbers import equal
+from arborl.data.generated.datasets import make
+from arborl.data.generated.problems import CODE_KINDS, code_problems, problems, show
+from arborl.rewards.answers import equal
+from arborl.rewards.code_tests import read_cases, run_cases
 from arborl.sandbox import run_code
 from arborl.tools.library.calculator import calculator
 
@@ -46,13 +45,13 @@ def test_what_cannot_be_made_is_refused():
     assert show(Fraction(-4)) == "-4"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CODE_KINDS)
 def test_the_code_of_a_row_solves_it_in_the_sandbox(kind):
     rows = code_problems(24, seed=3, kind=kind)
 
     async def solve(row):
         if "tests" in row:
-            return await judge(row["code"], read_cases(row["tests"]), run_code)
+            return await run_cases(row["code"], read_cases(row["tests"]), run_code)
         return [(await run_code(row["code"])).stdout.strip() == row["answer"]]
 
     async def everything():

@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arborl.data.mixing.mixture import Mixture, SuccessBand
-from arborl.data.mixing.schedule import allocate, normalize_ratios
-from arborl.data.mixing.streams import EnvPool, RowPool
-from arborl.data.reading.rows import RowReader
-from arborl.data.reading.splits import PromptFilters, split_table
+from arborl.data.mixing.mixture import Mixture, SuccessBand, allocate, normalize_ratios
+from arborl.data.mixing.task_pools import EnvPool, RowPool
+from arborl.data.reading.row_reader import RowReader
 from arborl.data.reading.tables import ListTable
+from arborl.data.reading.train_splits import PromptFilters, split_table
 from arborl.errors import ConfigError
 from arborl.types import Episode, Group
 

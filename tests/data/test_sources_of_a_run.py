@@ -264,7 +264,7 @@ def test_an_algorithm_for_an_unknown_source_is_refused(files):
 def test_a_seed_among_the_arguments_of_a_function_of_rows_counts_and_not_the_runs():
     from functools import partial
 
-    from arborl.data.mixing.streams import call_rows
+    from arborl.data.mixing.task_pools import call_rows
 
     def rows(seed: int, count: int = 1):
         return [{"question": str(seed)}] * count

@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 
 from arborl.config.data import DataConfig
 from arborl.data import open_source
-from arborl.data.mixing.order import RowOrder
-from arborl.data.mixing.streams import RowPool
-from arborl.data.reading import files as data_files
-from arborl.data.reading.files import open_table
-from arborl.data.reading.rows import RowReader
-from arborl.data.reading.splits import PromptFilters, RowNumbers, split_table
+from arborl.data.mixing.task_pools import RowOrder, RowPool
+from arborl.data.reading import table_files as data_files
+from arborl.data.reading.row_reader import RowReader
+from arborl.data.reading.table_files import open_table
 from arborl.data.reading.tables import ConcatenatedTable, HubTable, ListTable, ParquetTable
+from arborl.data.reading.train_splits import PromptFilters, RowNumbers, split_table
 from arborl.errors import ConfigError
 from arborl.types import Message
 

@@ -9,8 +9,8 @@ from arborl.envs.conversation import CONVERSATION_CONFIGS, Conversation, Line, P
 from arborl.envs.conversation.game import EMPTY
 from arborl.envs.conversation.scenario import pairs, read_scenario
 from arborl.envs.conversation.user import END
+from arborl.rewards.answers import environment
 from arborl.rewards.reward import Rewards
-from arborl.rewards.rules import environment
 from arborl.types import Episode, Group, Message, Task, Turn
 
 SCENARIO = {

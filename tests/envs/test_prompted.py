@@ -9,8 +9,7 @@ import pickle
 import pytest
 
 import arborl
-from arborl.agents.chat_agents import ChatAgent
-from arborl.agents.chat_agents import StepAgent
+from arborl.agents.chat_agents import ChatAgent, StepAgent
 from arborl.chat import Renderer
 from arborl.config.load import from_kwargs, load
 from arborl.config.prompt import PromptConfig

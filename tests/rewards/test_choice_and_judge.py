@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arborl.rewards import REWARDS
-from arborl.rewards.choice import Choice, Penalised, ShortAnswer, f1, read_letter, sentences
+from arborl.rewards.answers import MultipleChoice, PenalizedReward, ShortAnswer, count_sentences, f1, read_letter
 from arborl.rewards.judge import Judge
 from arborl.rewards.reward import Rewards
 from arborl.types import Episode, Group, Message, Stop, Task, Turn
@@ -35,10 +35,10 @@ def value(reward, made):
     ],
 )  # fmt: skip
 def test_a_choice_is_right_wrong_or_none(text, worth):
-    assert value(Choice(), episode(text, answer="B")) == worth
+    assert value(MultipleChoice(), episode(text, answer="B")) == worth
 
 
-@pytest.mark.parametrize("reward", [Choice(exceeded=-2.0), ShortAnswer(exceeded=-2.0)])
+@pytest.mark.parametrize("reward", [MultipleChoice(exceeded=-2.0), ShortAnswer(exceeded=-2.0)])
 def test_an_episode_that_passed_a_limit_is_worth_the_penalty_whatever_it_said(reward):
     for stop in (Stop.CONTEXT_FULL, Stop.MAX_TURNS):
         assert value(reward, episode("B", stop, answer="B")) == -2.0
@@ -52,8 +52,8 @@ def test_an_episode_that_passed_a_limit_is_worth_the_penalty_whatever_it_said(re
 def test_an_environment_that_made_the_task_knows_what_is_right():
     assert value(ShortAnswer(), episode("Oslo", metrics={"success": 1.0})) == 1.0
     assert value(ShortAnswer(), episode("Oslo", metrics={"success": 0.0})) == -0.5
-    assert value(Choice(), episode("C", metrics={"success": 1.0})) == 1.0
-    with pytest.raises(LookupError, match="wants the field 'answer'"):
+    assert value(MultipleChoice(), episode("C", metrics={"success": 1.0})) == 1.0
+    with pytest.raises(LookupError, match="needs the field 'answer'"):
         value(ShortAnswer(), episode("Oslo"))
 
 
@@ -76,12 +76,12 @@ def test_f1_is_symmetric_and_1_for_equal_words(one, other):
 @given(st.text(max_size=40))
 def test_any_text_can_be_read(text):
     assert read_letter(text) is None or read_letter(text).isalpha()
-    assert sentences(text) >= 1
+    assert count_sentences(text) >= 1
 
 
 def test_a_reward_without_a_judgement_says_what_is_missing():
     with pytest.raises(TypeError, match="give it a method `judge`"):
-        value(Penalised(), episode("x"))
+        value(PenalizedReward(), episode("x"))
 
 
 # ------------------------------------------------------------------------------------------------ judge

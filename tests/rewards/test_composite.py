@@ -12,7 +12,7 @@ import arborl
 from arborl import CompositeReward, HelpfulnessReward, MultiObjectiveReward, RewardResult, SafetyReward, reward_function
 from arborl.errors import ConfigError, EpisodeError
 from arborl.rewards import REWARDS, Rewards, reward
-from arborl.rewards.text.turns import ConversationTurn
+from arborl.rewards.text.text_measures import ConversationTurn
 from arborl.types import Episode, Group, Message, Task, Turn
 
 ASKED = "My order 12345 has not arrived. Where is it?"

@@ -10,11 +10,11 @@ import time
 import pytest
 
 import arborl
-from arborl.rewards import Rewards, plain_calls, reward
+from arborl.rewards import Rewards, reward, threaded_calls
 from arborl.rewards.efficiency import Efficient
 from arborl.rewards.score_function import ScoreFunction
-from arborl.rewards.text.base import reward_function
-from arborl.rewards.text.general import HelpfulnessReward
+from arborl.rewards.text.library_rewards import HelpfulnessReward
+from arborl.rewards.text.text_reward import reward_function
 from arborl.tools import threads
 from arborl.track.jsonl import read_metrics
 from arborl.types import Episode, Group, Message, Task, Turn
@@ -108,7 +108,7 @@ def test_those_that_compute_run_few_at_a_time_so_that_none_uses_up_the_time_of_o
         return 1.0
 
     assert [one.reward for one in score(group(100), ("sums", sums, 1.0))] == [1.0] * 100
-    assert most <= 4 * plain_calls.FEW  # 8, but for a look that found the whole machine busy with something else
+    assert most <= 4 * threaded_calls.FEW  # 8, but for a look that found the whole machine busy with something else
 
 
 def test_what_hangs_every_time_is_bounded_and_said(released, monkeypatch, caplog):
@@ -239,13 +239,13 @@ def test_a_comparison_of_a_group_that_blocks_costs_the_group_within_the_deadline
 
 
 def test_slots_are_given_back_by_who_is_cancelled_while_waiting_and_while_running(released, monkeypatch):
-    monkeypatch.setattr(plain_calls, "FEW", 1)
-    monkeypatch.setattr(plain_calls, "MANY", 1)
+    monkeypatch.setattr(threaded_calls, "MIN_CONCURRENCY", 1)
+    monkeypatch.setattr(threaded_calls, "MAX_CONCURRENCY", 1)
 
     async def main():
-        first = asyncio.create_task(plain_calls.call(released.wait, LONG))
+        first = asyncio.create_task(threaded_calls.call(released.wait, LONG))
         await asyncio.sleep(0.05)
-        others = [asyncio.create_task(plain_calls.call(lambda: 1)) for _ in range(3)]
+        others = [asyncio.create_task(threaded_calls.call(lambda: 1)) for _ in range(3)]
         await asyncio.sleep(0.05)
         others[0].cancel()
         await asyncio.sleep(0.05)

@@ -15,7 +15,7 @@ from arborl.errors import ConfigError
 from arborl.models.find import described, resolve
 from arborl.registry import call_checked
 from arborl.rewards import Rewards
-from arborl.rewards.reward_model import Record, RewardModel, conversation
+from arborl.rewards.reward_model import RewardModel, RewardModelRecord, conversation
 from arborl.rollout.episode_store import EpisodeStore
 from arborl.types import Episode, Group, Message, Task, Turn
 
@@ -133,7 +133,7 @@ def test_what_is_no_reward_model_is_refused_before_anything_is_read(folder, tmp_
 
 def test_what_the_folder_says_of_itself_holds_unless_it_is_said_otherwise(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "model")
-    Record(scale=2.0, shift=1.0, max_tokens=9).write(tmp_path / "model")
+    RewardModelRecord(scale=2.0, shift=1.0, max_tokens=9).write(tmp_path / "model")
     judge = RewardModel(str(tmp_path / "model"), device="cpu")
     assert (judge.scale, judge.shift, judge.max_tokens) == (2.0, 1.0, 9)
     assert len(judge.tokens(episode(2))) == 9
@@ -141,7 +141,7 @@ def test_what_the_folder_says_of_itself_holds_unless_it_is_said_otherwise(folder
     assert asyncio.run(judge(episode(2))) == pytest.approx(theirs(folder, episode(2)), abs=1e-5)
     for broken in ("{", "[1]", '{"scale": "2"}', '{"scale": NaN}', '{"max_tokens": 0}', '{"skale": 1}'):
         (tmp_path / "model" / "reward_record.json").write_text(broken)
-        with pytest.raises(ValueError, match=r"reward_record\.json: no record of a reward model"):
+        with pytest.raises(ValueError, match=r"reward_record\.json: not a record of a reward model"):
             RewardModel(str(tmp_path / "model"), device="cpu")
 
 

@@ -42,7 +42,7 @@ def test_the_source_of_a_row_decides_what_its_answer_is_worth(source, truth, sai
 
 def test_a_source_without_a_rule_is_an_error_and_no_zero():
     with pytest.raises(
-        LookupError, match=r"no rule for data_source='mine'\. Write rewards=\[equal\], or name your own"
+        LookupError, match=r"no rule for data_source='mine'\. Write rewards=\[equal\], or a custom function"
     ):
         score(DataSource(), episode("72", "mine"))
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import arborl
 from arborl.envs.conversation import Conversation
 from arborl.rewards import REWARDS
-from arborl.rewards.text.turns import ConversationTurn, episode_of, exchanges, spoken
+from arborl.rewards.text.text_measures import ConversationTurn, episode_of, exchanges, without_thinking
 from arborl.types import Message, Task
 
 ASKED = "My order 12345 has not arrived. Where is it?"
@@ -114,8 +114,8 @@ def test_thoughts_and_tool_calls_are_not_said_to_the_user():
         ConversationTurn("user", "Thanks!"),
     ]
     (one,) = exchanges(turns)
-    assert (one.asked, one.reply) == ("Hello?\nWhere is it?", "Here.")
-    assert spoken("thoughts without their beginning</think> Yes.") == "Yes."
+    assert (one.user, one.reply) == ("Hello?\nWhere is it?", "Here.")
+    assert without_thinking("thoughts without their beginning</think> Yes.") == "Yes."
     assert not episode_of([], {}).turns
     made = episode_of(turns, {"a": 1})
     assert [len(made.opening), len(made.turns), made.answer] == [3, 2, "<think>Here.</think>Here."]
@@ -201,7 +201,7 @@ def test_kinds_of_ones_own_are_looked_for_and_wrong_ones_refused():
     assert score(arborl.SafetyReward(patterns={"rival": r"\bAcme\b"}), "Hello.", "Buy it at acme.") == 0.0
     with pytest.raises(ValueError, match=r"no kind 'insults'\. Did you mean 'insult'"):
         arborl.SafetyReward(skip=["insults"])
-    with pytest.raises(ValueError, match=r"patterns.x='\(': no regular expression"):
+    with pytest.raises(ValueError, match=r"patterns.x='\(': not a regular expression"):
         arborl.SafetyReward(patterns={"x": "("})
 
 
@@ -224,11 +224,11 @@ def test_an_answer_is_compared_as_a_number_a_letter_or_by_its_words(expected, re
 
 
 def test_without_an_answer_or_a_goal_the_error_says_what_is_missing_unless_a_number_is_given():
-    with pytest.raises(LookupError, match="'correctness' wants the field 'expected' or 'answer'; this task has: topic"):
+    with pytest.raises(LookupError, match="'correctness' needs the field 'expected' or 'answer'; this task has: topic"):
         score("correctness", "Which?", "12", topic="numbers")
     with pytest.raises(LookupError, match="this task has: expected"):
         score("correctness", "Which?", "12", expected=[])
-    with pytest.raises(LookupError, match=r"'task_completion' wants expectations .* this task has: none"):
+    with pytest.raises(LookupError, match=r"'task_completion' needs expectations .* this task has: none"):
         score("task_completion", "Which?", "12")
     assert score(arborl.CorrectnessReward(missing=0.5), "Which?", "12") == 0.5
     assert score(arborl.TaskCompletionReward(missing=0), "Which?", "12") == 0.0

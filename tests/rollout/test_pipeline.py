@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arborl.data.source import EnvTasks
+from arborl.data.task_source import EnvTasks
 from arborl.rollout.groups import GroupCollector, GroupOptions
 from arborl.rollout.pipeline import Pipeline
 from arborl.seeds import generator

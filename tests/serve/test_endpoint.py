@@ -22,8 +22,8 @@ from arborl.config.load import load
 from arborl.envs.env import Env, Observation, Step
 from arborl.envs.question import Question
 from arborl.errors import ConfigError
+from arborl.rewards.answers import POSTED, posted
 from arborl.rewards.reward import Rewards
-from arborl.rewards.rules import POSTED, posted
 from arborl.rollout.recorder import EpisodeLimits
 from arborl.rollout.runner import EpisodeFactories, Rollout
 from arborl.rollout.token_trees import build_token_trees

@@ -17,7 +17,7 @@ import torch
 from arborl.algorithms import Recipe
 from arborl.config.algorithm import AlgorithmConfig
 from arborl.config.run import LearnerConfig
-from arborl.data.reading.offline_rows import OfflineRowReader
+from arborl.data.reading.row_reader import OfflineRowReader
 from arborl.learner.learner import Learner
 from arborl.rollout.offline_episodes import ROW_KINDS, OfflineEpisodes
 from arborl.trainer.look import look

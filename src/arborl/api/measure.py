@@ -17,7 +17,7 @@ from arborl.config.load import load
 from arborl.config.placement import PlacementConfig
 from arborl.config.run import RunConfig
 from arborl.data import TaskSource
-from arborl.data.reading.rows import RowReader
+from arborl.data.reading.row_reader import RowReader
 from arborl.errors import ConfigError, RunStopped
 from arborl.registry import HANDED_IN
 from arborl.types import Episode, Task

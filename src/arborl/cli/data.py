@@ -37,7 +37,7 @@ def make(
     """Write a set of rows, made from a seed: arithmetic, gsm8k, code, facts, documents, mixed or transcripts."""
     import yaml
 
-    from arborl.data.made.datasets import make as write
+    from arborl.data.generated.datasets import make as write
     from arborl.seedling.rows import transcripts
 
     names, settings = split(arguments, ("--out", "--count", "--seed", "--help"))
@@ -62,7 +62,7 @@ def prepare(
     val_share: Annotated[float, typer.Option(help="Share of the rows for validation.")] = 0.1,
 ) -> None:
     """Turn a public set in its own layout into rows."""
-    from arborl.data.public.longbench import prepare_longbench, prepare_novelqa
+    from arborl.data.longbench import prepare_longbench, prepare_novelqa
 
     if name == "longbench-v2":
         written = prepare_longbench(source, out, mc_to_sa=mc_to_sa, val_share=val_share)
@@ -86,8 +86,8 @@ def inspect(
 ) -> None:
     """Print the columns, lengths and sources of a file, and three prompts as the model is shown them."""
     from arborl.chat import Renderer
-    from arborl.data.reading.files import open_table
-    from arborl.data.reading.rows import RowReader
+    from arborl.data.reading.row_reader import RowReader
+    from arborl.data.reading.table_files import open_table
     from arborl.models.load import resolve
 
     table, reader = open_table(Path(file)), RowReader(Path(file).stem, question)
@@ -154,7 +154,7 @@ def mix(
 ) -> None:
     """Draw batches as training would, without training, and print what they are made of."""
     from arborl.config.load import load
-    from arborl.data.mixing.composition import composition
+    from arborl.data.mixing.mixture import composition
 
     paths, settings = split(arguments, ("--batches", "--json", "--help"))
     given = one_path(paths, "configuration")
@@ -201,7 +201,7 @@ def opened(config: RunConfig) -> Mixture:
 
     given = None
     if config.data.given:
-        from arborl.data.from_config import OfflineRows
+        from arborl.data.source_factory import OfflineRows
         from arborl.rollout.offline_episodes import ROW_KINDS
 
         given = OfflineRows(ROW_KINDS[config.algorithm.loss], lambda task: 0, config.sampling.max_context)

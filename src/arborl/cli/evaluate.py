@@ -135,7 +135,7 @@ def read_prompts(path: Path | None, messages: Sequence[str]) -> list[dict[str, A
     """The rows to answer: of a file (JSON, JSONL, CSV, Parquet; a JSON list may be of plain texts), and as typed."""
     found: list[dict[str, Any]] = []
     if path is not None:
-        from arborl.data.reading.files import open_table
+        from arborl.data.reading.table_files import open_table
 
         found = _texts(path) or [dict(row) for row in _all(open_table(path))]
     found += [{"question": text} for text in messages]

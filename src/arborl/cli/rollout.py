@@ -91,7 +91,7 @@ def configured(arguments: Sequence[str], given: Mapping[str, Any]) -> Any:
 async def played(parts: Any, task: Any, done: int, place: int, member: int) -> Episode:
     """The episode that the step after so many would play, with the seed it would have there; and scored. Of a given
     task, what was said at it."""
-    from arborl.data.reading.offline_rows import OfflineTask
+    from arborl.data.reading.row_reader import OfflineTask
     from arborl.seeds import derive
     from arborl.types import Group
 

@@ -12,10 +12,9 @@ from arborl.cluster.host import Host, check_versions
 from arborl.engines.replicas import Replica, Replicas, Unreachable, now
 from arborl.errors import ConfigError, EpisodeError, boundary
 from arborl.rewards import Rewards
-from arborl.rewards.by_source import RewardsBySource
-from arborl.rewards.plain_calls import call
-from arborl.rewards.reward import GroupReward, Reward
-from arborl.rewards.rules import environment
+from arborl.rewards.answers import environment
+from arborl.rewards.reward import GroupReward, Reward, RewardsBySource
+from arborl.rewards.threaded_calls import call
 from arborl.tools.threads import MOST, left_behind
 from arborl.types import Episode, Metrics
 
@@ -176,17 +175,17 @@ class PlacedGroupReward(PlacedReward):
 def place_rewards(cluster: Cluster, rewards: Rewards) -> None:
     """Have all rewards but `env` computed on the cluster."""
     everything = [rewards, *(rewards.sources.values() if isinstance(rewards, RewardsBySource) else ())]
-    chosen = [(name, one, some.seconds) for some in everything for name, one, _ in some.asked if one is not environment]
+    chosen = [(name, one, some.seconds) for some in everything for name, one, _ in some.called if one is not environment]
     if not chosen:
         count = cluster.placement.reward_workers
         raise ConfigError(f"placement.reward_workers={count}: this run has no reward but env, which is not computed.")
     workers, index = RewardWorkers(cluster, chosen), 0
     for some in everything:
         placed = []
-        for name, one, weight in some.asked:
+        for name, one, weight in some.called:
             if one is not environment:  # which only adds up what the episode carries
                 kind = PlacedGroupReward if isinstance(one, GroupReward) else PlacedReward
                 one, index = kind(workers, index, one), index + 1
             placed.append((name, one, weight))
-        some.asked = placed
-    rewards.elsewhere = workers
+        some.called = placed
+    rewards.remote = workers

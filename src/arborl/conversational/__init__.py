@@ -41,13 +41,18 @@ from arborl.conversational.training import train
 from arborl.conversational.trajectory import ConversationTurn, MultiTurnTrajectory, TrajectoryGroup
 from arborl.conversational.trl import TRLGRPOTrainerWrapper
 from arborl.conversational.value import ValueFunction
-from arborl.rewards.neural import NeuralReward
+from arborl.rewards.reward_model import NeuralReward
 from arborl.rewards.text.composite import CompositeReward, MultiObjectiveReward
-from arborl.rewards.text.domains import CustomerServiceReward, SalesAssistantReward, TechnicalSupportReward
-from arborl.rewards.text.general import ConcisenessReward, EngagementReward, HelpfulnessReward
-from arborl.rewards.text.safety import SafetyReward
-from arborl.rewards.text.similarity import SimilarityAwareReward
-from arborl.rewards.text.task import CorrectnessReward, TaskCompletionReward
+from arborl.rewards.text.domain_rewards import CustomerServiceReward, SalesAssistantReward, TechnicalSupportReward
+from arborl.rewards.text.library_rewards import (
+    ConcisenessReward,
+    CorrectnessReward,
+    EngagementReward,
+    HelpfulnessReward,
+    SafetyReward,
+    SimilarityAwareReward,
+    TaskCompletionReward,
+)
 
 __all__ = [
     "CONVERSATION_CONFIGS",

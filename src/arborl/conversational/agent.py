@@ -25,7 +25,7 @@ from arborl.conversational.voice import SPEAKING, Scripted, Speaker, Voice
 from arborl.envs.env import Env
 from arborl.errors import ConfigError
 from arborl.models.find import described, resolve
-from arborl.rewards.text.turns import spoken
+from arborl.rewards.text.text_measures import without_thinking
 from arborl.types import Message, Sampling, Task
 
 STUB = "stub://"
@@ -211,7 +211,7 @@ class MultiTurnAgent:
         return [Message("system", "\n\n".join(told)), *said] if told else said
 
     def _reply(self, message: Message) -> str:
-        return spoken(message.content) if self.config.enable_reasoning else message.content
+        return without_thinking(message.content) if self.config.enable_reasoning else message.content
 
     # -------------------------------------------------------------------------------------------- in training
 

@@ -19,7 +19,7 @@ from arborl.envs.conversation import CONVERSATION_CONFIGS, Conversation, Persona
 from arborl.envs.conversation.game import read_scenarios
 from arborl.envs.env import Env, Observation, Step
 from arborl.errors import ConfigError
-from arborl.rewards.text.turns import ROLES
+from arborl.rewards.text.text_measures import ROLES
 from arborl.seeds import derive, generator
 from arborl.types import Message, Metrics, Task
 

@@ -22,9 +22,8 @@ from arborl.config.training import LearnerConfig
 from arborl.conversational.preferences import Preference, held_out, read_preferences
 from arborl.errors import ConfigError, RunStopped, writing
 from arborl.models.find import described, resolve
-from arborl.rewards.neural import NeuralReward
-from arborl.rewards.reward_model import Record, shown
-from arborl.rewards.text.base import finite
+from arborl.rewards.reward_model import NeuralReward, RewardModelRecord, conversation_tokens
+from arborl.rewards.text.text_reward import finite
 
 if TYPE_CHECKING:  # what needs torch
     from arborl.learner.pairs import Pair, PairLearner, Row
@@ -143,7 +142,7 @@ class NeuralRewardTrainer:
                     "the reward model has learned nothing that holds for held-out pairs: it does not beat chance"
                 )
             scale, shift = self._scale(learner, training)
-            record = Record(scale, shift, most, best.get("accuracy"), tuple(self.history))
+            record = RewardModelRecord(scale, shift, most, best.get("accuracy"), tuple(self.history))
             _save(folder, learner, source, renderer, record)
             return folder
 
@@ -184,7 +183,7 @@ class NeuralRewardTrainer:
 
     def _tokens(self, renderer: Renderer, one: Preference, side: Sequence[Any]) -> list[int]:
         try:
-            return shown(renderer, side)
+            return conversation_tokens(renderer, side)
         except ValueError as error:
             raise ConfigError(
                 f"{one.where}: {error}. Give the conversation from its beginning: {{'prompt': …, 'chosen': …, "
@@ -242,7 +241,7 @@ class _Shown:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def _save(folder: Path, learner: PairLearner, source: Path, renderer: Renderer, record: Record) -> None:
+def _save(folder: Path, learner: PairLearner, source: Path, renderer: Renderer, record: RewardModelRecord) -> None:
     """A whole model in Hugging Face form; what makes the folder one comes last."""
     from arborl.build import copy_tokenizer
 

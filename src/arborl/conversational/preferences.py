@@ -10,9 +10,8 @@ from typing import Any
 
 from arborl.config.bounds import is_text
 from arborl.conversational.trajectory import ConversationTurn, MultiTurnTrajectory
-from arborl.data.reading.files import open_table
-from arborl.data.reading.offline_rows import OfflineRowReader
-from arborl.data.reading.rows import messages_of_cell
+from arborl.data.reading.row_reader import OfflineRowReader, messages_of_cell
+from arborl.data.reading.table_files import open_table
 from arborl.errors import ConfigError
 from arborl.rewards.reward_model import up_to_reply
 from arborl.seeds import generator

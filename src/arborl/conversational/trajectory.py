@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from arborl.rewards.text.turns import ROLES, ConversationTurn, as_turn, turns_of
+from arborl.rewards.text.text_measures import ROLES, ConversationTurn, as_turn, turns_of
 from arborl.types import Episode, Group
 
 __all__ = ["ROLES", "ConversationTurn", "MultiTurnTrajectory", "TrajectoryGroup", "as_turn", "turns_of"]

@@ -12,8 +12,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from arborl.agents.agent_interface import Model
-from arborl.agents.context.managed_conversation import ContextPolicy
-from arborl.agents.context.managed_conversation import ManagedConversation
+from arborl.agents.context.managed_conversation import ContextPolicy, ManagedConversation
 from arborl.chat.messages import read_messages
 from arborl.rollout.recorder import EpisodeLimits, Recorder
 from arborl.seeds import derive

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
-from arborl.data.made.documents import LETTERS, DocumentProblem, make_problem, with_choices
+from arborl.data.generated.document_problems import LETTERS, DocumentProblem, make_document_problem, with_choices
 from arborl.envs.env import Env, Observation, Step
 from arborl.envs.splits import check_split, split_of, wanted_split
 from arborl.envs.wrapper import word_of
@@ -56,7 +56,7 @@ class Documents(Env):
             raise ValueError(f"kind={kind!r}: give short or choice")
         self.tokens, self.hops = _range(tokens, "tokens"), _range(hops, "hops")
         self.distractors, self.lures, self.kind, self.system = distractors, lures, kind, system
-        make_problem(0, 50, self.hops[1], distractors, lures)  # numbers that cannot be are refused here
+        make_document_problem(0, 50, self.hops[1], distractors, lures)  # numbers that cannot be are refused here
         self.document: Any = None
         """What the document tools read."""
         self.answered: str | None = None
@@ -149,7 +149,7 @@ def draw(
         own = derive(seed, "document", number)
         size = tokens[0] + derive(own, "tokens") % (tokens[1] - tokens[0] + 1)
         steps = hops[0] + derive(own, "hops") % (hops[1] - hops[0] + 1)
-        problem = make_problem(own, size, steps, distractors, lures, choices)
+        problem = make_document_problem(own, size, steps, distractors, lures, choices)
         if split_of((problem.question, problem.answer)) == split:
             return problem
     raise ValueError(f"no document of split {split!r} in {TRIES} draws; give other tokens or hops")

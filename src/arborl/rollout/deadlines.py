@@ -114,7 +114,7 @@ class ResumedCoroutine:
 PACKAGE_DIR = str(Path(__file__).parents[1])
 LIBRARY_PATHS = ("<", *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 EVENT_LOOP_FILES = ("asyncio/events.py", "asyncio/base_events.py", "asyncio/runners.py")
-CALLING_CODE = (call_with_deadline.__code__, call_without_deadline.__code__, Rewards._ask.__code__)
+CALLING_CODE = (call_with_deadline.__code__, call_without_deadline.__code__, Rewards._compute.__code__)
 """Functions whose local variable `where` names the callee."""
 
 

@@ -15,8 +15,8 @@ from arborl.chat.control import Rendered
 from arborl.chat.conversation import Conversations, Prompt
 from arborl.chat.renderer import Renderer
 from arborl.config.run import RunConfig
-from arborl.data.from_config import OfflineRows
-from arborl.data.reading.offline_rows import OfflineResponse, OfflineTask, RowKind
+from arborl.data.reading.row_reader import OfflineResponse, OfflineTask, RowKind
+from arborl.data.source_factory import OfflineRows
 from arborl.types import GIVEN, Call, Completion, Episode, Finish, Group, Message, Stop, Turn
 
 ROW_KINDS: dict[str, RowKind] = {"sft": "transcripts", "dpo": "pairs", "ipo": "pairs", "kto": "labels"}

@@ -16,7 +16,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from arborl.data.source import TaskSource
+from arborl.data.task_source import TaskSource
 from arborl.rollout.episode_store import json_line, task_from_json, task_to_json
 from arborl.rollout.groups import UNSAMPLED, BatchSlot, batch_slots, spares_by_source
 from arborl.rollout.runner import Rollout

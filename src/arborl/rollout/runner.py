@@ -19,13 +19,13 @@ from arborl import sandbox
 from arborl.agents.agent_interface import Agent
 from arborl.busy_time import BusyTime
 from arborl.chat.renderer import Renderer
-from arborl.data.reading.offline_rows import OfflineTask
+from arborl.data.reading.row_reader import OfflineTask
 from arborl.engines.engine import Engine
 from arborl.envs.env import Env
 from arborl.errors import EpisodeError, EpisodeOver, boundary
 from arborl.failures import Firsts
 from arborl.registry import short
-from arborl.rewards.reward import of_reward
+from arborl.rewards.reward import is_reward_call
 from arborl.rollout.deadlines import EventLoopWatchdog
 from arborl.rollout.env_workers import Workers
 from arborl.rollout.episode_store import BatchRecording
@@ -335,7 +335,7 @@ class Rollout:
         waiting time of the sandbox."""
         counts, self.counts = self.counts, Counter()
         stuck = left_behind.stuck() - self.stuck_before
-        num_stuck = sum(count for name, count in stuck.items() if not of_reward(name))
+        num_stuck = sum(count for name, count in stuck.items() if not is_reward_call(name))
         limit = self._queue.concurrency.limit if self._queue is not None else self.concurrency
         state = {
             "rollout/tool_calls_stuck": float(num_stuck),

@@ -20,8 +20,7 @@ from arborl.agents.context.managed_conversation import SUMMARY_REQUEST
 from arborl.agents.context.statelm import StateLM
 from arborl.chat.formats.hermes import HermesParser
 from arborl.chat.messages import read_messages
-from arborl.data.made.documents import DocumentProblem
-from arborl.data.made.words import COLOURS, OBJECTS, PEOPLE, TOWNS, TRADES
+from arborl.data.generated.document_problems import COLOURS, OBJECTS, PEOPLE, TOWNS, TRADES, DocumentProblem
 from arborl.envs.documents import Documents
 from arborl.errors import EpisodeOver
 from arborl.seedling.transcript import MARKS, PIECE, Chance, Transcript, draw, pick

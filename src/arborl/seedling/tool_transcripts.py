@@ -12,9 +12,8 @@ from functools import cache
 from pathlib import Path
 
 from arborl.agents.tool_agents import CodeAgent
-from arborl.data.made.arithmetic import problem
-from arborl.data.made.facts import KINDS, make_facts
-from arborl.data.made.programs import compute
+from arborl.data.generated.datasets import FACT_KINDS, make_facts
+from arborl.data.generated.problems import arithmetic_problem, computation_problem
 from arborl.seedling.transcript import Chance, Transcript, pick
 from arborl.tools.library.calculator import calculator
 from arborl.tools.library.search import Search
@@ -42,7 +41,7 @@ def asked(spec: ToolSpec, arguments: dict[str, object], result: str) -> list[Mes
 def use_calculator(chance: Chance) -> Transcript:
     """Half the players ask the tool and report its answer; the rest guess, mistype or misreport."""
     level = 1 + int(chance.choice(3, p=LEVELS))
-    given, other = problem(chance, level), problem(chance, level)
+    given, other = arithmetic_problem(chance, level), arithmetic_problem(chance, level)
     opening, tools = [Message("user", given.question)], (calculator.spec,)
     if chance.random() < 0.08:  # nobody offers the tool
         return Transcript([*opening, said(f"<answer>{other.answer}</answer>")])
@@ -78,7 +77,7 @@ CODER = CodeAgent()
 
 def write_code(chance: Chance) -> Transcript:
     """Half the players run the right line and report what it printed; others guess, run another line or misreport."""
-    given, other = compute(chance), compute(chance)
+    given, other = computation_problem(chance), computation_problem(chance)
     opening = [Message("user", given["question"])]
     if chance.random() < 0.35:
         return Transcript([*opening, said(f"<answer>{other['answer']}</answer>")])
@@ -119,7 +118,7 @@ def search(chance: Chance) -> Transcript:
     if chance.random() < 0.3:
         query = pick(chance, (pick(chance, people), who.split()[0], who.split()[-1]))
     result = tool.search(query)
-    kind = row["query"].split()[-1] if chance.random() < 0.7 else pick(chance, [name for name, _, _ in KINDS])
+    kind = row["query"].split()[-1] if chance.random() < 0.7 else pick(chance, [name for name, _, _ in FACT_KINDS])
     messages = asked(tool.spec, {"query": query}, result)
     return Transcript([*opening, *messages, said(f"<answer>{_read(result, kind)}</answer>")], (tool.spec,))
 
@@ -127,6 +126,6 @@ def search(chance: Chance) -> Transcript:
 def _read(result: str, kind: str) -> str:
     """What a result says of this kind."""
     plain = result.replace("[[", "").replace("]]", "")
-    before = next(say for name, say, _ in KINDS if name == kind).split("{what}")[0].removeprefix("{who} ")
+    before = next(say for name, say, _ in FACT_KINDS if name == kind).split("{what}")[0].removeprefix("{who} ")
     _, found, rest = plain.partition(before)
     return rest.split(".")[0] if found else "nobody"

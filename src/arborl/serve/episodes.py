@@ -21,7 +21,7 @@ from fastapi import FastAPI, Request
 
 from arborl.envs.env import Env
 from arborl.errors import ConfigError, EpisodeError, MaxTurns
-from arborl.rewards.rules import POSTED
+from arborl.rewards.answers import POSTED
 from arborl.rollout.recorder import Recorder
 from arborl.serve.agents import plain
 from arborl.serve.chat import chat_routes

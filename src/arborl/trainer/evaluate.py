@@ -12,7 +12,7 @@ from typing import Protocol
 from arborl.config.rollout import ValEnvsConfig
 from arborl.config.run import EvaluationConfig
 from arborl.data.mixing.mixture import Mixture
-from arborl.data.source import TaskSource
+from arborl.data.task_source import TaskSource
 from arborl.rewards.reward import Rewards
 from arborl.rollout.runner import Rollout
 from arborl.seeds import derive

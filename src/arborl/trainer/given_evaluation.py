@@ -12,7 +12,7 @@ from arborl.algorithms.algorithm import Algorithm, Needs
 from arborl.algorithms.token_losses import Said
 from arborl.config.algorithm import AlgorithmConfig
 from arborl.config.run import RunConfig
-from arborl.data.source import TaskSource
+from arborl.data.task_source import TaskSource
 from arborl.learner.group import LearnerGroup
 from arborl.learner.learner import Learner
 from arborl.learner.update_metrics import columns

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from arborl.algorithms.algorithm import Algorithm
 from arborl.checkpoint import Damaged
 from arborl.config.run import RunConfig
-from arborl.data.source import TaskSource
+from arborl.data.task_source import TaskSource
 from arborl.engines.engine import Engine
 from arborl.learner.group import LearnerGroup
 from arborl.learner.learner import Learner

@@ -1,8 +1,7 @@
-"""Which rows are trained on, which are held out, and which are left out.
+"""Training, held-out and filtered rows.
 
-A table that is in memory is looked at row by row at the start: every mistake in it is found then, and a row's side is
-decided by its content. One that is too large for that is not read at all unless a setting asks for it: a row's side is
-then decided by its number.
+A table in memory is scanned at the start: errors are found then, and a hash of the content decides which rows are held
+out. A larger table is not scanned unless a setting needs it; then the row number decides.
 """
 
 from __future__ import annotations
@@ -15,56 +14,57 @@ from typing import Literal
 
 import numpy as np
 
-from arborl.data.reading.rows import RowReader, content_hash
+from arborl.data.reading.row_reader import RowReader, content_hash
 from arborl.data.reading.tables import Row, Table
 from arborl.errors import ConfigError
 from arborl.seeds import generator
 from arborl.types import Ints, Message, Task
 
 CountTokens = Callable[[Sequence[Message]], int]
-"""Messages to the number of tokens they take as a prompt."""
+"""Messages -> tokens of the prompt."""
 
 EVALUATION_SEED = 0
-"""Held-out tasks come from this and not from the run's seed: runs are then compared on the same tasks."""
+"""Seed of held-out tasks, independent of the run's seed: runs are compared on the same tasks."""
 SPREAD = 16
-"""Blocks of a large table that held-out tasks are taken from, evenly spaced."""
+"""Number of evenly spaced blocks of a large table that held-out tasks are taken from."""
 CHUNK = 8_192
 
 
 @dataclass(frozen=True, slots=True)
 class PromptFilters:
-    """Which prompts count."""
+    """Limits on prompts."""
 
     max_tokens: int = 0
-    """Longest prompt; 0 for any length."""
+    """Longest prompt; 0 for no limit."""
     overlong: Literal["drop", "cut", "refuse"] = "drop"
     deduplicate: bool = False
     length: CountTokens | None = None
     whole: Callable[[Task], int] | None = None
-    """Counts the tokens of all that a given row says, which is then what must not be too long. Such a row is cut when
-    it is trained on."""
+    """Counts the tokens of a whole offline row; then this is limited. Such a row is cut when it is trained on."""
 
     @property
     def leaves_out(self) -> bool:
-        """Whether rows may be left out, so that all must be looked at to know how many there are."""
-        late = self.whole is not None and self.overlong == "drop"  # a given row of a large table: when it is taken
+        """Whether rows may be dropped, so that the whole table must be scanned."""
+        late = (
+            self.whole is not None and self.overlong == "drop"
+        )  # offline rows of a large table are checked when they are taken
         return self.deduplicate or (self.max_tokens > 0 and self.overlong != "cut" and not late)
 
     def too_long(self, task: Task) -> int:
-        """The prompt's length where that is too long, else 0."""
+        """The number of tokens if it exceeds the limit, else 0."""
         if not self.max_tokens or (self.length is None and self.whole is None):
             return 0
         tokens = self.whole(task) if self.whole else self.length(task.messages) if self.length else 0
         return tokens if tokens > self.max_tokens else 0
 
     def cut(self, task: Task) -> Task:
-        """The task, its longest message cut at the end until the prompt fits."""
+        """The task with its longest message cut until the prompt fits."""
         if self.overlong != "cut" or self.whole is not None or not self.too_long(task):
             return task
         index = max(range(len(task.messages)), key=lambda i: len(task.messages[i].content))
         text = task.messages[index].content
         low, high = 0, len(text)
-        while low < high:  # the most characters that fit
+        while low < high:  # binary search for the most characters that fit
             middle = (low + high + 1) // 2
             if self.too_long(_with(task, index, f"{text[:middle]}…")):
                 high = middle - 1
@@ -79,7 +79,7 @@ def _with(task: Task, index: int, text: str) -> Task:
 
 
 class SelectedRows:
-    """Rows listed by number."""
+    """A list of row numbers."""
 
     def __init__(self, table: Table, numbers: Ints):
         self.numbers, self.runs = np.sort(numbers), table.runs
@@ -91,7 +91,7 @@ class SelectedRows:
 
 
 class RowNumbers:
-    """One side of a table that has not been read: of every block, a share of its rows, or all but that share."""
+    """Training or held-out rows of a table that is not scanned: a share of every block, or the rest."""
 
     def __init__(self, table: Table, share: float, held_out: bool):
         self.held_out, self.runs = held_out, table.runs
@@ -109,33 +109,33 @@ class RowNumbers:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A table's two sides."""
+    """Training and held-out rows of a table."""
 
     training: SelectedRows | RowNumbers
     held_out: Ints
-    """Numbers of the held-out rows, in the order they are used; of a large table only the first few thousand."""
+    """Numbers of held-out rows, in order; of a large table only a few thousand."""
     counts: Counter[str]
-    """Rows that were left out, by why."""
+    """Dropped rows by reason."""
     digests: np.ndarray | None = None
-    """Hash of each row's content, by number, of a table that is in memory."""
+    """Hash of the content of each row of a table in memory."""
 
     def name(self, number: int) -> str:
-        """What a row without an id is called: by its content where that is known, else by its number."""
+        """Name of a row without an id: its content hash if known, else its number."""
         return f"{number:08d}" if self.digests is None else f"{int(self.digests[number]):016x}"
 
 
 def split_table(
     table: Table, reader: RowReader, share: float, how: Literal["auto", "content", "number"], filters: PromptFilters
 ) -> Split:
-    """Decide every row's side. `share=0` holds nothing out."""
-    look = table.whole or filters.leaves_out or how == "content"
-    if not look:
+    """Split a table. `share=0` holds nothing out."""
+    must_scan = table.whole or filters.leaves_out or how == "content"
+    if not must_scan:
         training = RowNumbers(table, share, held_out=False)
         return Split(training, _spread(RowNumbers(table, share, held_out=True)), Counter())
     scan = _scan(table, reader, filters)
     if not len(scan.numbers):
         why = ", ".join(f"{count} {name}" for name, count in scan.counts.items())
-        raise ConfigError(f"{table.where}: no rows are left of it ({why}).")
+        raise ConfigError(f"{table.where}: all rows are filtered out ({why}).")
     if how == "number":
         digests = np.array([_number_hash(int(number)) for number in scan.numbers], np.uint64)
     else:
@@ -158,7 +158,7 @@ class _Scan:
 
 
 def _scan(table: Table, reader: RowReader, filters: PromptFilters) -> _Scan:
-    """Look at every row: is it a task, does it count, what is its hash."""
+    """Read and filter every row and hash its content."""
     counts: Counter[str] = Counter()
     seen: set[bytes] = set()
     numbers, digests = [], []
@@ -186,7 +186,7 @@ def _scan(table: Table, reader: RowReader, filters: PromptFilters) -> _Scan:
 
 
 def _too_long(task: Task, filters: PromptFilters, where: str) -> int:
-    """The length of what is too long; a template that refuses the messages is told with the row's place."""
+    """The number of tokens if too long, else 0. Errors of the chat template name the row."""
     try:
         return filters.too_long(task)
     except ValueError as error:
@@ -210,13 +210,13 @@ def _number_hash(number: int) -> int:
 
 
 def _limit(digests: np.ndarray, share: float) -> int:
-    """Rows with a hash below this are held out: the share of all hashes, moved where it would leave a side empty."""
+    """Rows with a smaller hash are held out. It is adjusted so that neither part is empty."""
     low, high = int(digests.min()), int(digests.max())
-    return min(max(int(share * 2**64), low + 1), high)  # one row alone is trained on
+    return min(max(int(share * 2**64), low + 1), high)  # a single row is trained on
 
 
 def _spread(side: RowNumbers, most: int = 8_192) -> Ints:
-    """Held-out rows from blocks all over the table, one from each in turn."""
+    """Held-out rows from evenly spaced blocks, one from each in turn."""
     full = np.flatnonzero(side.sizes > 0)
     chosen = full[np.linspace(0, len(full) - 1, min(SPREAD, len(full))).astype(np.int64)] if len(full) else full
     rows = [side.of(int(block))[: most // max(len(chosen), 1)] for block in chosen]

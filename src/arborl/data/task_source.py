@@ -1,11 +1,11 @@
-"""What the trainer takes tasks from."""
+"""The interface of task sources, and tasks of environments."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from arborl.data.reading.splits import EVALUATION_SEED
+from arborl.data.reading.train_splits import EVALUATION_SEED
 from arborl.errors import ConfigError
 from arborl.registry import short
 from arborl.seeds import derive
@@ -13,66 +13,63 @@ from arborl.types import Group, Metrics, Task
 
 
 class TaskSource(Protocol):
-    """Where tasks come from. `take` and `evaluation` are yours to write; subclass `TaskSource` to inherit the rest."""
+    """A source of tasks. Subclasses define `take` and `evaluation`."""
 
     def take(self, step: int, count: int) -> list[Task]:
-        """The tasks of one training step; the same for the same arguments, in whatever order steps are asked for.
+        """The tasks of one training step; a function of its arguments.
 
-        Where `count` changes from step to step, steps are asked for in order, or from a `state`.
+        If `count` changes between steps, the steps must be taken in order, or from a `state`.
         """
         ...
 
     def evaluation(self, count: int) -> list[Task]:
-        """At most `count` tasks that `take` never gives; the same for every run seed."""
+        """At most `count` held-out tasks, which `take` never returns; the same for every run seed."""
         ...
 
     def beside(self, step: int) -> list[Task]:
-        """Given tasks that the step learns from besides those it plays."""
+        """Offline tasks that the step trains on besides the sampled ones."""
         return []
 
     def steps(self, passes: int, count: int) -> int:
-        """Steps of `count` tasks that so many passes over all rows take; ConfigError where tasks never end."""
-        raise ConfigError(
-            f"trainer.epochs={passes}: tasks that an environment makes have no end to pass. Write trainer.steps."
-        )
+        """Number of steps of `count` tasks in so many passes over all rows; ConfigError for endless sources."""
+        raise ConfigError(f"trainer.epochs={passes}: an environment makes tasks without end. Write trainer.steps.")
 
     def observe(self, step: int, groups: Sequence[Group]) -> Metrics:
-        """Hear how a step's tasks went; what is worth logging about them and where they came from."""
+        """Receive the groups of a step; returns metrics of the data."""
         return {}
 
     def state(self, step: int) -> dict[str, Any]:
-        """What a checkpoint before this step must remember."""
+        """State for a checkpoint before this step."""
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` said."""
+        """Continue from a state."""
         return None
 
 
 def env_task(env: str, source: str, split: str, name: str, seed: int) -> Task:
-    """A task that an environment makes itself, from its seed."""
+    """A task that an environment makes from a seed."""
     return Task(f"{short(source)}/{split}/{name}", source=source, env=env, fields={"split": split}, seed=seed)
 
 
 def held_out_seed(number: int) -> int:
-    """Of an environment's held-out tasks: the same for every run, whatever its seed."""
+    """Seed of a held-out task of an environment; the same for every run."""
     return derive(EVALUATION_SEED, "evaluation", number)
 
 
 class EnvTasks(TaskSource):
-    """Tasks the environment makes itself, step by step. (`EnvPool` is the same as one of several sources, place by
-    place.)
+    """Tasks that the environment makes, step by step. `EnvPool` is the same for one of several sources.
 
     Args:
         env: name of the environment.
-        seed: the run's.
+        seed: of the run.
     """
 
     def __init__(self, env: str, seed: int):
         self.env, self.seed = env, seed
 
     def take(self, step: int, count: int) -> list[Task]:
-        """Named after the step they are trained in: after `step` steps comes the next."""
+        """Task ids contain the step that trains on them."""
         return [
             env_task(self.env, self.env, "train", f"{step + 1:06d}-{i:03d}", derive(self.seed, "task", step, i))
             for i in range(count)

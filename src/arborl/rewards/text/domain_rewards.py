@@ -1,7 +1,4 @@
-"""Customer service, technical support, sales: what good replies of a trade do, each part found by its phrases.
-
-A phrase counts in a sentence of three words or more, once: saying it again gains nothing, and no more than its part.
-"""
+"""Rewards for customer service, technical support and sales: weighted parts, each matched by its phrases."""
 
 from __future__ import annotations
 
@@ -10,32 +7,38 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from arborl.errors import did_you_mean
-from arborl.rewards.text.backing import Judge, TextReward
-from arborl.rewards.text.base import Context, RewardResult
-from arborl.rewards.text.general import HelpfulnessReward
-from arborl.rewards.text.task import completion
-from arborl.rewards.text.turns import Exchange
-from arborl.rewards.text.words import asks, linked, parrots, prose, sentences, variety, words
+from arborl.rewards.text.library_rewards import HelpfulnessReward, completion_share
+from arborl.rewards.text.text_measures import (
+    Exchange,
+    function_word_score,
+    has_question,
+    is_echo,
+    lexical_variety,
+    prose_score,
+    sentences,
+    words,
+)
+from arborl.rewards.text.text_reward import Context, JudgeSpec, RewardResult, TextReward
 
-TASK = 0.4
-"""Share of the score that expectations have, where the task says some."""
+TASK_SHARE = 0.4
+"""Share of the task's expectations in the score, if it has some."""
 
 
 class DomainReward(TextReward):
-    """A weighted mean of parts, each 0 to 1, times how much the replies are prose; and halved for every fault found.
+    """A weighted mean of parts, each 0 to 1, times the prose score of the replies, halved for every fault.
 
-    Parts are `helpful`, by `HelpfulnessReward`, and those that a class lists. Where the task says what it expects (see
-    `TaskCompletionReward`), that is 0.4 of the score, as `task`.
+    Parts are `helpful` (`HelpfulnessReward`) and those of the class. A phrase counts once, in a sentence of three words
+    or more. If the task has expectations (see `TaskCompletionReward`), they are 0.4 of the score, as `task`.
 
     Args:
-        cues: phrases of your own, by part: other languages, other words. They are looked for beside the English ones.
+        cues: further phrases by part, for example of other languages.
         weight, name, judge, model: see `TextReward`.
     """
 
     parts: ClassVar[Mapping[str, float]]
     """Weights of the parts."""
     phrases: ClassVar[Mapping[str, str]]
-    """Regular expressions of parts and faults."""
+    """Regular expression of each part and fault."""
     faults: ClassVar[Sequence[str]] = ()
 
     def __init__(
@@ -43,62 +46,66 @@ class DomainReward(TextReward):
         weight: float = 1.0,
         cues: Mapping[str, Sequence[str]] | None = None,
         name: str | None = None,
-        judge: Judge | None = None,
+        judge: JudgeSpec | None = None,
         model: str | None = None,
     ):
         super().__init__(weight, name, judge, model)
-        own = dict(cues or {})
-        for part in own:
+        cues = dict(cues or {})
+        for part in cues:
             if part not in self.phrases:
                 known = ", ".join(self.phrases)
                 raise ValueError(
                     f"{self.name}.cues: no part {part!r}.{did_you_mean(part, self.phrases)} Known: {known}."
                 )
         self.patterns = {
-            part: re.compile(_either(text, own.get(part, ())), re.I) for part, text in self.phrases.items()
+            part: re.compile(_with_cues(text, cues.get(part, ())), re.I) for part, text in self.phrases.items()
         }
         self.helpful = HelpfulnessReward()
 
-    def measure(self, said: Sequence[Exchange], context: Context) -> RewardResult:
-        found = {"helpful": self.helpful.measure(said, context).score}
-        found |= {part: self.part(part, said) for part in self.parts if part != "helpful"}
-        faults = {fault: float(self.says(fault, said)) for fault in self.faults}
-        score = sum(weight * found[part] for part, weight in self.parts.items()) / sum(self.parts.values())
-        task = completion(said, context) if context.get("user_responses") or context.get("expect") else None
+    def measure(self, exchanges: Sequence[Exchange], context: Context) -> RewardResult:
+        parts = {"helpful": self.helpful.measure(exchanges, context).score}
+        parts |= {part: self.part(part, exchanges) for part in self.parts if part != "helpful"}
+        faults = {fault: float(self.matches(fault, exchanges)) for fault in self.faults}
+        score = sum(weight * parts[part] for part, weight in self.parts.items()) / sum(self.parts.values())
+        task = completion_share(exchanges, context) if context.get("user_responses") or context.get("expect") else None
         if task is not None:
-            found["task"] = task
-            score = (1 - TASK) * score + TASK * task
-        fluent = sum(prose(one.reply) for one in said if one.reply) / len(said)
-        return RewardResult(score * fluent * 0.5 ** sum(faults.values()), found | faults)
+            parts["task"] = task
+            score = (1 - TASK_SHARE) * score + TASK_SHARE * task
+        prose = sum(prose_score(one.reply) for one in exchanges if one.reply) / len(exchanges)
+        return RewardResult(score * prose * 0.5 ** sum(faults.values()), parts | faults)
 
-    def part(self, part: str, said: Sequence[Exchange]) -> float:
-        """How much of a part there is: whether some reply says it."""
-        return float(self.says(part, said))
+    def part(self, part: str, exchanges: Sequence[Exchange]) -> float:
+        """The score of a part: whether some reply has it."""
+        return float(self.matches(part, exchanges))
 
-    def says(self, part: str, said: Sequence[Exchange]) -> bool:
-        """Whether a sentence of some reply has one of the part's phrases, other than by repeating the user."""
+    def matches(self, part: str, exchanges: Sequence[Exchange]) -> bool:
+        """Whether a sentence of some reply, that does not repeat the user, matches the part."""
         return any(
             self.patterns[part].search(sentence) is not None
-            for one in said
+            for one in exchanges
             for sentence in sentences(one.reply)
             if len(given := words(sentence)) > 2
-            and variety(given) * linked(given) > 0.5
-            and not parrots(sentence, one.asked)
+            and lexical_variety(given) * function_word_score(given) > 0.5
+            and not is_echo(sentence, one.user)
         )
 
-    def inquires(self, part: str, said: Sequence[Exchange]) -> float:
-        """1 for a question with one of the part's phrases, one half for another question."""
-        if any(self.patterns[part].search(q) and asks(q, one.asked) for one in said for q in sentences(one.reply)):
+    def question_score(self, part: str, exchanges: Sequence[Exchange]) -> float:
+        """1 for a question that matches the part, 1/2 for another question."""
+        if any(
+            self.patterns[part].search(q) and has_question(q, one.user)
+            for one in exchanges
+            for q in sentences(one.reply)
+        ):
             return 1.0
-        return 0.5 * any(asks(one.reply, one.asked) for one in said)
+        return 0.5 * any(has_question(one.reply, one.user) for one in exchanges)
 
 
-def _either(pattern: str, own: Sequence[str]) -> str:
-    given = [own] if isinstance(own, str) else own
-    return "|".join([pattern, *(rf"(?<!\w){re.escape(cue)}(?!\w)" for cue in given)])
+def _with_cues(pattern: str, cues: Sequence[str]) -> str:
+    cues = [cues] if isinstance(cues, str) else cues
+    return "|".join([pattern, *(rf"(?<!\w){re.escape(cue)}(?!\w)" for cue in cues)])
 
 
-NEXT = (
+COMMITMENT = (
     r"\b(?:I(?:['’]ll| will| can| have|['’]ve)|we(?:['’]ll| will| can| have|['’]ve)|you can|please|let me"
     r"|shall I|would you like me to) (?:now )?"
 )
@@ -111,10 +118,9 @@ RUDE = (
 class CustomerServiceReward(DomainReward):
     """Whether replies serve a customer: `helpful` (0.3), `empathy` (0.2: sorry, I understand, thank you for …),
     `resolution` (0.3: something that is done, sent, changed, refunded, or that the customer can do), `information`
-    (0.2: asks for what is needed; one half for any other question). `rude` (blame, `calm down`) halves the score.
+    (0.2: asks for what is needed; 1/2 for any other question). `rude` (blame, `calm down`) halves the score.
 
-    It sees phrases, in English unless `cues` says others: not whether the sympathy is meant, the promise is kept, or
-    the question is needed.
+    It matches English phrases and `cues`; it does not measure sincerity or truth.
     """
 
     rubric = """Is this good customer service? It understands the problem and says so once, without grovelling; asks
@@ -125,7 +131,7 @@ nobody; promises nothing that it cannot keep."""
     phrases = {
         "empathy": r"\b(?:sorry|apologi[sz]e|apologies|I (?:completely |fully )?understand|I see (?:why|how)"
         r"|thank(?:s| you) for|frustrating|inconvenience)\b",
-        "resolution": NEXT
+        "resolution": COMMITMENT
         + r"(?:\w+ )?(?:refund|replace|send|sent|return|exchange|cancel|change|update|book|order|arrange"
         r"|resend|credit|ship|fix|check|look|note|noted|forward|transfer|contact|keep|choose|open|find"
         r"|help you (?:with|by))"
@@ -134,16 +140,16 @@ nobody; promises nothing that it cannot keep."""
         "rude": RUDE,
     }
 
-    def part(self, part: str, said: Sequence[Exchange]) -> float:
-        return self.inquires(part, said) if part == "information" else super().part(part, said)
+    def part(self, part: str, exchanges: Sequence[Exchange]) -> float:
+        return self.question_score(part, exchanges) if part == "information" else super().part(part, exchanges)
 
 
 class TechnicalSupportReward(DomainReward):
     """Whether replies solve a technical problem: `helpful` (0.25), `diagnosis` (0.25: asks when, which version, which
-    message; one half for any other question), `steps` (0.35: something to do, as a list, a command, or an instruction),
+    message; 1/2 for any other question), `steps` (0.35: something to do, as a list, a command, or an instruction),
     `check` (0.15: whether it works then, or what comes next). `rude` halves the score.
 
-    It sees phrases, in English unless `cues` says others: not whether the steps are right or dangerous.
+    It matches English phrases and `cues`; it does not measure whether the steps are right.
     """
 
     rubric = """Is this good technical support? It finds out what is needed to tell the causes apart; gives concrete
@@ -161,11 +167,11 @@ otherwise; speaks so that this user can follow."""
         "rude": RUDE,
     }
 
-    def part(self, part: str, said: Sequence[Exchange]) -> float:
+    def part(self, part: str, exchanges: Sequence[Exchange]) -> float:
         if part == "diagnosis":
-            return self.inquires(part, said)
-        listed = part == "steps" and any(re.search(r"^\s*(?:\d+[.)]|```)", one.reply, re.M) for one in said)
-        return float(listed) or super().part(part, said)
+            return self.question_score(part, exchanges)
+        has_list = part == "steps" and any(re.search(r"^\s*(?:\d+[.)]|```)", one.reply, re.M) for one in exchanges)
+        return float(has_list) or super().part(part, exchanges)
 
 
 class SalesAssistantReward(DomainReward):
@@ -174,7 +180,7 @@ class SalesAssistantReward(DomainReward):
     choice to the buyer). `pressure` (only today, act now, you must buy, everybody buys) and `rude` each halve the
     score.
 
-    It sees phrases, in English unless `cues` says others: not whether the offer is true, fair, or fits.
+    It matches English phrases and `cues`; it does not measure whether the offer is true.
     """
 
     rubric = """Is this honest, good sales advice? It finds out what the buyer needs and can spend; recommends what
@@ -195,10 +201,10 @@ scarcity, flattery and claims that cannot be known are worth 0."""
         "rude": RUDE,
     }
 
-    def part(self, part: str, said: Sequence[Exchange]) -> float:
+    def part(self, part: str, exchanges: Sequence[Exchange]) -> float:
         if part == "needs":
-            return self.inquires(part, said)
-        found = super().part(part, said)
-        if part == "offer" and found:  # a number makes it one that can be compared
-            return 1.0 if any(re.search(r"\d", one.reply) for one in said) else 0.5
-        return found
+            return self.question_score(part, exchanges)
+        score = super().part(part, exchanges)
+        if part == "offer" and score:  # an offer needs a number
+            return 1.0 if any(re.search(r"\d", one.reply) for one in exchanges) else 0.5
+        return score

@@ -1,8 +1,7 @@
-"""Long documents with questions: made from a seed, with planted facts.
+"""Long documents with questions, generated from a seed.
 
-A made document is pages of small talk about a village. A few sentences in it are facts that a question needs, one a
-hop; others are facts of the same kind about other people (distractors), or mention the right names and say nothing
-(lures).
+A document is filler text about a village. A few sentences are the facts that a question needs, one per hop. Others are
+facts of the same kind about other people (distractors), or mention the right names without a fact (lures).
 """
 
 from __future__ import annotations
@@ -13,9 +12,64 @@ from typing import Any
 
 import numpy as np
 
-from arborl.data.made.words import COLOURS, OBJECTS, PEOPLE, PLACES, TOWNS, TRADES, filler
-from arborl.data.public.longbench import LETTERS, with_choices
+from arborl.data.longbench import LETTERS, with_choices
 from arborl.seeds import generator
+
+
+def _words(text: str, between: str | None = None) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(between))
+
+
+PEOPLE = _words(
+    """Anna Boris Clara David Edith Frank Greta Henry Irene Jonas Karin Lukas Maria Nils Olga Peter Quinn Rosa Simon
+    Tilda Ursula Victor Wanda Xenia Yannis Zelda Arthur Bella Conrad Dora Emil Flora Gustav Hanna Igor Julia Kurt Linda
+    Mira Norbert Otto Paula Ralph Sofia Tomas Vera Walter Yvonne"""
+)
+TOWNS = _words(
+    """Alder Birch Cedar Dover Elmo Ferro Gorse Hazel Iver Juno Kelso Laurel Maple Nadir Oslo Porto Rowan Salem Tunis
+    Umbra Velm Wells Yarrow Zurich"""
+)
+TRADES = _words(
+    """baker carpenter doctor farmer fisher gardener hunter joiner lawyer mason miller painter pilot porter potter
+    sailor singer smith tailor weaver writer"""
+)
+COLOURS = _words("red blue green white black golden silver brown yellow purple")
+OBJECTS = _words("lamp key book ring cup clock box coin crown drum mirror sword map bell chair flute")
+PLACES = _words("harbour market bridge tower garden mill church square forest river")
+
+OPENINGS = _words("The A That One")
+WHO = _words(
+    "cat, dog, fox, old horse, wind, rain, snow, sun, moon, child, crowd, stranger, cook, guard, boat, cart", ","
+)
+DID = _words(
+    """went past, slept near, waited at, came from, ran to, stood by, looked at, turned away from, was late for,
+    rested at""",
+    ",",
+)
+WHEN = _words(
+    """in the morning, at noon, in the evening, at night, before dawn, after lunch, in spring, in winter, for an hour,
+    again""",
+    ",",
+)
+
+
+def filler(chance: np.random.Generator, tokens: int) -> list[str]:
+    """Filler sentences of about `tokens` words and punctuation marks.
+
+    Example:
+        filler(generator(0, "x"), 12)      # ['The fox slept near the mill at noon.', …]
+    """
+    count = max(tokens // 9, 1)
+    drawn = zip(*(chance.integers(len(words), size=count) for words in (OPENINGS, WHO, DID, PLACES, WHEN)), strict=True)
+    sentences = [f"{OPENINGS[o]} {WHO[w]} {DID[d]} the {PLACES[p]} {WHEN[t]}." for o, w, d, p, t in drawn]
+    left, kept = tokens, []
+    for sentence in sentences:
+        left -= sentence.count(" ") + 2
+        kept.append(sentence)
+        if left <= 0:
+            break
+    return kept
+
 
 Chance = np.random.Generator
 Row = dict[str, Any]
@@ -36,49 +90,49 @@ MOST_HOPS = 6
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """One step towards the answer."""
+    """One fact on the way to the answer."""
 
     subject: str
-    """What one must look for: `silver lamp`, `Mira`."""
+    """What to search for: `silver lamp`, `Mira`."""
     fact: str
-    """The sentence in the document that says it."""
+    """The sentence in the document."""
     found: str
-    """What it says: the next hop's subject, or the answer."""
+    """The subject of the next hop, or the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentProblem:
-    """A document, a question about it, and the way to its answer."""
+    """A document, a question about it, and the facts that answer it."""
 
     document: str
     question: str
     answer: str
     hops: tuple[Hop, ...]
     choices: tuple[str, ...] = ()
-    """Four possible answers, the right one among them; empty where none are offered."""
+    """Four answers, one of them right; empty for open questions."""
 
     @property
     def letter(self) -> str:
-        """Which choice is right."""
+        """Letter of the right choice."""
         return LETTERS[self.choices.index(self.answer)] if self.choices else ""
 
 
-def length(text: str) -> int:
-    """Words and signs: about the tokens of a tokenizer that knows the words."""
+def count_words(text: str) -> int:
+    """Words and punctuation marks: about the number of tokens."""
     return sum(1 for _ in PIECE.finditer(text))
 
 
-def make_problem(
+def make_document_problem(
     seed: int, tokens: int = 8000, hops: int = 2, distractors: int = 12, lures: int = 1, choices: bool = False
 ) -> DocumentProblem:
-    """One document of about `tokens` words and signs with a question of so many hops.
+    """One document of about `tokens` words with a question of `hops` hops.
 
     Args:
-        seed: decides all of it.
+        seed: determines everything.
         tokens: length of the document.
         hops: facts that lead to the answer, 1 to 6.
-        distractors: facts of the same kinds about others.
-        lures: sentences a hop that mention its subject and say nothing about it.
+        distractors: facts of the same kinds about other people.
+        lures: sentences per hop that mention its subject without a fact.
         choices: offer four answers.
     """
     if not 1 <= hops <= MOST_HOPS:
@@ -89,45 +143,45 @@ def make_problem(
     people = [PEOPLE[i] for i in chance.permutation(len(PEOPLE))]
     things = _things(chance, distractors + 1)
     chain, question, answers = _chain(chance, people, things[0], hops)
-    planted = [hop.fact for hop in chain]
-    planted += _others(chance, people[hops:], things[1:], answers, distractors)
-    planted += [_lure(chance, hop.subject) for hop in chain for _ in range(lures)]
-    text = _write(chance, planted, tokens)
+    sentences_to_insert = [hop.fact for hop in chain]
+    sentences_to_insert += _others(chance, people[hops:], things[1:], answers, distractors)
+    sentences_to_insert += [_lure(chance, hop.subject) for hop in chain for _ in range(lures)]
+    text = _write(chance, sentences_to_insert, tokens)
     offered = _choices(chance, chain[-1].found, answers) if choices else ()
     return DocumentProblem(text, question, chain[-1].found, tuple(chain), offered)
 
 
 def _chain(chance: Chance, people: list[str], thing: str, hops: int) -> tuple[list[Hop], str, tuple[str, ...]]:
-    """The facts of the question, the question, and what its answer might be."""
+    """The facts, the question, and the possible answers."""
     who, chain = people[0], []
-    asked = who
+    subject = who
     if hops > 1:
-        chain.append(Hop(thing, _say(chance, KEEPS, who, thing), who))
-        asked = f"the keeper of the {thing}"
+        chain.append(Hop(thing, _sentence(chance, KEEPS, who, thing), who))
+        subject = f"the keeper of the {thing}"
     for next_one in people[1 : max(hops - 1, 1)]:
-        chain.append(Hop(who, _say(chance, TEACHES, who, next_one), next_one))
-        who, asked = next_one, f"the teacher of {asked}"
+        chain.append(Hop(who, _sentence(chance, TEACHES, who, next_one), next_one))
+        who, subject = next_one, f"the teacher of {subject}"
     if chance.random() < 0.5:
         town = _pick(chance, TOWNS)
-        chain.append(Hop(who, _say(chance, LIVES, who, town), town))
-        return chain, f"Where does {asked} live?", TOWNS
+        chain.append(Hop(who, _sentence(chance, LIVES, who, town), town))
+        return chain, f"Where does {subject} live?", TOWNS
     trade = _pick(chance, TRADES)
-    chain.append(Hop(who, _say(chance, WORKS, who, trade), trade))
-    return chain, f"What is the trade of {asked}?", TRADES
+    chain.append(Hop(who, _sentence(chance, WORKS, who, trade), trade))
+    return chain, f"What is the trade of {subject}?", TRADES
 
 
 def _others(chance: Chance, people: list[str], things: list[str], answers: tuple[str, ...], count: int) -> list[str]:
-    """True things about people who are no part of the question."""
-    said = []
+    """Facts about people who are not in the question."""
+    sentences = []
     for number in range(count):
         one, two = (people[int(i)] for i in chance.choice(len(people), size=2, replace=False))
         facts = (
-            _say(chance, KEEPS, one, things[number]),
-            _say(chance, TEACHES, one, two),
-            _say(chance, LIVES if answers is TOWNS else WORKS, one, _pick(chance, answers)),
+            _sentence(chance, KEEPS, one, things[number]),
+            _sentence(chance, TEACHES, one, two),
+            _sentence(chance, LIVES if answers is TOWNS else WORKS, one, _pick(chance, answers)),
         )
-        said.append(facts[number % 3])
-    return said
+        sentences.append(facts[number % 3])
+    return sentences
 
 
 def _lure(chance: Chance, subject: str) -> str:
@@ -135,13 +189,13 @@ def _lure(chance: Chance, subject: str) -> str:
     return _pick(chance, LURES).format(a=name, place=_pick(chance, PLACES))
 
 
-def _write(chance: Chance, planted: list[str], tokens: int) -> str:
-    """The planted sentences, anywhere in so much small talk, in paragraphs."""
-    room = tokens - sum(map(length, planted))
+def _write(chance: Chance, sentences_to_insert: list[str], tokens: int) -> str:
+    """The sentences at random positions in filler text, in paragraphs."""
+    room = tokens - sum(map(count_words, sentences_to_insert))
     sentences = filler(chance, room)
-    places = np.sort(chance.integers(0, len(sentences) + 1, size=len(planted)))[::-1]
-    for place, number in zip(places, chance.permutation(len(planted)), strict=True):
-        sentences.insert(int(place), planted[int(number)])
+    places = np.sort(chance.integers(0, len(sentences) + 1, size=len(sentences_to_insert)))[::-1]
+    for place, number in zip(places, chance.permutation(len(sentences_to_insert)), strict=True):
+        sentences.insert(int(place), sentences_to_insert[int(number)])
     return "\n".join(" ".join(sentences[i : i + 6]) for i in range(0, len(sentences), 6)) + "\n"
 
 
@@ -158,7 +212,7 @@ def _choices(chance: Chance, answer: str, answers: tuple[str, ...]) -> tuple[str
     return tuple(offered[int(i)] for i in chance.permutation(4))
 
 
-def _say(chance: Chance, ways: tuple[str, ...], a: str, b: str) -> str:
+def _sentence(chance: Chance, ways: tuple[str, ...], a: str, b: str) -> str:
     return _pick(chance, ways).format(a=a, b=b)
 
 
@@ -175,15 +229,15 @@ def make_documents(
     distractors: int = 12,
     lures: int = 1,
 ) -> list[Row]:
-    """Rows for a file, the same for the same arguments: question, answer, `document_content` and how it is answered.
+    """Rows for a file: question, answer, `document_content`. A function of its arguments.
 
     Args:
         count: rows.
-        seed: decides all of them.
+        seed: determines all rows.
         tokens: length of each document, or the range it is drawn from.
         hops: facts a question needs, or the range.
         kind: `short` (the answer is a word) or `choice` (it is a letter, A to D).
-        distractors, lures: see `make_problem`.
+        distractors, lures: see `make_document_problem`.
 
     Example:
         make_documents(1, tokens=500)
@@ -198,7 +252,7 @@ def make_documents(
         chance = generator(seed, "document row", number)
         size, steps = _within(chance, tokens, "tokens"), _within(chance, hops, "hops")
         own = int(chance.integers(1 << 62))
-        problem = make_problem(own, size, steps, distractors, lures, choices=kind == "choice")
+        problem = make_document_problem(own, size, steps, distractors, lures, choices=kind == "choice")
         rows.append(_row(f"documents-{seed}-{number}", problem, kind))
     return rows
 
@@ -212,7 +266,7 @@ def _row(name: str, problem: DocumentProblem, kind: str) -> Row:
         "answer_text": problem.answer,
         "choices": list(problem.choices),
         "hops": len(problem.hops),
-        "length": length(problem.document),
+        "length": count_words(problem.document),
         "data_source": f"documents_{kind}",
         "document_content": problem.document,
     }

@@ -1,10 +1,10 @@
-"""From a configuration to a source of tasks. Whatever is wrong with the data is found here, before anything starts."""
+"""Task sources from a configuration. Errors in the data are found here, before the run starts."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -14,23 +14,24 @@ from typing import Any
 
 import numpy as np
 
-from arborl.config.data import DataConfig, RowsConfig, SourceConfig
+from arborl.config.data import DataConfig, DemonstrationsConfig, RowsConfig, SourceConfig
 from arborl.config.parts import Part as RowsPart
+from arborl.config.run import RunConfig
 from arborl.data.mixing.mixture import Mixture, SuccessBand
-from arborl.data.mixing.streams import EnvPool, RowPool, StreamPool, TaskPool, call_rows
-from arborl.data.reading.files import MEMORY_BYTES, MEMORY_ROWS, objects_only, open_tables
-from arborl.data.reading.offline_rows import OfflineRowReader, RowKind
-from arborl.data.reading.rows import RowReader
-from arborl.data.reading.splits import EVALUATION_SEED, CountTokens, PromptFilters, SelectedRows, split_table
+from arborl.data.mixing.task_pools import EnvPool, RowPool, StreamPool, TaskPool, call_rows
+from arborl.data.reading.row_reader import OfflineRowReader, RowKind, RowReader
+from arborl.data.reading.table_files import MEMORY_BYTES, MEMORY_ROWS, objects_only, open_tables
 from arborl.data.reading.tables import ColumnValues, HubTable, ListTable, Row, Table
-from arborl.data.source import EnvTasks, TaskSource
+from arborl.data.reading.train_splits import EVALUATION_SEED, CountTokens, PromptFilters, SelectedRows, split_table
+from arborl.data.task_source import EnvTasks, TaskSource
 from arborl.errors import ConfigError, did_you_mean
 from arborl.registry import load
+from arborl.types import Group, Metrics, Task
 
 log = logging.getLogger(__name__)
 
 MOST_ROWS = 1_000_000
-"""Rows that a function may give unless it is said to be endless."""
+"""Largest number of rows of a function that is not endless."""
 
 
 def open_source(
@@ -39,24 +40,26 @@ def open_source(
     seed: int,
     length: CountTokens | None = None,
     objects: Mapping[str, Any] | None = None,
-    given: OfflineRows | None = None,
+    offline: OfflineRows | None = None,
 ) -> TaskSource:
     """The tasks of a run.
 
     Args:
         config: the section `data`.
-        env: makes tasks where there are no rows.
-        seed: the run's.
-        length: counts a prompt's tokens; needed where their number is limited.
-        objects: functions handed in by Python code, by name.
-        given: how rows are read that say themselves what was said.
+        env: environment that makes tasks if there are no rows.
+        seed: of the run.
+        length: counts the tokens of a prompt; needed for a limit on them.
+        objects: functions from Python code, by name.
+        offline: how offline rows are read.
     """
     if not config.sources:
         if not config.has_rows:
             return EnvTasks(env, seed)
-        pool = _open(_name(config), config, seed, length, objects or {}, given)
+        pool = _open(_name(config), config, seed, length, objects or {}, offline)
         return Mixture([pool], {pool.name: 1}, seed)
-    pools = _split_by(config, seed, length, given) if config.by else _each(config, seed, length, objects or {}, given)
+    pools = (
+        _split_by(config, seed, length, offline) if config.by else _each(config, seed, length, objects or {}, offline)
+    )
     ratios = {pool.name: config.sources[pool.name].ratio for pool in pools}
     return Mixture(
         pools,
@@ -73,7 +76,7 @@ def open_source(
 
 
 def _name(config: RowsConfig) -> str:
-    """What a source without a name is called."""
+    """The name of a source that has none in the configuration."""
     if config.files:
         return "-".join(dict.fromkeys(file.stem for file in config.files))
     if config.hub is not None:
@@ -86,7 +89,7 @@ def _ratios(given: Mapping[str, float | None]) -> dict[str, float | Fraction]:
     ratios: dict[str, float | Fraction] = {name: 1.0 if ratio is None else ratio for name, ratio in given.items()}
     total = sum(map(float, ratios.values()))
     if all(ratio is not None for ratio in given.values()) and abs(total - 1) > 1e-9:
-        log.warning("data.sources: the ratios add up to %g, not to 1; they are scaled.", total)
+        log.warning("data.sources: the ratios sum to %g, not 1; they are normalized.", total)
     return ratios
 
 
@@ -94,24 +97,24 @@ def _ratios(given: Mapping[str, float | None]) -> dict[str, float | Fraction]:
 
 
 def _each(
-    config: DataConfig, seed: int, length: CountTokens | None, objects: Mapping[str, Any], given: OfflineRows | None
+    config: DataConfig, seed: int, length: CountTokens | None, objects: Mapping[str, Any], offline: OfflineRows | None
 ) -> list[TaskPool]:
-    """Every source by its own rows. One that is missing is left out where the others may fill its place."""
+    """One pool per source. A missing source is left out if `data.missing=renormalise`."""
     pools = []
     for name, source in config.sources.items():
         try:
-            pools.append(_open(name, source, seed, length, objects, given))
+            pools.append(_open(name, source, seed, length, objects, offline))
         except ConfigError as error:
             if config.missing == "refuse" or not _absent(source):
                 raise ConfigError(f"data.sources.{name}: {error}") from error
-            log.warning("data.sources.%s is left out, and the others fill its place: %s", name, error)
+            log.warning("data.sources.%s is left out; the other sources replace it: %s", name, error)
     if not pools:
         raise ConfigError(f"data.sources: none of {', '.join(config.sources)} has any rows.")
     return pools
 
 
 def _absent(source: SourceConfig) -> bool:
-    """Whether the file is not there or holds nothing, rather than wrong."""
+    """Whether a file is missing or empty, rather than invalid."""
     return bool(source.files) and any(not file.exists() or file.stat().st_size < 16 for file in source.files)
 
 
@@ -121,15 +124,15 @@ def _open(
     seed: int,
     length: CountTokens | None,
     objects: Mapping[str, Any],
-    given: OfflineRows | None = None,
+    offline: OfflineRows | None = None,
 ) -> TaskPool:
-    reader, filters = _reading(name, config, length, given)
+    reader, filters = _reading(name, config, length, offline)
     if isinstance(config, SourceConfig) and not config.has_rows:
         assert config.env is not None
         return EnvPool(name, config.env.name, seed)
     if config.rows is not None and config.endless:
-        return StreamPool(_maker(config.rows, objects), reader, seed, config.evaluation_share, filters)
-    table = _table(config) if config.rows is None else _given_table(config.rows, objects, seed)
+        return StreamPool(_row_function(config.rows, objects), reader, seed, config.evaluation_share, filters)
+    table = _table(config) if config.rows is None else _function_table(config.rows, objects, seed)
     apart = None
     if (held_out := _held_out(config, objects)) is not None:
         apart = held_out, split_table(held_out, reader, 0.0, config.split, filters)
@@ -139,57 +142,57 @@ def _open(
 
 
 def _held_out(config: RowsConfig, objects: Mapping[str, Any]) -> Table | None:
-    """Held-out rows that are kept apart from the others, if there are any."""
+    """The table of separate held-out rows, or None."""
     if config.evaluation_rows is not None:
-        return _given_table(config.evaluation_rows, objects, EVALUATION_SEED)
+        return _function_table(config.evaluation_rows, objects, EVALUATION_SEED)
     files = config.evaluation_path
     return None if files is None else open_tables(files if isinstance(files, tuple) else (files,))
 
 
-def _maker(rows: RowsPart, objects: Mapping[str, Any]) -> Callable[..., Iterable[Row]]:
+def _row_function(rows: RowsPart, objects: Mapping[str, Any]) -> Callable[..., Iterable[Row]]:
     return partial(objects.get(rows.name) or load(rows.name, "function"), **rows.args)
 
 
-def _given_table(rows: RowsPart, objects: Mapping[str, Any], seed: int) -> Table:
-    return ListTable(_all_rows(_maker(rows, objects), rows.name, seed), rows.name)
+def _function_table(rows: RowsPart, objects: Mapping[str, Any], seed: int) -> Table:
+    return ListTable(_all_rows(_row_function(rows, objects), rows.name, seed), rows.name)
 
 
 @dataclass(frozen=True, slots=True)
 class OfflineRows:
-    """How rows are read that say themselves what was said."""
+    """How offline rows are read."""
 
     kind: RowKind
     length: Callable[[Any], int]
-    """Of a given task, in tokens: prompt and all that follows, of the longer side."""
+    """Tokens of an offline task: prompt and longest response."""
     max_context: int
-    """Longest that counts."""
+    """Longest task that is used."""
 
 
 def open_offline(
     config: RowsConfig, name: str, seed: int, rows: OfflineRows, objects: Mapping[str, Any] | None = None
 ) -> Mixture:
-    """The rows of one file or function, of which none is held out."""
-    table = _table(config) if config.rows is None else _given_table(config.rows, objects or {}, seed)
+    """The offline rows of one file or function; none is held out."""
+    table = _table(config) if config.rows is None else _function_table(config.rows, objects or {}, seed)
     reader, filters = _reading(name, config, None, rows)
     pool = RowPool(table, reader, split_table(table, reader, 0.0, "auto", filters), seed, filters)
     return Mixture([pool], {name: 1}, seed)
 
 
 def _reading(
-    name: str, config: RowsConfig, length: CountTokens | None, given: OfflineRows | None
+    name: str, config: RowsConfig, length: CountTokens | None, offline: OfflineRows | None
 ) -> tuple[RowReader, PromptFilters]:
-    """How rows become tasks, and which of them count."""
-    if given is None:
+    """The row reader and the filters of a source."""
+    if offline is None:
         return RowReader(name, config.question, config.fields), _filters(config, length)
     if config.max_prompt_tokens:
-        raise ConfigError("data.max_prompt_tokens: given rows count whole, against sampling.max_context. Leave it out.")
-    filters = PromptFilters(given.max_context, config.overlong, config.deduplicate, whole=given.length)
-    return OfflineRowReader(name, config.question, config.fields, given.kind), filters
+        raise ConfigError("data.max_prompt_tokens: offline rows are limited by sampling.max_context. Remove it.")
+    filters = PromptFilters(offline.max_context, config.overlong, config.deduplicate, whole=offline.length)
+    return OfflineRowReader(name, config.question, config.fields, offline.kind), filters
 
 
 def _filters(config: RowsConfig, length: CountTokens | None) -> PromptFilters:
     if config.max_prompt_tokens and length is None:
-        raise ConfigError("data.max_prompt_tokens: there is no tokenizer here to count with. Leave it out.")
+        raise ConfigError("data.max_prompt_tokens: there is no tokenizer to count with. Remove it.")
     return PromptFilters(config.max_prompt_tokens, config.overlong, config.deduplicate, length)
 
 
@@ -204,7 +207,7 @@ def _all_rows(make: Any, where: str, seed: int) -> list[tuple[str, Row]]:
     given: Iterable[Any] = islice(call_rows(make, seed), MOST_ROWS + 1)
     rows = [(f"row {number}", row) for number, row in enumerate(given, 1)]
     if len(rows) > MOST_ROWS:
-        raise ConfigError(f"{where}: gives more than {MOST_ROWS:,} rows. Write endless=true if it never ends.")
+        raise ConfigError(f"{where}: returns more than {MOST_ROWS:,} rows. Write endless=true if it never ends.")
     return objects_only(rows, where)
 
 
@@ -221,7 +224,7 @@ def open_hub(name: str) -> Table:
             found = datasets.load_from_disk(dataset)
         else:
             found = datasets.load_dataset(dataset, config or None)
-    except Exception as error:  # whatever a download or a dataset's own files raise
+    except Exception as error:  # a download or a dataset may raise anything
         raise ConfigError(f"data.hub={name}: cannot be loaded: {type(error).__name__}: {error}") from error
     if isinstance(found, Mapping):
         chosen = split or ("train" if "train" in found else "")
@@ -241,8 +244,8 @@ def open_hub(name: str) -> Table:
 # ------------------------------------------------------------------------------------------------ one file, by a column
 
 
-def _split_by(config: DataConfig, seed: int, length: CountTokens | None, given: OfflineRows | None) -> list[TaskPool]:
-    """Sources that are rows of one table, told apart by a column."""
+def _split_by(config: DataConfig, seed: int, length: CountTokens | None, offline: OfflineRows | None) -> list[TaskPool]:
+    """Sources that are rows of one table, separated by a column."""
     table, by = _table(config), str(config.by)
     labels = table.labels(by)
     there = labels.count()
@@ -253,9 +256,9 @@ def _split_by(config: DataConfig, seed: int, length: CountTokens | None, given: 
     pools: list[TaskPool] = []
     for name, source in config.sources.items():
         if not there[name]:
-            log.warning("data.sources.%s is left out, and the others fill its place: no row of %s", name, table.where)
+            log.warning("data.sources.%s is left out; the other sources replace it: no row of %s", name, table.where)
             continue
-        reader, filters = _reading(name, source, length, given)
+        reader, filters = _reading(name, source, length, offline)
         part = TableSubset(table, labels.rows_of(name))
         split = split_table(part, reader, source.evaluation_share, source.split, filters)
         pools.append(RowPool(part, reader, split, seed, filters, shuffle=source.shuffle))
@@ -279,7 +282,7 @@ def _check_names(config: DataConfig, table: Table, there: Counter[str | None]) -
 
 
 class TableSubset:
-    """Some rows of a table, numbered anew."""
+    """Selected rows of a table, renumbered."""
 
     def __init__(self, table: Table, numbers: np.ndarray):
         self.table, self.numbers, self.where = table, numbers, table.where
@@ -297,16 +300,80 @@ class TableSubset:
 
 
 class FileTasks(Mixture):
-    """The rows of one file, in a new order every pass.
+    """The rows of one file, shuffled in every pass.
 
     Args:
         path: JSON list, JSONL, CSV or Parquet, or a folder of such files.
-        question: column that holds the problem; a column `messages` in OpenAI's shape is taken before it.
-        seed: the run's.
-        evaluation_share: share of the rows that is held out.
+        question: column of the problem; a column `messages` in OpenAI's format has precedence.
+        seed: of the run.
+        evaluation_share: share of held-out rows.
     """
 
     def __init__(self, path: str | Path, question: str = "question", seed: int = 0, evaluation_share: float = 0.1):
         config = RowsConfig(path=Path(path), question=question, evaluation_share=evaluation_share)
         pool = _open(Path(path).stem, config, seed, None, {})
         super().__init__([pool], {pool.name: 1}, seed)
+
+
+# ------------------------------------------------------------------------------------------------ demonstrations
+
+DEMONSTRATIONS = "demonstrations"
+"""Name of their source."""
+
+
+def with_demonstrations(
+    source: TaskSource, config: RunConfig, rows: OfflineRows, objects: Mapping[str, Any] | None = None
+) -> TaskSource:
+    """A run's source with demonstrations before its tasks, and optionally besides them.
+
+    Args:
+        source: of the sampled tasks.
+        config: of the run.
+        rows: how transcripts are read.
+        objects: parts from Python code, by their name in the configuration.
+    """
+    settings = config.demonstrations
+    if not settings.given:
+        return source
+    read = RowsConfig(path=settings.path, rows=settings.rows, overlong=settings.overlong)
+    return WithDemonstrations(source, open_offline(read, DEMONSTRATIONS, config.seed, rows, objects), settings)
+
+
+class WithDemonstrations(TaskSource):
+    """A source whose first steps are demonstrations.
+
+    Args:
+        inner: of the sampled tasks; it starts at the step after.
+        demonstrations: offline tasks.
+        config: number of demonstrations and steps.
+    """
+
+    def __init__(self, inner: TaskSource, demonstrations: Mixture, config: DemonstrationsConfig):
+        self.inner, self.demonstrations, self.config = inner, demonstrations, config
+        if isinstance(inner, Mixture):
+            inner.start_at(config.steps)
+
+    def take(self, step: int, count: int) -> list[Task]:
+        is_first = step < self.config.steps
+        return self.demonstrations.take(step, self.config.batch) if is_first else self.inner.take(step, count)
+
+    def beside(self, step: int) -> list[Task]:
+        mixed = self.config.weight > 0 and step >= self.config.steps
+        return self.demonstrations.take(step, self.config.batch) if mixed else []
+
+    def evaluation(self, count: int) -> list[Task]:
+        return self.inner.evaluation(count)
+
+    def observe(self, step: int, groups: Sequence[Group]) -> Metrics:
+        is_first = step < self.config.steps
+        metrics = self.demonstrations.metrics(step) if is_first or self.config.weight > 0 else {}
+        return metrics if is_first else metrics | self.inner.observe(step, groups)
+
+    def state(self, step: int) -> dict[str, Any]:
+        start = max(step, self.config.steps)
+        demonstrations = self.demonstrations.state(step if self.config.weight > 0 else min(step, self.config.steps))
+        return {"inner": self.inner.state(start), DEMONSTRATIONS: demonstrations}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.inner.load_state(state.get("inner", {}))
+        self.demonstrations.load_state(state.get(DEMONSTRATIONS, {}))

@@ -1,4 +1,4 @@
-"""Opens files of rows. Whatever is wrong with one is one line that names the file and the row."""
+"""Opens files of rows. Errors name the file and the row."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from arborl.data.reading.tables import ConcatenatedTable, ListTable, ParquetTabl
 from arborl.errors import ConfigError
 
 MAX_CELL = 2**30
-"""Characters of a CSV cell; Python's own limit is 131,072, which a document passes."""
+"""Characters of a CSV cell; Python's default of 131,072 is too small for documents."""
 MEMORY_ROWS, MEMORY_BYTES = 100_000, 64 * 2**20
-"""A Parquet file with no more than this is read at the start, as the other kinds always are."""
+"""A smaller Parquet file is read into memory, as files of other formats always are."""
 MEMORY_UNPACKED = 4 * MEMORY_BYTES
-"""Unless its rows, unpacked, have more."""
+"""Largest decoded size of such a file."""
 
 
 def open_table(path: Path) -> Table:
-    """The rows of a file, or of all files in a folder, by name.
+    """The rows of a file, or of all files in a folder.
 
     Example:
         open_table(Path("train.parquet")).rows([0, 7])
@@ -30,7 +30,7 @@ def open_table(path: Path) -> Table:
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix.lower() in READERS)
         if not files:
-            raise ConfigError(f"{path}: a folder without rows. Put files into it: {', '.join(READERS)}.")
+            raise ConfigError(f"{path}: the folder has no data files. Put files into it: {', '.join(READERS)}.")
         return files_as_one(files, str(path))
     if path.suffix.lower() == ".parquet" and path.is_file():
         large = ParquetTable(path)
@@ -53,14 +53,14 @@ def files_as_one(files: list[Path], where: str) -> Table:
 
 
 def read_rows(path: Path) -> list[tuple[str, Row]]:
-    """Every row, with its place in the file for error messages (`row 3`, counted from 1; `line 3` in JSONL).
+    """All rows with their names for errors (`row 3`, from 1; `line 3` in JSONL).
 
     Example:
         read_rows(Path("train.jsonl"))      # [("line 1", {"question": "6*7?", "answer": "42"}), …]
     """
     read = READERS.get(path.suffix.lower())
     if read is None:
-        raise ConfigError(f"{path}: unknown kind of file {path.suffix!r}. Give one of {', '.join(READERS)}.")
+        raise ConfigError(f"{path}: unknown file format {path.suffix!r}. Give one of {', '.join(READERS)}.")
     if not path.is_file():
         what = "is a folder; give a file" if path.is_dir() else "no such file"
         raise ConfigError(f"{path}: {what}. data.path is looked up from {Path.cwd()}.")
@@ -74,21 +74,21 @@ def read_rows(path: Path) -> list[tuple[str, Row]]:
 
 
 def objects_only(rows: list[tuple[str, Any]], where: str) -> list[tuple[str, Any]]:
-    """The same rows, each with its place, once there are some and all of them have columns."""
+    """The rows; ConfigError if there are none or one is not an object."""
     if not rows:
-        raise ConfigError(f"{where}: no rows in it. Give at least one task.")
+        raise ConfigError(f"{where}: there are no rows. Give at least one task.")
     for place, row in rows:
         if not isinstance(row, dict):
             raise ConfigError(f"{where}, {place}: {type(row).__name__}, not an object with columns.")
         if fault := _fault(row):
-            raise ConfigError(f"{where}, {place}: {fault}. Mend the row, or drop it.")
+            raise ConfigError(f"{where}, {place}: {fault}. Correct or remove the row.")
     return rows
 
 
 def _fault(value: Any, depth: int = 0) -> str | None:
-    """What makes a value one that nobody downstream can hash, write or tokenise."""
+    """Why a value cannot be hashed, written or tokenized, or None."""
     if isinstance(value, str):
-        return None if is_text(value) else "half of a surrogate pair, which is no text"
+        return None if is_text(value) else "half of a surrogate pair, which is not text"
     if depth > MAX_DEPTH:
         return f"nested more than {MAX_DEPTH} deep"
     inner: Iterable[Any] = ()

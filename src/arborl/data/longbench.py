@@ -22,7 +22,7 @@ ABOUT = ("domain", "sub_domain", "difficulty", "length")
 
 
 def with_choices(question: str, choices: Sequence[str]) -> str:
-    """A question of multiple choice, as it is asked.
+    """A multiple-choice question as prompt.
 
     Example:
         with_choices("Who?", ["Mira", "Otto"])      # 'Who?\\nA. Mira\\nB. Otto\\nSelect the best option …'
@@ -76,7 +76,7 @@ def prepare_novelqa(
         input: the questions.
         out: folder for both files.
         books: folder with `<book_id>.txt`.
-        val_share: share of the books for validation: no book is on both sides.
+        val_share: share of the books for validation: no book is in both.
         data_source, agent_name, system: as there.
     """
     texts: dict[str, str] = {}
@@ -97,10 +97,10 @@ def longbench_row(
         raise ConfigError(f"{where}, answer: {letter!r} is no choice. Write one of {', '.join(LETTERS)}.")
     short = mc_to_sa or str(row.get("mc_to_sa", "")).lower() == "true"
     name = str(row.get("_id") or hashlib.blake2b(repr(row).encode(), digest_size=8).hexdigest())
-    asked = _text(row, "question", where)
+    question = _text(row, "question", where)
     right = choices[LETTERS.index(letter)]
     return _row(
-        name, asked, [] if short else choices, right if short else letter, _text(row, "context", where),
+        name, question, [] if short else choices, right if short else letter, _text(row, "context", where),
         data_source, agent_name, system,
     ) | {key: str(row.get(key, "")) for key in ABOUT} | {"answer_text": right}  # fmt: skip
 
@@ -136,17 +136,19 @@ def novelqa_row(
     }
     gold = answer.upper() if choices else answer
     name = f"{book}/{about['question_id']}"
-    asked = _text(row, "question", where)
+    question = _text(row, "question", where)
     return (
-        _row(name, asked, choices, gold, texts[book], data_source, agent_name, system) | about | {"answer_text": right}
+        _row(name, question, choices, gold, texts[book], data_source, agent_name, system)
+        | about
+        | {"answer_text": right}
     )
 
 
 def _row(
-    name: str, asked: str, choices: list[str], gold: str, document: str, source: str, agent: str, system: str
+    name: str, question: str, choices: list[str], gold: str, document: str, source: str, agent: str, system: str
 ) -> Row:
     """A row as the trainer reads it. The document is a column of its own: it never enters the prompt."""
-    user = with_choices(asked, choices) if choices else f"{asked}\n{SHORT}"
+    user = with_choices(question, choices) if choices else f"{question}\n{SHORT}"
     return {
         "id": name,
         "messages": [{"role": "system", "content": system}, {"role": "user", "content": user}],
@@ -170,23 +172,23 @@ def _prepare(
     import pyarrow  # type: ignore[import-untyped]
     import pyarrow.parquet  # type: ignore[import-untyped]
 
-    from arborl.data.reading.files import read_rows
+    from arborl.data.reading.table_files import read_rows
 
     if not 0 <= val_share < 1:
         raise ConfigError(f"val_share={val_share}: give a share from 0 and below 1.")
-    sides: dict[str, list[Row]] = {"train": [], "val": []}
+    splits: dict[str, list[Row]] = {"train": [], "val": []}
     for place, row in read_rows(input):
         made = convert(row, f"{input}, {place}")
-        sides["val" if _is_validation(group(made), val_share) else "train"].append(made)
-    if not sides["train"]:
-        raise ConfigError(f"{input}: all {len(sides['val'])} rows fell to validation. Write a smaller val_share.")
-    if not sides["val"] and val_share > 0 and len(sides["train"]) > 1:
-        sides["val"].append(sides["train"].pop())  # a few rows only: one is better than none
+        splits["val" if _is_validation(group(made), val_share) else "train"].append(made)
+    if not splits["train"]:
+        raise ConfigError(f"{input}: all {len(splits['val'])} rows fell to validation. Write a smaller val_share.")
+    if not splits["val"] and val_share > 0 and len(splits["train"]) > 1:
+        splits["val"].append(splits["train"].pop())  # a few rows only: one is better than none
     out.mkdir(parents=True, exist_ok=True)
-    for side, rows in sides.items():
+    for split, rows in splits.items():
         if rows:
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), out / f"{side}.parquet")
-    return {side: len(rows) for side, rows in sides.items()}
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), out / f"{split}.parquet")
+    return {split: len(rows) for split, rows in splits.items()}
 
 
 def _is_validation(name: str, share: float) -> bool:

@@ -1,4 +1,4 @@
-"""Sets of rows that are made here, offline and from a seed: what `arborl data make` writes."""
+"""Generated data sets: what `arborl data make` writes. They need no download, and every answer is computed."""
 
 from __future__ import annotations
 
@@ -7,14 +7,74 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from arborl.data.made.arithmetic import problems
-from arborl.data.made.documents import make_documents
-from arborl.data.made.facts import make_facts
-from arborl.data.made.programs import code_problems
+from arborl.data.generated.document_problems import COLOURS, OBJECTS, PEOPLE, PLACES, TOWNS, TRADES, make_documents
+from arborl.data.generated.problems import code_problems, problems
 from arborl.errors import ConfigError, did_you_mean
 from arborl.registry import call_checked
+from arborl.seeds import generator
 
 Row = dict[str, Any]
+TEXT_ANSWER = "Answer as <answer>text</answer>."
+
+FACT_KINDS: tuple[tuple[str, str, str], ...] = (
+    ("trade", "{who} works as a {what}.", "What is the trade of {who}?"),
+    ("thing", "{who} owns a {what}.", "What does {who} own?"),
+    ("place", "{who} can be found at the {what}.", "Where can {who} be found?"),
+    ("year", "{who} was born in {what}.", "In which year was {who} born?"),
+)
+"""Facts of a person: name, sentence in the document, question."""
+
+
+def make_facts(count: int = 2000, seed: int = 0) -> tuple[list[Row], list[Row]]:
+    """Questions and the documents that answer them, the same for the same arguments.
+
+    Example:
+        questions, documents = make_facts(10)
+        questions[0]       # {"question": "What does Vera of Oslo own? …", "golden_answers": ["red lamp"], …}
+        documents[0]       # {"id": "0", "title": "Vera of Oslo", "text": "Vera of Oslo works as a …"}
+    """
+    most = len(PEOPLE) * len(TOWNS) * len(FACT_KINDS)
+    if not 1 <= count <= most:
+        raise ValueError(f"count={count}: give 1 to {most}")
+    people = [f"{person} of {town}" for town in TOWNS for person in PEOPLE]
+    order = generator(seed, "facts", "people").permutation(len(people))
+    chosen = [people[int(i)] for i in order[: -(-count // len(FACT_KINDS))]]
+    questions: list[Row] = []
+    documents: list[Row] = []
+    for number, who in enumerate(chosen):
+        known = _known(seed, who)
+        text = " ".join(say.format(who=who, what=known[kind]) for kind, say, _ in FACT_KINDS)
+        documents.append({"id": str(number), "title": who, "text": text})
+        for kind, _, ask in FACT_KINDS:
+            questions.append(
+                {
+                    "question": f"{ask.format(who=who)} {TEXT_ANSWER}",
+                    "golden_answers": [known[kind]],
+                    "answer": known[kind],
+                    "query": f'"{who}" {kind}',
+                    "data_source": "nq",
+                }
+            )
+    mixed = generator(seed, "facts", "questions").permutation(len(questions))
+    return [questions[int(i)] for i in mixed[:count]], documents
+
+
+def _known(seed: int, who: str) -> dict[str, str]:
+    chance = generator(seed, "facts", who)
+
+    def pick(options: tuple[str, ...]) -> str:
+        return options[int(chance.integers(len(options)))]
+
+    return {
+        "trade": pick(TRADES),
+        "thing": f"{pick(COLOURS)} {pick(OBJECTS)}",
+        "place": pick(PLACES),
+        "year": str(int(chance.integers(1850, 2000))),
+    }
+
+
+# ------------------------------------------------------------------------------------------------ data sets
+
 Files = dict[str, list[Row]]
 """Rows by the name of the file they belong in."""
 
@@ -89,7 +149,7 @@ def _math(row: Row) -> Row:
     }
 
 
-MAKERS: dict[str, Callable[..., Files]] = {
+GENERATORS: dict[str, Callable[..., Files]] = {
     "arithmetic": arithmetic,
     "gsm8k": gsm8k,
     "code": code,
@@ -107,7 +167,7 @@ def make(
     Example:
         make("mixed", Path("recipes/mixed/data"), count=2000, seed=0)
     """
-    makers = {**MAKERS, **(more or {})}
+    makers = {**GENERATORS, **(more or {})}
     if name not in makers:
         known = ", ".join(makers)
         raise ConfigError(f"no set is called {name!r}.{did_you_mean(name, makers)} Known: {known}.")
