@@ -35,7 +35,7 @@ class Script:
         raise AssertionError("a chat agent counts nothing")
 
 
-def test_the_conversation_grows_by_what_was_said_until_it_is_over():
+def test_the_conversation_grows_by_what_was_stated_until_it_is_over():
     env, model = Countdown(), Script(["a", "b", "c", "d"])
     asyncio.run(ChatAgent().run(Task("t"), env, model))
     assert env.heard == ["a", "b", "c"]

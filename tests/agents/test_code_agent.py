@@ -55,11 +55,11 @@ def play(agent, *replies):
 
 def test_code_is_run_and_its_result_shown_and_names_last_the_episode():
     agent = CodeAgent([interpreter])
-    said = "I set <code>\nx = 6\n</code>", "<code>print(x * 7)</code>", "<answer>42</answer>"
-    model, heard = play(agent, *said)
+    output = "I set <code>\nx = 6\n</code>", "<code>print(x * 7)</code>", "<answer>42</answer>"
+    model, heard = play(agent, *output)
     assert heard == "<answer>42</answer>"
     assert model.prompts[1][-2:] == [
-        Message("assistant", said[0], sampled=True),
+        Message("assistant", output[0], sampled=True),
         Message("tool", "<result>\n(nothing printed)\n</result>", name="interpreter"),
     ]
     assert model.prompts[2][-1].content == "<result>\n42\n</result>"

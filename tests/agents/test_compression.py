@@ -90,7 +90,7 @@ def agent_of(name, policy, **more):
 
 
 def play(renderer, name, policy, env=None, window=520, tokens=24, script=None, seed=0, **more):
-    """One episode; asked for a summary, the model writes one."""
+    """One episode; requested for a summary, the model writes one."""
     says = list(script or SAYS[name])
     texts = [*says, SUMMARY]
     spoken = itertools.count()
@@ -166,9 +166,9 @@ def test_an_answer_is_never_shown_without_its_call(renderer, name, policy):
         for before, message in itertools.pairwise(call.messages):
             if message.content.startswith(("In the park", "<result>", "Observation:")):
                 assert before.role == "assistant"
-        said = [m for m in call.messages if m.content in SAYS[name][:1]]
+        output = [m for m in call.messages if m.content in SAYS[name][:1]]
         heard = [m for m in call.messages if "there is much to see" in m.content]
-        assert len(said) == len(heard)
+        assert len(output) == len(heard)
 
 
 @pytest.mark.parametrize("name", SAYS)
@@ -180,7 +180,7 @@ def test_without_a_policy_an_agent_shows_all_and_ends_when_it_is_full(renderer, 
 
 
 @pytest.mark.parametrize("trained", [True, False])
-def test_a_summary_is_sampled_and_trained_if_asked(renderer, trained):
+def test_a_summary_is_sampled_and_trained_if_requested(renderer, trained):
     episode = play(renderer, "tool", ContextPolicy("summary", compress_at=0.7, train_summaries=trained))
     written = [call for call in episode.calls if asks_for_summary(call)]
     assert len(written) == episode.metrics["context/folded"] > 0
@@ -190,7 +190,9 @@ def test_a_summary_is_sampled_and_trained_if_asked(renderer, trained):
     assert f"[Previous Summary]: {SUMMARY}" in after.messages[1].content
     before = episode.calls[episode.calls.index(written[0]) - 1]
     whole = (*before.prompt, *before.completion.tokens)
-    assert written[0].prompt[: len(whole)] == whole  # it is asked where the conversation stands: nothing is read again
+    assert (
+        written[0].prompt[: len(whole)] == whole
+    )  # it is requested where the conversation stands: nothing is read again
 
 
 # ------------------------------------------------------------------------------------------------ the newest message
@@ -202,7 +204,7 @@ def conversation():
     return Conversation(scenarios=[{"id": "a", "topic": "t", "user_responses": lines}], personas=personas, max_turns=6)
 
 
-def test_a_summary_in_a_conversation_does_not_lose_what_the_user_said_last(renderer):
+def test_a_summary_in_a_conversation_does_not_lose_what_the_user_stated_last(renderer):
     agent = {"toolset": ["finish"], "policy": "summary", "compress_at": 0.5, "form": "brief"}
     engine = ScriptedEngine(replies(renderer, ["I see."]), decode=renderer.tokenizer.decode)
     cast = EpisodeFactories(lambda task: StateLM(**agent), lambda task: conversation())
@@ -214,7 +216,7 @@ def test_a_summary_in_a_conversation_does_not_lose_what_the_user_said_last(rende
         assert newest(call) == call.turn or asks_for_summary(call)
 
 
-def test_a_summary_is_not_asked_of_a_message_that_nobody_answered_yet(renderer):
+def test_a_summary_is_not_requested_of_a_message_that_no_one_answered_yet(renderer):
     episode = play(renderer, "chat", POLICIES["summary"])
     for call in episode.calls:
         if asks_for_summary(call):
@@ -324,9 +326,9 @@ def test_a_policy_is_given_to_every_agent_that_takes_one_and_by_source():
     ],
 )
 def test_settings_of_a_policy_that_is_not_there_are_refused(given, words):
-    with pytest.raises(ConfigError) as said:
+    with pytest.raises(ConfigError) as output:
         from_kwargs(**given)
-    assert words in str(said.value)
+    assert words in str(output.value)
 
 
 async def mine(task, env, model):

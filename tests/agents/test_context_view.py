@@ -29,7 +29,7 @@ from arborl.types import Message, ToolCall
 OPENING = (Message("system", "Be brief."), Message("user", "Where?"))
 
 
-def said(text, *names):
+def output(text, *names):
     calls = tuple(ToolCall(f"call_{i}", name, {"x": i}) for i, name in enumerate(names))
     return Message("assistant", text, tool_calls=calls, sampled=True)
 
@@ -41,7 +41,7 @@ def answered(text, name="readChunk", call="call_0"):
 def three_rounds(opening=OPENING):
     history = History.open(opening)
     for number in range(3):
-        history = history.add(said(f"round {number}", "readChunk"))
+        history = history.add(output(f"round {number}", "readChunk"))
         history = history.add(answered(f'{{"text": "chunk {number}"}}'), caller=history.last, room=900 - number)
     return history
 
@@ -89,7 +89,7 @@ def test_a_deleted_call_keeps_its_id_and_name_and_loses_its_arguments():
 
 
 def test_the_progress_of_a_scan_outlives_what_was_read():
-    history = History.open(OPENING).add(said("x", "readChunk")).add(answered("{}"), caller=1, tag="3/9")
+    history = History.open(OPENING).add(output("x", "readChunk")).add(answered("{}"), caller=1, tag="3/9")
     shown = visible_messages(history, (Delete(2),))
     assert json.loads(shown[-1].content)["reading_progress"] == "3/9"
     assert visible_messages(history, (Delete(2),), style=ViewStyle(form="brief"))[-1].content == f"#2 3/9: {STUB}"
@@ -125,7 +125,11 @@ def test_what_was_folded_cannot_be_deleted_but_restored():
     with pytest.raises(ContextError, match="no longer in your context"):
         append_edit(history, edits, Delete(2))
     restored = append_edit(history, edits, Restore(4))
-    assert [message.role for message in visible_messages(history, restored)] == ["system", "user", *["assistant", "tool"] * 2]
+    assert [message.role for message in visible_messages(history, restored)] == [
+        "system",
+        "user",
+        *["assistant", "tool"] * 2,
+    ]
     assert "chunk 1" in contents(visible_messages(history, restored))[3]
 
 
@@ -164,7 +168,7 @@ def test_truncation_leaves_out_the_beginning():
 
 
 def test_tidy_hides_rounds_that_only_kept_house_and_worked():
-    history = History.open(OPENING).add(said("a", "note", "deleteContext"))
+    history = History.open(OPENING).add(output("a", "note", "deleteContext"))
     history = history.add(answered("{}", "note"), caller=1).add(answered("{}", "deleteContext"), caller=1, ok=True)
     assert len(visible_messages(history, style=ViewStyle(tidy=True))) == 2
     assert len(visible_messages(history)) == 5

@@ -74,10 +74,10 @@ def test_mistakes_are_observations_and_counted():
         "Just thinking.",
         "Action: double",
     )
-    told = [prompt[-1].content for prompt in model.prompts[1:]]
-    assert "Did you mean 'double'?" in told[0]
-    assert "not valid JSON" in told[1]
-    assert told[2] == "Observation: write either an Action with its Action Input, or a Final Answer"
+    reported = [prompt[-1].content for prompt in model.prompts[1:]]
+    assert "Did you mean 'double'?" in reported[0]
+    assert "not valid JSON" in reported[1]
+    assert reported[2] == "Observation: write either an Action with its Action Input, or a Final Answer"
     assert heard == "Action: double"  # the rounds are used up
     assert model.counts == {
         "tool/used": 1,

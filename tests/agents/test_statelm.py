@@ -267,7 +267,7 @@ def test_a_window_and_truncation_go_on_where_nothing_is_managed(renderer, args):
 
 
 @pytest.mark.parametrize("trained", [True, False])
-def test_a_summary_is_written_by_the_model_and_trained_if_asked(renderer, trained):
+def test_a_summary_is_written_by_the_model_and_trained_if_requested(renderer, trained):
     script = [READ, READ, "Chunk 0 says nothing.", READ, DONE]
     settings = {"policy": "summary", "compress_at": 0.5, "window": 2 * room_for(renderer, 1, **READER), **READER}
     (episode,) = play(renderer, script, train_summaries=trained, **settings).episodes
@@ -331,16 +331,16 @@ def test_defect_2_and_3_a_penalty_reaches_every_branch_also_where_thoughts_are_s
     think = f"<think>hm</think>{READ}"
     limits = {"max_assistant_turns": 5} if limit == "turns" else {"window": room_for(renderer, 2)}
     group = play(renderer, [think], [READ, call("deleteContext", msg_id=2), READ], **limits)
-    asked = []
+    requests = []
 
     class Counting(MultipleChoice):
         async def judge(self, episode):
-            asked.append(episode.id)
+            requests.append(episode.id)
             return 0.0
 
     asyncio.run(Rewards([("choice", Counting(exceeded=-1.0), 1.0)], 5).score([group]))
     assert [episode.reward for episode in group.episodes] == [-1.0, -1.0]
-    assert not asked  # nothing to judge: the episode as a whole is penalised
+    assert not requests  # nothing to judge: the episode as a whole is penalised
     terms = Recipe(AlgorithmConfig(name="reinforce")).credit([group], build_token_trees([group]).terms)
     assert len(np.unique(terms.call)) == sum(len(e.calls) for e in group.episodes) > 2
     assert np.all(terms.advantage == -1.0)
@@ -426,8 +426,8 @@ def test_defect_9_a_batch_of_which_nothing_is_left_is_an_empty_forest(renderer):
 
 
 @pytest.mark.parametrize("over", [0, 1])
-def test_defect_11_the_budget_told_is_the_budget_kept(renderer, over):
-    """A document that fills the told room exactly is read; one token more ends the episode."""
+def test_defect_11_the_budget_reported_is_the_budget_kept(renderer, over):
+    """A document that fills the reported room exactly is read; one token more ends the episode."""
     toolset = ["checkBudget", "loadDocument", "finish"]
 
     def run(document):
@@ -437,9 +437,9 @@ def test_defect_11_the_budget_told_is_the_budget_kept(renderer, over):
         return episode
 
     short = run("a")
-    told = int(responses(prompts(renderer, short)[1])[0].split(" tokens")[0].split()[-1])
+    reported = int(responses(prompts(renderer, short)[1])[0].split(" tokens")[0].split()[-1])
     tail = len(renderer.tokenizer.encode("\n<|im_start|>assistant\n"))
-    assert told == 1024 - 96 - len(short.calls[0].prompt) - len(short.calls[0].completion.tokens) - tail
+    assert reported == 1024 - 96 - len(short.calls[0].prompt) - len(short.calls[0].completion.tokens) - tail
     used = len(short.calls[2].prompt)
     fits = 1024 - 96 - used  # tokens that may still be added to the document of one token
     episode = run("a" + "\n" * (fits + over))
@@ -491,7 +491,7 @@ def test_defect_14_every_call_of_a_turn_is_run_and_answered_under_its_own_id(ren
     assert len(after) == 3  # both reads and the deletion: none is unanswered
 
 
-def test_defect_15_settings_nobody_reads_are_refused():
+def test_defect_15_settings_no_one_reads_are_refused():
     for args, words in (
         ({"context_length_penalty": 1}, "unknown argument"),
         ({"reading": {"chunks": 5}}, "agent.args.reading.chunks"),

@@ -77,7 +77,7 @@ def test_without_history_a_prompt_is_the_rules_and_the_present():
 
 
 @pytest.mark.parametrize("history", range(4))
-def test_prompts_have_as_many_steps_as_asked_for_and_begin_with_a_user(history):
+def test_prompts_have_as_many_steps_as_requested_for_and_begin_with_a_user(history):
     for number, prompt in enumerate(shown(Walk("system", "user"), history_length=history)):
         spoken = [role for role, _ in prompt if role != "system"]
         assert spoken == ["user", "assistant"] * min(history, number) + ["user"]

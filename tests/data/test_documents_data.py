@@ -54,7 +54,7 @@ def test_only_one_sentence_says_what_a_hop_needs():
         assert len(taught) == 1
 
 
-def test_documents_are_about_as_long_as_asked_and_any_length_will_do():
+def test_documents_are_about_as_long_as_requested_and_any_length_will_do():
     for tokens in (200, 4000, 50_000):
         assert count_words(make_document_problem(1, tokens).document) == pytest.approx(tokens, rel=0.02, abs=15)
     assert count_words(make_document_problem(1, 10).document) > 10  # the facts are in it whatever the length

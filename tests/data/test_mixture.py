@@ -152,10 +152,10 @@ def test_a_source_that_is_used_up_leaves_its_place_to_the_others_or_ends_the_run
     assert drawn["a"] == 5
     after = Counter(task.source for batch in batches[4:] for task in batch)
     assert abs(after["c"] - 32) < 1
-    with pytest.raises(ConfigError, match=r"data.sources.a: its rows are used up at step 2 \(1 passes over 5\)"):
+    with pytest.raises(ConfigError, match=r"data.sources.a: its rows are exhausted at step 2 \(1 passes over 5\)"):
         mixture([5, 100, 100], [1, 1, 2], passes={"a": 1}).check(10, 8)
     mixture([5, 100, 100], [1, 1, 2], passes={"a": 4}).check(10, 8)
-    with pytest.raises(ConfigError, match="used up at step 2"):
+    with pytest.raises(ConfigError, match="exhausted at step 2"):
         mixture([5, 5], [1, 1], passes={"a": 1, "b": 1}, refuse=False).check(10, 5)
 
 
@@ -177,7 +177,7 @@ def test_a_source_that_is_too_easy_or_too_hard_gets_fewer_rows():
     assert Counter(task.source for task in mixed.take(3, 6)) == {"a": 2, "b": 2, "c": 2}
 
 
-def test_what_nobody_judged_is_no_success_of_its_source():
+def test_what_no_one_judged_is_no_success_of_its_source():
     mixed = mixture([50, 50], [1, 1], band=SuccessBand(0.1, 0.9, outside=0.25, decay=0.0))
     mixed.take(0, 4)
     silent = group(mixed, "a", 1.0)
@@ -213,5 +213,5 @@ def test_a_source_without_a_share_is_not_measured_either():
 
 def test_a_checkpoint_with_a_source_that_is_gone_is_refused():
     state = mixture([5, 5], [1, 1]).state(0) | {"drawn": {"z": 3}}
-    with pytest.raises(ConfigError, match=r"a source 'z', which is not there any more"):
+    with pytest.raises(ConfigError, match=r"a source 'z', which the configuration lacks"):
         mixture([5, 5], [1, 1]).load_state(state)

@@ -50,9 +50,9 @@ def test_a_large_file_gives_the_same_rows_as_a_small_one_whatever_its_groups_and
         table = ParquetTable(parquet(Path(folder) / "a.parquet", rows, group), block=block)
         assert int(table.sizes.sum()) == rows
         assert int(table.runs.sum()) == len(table.sizes)
-        asked = data.draw(st.lists(st.integers(0, rows - 1), max_size=50))
-        assert table.rows(asked) == [{"question": f"q{n}", "answer": str(n)} for n in asked]
-        assert table.rows(np.array(asked[::-1], np.int64)) == table.rows(asked)[::-1]
+        requests = data.draw(st.lists(st.integers(0, rows - 1), max_size=50))
+        assert table.rows(requests) == [{"question": f"q{n}", "answer": str(n)} for n in requests]
+        assert table.rows(np.array(requests[::-1], np.int64)) == table.rows(requests)[::-1]
 
 
 @given(st.integers(16, 600), st.integers(1, 130), st.integers(1, 60), st.integers(1, 200), st.integers(0, 9))
@@ -99,8 +99,8 @@ def test_a_file_that_does_not_fit_memory_is_streamed(tmp_path, monkeypatch):
 
 def test_a_bad_row_of_a_large_file_costs_a_warning_and_not_the_run(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(data_files, "MEMORY_ROWS", 10)
-    asked = [None if n % 50 == 7 else f"q{n}" for n in range(200)]
-    pyarrow.parquet.write_table(pyarrow.table({"question": asked}), tmp_path / "a.parquet", row_group_size=50)
+    requests = [None if n % 50 == 7 else f"q{n}" for n in range(200)]
+    pyarrow.parquet.write_table(pyarrow.table({"question": requests}), tmp_path / "a.parquet", row_group_size=50)
     source = opened(path=tmp_path / "a.parquet")
     with caplog.at_level(logging.WARNING):
         tasks = source.take(0, 180)
@@ -228,7 +228,7 @@ def test_rows_of_verl_agentfly_and_openai_load_as_they_are():
     assert RowReader("s").task({"messages": [{"role": "user", "content": "x"}]}, "here").messages[0].content == "x"
 
 
-def test_fields_are_named_by_path_and_a_missing_one_is_told_with_its_row():
+def test_fields_are_named_by_path_and_a_missing_one_is_reported_with_its_row():
     reader = RowReader("s", "problem", {"answer": "info.final", "document": "context", "agent": "who", "id": "key"})
     row = {"problem": "p", "info": {"final": 3}, "context": "c", "who": "tool", "key": 9}
     task = reader.task(row, "a.json, row 1")
@@ -258,7 +258,7 @@ def test_long_prompts_are_dropped_cut_or_refused_and_counted(tmp_path):
     assert cut.metrics(0)["data/rows/cut"] == 10
     with pytest.raises(ConfigError, match=r"rows\.json, row 31: the prompt has 31 tokens, max_prompt_tokens is 30"):
         opened(path=path, max_prompt_tokens=30, overlong="refuse", length=counted)
-    with pytest.raises(ConfigError, match=r"no rows are left of it \(40 overlong\)"):
+    with pytest.raises(ConfigError, match=r"all rows are filtered out \(40 overlong\)"):
         opened(path=written(tmp_path, ["y" * 50] * 40), max_prompt_tokens=30, length=counted)
     with pytest.raises(ConfigError, match="no tokenizer here"):
         opened(path=path, max_prompt_tokens=30)
@@ -281,7 +281,7 @@ def test_held_out_rows_may_have_a_file_of_their_own(tmp_path):
     assert opened(path=training, evaluation_path=other, seed=4).evaluation(5) == source.evaluation(5)
 
 
-def test_one_file_is_told_apart_by_a_column(tmp_path):
+def test_one_file_is_reported_apart_by_a_column(tmp_path):
     rows = [{"prompt": f"{kind}{n}", "data_source": kind} for n in range(30) for kind in ("nq", "taco", "math")]
     (tmp_path / "mixed.json").write_text(json.dumps(rows))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "mixed.parquet", row_group_size=7)
@@ -303,7 +303,7 @@ def test_one_file_is_told_apart_by_a_column(tmp_path):
             opened(path=tmp_path / name, by="kind", sources=ratios)
 
 
-def test_a_large_file_told_apart_by_a_column_is_still_streamed(tmp_path, monkeypatch):
+def test_a_large_file_reported_apart_by_a_column_is_still_streamed(tmp_path, monkeypatch):
     monkeypatch.setattr(data_files, "MEMORY_ROWS", 100)
     kinds = ["a" if n % 3 else "b" for n in range(900)]
     parquet(tmp_path / "big.parquet", 900, 80, kind=kinds)
@@ -336,7 +336,7 @@ def test_ratios_that_do_not_add_up_are_scaled_with_a_warning_or_refused(tmp_path
     sources = {"a": {"path": there, "ratio": 0.4}, "b": {"path": there, "ratio": 0.4}}
     with caplog.at_level(logging.WARNING):
         source = opened(sources=sources)
-    assert "the ratios add up to 0.8, not to 1; they are scaled" in caplog.text
+    assert "the ratios sum to 0.8, not 1; they are normalized" in caplog.text
     assert sorted(task.source for task in source.take(0, 4)) == ["a", "a", "b", "b"]
     with pytest.raises(ValueError, match=r"the ratios add up to 0\.8, not to 1, and strict is on"):
         opened(sources=sources, strict=True)

@@ -46,7 +46,11 @@ def bush(seed: int, trees: int, branches: int, stem: int, twig: int) -> MicroBat
 
 
 def chains(*lengths: int) -> MicroBatch:
-    return pack([tree_of_sequences([list(range(n))])[0] for n in lengths], list(range(len(lengths))), build_token_trees([]).terms)
+    return pack(
+        [tree_of_sequences([list(range(n))])[0] for n in lengths],
+        list(range(len(lengths))),
+        build_token_trees([]).terms,
+    )
 
 
 def heads(batch: MicroBatch, device: torch.device, shape: tuple[int, int, int], dtype: torch.dtype, apart: bool):

@@ -73,7 +73,7 @@ def test_scores_are_weighted_named_and_summed():
     assert one.episodes[1].rewards["right"] == 0
 
 
-def test_success_is_a_reward_of_one_unless_the_environment_said():
+def test_success_is_a_reward_of_one_unless_the_environment_stated():
     one = group("42", "41", "42", answer="42")
     one.episodes[2].metrics["success"] = 0.0
     score([one], ("right", right, 1.0))
@@ -191,7 +191,7 @@ def test_a_reward_of_weight_zero_is_measured_and_shown_and_nothing_else():
     assert [one.metrics["success"] for one in made.episodes] == [1.0, 0.0]
 
 
-def test_success_that_nobody_judged_is_not_claimed_whatever_the_environments_reward_is_called():
+def test_success_that_no_one_judged_is_not_claimed_whatever_the_environments_reward_is_called():
     named = REWARDS.get("env")
     judge = ("right", right, 1.0)
     for rewards, claimed in (([(named.name, named, 1.0)], False), ([(named.name, named, 1.0), judge], True)):

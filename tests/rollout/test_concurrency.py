@@ -26,19 +26,19 @@ class Engine:
     """Serves so many at a time; a crowd is what waits beyond."""
 
     def __init__(self, room: int):
-        self.room, self.asked, self.most = asyncio.Semaphore(room), 0, 0
+        self.room, self.received, self.most = asyncio.Semaphore(room), 0, 0
         self.size = room
 
     @property
     def crowded(self) -> bool:
-        return self.asked > self.size
+        return self.received > self.size
 
     async def generate(self) -> None:
-        self.asked += 1
-        self.most = max(self.most, self.asked)
+        self.received += 1
+        self.most = max(self.most, self.received)
         async with self.room:
             await asyncio.sleep(0.002)
-        self.asked -= 1
+        self.received -= 1
 
 
 def play(limit: int | None, room: int, episodes: int, tool: float) -> tuple[ConcurrencyLimit, Engine, int]:
@@ -131,7 +131,7 @@ def test_the_engine_can_serve_as_many_as_it_has_rows_and_pages_for(model):
     assert capacity(8, 300 * 128) == 8
 
 
-def test_auto_begins_with_what_the_engine_can_hold_and_all_are_asked_before_its_first_step(model):
+def test_auto_begins_with_what_the_engine_can_hold_and_all_are_requested_before_its_first_step(model):
     engine = Counting(model[0], 1024, max_requests=300, kv_tokens=300 * 1024, page_size=64)
     tasks = [Task(f"{seed}", seed=seed) for seed in range(15)]
     playing = rollout(engine, model[1])

@@ -69,15 +69,15 @@ def test_taking_too_long_belongs_to_it_too():
         asyncio.run(call_with_deadline("x", 0.05, asyncio.sleep, 5))
 
 
-def test_a_cancelled_call_is_told_and_may_clean_up():
-    told = []
+def test_a_cancelled_call_is_reported_and_may_clean_up():
+    reported = []
 
     async def patient():
         try:
             await asyncio.sleep(5)
         finally:
             await asyncio.sleep(0)
-            told.append("cleaned up")
+            reported.append("cleaned up")
 
     async def main():
         job = asyncio.ensure_future(call_with_deadline("x", 5.0, patient))
@@ -88,7 +88,7 @@ def test_a_cancelled_call_is_told_and_may_clean_up():
         assert caught.value.__notes__ == ["x"]
 
     asyncio.run(main())
-    assert told == ["cleaned up"]
+    assert reported == ["cleaned up"]
 
 
 def test_a_call_may_use_what_belongs_to_a_task():

@@ -138,7 +138,7 @@ PLACED = {"tree", "position", "call", "weight"}
 
 @pytest.mark.parametrize("how", ["last", "random"])
 def test_every_column_but_place_and_weight_goes_with_its_term(how):
-    """Log-probabilities of policy and reference, values, targets, versions: each row is told by its advantage."""
+    """Log-probabilities of policy and reference, values, targets, versions: each row is reported by its advantage."""
     groups = [Group(Task("t"), [episode("a", 4), episode("b", 2, first=30)]), Group(Task("u"), [episode("c", 5)])]
     terms = credited(groups)
     filled = {

@@ -66,7 +66,7 @@ def test_with_too_many_failures_a_group_is_what_is_left():
     assert [member(episode.id) for episode in groups[0].survivors] == [3]
 
 
-def test_a_group_whose_time_is_up_goes_on_with_whoever_has_finished():
+def test_a_group_whose_time_is_up_goes_on_with_who_has_finished():
     groups, counts, wall = play(
         [Task("a"), Task("b")], 3, GroupOptions(seconds=0.2), lambda task, m: 0.01 if m else 30.0
     )
@@ -81,7 +81,7 @@ def test_without_redundancy_everybody_is_waited_for():
     assert not +counts
 
 
-def test_a_defect_ends_the_batch_and_leaves_nobody_playing():
+def test_a_defect_ends_the_batch_and_leaves_no_one_playing():
     ended = []
 
     async def one(task, seed, name, begin):

@@ -59,11 +59,11 @@ def local(seedling, deterministic: bool = False) -> LocalEngine:
 
 async def four(task, env, model):
     observation = await env.reset(task, task.seed)
-    said = await asyncio.gather(*(model.chat(observation.messages) for _ in range(4)))
-    await env.step(said[0])
+    output = await asyncio.gather(*(model.chat(observation.messages) for _ in range(4)))
+    await env.step(output[0])
 
 
-def test_four_chats_asked_at_once_give_four_texts(seedling):
+def test_four_chats_requested_at_once_give_four_texts(seedling):
     (episode,) = play(four, local(seedling), seedling[1]).episodes
     assert episode.failure is None
     assert len({call.completion.tokens for call in episode.calls}) == 4
@@ -117,7 +117,7 @@ def test_the_calls_of_one_task_stand_together_between_those_of_the_agent(seedlin
     assert len(build_token_trees([Group(episode.task, [episode])]).terms) == episode.sampled
 
 
-def test_what_is_asked_after_a_tool_of_unknown_length_is_answered_alike_in_any_order(seedling):
+def test_what_is_requested_after_a_tool_of_unknown_length_is_answered_alike_in_any_order(seedling):
     def agent(chance):
         async def fetch(number, model):
             await asyncio.sleep(chance.random() * 0.03)
@@ -125,8 +125,8 @@ def test_what_is_asked_after_a_tool_of_unknown_length_is_answered_alike_in_any_o
 
         async def run(task, env, model):
             await env.reset(task, task.seed)
-            said = await asyncio.gather(*(fetch(number, model) for number in range(4)))
-            await env.step(Message("assistant", "|".join(message.content for message in said)))
+            output = await asyncio.gather(*(fetch(number, model) for number in range(4)))
+            await env.step(Message("assistant", "|".join(message.content for message in output)))
 
         return run
 
@@ -140,8 +140,8 @@ def test_an_agent_that_asks_one_after_the_other_draws_by_the_number_of_the_call(
     async def run(task, env, model):
         observation = await env.reset(task, task.seed)
         for _ in range(3):
-            said = await model.chat(observation.messages)
-        await env.step(said)
+            output = await model.chat(observation.messages)
+        await env.step(output)
 
     engine = Late(ScriptedEngine([[40, seedling[1].stop[0]]]), 0)
     (episode,) = play(run, engine, seedling[1]).episodes
@@ -208,13 +208,13 @@ def test_equal_texts_in_other_tokens_go_on_from_the_message_they_are(seedling):
     assert renderer.tokenizer.decode(whole) == renderer.tokenizer.decode(letters) == "hello"
     conversations = Conversations(renderer)
     prompt = conversations.prompt(WHO)
-    said = []
+    output = []
     for ids in (letters, whole):
         tokens = (*ids, renderer.stop[0])
         completion = Completion(tokens, (0.0,) * len(tokens), Finish.STOP)
-        said.append(renderer.read(completion))
-        conversations.sampled(prompt, completion, said=said[-1])
+        output.append(renderer.read(completion))
+        conversations.sampled(prompt, completion, output=output[-1])
     more = Message("user", "Go on.")
-    for ids, message in zip((letters, whole, whole), (*said, replace(said[0])), strict=True):
+    for ids, message in zip((letters, whole, whole), (*output, replace(output[0])), strict=True):
         tokens = conversations.prompt([*WHO, message, more]).tokens
         assert tokens[len(prompt.tokens) :][: len(ids)] == tuple(ids)

@@ -1,4 +1,4 @@
-"""Groups played ahead of their updates: none trained too old, none twice, and nobody lost, whoever is late or fails."""
+"""Groups played ahead of their updates: none trained too old, none twice, and no one lost, who is late or fails."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ class World:
                 for _ in range(2):  # a completion may straddle an update
                     stamps.append(max(self.version - self.behind, 0))
                     await asyncio.sleep(self.pause())
-                said = Completion((1, 2), (-1.0, -1.0), Finish.STOP, stamps[1], versions=tuple(stamps))
-                episode.calls.append(Call((0,), said, turn))
+                output = Completion((1, 2), (-1.0, -1.0), Finish.STOP, stamps[1], versions=tuple(stamps))
+                episode.calls.append(Call((0,), output, turn))
         except asyncio.CancelledError:
             self.cancelled.append(name)
             raise
@@ -242,7 +242,7 @@ def test_groups_of_an_engine_whose_weights_are_behind_are_played_again():
         runner.run(behind())
 
 
-def test_the_time_of_a_group_goes_on_over_updates_and_ends_it_with_whoever_has_finished():
+def test_the_time_of_a_group_goes_on_over_updates_and_ends_it_with_who_has_finished():
     world = World(2, slow=30.0, fails=0.0)
     world.options = GroupOptions(seconds=2.5)
     run = Run(world, 3, last=4).play()

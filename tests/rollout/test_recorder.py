@@ -93,7 +93,7 @@ def test_an_adversarial_tokenizer_never_changes_a_trained_id():
 
 
 def played(agent, replies=("yes",)):
-    """One episode of Echo, and the samplings that were asked for."""
+    """One episode of Echo, and the samplings that were requested for."""
     renderer = Renderer(Adversary(), Template(SHAPE, None, ";"), HermesParser(), (STOP,))
     engine = Noting([[ord(c) * 10 for c in word] + [STOP] for word in replies])
     engine.decode = renderer.tokenizer.decode

@@ -103,12 +103,12 @@ def test_groups_come_back_as_they_were_with_empty_groups_and_empty_batches(tmp_p
     async def nothing() -> list[Group]:
         return []
 
-    async def nobody() -> list[Group]:
+    async def no_one() -> list[Group]:
         return [Group(Task("a"), [])]
 
     groups = asyncio.run(record.batch(1, tasks("a", "b"), played("a", "b")))
     asyncio.run(record.batch(2, tasks("a"), nothing))
-    asyncio.run(record.batch(3, tasks("a"), nobody))
+    asyncio.run(record.batch(3, tasks("a"), no_one))
     replay = RolloutReplay(tape)
     assert asyncio.run(replay.batch(1, tasks("a", "b", "c"), nothing)) == groups
     assert asyncio.run(replay.batch(2, tasks("a"), played("a"))) == []

@@ -19,7 +19,7 @@ HELLO = Observation((Message("user", "hello"),))
 
 
 class Moody(Env):
-    """Misbehaves in the way its task's id says, in the first episode it is asked to play."""
+    """Misbehaves in the way its task's id says, in the first episode it is requested to play."""
 
     blocking = False  # they share a list, and count on their order
 

@@ -64,11 +64,11 @@ def call_lists(draw):
             earlier = draw(st.sampled_from(calls))
             whole = earlier.prompt + earlier.completion.tokens
             prompt = whole[: draw(st.integers(0, len(whole)))] + prompt
-        asked = draw(several)
+        requests = draw(several)
         if calls and draw(st.booleans()):
             earlier = draw(st.sampled_from(calls))
-            asked = earlier.messages + ((earlier.reply,) if earlier.reply else ()) + asked
-        calls.append(Call(prompt, draw(completions()), turn, draw(st.booleans()), asked, draw(st.none() | messages)))
+            requests = earlier.messages + ((earlier.reply,) if earlier.reply else ()) + requests
+        calls.append(Call(prompt, draw(completions()), turn, draw(st.booleans()), requests, draw(st.none() | messages)))
     return calls
 
 
@@ -128,7 +128,7 @@ def test_a_prompt_that_extends_an_earlier_call_stores_only_what_is_new():
     ]
 
 
-def test_what_was_said_and_what_tools_answered_stands_beside_the_ids_as_text():
+def test_what_was_stated_and_what_tools_answered_stands_beside_the_ids_as_text():
     episode = Episode("e", Task("t"))
     question = Message("user", "6*7?")
     asks = Message("assistant", "calc(6*7)", (ToolCall("1", "calc", {"of": "6*7"}),), sampled=True)
@@ -140,8 +140,8 @@ def test_what_was_said_and_what_tools_answered_stands_beside_the_ids_as_text():
     first, second = episode_to_json(episode)["calls"]
     assert first["messages"] == [-1, 0, [{"role": "user", "content": "6*7?"}]]
     assert first["reply"]["tool_calls"] == [{"id": "1", "name": "calc", "arguments": {"of": "6*7"}, "error": None}]
-    told = {"role": "tool", "content": "42", "tool_call_id": "1", "name": "calc"}
-    assert second["messages"] == [0, 2, [told]]  # what was said before is not said again
+    reported = {"role": "tool", "content": "42", "tool_call_id": "1", "name": "calc"}
+    assert second["messages"] == [0, 2, [reported]]  # what was stated before is not stated again
     assert second["reply"] == {"role": "assistant", "content": "42!"}
 
 
@@ -155,13 +155,13 @@ def test_a_file_of_before_there_were_messages_is_still_read():
 
 def test_a_long_conversation_grows_with_its_length_and_not_with_its_square():
     def size(length):
-        episode, prompt, said = Episode("e", Task("t")), (), ()
+        episode, prompt, output = Episode("e", Task("t")), (), ()
         for turn in range(length):
             prompt += (1000 + turn,) * 20
-            said += (Message("user", f"and {turn:03}?"),)
+            output += (Message("user", f"and {turn:03}?"),)
             reply = Message("assistant", "so")
-            episode.calls.append(Call(prompt, completion(7), turn, messages=said, reply=reply))
-            prompt, said = (*prompt, 7), (*said, reply)
+            episode.calls.append(Call(prompt, completion(7), turn, messages=output, reply=reply))
+            prompt, output = (*prompt, 7), (*output, reply)
         return len(json.dumps(episode_to_json(episode)))
 
     assert size(80) < 2.2 * size(40)

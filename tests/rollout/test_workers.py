@@ -1,4 +1,4 @@
-"""Environments that block, hang or crash cost themselves and nobody else, wherever they run."""
+"""Environments that block, hang or crash cost themselves and no one else, wherever they run."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_word_of_a_class_does_not_hold_for_calls_that_a_subclass_overrides()
 
 
 @pytest.mark.parametrize("world", [Sync, Declared, Secretive])
-def test_a_step_that_sleeps_holds_nobody_up(seedling, world):
+def test_a_step_that_sleeps_holds_no_one_up(seedling, world):
     _, renderer = seedling
     run = rollout(renderer, world)
     began = time.perf_counter()
@@ -158,7 +158,7 @@ def test_the_episodes_deadline_holds_for_blocking_code_too(seedling):
 
 
 @pytest.mark.parametrize("workers", ["auto", "thread", "process", "none"])
-def test_what_an_environment_raises_is_told_by_its_own_name(seedling, workers):
+def test_what_an_environment_raises_is_reported_by_its_own_name(seedling, workers):
     _, renderer = seedling
     bad, good = play(rollout(renderer, Sync, workers), "raise", "a")
     assert (bad.failure.kind, bad.failure.message) == ("ZeroDivisionError", "the ice broke")
@@ -192,9 +192,9 @@ def test_a_killed_process_costs_its_neighbours_nothing(seedling):
     good, bad = play(run, "a", "sleep:60")
     assert bad.stop is Stop.TIMEOUT
     assert good.failure is None
-    said = [turn.observation[0].content.split() for turn in good.turns]
-    assert [int(words[1]) for words in said] == list(range(1, 41))
-    assert len({words[0] for words in said}) == 2  # it began in one process and ended in another
+    output = [turn.observation[0].content.split() for turn in good.turns]
+    assert [int(words[1]) for words in output] == list(range(1, 41))
+    assert len({words[0] for words in output}) == 2  # it began in one process and ended in another
 
 
 @pytest.mark.parametrize("workers", ["auto", "thread", "process", "none"])
@@ -221,11 +221,11 @@ def test_an_agent_may_ask_a_remote_environment_everything_it_may_ask_a_near_one(
         drawn = [env.random(chance) for _ in range(2)]
         kept = env.snapshot()
         step = await env.step(Message("assistant", env.oracle()))
-        told = [env.state_key(), env.render(), env.actions(), env.metrics(), env.picture() is not None]
+        reported = [env.state_key(), env.render(), env.actions(), env.metrics(), env.picture() is not None]
         env.restore(kept)
         back = env.state_key()
         await env.close()
-        return [drawn, chance.integers(1000), step, told, back, env.metrics()]
+        return [drawn, chance.integers(1000), step, reported, back, env.metrics()]
 
     async def both() -> tuple[list, list]:
         pool = ProcessPool()
@@ -282,11 +282,11 @@ def test_who_holds_the_event_loop_is_named_while_they_do(seedling, caplog, monke
     _, renderer = seedling
     began = time.time()
     play(rollout(renderer, Promising, concurrency=1), "sleep:3", "sleep:0.5")
-    (told,) = [record for record in caplog.records if "blocked the event loop" in record.getMessage()]
-    assert "environment 'world'" in told.getMessage()
-    assert "rollout_worlds.py, line " in told.getMessage()
-    assert "in trouble" in told.getMessage()
-    assert told.created - began < 3.0  # not afterwards
+    (reported,) = [record for record in caplog.records if "blocked the event loop" in record.getMessage()]
+    assert "environment 'world'" in reported.getMessage()
+    assert "rollout_worlds.py, line " in reported.getMessage()
+    assert "in trouble" in reported.getMessage()
+    assert reported.created - began < 3.0  # not afterwards
 
 
 def test_an_agent_that_holds_the_event_loop_is_named_too_and_an_engine_that_computes_is_not(
@@ -441,7 +441,7 @@ def test_the_number_of_environments_in_a_process_is_kept(seedling):
     assert sorted(homes.count(home) for home in set(homes)) == [1, 2, 2]
 
 
-def test_an_environment_that_takes_long_to_make_holds_nobody_up_and_keeps_its_deadline(seedling):
+def test_an_environment_that_takes_long_to_make_holds_no_one_up_and_keeps_its_deadline(seedling):
     _, renderer = seedling
     run = rollout(renderer, lambda: None, step_seconds=0.5)
 
@@ -459,7 +459,7 @@ def test_an_environment_that_takes_long_to_make_holds_nobody_up_and_keeps_its_de
     assert good.failure is None
 
 
-def test_what_an_environment_opens_when_it_is_made_it_may_use_wherever_it_is_asked(seedling):
+def test_what_an_environment_opens_when_it_is_made_it_may_use_wherever_it_is_requested(seedling):
     _, renderer = seedling
 
     class Database(Secretive):
@@ -487,7 +487,7 @@ def test_what_an_environment_opens_when_it_is_made_it_may_use_wherever_it_is_ask
     assert episode.turns[0].message.content == "7"
 
 
-def test_what_failed_first_is_told_and_not_what_closing_made_of_it(seedling):
+def test_what_failed_first_is_reported_and_not_what_closing_made_of_it(seedling):
     _, renderer = seedling
 
     class Worse(Sync):
@@ -510,7 +510,7 @@ def test_processes_that_are_gone_before_they_are_ready_are_not_laid_to_their_env
     started = []
 
     class Remote(LocalEnvProcess):
-        """On a node that is gone already, though nobody has missed it yet; the fourth is elsewhere."""
+        """On a node that is gone already, though no one has missed it yet; the fourth is elsewhere."""
 
         blames_envs = False
 

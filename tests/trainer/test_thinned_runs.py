@@ -60,7 +60,8 @@ def check_fewer(some, whole) -> None:
     for name in ("reward/mean", "episode/sampled", "episode/turns"):
         assert first[name] == of_all[name]
     assert first["rollout/downsampled_branches"] > 0
-    assert first["learner/terms"] == of_all["learner/terms"] - first["rollout/downsampled_terms"] < of_all["learner/terms"]
+    terms = of_all["learner/terms"]
+    assert first["learner/terms"] == terms - first["rollout/downsampled_terms"] < terms
     assert first["learner/tokens"] < of_all["learner/tokens"]
     assert "rollout/downsampled_terms" not in of_all
     assert not equal(weights, whole[1])

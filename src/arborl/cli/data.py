@@ -205,7 +205,7 @@ def opened(config: RunConfig) -> Mixture:
         from arborl.rollout.offline_episodes import ROW_KINDS
 
         given = OfflineRows(ROW_KINDS[config.algorithm.loss], lambda task: 0, config.sampling.max_context)
-    source = open_source(config.data, config.env.name, config.seed, length, given=given)
+    source = open_source(config.data, config.env.name, config.seed, length, offline=given)
     if not isinstance(source, Mixture):
         raise ConfigError("there are no rows to mix: the environment makes the tasks. Write data.path or data.sources.")
     return source

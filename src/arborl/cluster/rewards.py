@@ -175,7 +175,9 @@ class PlacedGroupReward(PlacedReward):
 def place_rewards(cluster: Cluster, rewards: Rewards) -> None:
     """Have all rewards but `env` computed on the cluster."""
     everything = [rewards, *(rewards.sources.values() if isinstance(rewards, RewardsBySource) else ())]
-    chosen = [(name, one, some.seconds) for some in everything for name, one, _ in some.called if one is not environment]
+    chosen = [
+        (name, one, some.seconds) for some in everything for name, one, _ in some.called if one is not environment
+    ]
     if not chosen:
         count = cluster.placement.reward_workers
         raise ConfigError(f"placement.reward_workers={count}: this run has no reward but env, which is not computed.")

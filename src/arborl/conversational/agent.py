@@ -76,7 +76,7 @@ class AgentConfig(Settings):
     stub_responses: tuple[str, ...] = REPLIES
     enable_context_compression: bool = False
     compression_ratio: float = Field(0.5, gt=0, le=1)
-    """The share of the window that is kept, or that starts a summary (see `arborl.agents.context.managed_conversation`)."""
+    """The share of the window kept, or that starts a summary (see `arborl.agents.context.managed_conversation`)."""
     compression_strategy: Literal["summary", "truncate", "sliding_window"] = "summary"
     seed: int = Field(0, ge=0)
     """Of replies in use; training has its own."""

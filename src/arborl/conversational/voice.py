@@ -49,7 +49,10 @@ class Voice:
             return await self.model.chat(messages)
         if self.talk is None or not self.goes_on_to(messages):
             opening = next((i for i, message in enumerate(messages) if message.role == "assistant"), len(messages))
-            self.talk, self.heard = ManagedConversation(self.model, messages[:opening], self.policy), tuple(messages[:opening])
+            self.talk, self.heard = (
+                ManagedConversation(self.model, messages[:opening], self.policy),
+                tuple(messages[:opening]),
+            )
         for message in messages[len(self.heard) :]:
             if message.role == "assistant":
                 self.talk.add(message)

@@ -85,10 +85,12 @@ def _name(config: RowsConfig) -> str:
     return config.rows.name.rpartition(":")[2]
 
 
-def _ratios(given: Mapping[str, float | None]) -> dict[str, float | Fraction]:
-    ratios: dict[str, float | Fraction] = {name: 1.0 if ratio is None else ratio for name, ratio in given.items()}
+def _ratios(ratios_or_none: Mapping[str, float | None]) -> dict[str, float | Fraction]:
+    ratios: dict[str, float | Fraction] = {
+        name: 1.0 if ratio is None else ratio for name, ratio in ratios_or_none.items()
+    }
     total = sum(map(float, ratios.values()))
-    if all(ratio is not None for ratio in given.values()) and abs(total - 1) > 1e-9:
+    if all(ratio is not None for ratio in ratios_or_none.values()) and abs(total - 1) > 1e-9:
         log.warning("data.sources: the ratios sum to %g, not 1; they are normalized.", total)
     return ratios
 
@@ -204,8 +206,8 @@ def _table(config: RowsConfig) -> Table:
 
 
 def _all_rows(make: Any, where: str, seed: int) -> list[tuple[str, Row]]:
-    given: Iterable[Any] = islice(call_rows(make, seed), MOST_ROWS + 1)
-    rows = [(f"row {number}", row) for number, row in enumerate(given, 1)]
+    values: Iterable[Any] = islice(call_rows(make, seed), MOST_ROWS + 1)
+    rows = [(f"row {number}", row) for number, row in enumerate(values, 1)]
     if len(rows) > MOST_ROWS:
         raise ConfigError(f"{where}: returns more than {MOST_ROWS:,} rows. Write endless=true if it never ends.")
     return objects_only(rows, where)
@@ -235,7 +237,7 @@ def open_hub(name: str) -> Table:
             )
         found = found[chosen]
     if not len(found):
-        raise ConfigError(f"data.hub={name}: no rows in it. Give at least one task.")
+        raise ConfigError(f"data.hub={name}: the dataset has no rows. Give at least one task.")
     if len(found) <= MEMORY_ROWS and found.data.nbytes <= MEMORY_BYTES:
         return ListTable([(f"row {number}", dict(row)) for number, row in enumerate(found, 1)], name)
     return HubTable(found, name)

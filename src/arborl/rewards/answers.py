@@ -438,11 +438,11 @@ def f1(answer: str, gold: str) -> float:
     Example:
         f1("silver lamp of Mira", "the silver lamp")      # precision 2/4, recall 2/2: 0.667
     """
-    given, wanted = normalized_words(answer), normalized_words(gold)
-    if not given or not wanted:
-        return float(given == wanted)
-    shared = sum((Counter(given) & Counter(wanted)).values())
-    return 2 * shared / (len(given) + len(wanted))
+    answer_words, gold_words = normalized_words(answer), normalized_words(gold)
+    if not answer_words or not gold_words:
+        return float(answer_words == gold_words)
+    shared = sum((Counter(answer_words) & Counter(gold_words)).values())
+    return 2 * shared / (len(answer_words) + len(gold_words))
 
 
 def count_sentences(text: str) -> int:

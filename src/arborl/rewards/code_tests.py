@@ -300,10 +300,10 @@ def unpack(value: Any) -> Any:
     return object()
 
 
-def same_value(given: Any, wanted: Any) -> bool:
+def same_value(value: Any, wanted: Any) -> bool:
     """Equal as JSON, numbers up to rounding. Values that cannot be compared are not equal."""
     try:
-        return _same(as_json_value(given), wanted)
+        return _same(as_json_value(value), wanted)
     except (ValueError, TypeError, ArithmeticError, RecursionError, MemoryError):
         return False
 
@@ -323,14 +323,14 @@ def _key(key: Any) -> str:
     return key if isinstance(key, str) else json.dumps(key) if isinstance(key, bool | None) else str(key)
 
 
-def _same(given: Any, wanted: Any) -> bool:
-    if isinstance(given, bool) or isinstance(wanted, bool) or given is None or wanted is None:
-        return given is wanted
-    if isinstance(given, int | float) and isinstance(wanted, int | float):
-        return given == wanted or math.isclose(given, wanted, rel_tol=1e-6, abs_tol=1e-9)
-    if isinstance(given, list) and isinstance(wanted, list | tuple):
-        return len(given) == len(wanted) and all(map(_same, given, wanted))
-    if isinstance(given, dict) and isinstance(wanted, Mapping):
+def _same(value: Any, wanted: Any) -> bool:
+    if isinstance(value, bool) or isinstance(wanted, bool) or value is None or wanted is None:
+        return value is wanted
+    if isinstance(value, int | float) and isinstance(wanted, int | float):
+        return value == wanted or math.isclose(value, wanted, rel_tol=1e-6, abs_tol=1e-9)
+    if isinstance(value, list) and isinstance(wanted, list | tuple):
+        return len(value) == len(wanted) and all(map(_same, value, wanted))
+    if isinstance(value, dict) and isinstance(wanted, Mapping):
         keyed = {_key(key): value for key, value in wanted.items()}
-        return given.keys() == keyed.keys() and all(_same(given[key], keyed[key]) for key in given)
-    return bool(given == wanted)
+        return value.keys() == keyed.keys() and all(_same(value[key], keyed[key]) for key in value)
+    return bool(value == wanted)

@@ -60,7 +60,9 @@ def _agent(draft: Draft, tools: list[Any]) -> None:
     if loop is not None:
         if loop not in VERL_AGENT_NAMES:
             draft.refuse(
-                at, loop, f"no agent is called so here. Known: {', '.join(VERL_AGENT_NAMES)}. Write yours (docs/agents.md)."
+                at,
+                loop,
+                f"no agent is called so here. Known: {', '.join(VERL_AGENT_NAMES)}. Write yours (docs/agents.md).",
             )
             return
         draft.set(at, loop, "agent.name", VERL_AGENT_NAMES[loop])

@@ -272,8 +272,8 @@ def _row(name: str, problem: DocumentProblem, kind: str) -> Row:
     }
 
 
-def _within(chance: Chance, given: int | tuple[int, int], name: str) -> int:
-    low, high = (given, given) if isinstance(given, int) else given
+def _within(chance: Chance, bounds: int | tuple[int, int], name: str) -> int:
+    low, high = (bounds, bounds) if isinstance(bounds, int) else bounds
     if not 1 <= low <= high:
-        raise ValueError(f"{name}={given}: give a number, or two of which the first is not larger")
+        raise ValueError(f"{name}={bounds}: give a number, or two of which the first is not larger")
     return int(chance.integers(low, high + 1))

@@ -76,16 +76,16 @@ class RowReader:
 
     def messages(self, row: Mapping[str, Any], columns: Mapping[str, Any], where: str) -> tuple[Message, ...]:
         """The prompt: `messages`, else the column of the question, else `prompt`."""
-        given = columns["messages"] if "messages" in self.fields else row.get("messages")
-        if given is not None:
-            return messages_of_cell(given, where)
+        value = columns["messages"] if "messages" in self.fields else row.get("messages")
+        if value is not None:
+            return messages_of_cell(value, where)
         column = self.question
         if column == "question" and row.get("prompt") is not None:
             column = "prompt"
-        given = get_path(row, column)
-        if isinstance(given, list):
-            return messages_of_cell(given, where, column)
-        return (Message("user", _question(row, given, column, where)),)
+        value = get_path(row, column)
+        if isinstance(value, list):
+            return messages_of_cell(value, where, column)
+        return (Message("user", _question(row, value, column, where)),)
 
 
 def read_task(row: Mapping[str, Any], question: str, where: str, source: str) -> Task:
@@ -100,17 +100,17 @@ def content_hash(row: Mapping[str, Any]) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
 
 
-def messages_of_cell(given: Any, where: str, column: str = "messages") -> tuple[Message, ...]:
+def messages_of_cell(value: Any, where: str, column: str = "messages") -> tuple[Message, ...]:
     """Messages in OpenAI's format, or as JSON text (a CSV cell)."""
-    if isinstance(given, str):
+    if isinstance(value, str):
         try:
-            given = json.loads(given)
+            value = json.loads(value)
         except ValueError as error:
             raise ConfigError(f"{where}, {column}: not valid JSON: {error}") from error
-    if not isinstance(given, list) or not given:
+    if not isinstance(value, list) or not value:
         raise ConfigError(f'{where}, {column}: not a list of messages. Write [{{"role": "user", "content": "…"}}].')
     try:
-        return chat.read_messages(given, f"{where}, {column}")
+        return chat.read_messages(value, f"{where}, {column}")
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
@@ -255,20 +255,20 @@ class OfflineRowReader(RowReader):
         )
 
 
-def _unpacked(given: Any) -> Any:
+def _unpacked(value: Any) -> Any:
     """Messages from JSON text (a CSV cell); other text unchanged."""
-    if isinstance(given, str) and given.lstrip().startswith("[{"):
+    if isinstance(value, str) and value.lstrip().startswith("[{"):
         with suppress(ValueError):
-            found = json.loads(given)
+            found = json.loads(value)
             if all(isinstance(one, Mapping) and "role" in one for one in found):
                 return found
-    return given
+    return value
 
 
-def _is_whole(given: Any) -> bool:
+def _is_whole(value: Any) -> bool:
     """Whether one response of a pair is a whole conversation."""
-    given = _unpacked(given)
-    first = given[0] if isinstance(given, list) and given else None
+    value = _unpacked(value)
+    first = value[0] if isinstance(value, list) and value else None
     return isinstance(first, Mapping) and first.get("role") in ("system", "user")
 
 
@@ -276,8 +276,8 @@ def _shared_prompt(
     columns: Mapping[str, Any], where: str
 ) -> tuple[tuple[Message, ...], OfflineResponse, OfflineResponse]:
     """Two whole conversations: the prompt is their common beginning, up to the first different assistant message."""
-    given = [_listed(columns[column], where, column) for column in PAIR_COLUMNS]
-    read = [messages_of_cell(one, where, column) for one, column in zip(given, PAIR_COLUMNS, strict=True)]
+    value = [_listed(columns[column], where, column) for column in PAIR_COLUMNS]
+    read = [messages_of_cell(one, where, column) for one, column in zip(value, PAIR_COLUMNS, strict=True)]
     common = next((i for i, (one, other) in enumerate(zip(*read, strict=False)) if one != other), min(map(len, read)))
     while common and (common == min(map(len, read)) or read[0][common].role != "assistant"):
         common -= 1
@@ -287,15 +287,15 @@ def _shared_prompt(
             "the assistant's. Write the common messages as prompt, and the replies as chosen and rejected."
         )
     better, worse = (
-        _response(one[common:], where, column, common) for one, column in zip(given, PAIR_COLUMNS, strict=True)
+        _response(one[common:], where, column, common) for one, column in zip(value, PAIR_COLUMNS, strict=True)
     )
     return read[0][:common], better, worse
 
 
-def _transcript(given: Any, where: str) -> tuple[tuple[Message, ...], OfflineResponse]:
+def _transcript(value: Any, where: str) -> tuple[tuple[Message, ...], OfflineResponse]:
     """A conversation; the prompt ends before the first assistant message."""
-    given = _listed(given, where, "messages")
-    read = messages_of_cell(given, where)
+    value = _listed(value, where, "messages")
+    read = messages_of_cell(value, where)
     begin = next((i for i, message in enumerate(read) if message.role == "assistant"), None)
     if begin is None:
         raise ConfigError(
@@ -306,18 +306,18 @@ def _transcript(given: Any, where: str) -> tuple[tuple[Message, ...], OfflineRes
         raise ConfigError(
             f'{where}, messages: begins with an assistant message. Put a user message before it: {{"role": "user", …}}.'
         )
-    return read[:begin], _response(given[begin:], where, "messages", begin)
+    return read[:begin], _response(value[begin:], where, "messages", begin)
 
 
-def _response(given: Sequence[Any], where: str, column: str, offset: int = 0) -> OfflineResponse:
-    read = messages_of_cell(list(given), where, column)
+def _response(value: Sequence[Any], where: str, column: str, offset: int = 0) -> OfflineResponse:
+    read = messages_of_cell(list(value), where, column)
     trained = tuple(
         message.role == "assistant" and _flag(one, f"{where}, {column}[{offset + i}]")
-        for i, (message, one) in enumerate(zip(read, given, strict=True))
+        for i, (message, one) in enumerate(zip(read, value, strict=True))
     )
     messages = tuple(
         _with_thinking(message, one) if message.role == "assistant" else message
-        for message, one in zip(read, given, strict=True)
+        for message, one in zip(read, value, strict=True)
     )
     for i, (message, learned) in enumerate(zip(messages, trained, strict=True)):
         if learned and not message.content.strip() and not message.tool_calls:
@@ -333,12 +333,12 @@ def _response(given: Sequence[Any], where: str, column: str, offset: int = 0) ->
     return OfflineResponse(messages, trained)
 
 
-def _flag(given: Any, where: str) -> bool:
+def _flag(message: Any, where: str) -> bool:
     """Whether a message is trained on: `train`, `loss_mask`, or `weight` (OpenAI)."""
-    if not isinstance(given, Mapping):
+    if not isinstance(message, Mapping):
         return True
     for key in ("train", "loss_mask", "weight"):
-        value = given.get(key)
+        value = message.get(key)
         if value is not None:
             if value not in (0, 1):
                 raise ConfigError(f"{where}.{key}: {value!r}. Write true or false.")
@@ -346,29 +346,29 @@ def _flag(given: Any, where: str) -> bool:
     return True
 
 
-def _with_thinking(message: Message, given: Any) -> Message:
+def _with_thinking(message: Message, value: Any) -> Message:
     """Thinking from a separate key is put before the content, as models write it."""
     thought = (
-        next((given[key] for key in THINKING_KEYS if given.get(key)), None) if isinstance(given, Mapping) else None
+        next((value[key] for key in THINKING_KEYS if value.get(key)), None) if isinstance(value, Mapping) else None
     )
     if not isinstance(thought, str) or "<think>" in message.content:
         return message
     return replace(message, content=f"<think>\n{thought.strip()}\n</think>\n\n{message.content}")
 
 
-def _listed(given: Any, where: str, column: str) -> list[Any]:
+def _listed(value: Any, where: str, column: str) -> list[Any]:
     """Messages as a list; JSON text is parsed."""
-    if isinstance(given, str):
+    if isinstance(value, str):
         try:
-            given = json.loads(given)
+            value = json.loads(value)
         except ValueError as error:
             raise ConfigError(f"{where}, {column}: not valid JSON: {error}") from error
-    if not isinstance(given, list) or not given:
+    if not isinstance(value, list) or not value:
         raise ConfigError(
-            f"{where}, {column}: {type(given).__name__}, not a list of messages. Write "
+            f"{where}, {column}: {type(value).__name__}, not a list of messages. Write "
             '[{"role": "assistant", "content": "…"}].'
         )
-    return given
+    return value
 
 
 def _text(text: str, where: str) -> str:
@@ -377,31 +377,31 @@ def _text(text: str, where: str) -> str:
     return text
 
 
-def _tools(given: Any, where: str) -> tuple[ToolSpec, ...]:
-    if given in (None, "", []):
+def _tools(value: Any, where: str) -> tuple[ToolSpec, ...]:
+    if value in (None, "", []):
         return ()
-    if isinstance(given, str):
+    if isinstance(value, str):
         try:
-            given = json.loads(given)
+            value = json.loads(value)
         except ValueError as error:
             raise ConfigError(f"{where}, tools: not valid JSON: {error}") from error
     try:
-        return read_tools(given, f"{where}, tools")
+        return read_tools(value, f"{where}, tools")
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
 
-def _weight(given: Any, where: str) -> float:
-    if given is None:
+def _weight(value: Any, where: str) -> float:
+    if value is None:
         return 1.0
-    if isinstance(given, bool) or not isinstance(given, int | float | str):
-        raise ConfigError(f"{where}, weight: {type(given).__name__}, not a number.")
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ConfigError(f"{where}, weight: {type(value).__name__}, not a number.")
     try:
-        weight = float(given)
+        weight = float(value)
     except ValueError:
         weight = math.nan
     if not (math.isfinite(weight) and weight > 0):
-        raise ConfigError(f"{where}, weight: {given!r}. Write a number above 0, or drop the row.")
+        raise ConfigError(f"{where}, weight: {value!r}. Write a number above 0, or drop the row.")
     return weight
 
 
@@ -409,8 +409,8 @@ LABELS = {"true": 1.0, "1": 1.0, "false": 0.0, "0": 0.0}
 
 
 def _label(columns: Mapping[str, Any], where: str) -> float:
-    given = columns.get("label")
-    found = LABELS.get(str(given).lower().removesuffix(".0"))
+    value = columns.get("label")
+    found = LABELS.get(str(value).lower().removesuffix(".0"))
     if found is None:
-        raise ConfigError(f"{where}, label: {given!r}. Write true where the completion is good, else false.")
+        raise ConfigError(f"{where}, label: {value!r}. Write true where the completion is good, else false.")
     return found

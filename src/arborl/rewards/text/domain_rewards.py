@@ -84,8 +84,8 @@ class DomainReward(TextReward):
             self.patterns[part].search(sentence) is not None
             for one in exchanges
             for sentence in sentences(one.reply)
-            if len(given := words(sentence)) > 2
-            and lexical_variety(given) * function_word_score(given) > 0.5
+            if len(tokens := words(sentence)) > 2
+            and lexical_variety(tokens) * function_word_score(tokens) > 0.5
             and not is_echo(sentence, one.user)
         )
 

@@ -135,8 +135,8 @@ def words(text: str) -> list[str]:
 
 def content_words(text: str | Sequence[str]) -> set[str]:
     """Words of four letters or more, numbers, and characters of scripts without spaces."""
-    given = words(text) if isinstance(text, str) else text
-    return {word for word in given if len(word) > 3 or any(c.isdigit() for c in word) or CHARACTER.match(word)}
+    tokens = words(text) if isinstance(text, str) else text
+    return {word for word in tokens if len(word) > 3 or any(c.isdigit() for c in word) or CHARACTER.match(word)}
 
 
 def length(text: str) -> float:
@@ -159,52 +159,52 @@ def without_code(text: str) -> str:
     return "\n".join(text.split("```")[::2])
 
 
-def lexical_variety(given: Sequence[str]) -> float:
+def lexical_variety(tokens: Sequence[str]) -> float:
     """1 in ordinary prose, 0 for one word repeated.
 
     The mean share of distinct words in a sliding window of 25, which does not depend on the length; 0.4 to 0.8 maps to
     0 to 1 (0.2 to 0.6 for scripts without spaces). Times the share of distinct trigrams, 0 to 0.6, which finds repeated
     sentences.
     """
-    if len(given) < 4:
-        return 1.0 if len(given) < 2 or len(set(given)) > 1 else 0.0
-    size = min(WINDOW, len(given))
-    seen = Counter(given[:size])
+    if len(tokens) < 4:
+        return 1.0 if len(tokens) < 2 or len(set(tokens)) > 1 else 0.0
+    size = min(WINDOW, len(tokens))
+    seen = Counter(tokens[:size])
     different = [len(seen)]
-    for gone, new in zip(given, given[size:], strict=False):
+    for gone, new in zip(tokens, tokens[size:], strict=False):
         seen[new] += 1
         seen[gone] -= 1
         if not seen[gone]:
             del seen[gone]
         different.append(len(seen))
-    runs = [tuple(given[i : i + 3]) for i in range(len(given) - 2)]
-    least = 0.2 if sum(bool(CHARACTER.match(word)) for word in given) * 2 > len(given) else 0.4
+    runs = [tuple(tokens[i : i + 3]) for i in range(len(tokens) - 2)]
+    least = 0.2 if sum(bool(CHARACTER.match(word)) for word in tokens) * 2 > len(tokens) else 0.4
     near = _clamp((sum(different) / len(different) / size - least) / 0.4)
     return near * _clamp(len(set(runs)) / len(runs) / 0.6)
 
 
-def function_word_score(given: Sequence[str]) -> float:
+def function_word_score(tokens: Sequence[str]) -> float:
     """1 in prose, 0 for a list of keywords.
 
     Prose in Latin letters has function words (`the`, `zu`, `de`). It is 1 if one word in eight has at most three
     letters; one is free, for short sentences. Other scripts get 1.
     """
-    latin = [word for word in given if LATIN.match(word)]
-    if len(latin) * 2 <= len(given):
+    latin = [word for word in tokens if LATIN.match(word)]
+    if len(latin) * 2 <= len(tokens):
         return 1.0
     return _clamp(8 * (1 + sum(len(word) <= 3 for word in latin)) / len(latin))
 
 
 def prose_score(text: str) -> float:
     """`lexical_variety` times `function_word_score` of the text outside code."""
-    given = words(without_code(text))
-    return lexical_variety(given) * function_word_score(given)
+    tokens = words(without_code(text))
+    return lexical_variety(tokens) * function_word_score(tokens)
 
 
 def word_ngrams(text: str, size: int = 3) -> set[tuple[str, ...]]:
     """N-grams of words. A shorter text is one n-gram."""
-    given = words(text)
-    return {tuple(given[i : i + size]) for i in range(max(len(given) - size + 1, 1))} if given else set()
+    tokens = words(text)
+    return {tuple(tokens[i : i + size]) for i in range(max(len(tokens) - size + 1, 1))} if tokens else set()
 
 
 def jaccard(one: set[tuple[str, ...]], other: set[tuple[str, ...]]) -> float:
@@ -224,20 +224,20 @@ def novelty_scores(exchanges: Sequence[Exchange], size: int = 3) -> list[float]:
 
 def is_echo(reply: str, user: str) -> bool:
     """Whether a reply of three words or more has only words of the user."""
-    given = words(reply)
-    return len(given) > 2 and not set(given) - set(words(user))
+    tokens = words(reply)
+    return len(tokens) > 2 and not set(tokens) - set(words(user))
 
 
 def has_question(reply: str, user: str = "") -> bool:
     """Whether the reply has a question of three words or more that is not a sentence of the user."""
     theirs = {" ".join(words(sentence)) for sentence in sentences(user)}
     for sentence in sentences(without_code(reply)):
-        given = words(sentence)
+        tokens = words(sentence)
         if (
-            len(given) > 2
+            len(tokens) > 2
             and QUESTION.search(sentence)
-            and lexical_variety(given) > 0.5
-            and " ".join(given) not in theirs
+            and lexical_variety(tokens) > 0.5
+            and " ".join(tokens) not in theirs
         ):
             return True
     return False

@@ -1,4 +1,4 @@
-"""An environment that answers in the wrong shape is refused, and told which field and what to return."""
+"""An environment that answers in the wrong shape is refused, and reported which field and what to return."""
 
 from __future__ import annotations
 

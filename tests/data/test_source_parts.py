@@ -36,8 +36,8 @@ class Echo:
 
     async def run(self, task, env, model):
         await env.reset(task, task.seed)
-        said = await model.chat([Message("user", self.word)])
-        await env.step(said)
+        output = await model.chat([Message("user", self.word)])
+        await env.step(output)
 
 
 @pytest.fixture
@@ -126,9 +126,9 @@ def test_a_whole_run_reports_where_its_tasks_came_from_and_how_each_source_does(
     assert {"success/sums", "success/words", "success/lake", "success"} <= run.summary["after"].keys()
     written = next((files / "run" / "episodes").glob("step-*.jsonl"))
     assert {episode.task.source for episode in EpisodeStore(files).read(written)} == {"sums", "words", "lake"}
-    asked = from_kwargs(**settings(files), output_dir=str(files / "run"))
-    model = asked.model.model_copy(update={"dtype": "float32"})  # what `auto` is on a CPU
-    assert load(files / "run" / "config.yaml") == asked.model_copy(update={"model": model})
+    requests = from_kwargs(**settings(files), output_dir=str(files / "run"))
+    model = requests.model.model_copy(update={"dtype": "float32"})  # what `auto` is on a CPU
+    assert load(files / "run" / "config.yaml") == requests.model_copy(update={"model": model})
 
 
 def test_a_mixed_run_goes_on_from_its_checkpoint_as_if_it_had_never_stopped(files):
@@ -139,11 +139,11 @@ def test_a_mixed_run_goes_on_from_its_checkpoint_as_if_it_had_never_stopped(file
     train(whole)
     shutil.copytree(files / "whole", files / "cut")
     train(whole.model_copy(update={"output_dir": files / "cut"}), resume="2")
-    said = [
+    output = [
         [(e.id, e.seed, e.answer) for e in EpisodeStore(files).read(path / "episodes" / "step-000003.jsonl")]
         for path in (files / "whole", files / "cut")
     ]
-    assert said[0] == said[1]
+    assert output[0] == output[1]
     states = [checkpoint.load_state(files / name / "checkpoints" / "step-000003") for name in ("whole", "cut")]
     assert states[0]["data"] == states[1]["data"]
     assert states[0]["data"]["drawn"] == {"sums": 6, "words": 3, "lake": 3}

@@ -111,7 +111,7 @@ def test_those_that_compute_run_few_at_a_time_so_that_none_uses_up_the_time_of_o
     assert most <= 4 * threaded_calls.FEW  # 8, but for a look that found the whole machine busy with something else
 
 
-def test_what_hangs_every_time_is_bounded_and_said(released, monkeypatch, caplog):
+def test_what_hangs_every_time_is_bounded_and_stated(released, monkeypatch, caplog):
     monkeypatch.setattr(threads, "MOST", 3)
 
     def judge(episode):
@@ -124,8 +124,8 @@ def test_what_hangs_every_time_is_bounded_and_said(released, monkeypatch, caplog
     last = group(4)
     asyncio.run(rewards.score([last]))
     assert all("3 calls of reward 'judge' hang in threads" in one.failure.message for one in last.episodes)
-    said = [one.message for one in caplog.records if "3 calls of reward 'judge' hang" in one.message]
-    assert len(said) == 2  # that no more are begun, and the first episode that failed of it
+    output = [one.message for one in caplog.records if "3 calls of reward 'judge' hang" in one.message]
+    assert len(output) == 2  # that no more are begun, and the first episode that failed of it
     assert rewards.metrics()["rewards/calls_stuck"] >= 4
     released.set()
     while threads.left_behind.stuck()["reward 'judge'"]:
@@ -185,7 +185,7 @@ def test_one_that_does_not_block_may_say_so_and_runs_in_the_event_loop():
     assert one.rewards == {"where": 1.0, "elsewhere": 0.0}
 
 
-def test_a_timeout_by_signals_is_told_where_it_works():
+def test_a_timeout_by_signals_is_reported_where_it_works():
     import signal
 
     def judge(episode):

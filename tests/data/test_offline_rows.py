@@ -13,7 +13,7 @@ from arborl.data.reading.row_reader import OfflineRowReader, OfflineTask
 from arborl.data.source_factory import OfflineRows
 from arborl.errors import ConfigError
 
-USER, SAID = {"role": "user", "content": "6*7?"}, {"role": "assistant", "content": "42"}
+USER, REPLY = {"role": "user", "content": "6*7?"}, {"role": "assistant", "content": "42"}
 
 
 def read(kind: str, row: dict, **settings) -> OfflineTask:
@@ -27,12 +27,12 @@ def words(messages) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(
     "row",
     [
-        {"messages": [USER, SAID]},
-        {"messages": json.dumps([USER, SAID])},
+        {"messages": [USER, REPLY]},
+        {"messages": json.dumps([USER, REPLY])},
         {"prompt": "6*7?", "completion": "42"},
-        {"prompt": [USER], "completion": [SAID]},
+        {"prompt": [USER], "completion": [REPLY]},
         {"prompt": [USER], "completion": "42"},
-        {"prompt": json.dumps([USER]), "completion": json.dumps([SAID])},
+        {"prompt": json.dumps([USER]), "completion": json.dumps([REPLY])},
     ],
 )
 def test_a_transcript_is_messages_or_a_prompt_and_a_completion(row):
@@ -48,9 +48,9 @@ def test_a_transcript_is_messages_or_a_prompt_and_a_completion(row):
     "row",
     [
         {"prompt": "6*7?", "chosen": "42", "rejected": "41"},
-        {"prompt": [USER], "chosen": [SAID], "rejected": [SAID | {"content": "41"}]},
-        {"chosen": [USER, SAID], "rejected": [USER, SAID | {"content": "41"}]},
-        {"prompt": "6*7?", "chosen": [USER, SAID], "rejected": [USER, SAID | {"content": "41"}]},  # as UltraFeedback
+        {"prompt": [USER], "chosen": [REPLY], "rejected": [REPLY | {"content": "41"}]},
+        {"chosen": [USER, REPLY], "rejected": [USER, REPLY | {"content": "41"}]},
+        {"prompt": "6*7?", "chosen": [USER, REPLY], "rejected": [USER, REPLY | {"content": "41"}]},  # as UltraFeedback
     ],
 )
 def test_a_pair_is_a_prompt_and_two_sides_or_two_conversations_that_begin_alike(row):
@@ -62,9 +62,9 @@ def test_a_pair_is_a_prompt_and_two_sides_or_two_conversations_that_begin_alike(
     ]
 
 
-def test_two_conversations_share_what_the_assistant_said_alike():
-    earlier = [USER, SAID, {"role": "user", "content": "Sure?"}]
-    row = {"chosen": [*earlier, SAID | {"content": "Yes."}], "rejected": [*earlier, SAID | {"content": "No."}]}
+def test_two_conversations_share_what_the_assistant_stated_alike():
+    earlier = [USER, REPLY, {"role": "user", "content": "Sure?"}]
+    row = {"chosen": [*earlier, REPLY | {"content": "Yes."}], "rejected": [*earlier, REPLY | {"content": "No."}]}
     task = read("pairs", row)
     assert words(task.messages) == [("user", "6*7?"), ("assistant", "42"), ("user", "Sure?")]
 
@@ -75,9 +75,9 @@ def test_a_labelled_answer_is_good_or_bad(label, score):
     assert [side.score for side in task.responses] == [score]
 
 
-def test_tools_and_a_weight_come_along_and_what_was_said_is_no_field():
+def test_tools_and_a_weight_come_along_and_what_was_stated_is_no_field():
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
-    row = {"messages": [USER, SAID], "tools": json.dumps([tool]), "weight": 2, "topic": "arithmetic"}
+    row = {"messages": [USER, REPLY], "tools": json.dumps([tool]), "weight": 2, "topic": "arithmetic"}
     task = read("transcripts", row)
     assert [tool.name for tool in task.tools] == ["add"]
     assert task.weight == 2.0
@@ -85,7 +85,7 @@ def test_tools_and_a_weight_come_along_and_what_was_said_is_no_field():
 
 
 def test_columns_may_have_other_names():
-    row = {"conversation": [USER, SAID]}
+    row = {"conversation": [USER, REPLY]}
     assert words(read("transcripts", row, fields={"messages": "conversation"}).messages) == [("user", "6*7?")]
     row = {"instruction": "6*7?", "completion": "42"}
     assert words(read("transcripts", row, question="instruction").messages) == [("user", "6*7?")]
@@ -94,22 +94,22 @@ def test_columns_may_have_other_names():
 @pytest.mark.parametrize(
     ("kind", "row", "says"),
     [
-        ("transcripts", {"messages": [USER]}, r"messages: the assistant says nothing in it.*Add \{\"role\": \"assist"),
-        ("transcripts", {"messages": [SAID, USER]}, "begins with the assistant. Put before it what it answers"),
+        ("transcripts", {"messages": [USER]}, r"messages: there is no assistant message.*Add \{\"role\": \"assist"),
+        ("transcripts", {"messages": [REPLY, USER]}, "begins with an assistant message"),
         ("transcripts", {"messages": [USER, {"role": "bot", "content": "x"}]}, "'bot' is not a role.*Write one of"),
-        ("transcripts", {"messages": [USER, SAID | {"content": " "}]}, r"messages\[1\]: the assistant says nothing."),
-        ("transcripts", {"messages": [USER, SAID | {"train": False}]}, "nothing of it is learned from"),
-        ("transcripts", {"messages": [USER, SAID | {"train": "no"}]}, r"messages\[1\].train: 'no'. Write true or"),
-        ("transcripts", {"messages": [USER, SAID], "weight": -1}, "weight: -1. Write a number above 0"),
-        ("transcripts", {"mesages": [USER, SAID]}, "no column 'messages'. Did you mean 'mesages'?.*Write the columns"),
-        ("transcripts", {"prompt": [USER, SAID], "completion": "x"}, "prompt: ends with a message of the assistant"),
+        ("transcripts", {"messages": [USER, REPLY | {"content": " "}]}, r"messages\[1\]: the assistant message"),
+        ("transcripts", {"messages": [USER, REPLY | {"train": False}]}, "nothing is trained on"),
+        ("transcripts", {"messages": [USER, REPLY | {"train": "no"}]}, r"messages\[1\].train: 'no'. Write true or"),
+        ("transcripts", {"messages": [USER, REPLY], "weight": -1}, "weight: -1. Write a number above 0"),
+        ("transcripts", {"mesages": [USER, REPLY]}, "no column 'messages'. Did you mean 'mesages'?.*Write the columns"),
+        ("transcripts", {"prompt": [USER, REPLY], "completion": "x"}, "prompt: ends with an assistant message"),
         ("transcripts", {"prompt": "6*7?", "completion": [USER]}, "completion: begins with a message of role 'user'"),
         ("transcripts", {"prompt": "6*7?", "completion": ""}, "completion: empty. Fill it, or drop the row"),
-        ("transcripts", {"messages": [USER, SAID], "tools": "{"}, "tools: not valid JSON"),
+        ("transcripts", {"messages": [USER, REPLY], "tools": "{"}, "tools: not valid JSON"),
         ("pairs", {"prompt": "6*7?", "chosen": "42", "rejected": "42"}, "chosen and rejected are equal"),
         ("pairs", {"prompt": "6*7?", "chosen": "42"}, "no column 'rejected'.*prompt, chosen and rejected; for example"),
         ("pairs", {"chosen": "42", "rejected": "41"}, "no column 'prompt'"),
-        ("pairs", {"chosen": [USER, SAID], "rejected": [SAID | {"role": "user"}, SAID]}, "do not begin with the same"),
+        ("pairs", {"chosen": [USER, REPLY], "rejected": [REPLY | {"role": "user"}, REPLY]}, "do not begin with"),
         ("labels", {"prompt": "6*7?", "completion": "42"}, "label: None. Write true where the completion is good"),
     ],
 )
@@ -124,7 +124,7 @@ def lengths(task) -> int:
 
 def opened(path: Path, **settings):
     rows = OfflineRows("transcripts", lengths, max_context=5)
-    return open_source(DataConfig(path=path, given=True, **settings), "question", 0, given=rows)
+    return open_source(DataConfig(path=path, given=True, **settings), "question", 0, offline=rows)
 
 
 def written(folder: Path, answers: list[str]) -> Path:
@@ -161,7 +161,7 @@ def test_a_table_too_large_to_be_read_at_the_start_gives_a_neighbour_for_a_row_t
     monkeypatch.setattr("arborl.data.source_factory.open_tables", unread)
     source = opened(path)
     pool = source.pools["rows"]
-    assert not pool.counts  # nobody has looked yet
+    assert not pool.counts  # no one has looked yet
     assert all(lengths(task) == 5 for task in source.take(0, 36))
     assert pool.counts["overlong"] > 0
 
@@ -176,5 +176,5 @@ def unread(paths):
 
 def test_an_empty_file_is_refused(tmp_path):
     (tmp_path / "rows.jsonl").write_text("\n")
-    with pytest.raises(ConfigError, match="no rows in it"):
+    with pytest.raises(ConfigError, match="there are no rows"):
         opened(tmp_path / "rows.jsonl")

@@ -1,4 +1,4 @@
-"""What else the model might have said is kept beside what it said, and asking for it changes nothing."""
+"""What else the model might have stated is kept beside what it stated, and asking for it changes nothing."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def episodes(folder, **settings):
 
 def test_rivals_are_kept_and_change_nothing(tmp_path):
     plain = episodes(tmp_path / "plain")
-    asked = episodes(tmp_path / "asked", **{"track.rivals": 3})
-    assert [[call.completion.tokens for call in one.calls] for one in asked] == [
+    requests = episodes(tmp_path / "with_top_logprobs", **{"track.rivals": 3})
+    assert [[call.completion.tokens for call in one.calls] for one in requests] == [
         [call.completion.tokens for call in one.calls] for one in plain
     ]
     assert all(call.rivals == () for one in plain for call in one.calls)
-    for call in (call for one in asked for call in one.calls):
-        said = call.completion
-        assert len(call.rivals) == len(said.tokens)
-        for token, logprob, others in zip(said.tokens, said.logprobs, call.rivals, strict=True):
+    for call in (call for one in requests for call in one.calls):
+        output = call.completion
+        assert len(call.rivals) == len(output.tokens)
+        for token, logprob, others in zip(output.tokens, output.logprobs, call.rivals, strict=True):
             assert len(others) == 3
             assert token not in [other for other, _ in others]
             assert math.exp(logprob) + sum(math.exp(chance) for _, chance in others) < 1.01

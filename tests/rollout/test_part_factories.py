@@ -53,13 +53,13 @@ def cast(objects=None, *settings):
 
 def test_classes_are_inspected_once_per_run(monkeypatch):
     made = cast()
-    asked = []
+    requests = []
     signature = inspect.signature
-    monkeypatch.setattr(inspect, "signature", lambda *args, **more: asked.append(args) or signature(*args, **more))
+    monkeypatch.setattr(inspect, "signature", lambda *args, **more: requests.append(args) or signature(*args, **more))
     for seed in range(5):
         made.env(Task("task", seed=seed))
         made.agent(Task("task", seed=seed))
-    assert asked == []
+    assert requests == []
 
 
 def test_every_episode_has_an_agent_and_an_environment_of_its_own():
@@ -80,7 +80,7 @@ def test_no_two_environments_share_what_the_user_handed_in(given):
 SHARED = Board([[1]])
 
 
-def test_what_a_class_refuses_is_said_with_the_key_of_its_arguments():
+def test_what_a_class_refuses_is_stated_with_the_key_of_its_arguments():
     with pytest.raises(ConfigError, match=r"env\.args: size=1"):
         cast({"object:board": Board}, "env=object:board", "env.args.size=1")
 

@@ -32,8 +32,8 @@ def test_the_calculator_solves_every_problem_by_its_expression(level):
 def test_no_problem_tells_its_answer_by_its_numbers():
     """A guesser who repeats a number of the question is seldom right."""
     rows = problems(500)
-    told = sum(row["answer"] in row["question"].replace("?", " ").replace(".", " ").split() for row in rows)
-    assert told / len(rows) < 0.05
+    reported = sum(row["answer"] in row["question"].replace("?", " ").replace(".", " ").split() for row in rows)
+    assert reported / len(rows) < 0.05
 
 
 def test_what_cannot_be_made_is_refused():
