@@ -176,7 +176,7 @@ def test_the_rows_of_the_mixed_set_can_be_solved(here):
     read = {name: json.loads((here / f"data/{name}.json").read_text()) for name in ("code", "search", "math")}
     for row in read["code"]:
         (case,) = read_cases(row["input_output"])
-        assert case.wanted == row["answer"]
+        assert case.expected == row["answer"]
     for row in read["math"]:
         expression = row["solution"].removeprefix("We compute ").partition(" = ")[0]
         assert equal(calculator(expression), final_part(row["solution"]))

@@ -178,8 +178,8 @@ def _prepare(
         raise ConfigError(f"val_share={val_share}: give a share from 0 and below 1.")
     splits: dict[str, list[Row]] = {"train": [], "val": []}
     for place, row in read_rows(input):
-        made = convert(row, f"{input}, {place}")
-        splits["val" if _is_validation(group(made), val_share) else "train"].append(made)
+        converted = convert(row, f"{input}, {place}")
+        splits["val" if _is_validation(group(converted), val_share) else "train"].append(converted)
     if not splits["train"]:
         raise ConfigError(f"{input}: all {len(splits['val'])} rows fell to validation. Write a smaller val_share.")
     if not splits["val"] and val_share > 0 and len(splits["train"]) > 1:
@@ -197,9 +197,9 @@ def _is_validation(name: str, share: float) -> bool:
 
 
 def _text(row: Mapping[str, Any], column: str, where: str) -> str:
-    found = row.get(column)
-    if found is None:
+    cell = row.get(column)
+    if cell is None:
         raise ConfigError(f"{where}: no column {column!r}. It has: {', '.join(map(str, row))}.")
-    if not isinstance(found, str | int) or not str(found).strip():
+    if not isinstance(cell, str | int) or not str(cell).strip():
         raise ConfigError(f"{where}, {column}: empty, or not text.")
-    return str(found)
+    return str(cell)

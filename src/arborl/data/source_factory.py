@@ -223,24 +223,24 @@ def open_hub(name: str) -> Table:
     config, _, split = rest.partition(":")
     try:
         if (Path(dataset) / "state.json").is_file() or (Path(dataset) / "dataset_dict.json").is_file():
-            found = datasets.load_from_disk(dataset)
+            loaded = datasets.load_from_disk(dataset)
         else:
-            found = datasets.load_dataset(dataset, config or None)
+            loaded = datasets.load_dataset(dataset, config or None)
     except Exception as error:  # a download or a dataset may raise anything
         raise ConfigError(f"data.hub={name}: cannot be loaded: {type(error).__name__}: {error}") from error
-    if isinstance(found, Mapping):
-        chosen = split or ("train" if "train" in found else "")
-        if chosen not in found:
+    if isinstance(loaded, Mapping):
+        chosen = split or ("train" if "train" in loaded else "")
+        if chosen not in loaded:
             raise ConfigError(
-                f"data.hub={name}: there is no split {chosen!r}. Known: {', '.join(found)}. "
+                f"data.hub={name}: there is no split {chosen!r}. Known: {', '.join(loaded)}. "
                 f"Write {dataset}:{config}:SPLIT."
             )
-        found = found[chosen]
-    if not len(found):
+        loaded = loaded[chosen]
+    if not len(loaded):
         raise ConfigError(f"data.hub={name}: the dataset has no rows. Give at least one task.")
-    if len(found) <= MEMORY_ROWS and found.data.nbytes <= MEMORY_BYTES:
-        return ListTable([(f"row {number}", dict(row)) for number, row in enumerate(found, 1)], name)
-    return HubTable(found, name)
+    if len(loaded) <= MEMORY_ROWS and loaded.data.nbytes <= MEMORY_BYTES:
+        return ListTable([(f"row {number}", dict(row)) for number, row in enumerate(loaded, 1)], name)
+    return HubTable(loaded, name)
 
 
 # ------------------------------------------------------------------------------------------------ one file, by a column

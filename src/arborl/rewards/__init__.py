@@ -60,12 +60,12 @@ def find_reward(name: str, args: Mapping[str, Any], where: str) -> Reward:
         args: its arguments, if it is a class.
         where: configuration key of the arguments.
     """
-    found = REWARDS[name]
-    if inspect.isclass(found):
-        found = call_checked(found, args, where)
+    target = REWARDS[name]
+    if inspect.isclass(target):
+        target = call_checked(target, args, where)
     elif args:
         raise ConfigError(f"{where}: the reward {name!r} is a function and takes no arguments here. Remove them.")
-    return as_reward(found)
+    return as_reward(target)
 
 
 __all__ = ["REWARDS", "GroupReward", "Reward", "Rewards", "find_reward", "reward"]

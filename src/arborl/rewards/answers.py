@@ -106,11 +106,11 @@ class ParsedNumber:
     """A `%` follows; `value` is the number before it."""
 
 
-def equal(answer: str, wanted: str, tolerance: Fraction = Fraction(0)) -> bool:
+def equal(answer: str, expected: str, tolerance: Fraction = Fraction(0)) -> bool:
     """Whether an answer equals the expected one: as a number if that is one, else as text."""
-    right = read_number(wanted)
+    right = read_number(expected)
     if right is None:
-        return plain_text(answer) == plain_text(wanted)
+        return plain_text(answer) == plain_text(expected)
     number = last_number(answer)
     return number is not None and same_number(number, right, tolerance)
 
@@ -217,12 +217,12 @@ def exact(episode: Episode, answer: Any) -> float:
     return float(same_answer(final_part(episode.answer), str(answer)))
 
 
-def same_answer(answer: str, wanted: str) -> bool:
+def same_answer(answer: str, expected: str) -> bool:
     """Equal as text or, if both are numbers, as numbers."""
-    left, right = read_number(answer), read_number(wanted)
+    left, right = read_number(answer), read_number(expected)
     if left is not None and right is not None:
         return same_number(left, right)
-    return " ".join(answer.split()) == " ".join(wanted.split())
+    return " ".join(answer.split()) == " ".join(expected.split())
 
 
 class Equal:
@@ -248,8 +248,8 @@ class Equal:
         self.tolerance, self.field = Fraction(tolerance), field
 
     async def __call__(self, episode: Episode) -> float:
-        wanted = field_of(episode, self.field, f"reward {self.name!r}")
-        options: Sequence[Any] = wanted if isinstance(wanted, list | tuple) else [wanted]
+        expected = field_of(episode, self.field, f"reward {self.name!r}")
+        options: Sequence[Any] = expected if isinstance(expected, list | tuple) else [expected]
         answer = final_part(episode.answer)
         return float(any(equal(answer, final_part(str(one)), self.tolerance) for one in options))
 

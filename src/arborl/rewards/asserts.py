@@ -159,17 +159,17 @@ class AssertReader:
     def comparison(self, node: ast.Compare) -> ast.expr:
         """One of two compared sides must be known here, else the code could make them equal."""
         sides = [node.left, *node.comparators]
-        made, from_code = [], []
+        rebuilt, from_code = [], []
         for side in sides:
             before = self.answers
-            made.append(self.outside(side))
+            rebuilt.append(self.outside(side))
             from_code.append(self.answers > before)
         if any(a and b for a, b in itertools.pairwise(from_code)):
             self.refuse("both sides are the code's own")
-        for op, side in zip(node.ops, made[1:], strict=True):
+        for op, side in zip(node.ops, rebuilt[1:], strict=True):
             if isinstance(op, ast.Is | ast.IsNot) and not singleton(side):
                 self.refuse("`is` compares with None, True or False; write ==")
-        return ast.Compare(made[0], node.ops, made[1:])
+        return ast.Compare(rebuilt[0], node.ops, rebuilt[1:])
 
     def in_sandbox(self, node: ast.expr) -> ast.expr:
         inside = list(ast.walk(node))
@@ -283,10 +283,10 @@ def rounded(value: Any, digits: int | None = None) -> Any:
 
 
 def bounded_range(*bounds: int) -> range:
-    made = range(*bounds)
-    if len(made) > MAX_ITEMS:
+    rebuilt = range(*bounds)
+    if len(rebuilt) > MAX_ITEMS:
         raise OverflowError("a range too long")
-    return made
+    return rebuilt
 
 
 OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {

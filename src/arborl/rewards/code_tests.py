@@ -29,7 +29,7 @@ RunCode = Callable[[str, str], Awaitable[Outcome]]
 class CodeCase:
     """One test: a program's input and output, a function call and its value, or asserts."""
 
-    wanted: Any = None
+    expected: Any = None
     """Expected output or return value."""
     stdin: str = ""
     function: str = ""
@@ -145,17 +145,17 @@ async def run_cases(code: str, cases: Sequence[CodeCase], run: RunCode) -> list[
     )
     passed = dict(zip(map(id, calls), answers, strict=True))
     for case, outcome in zip(programs, outcomes, strict=True):
-        passed[id(case)] = outcome.ok and same_output(outcome.stdout, case.wanted)
+        passed[id(case)] = outcome.ok and same_output(outcome.stdout, case.expected)
     return [passed[id(case)] for case in cases]
 
 
-def same_output(printed: str, wanted: str) -> bool:
+def same_output(printed: str, expected: str) -> bool:
     """Equal line by line, without trailing white space."""
 
     def lines(text: str) -> list[str]:
         return [line.rstrip() for line in text.strip().splitlines()]
 
-    return lines(printed) == lines(wanted)
+    return lines(printed) == lines(expected)
 
 
 async def _call_all(code: str, cases: Sequence[CodeCase], run: RunCode) -> list[bool]:
@@ -178,7 +178,7 @@ def _request(case: CodeCase) -> list[Any]:
 def _passes(case: CodeCase, answers: list[Any]) -> bool:
     if case.asserts is not None:
         return case.asserts.hold(answers)
-    return len(answers) == 1 and same_value(answers[0], case.wanted)
+    return len(answers) == 1 and same_value(answers[0], case.expected)
 
 
 # ------------------------------------------------------------------------------------------------ values
@@ -300,10 +300,10 @@ def unpack(value: Any) -> Any:
     return object()
 
 
-def same_value(value: Any, wanted: Any) -> bool:
+def same_value(value: Any, expected: Any) -> bool:
     """Equal as JSON, numbers up to rounding. Values that cannot be compared are not equal."""
     try:
-        return _same(as_json_value(value), wanted)
+        return _same(as_json_value(value), expected)
     except (ValueError, TypeError, ArithmeticError, RecursionError, MemoryError):
         return False
 
@@ -323,14 +323,14 @@ def _key(key: Any) -> str:
     return key if isinstance(key, str) else json.dumps(key) if isinstance(key, bool | None) else str(key)
 
 
-def _same(value: Any, wanted: Any) -> bool:
-    if isinstance(value, bool) or isinstance(wanted, bool) or value is None or wanted is None:
-        return value is wanted
-    if isinstance(value, int | float) and isinstance(wanted, int | float):
-        return value == wanted or math.isclose(value, wanted, rel_tol=1e-6, abs_tol=1e-9)
-    if isinstance(value, list) and isinstance(wanted, list | tuple):
-        return len(value) == len(wanted) and all(map(_same, value, wanted))
-    if isinstance(value, dict) and isinstance(wanted, Mapping):
-        keyed = {_key(key): value for key, value in wanted.items()}
+def _same(value: Any, expected: Any) -> bool:
+    if isinstance(value, bool) or isinstance(expected, bool) or value is None or expected is None:
+        return value is expected
+    if isinstance(value, int | float) and isinstance(expected, int | float):
+        return value == expected or math.isclose(value, expected, rel_tol=1e-6, abs_tol=1e-9)
+    if isinstance(value, list) and isinstance(expected, list | tuple):
+        return len(value) == len(expected) and all(map(_same, value, expected))
+    if isinstance(value, dict) and isinstance(expected, Mapping):
+        keyed = {_key(key): value for key, value in expected.items()}
         return value.keys() == keyed.keys() and all(_same(value[key], keyed[key]) for key in value)
-    return bool(value == wanted)
+    return bool(value == expected)

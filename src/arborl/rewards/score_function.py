@@ -88,14 +88,14 @@ class ScoreFunction:
 
 def _gsm8k(text: str, gold: Any) -> float:
     """1 if the number after the last `####` is right."""
-    found = HASHES.findall(text[-TAIL_CHARS:])
-    return float(bool(found) and equal(found[-1].rstrip(".,"), str(gold)))
+    match = HASHES.findall(text[-TAIL_CHARS:])
+    return float(bool(match) and equal(match[-1].rstrip(".,"), str(gold)))
 
 
 def _boxed(text: str, gold: Any) -> float:
     """1 if the last `\\boxed{}` is right."""
-    found = last_boxed(text)
-    return float(found is not None and equal(found, str(gold)))
+    match = last_boxed(text)
+    return float(match is not None and equal(match, str(gold)))
 
 
 def _signed(text: str, gold: Any) -> float:
@@ -107,10 +107,10 @@ def _signed(text: str, gold: Any) -> float:
 def _tagged(text: str, gold: Any) -> float:
     """1 if the words in the last `<answer>` match one of the right answers."""
     gold = gold.get("target") if isinstance(gold, Mapping) else gold
-    found = last_tagged(text, "answer")
+    match = last_tagged(text, "answer")
     return (
-        max((exact_match(found, str(one)) for one in (gold if isinstance(gold, list) else [gold])), default=0.0)
-        if found
+        max((exact_match(match, str(one)) for one in (gold if isinstance(gold, list) else [gold])), default=0.0)
+        if match
         else 0.0
     )
 

@@ -81,13 +81,13 @@ def agent_factory(make: PartFactory, where: str) -> Callable[[], Agent]:
     checked: set[type] = set()
 
     def new_agent() -> Agent:
-        made = make()
-        has_class_method = "run" not in getattr(made, "__dict__", ())
-        if has_class_method and type(made) in checked:
-            return made  # type: ignore[no-any-return]
-        agent = as_agent(made, where)
-        if has_class_method and agent is made:
-            checked.add(type(made))
+        candidate = make()
+        has_class_method = "run" not in getattr(candidate, "__dict__", ())
+        if has_class_method and type(candidate) in checked:
+            return candidate  # type: ignore[no-any-return]
+        agent = as_agent(candidate, where)
+        if has_class_method and agent is candidate:
+            checked.add(type(candidate))
         return agent
 
     return new_agent

@@ -225,10 +225,10 @@ class MessageStates:
                     hidden |= _with_results(history, 1, before - 1) - keep
                 case Window(size):
                     window = size
-        gone = hidden | set(folded)
+        not_visible = hidden | set(folded)
         if window is not None:
-            hidden |= _outside(history, window, gone)
-        return cls(frozenset(deleted - gone), folded, frozenset(hidden - set(folded)))
+            hidden |= _outside(history, window, not_visible)
+        return cls(frozenset(deleted - not_visible), folded, frozenset(hidden - set(folded)))
 
 
 def _with_results(history: History, first: int, last: int) -> set[int]:
@@ -241,9 +241,9 @@ def _with_results(history: History, first: int, last: int) -> set[int]:
     return _with_results(history, min(callers), last)  # the span starts among the results of one call
 
 
-def _outside(history: History, size: int, gone: set[int]) -> set[int]:
+def _outside(history: History, size: int, not_visible: set[int]) -> set[int]:
     """Ids outside a window. The window never starts with a result whose call is hidden."""
-    left = [entry for entry in history.entries if entry.id > 0 and entry.id not in gone]
+    left = [entry for entry in history.entries if entry.id > 0 and entry.id not in not_visible]
     stay = pinned_ids(history)
     shown = [entry for entry in left if entry.id not in stay][-size:]
     while shown and (shown[0].caller or shown[0].message.role == "tool"):

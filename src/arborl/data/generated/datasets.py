@@ -41,17 +41,17 @@ def make_facts(count: int = 2000, seed: int = 0) -> tuple[list[Row], list[Row]]:
     chosen = [people[int(i)] for i in order[: -(-count // len(FACT_KINDS))]]
     questions: list[Row] = []
     documents: list[Row] = []
-    for number, who in enumerate(chosen):
-        known = _known(seed, who)
-        text = " ".join(say.format(who=who, what=known[kind]) for kind, say, _ in FACT_KINDS)
-        documents.append({"id": str(number), "title": who, "text": text})
+    for number, person_name in enumerate(chosen):
+        known = _known(seed, person_name)
+        text = " ".join(say.format(who=person_name, what=known[kind]) for kind, say, _ in FACT_KINDS)
+        documents.append({"id": str(number), "title": person_name, "text": text})
         for kind, _, ask in FACT_KINDS:
             questions.append(
                 {
-                    "question": f"{ask.format(who=who)} {TEXT_ANSWER}",
+                    "question": f"{ask.format(who=person_name)} {TEXT_ANSWER}",
                     "golden_answers": [known[kind]],
                     "answer": known[kind],
-                    "query": f'"{who}" {kind}',
+                    "query": f'"{person_name}" {kind}',
                     "data_source": "nq",
                 }
             )
@@ -59,8 +59,8 @@ def make_facts(count: int = 2000, seed: int = 0) -> tuple[list[Row], list[Row]]:
     return [questions[int(i)] for i in mixed[:count]], documents
 
 
-def _known(seed: int, who: str) -> dict[str, str]:
-    chance = generator(seed, "facts", who)
+def _known(seed: int, person_name: str) -> dict[str, str]:
+    chance = generator(seed, "facts", person_name)
 
     def pick(options: tuple[str, ...]) -> str:
         return options[int(chance.integers(len(options)))]
@@ -126,14 +126,14 @@ def _taco(row: Row) -> Row:
     """With the tests in TACO's form: inputs and outputs of a program, or arguments and values of a function."""
     tests = row.get("tests") or [{"input": "", "output": row["answer"]}]
     if "function" in tests[0]:
-        made = {
+        files = {
             "fn_name": tests[0]["function"],
             "inputs": [test["args"] for test in tests],
             "outputs": [[test["returns"]] for test in tests],
         }
     else:
-        made = {"inputs": [test["input"] for test in tests], "outputs": [test["output"] for test in tests]}
-    return row | {"input_output": json.dumps(made), "data_source": "taco"}
+        files = {"inputs": [test["input"] for test in tests], "outputs": [test["output"] for test in tests]}
+    return row | {"input_output": json.dumps(files), "data_source": "taco"}
 
 
 def _math(row: Row) -> Row:
@@ -171,10 +171,10 @@ def make(
     if name not in makers:
         known = ", ".join(makers)
         raise ConfigError(f"no set is called {name!r}.{did_you_mean(name, makers)} Known: {known}.")
-    made = call_checked(makers[name], settings, name)
+    files = call_checked(makers[name], settings, name)
     folder.mkdir(parents=True, exist_ok=True)
     written = {}
-    for file, rows in made.items():
+    for file, rows in files.items():
         lines = [json.dumps(row, ensure_ascii=False) for row in rows]
         text = "\n".join(lines) if file.endswith(".jsonl") else "[\n" + ",\n".join(lines) + "\n]"
         (folder / file).write_text(text + "\n", encoding="utf-8")

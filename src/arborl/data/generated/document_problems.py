@@ -62,13 +62,13 @@ def filler(chance: np.random.Generator, tokens: int) -> list[str]:
     count = max(tokens // 9, 1)
     drawn = zip(*(chance.integers(len(words), size=count) for words in (OPENINGS, WHO, DID, PLACES, WHEN)), strict=True)
     sentences = [f"{OPENINGS[o]} {WHO[w]} {DID[d]} the {PLACES[p]} {WHEN[t]}." for o, w, d, p, t in drawn]
-    left, kept = tokens, []
+    left, chosen_sentences = tokens, []
     for sentence in sentences:
         left -= sentence.count(" ") + 2
-        kept.append(sentence)
+        chosen_sentences.append(sentence)
         if left <= 0:
             break
-    return kept
+    return chosen_sentences
 
 
 Chance = np.random.Generator
@@ -147,26 +147,26 @@ def make_document_problem(
     sentences_to_insert += _others(chance, people[hops:], things[1:], answers, distractors)
     sentences_to_insert += [_lure(chance, hop.subject) for hop in chain for _ in range(lures)]
     text = _write(chance, sentences_to_insert, tokens)
-    offered = _choices(chance, chain[-1].found, answers) if choices else ()
-    return DocumentProblem(text, question, chain[-1].found, tuple(chain), offered)
+    options_list = _choices(chance, chain[-1].found, answers) if choices else ()
+    return DocumentProblem(text, question, chain[-1].found, tuple(chain), options_list)
 
 
 def _chain(chance: Chance, people: list[str], thing: str, hops: int) -> tuple[list[Hop], str, tuple[str, ...]]:
     """The facts, the question, and the possible answers."""
-    who, chain = people[0], []
-    subject = who
+    person, chain = people[0], []
+    subject = person
     if hops > 1:
-        chain.append(Hop(thing, _sentence(chance, KEEPS, who, thing), who))
+        chain.append(Hop(thing, _sentence(chance, KEEPS, person, thing), person))
         subject = f"the keeper of the {thing}"
     for next_one in people[1 : max(hops - 1, 1)]:
-        chain.append(Hop(who, _sentence(chance, TEACHES, who, next_one), next_one))
-        who, subject = next_one, f"the teacher of {subject}"
+        chain.append(Hop(person, _sentence(chance, TEACHES, person, next_one), next_one))
+        person, subject = next_one, f"the teacher of {subject}"
     if chance.random() < 0.5:
         town = _pick(chance, TOWNS)
-        chain.append(Hop(who, _sentence(chance, LIVES, who, town), town))
+        chain.append(Hop(person, _sentence(chance, LIVES, person, town), town))
         return chain, f"Where does {subject} live?", TOWNS
     trade = _pick(chance, TRADES)
-    chain.append(Hop(who, _sentence(chance, WORKS, who, trade), trade))
+    chain.append(Hop(person, _sentence(chance, WORKS, person, trade), trade))
     return chain, f"What is the trade of {subject}?", TRADES
 
 
@@ -208,8 +208,8 @@ def _things(chance: Chance, count: int) -> list[str]:
 
 def _choices(chance: Chance, answer: str, answers: tuple[str, ...]) -> tuple[str, ...]:
     others = [one for one in answers if one != answer]
-    offered = [answer, *(others[int(i)] for i in chance.choice(len(others), size=3, replace=False))]
-    return tuple(offered[int(i)] for i in chance.permutation(4))
+    options_list = [answer, *(others[int(i)] for i in chance.choice(len(others), size=3, replace=False))]
+    return tuple(options_list[int(i)] for i in chance.permutation(4))
 
 
 def _sentence(chance: Chance, ways: tuple[str, ...], a: str, b: str) -> str:
@@ -251,8 +251,8 @@ def make_documents(
     for number in range(count):
         chance = generator(seed, "document row", number)
         size, steps = _within(chance, tokens, "tokens"), _within(chance, hops, "hops")
-        own = int(chance.integers(1 << 62))
-        problem = make_document_problem(own, size, steps, distractors, lures, choices=kind == "choice")
+        problem_seed = int(chance.integers(1 << 62))
+        problem = make_document_problem(problem_seed, size, steps, distractors, lures, choices=kind == "choice")
         rows.append(_row(f"documents-{seed}-{number}", problem, kind))
     return rows
 

@@ -50,8 +50,8 @@ def problems(count: int, seed: int = 0, level: int = 1) -> list[dict[str, Any]]:
     for number in range(100 * count + 100):
         if len(rows) == count:
             return list(rows.values())
-        made = arithmetic_problem(generator(seed, "arithmetic", level, number), level)
-        rows.setdefault(made.question, asdict(made) | {"level": level})
+        new_problem = arithmetic_problem(generator(seed, "arithmetic", level, number), level)
+        rows.setdefault(new_problem.question, asdict(new_problem) | {"level": level})
     raise ValueError(f"count={count}: level {level} has fewer different problems")
 
 

@@ -162,10 +162,10 @@ class Mixture(TaskSource):
 
     def evaluation(self, count: int) -> list[Task]:
         """Equal numbers of each source; other sources replace missing tasks."""
-        offered = [self.pools[name].evaluation(count) for name in self._used()]
+        candidates = [self.pools[name].evaluation(count) for name in self._used()]
         chosen: list[Task] = []
         for turn in range(count):
-            for tasks in offered:
+            for tasks in candidates:
                 if turn < len(tasks) and len(chosen) < count:
                     chosen.append(tasks[turn])
         return sorted(chosen, key=lambda task: list(self.pools).index(task.source))
@@ -247,11 +247,12 @@ class Mixture(TaskSource):
         """Sources with rows left, and their shares."""
         ratios = {name: ratio for name, ratio in self.shares(position.step).items() if ratio > 0}
         there = {name: ratio for name, ratio in ratios.items() if self._left(name, position, more) > 0}
-        gone = [name for name in ratios if name not in there]
-        if gone and (self.refuse or not there):
+        exhausted = [name for name in ratios if name not in there]
+        if exhausted and (self.refuse or not there):
+            name = exhausted[0]
             raise ConfigError(
-                f"data.sources.{gone[0]}: its rows are exhausted at step {position.step} "
-                f"({self.passes[gone[0]]} passes over {self.pools[gone[0]].size}). Raise passes, or train for less"
+                f"data.sources.{name}: its rows are exhausted at step {position.step} "
+                f"({self.passes[name]} passes over {self.pools[name].size}). Raise passes, or train for fewer steps"
                 + (", or write data.missing=renormalise." if self.refuse else ".")
             )
         return normalize_ratios(there)
@@ -304,14 +305,14 @@ class Mixture(TaskSource):
         total, size = sum(position.drawn.values()), sum(self._last.values())
         metrics: Metrics = {}
         for name, pool in self.pools.items():
-            seen = coverage(pool.size, position.drawn.get(name, 0))
-            metrics |= {f"data/{name}/{key}": value for key, value in seen.items()}
+            seen_ids = coverage(pool.size, position.drawn.get(name, 0))
+            metrics |= {f"data/{name}/{key}": value for key, value in seen_ids.items()}
             metrics[f"data/{name}/share"] = self._last[name] / max(size, 1)
             metrics[f"data/{name}/share_so_far"] = position.drawn.get(name, 0) / max(total, 1)
             metrics |= {f"data/{name}/{why}": float(number) for why, number in pool.counts.items()}
-            mine = [episode for group in groups if group.task.source == name for episode in group.survivors]
-            if mine and not mine[0].given:
-                metrics[f"data/{name}/reward"] = float(np.mean([episode.reward for episode in mine]))
+            episodes = [episode for group in groups if group.task.source == name for episode in group.survivors]
+            if episodes and not episodes[0].given:
+                metrics[f"data/{name}/reward"] = float(np.mean([episode.reward for episode in episodes]))
             if (success := success_of(name, groups)) is not None:
                 metrics[f"data/{name}/success"] = success
         return metrics
@@ -319,10 +320,10 @@ class Mixture(TaskSource):
 
 def success_of(source: str, groups: Sequence[Group]) -> float | None:
     """The success rate of a source; None if no episode reports success."""
-    mine = [episode for group in groups if group.task.source == source for episode in group.survivors]
-    if not any("success" in episode.metrics for episode in mine):
+    episodes = [episode for group in groups if group.task.source == source for episode in group.survivors]
+    if not any("success" in episode.metrics for episode in episodes):
         return None
-    return float(np.mean([episode.metrics.get("success", 0.0) for episode in mine]))
+    return float(np.mean([episode.metrics.get("success", 0.0) for episode in episodes]))
 
 
 def coverage(size: int | None, drawn: int) -> Metrics:
@@ -340,11 +341,11 @@ def _with_unique_ids(tasks: Sequence[Task]) -> list[Task]:
     """Unique ids: a batch that is larger than its source contains a task twice."""
     if len({task.id for task in tasks}) == len(tasks):
         return list(tasks)
-    seen: Counter[str] = Counter()
+    seen_ids: Counter[str] = Counter()
     out = []
     for task in tasks:
-        seen[task.id] += 1
-        out.append(task if seen[task.id] == 1 else replace(task, id=f"{task.id}#{seen[task.id]}"))
+        seen_ids[task.id] += 1
+        out.append(task if seen_ids[task.id] == 1 else replace(task, id=f"{task.id}#{seen_ids[task.id]}"))
     return out
 
 
@@ -356,7 +357,7 @@ def composition(mixture: Mixture, batches: int, size: int) -> dict[str, Any]:
         # {"target": 0.3, "achieved": 0.3, "repeats": 120, "coverage": 1.0, …}
     """
     drawn: Counter[str] = Counter()
-    seen: dict[str, set[str]] = {name: set() for name in mixture.pools}
+    seen_ids: dict[str, set[str]] = {name: set() for name in mixture.pools}
     wanted = dict.fromkeys(mixture.pools, 0.0)
     short, worst = 0, 0.0
     for step in range(batches):
@@ -370,7 +371,7 @@ def composition(mixture: Mixture, batches: int, size: int) -> dict[str, Any]:
             wanted[name] += quota
             worst = max(worst, abs(counts[name] - quota))
         for task in tasks:
-            seen[task.source].add(task.id.partition("#")[0])
+            seen_ids[task.source].add(task.id.partition("#")[0])
     total = batches * size
     sources = {}
     for name, pool in mixture.pools.items():
@@ -380,7 +381,7 @@ def composition(mixture: Mixture, batches: int, size: int) -> dict[str, Any]:
             "achieved": round(drawn[name] / total, 6),
             "rows": pool.size,
             "drawn": drawn[name],
-            "distinct": len(seen[name]),
+            "distinct": len(seen_ids[name]),
             "repeats": int(seen_rows["repeats"]),
             "coverage": round(seen_rows["coverage"], 6) if "coverage" in seen_rows else None,
             "never_seen": int(seen_rows.get("unseen", 0)),

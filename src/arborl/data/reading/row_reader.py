@@ -44,12 +44,12 @@ class RowReader:
             # (Message("user", "6*7?"),)
         """
         columns = self.columns(row, where)
-        own = columns["id"] if "id" in self.fields else row.get("id")
-        if own in (None, ""):
-            own = f"{self.source}/{content_hash(row):016x}" if name is None else f"{self.source}/{name}"
+        task_id = columns["id"] if "id" in self.fields else row.get("id")
+        if task_id in (None, ""):
+            task_id = f"{self.source}/{content_hash(row):016x}" if name is None else f"{self.source}/{name}"
         agent = columns["agent"] if "agent" in self.fields else row.get("agent_name")
         return Task(
-            id=str(own),
+            id=str(task_id),
             messages=self.messages(row, columns, where),
             fields=columns,
             source=self.source,
@@ -259,9 +259,9 @@ def _unpacked(value: Any) -> Any:
     """Messages from JSON text (a CSV cell); other text unchanged."""
     if isinstance(value, str) and value.lstrip().startswith("[{"):
         with suppress(ValueError):
-            found = json.loads(value)
-            if all(isinstance(one, Mapping) and "role" in one for one in found):
-                return found
+            parsed = json.loads(value)
+            if all(isinstance(one, Mapping) and "role" in one for one in parsed):
+                return parsed
     return value
 
 
@@ -410,7 +410,7 @@ LABELS = {"true": 1.0, "1": 1.0, "false": 0.0, "0": 0.0}
 
 def _label(columns: Mapping[str, Any], where: str) -> float:
     value = columns.get("label")
-    found = LABELS.get(str(value).lower().removesuffix(".0"))
-    if found is None:
+    parsed = LABELS.get(str(value).lower().removesuffix(".0"))
+    if parsed is None:
         raise ConfigError(f"{where}, label: {value!r}. Write true where the completion is good, else false.")
-    return found
+    return parsed

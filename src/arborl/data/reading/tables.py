@@ -119,13 +119,13 @@ class ParquetReader:
         file, total = self._open(names), 0
         for name in names:
             batch = next(file.iter_batches(batch_size=1, row_groups=[group], columns=[name], use_threads=False), None)
-            found = max((longest_in(array) for array in batch.columns), default=0) if batch is not None else 0
+            result = max((longest_in(array) for array in batch.columns), default=0) if batch is not None else 0
             column, in_list = known[name]
-            whole = column.num_values * found
+            whole = column.num_values * result
             packed = max(column.total_compressed_size, 1)
             if in_list and whole > MOST_TOGETHER + 10 * TIMES * packed:
-                raise self._refused(group, column, f"{column.num_values:,} values of up to {found:,} bytes", packed)
-            total += found
+                raise self._refused(group, column, f"{column.num_values:,} values of up to {result:,} bytes", packed)
+            total += result
         return total
 
     def unpacked_within(self, most: int) -> bool:
@@ -345,14 +345,14 @@ class ParquetTable:
             return self._reader.unpacked_within(most)
 
     def rows(self, numbers: Sequence[int] | Ints) -> list[Row]:
-        wanted = np.asarray(numbers, np.int64)
-        blocks = np.searchsorted(self._starts, wanted, side="right") - 1
-        out: list[Row] = [{}] * len(wanted)
+        requested = np.asarray(numbers, np.int64)
+        blocks = np.searchsorted(self._starts, requested, side="right") - 1
+        out: list[Row] = [{}] * len(requested)
         for block in np.unique(blocks):
             at = np.flatnonzero(blocks == block)
             with _parquet_errors(self.where):
-                found = as_rows(self._read(int(block)).take(wanted[at] - self._starts[block]))
-                for place, row in zip(at.tolist(), found, strict=True):
+                result = as_rows(self._read(int(block)).take(requested[at] - self._starts[block]))
+                for place, row in zip(at.tolist(), result, strict=True):
                     out[place] = row
         return out
 
@@ -392,9 +392,9 @@ class ParquetTable:
             _, at, tables = self._stream
             for _ in range(at, part):
                 next(tables)
-            found = next(tables)
+            result = next(tables)
             self._stream = group, part + 1, tables
-            return found
+            return result
 
 
 class HubTable:
@@ -434,12 +434,14 @@ class ConcatenatedTable:
         self._starts = np.cumsum([0, *(int(table.sizes.sum()) for table in tables)]).tolist()
 
     def rows(self, numbers: Sequence[int] | Ints) -> list[Row]:
-        wanted = np.asarray(numbers, np.int64)
-        whose = np.searchsorted(self._starts, wanted, side="right") - 1
-        out: list[Row] = [{}] * len(wanted)
-        for index in np.unique(whose):
-            at = np.flatnonzero(whose == index)
-            for place, row in zip(at.tolist(), self.tables[index].rows(wanted[at] - self._starts[index]), strict=True):
+        requested = np.asarray(numbers, np.int64)
+        table_index = np.searchsorted(self._starts, requested, side="right") - 1
+        out: list[Row] = [{}] * len(requested)
+        for index in np.unique(table_index):
+            at = np.flatnonzero(table_index == index)
+            for place, row in zip(
+                at.tolist(), self.tables[index].rows(requested[at] - self._starts[index]), strict=True
+            ):
                 out[place] = row
         return out
 
@@ -451,8 +453,8 @@ class ConcatenatedTable:
     def labels(self, column: str) -> ColumnValues:
         labels = ColumnValues()
         for table in self.tables:
-            own = table.labels(column)
-            labels.add(own.names, own.codes)
+            values = table.labels(column)
+            labels.add(values.names, values.codes)
         return labels
 
 

@@ -102,8 +102,8 @@ class RowNumbers:
 
     def of(self, block: int) -> Ints:
         order = generator(EVALUATION_SEED, "held out", block).permutation(int(self._all[block]))
-        held = int(self._held[block])
-        rows: Ints = self._starts[block] + (order[:held] if self.held_out else np.sort(order[held:]))
+        is_held_out = int(self._held[block])
+        rows: Ints = self._starts[block] + (order[:is_held_out] if self.held_out else np.sort(order[is_held_out:]))
         return rows
 
 
@@ -141,13 +141,13 @@ def split_table(
     else:
         digests = scan.digests
     limit = _limit(digests, share) if share else 0
-    held = digests < np.uint64(limit)
-    order = np.argsort(digests[held], kind="stable")
+    is_held_out = digests < np.uint64(limit)
+    order = np.argsort(digests[is_held_out], kind="stable")
     known = None
     if table.whole:
         known = np.zeros(int(table.sizes.sum()), np.uint64)
         known[scan.numbers] = scan.digests
-    return Split(SelectedRows(table, scan.numbers[~held]), scan.numbers[held][order], scan.counts, known)
+    return Split(SelectedRows(table, scan.numbers[~is_held_out]), scan.numbers[is_held_out][order], scan.counts, known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,5 +220,5 @@ def _spread(side: RowNumbers, most: int = 8_192) -> Ints:
     full = np.flatnonzero(side.sizes > 0)
     chosen = full[np.linspace(0, len(full) - 1, min(SPREAD, len(full))).astype(np.int64)] if len(full) else full
     rows = [side.of(int(block))[: most // max(len(chosen), 1)] for block in chosen]
-    turns = range(max((len(some) for some in rows), default=0))
-    return np.array([some[turn] for turn in turns for some in rows if turn < len(some)], np.int64)
+    turns = range(max((len(block_rows) for block_rows in rows), default=0))
+    return np.array([block_rows[turn] for turn in turns for block_rows in rows if turn < len(block_rows)], np.int64)

@@ -382,23 +382,25 @@ does not matter, facts do. 10: right; 0: wrong, missing, or hedged among several
         self.missing = None if missing is None else finite(missing, f"{self.name}.missing")
 
     def measure(self, exchanges: Sequence[Exchange], context: Context) -> RewardResult:
-        wanted = next((one for field in self.fields if (one := lookup(context, field)) not in (None, "", [], ())), None)
-        if wanted is None:
+        expected = next(
+            (one for field in self.fields if (one := lookup(context, field)) not in (None, "", [], ())), None
+        )
+        if expected is None:
             return _missing(self.name, f"the field {' or '.join(map(repr, self.fields))}", context, self.missing)
-        options: Sequence[Any] = wanted if isinstance(wanted, list | tuple) else [wanted]
+        options: Sequence[Any] = expected if isinstance(expected, list | tuple) else [expected]
         reply = final_part(exchanges[-1].reply)
         return RewardResult(max((self._match_score(reply, str(one)) for one in options), default=0.0))
 
-    def _match_score(self, reply: str, wanted: str) -> float:
+    def _match_score(self, reply: str, expected: str) -> float:
         if not words(reply):
             return 0.0
-        if len(wanted.strip()) == 1 and wanted.strip().isalpha():
-            return float(read_letter(reply) == wanted.strip().upper())
-        if read_number(wanted) is not None:
-            return float(equal(reply, wanted, self.tolerance))
-        if equal(reply, final_part(wanted)) or exact_match(reply, wanted):
+        if len(expected.strip()) == 1 and expected.strip().isalpha():
+            return float(read_letter(reply) == expected.strip().upper())
+        if read_number(expected) is not None:
+            return float(equal(reply, expected, self.tolerance))
+        if equal(reply, final_part(expected)) or exact_match(reply, expected):
             return 1.0
-        return f1(reply, wanted) if self.match == "f1" else 0.0
+        return f1(reply, expected) if self.match == "f1" else 0.0
 
 
 class TaskCompletionReward(TextReward):
@@ -448,9 +450,9 @@ def completion_share(exchanges: Sequence[Exchange], context: Context) -> float |
         if isinstance(metrics, Mapping) and key in metrics:
             return min(max(float(metrics[key]), 0.0), 1.0)
     expect = lookup(context, "expect")
-    wanted = [expect] if isinstance(expect, str) else list(expect or ())
-    if wanted:
-        anywhere = [Line("", (str(one),)) for one in wanted]
+    expected = [expect] if isinstance(expect, str) else list(expect or ())
+    if expected:
+        anywhere = [Line("", (str(one),)) for one in expected]
         return sum(_line_score(line, exchanges) for line in anywhere) / len(anywhere)
     goal = content_words(str(lookup(context, "goal") or ""))
     if goal:

@@ -169,14 +169,14 @@ def lexical_variety(tokens: Sequence[str]) -> float:
     if len(tokens) < 4:
         return 1.0 if len(tokens) < 2 or len(set(tokens)) > 1 else 0.0
     size = min(WINDOW, len(tokens))
-    seen = Counter(tokens[:size])
-    different = [len(seen)]
-    for gone, new in zip(tokens, tokens[size:], strict=False):
-        seen[new] += 1
-        seen[gone] -= 1
-        if not seen[gone]:
-            del seen[gone]
-        different.append(len(seen))
+    window_counts = Counter(tokens[:size])
+    different = [len(window_counts)]
+    for old, new in zip(tokens, tokens[size:], strict=False):
+        window_counts[new] += 1
+        window_counts[old] -= 1
+        if not window_counts[old]:
+            del window_counts[old]
+        different.append(len(window_counts))
     runs = [tuple(tokens[i : i + 3]) for i in range(len(tokens) - 2)]
     least = 0.2 if sum(bool(CHARACTER.match(word)) for word in tokens) * 2 > len(tokens) else 0.4
     near = _clamp((sum(different) / len(different) / size - least) / 0.4)
@@ -217,8 +217,8 @@ def novelty_scores(exchanges: Sequence[Exchange], size: int = 3) -> list[float]:
     user = [word_ngrams(one.user, size) for one in exchanges]
     replies = [word_ngrams(one.reply, size) for one in exchanges]
     return [
-        1.0 - max(jaccard(mine, other) for other in (user[i], *replies[:i])) if mine else 0.0
-        for i, mine in enumerate(replies)
+        1.0 - max(jaccard(ngrams, other) for other in (user[i], *replies[:i])) if ngrams else 0.0
+        for i, ngrams in enumerate(replies)
     ]
 
 
@@ -230,14 +230,14 @@ def is_echo(reply: str, user: str) -> bool:
 
 def has_question(reply: str, user: str = "") -> bool:
     """Whether the reply has a question of three words or more that is not a sentence of the user."""
-    theirs = {" ".join(words(sentence)) for sentence in sentences(user)}
+    user_sentences = {" ".join(words(sentence)) for sentence in sentences(user)}
     for sentence in sentences(without_code(reply)):
         tokens = words(sentence)
         if (
             len(tokens) > 2
             and QUESTION.search(sentence)
             and lexical_variety(tokens) > 0.5
-            and " ".join(tokens) not in theirs
+            and " ".join(tokens) not in user_sentences
         ):
             return True
     return False
