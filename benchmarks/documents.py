@@ -52,9 +52,9 @@ def scan(chunks: list[str], keyword: str) -> int:
 async def measure(tokens: int, chunk_size: int, repeats: int) -> dict[str, Any]:
     tokenizer = FileTokenizer(SEEDLING_DIR)
     before = resident_mb()
-    sample = make_problem(0, 10_000, hops=3, distractors=100).document
+    sample = make_document_problem(0, 10_000, hops=3, distractors=100).document
     words = round(tokens * 10_000 / len(tokenizer.encode(sample)))
-    problem = make_problem(0, words, hops=3, distractors=100)
+    problem = make_document_problem(0, words, hops=3, distractors=100)
     task = Task("t", fields={"document_content": problem.document})
     async with ToolContext(task, tokenizer) as context:
         began = time.perf_counter()

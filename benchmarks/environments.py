@@ -21,7 +21,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from arborl.agents.chat import ChatAgent
+from arborl.agents.chat_agents import ChatAgent
 from arborl.algorithms import make_algorithm
 from arborl.chat import Renderer
 from arborl.config.algorithm import AlgorithmConfig
@@ -29,11 +29,11 @@ from arborl.engines.scripted import ScriptedEngine
 from arborl.envs.env import Env, Step
 from arborl.envs.games.frozen_lake import FrozenLake
 from arborl.models.load import resolve
-from arborl.rollout.groups import Manner
-from arborl.rollout.recorder import Limits
-from arborl.rollout.runner import Cast, Rollout
-from arborl.rollout.tree import plant
-from arborl.rollout.workers import Workers
+from arborl.rollout.env_workers import Workers
+from arborl.rollout.groups import GroupOptions
+from arborl.rollout.recorder import EpisodeLimits
+from arborl.rollout.runner import EpisodeFactories, Rollout
+from arborl.rollout.token_trees import build_token_trees
 from arborl.seeds import generator
 from arborl.types import Group, Message, Sampling, Task
 from arborl.workshop import replies
@@ -83,8 +83,8 @@ class Straggler(FrozenLake):
 def rollout(env: Callable[[Task], Env], concurrency: int, workers: str = "auto") -> Rollout:
     renderer = Renderer.from_folder(resolve("seedling"))
     engine = YieldingEngine(replies(renderer, MOVES))
-    cast = Cast(lambda task: ChatAgent(), env)
-    return Rollout(engine, renderer, cast, Sampling(16), Limits(), concurrency, Workers(workers))
+    cast = EpisodeFactories(lambda task: ChatAgent(), env)
+    return Rollout(engine, renderer, cast, Sampling(16), EpisodeLimits(), concurrency, Workers(workers))
 
 
 def tasks(count: int, prefix: str = "t") -> list[Task]:
@@ -161,7 +161,7 @@ def redundancy(args: argparse.Namespace) -> dict[str, object]:
         for trial in range(args.repeat):
             one = rollout(lambda task: Straggler(args.median, args.sigma), 1000)
             began = time.perf_counter()
-            groups = asyncio.run(one.collect(tasks(16), trial, 8, manner=Manner(redundancy=extra)))
+            groups = asyncio.run(one.collect(tasks(16), trial, 8, options=GroupOptions(redundancy=extra)))
             seconds.append(time.perf_counter() - began)
             assert all(len(group.survivors) == 8 for group in groups)
             found = _mean_advantages(algorithm, groups)
@@ -181,7 +181,7 @@ def _mean_advantages(algorithm: object, groups: list[Group]) -> list[float]:
         for episode in group.episodes:
             episode.rewards["env"] = sum(turn.reward for turn in episode.turns)
     kept = algorithm.keep(groups)  # type: ignore[attr-defined]
-    terms = algorithm.credit(kept, plant(kept).terms)  # type: ignore[attr-defined]
+    terms = algorithm.credit(kept, build_token_trees(kept).terms)  # type: ignore[attr-defined]
     first = np.unique(terms.episode, return_index=True)[1]
     trees = terms.tree[first]
     return [float(terms.advantage[first][trees == tree].mean()) for tree in np.unique(trees)]

@@ -44,7 +44,7 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
     from arborl.learner.attention import path_selection
     from arborl.learner.core.learner import Learner
     from arborl.models.lora import add_lora
-    from arborl.rollout.tree import plant
+    from arborl.rollout.token_trees import build_token_trees
     from arborl.types import Call, Completion, Episode, Finish, Forest, Group, Sampling, Task
 
     imported = time.time() - args.began
@@ -64,7 +64,7 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
             answers = [tuple(texts.text(answer, chance)) for _ in range(8)]
             calls = [Call(opening, Completion(said, (-6.0,) * answer, Finish.STOP), 0) for said in answers]
             made.append(Group(Task("t"), [Episode(str(i), Task("t"), calls=[call]) for i, call in enumerate(calls)]))
-        forest = plant(made)
+        forest = build_token_trees(made)
         forest.terms.advantage[:] = np.cos(forest.terms.call)
         forest.terms.weight[:] = 1.0 / len(forest.terms)
         return forest

@@ -95,7 +95,9 @@ def advantage_of(call: int) -> float:
 
 
 def forest_of(calls: list[Call]) -> Forest:
-    forest = plant([Group(Task("t"), [Episode(str(i), Task("t"), calls=[call]) for i, call in enumerate(calls)])])
+    forest = build_token_trees(
+        [Group(Task("t"), [Episode(str(i), Task("t"), calls=[call]) for i, call in enumerate(calls)])]
+    )
     forest.terms.advantage[:] = [advantage_of(call) for call in forest.terms.call]
     forest.terms.weight[:] = 1.0 / len(forest.terms)
     return forest

@@ -72,7 +72,7 @@ def one_way(lean: bool) -> tuple[float, float, float]:
             task, some = Task(str(n)), calls[n * SIBLINGS : (n + 1) * SIBLINGS]
             made = [Episode(str(i), task, calls=[call], rewards={"r": i % 2.0}) for i, call in enumerate(some)]
             groups.append(Group(task, made))
-        algorithm, forest = make_algorithm(AlgorithmConfig(name="grpo")), plant(groups)
+        algorithm, forest = make_algorithm(AlgorithmConfig(name="grpo")), build_token_trees(groups)
         terms = algorithm.credit(groups, forest.terms)
         learner.update(forest.trees, terms, algorithm)  # ways are checked at the first
         began = time.process_time()

@@ -145,7 +145,7 @@ def prefers(score: Any, pairs: Sequence[dict[str, str]]) -> float:
 
 def rule_of_run(folder: Path, step: int) -> dict[str, float]:
     """What the rule and the reward model give the evaluation's episodes at a step."""
-    from arborl.rollout.store import EpisodeStore
+    from arborl.rollout.episode_store import EpisodeStore
 
     store = EpisodeStore(folder / "episodes" / "evaluation")
     episodes = list(store.read(folder / "episodes" / "evaluation" / f"step-{step:06}.jsonl"))

@@ -34,7 +34,7 @@ import transformers
 
 from arborl.api import train
 from arborl.config.load import load
-from arborl.data.made.arithmetic import problems
+from arborl.data.generated.problems import problems
 from arborl.tools import tool
 from arborl.tools.library.calculator import calculator as at_once
 from arborl.track.jsonl import read_metrics

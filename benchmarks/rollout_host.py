@@ -31,10 +31,10 @@ from arborl.engines.local import LocalEngine
 from arborl.envs.games.frozen_lake import draw_map
 from arborl.models.attention import NAME
 from arborl.rewards import Rewards
-from arborl.rollout.given import GivenEpisodes
-from arborl.rollout.recorder import Limits
+from arborl.rollout.episode_store import EpisodeStore
+from arborl.rollout.offline_episodes import OfflineEpisodes
+from arborl.rollout.recorder import EpisodeLimits
 from arborl.rollout.runner import Rollout
-from arborl.rollout.store import EpisodeStore
 from arborl.types import Message, Task
 from arborl.workshop import Workshop
 
@@ -117,8 +117,8 @@ def rollout_of(config: RunConfig, engine: LocalEngine, renderer: Renderer) -> tu
     """As `arborl.build` makes it."""
     workshop = Workshop(config, {})
     cast, rewards, asked = workshop.cast(), workshop.rewards(), config.rollout
-    limits = Limits(asked.max_turns, config.sampling.max_context, asked.episode_seconds, asked.step_seconds)
-    given = GivenEpisodes.of(config, renderer)
+    limits = EpisodeLimits(asked.max_turns, config.sampling.max_context, asked.episode_seconds, asked.step_seconds)
+    given = OfflineEpisodes.of(config, renderer)
     return workshop.rollout(engine, cast, sampling_of(config, renderer), limits, rewards, given), rewards
 
 

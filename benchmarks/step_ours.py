@@ -25,7 +25,7 @@ from step_work import (
     synchronize,
 )
 
-from arborl.agents.agent import FunctionAgent, Model
+from arborl.agents.agent_interface import FunctionAgent, Model
 from arborl.algorithms import make_algorithm
 from arborl.chat import Renderer
 from arborl.config.run import AlgorithmConfig, LearnerConfig
@@ -110,8 +110,8 @@ class Ours:
 
     async def _converse(self, step: int) -> list[Group]:
         case = self.case
-        cast = Cast(lambda task: FunctionAgent(walk), lambda task: Lake(case.turns))
-        limits = Limits(max_turns=case.turns + 1, max_context=case.context)
+        cast = EpisodeFactories(lambda task: FunctionAgent(walk), lambda task: Lake(case.turns))
+        limits = EpisodeLimits(max_turns=case.turns + 1, max_context=case.context)
         rollout = Rollout(self.engine, self.renderer, cast, self.sampling, limits, case.episodes)
         return await rollout.collect([Task("lake", seed=seed) for seed in lake_seeds(case, step)], step, case.group)
 

@@ -61,9 +61,9 @@ def trees_of(kind: str, tokens: int) -> MicroBatch:
 
     trees, left = [], tokens
     while True:
-        tree = grow(one())[0]
+        tree = tree_of_sequences(one())[0]
         if trees and len(tree) > left:
-            return pack(trees, list(range(len(trees))), plant([]).terms)
+            return pack(trees, list(range(len(trees))), build_token_trees([]).terms)
         trees.append(tree)
         left -= len(tree)
 

@@ -108,7 +108,7 @@ class Talk:
         self.chance, self.engine = chance, engine
         self.a_word = len(renderer.tokenizer.encode(" ".join(WORDS * 20))) / (len(WORDS) * 20)
         self.episode = Episode("episode", Task("task"))
-        limits = Limits(max_turns=10**6, max_context=context)
+        limits = EpisodeLimits(max_turns=10**6, max_context=context)
         self.recorder = Recorder(engine, renderer, Sampling(max_tokens=64), limits, self.episode)  # type: ignore[arg-type]
         self.messages = [Message("system", "Play."), Message("user", self.text(32))]
 
@@ -174,8 +174,8 @@ async def kept(length: int, args: argparse.Namespace, renderer: Renderer, about:
     tracemalloc.stop()
     took = {}
     for name, work in (
-        ("tree_ms", lambda: plant([Group(episode.task, [episode])])),
-        ("line_ms", lambda: dumps(to_json(episode))),
+        ("tree_ms", lambda: build_token_trees([Group(episode.task, [episode])])),
+        ("line_ms", lambda: json_line(episode_to_json(episode))),
         ("branches_ms", lambda: episode.branches),
     ):
         began = time.thread_time()

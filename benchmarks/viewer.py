@@ -25,7 +25,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 
-from arborl.rollout.store import dumps, to_json
+from arborl.rollout.episode_store import episode_to_json, json_line
 from arborl.types import Call, Completion, Episode, Finish, Message, Stop, Task, Turn
 from arborl.view.web.viewer import Viewer
 
@@ -72,7 +72,7 @@ def make(folder: Path, episodes: int, steps: int, turns: int) -> int:
     (folder / "episodes").mkdir(parents=True)
     (folder / "config.yaml").write_text("name: large\nmodel: {name: seedling}\n")
     chance = np.random.default_rng(0)
-    known = [to_json(one_episode(chance, 1, number, turns)) for number in range(500)]
+    known = [episode_to_json(one_episode(chance, 1, number, turns)) for number in range(500)]
     size = 0
     for step in range(1, steps + 1):
         lines = []
@@ -80,7 +80,7 @@ def make(folder: Path, episodes: int, steps: int, turns: int) -> int:
             row = known[int(chance.integers(len(known)))]
             task = row["task"] | {"id": f"lake/{step:06}-{number // 8:04}"}
             rewards = {"env": round(float(chance.random()), 3)}
-            lines.append(dumps(row | {"id": f"{task['id']}#{number % 8}", "task": task, "rewards": rewards}))
+            lines.append(json_line(row | {"id": f"{task['id']}#{number % 8}", "task": task, "rewards": rewards}))
         text = "\n".join(lines) + "\n"
         (folder / "episodes" / f"step-{step:06}.jsonl").write_text(text)
         size += len(text)

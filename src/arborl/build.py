@@ -17,7 +17,7 @@ from arborl.chat import Renderer
 from arborl.checkpoint import check_model
 from arborl.config.run import LearnerConfig, RunConfig
 from arborl.data import TaskSource
-from arborl.data.demonstrations import with_demonstrations
+from arborl.data.source_factory import with_demonstrations
 from arborl.engines import Engine
 from arborl.errors import ConfigError
 from arborl.models.model_files import check_supported, read_model_config, resolve
@@ -63,7 +63,7 @@ class Parts:
     renderer: Renderer
     engine: Engine
     source: TaskSource
-    cast: Cast
+    cast: EpisodeFactories
     rollout: Rollout
     rewards: Rewards
     algorithm: Algorithm
@@ -140,7 +140,7 @@ def _build(workshop: Workshop, training: bool) -> Parts:
         read_model_config(folder), config.model.name, config.sampling.max_context
     )  # before the weights are read
     renderer = renderer_of(config, folder)
-    given = GivenEpisodes.of(config, renderer)
+    given = OfflineEpisodes.of(config, renderer)
     source, steps = workshop.source(renderer, given)
     trained = with_demonstrations(source, config, given.rows("sft"), workshop.objects) if training else source
 
@@ -173,7 +173,7 @@ def _build(workshop: Workshop, training: bool) -> Parts:
     sampling, asked = sampling_of(config, renderer), config.rollout
     workshop.connect(model, rewards, training)
     engine = workshop.engine(model, renderer, cast, sampling, plan.kv_tokens, plan.forecast.lent, training)
-    limits = Limits(asked.max_turns, config.sampling.max_context, asked.episode_seconds, asked.step_seconds)
+    limits = EpisodeLimits(asked.max_turns, config.sampling.max_context, asked.episode_seconds, asked.step_seconds)
     rollout = workshop.rollout(engine, cast, sampling, limits, rewards, given)
     settings = plan.settings(config.learner)
     if not training:
@@ -220,7 +220,7 @@ class Served:
     model: PreTrainedModel
     renderer: Renderer
     engine: Engine
-    cast: Cast
+    cast: EpisodeFactories
     sampling: Sampling
     """As the run is evaluated."""
     limits: Limits
@@ -257,7 +257,7 @@ def build_served(config: RunConfig, objects: Mapping[str, Any] | None = None) ->
         workshop.open_tools.stop()
         raise
     asked, measured = config.rollout, config.evaluation
-    limits = Limits(asked.max_turns, config.sampling.max_context, asked.episode_seconds, asked.step_seconds)
+    limits = EpisodeLimits(asked.max_turns, config.sampling.max_context, asked.episode_seconds, asked.step_seconds)
     own = {name: getattr(measured, name) for name in ("temperature", "top_k", "top_p", "min_p", "max_tokens")}
     own = {name: value for name, value in own.items() if value is not None}
     sampling = replace(sampling, **own)
@@ -288,7 +288,7 @@ def count_steps(config: RunConfig, objects: Mapping[str, Any] | None = None) -> 
     if config.trainer.steps is not None:
         return config.trainer.steps
     renderer = renderer_of(config, resolve(config.model.name))
-    return Workshop(config, objects or {}).source(renderer, GivenEpisodes.of(config, renderer))[1]
+    return Workshop(config, objects or {}).source(renderer, OfflineEpisodes.of(config, renderer))[1]
 
 
 def check(config: RunConfig) -> None:

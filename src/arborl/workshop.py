@@ -9,14 +9,14 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from arborl import sandbox
-from arborl.agents import AGENTS, Agent, called_here
-from arborl.agents.agent import refuse_plain_function
-from arborl.agents.context.policy import check_takes
+from arborl.agents import AGENTS, Agent, resolve_agent_name
+from arborl.agents.agent_interface import refuse_plain_function
+from arborl.agents.context.managed_conversation import check_accepts_context
 from arborl.chat import Renderer
 from arborl.cluster.placement.ray_cluster import check_ray_available
 from arborl.config.run import Part, RunConfig
 from arborl.data import Mixture, TaskSource, open_source
-from arborl.data.mixing.streams import RowPool
+from arborl.data.mixing.task_pools import RowPool
 from arborl.engines import ENGINES, Engine
 from arborl.envs import ENVS, Env
 from arborl.envs.prompt_wrapper import NO_PROMPT, prepend_system_prompt, wrap_with_prompt
@@ -61,9 +61,9 @@ class Workshop:
     def find(self, registry: Registry, name: str) -> Any:
         return self.objects[name] if name in self.objects else registry[name]
 
-    def maker(self, registry: Registry, part: Part, where: str, **more: Any) -> PartMaker:
+    def maker(self, registry: Registry, part: Part, where: str, **more: Any) -> PartFactory:
         """Makes objects of a part; that its arguments are what it takes is checked here, once."""
-        return PartMaker(self.find(registry, part.name), part.name, part.args, where, more)
+        return PartFactory(self.find(registry, part.name), part.name, part.args, where, more)
 
     def check_names(self) -> None:
         """That there is what only comes up once there is a model. Engines of the library are not imported yet."""
@@ -92,11 +92,11 @@ class Workshop:
             if self.cluster is not None:
                 self.cluster.close()
 
-    def seats(self) -> dict[str, Seat]:
+    def seats(self) -> dict[str, SourceParts]:
         """The run's own under the empty name, and that of each source."""
-        return seats_of(self.config)
+        return parts_by_source(self.config)
 
-    def cast(self) -> Cast:
+    def cast(self) -> EpisodeFactories:
         """Who plays, by a task's source; a task may itself name another agent or environment.
 
         An agent that a source's configuration names comes before one that its rows name.
@@ -109,16 +109,16 @@ class Workshop:
 
         def part_of(name: str, asked: str | None) -> Part:
             chosen = name in sources and sources[name].agent is not None
-            if not asked or chosen or called_here(asked, config.data.agents) == seats[name].agent.name:
+            if not asked or chosen or resolve_agent_name(asked, config.data.agents) == seats[name].agent.name:
                 return seats[name].agent
-            return config.data.agents.get(asked) or Part(name=called_here(asked))
+            return config.data.agents.get(asked) or Part(name=resolve_agent_name(asked))
 
         @cache
         def envs_of(name: str, asked: str | None, agent: str | None) -> Callable[[], Env]:
             seat = seats[name]
             own = asked in (None, seat.env.name)
             part = seat.env if own else Part(name=str(asked))
-            make = env_maker(self.maker(ENVS, part, f"{seat.where}env"))
+            make = env_factory(self.maker(ENVS, part, f"{seat.where}env"))
             system = getattr(part_of(name, agent), "system", None)
             system = config.agent.system if system is None else system
             prompt = seat.env.prompt if own else NO_PROMPT
@@ -130,9 +130,9 @@ class Workshop:
             said = f"{where}={part.name}"
             found, policy = self.find(AGENTS, part.name), seats[name].context
             refuse_plain_function(found, {*part.args, "tools"}, said)
-            check_takes(found, said, policy)
+            check_accepts_context(found, said, policy)
             more: dict[str, Any] = {"tools": tools[name]} | ({"context": policy} if policy is not None else {})
-            return agent_maker(self.maker(AGENTS, part, where, **more), said)
+            return agent_factory(self.maker(AGENTS, part, where, **more), said)
 
         def env(task: Task) -> Env:
             return envs_of(seat_of(task), task.env, task.agent)()
@@ -140,7 +140,7 @@ class Workshop:
         def agent(task: Task) -> Agent:
             return agents_of(seat_of(task), task.agent)()
 
-        made = Cast(agent, env, *differences(sources)) if sources else Cast(agent, env)
+        made = EpisodeFactories(agent, env, *source_overrides(sources)) if sources else EpisodeFactories(agent, env)
         for name, seat in seats.items():
             _check_has(made.env(Task("check", source=name)), ("reset", "step"), f"{seat.where}env={seat.env.name}")
             self.made.append(made.agent(Task("check", source=name)))
@@ -149,7 +149,7 @@ class Workshop:
         self.made += [tool for several in tools.values() for tool in several]
         return made
 
-    def tools(self, seats: Mapping[str, Seat]) -> dict[str, list[AnyTool]]:
+    def tools(self, seats: Mapping[str, SourceParts]) -> dict[str, list[AnyTool]]:
         """The tools of each seat, made with their arguments or got from their servers."""
         everywhere = [entry for seat in seats.values() for entry in seat.tools]
         warn_foreign_variables(everywhere)
@@ -167,7 +167,7 @@ class Workshop:
         own = {name: source for name, source in self.config.data.sources.items() if source.rewards is not None}
         return RewardsBySource(run, {name: self._rewards(seats[name]) for name in own}) if own else run
 
-    def _rewards(self, seat: Seat) -> Rewards:
+    def _rewards(self, seat: SourceParts) -> Rewards:
         """Rewards with their weights. A function is a reward as it stands; a class is called with its `args`."""
         chosen: list[tuple[str, Any, float]] = []
         for i, part in enumerate(seat.rewards):
@@ -194,7 +194,7 @@ class Workshop:
         except sandbox.SandboxError as error:
             raise ConfigError(f"this run executes code, and {error}.") from error
 
-    def source(self, renderer: Renderer, given: GivenEpisodes | None = None) -> tuple[TaskSource, int]:
+    def source(self, renderer: Renderer, given: OfflineEpisodes | None = None) -> tuple[TaskSource, int]:
         """Where tasks come from, and the steps of the run; that the agents they name exist, and that their rows will
         last, is checked here."""
         config = self.config
@@ -216,14 +216,14 @@ class Workshop:
         return source, steps
 
     def _check_agent(self, agent: str, source: str) -> None:
-        if agent in self.config.data.agents or called_here(agent) == self.config.agent.name:
+        if agent in self.config.data.agents or resolve_agent_name(agent) == self.config.agent.name:
             return
         try:
-            found = self.find(AGENTS, called_here(agent))
+            found = self.find(AGENTS, resolve_agent_name(agent))
         except ConfigError as error:
             raise ConfigError(f"rows of {source}, agent_name: {error} Or write data.agents.{agent}=NAME.") from error
         seats = self.seats()
-        check_takes(found, f"agent_name={agent} of rows of {source}", seats.get(source, seats[""]).context)
+        check_accepts_context(found, f"agent_name={agent} of rows of {source}", seats.get(source, seats[""]).context)
 
     def algorithm(self) -> Algorithm:
         """The algorithm; it weighs sources where they say so."""
@@ -237,7 +237,13 @@ class Workshop:
         return DemonstrationAlgorithm(made, shown.weight) if shown.given else made
 
     def rollout(
-        self, engine: Engine, cast: Cast, sampling: Sampling, limits: Limits, rewards: Rewards, given: GivenEpisodes
+        self,
+        engine: Engine,
+        cast: EpisodeFactories,
+        sampling: Sampling,
+        limits: EpisodeLimits,
+        rewards: Rewards,
+        given: OfflineEpisodes,
     ) -> Rollout:
         """What plays: where environments run, how groups are made, and what is recorded or replayed."""
         asked = self.config.rollout
@@ -247,11 +253,11 @@ class Workshop:
 
             workers = Workers("process", processes=environment_processes(self.cluster))
         keep = self.find(FILTERS, asked.group_filter) if asked.group_filter is not None else None
-        training = Manner(asked.redundancy, asked.group_seconds, keep, rewards.judge, rewards.score)
-        tape = Replay(asked.replay) if asked.replay else Recording(asked.record) if asked.record else None
+        training = GroupOptions(asked.redundancy, asked.group_seconds, keep, rewards.judge, rewards.score)
+        tape = RolloutReplay(asked.replay) if asked.replay else RolloutRecorder(asked.record) if asked.record else None
         concurrency = None if asked.concurrency == "auto" else asked.concurrency
         if concurrency is None and self.config.deterministic:
-            concurrency = FIRST  # what follows the engine depends on time, and so would the metrics
+            concurrency = DEFAULT_CONCURRENCY  # what follows the engine depends on time, and so would the metrics
         rivals = self.config.track.rivals
         return Rollout(
             engine, given.renderer, cast, sampling, limits, concurrency, workers, training, tape, given, rivals
@@ -261,7 +267,7 @@ class Workshop:
         self,
         model: PreTrainedModel,
         renderer: Renderer,
-        cast: Cast,
+        cast: EpisodeFactories,
         sampling: Sampling,
         kv_tokens: int = 0,
         lends: bool = False,

@@ -1,4 +1,4 @@
-"""What may be given as an agent, and what is told to who gives something else."""
+"""What may be given as an agent, and what is reported to who gives something else."""
 
 from __future__ import annotations
 
@@ -95,6 +95,6 @@ def test_whatever_is_async_and_takes_three_things_is_an_agent(agent):
     ],
     ids=["function", "generator", "lambda", "class", "object", "too few", "maker", "nothing"],
 )
-def test_what_is_not_is_refused_when_the_run_is_built_and_told_what_to_write(agent, complaint):
+def test_what_is_not_is_refused_when_the_run_is_built_and_reported_what_to_write(agent, complaint):
     with pytest.raises(ConfigError, match=complaint):
         cast(agent)

@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from arborl.agents import AGENTS
-from arborl.agents.chat import ChatAgent
+from arborl.agents.chat_agents import ChatAgent
 from arborl.envs.env import Env, Observation, Step
 from arborl.envs.games.frozen_lake import FrozenLake
 from arborl.errors import ContextFull
@@ -35,7 +35,7 @@ class Script:
         raise AssertionError("a chat agent counts nothing")
 
 
-def test_the_conversation_grows_by_what_was_said_until_it_is_over():
+def test_the_conversation_grows_by_what_was_stated_until_it_is_over():
     env, model = Countdown(), Script(["a", "b", "c", "d"])
     asyncio.run(ChatAgent().run(Task("t"), env, model))
     assert env.heard == ["a", "b", "c"]

@@ -7,13 +7,13 @@ from typing import Annotated
 import pytest
 
 from arborl.agents import AGENTS
-from arborl.agents.code import CodeAgent, between
+from arborl.agents.tool_agents import CodeAgent, text_between
 from arborl.engines.scripted import ScriptedEngine
 from arborl.envs.games.question import Question
 from arborl.errors import ConfigError
-from arborl.rollout.recorder import Limits
-from arborl.rollout.runner import Cast, Rollout
-from arborl.tools import EpisodeState, tool
+from arborl.rollout.recorder import EpisodeLimits
+from arborl.rollout.runner import EpisodeFactories, Rollout
+from arborl.tools import State, tool
 from arborl.types import Message, Sampling, Task
 
 TASK = Task("t", (Message("user", "What is 6*7?"),), {"answer": "42"})
@@ -55,11 +55,11 @@ def play(agent, *replies):
 
 def test_code_is_run_and_its_result_shown_and_names_last_the_episode():
     agent = CodeAgent([interpreter])
-    said = "I set <code>\nx = 6\n</code>", "<code>print(x * 7)</code>", "<answer>42</answer>"
-    model, heard = play(agent, *said)
+    output = "I set <code>\nx = 6\n</code>", "<code>print(x * 7)</code>", "<answer>42</answer>"
+    model, heard = play(agent, *output)
     assert heard == "<answer>42</answer>"
     assert model.prompts[1][-2:] == [
-        Message("assistant", said[0], sampled=True),
+        Message("assistant", output[0], sampled=True),
         Message("tool", "<result>\n(nothing printed)\n</result>", name="interpreter"),
     ]
     assert model.prompts[2][-1].content == "<result>\n42\n</result>"
@@ -126,7 +126,7 @@ def test_arguments_that_cannot_work_are_refused():
     [("a[b]c", "b"), ("[b", None), ("b]", None), ("]a[b]", "b"), ("[a][b]", "a"), ("[]", ""), ("", None)],
 )
 def test_what_stands_between_two_tags(text, inside):
-    assert between(text, "[", "]") == inside
+    assert text_between(text, "[", "]") == inside
 
 
 def test_results_are_no_sampled_tokens_and_sampling_stops_at_the_end_tag(seedling):
@@ -136,8 +136,8 @@ def test_results_are_no_sampled_tokens_and_sampling_stops_at_the_end_tag(seedlin
     replies = [[*renderer.tokenizer.encode(text), renderer.stop[0]] for text in texts]
     turns = iter([0, 1])
     engine = ScriptedEngine(replies, choose=lambda prompt, session: next(turns), decode=renderer.tokenizer.decode)
-    cast = Cast(lambda task: CodeAgent([interpreter]), lambda task: Question())
-    rollout = Rollout(engine, renderer, cast, Sampling(64), Limits(), concurrency=1)
+    cast = EpisodeFactories(lambda task: CodeAgent([interpreter]), lambda task: Question())
+    rollout = Rollout(engine, renderer, cast, Sampling(64), EpisodeLimits(), concurrency=1)
     episode = asyncio.run(rollout.play(TASK, 0, "e"))
     assert episode.failure is None
     first, second = episode.calls
@@ -175,10 +175,10 @@ def test_output_limits_are_counted_by_the_models_own_tokenizer(seedling):
     replies = [[*renderer.tokenizer.encode(text), renderer.stop[0]] for text in texts]
     turns = iter([0, 1])
     engine = ScriptedEngine(replies, choose=lambda prompt, session: next(turns), decode=renderer.tokenizer.decode)
-    cast = Cast(lambda task: CodeAgent([talk]), lambda task: Question())
-    rollout = Rollout(engine, renderer, cast, Sampling(64), Limits(), concurrency=1)
+    cast = EpisodeFactories(lambda task: CodeAgent([talk]), lambda task: Question())
+    rollout = Rollout(engine, renderer, cast, Sampling(64), EpisodeLimits(), concurrency=1)
     episode = asyncio.run(rollout.play(TASK, 0, "e"))
-    shown = between(renderer.tokenizer.decode(episode.calls[1].prompt), "<result>\n", "\n</result>")
+    shown = text_between(renderer.tokenizer.decode(episode.calls[1].prompt), "<result>\n", "\n</result>")
     kept, _, rest = shown.partition("… [cut: ")
     assert 0 < len(renderer.tokenizer.encode(kept)) <= 6
     assert rest.endswith(" more characters]")

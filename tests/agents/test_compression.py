@@ -14,7 +14,7 @@ import pytest
 
 import arborl
 from arborl.agents import AGENTS
-from arborl.agents.context.policy import ASK, Policy
+from arborl.agents.context.managed_conversation import SUMMARY_REQUEST, ContextPolicy
 from arborl.agents.context.statelm import StateLM
 from arborl.chat import HermesParser, Renderer, Template
 from arborl.config.load import from_kwargs
@@ -22,10 +22,10 @@ from arborl.engines.scripted import ScriptedEngine
 from arborl.envs.env import Env, Observation, Step
 from arborl.envs.games.conversation import Conversation
 from arborl.errors import ConfigError
-from arborl.models.find import SEEDLING_DIR
-from arborl.rollout.recorder import Limits
-from arborl.rollout.runner import Cast, Rollout
-from arborl.rollout.tree import plant
+from arborl.models.seedling import WEIGHTS
+from arborl.rollout.recorder import EpisodeLimits
+from arborl.rollout.runner import EpisodeFactories, Rollout
+from arborl.rollout.token_trees import build_token_trees
 from arborl.tools import tool
 from arborl.track.jsonl import read_metrics
 from arborl.types import Group, Message, Sampling, Stop, Task
@@ -34,9 +34,9 @@ from arborl.workshop import Workshop, replies
 SYSTEM = "Be kind."
 SUMMARY = "They said much."
 POLICIES = {
-    "window": Policy("window", window=3),
-    "truncate": Policy("truncate", compress_at=0.7, compression_ratio=0.5),
-    "summary": Policy("summary", compress_at=0.7),
+    "window": ContextPolicy("window", window=3),
+    "truncate": ContextPolicy("truncate", compress_at=0.7, compression_ratio=0.5),
+    "summary": ContextPolicy("summary", compress_at=0.7),
 }
 
 
@@ -90,26 +90,26 @@ def agent_of(name, policy, **more):
 
 
 def play(renderer, name, policy, env=None, window=520, tokens=24, script=None, seed=0, **more):
-    """One episode; asked for a summary, the model writes one."""
+    """One episode; requested for a summary, the model writes one."""
     says = list(script or SAYS[name])
     texts = [*says, SUMMARY]
     spoken = itertools.count()
 
     def choose(prompt, session):
-        if ASK[:40] in renderer.tokenizer.decode(prompt)[-400:]:
+        if SUMMARY_REQUEST[:40] in renderer.tokenizer.decode(prompt)[-400:]:
             return len(says)
         return next(spoken) % len(says)
 
     engine = ScriptedEngine(replies(renderer, texts), choose, decode=renderer.tokenizer.decode)
-    cast = Cast(lambda task: agent_of(name, policy, **more), lambda task: env or Talker())
-    rollout = Rollout(engine, renderer, cast, Sampling(tokens), Limits(max_context=window), concurrency=1)
+    cast = EpisodeFactories(lambda task: agent_of(name, policy, **more), lambda task: env or Talker())
+    rollout = Rollout(engine, renderer, cast, Sampling(tokens), EpisodeLimits(max_context=window), concurrency=1)
     episode = asyncio.run(rollout.play(Task("t", seed=1), seed, "t#0"))
     assert episode.failure is None, episode.failure.traceback
     return episode
 
 
 def asks_for_summary(call):
-    return call.messages[-1].content.endswith(ASK)
+    return call.messages[-1].content.endswith(SUMMARY_REQUEST)
 
 
 def newest(call):
@@ -126,7 +126,7 @@ def test_every_sampled_token_is_one_loss_term_in_the_context_it_was_sampled_in(r
     episode = play(renderer, name, POLICIES[policy])
     assert episode.stop == Stop.DONE
     assert len(set(episode.branches)) > 1  # it was compressed
-    forest = plant([Group(episode.task, [episode])])
+    forest = build_token_trees([Group(episode.task, [episode])])
     assert forest.terms.token.tolist() == [token for call in episode.calls for token in call.completion.tokens]
     tree = forest.trees[0]
     for number, call in enumerate(episode.calls):
@@ -166,9 +166,9 @@ def test_an_answer_is_never_shown_without_its_call(renderer, name, policy):
         for before, message in itertools.pairwise(call.messages):
             if message.content.startswith(("In the park", "<result>", "Observation:")):
                 assert before.role == "assistant"
-        said = [m for m in call.messages if m.content in SAYS[name][:1]]
+        output = [m for m in call.messages if m.content in SAYS[name][:1]]
         heard = [m for m in call.messages if "there is much to see" in m.content]
-        assert len(said) == len(heard)
+        assert len(output) == len(heard)
 
 
 @pytest.mark.parametrize("name", SAYS)
@@ -180,8 +180,8 @@ def test_without_a_policy_an_agent_shows_all_and_ends_when_it_is_full(renderer, 
 
 
 @pytest.mark.parametrize("trained", [True, False])
-def test_a_summary_is_sampled_and_trained_if_asked(renderer, trained):
-    episode = play(renderer, "tool", Policy("summary", compress_at=0.7, train_summaries=trained))
+def test_a_summary_is_sampled_and_trained_if_requested(renderer, trained):
+    episode = play(renderer, "tool", ContextPolicy("summary", compress_at=0.7, train_summaries=trained))
     written = [call for call in episode.calls if asks_for_summary(call)]
     assert len(written) == episode.metrics["context/folded"] > 0
     assert {call.trained for call in written} == {trained}
@@ -190,7 +190,9 @@ def test_a_summary_is_sampled_and_trained_if_asked(renderer, trained):
     assert f"[Previous Summary]: {SUMMARY}" in after.messages[1].content
     before = episode.calls[episode.calls.index(written[0]) - 1]
     whole = (*before.prompt, *before.completion.tokens)
-    assert written[0].prompt[: len(whole)] == whole  # it is asked where the conversation stands: nothing is read again
+    assert (
+        written[0].prompt[: len(whole)] == whole
+    )  # it is requested where the conversation stands: nothing is read again
 
 
 # ------------------------------------------------------------------------------------------------ the newest message
@@ -202,11 +204,11 @@ def conversation():
     return Conversation(scenarios=[{"id": "a", "topic": "t", "user_responses": lines}], personas=personas, max_turns=6)
 
 
-def test_a_summary_in_a_conversation_does_not_lose_what_the_user_said_last(renderer):
+def test_a_summary_in_a_conversation_does_not_lose_what_the_user_stated_last(renderer):
     agent = {"toolset": ["finish"], "policy": "summary", "compress_at": 0.5, "form": "brief"}
     engine = ScriptedEngine(replies(renderer, ["I see."]), decode=renderer.tokenizer.decode)
-    cast = Cast(lambda task: StateLM(**agent), lambda task: conversation())
-    rollout = Rollout(engine, renderer, cast, Sampling(32), Limits(max_context=500), concurrency=1)
+    cast = EpisodeFactories(lambda task: StateLM(**agent), lambda task: conversation())
+    rollout = Rollout(engine, renderer, cast, Sampling(32), EpisodeLimits(max_context=500), concurrency=1)
     episode = asyncio.run(rollout.play(Task("t", seed=1), 0, "t#0"))
     assert episode.failure is None
     assert episode.metrics["context/folded"] > 0
@@ -214,7 +216,7 @@ def test_a_summary_in_a_conversation_does_not_lose_what_the_user_said_last(rende
         assert newest(call) == call.turn or asks_for_summary(call)
 
 
-def test_a_summary_is_not_asked_of_a_message_that_nobody_answered_yet(renderer):
+def test_a_summary_is_not_requested_of_a_message_that_no_one_answered_yet(renderer):
     episode = play(renderer, "chat", POLICIES["summary"])
     for call in episode.calls:
         if asks_for_summary(call):
@@ -246,8 +248,10 @@ def test_a_tool_result_that_is_too_long_ends_the_episode_and_is_not_torn_from_it
 
     engine = ScriptedEngine(replies(renderer, [CALL]), decode=renderer.tokenizer.decode)
     for policy in POLICIES.values():
-        cast = Cast(lambda task, policy=policy: AGENTS["tool"]([look], context=policy), lambda task: Talker())
-        rollout = Rollout(engine, renderer, cast, Sampling(24), Limits(max_context=520), concurrency=1)
+        cast = EpisodeFactories(
+            lambda task, policy=policy: AGENTS["tool"]([look], context=policy), lambda task: Talker()
+        )
+        rollout = Rollout(engine, renderer, cast, Sampling(24), EpisodeLimits(max_context=520), concurrency=1)
         episode = asyncio.run(rollout.play(Task("t"), 0, "t#0"))
         assert episode.failure is None
         assert episode.stop == Stop.CONTEXT_FULL
@@ -306,9 +310,9 @@ def test_a_policy_is_given_to_every_agent_that_takes_one_and_by_source():
     config = from_kwargs(context={"policy": "summary", "compress_at": 0.6}, data={"sources": sources})
     cast = Workshop(config, {}).cast()
     run, a, b, c = (cast.agent(Task("t", source=name)) for name in ("", "a", "b", "c"))
-    assert run.context == a.context == Policy("summary", compress_at=0.6)
+    assert run.context == a.context == ContextPolicy("summary", compress_at=0.6)
     assert b.context is None
-    assert c.policy == Policy("window", window=4)
+    assert c.policy == ContextPolicy("window", window=4)
     assert from_kwargs(**config.model_dump()) == config
 
 
@@ -322,9 +326,9 @@ def test_a_policy_is_given_to_every_agent_that_takes_one_and_by_source():
     ],
 )
 def test_settings_of_a_policy_that_is_not_there_are_refused(given, words):
-    with pytest.raises(ConfigError) as said:
+    with pytest.raises(ConfigError) as output:
         from_kwargs(**given)
-    assert words in str(said.value)
+    assert words in str(output.value)
 
 
 async def mine(task, env, model):
@@ -346,9 +350,9 @@ def test_an_episode_is_the_same_when_it_is_played_again_and_beside_others(render
         return json.dumps([(*call.whole, len(call.prompt)) for call in episode.calls])
 
     engine = ScriptedEngine(replies(renderer, [*SAYS["tool"], SUMMARY]), decode=renderer.tokenizer.decode)
-    cast = Cast(lambda task: agent_of("tool", POLICIES["summary"]), lambda task: Talker(4))
-    many = Rollout(engine, renderer, cast, Sampling(24), Limits(max_context=520), concurrency=8)
-    one = Rollout(engine, renderer, cast, Sampling(24), Limits(max_context=520), concurrency=1)
+    cast = EpisodeFactories(lambda task: agent_of("tool", POLICIES["summary"]), lambda task: Talker(4))
+    many = Rollout(engine, renderer, cast, Sampling(24), EpisodeLimits(max_context=520), concurrency=8)
+    one = Rollout(engine, renderer, cast, Sampling(24), EpisodeLimits(max_context=520), concurrency=1)
     (beside,), (alone,) = (asyncio.run(made.collect([Task("t")], 5, 4)) for made in (many, one))
     assert [tokens(e) for e in beside.episodes] == [tokens(e) for e in alone.episodes]
     assert len({tokens(e) for e in alone.episodes}) > 1

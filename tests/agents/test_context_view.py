@@ -18,18 +18,18 @@ from arborl.agents.context.history import (
     Fold,
     History,
     Restore,
-    Style,
     Truncate,
+    ViewStyle,
     Window,
-    edited,
-    view,
+    append_edit,
+    visible_messages,
 )
 from arborl.types import Message, ToolCall
 
 OPENING = (Message("system", "Be brief."), Message("user", "Where?"))
 
 
-def said(text, *names):
+def output(text, *names):
     calls = tuple(ToolCall(f"call_{i}", name, {"x": i}) for i, name in enumerate(names))
     return Message("assistant", text, tool_calls=calls, sampled=True)
 
@@ -41,7 +41,7 @@ def answered(text, name="readChunk", call="call_0"):
 def three_rounds(opening=OPENING):
     history = History.open(opening)
     for number in range(3):
-        history = history.add(said(f"round {number}", "readChunk"))
+        history = history.add(output(f"round {number}", "readChunk"))
         history = history.add(answered(f'{{"text": "chunk {number}"}}'), caller=history.last, room=900 - number)
     return history
 
@@ -57,10 +57,10 @@ def test_numbers_do_not_depend_on_whether_there_is_a_system_message():
 
 
 def test_ids_notes_and_budget_are_shown_from_the_first_turn():
-    first = view(History.open(OPENING), (), {}, Style(budget="1024 tokens, 9 rounds"))
+    first = visible_messages(History.open(OPENING), (), {}, ViewStyle(budget="1024 tokens, 9 rounds"))
     assert "No notes recorded." in first[1].content
     assert "1024 tokens, 9 rounds" in first[1].content
-    shown = view(three_rounds(), (), {"lamp": "Mira keeps it"})
+    shown = visible_messages(three_rounds(), (), {"lamp": "Mira keeps it"})
     assert "- **lamp**: Mira keeps it" in shown[1].content
     assert [json.loads(m.content)["msg_id"] for m in shown if m.role == "tool"] == [2, 4, 6]
     assert [json.loads(m.content)["msg_id(invoking_assistant)"] for m in shown if m.role == "tool"] == [1, 3, 5]
@@ -69,7 +69,7 @@ def test_ids_notes_and_budget_are_shown_from_the_first_turn():
 
 def test_a_deleted_answer_leaves_a_stub_with_its_number_and_tool():
     history = three_rounds()
-    shown = view(history, edited(history, (), Delete(2)))
+    shown = visible_messages(history, append_edit(history, (), Delete(2)))
     assert json.loads(shown[3].content) == {
         "msg_id": 2,
         "msg_id(invoking_assistant)": 1,
@@ -82,17 +82,17 @@ def test_a_deleted_answer_leaves_a_stub_with_its_number_and_tool():
 
 def test_a_deleted_call_keeps_its_id_and_name_and_loses_its_arguments():
     history = three_rounds()
-    message = view(history, edited(history, (), Delete(3)))[4]
+    message = visible_messages(history, append_edit(history, (), Delete(3)))[4]
     assert message.content == STUB
     assert message.tool_calls == (ToolCall("call_0", "readChunk", {"message": STUB}),)
     assert not message.sampled
 
 
 def test_the_progress_of_a_scan_outlives_what_was_read():
-    history = History.open(OPENING).add(said("x", "readChunk")).add(answered("{}"), caller=1, tag="3/9")
-    shown = view(history, (Delete(2),))
+    history = History.open(OPENING).add(output("x", "readChunk")).add(answered("{}"), caller=1, tag="3/9")
+    shown = visible_messages(history, (Delete(2),))
     assert json.loads(shown[-1].content)["reading_progress"] == "3/9"
-    assert view(history, (Delete(2),), style=Style(form="brief"))[-1].content == f"#2 3/9: {STUB}"
+    assert visible_messages(history, (Delete(2),), style=ViewStyle(form="brief"))[-1].content == f"#2 3/9: {STUB}"
 
 
 @pytest.mark.parametrize(
@@ -113,31 +113,35 @@ def test_the_progress_of_a_scan_outlives_what_was_read():
 def test_edits_that_make_no_sense_are_refused_and_change_nothing(edit, words):
     history = three_rounds().add(Message("user", "go on"))
     edits = (Delete(4),)
-    before = view(history, edits)
+    before = visible_messages(history, edits)
     with pytest.raises(ContextError, match=words):
-        edited(history, edits, edit)
-    assert view(history, edits) == before
+        append_edit(history, edits, edit)
+    assert visible_messages(history, edits) == before
 
 
 def test_what_was_folded_cannot_be_deleted_but_restored():
     history = three_rounds()
-    edits = edited(history, (), Fold(1, 4, "two chunks read"))
+    edits = append_edit(history, (), Fold(1, 4, "two chunks read"))
     with pytest.raises(ContextError, match="no longer in your context"):
-        edited(history, edits, Delete(2))
-    restored = edited(history, edits, Restore(4))
-    assert [message.role for message in view(history, restored)] == ["system", "user", *["assistant", "tool"] * 2]
-    assert "chunk 1" in contents(view(history, restored))[3]
+        append_edit(history, edits, Delete(2))
+    restored = append_edit(history, edits, Restore(4))
+    assert [message.role for message in visible_messages(history, restored)] == [
+        "system",
+        "user",
+        *["assistant", "tool"] * 2,
+    ]
+    assert "chunk 1" in contents(visible_messages(history, restored))[3]
 
 
 def test_a_deletion_undone_shows_the_message_again():
     history = three_rounds()
-    edits = edited(history, edited(history, (), Delete(2)), Restore(2))
-    assert view(history, edits) == view(history)
+    edits = append_edit(history, append_edit(history, (), Delete(2)), Restore(2))
+    assert visible_messages(history, edits) == visible_messages(history)
 
 
 def test_a_fold_stands_beside_the_question_and_takes_answers_with_their_calls():
     history = three_rounds()
-    shown = view(history, edited(history, (), Fold(1, 3, "read two chunks")))
+    shown = visible_messages(history, append_edit(history, (), Fold(1, 3, "read two chunks")))
     assert contents(shown)[1].startswith("Where?\n\n[Previous Summary]: read two chunks")
     assert [message.role for message in shown] == ["system", "user", "assistant", "tool"]
     assert shown[2].content == "round 2"
@@ -145,8 +149,8 @@ def test_a_fold_stands_beside_the_question_and_takes_answers_with_their_calls():
 
 def test_a_later_fold_replaces_the_one_it_covers():
     history = three_rounds()
-    edits = edited(history, edited(history, (), Fold(1, 2, "first")), Fold(1, 6, "all"))
-    shown = view(history, edits)
+    edits = append_edit(history, append_edit(history, (), Fold(1, 2, "first")), Fold(1, 6, "all"))
+    shown = visible_messages(history, edits)
     assert len(shown) == 2
     assert "all" in shown[1].content
     assert "first" not in shown[1].content
@@ -154,27 +158,27 @@ def test_a_later_fold_replaces_the_one_it_covers():
 
 def test_a_window_never_begins_with_an_answer_whose_call_is_gone():
     history = three_rounds()
-    assert [m.role for m in view(history, (Window(3),))] == ["system", "user", "assistant", "tool"]
-    assert [m.role for m in view(history, (Window(4),))] == ["system", "user", *["assistant", "tool"] * 2]
+    assert [m.role for m in visible_messages(history, (Window(3),))] == ["system", "user", "assistant", "tool"]
+    assert [m.role for m in visible_messages(history, (Window(4),))] == ["system", "user", *["assistant", "tool"] * 2]
 
 
 def test_truncation_leaves_out_the_beginning():
     history = three_rounds()
-    assert contents(view(history, (Truncate(5),)))[2] == "round 2"
+    assert contents(visible_messages(history, (Truncate(5),)))[2] == "round 2"
 
 
 def test_tidy_hides_rounds_that_only_kept_house_and_worked():
-    history = History.open(OPENING).add(said("a", "note", "deleteContext"))
+    history = History.open(OPENING).add(output("a", "note", "deleteContext"))
     history = history.add(answered("{}", "note"), caller=1).add(answered("{}", "deleteContext"), caller=1, ok=True)
-    assert len(view(history, style=Style(tidy=True))) == 2
-    assert len(view(history)) == 5
+    assert len(visible_messages(history, style=ViewStyle(tidy=True))) == 2
+    assert len(visible_messages(history)) == 5
     failed = dataclasses.replace(history.entries[-1], ok=False)
-    assert len(view(History((*history.entries[:-1], failed)), style=Style(tidy=True))) == 5
+    assert len(visible_messages(History((*history.entries[:-1], failed)), style=ViewStyle(tidy=True))) == 5
 
 
 def test_brief_says_the_same_in_fewer_characters():
-    history, style = three_rounds(), Style(form="brief", stub="deleted", budget="1024 tokens, 9 rounds")
-    shown = view(history, (Delete(2),), {"lamp": "Mira"}, style)
+    history, style = three_rounds(), ViewStyle(form="brief", stub="deleted", budget="1024 tokens, 9 rounds")
+    shown = visible_messages(history, (Delete(2),), {"lamp": "Mira"}, style)
     assert shown[1].content == "Where?\nNotes: lamp: Mira\nBudget: 1024 tokens, 9 rounds"
     assert shown[3].content == "#2 deleted"
     assert shown[5].content == '#4 {"text": "chunk 1"} (899 left)'
@@ -196,13 +200,13 @@ def test_the_view_is_pure_and_whole_whatever_is_edited(tried, notes, tidy):
     history, edits = three_rounds(), ()
     for edit in tried:
         try:
-            edits = edited(history, edits, edit)
+            edits = append_edit(history, edits, edit)
         except ContextError:
             continue
-    style = Style(tidy=tidy)
+    style = ViewStyle(tidy=tidy)
     frozen = copy.deepcopy((history, edits, notes))
-    shown = view(history, edits, notes, style)
-    assert view(history, edits, notes, style) == shown
+    shown = visible_messages(history, edits, notes, style)
+    assert visible_messages(history, edits, notes, style) == shown
     assert (history, edits, notes) == frozen
     assert shown[0] == OPENING[0]
     assert shown[1].content.startswith("Where?")

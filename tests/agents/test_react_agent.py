@@ -4,9 +4,8 @@ from collections import Counter
 import pytest
 
 from arborl.agents import AGENTS
-from arborl.agents.react import ReactAgent
-from arborl.agents.tool import ToolAgent
-from arborl.envs.games.question import Question
+from arborl.agents.tool_agents import ReactAgent, ToolAgent
+from arborl.envs.question import Question
 from arborl.tools import TOOLS, tool
 from arborl.types import Message, Task, ToolCall
 
@@ -75,10 +74,10 @@ def test_mistakes_are_observations_and_counted():
         "Just thinking.",
         "Action: double",
     )
-    told = [prompt[-1].content for prompt in model.prompts[1:]]
-    assert "Did you mean 'double'?" in told[0]
-    assert "not valid JSON" in told[1]
-    assert told[2] == "Observation: write either an Action with its Action Input, or a Final Answer"
+    reported = [prompt[-1].content for prompt in model.prompts[1:]]
+    assert "Did you mean 'double'?" in reported[0]
+    assert "not valid JSON" in reported[1]
+    assert reported[2] == "Observation: write either an Action with its Action Input, or a Final Answer"
     assert heard == "Action: double"  # the rounds are used up
     assert model.counts == {
         "tool/used": 1,

@@ -13,25 +13,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from arborl.agents.chat import ChatAgent
-from arborl.agents.context.policy import compression
-from arborl.agents.context.statelm import TOOLSET, USUAL, StateLM
-from arborl.algorithms.recipe import Recipe
+from arborl.agents.chat_agents import ChatAgent
+from arborl.agents.context.managed_conversation import stateset_context
+from arborl.agents.context.statelm import DEFAULT_TOOLS, TOOLSET, StateLM
+from arborl.algorithms.algorithm import Recipe
 from arborl.chat import FileTokenizer, HermesParser, Renderer, Template
 from arborl.config.algorithm import AlgorithmConfig
-from arborl.data.made.documents import make_problem
+from arborl.data.generated.document_problems import make_document_problem
 from arborl.engines.scripted import ScriptedEngine
 from arborl.envs.games.documents_env import Documents
 from arborl.envs.games.question import Question
 from arborl.errors import ConfigError
 from arborl.models.find import SEEDLING_DIR
 from arborl.registry import call_checked
-from arborl.rewards.choice import Choice, ShortAnswer
+from arborl.rewards.answers import MultipleChoice, ShortAnswer
 from arborl.rewards.reward import Rewards
-from arborl.rollout.recorder import Limits
-from arborl.rollout.runner import Cast, Rollout
-from arborl.rollout.tree import plant
-from arborl.tools.library.document_index import DocumentIndex
+from arborl.rollout.recorder import EpisodeLimits
+from arborl.rollout.runner import EpisodeFactories, Rollout
+from arborl.rollout.token_trees import build_token_trees
+from arborl.tools.library.context.chunks import Index
 from arborl.types import Group, Message, Sampling, Stop, Task
 from arborl.view.context_length import lengths as context_lengths
 
@@ -73,7 +73,14 @@ def rollout_of(renderer, scripts, agent, env, tokens=96, window=1024):
 
     replies = [[*renderer.tokenizer.encode(text), renderer.stop[0]] for text in flat]
     engine = ScriptedEngine(replies, choose)
-    return Rollout(engine, renderer, Cast(agent, env), Sampling(tokens), Limits(max_context=window), concurrency=8)
+    return Rollout(
+        engine,
+        renderer,
+        EpisodeFactories(agent, env),
+        Sampling(tokens),
+        EpisodeLimits(max_context=window),
+        concurrency=8,
+    )
 
 
 def play(renderer, *scripts, env=None, window=1024, tokens=96, task=None, **args):
@@ -114,7 +121,7 @@ def test_an_edited_episode_gives_the_expected_tree_and_trains_every_token_once(r
     assert three.prompt[: len(whole[0])] == whole[0]  # the deletion changed what came after the first call
     assert three.prompt[: len(whole[1])] != whole[1]
     assert four.prompt[: len(whole[2])] == whole[2]
-    forest = plant([Group(episode.task, [episode])])
+    forest = build_token_trees([Group(episode.task, [episode])])
     shared = next(i for i, (a, b) in enumerate(zip(whole[1], whole[3], strict=False)) if a != b)
     assert len(forest.trees[0]) == len(whole[1]) + len(whole[3]) - shared
     assert forest.terms.token.tolist() == [t for c in episode.calls for t in c.completion.tokens]
@@ -225,8 +232,12 @@ def test_seedling_plays_it_untrained(seedling):
 
     model, renderer = seedling
     engine = LocalEngine(model, 1024, max_requests=4)
-    cast = Cast(lambda t: StateLM(**SMALL, reading=READING, max_assistant_turns=3), lambda t: Documents(tokens=400))
-    rollout = Rollout(engine, renderer, cast, Sampling(24, stop=renderer.stop), Limits(max_context=1024), concurrency=4)
+    cast = EpisodeFactories(
+        lambda t: StateLM(**SMALL, reading=READING, max_assistant_turns=3), lambda t: Documents(tokens=400)
+    )
+    rollout = Rollout(
+        engine, renderer, cast, Sampling(24, stop=renderer.stop), EpisodeLimits(max_context=1024), concurrency=4
+    )
     (group,) = asyncio.run(rollout.collect([Task("t", seed=3)], seed=0, group_size=4))
     assert [episode.failure for episode in group.episodes] == [None] * 4
     asyncio.run(Rewards([("short_answer", ShortAnswer(), 1.0)], 5).score([group]))
@@ -256,7 +267,7 @@ def test_a_window_and_truncation_go_on_where_nothing_is_managed(renderer, args):
 
 
 @pytest.mark.parametrize("trained", [True, False])
-def test_a_summary_is_written_by_the_model_and_trained_if_asked(renderer, trained):
+def test_a_summary_is_written_by_the_model_and_trained_if_requested(renderer, trained):
     script = [READ, READ, "Chunk 0 says nothing.", READ, DONE]
     settings = {"policy": "summary", "compress_at": 0.5, "window": 2 * room_for(renderer, 1, **READER), **READER}
     (episode,) = play(renderer, script, train_summaries=trained, **settings).episodes
@@ -264,7 +275,7 @@ def test_a_summary_is_written_by_the_model_and_trained_if_asked(renderer, traine
     assert episode.answer == "Oslo"
     (written,) = [c for c in episode.calls if "nothing." in renderer.tokenizer.decode(c.completion.tokens)]
     assert written.trained == trained
-    terms = plant([Group(episode.task, [episode])]).terms
+    terms = build_token_trees([Group(episode.task, [episode])]).terms
     number = episode.calls.index(written)
     assert np.any(terms.call == number) == trained
     assert len(terms) == sum(len(c.completion.tokens) for c in episode.calls if c.trained)
@@ -281,13 +292,13 @@ def test_the_summarize_tool_folds_what_came_before(renderer):
 
 
 def test_settings_in_other_systems_names_become_policies():
-    assert compression(False) == {"policy": "none"}
+    assert stateset_context(False) == {"policy": "none"}
     for strategy in ("summary", "truncate", "sliding_window"):
-        args = compression(True, 0.4, strategy)
+        args = stateset_context(True, 0.4, strategy)
         assert 0.4 in args.values()
         StateLM(**args)
     with pytest.raises(ValueError, match="compression_strategy='zip'"):
-        compression(True, 0.4, "zip")
+        stateset_context(True, 0.4, "zip")
 
 
 def test_trajectories_are_written_for_people(renderer, tmp_path):
@@ -320,17 +331,17 @@ def test_defect_2_and_3_a_penalty_reaches_every_branch_also_where_thoughts_are_s
     think = f"<think>hm</think>{READ}"
     limits = {"max_assistant_turns": 5} if limit == "turns" else {"window": room_for(renderer, 2)}
     group = play(renderer, [think], [READ, call("deleteContext", msg_id=2), READ], **limits)
-    asked = []
+    requests = []
 
-    class Counting(Choice):
+    class Counting(MultipleChoice):
         async def judge(self, episode):
-            asked.append(episode.id)
+            requests.append(episode.id)
             return 0.0
 
     asyncio.run(Rewards([("choice", Counting(exceeded=-1.0), 1.0)], 5).score([group]))
     assert [episode.reward for episode in group.episodes] == [-1.0, -1.0]
-    assert not asked  # nothing to judge: the episode as a whole is penalised
-    terms = Recipe(AlgorithmConfig(name="reinforce")).credit([group], plant([group]).terms)
+    assert not requests  # nothing to judge: the episode as a whole is penalised
+    terms = Recipe(AlgorithmConfig(name="reinforce")).credit([group], build_token_trees([group]).terms)
     assert len(np.unique(terms.call)) == sum(len(e.calls) for e in group.episodes) > 2
     assert np.all(terms.advantage == -1.0)
 
@@ -341,7 +352,7 @@ def test_defect_4_and_10_an_episode_has_one_vote_and_one_weight_however_many_bra
     for episode, reward in zip(group.episodes, (1.0, 0.0, 0.0, 0.0), strict=True):
         episode.rewards = {"r": reward}
     algorithm = Recipe(AlgorithmConfig(name="grpo", aggregation="episode", std="none"))
-    terms = algorithm.credit([group], plant([group]).terms)
+    terms = algorithm.credit([group], build_token_trees([group]).terms)
     by_episode = [np.unique(terms.advantage[terms.episode == e]).round(9).tolist() for e in range(4)]
     assert by_episode == [[0.75], [-0.25], [-0.25], [-0.25]]
     weights = np.bincount(terms.episode, terms.weight)
@@ -350,7 +361,7 @@ def test_defect_4_and_10_an_episode_has_one_vote_and_one_weight_however_many_bra
 
 def test_defect_5_nothing_is_discarded_or_cut(renderer):
     group = play(renderer, [READ, call("deleteContext", msg_id=2), READ, DONE])
-    forest = plant([group])
+    forest = build_token_trees([group])
     (tree,) = forest.trees
     for number, made in enumerate(group.episodes[0].calls):
         rows = np.flatnonzero(forest.terms.call == number)
@@ -381,7 +392,7 @@ def test_defect_7_other_agents_play_in_the_same_run(renderer):
 
 
 def test_defect_8_tools_leave_the_event_loop_free_and_need_no_server(renderer):
-    text = make_problem(3, tokens=200_000).document
+    text = make_document_problem(3, tokens=200_000).document
     began = time.perf_counter()
     DocumentIndex(text, 50, 0, renderer.tokenizer)
     blocked = time.perf_counter() - began
@@ -410,13 +421,13 @@ def test_defect_8_tools_leave_the_event_loop_free_and_need_no_server(renderer):
 def test_defect_9_a_batch_of_which_nothing_is_left_is_an_empty_forest(renderer):
     group = play(renderer, [DONE])
     group.episodes[0].calls.clear()
-    assert len(plant([group]).terms) == 0
-    assert len(plant([]).terms) == 0
+    assert len(build_token_trees([group]).terms) == 0
+    assert len(build_token_trees([]).terms) == 0
 
 
 @pytest.mark.parametrize("over", [0, 1])
-def test_defect_11_the_budget_told_is_the_budget_kept(renderer, over):
-    """A document that fills the told room exactly is read; one token more ends the episode."""
+def test_defect_11_the_budget_reported_is_the_budget_kept(renderer, over):
+    """A document that fills the reported room exactly is read; one token more ends the episode."""
     toolset = ["checkBudget", "loadDocument", "finish"]
 
     def run(document):
@@ -426,9 +437,9 @@ def test_defect_11_the_budget_told_is_the_budget_kept(renderer, over):
         return episode
 
     short = run("a")
-    told = int(responses(prompts(renderer, short)[1])[0].split(" tokens")[0].split()[-1])
+    reported = int(responses(prompts(renderer, short)[1])[0].split(" tokens")[0].split()[-1])
     tail = len(renderer.tokenizer.encode("\n<|im_start|>assistant\n"))
-    assert told == 1024 - 96 - len(short.calls[0].prompt) - len(short.calls[0].completion.tokens) - tail
+    assert reported == 1024 - 96 - len(short.calls[0].prompt) - len(short.calls[0].completion.tokens) - tail
     used = len(short.calls[2].prompt)
     fits = 1024 - 96 - used  # tokens that may still be added to the document of one token
     episode = run("a" + "\n" * (fits + over))
@@ -480,7 +491,7 @@ def test_defect_14_every_call_of_a_turn_is_run_and_answered_under_its_own_id(ren
     assert len(after) == 3  # both reads and the deletion: none is unanswered
 
 
-def test_defect_15_settings_nobody_reads_are_refused():
+def test_defect_15_settings_no_one_reads_are_refused():
     for args, words in (
         ({"context_length_penalty": 1}, "unknown argument"),
         ({"reading": {"chunks": 5}}, "agent.args.reading.chunks"),
@@ -493,5 +504,5 @@ def test_defect_15_settings_nobody_reads_are_refused():
 
 
 def test_the_eleven_tools_of_the_original_are_the_usual_ones():
-    assert len(USUAL) == 11
-    assert set(TOOLSET) - set(USUAL) == {"mergeNotes", "getContextStats", "summarize"}
+    assert len(DEFAULT_TOOLS) == 11
+    assert set(TOOLSET) - set(DEFAULT_TOOLS) == {"mergeNotes", "getContextStats", "summarize"}

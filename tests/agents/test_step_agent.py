@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from arborl.agents.step import StepAgent, joined
+from arborl.agents.chat_agents import StepAgent, merge_user_messages
+from arborl.envs.countdown import Countdown
 from arborl.envs.env import Env, Observation, Step
 from arborl.envs.games.countdown import Countdown
 from arborl.envs.games.frozen_lake import FrozenLake
@@ -77,7 +78,7 @@ def test_without_history_a_prompt_is_the_rules_and_the_present():
 
 
 @pytest.mark.parametrize("history", range(4))
-def test_prompts_have_as_many_steps_as_asked_for_and_begin_with_a_user(history):
+def test_prompts_have_as_many_steps_as_requested_for_and_begin_with_a_user(history):
     for number, prompt in enumerate(shown(Walk("system", "user"), history_length=history)):
         spoken = [role for role, _ in prompt if role != "system"]
         assert spoken == ["user", "assistant"] * min(history, number) + ["user"]
@@ -107,7 +108,7 @@ def test_equal_states_have_equal_prompts():
 
 def test_two_messages_of_the_user_in_a_row_become_one():
     user, assistant = Message("user", "a"), Message("assistant", "b")
-    assert joined([user, user, assistant, user]) == [Message("user", "a\n\na"), assistant, user]
+    assert merge_user_messages([user, user, assistant, user]) == [Message("user", "a\n\na"), assistant, user]
 
 
 def test_a_negative_history_is_refused():

@@ -3,7 +3,7 @@ from collections import Counter
 
 import pytest
 
-from arborl.agents.tool import ToolAgent
+from arborl.agents.tool_agents import ToolAgent
 from arborl.envs.env import Env, Observation, Step
 from arborl.tools import tool
 from arborl.types import Message, Task, ToolCall

@@ -54,7 +54,7 @@ def group(*episodes: Episode, source: str = "", greedy: float | None = None, rol
 
 def terms_of(groups: list[Group], seed: int = 0) -> Terms:
     """The groups' terms, every column that a learner fills made up."""
-    random, terms = np.random.default_rng(seed), plant(groups).terms
+    random, terms = np.random.default_rng(seed), build_token_trees(groups).terms
     made = {name: -random.exponential(1.0, len(terms)) for name in ("logprob", "proximal", "reference", "teacher")}
     return dataclasses.replace(terms, value=random.normal(size=len(terms)), **made)
 

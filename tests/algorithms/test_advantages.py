@@ -13,7 +13,7 @@ from arborl.algorithms.episode_advantages import gdpo, grpo, maxrl, opo, rae, re
 from arborl.algorithms.loss_table import by_episode, by_length, by_token
 from arborl.config.algorithm import AlgorithmConfig
 from arborl.config.presets import COMPARES
-from arborl.rollout.tree import plant
+from arborl.rollout.token_trees import build_token_trees
 from arborl.types import Group, Terms
 
 REWARD = st.floats(-100, 100, allow_nan=False)
@@ -169,7 +169,7 @@ def test_advantages_of_a_group_add_up_to_nothing(rewards):
 
 def test_a_failed_episode_leaves_baseline_and_loss_together():
     groups = [group(episode(1.0), episode(0.0), episode(50.0, failed=True))]
-    terms = Recipe(AlgorithmConfig(std="none")).credit(groups, plant(groups).terms)
+    terms = Recipe(AlgorithmConfig(std="none")).credit(groups, build_token_trees(groups).terms)
     assert terms.advantage.tolist() == [0.5, 0.5, -0.5, -0.5]
     assert terms.weight.sum() == pytest.approx(1.0)
 
@@ -188,7 +188,7 @@ def test_no_advantage_looks_at_a_failed_episode(name):
 def test_an_episode_has_one_vote_whatever_its_number_of_branches():
     many, few = episode(1.0, tokens=[2] * 5, turns=[0.0] * 5, rewards={"r": 1.0}), episode(0.0)
     groups = [group(many, few)]
-    terms = Recipe(AlgorithmConfig(aggregation="episode", std="none")).credit(groups, plant(groups).terms)
+    terms = Recipe(AlgorithmConfig(aggregation="episode", std="none")).credit(groups, build_token_trees(groups).terms)
     assert terms.weight[terms.episode == 0].sum() == pytest.approx(0.5)
     assert terms.weight[terms.episode == 1].sum() == pytest.approx(0.5)
     assert set(terms.advantage.tolist()) == {0.5, -0.5}  # the mean is over 2 episodes, not over 6 rows
@@ -204,7 +204,7 @@ def test_weights_add_up_to_one_and_fixed_ones_do_not_know_the_length():
 
 def test_aggregation_by_call_gives_every_call_one_vote():
     groups = [group(episode(1.0, tokens=[1, 3], turns=[0.0, 0.0], rewards={"r": 1.0}), episode(0.0, tokens=4))]
-    terms = Recipe(AlgorithmConfig(aggregation="call")).credit(groups, plant(groups).terms)
+    terms = Recipe(AlgorithmConfig(aggregation="call")).credit(groups, build_token_trees(groups).terms)
     assert terms.weight.tolist() == pytest.approx([1 / 3] + [1 / 9] * 3 + [1 / 12] * 4)
 
 

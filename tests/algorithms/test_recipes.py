@@ -14,7 +14,7 @@ from algorithm_batches import batch_of, counters, episode, group, model_outputs,
 from arborl.algorithms import ADVANTAGES, LOSSES, PRESETS, AlgorithmNeeds, PerSourceAlgorithm, Recipe, make_algorithm
 from arborl.config.algorithm import Advantage, AlgorithmConfig, Loss
 from arborl.config.presets import ADVANTAGE_READS, LOSS_READS
-from arborl.rollout.tree import plant
+from arborl.rollout.token_trees import build_token_trees
 from arborl.types import Finish, Group, Terms
 
 NAN, INF = float("nan"), float("inf")
@@ -184,7 +184,7 @@ def test_nothing_to_learn_from_is_an_empty_batch_and_no_error(name):
     ]
     assert algorithm.keep(hopeless) == []
     assert algorithm.keep([]) == []
-    terms = algorithm.credit([], plant([]).terms)
+    terms = algorithm.credit([], build_token_trees([]).terms)
     assert len(terms) == len(terms.advantage) == len(terms.weight) == 0
 
 

@@ -17,7 +17,7 @@ from arborl.algorithms.turn_advantages import discounted, gae, gigpo, reinforce_
 from arborl.config.algorithm import AlgorithmConfig
 from arborl.config.load import load
 from arborl.rewards import Rewards
-from arborl.rewards.rules import environment
+from arborl.rewards.answers import environment
 from arborl.types import Call, Completion, Episode, Finish, Group, Message, Stop, Task, Turn
 from arborl.workshop import Workshop
 

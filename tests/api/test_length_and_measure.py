@@ -15,7 +15,7 @@ from arborl.api import train
 from arborl.build import build, count_steps
 from arborl.config.load import load
 from arborl.errors import ConfigError
-from arborl.rollout.store import EpisodeStore
+from arborl.rollout.episode_store import EpisodeStore
 from arborl.track.jsonl import read_metrics
 from arborl.trainer.evaluation import warn_of_failures
 from arborl.types import Episode, Failure, Group, Task

@@ -210,12 +210,12 @@ def test_a_changed_recording_is_replayed_or_refused_in_one_line(tmp_path):
         return [played()]
 
     path, tasks = tmp_path / "tape.jsonl", [Task("t")]
-    asyncio.run(Recording(path).batch(7, tasks, play))
+    asyncio.run(RolloutRecorder(path).batch(7, tasks, play))
     good, chance, refused = path.read_bytes(), random.Random(0), 0
     for _ in range(5 * settings().max_examples):
         path.write_bytes(mutated(good, chance))
         try:
-            asyncio.run(Replay(path).batch(7, tasks, play))
+            asyncio.run(RolloutReplay(path).batch(7, tasks, play))
         except ConfigError:
             refused += 1
     assert refused

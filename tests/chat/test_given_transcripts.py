@@ -8,16 +8,16 @@ from dataclasses import replace
 
 import pytest
 
-from arborl.agents.tool import ToolAgent
+from arborl.agents.tool_agents import ToolAgent
 from arborl.chat import Renderer
 from arborl.chat.formats import make_parser
 from arborl.data.reading.given import GivenReader
 from arborl.engines.scripted import ScriptedEngine
 from arborl.envs.env import Env, Observation, Step
-from arborl.rollout.given import GivenEpisodes
-from arborl.rollout.recorder import Limits
-from arborl.rollout.runner import Cast, Rollout
-from arborl.rollout.tree import plant
+from arborl.rollout.offline_episodes import OfflineEpisodes
+from arborl.rollout.recorder import EpisodeLimits
+from arborl.rollout.runner import EpisodeFactories, Rollout
+from arborl.rollout.token_trees import build_token_trees
 from arborl.tools import as_tool
 from arborl.types import GIVEN, Finish, Message, Sampling, Stop, Task
 
@@ -62,8 +62,8 @@ class Talk(Env):
 
 
 def given(renderer, row, **more):
-    task = GivenReader("rows").task(row, "rows.jsonl, line 1")
-    (group,) = GivenEpisodes(renderer, **({"max_context": 4096} | more)).groups([task])
+    task = OfflineRowReader("rows").task(row, "rows.jsonl, line 1")
+    (group,) = OfflineEpisodes(renderer, **({"max_context": 4096} | more)).groups([task])
     return group
 
 
@@ -94,7 +94,7 @@ def test_only_the_assistants_words_are_terms_and_each_ends_its_turn(family, rend
     assert "The answer is three." in said[0]
     assert said[1].strip().startswith("Three.")
     assert all(call.completion.tokens[-1] in renderer.stop for call in episode.calls)
-    terms = plant([group]).terms
+    terms = build_token_trees([group]).terms
     assert len(terms) == sum(len(call.completion.tokens) for call in episode.calls)
     assert (terms.version == GIVEN).all()
     assert all(math.isnan(value) for value in terms.logprob)
@@ -133,9 +133,9 @@ def test_what_goes_beyond_the_context_is_cut_off(renderer_for, tokenizer):
     assert cut.calls[0].completion.finish is Finish.LENGTH
     assert cut.stop is Stop.CONTEXT_FULL
     assert given(renderer, row, max_context=room - 3).episodes[0].calls == []
-    task = GivenReader("rows").task(row, "here")
+    task = OfflineRowReader("rows").task(row, "here")
     last = whole.calls[-1]
-    assert GivenEpisodes(renderer, 8).length(task) == len(last.prompt) + len(last.completion.tokens)
+    assert OfflineEpisodes(renderer, 8).length(task) == len(last.prompt) + len(last.completion.tokens)
 
 
 def test_calls_are_imitated_where_the_chat_template_leaves_them_out(model_folder):

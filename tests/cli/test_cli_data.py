@@ -13,10 +13,9 @@ from arborl.api import train
 from arborl.build import build
 from arborl.cli.main import app
 from arborl.config.load import load
-from arborl.data.made.datasets import MAKERS, make
-from arborl.data.made.facts import make_facts
-from arborl.rewards.code import read_cases
-from arborl.rewards.numbers import equal, final_part
+from arborl.data.generated.datasets import GENERATORS, make, make_facts
+from arborl.rewards.answers import equal, final_part
+from arborl.rewards.code_tests import read_cases
 from arborl.tools.library.calculator import calculator
 from arborl.tools.library.search import Search
 
@@ -177,7 +176,7 @@ def test_the_rows_of_the_mixed_data_set_can_be_solved(here):
     read = {name: json.loads((here / f"data/{name}.json").read_text()) for name in ("code", "search", "math")}
     for row in read["code"]:
         (case,) = read_cases(row["input_output"])
-        assert case.wanted == row["answer"]
+        assert case.expected == row["answer"]
     for row in read["math"]:
         expression = row["solution"].removeprefix("We compute ").partition(" = ")[0]
         assert equal(calculator(expression), final_part(row["solution"]))

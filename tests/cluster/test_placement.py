@@ -234,7 +234,7 @@ def run_rewarded(tmp_path, reward, **more):
 @pytest.mark.slow
 def test_a_reward_worker_that_is_killed_costs_time_and_no_episode(two_nodes, tmp_path):
     import arborl
-    from arborl.rollout.store import EpisodeStore
+    from arborl.rollout.episode_store import EpisodeStore
 
     once, later = tmp_path / "once", tmp_path / "later"
 
@@ -264,7 +264,7 @@ def test_a_reward_worker_that_is_killed_costs_time_and_no_episode(two_nodes, tmp
 
 def test_a_reward_on_the_cluster_that_breaks_costs_itself_and_is_named(two_nodes, tmp_path):
     import arborl
-    from arborl.rollout.store import EpisodeStore
+    from arborl.rollout.episode_store import EpisodeStore
 
     @arborl.reward
     def brittle(episode):
@@ -285,7 +285,7 @@ def test_a_reward_on_the_cluster_that_breaks_costs_itself_and_is_named(two_nodes
 @pytest.mark.slow
 def test_plain_rewards_on_one_worker_wait_at_the_same_time_and_one_that_hangs_is_named(two_nodes, tmp_path):
     import arborl
-    from arborl.rollout.store import EpisodeStore
+    from arborl.rollout.episode_store import EpisodeStore
 
     calls = tmp_path / "calls"
     calls.mkdir()

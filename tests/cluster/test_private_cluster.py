@@ -18,7 +18,7 @@ import pytest
 
 from arborl.api import train
 from arborl.config.load import load
-from arborl.rollout.store import EpisodeStore
+from arborl.rollout.episode_store import EpisodeStore
 from arborl.track.jsonl import read_metrics
 
 pytestmark = pytest.mark.slow

@@ -18,8 +18,8 @@ from arborl import ConversationTurn, NeuralReward, NeuralRewardTrainer
 from arborl.errors import ConfigError
 from arborl.models.model_files import resolve
 from arborl.rewards.reward_model import RewardModel, conversation
-from arborl.rewards.text.turns import episode_of, turns_of
-from arborl.rollout.store import EpisodeStore
+from arborl.rewards.text.text_measures import episode_of, turns_of
+from arborl.rollout.episode_store import EpisodeStore
 from arborl.types import Episode, Message, Task, ToolCall, Turn
 
 COURTESY = ("I am sorry.", "Thank you for waiting.", "Please tell me the number.", "I will help you.")

@@ -5,8 +5,8 @@ import pyarrow.parquet
 import pytest
 
 from arborl.data import FileTasks
-from arborl.data.reading.files import read_rows
-from arborl.data.reading.rows import read_messages, read_task
+from arborl.data.reading.row_reader import messages_of_cell, read_task
+from arborl.data.reading.table_files import read_rows
 from arborl.data.reading.tables import ParquetTable
 from arborl.errors import ConfigError
 from arborl.types import Message, ToolCall
@@ -40,7 +40,7 @@ def test_every_format_gives_the_same_rows(tmp_path):
         ("a.json", '[{"question": "a", "x": [{"\\udfff": 1}]}]', "row 1: half of a surrogate pair"),
         ("a.jsonl", '{"question": "\\ud83d\\ude00"}\n\n{"question": "\\ud83d"}', "line 3: half of a surrogate pair"),
         ("a.jsonl", '{"question": ' + "[" * 300 + "]" * 300 + "}", "line 1: nested more than 64 deep"),
-        ("a.csv", "question,answer,question\n1,2,3\n", "two columns are called 'question'"),
+        ("a.csv", "question,answer,question\n1,2,3\n", "two columns have the name 'question'"),
         ("a.json", "[]", "no rows in it"),
         ("a.jsonl", "\n\n", "no rows in it"),
         ("a.csv", "", "no rows in it"),
@@ -85,7 +85,7 @@ def test_two_columns_of_one_name_are_refused_in_parquet_too(tmp_path):
     table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["question", "question"])
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     for read in (read_rows, ParquetTable):
-        with pytest.raises(ConfigError, match="two columns are called 'question'"):
+        with pytest.raises(ConfigError, match="two columns have the name 'question'"):
             read(tmp_path / "a.parquet")
 
 
@@ -93,7 +93,7 @@ def test_a_missing_file_says_where_it_was_looked_for(tmp_path):
     with pytest.raises(ConfigError, match="no such file"):
         FileTasks(tmp_path / "none.json")
     (tmp_path / "folder.json").mkdir()
-    with pytest.raises(ConfigError, match="a folder without rows"):
+    with pytest.raises(ConfigError, match="the folder has no data files"):
         FileTasks(tmp_path / "folder.json")
 
 
@@ -119,7 +119,7 @@ def test_messages_come_in_openais_shape_and_win_over_the_question():
     assert task.messages == wanted
     assert (task.id, task.agent) == ("12", "tool")
     assert task.fields == row
-    assert read_messages(json.dumps(given), "here") == wanted
+    assert messages_of_cell(json.dumps(given), "here") == wanted
 
 
 def test_parquet_rows_may_hold_messages(tmp_path):

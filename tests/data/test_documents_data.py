@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arborl.data.made.documents import length, make_documents, make_problem
-from arborl.data.made.words import PEOPLE
-from arborl.data.public.longbench import prepare_longbench, prepare_novelqa
-from arborl.data.reading.rows import read_task
+from arborl.data.generated.document_problems import PEOPLE, count_words, make_document_problem, make_documents
+from arborl.data.longbench import prepare_longbench, prepare_novelqa
+from arborl.data.reading.row_reader import read_task
 from arborl.errors import ConfigError
 
 LONGBENCH = [
@@ -26,8 +25,8 @@ LONGBENCH = [
 @settings(max_examples=40)
 @given(st.integers(0, 2**62), st.integers(150, 2000), st.integers(1, 6), st.booleans())
 def test_a_problem_has_its_facts_in_the_document_and_a_way_from_question_to_answer(seed, tokens, hops, choices):
-    problem = make_problem(seed, tokens, hops, distractors=3, choices=choices)
-    assert problem == make_problem(seed, tokens, hops, distractors=3, choices=choices)
+    problem = make_document_problem(seed, tokens, hops, distractors=3, choices=choices)
+    assert problem == make_document_problem(seed, tokens, hops, distractors=3, choices=choices)
     assert len(problem.hops) == hops
     assert problem.hops[0].subject in problem.question
     for hop, following in zip(problem.hops, problem.hops[1:], strict=False):
@@ -45,7 +44,7 @@ def test_a_problem_has_its_facts_in_the_document_and_a_way_from_question_to_answ
 
 def test_only_one_sentence_says_what_a_hop_needs():
     for seed in range(30):
-        problem = make_problem(seed, 3000, 3, distractors=24, lures=2)
+        problem = make_document_problem(seed, 3000, 3, distractors=24, lures=2)
         thing, person = problem.hops[0].subject, problem.hops[1].subject
         keeps = [
             s for s in problem.document.replace("\n", " ").split(". ") if thing in s and ("keeps" in s or "kept" in s)
@@ -55,10 +54,10 @@ def test_only_one_sentence_says_what_a_hop_needs():
         assert len(taught) == 1
 
 
-def test_documents_are_about_as_long_as_asked_and_any_length_will_do():
+def test_documents_are_about_as_long_as_requested_and_any_length_will_do():
     for tokens in (200, 4000, 50_000):
-        assert length(make_problem(1, tokens).document) == pytest.approx(tokens, rel=0.02, abs=15)
-    assert length(make_problem(1, 10).document) > 10  # the facts are in it whatever the length
+        assert count_words(make_document_problem(1, tokens).document) == pytest.approx(tokens, rel=0.02, abs=15)
+    assert count_words(make_document_problem(1, 10).document) > 10  # the facts are in it whatever the length
 
 
 def test_rows_are_the_same_for_the_same_seed_and_others_for_another():
@@ -75,7 +74,7 @@ def test_rows_are_the_same_for_the_same_seed_and_others_for_another():
 
 
 def test_people_of_the_question_are_no_part_of_other_facts():
-    problem = make_problem(11, 2000, 2, distractors=20, lures=0)
+    problem = make_document_problem(11, 2000, 2, distractors=20, lures=0)
     keeper = problem.hops[0].found
     assert keeper in PEOPLE
     sentences = problem.document.replace("\n", " ").split(". ")

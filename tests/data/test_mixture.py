@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arborl.data.mixing.mixture import Band, Mixture
-from arborl.data.mixing.schedule import deal, exact
-from arborl.data.mixing.streams import EnvPool, RowPool
-from arborl.data.reading.rows import Reader
-from arborl.data.reading.splits import Filters, split_table
+from arborl.data.mixing.mixture import Mixture, SuccessBand, allocate, normalize_ratios
+from arborl.data.mixing.task_pools import EnvPool, RowPool
+from arborl.data.reading.row_reader import RowReader
 from arborl.data.reading.tables import ListTable
+from arborl.data.reading.train_splits import PromptFilters, split_table
 from arborl.errors import ConfigError
 from arborl.types import Episode, Group
 
@@ -25,8 +24,8 @@ ratio = st.one_of(st.integers(1, 20), st.floats(0.001, 1.0).map(lambda x: round(
 
 def pool(name, rows, seed=0):
     table = ListTable([(f"row {n + 1}", {"question": f"{name} {n}", "id": f"{name}/{n}"}) for n in range(rows)], name)
-    reader = Reader(name)
-    return RowPool(table, reader, split_table(table, reader, 0.0, "auto", Filters()), seed)
+    reader = RowReader(name)
+    return RowPool(table, reader, split_table(table, reader, 0.0, "auto", PromptFilters()), seed)
 
 
 def mixture(rows, ratios, seed=0, **more):
@@ -51,7 +50,7 @@ def mixtures(draw):
 def test_every_batch_is_full_and_within_a_row_of_its_quota_and_so_are_all_batches_together(made):
     rows, ratios, size, seed = made
     mixed = mixture(rows, ratios, seed)
-    shares = exact(mixed.ratios)
+    shares = normalize_ratios(mixed.ratios)
     total = Counter()
     for step in range(40):
         batch = mixed.take(step, size)
@@ -67,10 +66,10 @@ def test_every_batch_is_full_and_within_a_row_of_its_quota_and_so_are_all_batche
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=8), st.integers(1, 30))
 @settings(max_examples=20)
 def test_shares_keep_within_a_row_for_as_long_as_anyone_looks(weights, size):
-    shares = exact({str(n): weight for n, weight in enumerate(weights)})
+    shares = normalize_ratios({str(n): weight for n, weight in enumerate(weights)})
     behind = dict.fromkeys(shares, Fraction(0))
     for _ in range(300):
-        counts = deal(shares, size, behind)
+        counts = allocate(shares, size, behind)
         assert sum(counts.values()) == size
         behind = {name: behind[name] + share * size - counts[name] for name, share in shares.items()}
         assert all(abs(value) < 1 for value in behind.values())
@@ -80,8 +79,8 @@ def test_shares_keep_within_a_row_for_as_long_as_anyone_looks(weights, size):
 def test_where_ratios_and_sizes_change_batches_are_still_full_and_the_error_stays_small(steps):
     behind = dict.fromkeys("abc", Fraction(0))
     for weights, size in steps:
-        shares = exact(dict(zip("abc", weights, strict=True)))
-        counts = deal(shares, size, behind)
+        shares = normalize_ratios(dict(zip("abc", weights, strict=True)))
+        counts = allocate(shares, size, behind)
         assert sum(counts.values()) == size
         for name, share in shares.items():
             assert floor(share * size) <= counts[name] <= ceil(share * size)
@@ -153,10 +152,10 @@ def test_a_source_that_is_used_up_leaves_its_place_to_the_others_or_ends_the_run
     assert drawn["a"] == 5
     after = Counter(task.source for batch in batches[4:] for task in batch)
     assert abs(after["c"] - 32) < 1
-    with pytest.raises(ConfigError, match=r"data.sources.a: its rows are used up at step 2 \(1 passes over 5\)"):
+    with pytest.raises(ConfigError, match=r"data.sources.a: its rows are exhausted at step 2 \(1 passes over 5\)"):
         mixture([5, 100, 100], [1, 1, 2], passes={"a": 1}).check(10, 8)
     mixture([5, 100, 100], [1, 1, 2], passes={"a": 4}).check(10, 8)
-    with pytest.raises(ConfigError, match="used up at step 2"):
+    with pytest.raises(ConfigError, match="exhausted at step 2"):
         mixture([5, 5], [1, 1], passes={"a": 1, "b": 1}, refuse=False).check(10, 5)
 
 
@@ -166,20 +165,20 @@ def group(mixed, source, success):
 
 
 def test_a_source_that_is_too_easy_or_too_hard_gets_fewer_rows():
-    mixed = mixture([50, 50, 50], [1, 1, 1], band=Band(0.1, 0.9, outside=0.25, decay=0.0))
+    mixed = mixture([50, 50, 50], [1, 1, 1], band=SuccessBand(0.1, 0.9, outside=0.25, decay=0.0))
     for step in range(2):
         mixed.take(step, 6)
         mixed.observe(step, [group(mixed, "a", 1.0), group(mixed, "b", 0.5), group(mixed, "c", 0.0)])
     assert Counter(task.source for task in mixed.take(2, 6)) == {"a": 1, "b": 4, "c": 1}
-    again = mixture([50, 50, 50], [1, 1, 1], band=Band(0.1, 0.9, outside=0.25, decay=0.0))
+    again = mixture([50, 50, 50], [1, 1, 1], band=SuccessBand(0.1, 0.9, outside=0.25, decay=0.0))
     again.load_state(mixed.state(2))
     assert again.take(2, 6) == mixed.take(2, 6)
     mixed.observe(2, [group(mixed, "a", 0.5), group(mixed, "c", 0.5)])
     assert Counter(task.source for task in mixed.take(3, 6)) == {"a": 2, "b": 2, "c": 2}
 
 
-def test_what_nobody_judged_is_no_success_of_its_source():
-    mixed = mixture([50, 50], [1, 1], band=Band(0.1, 0.9, outside=0.25, decay=0.0))
+def test_what_no_one_judged_is_no_success_of_its_source():
+    mixed = mixture([50, 50], [1, 1], band=SuccessBand(0.1, 0.9, outside=0.25, decay=0.0))
     mixed.take(0, 4)
     silent = group(mixed, "a", 1.0)
     silent.episodes[0].metrics.clear()
@@ -194,8 +193,8 @@ def test_held_out_tasks_come_from_all_sources_alike():
     pools = []
     for name, size in zip(names, (400, 30), strict=True):
         table = ListTable([(f"row {n}", {"question": f"{name}{n}"}) for n in range(size)], name)
-        reader = Reader(name)
-        pools.append(RowPool(table, reader, split_table(table, reader, 0.3, "auto", Filters()), 0))
+        reader = RowReader(name)
+        pools.append(RowPool(table, reader, split_table(table, reader, 0.3, "auto", PromptFilters()), 0))
     pools.append(EnvPool("lake", "frozen_lake", 0))
     mixed = Mixture(pools, dict.fromkeys(("a", "b", "lake"), 1), 0)
     held_out = mixed.evaluation(12)
@@ -214,5 +213,5 @@ def test_a_source_without_a_share_is_not_measured_either():
 
 def test_a_checkpoint_with_a_source_that_is_gone_is_refused():
     state = mixture([5, 5], [1, 1]).state(0) | {"drawn": {"z": 3}}
-    with pytest.raises(ConfigError, match=r"a source 'z', which is not there any more"):
+    with pytest.raises(ConfigError, match=r"a source 'z', which the configuration lacks"):
         mixture([5, 5], [1, 1]).load_state(state)

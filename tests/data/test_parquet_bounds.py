@@ -8,16 +8,15 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from arborl.data.reading.files import open_table
-from arborl.data.reading.parquet import ParquetReader, unpacked_size
-from arborl.data.reading.tables import ListTable, ParquetTable
+from arborl.data.reading.table_files import open_table
+from arborl.data.reading.tables import ListTable, ParquetReader, ParquetTable, unpacked_size
 from arborl.errors import ConfigError
 
 LONG = "x" * 1_000_000
 READ = """
 import resource, sys
 from pathlib import Path
-from arborl.data.reading.files import open_table
+from arborl.data.reading.table_files import open_table
 resource.setrlimit(resource.RLIMIT_AS, (3 * 2**30, 3 * 2**30))
 table = open_table(Path(sys.argv[1]))
 rows = [row for start in range(0, 5000, 500) for row in table.rows([start, start + 1])]

@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 
 from arborl.config.data import DataConfig
 from arborl.data import open_source
-from arborl.data.mixing.order import Order
-from arborl.data.mixing.streams import RowPool
-from arborl.data.reading import files as data_files
-from arborl.data.reading.files import open_table
-from arborl.data.reading.rows import Reader
-from arborl.data.reading.splits import Filters, Numbered, split_table
-from arborl.data.reading.tables import HubTable, JoinedTable, ListTable, ParquetTable
+from arborl.data.mixing.task_pools import RowOrder, RowPool
+from arborl.data.reading import table_files as data_files
+from arborl.data.reading.row_reader import RowReader
+from arborl.data.reading.table_files import open_table
+from arborl.data.reading.tables import ConcatenatedTable, HubTable, ListTable, ParquetTable
+from arborl.data.reading.train_splits import PromptFilters, RowNumbers, split_table
 from arborl.errors import ConfigError
 from arborl.types import Message
 
@@ -51,9 +50,9 @@ def test_a_large_file_gives_the_same_rows_as_a_small_one_whatever_its_groups_and
         table = ParquetTable(parquet(Path(folder) / "a.parquet", rows, group), block=block)
         assert int(table.sizes.sum()) == rows
         assert int(table.runs.sum()) == len(table.sizes)
-        asked = data.draw(st.lists(st.integers(0, rows - 1), max_size=50))
-        assert table.rows(asked) == [{"question": f"q{n}", "answer": str(n)} for n in asked]
-        assert table.rows(np.array(asked[::-1], np.int64)) == table.rows(asked)[::-1]
+        requests = data.draw(st.lists(st.integers(0, rows - 1), max_size=50))
+        assert table.rows(requests) == [{"question": f"q{n}", "answer": str(n)} for n in requests]
+        assert table.rows(np.array(requests[::-1], np.int64)) == table.rows(requests)[::-1]
 
 
 @given(st.integers(16, 600), st.integers(1, 130), st.integers(1, 60), st.integers(1, 200), st.integers(0, 9))
@@ -61,22 +60,22 @@ def test_a_large_file_gives_the_same_rows_as_a_small_one_whatever_its_groups_and
 def test_every_pass_over_blocks_gives_every_row_once_in_a_new_order(rows, group, block, window, seed):
     with tempfile.TemporaryDirectory() as folder:
         table = ParquetTable(parquet(Path(folder) / "a.parquet", rows, group), block=block)
-    view = Numbered(table, 0.1, held_out=False)
-    order = Order(view, seed, window)
+    view = RowNumbers(table, 0.1, held_out=False)
+    order = RowOrder(view, seed, window)
     passes = [order.numbers(number * order.size, order.size).tolist() for number in range(3)]
-    held = {int(n) for b in range(len(table.sizes)) for n in Numbered(table, 0.1, held_out=True).of(b)}
+    held = {int(n) for b in range(len(table.sizes)) for n in RowNumbers(table, 0.1, held_out=True).of(b)}
     assert all(sorted(each) == sorted(set(range(rows)) - held) for each in passes)
     if window > 16:
         assert passes[0] != passes[1]
     stream = [n for each in passes for n in each]
     start, count = order.size // 3, order.size
     assert order.numbers(start, count).tolist() == stream[start : start + count]
-    assert Order(view, seed, window).numbers(start, count).tolist() == stream[start : start + count]
+    assert RowOrder(view, seed, window).numbers(start, count).tolist() == stream[start : start + count]
 
 
 def test_rows_that_are_read_together_do_not_come_together(tmp_path):
     table = ParquetTable(parquet(tmp_path / "a.parquet", 20_000, 500), block=500)
-    numbers = Order(Numbered(table, 0.1, held_out=False), 0, table.window).numbers(0, 2000)
+    numbers = RowOrder(RowNumbers(table, 0.1, held_out=False), 0, table.window).numbers(0, 2000)
     assert len({int(number) // 500 for number in numbers[:50]}) >= 3  # of four blocks in a window
     assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.5
 
@@ -100,8 +99,8 @@ def test_a_file_that_does_not_fit_memory_is_streamed(tmp_path, monkeypatch):
 
 def test_a_bad_row_of_a_large_file_costs_a_warning_and_not_the_run(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(data_files, "MEMORY_ROWS", 10)
-    asked = [None if n % 50 == 7 else f"q{n}" for n in range(200)]
-    pyarrow.parquet.write_table(pyarrow.table({"question": asked}), tmp_path / "a.parquet", row_group_size=50)
+    requests = [None if n % 50 == 7 else f"q{n}" for n in range(200)]
+    pyarrow.parquet.write_table(pyarrow.table({"question": requests}), tmp_path / "a.parquet", row_group_size=50)
     source = opened(path=tmp_path / "a.parquet")
     with caplog.at_level(logging.WARNING):
         tasks = source.take(0, 180)
@@ -140,7 +139,7 @@ def test_a_folder_of_files_is_one_source(tmp_path):
     (folder / "notes.txt").write_text("not rows")
     parquet(folder / "c.parquet", 5, 2)
     table = open_table(folder)
-    assert isinstance(table, JoinedTable)
+    assert isinstance(table, ConcatenatedTable)
     assert [row["question"] for row in table.rows([0, 5, 14, 4])] == ["a0", "b0", "q4", "a4"]
     assert table.place(6) == "b.jsonl, line 2"
     source = opened(path=folder)
@@ -215,7 +214,7 @@ def test_rows_of_verl_agentfly_and_openai_load_as_they_are():
         "document_content": "long text",
         "extra_info": {"index": 7, "difficulty": "hard", "ability": "other"},
     }
-    task = Reader("s").task(verl, "here")
+    task = RowReader("s").task(verl, "here")
     assert [message.role for message in task.messages] == ["system", "user"]
     assert (task.agent, task.fields["answer"], task.fields["document_content"]) == (
         "statelm_tool_agent",
@@ -223,14 +222,14 @@ def test_rows_of_verl_agentfly_and_openai_load_as_they_are():
         "long text",
     )
     assert (task.fields["difficulty"], task.fields["ability"]) == ("hard", "reading")  # a column wins
-    fly = Reader("s").task({"question": "6*7?", "answer": "42", "id": "x"}, "here")
+    fly = RowReader("s").task({"question": "6*7?", "answer": "42", "id": "x"}, "here")
     assert (fly.messages, fly.fields["answer"], fly.id) == ((Message("user", "6*7?"),), "42", "x")
-    assert Reader("s").task({"prompt": "Say hi"}, "here").messages == (Message("user", "Say hi"),)
-    assert Reader("s").task({"messages": [{"role": "user", "content": "x"}]}, "here").messages[0].content == "x"
+    assert RowReader("s").task({"prompt": "Say hi"}, "here").messages == (Message("user", "Say hi"),)
+    assert RowReader("s").task({"messages": [{"role": "user", "content": "x"}]}, "here").messages[0].content == "x"
 
 
-def test_fields_are_named_by_path_and_a_missing_one_is_told_with_its_row():
-    reader = Reader("s", "problem", {"answer": "info.final", "document": "context", "agent": "who", "id": "key"})
+def test_fields_are_named_by_path_and_a_missing_one_is_reported_with_its_row():
+    reader = RowReader("s", "problem", {"answer": "info.final", "document": "context", "agent": "who", "id": "key"})
     row = {"problem": "p", "info": {"final": 3}, "context": "c", "who": "tool", "key": 9}
     task = reader.task(row, "a.json, row 1")
     assert (task.fields["answer"], task.fields["document"], task.agent, task.id) == (3, "c", "tool", "9")
@@ -259,7 +258,7 @@ def test_long_prompts_are_dropped_cut_or_refused_and_counted(tmp_path):
     assert cut.metrics(0)["data/rows/cut"] == 10
     with pytest.raises(ConfigError, match=r"rows\.json, row 31: the prompt has 31 tokens, max_prompt_tokens is 30"):
         opened(path=path, max_prompt_tokens=30, overlong="refuse", length=counted)
-    with pytest.raises(ConfigError, match=r"no rows are left of it \(40 overlong\)"):
+    with pytest.raises(ConfigError, match=r"all rows are filtered out \(40 overlong\)"):
         opened(path=written(tmp_path, ["y" * 50] * 40), max_prompt_tokens=30, length=counted)
     with pytest.raises(ConfigError, match="no tokenizer here"):
         opened(path=path, max_prompt_tokens=30)
@@ -282,7 +281,7 @@ def test_held_out_rows_may_have_a_file_of_their_own(tmp_path):
     assert opened(path=training, evaluation_path=other, seed=4).evaluation(5) == source.evaluation(5)
 
 
-def test_one_file_is_told_apart_by_a_column(tmp_path):
+def test_one_file_is_reported_apart_by_a_column(tmp_path):
     rows = [{"prompt": f"{kind}{n}", "data_source": kind} for n in range(30) for kind in ("nq", "taco", "math")]
     (tmp_path / "mixed.json").write_text(json.dumps(rows))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "mixed.parquet", row_group_size=7)
@@ -304,7 +303,7 @@ def test_one_file_is_told_apart_by_a_column(tmp_path):
             opened(path=tmp_path / name, by="kind", sources=ratios)
 
 
-def test_a_large_file_told_apart_by_a_column_is_still_streamed(tmp_path, monkeypatch):
+def test_a_large_file_reported_apart_by_a_column_is_still_streamed(tmp_path, monkeypatch):
     monkeypatch.setattr(data_files, "MEMORY_ROWS", 100)
     kinds = ["a" if n % 3 else "b" for n in range(900)]
     parquet(tmp_path / "big.parquet", 900, 80, kind=kinds)
@@ -337,7 +336,7 @@ def test_ratios_that_do_not_add_up_are_scaled_with_a_warning_or_refused(tmp_path
     sources = {"a": {"path": there, "ratio": 0.4}, "b": {"path": there, "ratio": 0.4}}
     with caplog.at_level(logging.WARNING):
         source = opened(sources=sources)
-    assert "the ratios add up to 0.8, not to 1; they are scaled" in caplog.text
+    assert "the ratios sum to 0.8, not 1; they are normalized" in caplog.text
     assert sorted(task.source for task in source.take(0, 4)) == ["a", "a", "b", "b"]
     with pytest.raises(ValueError, match=r"the ratios add up to 0\.8, not to 1, and strict is on"):
         opened(sources=sources, strict=True)
@@ -357,6 +356,6 @@ def test_settings_beside_the_sources_hold_for_those_that_say_nothing(tmp_path):
 
 def test_content_decides_a_rows_side_in_a_list_and_is_the_same_for_equal_rows():
     table = ListTable([(f"row {n}", {"question": f"q{n % 40}"}) for n in range(80)], "x")
-    split = split_table(table, Reader("x"), 0.5, "content", Filters())
+    split = split_table(table, RowReader("x"), 0.5, "content", PromptFilters())
     sides = [{number % 40 for number in side} for side in (split.training.numbers, split.held_out)]
     assert sides[0].isdisjoint(sides[1])

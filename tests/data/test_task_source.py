@@ -130,7 +130,7 @@ def test_batches_of_changing_size_leave_nothing_out_and_go_on_from_their_state(p
     names = [task.id for batch in taken for task in batch]
     assert len(set(names[: size(source)])) == size(source)
     for step, count in enumerate(counts):
-        assert source.take(step, count) == taken[step]  # asked for again, after all of them
+        assert source.take(step, count) == taken[step]  # requested for again, after all of them
         state = source.state(step)
         other = FileTasks(path, seed=3)
         other.load_state(json.loads(json.dumps(state)))
@@ -139,7 +139,7 @@ def test_batches_of_changing_size_leave_nothing_out_and_go_on_from_their_state(p
 
 def test_rows_may_come_in_their_own_order_and_held_out_ones_from_a_function():
     from arborl.config.data import DataConfig
-    from arborl.data.from_config import open_source
+    from arborl.data.source_factory import open_source
 
     def rows():
         return [{"question": str(number)} for number in range(5)]
@@ -149,8 +149,8 @@ def test_rows_may_come_in_their_own_order_and_held_out_ones_from_a_function():
 
     config = DataConfig(rows="object:rows", evaluation_rows="object:others", shuffle=False)
     source = open_source(config, "question", 7, objects={"object:rows": rows, "object:others": others})
-    said = [task.messages[0].content for step in range(3) for task in source.take(step, 4)]
-    assert said == [*"01234", *"01234", "0", "1"]
+    output = [task.messages[0].content for step in range(3) for task in source.take(step, 4)]
+    assert output == [*"01234", *"01234", "0", "1"]
     assert [task.messages[0].content for task in source.evaluation(9)] == ["held out"]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from arborl.rollout.store import EpisodeStore
+from arborl.rollout.episode_store import EpisodeStore
 from arborl.types import Call, Completion, Episode, Finish, Group, Message, Task, Turn
 
 STEPS, TASKS, MEMBERS = 30, 4, 4

@@ -18,7 +18,7 @@ from arborl.config.run import RunConfig
 from arborl.engines.remote import replicas
 from arborl.engines.remote.http_engine import HttpEngine
 from arborl.errors import ConfigError
-from arborl.rollout.store import EpisodeStore
+from arborl.rollout.episode_store import EpisodeStore
 from arborl.track.jsonl import read_metrics
 
 SMALL = [

@@ -258,7 +258,7 @@ def test_the_rollouts_logprobs_equal_the_learners(seedling, sampling):
     prompts = random_prompts([5, 33, 80, 80, 12], 600)
     done = generate(engine, prompts, [dataclasses.replace(sampling, seed=i) for i in range(5)])
     calls = [Call(tuple(p), c, 0) for p, c in zip(prompts, done, strict=True)]
-    forest = plant([Group(Task("t"), [Episode("e", Task("t"), calls=calls)])])
+    forest = build_token_trees([Group(Task("t"), [Episode("e", Task("t"), calls=calls)])])
     learner = Learner(model, LearnerConfig(), sampling)
     gap = (learner.logprobs(forest.trees, forest.terms) - torch.from_numpy(forest.terms.logprob)).abs().max()
     assert gap < 1e-4

@@ -11,7 +11,7 @@ import torch
 
 from arborl.engines.engine import PROBE_SESSION
 from arborl.engines.local import LocalEngine
-from arborl.rollout.tree import plant
+from arborl.rollout.token_trees import build_token_trees
 from arborl.types import Call, Episode, Group, Sampling, Task
 
 PROMPT = list(range(3, 15))
@@ -120,7 +120,7 @@ def test_terms_have_the_version_of_their_token(tiny_llama):
     _, done, late = run(tiny_llama, "continue")
     calls = [Call(tuple(PROMPT), done, 0), Call(tuple(PROMPT), late, 1)]
     episode = Episode("e", Task("t"), calls=calls)
-    terms = plant([Group(Task("t"), [episode])]).terms
+    terms = build_token_trees([Group(Task("t"), [episode])]).terms
     np.testing.assert_array_equal(terms.version, [*done.versions, 1, 1, 1])
 
 

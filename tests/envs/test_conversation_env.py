@@ -8,7 +8,6 @@ from arborl.envs.checker import check_env
 from arborl.envs.games.conversation import CONVERSATION_CONFIGS, EMPTY, END, Conversation, Persona, Scenario, UserLine
 from arborl.envs.games.conversation_presets import read_scenario, split_pairs
 from arborl.rewards.reward import Rewards
-from arborl.rewards.rules import environment
 from arborl.types import Episode, Group, Message, Task, Turn
 
 SCENARIO = {

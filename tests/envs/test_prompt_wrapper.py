@@ -9,8 +9,7 @@ import pickle
 import pytest
 
 import arborl
-from arborl.agents.chat import ChatAgent
-from arborl.agents.step import StepAgent
+from arborl.agents.chat_agents import ChatAgent, StepAgent
 from arborl.chat import Renderer
 from arborl.config.load import from_kwargs, load
 from arborl.config.prompt import PromptConfig
@@ -204,8 +203,8 @@ def test_what_an_environment_returns_by_mistake_is_still_named():
 def rollout(agent, env, texts):
     renderer = Renderer.from_folder(SEEDLING_DIR)
     engine = ScriptedEngine(replies(renderer, texts), decode=renderer.tokenizer.decode)
-    cast = Cast(lambda task: agent, env)
-    return Rollout(engine, renderer, cast, Sampling(32), Limits(max_context=2048), concurrency=2)
+    cast = EpisodeFactories(lambda task: agent, env)
+    return Rollout(engine, renderer, cast, Sampling(32), EpisodeLimits(max_context=2048), concurrency=2)
 
 
 def test_every_prompt_of_an_episode_goes_on_from_the_one_before_and_equals_the_whole_render():

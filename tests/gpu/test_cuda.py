@@ -41,7 +41,7 @@ def test_the_rollouts_logprobs_equal_the_learners(dtype, bound):
     model = load_model(resolve("seedling"), dtype, "cuda")
     prompts = random_prompts()
     calls = [Call(tuple(p), c, 0) for p, c in zip(prompts, sample(model, prompts, 1.0), strict=True)]
-    forest = plant([Group(Task("t"), [Episode("e", Task("t"), calls=calls)])])
+    forest = build_token_trees([Group(Task("t"), [Episode("e", Task("t"), calls=calls)])])
     scored = Learner(model, LearnerConfig(), Sampling()).logprobs(forest.trees, forest.terms)
     gap = (scored - torch.from_numpy(forest.terms.logprob)).abs()
     assert float(gap.exp().mean()) - 1 < bound

@@ -66,7 +66,7 @@ def forest_of(seed: int, groups: int = 3, prompt: int = 150, answer: int = 40) -
                 calls.append(Call(context, Completion(sampled, (-6.0,) * len(sampled), Finish.STOP), turn))
             episodes.append(Episode(str(e), Task("t"), calls=calls))
         made.append(Group(Task("t"), episodes))
-    forest = plant(made)
+    forest = build_token_trees(made)
     weight = np.full(len(forest.terms), 1.0 / len(forest.terms))
     terms = dataclasses.replace(
         forest.terms,

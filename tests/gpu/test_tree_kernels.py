@@ -41,12 +41,16 @@ def bush(seed: int, trees: int, branches: int, stem: int, twig: int) -> MicroBat
             trunk[: chance.integers(1, stem + 1)] + chance.integers(9, 99, chance.integers(1, twig + 1)).tolist()
             for _ in range(branches)
         ]
-        grown.append(grow([trunk, *rows])[0])
-    return pack(grown, list(range(trees)), plant([]).terms)
+        grown.append(tree_of_sequences([trunk, *rows])[0])
+    return pack(grown, list(range(trees)), build_token_trees([]).terms)
 
 
 def chains(*lengths: int) -> MicroBatch:
-    return pack([grow([list(range(n))])[0] for n in lengths], list(range(len(lengths))), plant([]).terms)
+    return pack(
+        [tree_of_sequences([list(range(n))])[0] for n in lengths],
+        list(range(len(lengths))),
+        build_token_trees([]).terms,
+    )
 
 
 def heads(batch: MicroBatch, device: torch.device, shape: tuple[int, int, int], dtype: torch.dtype, apart: bool):

@@ -7,7 +7,7 @@ import functools
 
 from arborl.build import build
 from arborl.config.load import load
-from arborl.rollout.store import to_json
+from arborl.rollout.episode_store import episode_to_json
 from arborl.seeds import derive
 
 SMALL = ["deterministic=true", "threads=1", "model.device=cpu", "env.args.size=3", "env.args.max_steps=5"]
@@ -19,7 +19,7 @@ def episodes(concurrency: int, tasks: int = 4) -> list[dict]:
     parts = build(load(None, [*SMALL, f"rollout.concurrency={concurrency}"]))
     chosen = parts.source.take(0, 4)[:tasks]
     groups = asyncio.run(parts.rollout.collect(chosen, derive(0, "step", 0), group_size=3))
-    rows = [to_json(episode) for group in groups for episode in group.episodes]
+    rows = [episode_to_json(episode) for group in groups for episode in group.episodes]
     for row in rows:
         del row["seconds"]
         for call in row["calls"]:

@@ -9,7 +9,7 @@ import torch
 
 from arborl.algorithms.recipe import AlgorithmNeeds
 from arborl.config.algorithm_parts import TrustRegionConfig
-from arborl.rollout.tree import plant
+from arborl.rollout.token_trees import build_token_trees
 from arborl.types import Call, Completion, Episode, Finish, Forest, Group, Sampling, Task, Terms, TokenTree
 
 SAMPLING = Sampling(temperature=0.7)
@@ -87,12 +87,12 @@ class Fake:
 
 
 def forest_of(groups: list[Group]) -> tuple[tuple[TokenTree, ...], Terms]:
-    forest = plant(groups)
+    forest = build_token_trees(groups)
     return forest.trees, forest.terms
 
 
 def batch_of(groups: list[Group], algorithm: Fake) -> tuple[Forest, Terms]:
-    forest = plant(groups)
+    forest = build_token_trees(groups)
     return forest, algorithm.credit(groups, forest.terms)
 
 

@@ -85,7 +85,7 @@ def test_anchored_at_the_engine_it_would_be(model, groups):
 
 def test_an_update_of_one_step_needs_no_pass_for_its_anchor(model, groups):
     algorithm = make_algorithm(AlgorithmConfig(name="gspo"))
-    forest = plant(groups)
+    forest = build_token_trees(groups)
     for minibatches, known in ((1, False), (2, True)):
         learner = Learner(model, LearnerConfig(minibatches=minibatches), SAMPLING, algorithm.needs)
         found = learner.score_terms(forest.trees, forest.terms, algorithm.needs)
@@ -126,7 +126,7 @@ def test_cut_into_pieces_a_sequence_has_the_same_anchor(model, groups):
 def test_a_log_ratio_beyond_reason_counts_as_20(model, groups):
     algorithm = make_algorithm(AlgorithmConfig(name="grpo"))
     learner = Learner(copy.deepcopy(model), LearnerConfig(lr=1e-30), SAMPLING, algorithm.needs)
-    forest = plant(groups)
+    forest = build_token_trees(groups)
     terms = algorithm.credit(groups, dataclasses.replace(forest.terms, logprob=forest.terms.logprob - 1e4))
     metrics = learner.update(forest.trees, terms, algorithm)
     assert metrics["learner/steps"] == 1.0

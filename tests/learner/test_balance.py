@@ -40,7 +40,7 @@ def test_ragged_batches_are_spread_within_five_percent(groups, ranks):
 
 
 def test_every_minibatch_is_spread_and_every_term_has_one_home():
-    forest = plant(ragged(np.random.default_rng(5), 8, 2))
+    forest = build_token_trees(ragged(np.random.default_rng(5), 8, 2))
     halves = np.array_split(np.arange(8), 2)
     owner = tree_owners(forest.trees, forest.terms, 2, halves, COSTS)
     assert all(set(owner[half]) == {0, 1} for half in halves)
@@ -58,7 +58,7 @@ def test_what_is_exchanged_evens_out_what_the_largest_first_leaves():
 
 
 def test_fewer_trees_than_ranks_and_trees_without_terms():
-    forest = plant(ragged(np.random.default_rng(1), 2, 2))
+    forest = build_token_trees(ragged(np.random.default_rng(1), 2, 2))
     none = forest.terms.pick(np.zeros(0, dtype=int))
     assert len(tree_owners(forest.trees, none, 4, [np.arange(2)], COSTS)) == 2
     assert len(set(tree_owners(forest.trees, forest.terms, 4, [np.arange(2)], COSTS))) == 2

@@ -17,7 +17,7 @@ from arborl.learner.attention.path_selection import ExecutionPath, PathSelector,
 from arborl.learner.attention.tree_attention import DenseAttention
 from arborl.learner.core.packing import MicroBatch, pack
 from arborl.models.attention import FREE, Bounds
-from arborl.rollout.tree import grow, plant
+from arborl.rollout.token_trees import build_token_trees, tree_of_sequences
 
 pytestmark = pytest.mark.skipif(attention_library() is None, reason="there is no C compiler")
 
@@ -38,8 +38,8 @@ def threads(request):
 
 
 def forest(*groups: list[list[int]]) -> MicroBatch:
-    trees = [grow(sequences)[0] for sequences in groups]
-    return pack(trees, list(range(len(trees))), plant([]).terms)
+    trees = [tree_of_sequences(sequences)[0] for sequences in groups]
+    return pack(trees, list(range(len(trees))), build_token_trees([]).terms)
 
 
 def bush(stem: int, branches: int, twig: int, seed: int = 0) -> list[list[int]]:

@@ -43,7 +43,7 @@ def test_the_mean_over_all_draws_is_the_gradient_of_all_branches(tiny_llama, kin
 
     draws = {}
     for seed in range(200):
-        fewer, kept, _ = thin(groups, terms, most, "random", seed)
+        fewer, kept, _ = downsample_branches(groups, terms, most, "random", seed)
         draws.setdefault(tuple(np.unique(kept.turn)), (fewer.trees, kept))
     assert len(draws) == {1: BRANCHES, 2: BRANCHES - 1, 3: 3}[most]  # every one there is, all as likely
     found = [gradient(*draw) for draw in draws.values()]

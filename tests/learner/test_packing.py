@@ -100,7 +100,7 @@ def pieces_of(tree: TokenTree, starts: tuple[int, ...]) -> list[int]:
 @settings(max_examples=60)
 @given(sequences=SEQUENCES, budget=st.integers(3, 30))
 def test_cuts_repeat_as_few_tokens_as_any_cuts_could(sequences, budget):
-    tree, _ = grow(sequences)
+    tree, _ = tree_of_sequences(sequences)
     longest = int(tree.depth.max()) + 1
     budget = max(budget, longest)
     found = pieces_of(tree, tuple(segment_starts(tree, budget)))
@@ -131,7 +131,7 @@ def test_rows_are_taken_only_where_little_is_shared_and_rows_are_cheaper():
     stem = chance.integers(0, 99, 20).tolist()
 
     def bush(shared: int) -> TokenTree:
-        return grow([stem[:shared] + chance.integers(0, 99, 300).tolist() for _ in range(4)])[0]
+        return tree_of_sequences([stem[:shared] + chance.integers(0, 99, 300).tolist() for _ in range(4)])[0]
 
     cheap_tokens, dear_tokens = ForwardCosts(token=1.0, pair=1.0), ForwardCosts(token=1e6, pair=1.0)
     assert rows_are_cheaper(bush(5), cheap_tokens)

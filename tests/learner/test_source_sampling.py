@@ -61,7 +61,7 @@ def drawn_by(group: Group, how: Sampling | None) -> Group:
 @pytest.mark.parametrize("attention", ["dense", "blocks", "causal"])
 def test_each_source_is_scored_under_what_it_was_drawn_from(played, attention):
     parts, groups = played
-    forest = plant(groups)
+    forest = build_token_trees(groups)
     learner = Learner(parts.model, LearnerConfig(attention=attention, micro_batch_tokens=200), parts.rollout.sampling)
     logprobs = learner.logprobs(forest.trees, forest.terms)
     assert (logprobs - torch.from_numpy(forest.terms.logprob)).abs().max() < 1e-4
@@ -110,7 +110,7 @@ def test_where_all_sources_agree_nothing_is_noted(seedling):
     parts = build(from_kwargs(data={"sources": {"a": same, "b": same}}, rollout={"max_turns": 1}))
     groups = asyncio.run(parts.rollout.collect(parts.source.take(0, 2), 5, 1))
     assert all(call.drawn is None for group in groups for e in group.episodes for call in e.calls)
-    assert plant(groups).terms.drawn is None
+    assert build_token_trees(groups).terms.drawn is None
 
 
 def test_how_a_call_was_drawn_is_on_file(played):
@@ -118,8 +118,8 @@ def test_how_a_call_was_drawn_is_on_file(played):
     notes = {group.task.source: group.episodes[0].calls[0].drawn for group in groups}
     assert notes == {"cool": Drawn(0.5, 0, 0.9, 0.0), "hot": Drawn(1.3, 0, 1.0, 0.0)}
     for group in groups:
-        row = to_json(group.episodes[0])
-        assert from_json(row).calls[0].drawn == notes[group.task.source]
+        row = episode_to_json(group.episodes[0])
+        assert episode_from_json(row).calls[0].drawn == notes[group.task.source]
         assert row["calls"][0]["drawn"] == list(notes[group.task.source])
 
 

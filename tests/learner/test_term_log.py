@@ -52,7 +52,7 @@ def test_pulls_of_several_passes_add_up(tiny_llama):
 def test_terms_keep_their_place_when_branches_are_left_out():
     groups = random_groups(3)
     _, terms = batch_of(groups, Fake())
-    _, fewer, _ = thin(groups, terms, 1, "last", 0)
+    _, fewer, _ = downsample_branches(groups, terms, 1, "last", 0)
     assert len(fewer) < len(terms)
     assert (terms.token[fewer.place] == fewer.token).all()
     assert (terms.logprob[fewer.place] == fewer.logprob).all()
@@ -69,7 +69,7 @@ def test_of_too_many_terms_those_that_pushed_most_are_kept_in_order(tmp_path):
     found = store.read(2)
     assert found["index"].tolist() == [3, 13, 23, 33]
     assert int(found["of"]) == size
-    assert float(found["pushed"]) == pytest.approx(pushes(columns["pull"], columns["logprob"]).sum())
+    assert float(found["pushed"]) == pytest.approx(gradient_norms(columns["pull"], columns["logprob"]).sum())
 
 
 @pytest.mark.parametrize("damage", [b"", b"PK\x03\x04 torn", b"not a zip"])

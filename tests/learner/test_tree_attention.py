@@ -13,7 +13,7 @@ from arborl.learner.attention.path_selection import cheapest_attention
 from arborl.learner.attention.tree_attention import BlockAttention, CausalAttention, DenseAttention
 from arborl.learner.core.packing import MicroBatch, pack
 from arborl.models.attention import Bounds
-from arborl.rollout.tree import grow, plant
+from arborl.rollout.token_trees import build_token_trees, tree_of_sequences
 from arborl.types import TokenTree
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=6)
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def batch_of(trees: list[TokenTree]) -> MicroBatch:
-    return pack(trees, list(range(len(trees))), plant([]).terms)
+    return pack(trees, list(range(len(trees))), build_token_trees([]).terms)
 
 
 BOUNDS = st.builds(AttentionLimits, st.sampled_from([None, 1, 2, 5, 40]), st.sampled_from([None, 0.7]))
@@ -87,8 +87,8 @@ def test_a_chain_needs_no_mask_a_fork_is_attended_densely_and_a_bush_in_blocks(b
 
 
 def test_a_gpu_attends_a_single_chain_plainly_and_everything_else_by_its_kernels():
-    tree, _ = grow([[1, 2, 3], [1, 2, 4]])
-    chain, _ = grow([[1, 2, 3]])
+    tree, _ = tree_of_sequences([[1, 2, 3], [1, 2, 4]])
+    chain, _ = tree_of_sequences([[1, 2, 3]])
     gpu = torch.device("cuda")
     assert cheapest_attention(batch_of([chain]), gpu) == "causal"
     assert cheapest_attention(batch_of([chain, chain]), gpu) == cheapest_attention(batch_of([tree]), gpu) == "kernel"

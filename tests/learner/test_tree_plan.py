@@ -24,10 +24,10 @@ def forest(seed: int, longest: int):
             stem[: chance.integers(0, longest)] + chance.integers(2, 9, chance.integers(1, longest)).tolist()
             for _ in range(branches)
         ]
-        return grow(rows)[0]
+        return tree_of_sequences(rows)[0]
 
     trees = [tree(chance.integers(1, 6)) for _ in range(chance.integers(1, 4))]
-    return pack(trees, list(range(len(trees))), plant([]).terms)
+    return pack(trees, list(range(len(trees))), build_token_trees([]).terms)
 
 
 @settings(max_examples=40)

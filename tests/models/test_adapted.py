@@ -240,7 +240,7 @@ def test_in_bfloat16_the_rollouts_logprobs_are_as_near_the_learners_as_those_of_
             )
 
         calls = [Call(p, c, 0) for p, c in zip(prompts, asyncio.run(run()), strict=True)]
-        forest = plant([Group(Task("t"), [Episode("e", Task("t"), calls=calls)])])
+        forest = build_token_trees([Group(Task("t"), [Episode("e", Task("t"), calls=calls)])])
         scored = Learner(model, LearnerConfig(), Sampling()).logprobs(forest.trees, forest.terms).numpy()
         gaps[by_peft] = float(np.exp(np.abs(scored - forest.terms.logprob)).mean())
     assert gaps[False] < 1.05

@@ -59,7 +59,7 @@ def told(model, calls: list[Call]) -> torch.Tensor:
 
 
 def forest(calls: list[Call]):
-    return plant([Group(Task("t"), [Episode("e", Task("t"), calls=list(calls))])])
+    return build_token_trees([Group(Task("t"), [Episode("e", Task("t"), calls=list(calls))])])
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -104,7 +104,7 @@ def test_adapters_go_into_other_families_and_engine_learner_and_merged_export_ag
     assert float((plain_logits(model, prompt) - plain_logits(family(name), prompt)).detach().abs().max()) > 1e-2
     engine = LocalEngine(model, max_context=64, kv_tokens=128)
     done = asyncio.run(engine.generate(prompt, Sampling(6, seed=3), session="s"))
-    made = plant([Group(Task("t"), [Episode("e", Task("t"), calls=[Call(tuple(prompt), done, 0)])])])
+    made = build_token_trees([Group(Task("t"), [Episode("e", Task("t"), calls=[Call(tuple(prompt), done, 0)])])])
     scored = Learner(model, LearnerConfig(), Sampling()).logprobs(made.trees, made.terms)
     np.testing.assert_allclose(scored.numpy(), done.logprobs, atol=1e-4)
     export_merged(model, tmp_path)
@@ -123,7 +123,7 @@ def test_in_float16_the_engine_says_what_the_learner_says(name):
     model = copy.deepcopy(family(name)).half()
     engine, prompt = LocalEngine(model, max_context=64, kv_tokens=128), list(range(1, 20))
     done = asyncio.run(engine.generate(prompt, Sampling(6, seed=3), session="s"))
-    made = plant([Group(Task("t"), [Episode("e", Task("t"), calls=[Call(tuple(prompt), done, 0)])])])
+    made = build_token_trees([Group(Task("t"), [Episode("e", Task("t"), calls=[Call(tuple(prompt), done, 0)])])])
     scored = Learner(model, LearnerConfig(), Sampling()).logprobs(made.trees, made.terms).numpy()
     assert np.abs(scored - done.logprobs).mean() < 0.05
 

@@ -80,7 +80,7 @@ def forest():
         Call(prompt, Completion(tuple(chance.integers(0, 500, 6).tolist()), (-5.0,) * 6, Finish.STOP), 0)
         for _ in range(3)
     ]
-    made = plant([Group(Task("t"), [Episode("e", Task("t"), calls=calls)])])
+    made = build_token_trees([Group(Task("t"), [Episode("e", Task("t"), calls=calls)])])
     made.terms.advantage[:] = 1.0
     made.terms.weight[:] = 1.0 / len(made.terms)
     return made
@@ -171,7 +171,7 @@ def test_the_engine_samples_from_the_adapted_model_and_sees_updates(adapted):
     for version in range(2):
         asyncio.run(engine.load(learner.weights(), version))
         done = asyncio.run(engine.generate(list(prompt), Sampling(8, seed=3), session="s"))
-        made = plant([Group(Task("t"), [Episode("e", Task("t"), calls=[Call(prompt, done, 0)])])])
+        made = build_token_trees([Group(Task("t"), [Episode("e", Task("t"), calls=[Call(prompt, done, 0)])])])
         scored = learner.logprobs(made.trees, made.terms).numpy()
         np.testing.assert_allclose(scored, done.logprobs, atol=1e-4)
         update = forest()

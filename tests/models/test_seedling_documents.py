@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from arborl.agents.context.policy import ASK
+from arborl.agents.context.managed_conversation import SUMMARY_REQUEST
 from arborl.seedling import document_transcripts
 from arborl.seedling.make import chat_template
 from arborl.seedling.transcript_base import Transcript

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arborl.rewards import REWARDS
-from arborl.rewards.choice import Choice, Penalised, ShortAnswer, f1, read_letter, sentences
+from arborl.rewards.answers import MultipleChoice, PenalizedReward, ShortAnswer, count_sentences, f1, read_letter
 from arborl.rewards.judge import Judge
 from arborl.rewards.reward import Rewards
 from arborl.types import Episode, Group, Message, Stop, Task, Turn
@@ -35,11 +35,11 @@ def value(reward, made):
     ],
 )  # fmt: skip
 def test_a_choice_is_right_wrong_or_none(text, worth):
-    assert value(Choice(), episode(text, answer="B")) == worth
+    assert value(MultipleChoice(), episode(text, answer="B")) == worth
 
 
-@pytest.mark.parametrize("reward", [Choice(exceeded=-2.0), ShortAnswer(exceeded=-2.0)])
-def test_an_episode_that_passed_a_limit_is_worth_the_penalty_whatever_it_said(reward):
+@pytest.mark.parametrize("reward", [MultipleChoice(exceeded=-2.0), ShortAnswer(exceeded=-2.0)])
+def test_an_episode_that_passed_a_limit_is_worth_the_penalty_whatever_it_stated(reward):
     for stop in (Stop.CONTEXT_FULL, Stop.MAX_TURNS):
         assert value(reward, episode("B", stop, answer="B")) == -2.0
         assert value(reward, episode(None, stop, answer="B")) == -2.0
@@ -52,8 +52,8 @@ def test_an_episode_that_passed_a_limit_is_worth_the_penalty_whatever_it_said(re
 def test_an_environment_that_made_the_task_knows_what_is_right():
     assert value(ShortAnswer(), episode("Oslo", metrics={"success": 1.0})) == 1.0
     assert value(ShortAnswer(), episode("Oslo", metrics={"success": 0.0})) == -0.5
-    assert value(Choice(), episode("C", metrics={"success": 1.0})) == 1.0
-    with pytest.raises(LookupError, match="wants the field 'answer'"):
+    assert value(MultipleChoice(), episode("C", metrics={"success": 1.0})) == 1.0
+    with pytest.raises(LookupError, match="needs the field 'answer'"):
         value(ShortAnswer(), episode("Oslo"))
 
 
@@ -76,12 +76,12 @@ def test_f1_is_symmetric_and_1_for_equal_words(one, other):
 @given(st.text(max_size=40))
 def test_any_text_can_be_read(text):
     assert read_letter(text) is None or read_letter(text).isalpha()
-    assert sentences(text) >= 1
+    assert count_sentences(text) >= 1
 
 
 def test_a_reward_without_a_judgement_says_what_is_missing():
     with pytest.raises(TypeError, match="give it a method `judge`"):
-        value(Penalised(), episode("x"))
+        value(PenalizedReward(), episode("x"))
 
 
 # ------------------------------------------------------------------------------------------------ judge
@@ -91,12 +91,12 @@ class Server:
     """Answers with these (status, text) in turn, the last one again and again."""
 
     def __init__(self, *answers):
-        self.answers, self.asked, self.keys = list(answers), [], []
+        self.answers, self.requests, self.keys = list(answers), [], []
         server = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self):
-                server.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                server.requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
                 server.keys.append(self.headers.get("Authorization"))
                 status, text = server.answers.pop(0) if len(server.answers) > 1 else server.answers[0]
                 body = json.dumps({"choices": [{"message": {"content": text}}]}).encode()
@@ -128,22 +128,22 @@ def test_the_judge_is_shown_question_answer_and_gold_and_its_last_box_counts(mon
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     with Server((200, r"first \boxed{False}, no: \boxed{True}")) as server:
         assert judged(server) == 1.0
-        (asked,) = server.asked
+        (requests,) = server.requests
         assert server.keys == ["Bearer secret"]
-    assert asked["temperature"] == 0
-    text = asked["messages"][0]["content"]
+    assert requests["temperature"] == 0
+    text = requests["messages"][0]["content"]
     assert all(part in text for part in ("Who keeps the lamp?", "Mira does", "Mira"))
     with Server((200, r"\boxed{false}")) as server:
         assert judged(server) == -0.5
 
 
-def test_a_busy_server_is_asked_again_and_a_refusal_is_not():
+def test_a_busy_server_is_requested_again_and_a_refusal_is_not():
     with Server((429, ""), (503, ""), (200, r"\boxed{True}")) as server:
         assert judged(server) == 1.0
-        assert len(server.asked) == 3
+        assert len(server.requests) == 3
     with Server((401, "")) as server, pytest.raises(httpx.HTTPStatusError):
         judged(server)
-    assert len(server.asked) == 1
+    assert len(server.requests) == 1
 
 
 def test_a_judge_that_fails_costs_the_episode_by_name_or_falls_back():
@@ -163,7 +163,7 @@ def test_long_answers_and_passed_limits_are_not_sent():
         assert judged(server, "One. Two. Three. Four.") == -1.0
         judge = Judge(model="m", base_url=server.url)
         assert value(judge, episode("Mira", Stop.CONTEXT_FULL, answer="Mira")) == -1.0
-        assert not server.asked
+        assert not server.requests
 
 
 def test_a_judge_without_an_address_is_refused(monkeypatch):

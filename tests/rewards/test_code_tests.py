@@ -4,7 +4,7 @@ import json
 import pytest
 
 from arborl.rewards import REWARDS
-from arborl.rewards.code import CodeTests, final_code, read_cases, same_output, same_value
+from arborl.rewards.code_tests import CodeTests, final_code, read_cases, same_output, same_value
 from arborl.types import Episode, Message, Task, Turn
 
 ADD = [

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from arborl.errors import ConfigError
 from arborl.rewards import REWARDS, Rewards, reward
+from arborl.rewards.answers import Format
 from arborl.rewards.efficiency import Efficient, efficiency
-from arborl.rewards.format import Format
 from arborl.types import Episode, Group, Message, Task, Turn
 
 

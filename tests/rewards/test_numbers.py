@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arborl.rewards import REWARDS
-from arborl.rewards.numbers import Equal, equal, final_part, last_boxed, last_number, read_number
+from arborl.rewards.answers import Equal, equal, final_part, last_boxed, last_number, read_number
 from arborl.types import Episode, Message, Task, Turn
 
 
@@ -138,7 +138,7 @@ def test_tolerance_is_a_share_of_the_right_number():
 
 
 def test_a_missing_field_is_named():
-    with pytest.raises(LookupError, match="reward 'equal' wants the field 'gold'; task 't' has: answer"):
+    with pytest.raises(LookupError, match="reward 'equal' needs the field 'gold'; task 't' has: answer"):
         score("1", "1", field="gold")
     assert REWARDS["equal"] is Equal
 

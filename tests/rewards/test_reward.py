@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from arborl.rewards import REWARDS, Rewards, reward
-from arborl.rewards.reward import numbers
+from arborl.rewards.reward import as_finite_numbers
 from arborl.types import Episode, Failure, Group, Message, Stop, Task, Turn
 
 
@@ -40,7 +40,7 @@ def test_defaults_hold_where_the_task_has_no_such_field_and_the_rest_can_be_coll
 
 
 def test_a_missing_field_names_the_reward_the_field_and_what_there_is():
-    with pytest.raises(LookupError, match="reward 'right' wants the field 'answer'; task 't' has: question, split"):
+    with pytest.raises(LookupError, match="reward 'right' needs the field 'answer'; task 't' has: question, split"):
         asyncio.run(right(episode(question="?", split="train")))
 
 
@@ -54,7 +54,7 @@ def test_a_reward_can_be_named_and_weighted():
 
 
 def test_a_function_that_takes_no_episode_is_refused():
-    with pytest.raises(TypeError, match="takes no `episode`"):
+    with pytest.raises(TypeError, match="has no argument `episode`"):
 
         @reward
         def f(answer):
@@ -73,7 +73,7 @@ def test_scores_are_weighted_named_and_summed():
     assert one.episodes[1].rewards["right"] == 0
 
 
-def test_success_is_a_reward_of_one_unless_the_environment_said():
+def test_success_is_a_reward_of_one_unless_the_environment_stated():
     one = group("42", "41", "42", answer="42")
     one.episodes[2].metrics["success"] = 0.0
     score([one], ("right", right, 1.0))
@@ -165,17 +165,17 @@ def test_numbers_of_numpy_and_tensors_without_dimensions_are_numbers():
 
     ones = [np.float32(1), np.float64(1), np.int64(1), np.bool_(True), np.array(1.0), np.array(True), torch.tensor(1.0)]
     for one in ones:
-        assert numbers("r", one) == {"r": 1.0}
-        assert numbers("r", {"a": one}) == {"r/a": 1.0}
-        assert type(numbers("r", one)["r"]) is float
+        assert as_finite_numbers("r", one) == {"r": 1.0}
+        assert as_finite_numbers("r", {"a": one}) == {"r/a": 1.0}
+        assert type(as_finite_numbers("r", one)["r"]) is float
     for wrong in (np.array([1.0]), np.float32("nan"), np.array("text"), np.array(1j)):
         with pytest.raises((TypeError, ValueError), match="return a"):
-            numbers("r", wrong)
+            as_finite_numbers("r", wrong)
 
 
 def test_a_reward_of_weight_zero_is_measured_and_shown_and_nothing_else():
     from arborl.rewards.text.composite import CompositeReward
-    from arborl.rewards.text.general import ConcisenessReward
+    from arborl.rewards.text.library_rewards import ConcisenessReward
 
     @reward
     def length(episode):
@@ -191,7 +191,7 @@ def test_a_reward_of_weight_zero_is_measured_and_shown_and_nothing_else():
     assert [one.metrics["success"] for one in made.episodes] == [1.0, 0.0]
 
 
-def test_success_that_nobody_judged_is_not_claimed_whatever_the_environments_reward_is_called():
+def test_success_that_no_one_judged_is_not_claimed_whatever_the_environments_reward_is_called():
     named = REWARDS.get("env")
     judge = ("right", right, 1.0)
     for rewards, claimed in (([(named.name, named, 1.0)], False), ([(named.name, named, 1.0), judge], True)):

@@ -15,8 +15,8 @@ from arborl.errors import ConfigError
 from arborl.models.model_files import read_model_config, resolve
 from arborl.registry import call_checked
 from arborl.rewards import Rewards
-from arborl.rewards.reward_model import Record, RewardModel, conversation
-from arborl.rollout.store import EpisodeStore
+from arborl.rewards.reward_model import RewardModel, RewardModelRecord, conversation
+from arborl.rollout.episode_store import EpisodeStore
 from arborl.types import Episode, Group, Message, Task, Turn
 
 
@@ -43,11 +43,11 @@ def folder(tmp_path_factory) -> Path:
 
 
 def episode(number: int, turns: int = 1) -> Episode:
-    said = [
+    output = [
         Turn(Message("assistant", f"go {'on ' * (number + t)}"), (Message("user", "and then?"),)) for t in range(turns)
     ]
     opening = (Message("system", "Be brief."), Message("user", f"Where to, {number}?"))
-    return Episode(f"e{number}", Task("t"), opening=opening, turns=said)
+    return Episode(f"e{number}", Task("t"), opening=opening, turns=output)
 
 
 def theirs(folder: Path, one: Episode) -> float:
@@ -84,11 +84,11 @@ def test_the_conversation_ends_with_the_agents_last_message_and_keeps_its_end_wh
     assert [message.role for message in conversation(one)] == ["system", "user", "assistant", "user", "assistant"]
     whole = RewardModel(str(folder), device="cpu").tokens(one)
     assert RewardModel(str(folder), device="cpu", max_tokens=9).tokens(one) == whole[-9:]
-    asked = Episode("e", Task("t", messages=(Message("user", "hm?"),)))
-    assert [message.content for message in conversation(asked)] == ["hm?"]
+    requests = Episode("e", Task("t", messages=(Message("user", "hm?"),)))
+    assert [message.content for message in conversation(requests)] == ["hm?"]
 
 
-def test_one_that_gives_up_and_a_model_that_fails_cost_nobody_else(folder, monkeypatch):
+def test_one_that_gives_up_and_a_model_that_fails_cost_no_one_else(folder, monkeypatch):
     judge = RewardModel(str(folder), device="cpu", batch=2)
 
     async def some() -> list[object]:
@@ -119,7 +119,7 @@ def test_one_that_gives_up_and_a_model_that_fails_cost_nobody_else(folder, monke
 
 def test_what_is_no_reward_model_is_refused_before_anything_is_read(folder, tmp_path):
     two = classifier(tmp_path / "two", labels=3)
-    for given, said in (
+    for given, output in (
         ({"path": str(two)}, "no sequence classifier of one label"),
         ({"path": str(resolve("seedling"))}, "is a LlamaForCausalLM and no sequence classifier"),
         ({"path": "nowhere"}, "no folder of a model"),
@@ -127,13 +127,13 @@ def test_what_is_no_reward_model_is_refused_before_anything_is_read(folder, tmp_
         ({"path": str(folder), "dtype": "int8"}, "give float32"),
         ({"path": str(folder), "bach": 2}, "Did you mean 'batch'?"),
     ):
-        with pytest.raises(ConfigError, match=said.replace("?", r"\?")):
+        with pytest.raises(ConfigError, match=output.replace("?", r"\?")):
             call_checked(RewardModel, given, "rewards.0.args")
 
 
-def test_what_the_folder_says_of_itself_holds_unless_it_is_said_otherwise(folder, tmp_path):
+def test_what_the_folder_says_of_itself_holds_unless_it_is_stated_otherwise(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "model")
-    Record(scale=2.0, shift=1.0, max_tokens=9).write(tmp_path / "model")
+    RewardModelRecord(scale=2.0, shift=1.0, max_tokens=9).write(tmp_path / "model")
     judge = RewardModel(str(tmp_path / "model"), device="cpu")
     assert (judge.scale, judge.shift, judge.max_tokens) == (2.0, 1.0, 9)
     assert len(judge.tokens(episode(2))) == 9
@@ -141,7 +141,7 @@ def test_what_the_folder_says_of_itself_holds_unless_it_is_said_otherwise(folder
     assert asyncio.run(judge(episode(2))) == pytest.approx(theirs(folder, episode(2)), abs=1e-5)
     for broken in ("{", "[1]", '{"scale": "2"}', '{"scale": NaN}', '{"max_tokens": 0}', '{"skale": 1}'):
         (tmp_path / "model" / "reward_record.json").write_text(broken)
-        with pytest.raises(ValueError, match=r"reward_record\.json: no record of a reward model"):
+        with pytest.raises(ValueError, match=r"reward_record\.json: not a record of a reward model"):
             RewardModel(str(tmp_path / "model"), device="cpu")
 
 

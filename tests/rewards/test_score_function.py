@@ -11,9 +11,9 @@ from arborl.rewards.score_function import DataSource, ScoreFunction, solution
 from arborl.types import Call, Completion, Episode, Finish, Message, Task, ToolCall, Turn
 
 
-def episode(said: str, source: str = "openai/gsm8k", truth="72", **fields) -> Episode:
+def episode(output: str, source: str = "openai/gsm8k", truth="72", **fields) -> Episode:
     columns = {"data_source": source, "reward_model": {"ground_truth": truth}, "answer": truth, **fields}
-    return Episode("e", Task("t", fields=columns), turns=[Turn(Message("assistant", said))])
+    return Episode("e", Task("t", fields=columns), turns=[Turn(Message("assistant", output))])
 
 
 def score(reward, one: Episode) -> float:
@@ -21,7 +21,7 @@ def score(reward, one: Episode) -> float:
 
 
 @pytest.mark.parametrize(
-    ("source", "truth", "said", "worth"),
+    ("source", "truth", "output", "worth"),
     [
         ("openai/gsm8k", "72", "so 72\n#### 72", 1.0),
         ("openai/gsm8k", "1200", "#### 1,200", 1.0),
@@ -36,13 +36,13 @@ def score(reward, one: Episode) -> float:
         ("searchR1_nq", {"target": ["Nile"]}, "Nile", 0.0),
     ],
 )
-def test_the_source_of_a_row_decides_what_its_answer_is_worth(source, truth, said, worth):
-    assert score(DataSource(), episode(said, source, truth)) == worth
+def test_the_source_of_a_row_decides_what_its_answer_is_worth(source, truth, output, worth):
+    assert score(DataSource(), episode(output, source, truth)) == worth
 
 
 def test_a_source_without_a_rule_is_an_error_and_no_zero():
     with pytest.raises(
-        LookupError, match=r"no rule for data_source='mine'\. Write rewards=\[equal\], or name your own"
+        LookupError, match=r"no rule for data_source='mine'\. Write rewards=\[equal\], or a custom function"
     ):
         score(DataSource(), episode("72", "mine"))
 
@@ -63,14 +63,14 @@ def test_a_function_in_verls_form_is_called_as_verl_calls_it():
         ScoreFunction(3)
 
 
-def test_a_function_reads_all_that_was_said_with_the_roles_between():
-    asked = (
+def test_a_function_reads_all_that_was_stated_with_the_roles_between():
+    requests = (
         Message("user", "6*7?"),
         Message("assistant", "", tool_calls=(ToolCall("1", "calculator", {"expression": "6*7"}),)),
         Message("tool", "42"),
     )
-    call = Call((1,), Completion((2,), (-1.0,), Finish.STOP), 0, messages=asked, reply=Message("assistant", "42"))
-    one = Episode("e", Task("t"), opening=asked[:1], turns=[Turn(Message("assistant", "42"))], calls=[call])
+    call = Call((1,), Completion((2,), (-1.0,), Finish.STOP), 0, messages=requests, reply=Message("assistant", "42"))
+    one = Episode("e", Task("t"), opening=requests[:1], turns=[Turn(Message("assistant", "42"))], calls=[call])
     called = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "6*7"}}\n</tool_call>'
     assert solution(one) == f"{called}\ntool\n42\nassistant\n42"
     assert solution(episode("plain")) == "plain"

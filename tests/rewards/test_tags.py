@@ -3,10 +3,9 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arborl.envs.env import parse_answer
-from arborl.rewards.code import final_code
-from arborl.rewards.numbers import final_part
-from arborl.rewards.tags import last_tagged
+from arborl.envs.answers import read_answer
+from arborl.rewards.answers import final_part, last_tagged
+from arborl.rewards.code_tests import final_code
 
 PARTS = st.lists(st.sampled_from(["<a>", "</a>", "<b>", "</b>", "x", "<", "a>", "\n"]), max_size=12)
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 import arborl
 from arborl.envs.games.conversation import Conversation
 from arborl.rewards import REWARDS
-from arborl.rewards.text.turns import ConversationTurn, episode_of, exchanges, spoken
+from arborl.rewards.text.text_measures import ConversationTurn, episode_of, exchanges, without_thinking
 from arborl.types import Message, Task
 
-ASKED = "My order 12345 has not arrived. Where is it?"
+QUESTION = "My order 12345 has not arrived. Where is it?"
 GOOD = (
     "I am sorry about the delay. Order 12345 left our warehouse on Monday and will be with you on Thursday. "
     "Would you like me to send you the tracking link?"
@@ -55,20 +55,21 @@ def test_each_has_the_name_of_its_class_and_is_found_by_it(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_said_is_worth_nothing(name):
+def test_nothing_stated_is_worth_nothing(name):
     for silent in ("", "  \n", "<think>What shall I say?</think>", "<think>It never ends"):
-        assert score(name, ASKED, silent, **KNOWN) == 0.0
-    assert score(name, ASKED, **KNOWN) == 0.0
+        assert score(name, QUESTION, silent, **KNOWN) == 0.0
+    assert score(name, QUESTION, **KNOWN) == 0.0
     assert score(name, **KNOWN) == 0.0
 
 
 @pytest.mark.parametrize("name", SAYS_MORE)
 def test_a_good_reply_is_worth_more_than_catchwords_echoes_and_the_same_forty_times(name):
-    good = score(name, ASKED, GOOD)
+    good = score(name, QUESTION, GOOD)
     assert good > 0.5
-    for gamed in (STUFFED, CATCHWORDS, ASKED, f"Your {ASKED[3:]}", ASKED.upper(), "Thursday", "? ? ? ?", "🙂" * 40):
-        assert score(name, ASKED, gamed) < good / 2, gamed
-    assert score(name, ASKED, GOOD * 40) < 0.1
+    echoes = QUESTION, f"Your {QUESTION[3:]}", QUESTION.upper()
+    for gamed in (STUFFED, CATCHWORDS, *echoes, "Thursday", "? ? ? ?", "🙂" * 40):
+        assert score(name, QUESTION, gamed) < good / 2, gamed
+    assert score(name, QUESTION, GOOD * 40) < 0.1
 
 
 @settings(max_examples=30, deadline=None)
@@ -92,18 +93,18 @@ def test_any_text_is_worth_0_to_1_and_always_the_same(texts):
     ],
 )
 def test_other_languages_and_code_are_read_as_well(name, reply):
-    assert score(name, ASKED, reply) >= 0.5
+    assert score(name, QUESTION, reply) >= 0.5
 
 
 def test_hostile_texts_are_read_in_time():
     begun = time.process_time()
     for text in ('"a', "make a a a a ", "4 4-", "<think>", "```", "a b c? "):
         for name in NAMES:
-            score(name, ASKED, text * (25_000 // len(text)), **KNOWN)
+            score(name, QUESTION, text * (25_000 // len(text)), **KNOWN)
     assert time.process_time() - begun < 20  # 1 on an idle core
 
 
-def test_thoughts_and_tool_calls_are_not_said_to_the_user():
+def test_thoughts_and_tool_calls_are_not_stated_to_the_user():
     turns = [
         ConversationTurn("system", "Help."),
         ConversationTurn("user", "Hello?"),
@@ -114,27 +115,27 @@ def test_thoughts_and_tool_calls_are_not_said_to_the_user():
         ConversationTurn("user", "Thanks!"),
     ]
     (one,) = exchanges(turns)
-    assert (one.asked, one.reply) == ("Hello?\nWhere is it?", "Here.")
-    assert spoken("thoughts without their beginning</think> Yes.") == "Yes."
+    assert (one.user, one.reply) == ("Hello?\nWhere is it?", "Here.")
+    assert without_thinking("thoughts without their beginning</think> Yes.") == "Yes."
     assert not episode_of([], {}).turns
     made = episode_of(turns, {"a": 1})
     assert [len(made.opening), len(made.turns), made.answer] == [3, 2, "<think>Here.</think>Here."]
 
 
 def test_messages_of_openais_shape_are_turns_too():
-    messages = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": GOOD}]
+    messages = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": GOOD}]
     found = asyncio.run(arborl.HelpfulnessReward().compute_reward(messages))
-    assert found.score == score("helpfulness", ASKED, GOOD)
+    assert found.score == score("helpfulness", QUESTION, GOOD)
 
 
 def test_saying_the_same_in_every_turn_is_worth_less():
     fresh = (
-        ASKED,
+        QUESTION,
         GOOD,
         "And the other one?",
         "The other parcel is with the carrier in Oslo. Shall I give them a call?",
     )
-    again = (ASKED, GOOD, "And the other one?", GOOD)
+    again = (QUESTION, GOOD, "And the other one?", GOOD)
     for name in (*SAYS_MORE[:2], "conciseness", "similarity_aware"):
         assert score(name, *again) < score(name, *fresh) * 0.75
 
@@ -144,8 +145,8 @@ def test_brevity_falls_with_every_word_beyond_the_limit():
         f"w{i}" for i in range(200)
     )
     reward = arborl.ConcisenessReward(words=50)
-    assert score(reward, ASKED, "On Thursday.") == 1.0
-    assert score(reward, ASKED, text) < 0.3
+    assert score(reward, QUESTION, "On Thursday.") == 1.0
+    assert score(reward, QUESTION, text) < 0.3
 
 
 # ------------------------------------------------------------------------------------------------ safety
@@ -201,7 +202,7 @@ def test_kinds_of_ones_own_are_looked_for_and_wrong_ones_refused():
     assert score(arborl.SafetyReward(patterns={"rival": r"\bAcme\b"}), "Hello.", "Buy it at acme.") == 0.0
     with pytest.raises(ValueError, match=r"no kind 'insults'\. Did you mean 'insult'"):
         arborl.SafetyReward(skip=["insults"])
-    with pytest.raises(ValueError, match=r"patterns.x='\(': no regular expression"):
+    with pytest.raises(ValueError, match=r"patterns.x='\(': not a regular expression"):
         arborl.SafetyReward(patterns={"x": "("})
 
 
@@ -224,11 +225,11 @@ def test_an_answer_is_compared_as_a_number_a_letter_or_by_its_words(expected, re
 
 
 def test_without_an_answer_or_a_goal_the_error_says_what_is_missing_unless_a_number_is_given():
-    with pytest.raises(LookupError, match="'correctness' wants the field 'expected' or 'answer'; this task has: topic"):
+    with pytest.raises(LookupError, match="'correctness' needs the field 'expected' or 'answer'; this task has: topic"):
         score("correctness", "Which?", "12", topic="numbers")
     with pytest.raises(LookupError, match="this task has: expected"):
         score("correctness", "Which?", "12", expected=[])
-    with pytest.raises(LookupError, match=r"'task_completion' wants expectations .* this task has: none"):
+    with pytest.raises(LookupError, match=r"'task_completion' needs expectations .* this task has: none"):
         score("task_completion", "Which?", "12")
     assert score(arborl.CorrectnessReward(missing=0.5), "Which?", "12") == 0.5
     assert score(arborl.TaskCompletionReward(missing=0), "Which?", "12") == 0.0
@@ -244,7 +245,7 @@ LATE = {
 
 
 def test_expectations_must_be_met_in_the_reply_to_their_line():
-    said = (
+    output = (
         "My order is late. Be quick.",
         "Which number is it?",
         "It is number 12.",
@@ -252,12 +253,12 @@ def test_expectations_must_be_met_in_the_reply_to_their_line():
         "Thanks!",
         "Yes.",
     )
-    assert score("task_completion", *said, **LATE) == 1.0
-    late = (said[0], "12, sorry.", said[2], "Which number is it?", said[4], said[5])
+    assert score("task_completion", *output, **LATE) == 1.0
+    late = (output[0], "12, sorry.", output[2], "Which number is it?", output[4], output[5])
     assert score("task_completion", *late, **LATE) == 0.0
-    assert score("task_completion", said[0], said[1], said[2], said[2], **LATE) == 0.5
-    assert score("task_completion", *said[:2], goal="to know the number of the order") == pytest.approx(1 / 3)
-    assert score("task_completion", *said[:2], expect=["number", "refund"]) == 0.5
+    assert score("task_completion", output[0], output[1], output[2], output[2], **LATE) == 0.5
+    assert score("task_completion", *output[:2], goal="to know the number of the order") == pytest.approx(1 / 3)
+    assert score("task_completion", *output[:2], expect=["number", "refund"]) == 0.5
 
 
 def test_an_environment_that_drew_the_scenario_says_what_was_met():
@@ -291,14 +292,14 @@ def test_service_wants_sympathy_a_step_and_the_right_question_and_no_blame():
 
 
 def test_support_wants_diagnosis_steps_and_a_check():
-    said = (
+    output = (
         "The app crashes.", "When does it crash, and which version is it?", "When I log in. Version 2.3.",
         "Please update to version 2.4, then restart the app. Let me know if it still crashes.",
     )  # fmt: skip
-    assert parts(arborl.TechnicalSupportReward(), *said).breakdown | {"helpful": 1.0} == {
+    assert parts(arborl.TechnicalSupportReward(), *output).breakdown | {"helpful": 1.0} == {
         "helpful": 1.0, "diagnosis": 1.0, "steps": 1.0, "check": 1.0, "rude": 0.0,
     }  # fmt: skip
-    assert score("technical_support", *said) > 0.8
+    assert score("technical_support", *output) > 0.8
 
 
 def test_selling_wants_needs_and_an_offer_and_no_pressure():

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from arborl.agents.chat import ChatAgent
+from arborl.agents.chat_agents import ChatAgent
 from arborl.build import build
 from arborl.busy_time import BusyTime
 from arborl.chat import Renderer
@@ -14,12 +14,11 @@ from arborl.config.load import load
 from arborl.engines.local import LocalEngine
 from arborl.envs.games.frozen_lake import FrozenLake
 from arborl.errors import ConfigError
-from arborl.models.model_loading import load_model, resolve
-from arborl.rollout import slots as module
-from arborl.rollout.recorder import Limits
-from arborl.rollout.runner import Cast, Rollout
-from arborl.rollout.slots import Slots
-from arborl.rollout.workers import Workers
+from arborl.models.load import load_model, resolve
+from arborl.rollout import runner as module
+from arborl.rollout.env_workers import Workers
+from arborl.rollout.recorder import EpisodeLimits
+from arborl.rollout.runner import ConcurrencyLimit, EpisodeFactories, Rollout
 from arborl.types import Sampling, Task
 
 
@@ -27,38 +26,38 @@ class Engine:
     """Serves so many at a time; a crowd is what waits beyond."""
 
     def __init__(self, room: int):
-        self.room, self.asked, self.most = asyncio.Semaphore(room), 0, 0
+        self.room, self.received, self.most = asyncio.Semaphore(room), 0, 0
         self.size = room
 
     @property
-    def is_saturated(self) -> bool:
-        return self.asked > self.size
+    def crowded(self) -> bool:
+        return self.received > self.size
 
     async def generate(self) -> None:
-        self.asked += 1
-        self.most = max(self.most, self.asked)
+        self.received += 1
+        self.most = max(self.most, self.received)
         async with self.room:
             await asyncio.sleep(0.002)
-        self.asked -= 1
+        self.received -= 1
 
 
-def play(limit: int | None, room: int, episodes: int, tool: float) -> tuple[Slots, Engine, int]:
+def play(limit: int | None, room: int, episodes: int, tool: float) -> tuple[ConcurrencyLimit, Engine, int]:
     async def all_of_them():
         engine = Engine(room)
-        slots = Slots(limit, lambda: engine.is_saturated, first=32)
-        meter, most = BusyTime(slots.look), 0
+        slots = ConcurrencyLimit(limit, lambda: engine.crowded, first=32)
+        meter, most = BusyTime(slots.on_completion), 0
 
         async def episode():
             nonlocal most
             async with slots:
-                most = max(most, slots.inside)
+                most = max(most, slots.num_running)
                 for _ in range(4):
                     with meter:
                         await engine.generate()
                     await asyncio.sleep(tool)
 
         await asyncio.gather(*(episode() for _ in range(episodes)))
-        assert slots.inside == 0
+        assert slots.num_running == 0
         return slots, engine, most
 
     return asyncio.run(all_of_them())
@@ -70,7 +69,7 @@ def test_a_limit_is_kept_and_everybody_gets_in():
 
 
 def test_auto_lets_more_in_while_there_is_room_and_fewer_where_requests_wait(monkeypatch):
-    monkeypatch.setattr(module, "PATIENCE", 0.002)
+    monkeypatch.setattr(module, "DECREASE_SECONDS", 0.002)
     _, _, many = play(None, room=200, episodes=150, tool=0.01)
     crowd, _engine, _ = play(None, room=4, episodes=150, tool=0.0)
     assert many > 64  # late tools: many are in play, and the engine has room for all
@@ -79,7 +78,7 @@ def test_auto_lets_more_in_while_there_is_room_and_fewer_where_requests_wait(mon
 
 def test_who_is_cancelled_in_line_or_on_the_way_in_takes_no_slot():
     async def gone():
-        slots = Slots(1, lambda: False)
+        slots = ConcurrencyLimit(1, lambda: False)
         async with slots:
             waits = [asyncio.ensure_future(slots.__aenter__()) for _ in range(3)]
             await asyncio.sleep(0)
@@ -88,7 +87,7 @@ def test_who_is_cancelled_in_line_or_on_the_way_in_takes_no_slot():
         waits[1].cancel()  # it was let in a moment ago
         await asyncio.sleep(0)
         await asyncio.wait_for(waits[2], 20)
-        assert slots.inside == 1
+        assert slots.num_running == 1
 
     asyncio.run(gone())
 
@@ -101,8 +100,10 @@ def test_concurrency_is_a_number_or_auto():
 
 
 def rollout(engine, renderer, workers="auto", concurrency=None):
-    cast = Cast(lambda task: ChatAgent(), lambda task: FrozenLake(max_steps=1))
-    return Rollout(engine, renderer, cast, Sampling(2, stop=renderer.stop), Limits(), concurrency, Workers(workers))
+    cast = EpisodeFactories(lambda task: ChatAgent(), lambda task: FrozenLake(max_steps=1))
+    return Rollout(
+        engine, renderer, cast, Sampling(2, stop=renderer.stop), EpisodeLimits(), concurrency, Workers(workers)
+    )
 
 
 class Counting(LocalEngine):
@@ -130,7 +131,7 @@ def test_the_engine_can_serve_as_many_as_it_has_rows_and_pages_for(model):
     assert capacity(8, 300 * 128) == 8
 
 
-def test_auto_begins_with_what_the_engine_can_hold_and_all_are_asked_before_its_first_step(model):
+def test_auto_begins_with_what_the_engine_can_hold_and_all_are_requested_before_its_first_step(model):
     engine = Counting(model[0], 1024, max_requests=300, kv_tokens=300 * 1024, page_size=64)
     tasks = [Task(f"{seed}", seed=seed) for seed in range(15)]
     playing = rollout(engine, model[1])
@@ -142,7 +143,7 @@ def test_auto_keeps_to_the_usual_number_where_environments_take_threads_or_proce
     engine = LocalEngine(model[0], 128, max_requests=300, kv_tokens=300 * 128, page_size=16)
     assert rollout(engine, model[1]).metrics()["rollout/concurrency"] == 300
     for workers in ("thread", "process"):
-        assert rollout(engine, model[1], workers).metrics()["rollout/concurrency"] == module.FIRST
+        assert rollout(engine, model[1], workers).metrics()["rollout/concurrency"] == module.DEFAULT_CONCURRENCY
     assert rollout(engine, model[1], concurrency=7).metrics()["rollout/concurrency"] == 7
 
 
@@ -156,4 +157,4 @@ def test_auto_is_the_default_and_a_gpu_takes_more_requests_at_once():
 def test_auto_is_a_fixed_number_in_deterministic_mode():
     """What follows the engine depends on time: metrics of two equal runs would differ."""
     rollout = build(load(None, ["deterministic=true", "rollout.concurrency=auto"])).rollout
-    assert rollout.concurrency == module.FIRST
+    assert rollout.concurrency == module.DEFAULT_CONCURRENCY

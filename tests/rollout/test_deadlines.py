@@ -8,7 +8,7 @@ import time
 import pytest
 
 from arborl.errors import EpisodeError, MaxTurns
-from arborl.rollout.deadlines import across
+from arborl.rollout.deadlines import call_with_deadline
 
 
 async def late(value, turns=3):
@@ -31,7 +31,7 @@ def awaitable(value):
 
 @pytest.mark.parametrize("function", [late, at_once, plain, awaitable])
 def test_every_kind_of_function_answers(function):
-    assert asyncio.run(across("x", 5.0, function, 7)) == 7
+    assert asyncio.run(call_with_deadline("x", 5.0, function, 7)) == 7
 
 
 def raises(error):
@@ -50,37 +50,37 @@ async def raises_late(error):
 @pytest.mark.parametrize("function", [raises, raises_at_once, raises_late])
 def test_whatever_fails_belongs_to_who_was_called(function):
     with pytest.raises(EpisodeError, match="environment 'x': ValueError: oh") as caught:
-        asyncio.run(across("environment 'x'", 5.0, function, ValueError("oh")))
+        asyncio.run(call_with_deadline("environment 'x'", 5.0, function, ValueError("oh")))
     assert caught.value.kind == "ValueError"
     inner = EpisodeError("tool 'y'", ValueError("oh"))
     for error in (inner, MaxTurns("used up")):
         with pytest.raises(type(error)) as passed:
-            asyncio.run(across("environment 'x'", 5.0, function, error))
+            asyncio.run(call_with_deadline("environment 'x'", 5.0, function, error))
         assert passed.value is error  # attributed already, or no failure
 
 
 def test_a_plain_function_that_raises_stop_iteration_has_failed_and_not_returned():
     with pytest.raises(EpisodeError, match="StopIteration"):
-        asyncio.run(across("x", None, raises, StopIteration(7)))
+        asyncio.run(call_with_deadline("x", None, raises, StopIteration(7)))
 
 
 def test_taking_too_long_belongs_to_it_too():
     with pytest.raises(EpisodeError, match=r"x: TimeoutError: took longer than 0.05 s"):
-        asyncio.run(across("x", 0.05, asyncio.sleep, 5))
+        asyncio.run(call_with_deadline("x", 0.05, asyncio.sleep, 5))
 
 
-def test_a_cancelled_call_is_told_and_may_clean_up():
-    told = []
+def test_a_cancelled_call_is_reported_and_may_clean_up():
+    reported = []
 
     async def patient():
         try:
             await asyncio.sleep(5)
         finally:
             await asyncio.sleep(0)
-            told.append("cleaned up")
+            reported.append("cleaned up")
 
     async def main():
-        job = asyncio.ensure_future(across("x", 5.0, patient))
+        job = asyncio.ensure_future(call_with_deadline("x", 5.0, patient))
         await asyncio.sleep(0.01)
         job.cancel()
         with pytest.raises(asyncio.CancelledError) as caught:
@@ -88,7 +88,7 @@ def test_a_cancelled_call_is_told_and_may_clean_up():
         assert caught.value.__notes__ == ["x"]
 
     asyncio.run(main())
-    assert told == ["cleaned up"]
+    assert reported == ["cleaned up"]
 
 
 def test_a_call_may_use_what_belongs_to_a_task():
@@ -98,7 +98,7 @@ def test_a_call_may_use_what_belongs_to_a_task():
         return [job.result() for job in jobs], asyncio.current_task()
 
     async def main():
-        values, task = await across("x", 40.0, nested)
+        values, task = await call_with_deadline("x", 40.0, nested)
         assert values == [0, 1, 2]
         assert task is asyncio.current_task()
 
@@ -118,7 +118,7 @@ async def sleeps_later(seconds):
 @pytest.mark.parametrize("function", [sleeps, sleeps_later, time.sleep])
 def test_a_call_that_blocks_for_too_long_has_failed_as_one_that_waits_has(function):
     with pytest.raises(EpisodeError, match=r"environment 'x': TimeoutError: took longer than 0.05 s") as caught:
-        asyncio.run(across("environment 'x'", 0.05, function, 0.1))
+        asyncio.run(call_with_deadline("environment 'x'", 0.05, function, 0.1))
     assert caught.value.kind == "timeout"
 
 
@@ -126,9 +126,9 @@ def test_a_call_that_blocks_for_too_long_has_failed_as_one_that_waits_has(functi
 @pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError()])
 def test_who_ends_the_process_or_cancels_itself_has_failed(function, error):
     with pytest.raises(EpisodeError, match=type(error).__name__):
-        asyncio.run(across("environment 'x'", 5.0, function, error))
+        asyncio.run(call_with_deadline("environment 'x'", 5.0, function, error))
 
 
 def test_ctrl_c_is_the_users_and_not_a_failure_of_who_was_called():
     with pytest.raises(KeyboardInterrupt):
-        asyncio.run(across("environment 'x'", 5.0, raises_at_once, KeyboardInterrupt()))
+        asyncio.run(call_with_deadline("environment 'x'", 5.0, raises_at_once, KeyboardInterrupt()))

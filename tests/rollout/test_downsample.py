@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arborl.algorithms.loss_table import WEIGHTS
-from arborl.rollout.downsample import factors, thin
-from arborl.rollout.tree import plant
+from arborl.algorithms.aggregation import WEIGHTS
+from arborl.rollout.token_trees import branch_factors, build_token_trees, downsample_branches
 from arborl.seeds import generator
 from arborl.types import Call, Completion, Episode, Finish, Group, Task, Terms
 
@@ -33,7 +32,7 @@ def episode(name, branches, calls=2, first=10):
 
 
 def credited(groups, aggregation="episode"):
-    forest = plant(groups)
+    forest = build_token_trees(groups)
     columns = {name: getattr(forest.terms, name) for name in Terms.__slots__}
     columns["weight"] = WEIGHTS[aggregation](forest.terms, 16)
     columns["advantage"] = np.arange(len(forest.terms), dtype=float)
@@ -54,7 +53,7 @@ def test_a_call_is_in_the_branch_it_goes_on_from_and_a_return_begins_another():
 
 @given(st.integers(1, 7), st.integers(1, 7), st.integers(0, 10**6))
 def test_a_branch_that_is_kept_stands_for_its_chance_of_being_kept(branches, most, seed):
-    draws = [factors([0.3] * branches, most, "random", generator(seed, i)) for i in range(40)]
+    draws = [branch_factors([0.3] * branches, most, "random", generator(seed, i)) for i in range(40)]
     kept = np.array(draws)
     assert np.all((kept > 0).sum(axis=1) == min(branches, most))
     if 1 < most < branches:
@@ -65,7 +64,7 @@ def test_a_branch_that_is_kept_stands_for_its_chance_of_being_kept(branches, mos
 
 def test_the_expected_weight_of_every_branch_is_its_own():
     for branches, most in ((5, 1), (5, 3), (6, 2)):
-        mean = np.mean([factors([1.0] * branches, most, "random", generator(7, i)) for i in range(6000)], axis=0)
+        mean = np.mean([branch_factors([1.0] * branches, most, "random", generator(7, i)) for i in range(6000)], axis=0)
         assert np.allclose(mean, 1.0, atol=0.1)
 
 
@@ -75,12 +74,12 @@ def test_neither_branches_nor_drawing_change_the_weight_of_an_episode(aggregatio
     terms = credited(groups, aggregation)
     whole = np.bincount(terms.episode, terms.weight)
     for most in (1, 2, 5):
-        last = thin(groups, terms, most, "last", seed=0)[1]
+        last = downsample_branches(groups, terms, most, "last", seed=0)[1]
         assert np.allclose(np.bincount(last.episode, last.weight), whole)
     total = np.mean(
         [
             np.bincount(t.episode, t.weight, minlength=3)
-            for t in (thin(groups, terms, 2, "random", s)[1] for s in range(400))
+            for t in (downsample_branches(groups, terms, 2, "random", s)[1] for s in range(400))
         ],
         axis=0,
     )
@@ -98,17 +97,17 @@ def test_the_expected_gradient_is_that_of_all_branches():
     def total(of):
         return (of.weight[:, None] * of.advantage[:, None] * gradient[of.token]).sum(axis=0)
 
-    drawn = np.mean([total(thin(groups, terms, 3, "random", seed)[1]) for seed in range(3000)], axis=0)
+    drawn = np.mean([total(downsample_branches(groups, terms, 3, "random", seed)[1]) for seed in range(3000)], axis=0)
     assert np.allclose(drawn, total(terms), atol=0.1 * np.abs(total(terms)).max())
 
 
 def test_what_is_kept_is_in_its_own_context_with_its_own_credit():
     groups = [Group(Task("t"), [episode("a", 4), episode("b", 2, first=30)])]
     terms = credited(groups)
-    forest, kept, dropped = thin(groups, terms, 1, "last", seed=0)
-    assert dropped == {"thinned/branches": 3 + 1, "thinned/terms": len(terms) - len(kept)}
+    forest, kept, dropped = downsample_branches(groups, terms, 1, "last", seed=0)
+    assert dropped == {"rollout/downsampled_branches": 3 + 1, "rollout/downsampled_terms": len(terms) - len(kept)}
     assert len(kept) < len(terms)
-    assert sum(len(tree) for tree in forest.trees) < sum(len(tree) for tree in plant(groups).trees)
+    assert sum(len(tree) for tree in forest.trees) < sum(len(tree) for tree in build_token_trees(groups).trees)
     for row in range(len(kept)):
         tree, at = forest.trees[int(kept.tree[row])], int(kept.position[row])
         context = [int(tree.tokens[k]) for k in range(at + 1) if k <= at < tree.end[k]]
@@ -124,14 +123,14 @@ def test_what_is_kept_is_in_its_own_context_with_its_own_credit():
 def test_few_branches_are_left_alone_and_nonsense_is_refused():
     groups = [Group(Task("t"), [episode("a", 2)])]
     terms = credited(groups)
-    _, same, dropped = thin(groups, terms, 2, "random", seed=0)
-    assert dropped == {"thinned/branches": 0, "thinned/terms": 0}
+    _, same, dropped = downsample_branches(groups, terms, 2, "random", seed=0)
+    assert dropped == {"rollout/downsampled_branches": 0, "rollout/downsampled_terms": 0}
     assert np.array_equal(same.weight, terms.weight)
     assert np.array_equal(same.position, terms.position)
     for args, words in (((0, "last"), "most=0"), ((1, "first"), "how='first'")):
         with pytest.raises(ValueError, match=words):
-            thin(groups, terms, *args, seed=0)
-    assert len(thin([], credited([]), 1, "last", seed=0)[1]) == 0
+            downsample_branches(groups, terms, *args, seed=0)
+    assert len(downsample_branches([], credited([]), 1, "last", seed=0)[1]) == 0
 
 
 PLACED = {"tree", "position", "call", "weight"}
@@ -139,7 +138,7 @@ PLACED = {"tree", "position", "call", "weight"}
 
 @pytest.mark.parametrize("how", ["last", "random"])
 def test_every_column_but_place_and_weight_goes_with_its_term(how):
-    """Log-probabilities of policy and reference, values, targets, versions: each row is told by its advantage."""
+    """Log-probabilities of policy and reference, values, targets, versions: each row is reported by its advantage."""
     groups = [Group(Task("t"), [episode("a", 4), episode("b", 2, first=30)]), Group(Task("u"), [episode("c", 5)])]
     terms = credited(groups)
     filled = {
@@ -147,7 +146,7 @@ def test_every_column_but_place_and_weight_goes_with_its_term(how):
         for n, name in enumerate(("proximal", "reference", "value", "target", "after", "teacher"))
     }
     terms = dataclasses.replace(terms, **filled, drawn=np.arange(4.0 * len(terms)).reshape(-1, 4))
-    forest, kept, _ = thin(groups, terms, 2, how, seed=1)
+    forest, kept, _ = downsample_branches(groups, terms, 2, how, seed=1)
     rows = kept.advantage.astype(int)  # counts the terms
     assert 0 < len(rows) < len(terms)
     for name in set(Terms.__slots__) - PLACED:
@@ -157,7 +156,7 @@ def test_every_column_but_place_and_weight_goes_with_its_term(how):
     for row in range(len(kept)):
         assert (
             forest.trees[int(kept.tree[row])].tokens[int(kept.position[row])]
-            == (plant(groups).trees[int(terms.tree[rows[row]])].tokens[int(terms.position[rows[row]])])
+            == (build_token_trees(groups).trees[int(terms.tree[rows[row]])].tokens[int(terms.position[rows[row]])])
         )
 
 
@@ -166,17 +165,18 @@ def test_an_episode_is_thinned_alike_whatever_is_beside_it(how):
     """So two processes with half the groups each train on what one with all of them does."""
     groups = [Group(Task(f"t{n}"), [episode(f"{n}{e}", 2 + e, first=10 * e) for e in range(3)]) for n in range(4)]
     terms = credited(groups)
-    whole = thin(groups, terms, 2, how, seed=5)[1]
+    whole = downsample_branches(groups, terms, 2, how, seed=5)[1]
     for mine in ([0, 1], [2, 3], [1]):
         first = sum(len(e.calls) for group in groups[: mine[0]] for e in group.survivors)
         own = terms.pick(np.flatnonzero(np.isin(terms.tree, mine)))
         own = dataclasses.replace(own, tree=own.tree - mine[0], call=own.call - first)
-        part = thin([groups[n] for n in mine], own, 2, how, seed=5)[1]
+        part = downsample_branches([groups[n] for n in mine], own, 2, how, seed=5)[1]
         same = whole.pick(np.flatnonzero(np.isin(whole.tree, mine)))
         for name in ("token", "position", "advantage", "weight", "episode"):
             assert np.array_equal(getattr(part, name), getattr(same, name)), name
     assert not np.array_equal(
-        thin(groups, terms, 2, "random", 5)[1].advantage, thin(groups, terms, 2, "random", 6)[1].advantage
+        downsample_branches(groups, terms, 2, "random", 5)[1].advantage,
+        downsample_branches(groups, terms, 2, "random", 6)[1].advantage,
     )
 
 
@@ -186,13 +186,13 @@ def test_a_branch_that_sampled_nothing_is_not_one_of_those_kept(how):
     one.calls.append(made([8, 8], []))  # cut off before its first token
     groups = [Group(Task("t"), [one])]
     terms = credited(groups)
-    _, kept, dropped = thin(groups, terms, 1, how, seed=0)
+    _, kept, dropped = downsample_branches(groups, terms, 1, how, seed=0)
     assert len(kept) > 0
-    assert dropped["thinned/branches"] == 2
+    assert dropped["rollout/downsampled_branches"] == 2
     if how == "last":
         assert kept.weight.sum() == pytest.approx(terms.weight.sum())
-    assert len(thin([Group(Task("t"), [Episode("e", Task("t"))])], credited([]), 1, how, seed=0)[1]) == 0
+    assert len(downsample_branches([Group(Task("t"), [Episode("e", Task("t"))])], credited([]), 1, how, seed=0)[1]) == 0
 
 
 def test_branches_without_weight_are_kept_without_any():
-    assert factors([1.0, 0.0], 1, "last", generator(0)).tolist() == [0.0, 1.0]
+    assert branch_factors([1.0, 0.0], 1, "last", generator(0)).tolist() == [0.0, 1.0]

@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arborl.agents.chat import ChatAgent
+from arborl.agents.chat_agents import ChatAgent
 from arborl.algorithms import make_algorithm
 from arborl.config.algorithm import AlgorithmConfig
 from arborl.engines.scripted import ScriptedEngine
 from arborl.envs.env import Env, Observation, Step
-from arborl.envs.games.frozen_lake import FrozenLake
-from arborl.rollout.groups import PLAIN, Manager, Manner, divided
-from arborl.rollout.recorder import Limits
-from arborl.rollout.runner import Cast, Rollout
-from arborl.rollout.tree import plant
+from arborl.envs.frozen_lake import FrozenLake
+from arborl.rollout.groups import DEFAULT_OPTIONS, GroupCollector, GroupOptions, split_spares
+from arborl.rollout.recorder import EpisodeLimits
+from arborl.rollout.runner import EpisodeFactories, Rollout
+from arborl.rollout.token_trees import build_token_trees
 from arborl.seeds import derive
 from arborl.types import Episode, Failure, Group, Message, Sampling, Task
 
@@ -29,7 +29,7 @@ def member(name: str) -> int:
     return int(name.rpartition("#")[2])
 
 
-def play(tasks, size, manner, seconds, fails=(), count=None):
+def play(tasks, size, options, seconds, fails=(), count=None):
     """Episodes that do nothing but take their time; `seconds` and `fails` by member. Returns groups, counts, wall."""
     counts: Counter[str] = Counter()
 
@@ -42,12 +42,12 @@ def play(tasks, size, manner, seconds, fails=(), count=None):
         return episode
 
     began = time.perf_counter()
-    groups = asyncio.run(Manager(one, manner, counts).collect(tasks, 0, size, count))
+    groups = asyncio.run(GroupCollector(one, options, counts).collect(tasks, 0, size, count))
     return groups, counts, time.perf_counter() - began
 
 
 def test_the_first_to_finish_count_and_the_rest_are_cancelled():
-    groups, counts, wall = play([Task("a"), Task("b")], 3, Manner(redundancy=2), lambda task, m: 0.02 * (5 - m))
+    groups, counts, wall = play([Task("a"), Task("b")], 3, GroupOptions(redundancy=2), lambda task, m: 0.02 * (5 - m))
     for group in groups:
         assert [member(episode.id) for episode in group.episodes] == [2, 3, 4]  # in order of number, not of time
     assert counts["cancelled"] == 4
@@ -55,31 +55,33 @@ def test_the_first_to_finish_count_and_the_rest_are_cancelled():
 
 
 def test_a_redundant_member_takes_the_place_of_one_that_failed_which_is_reported():
-    groups, counts, _ = play([Task("a")], 3, Manner(redundancy=1), lambda task, m: 0.01 * m, fails=(1,))
+    groups, counts, _ = play([Task("a")], 3, GroupOptions(redundancy=1), lambda task, m: 0.01 * m, fails=(1,))
     assert [member(episode.id) for episode in groups[0].survivors] == [0, 2, 3]
     assert len(groups[0].episodes) == 4
     assert counts["cancelled"] == 0
 
 
 def test_with_too_many_failures_a_group_is_what_is_left():
-    groups, _, _ = play([Task("a")], 3, Manner(redundancy=1), lambda task, m: 0.0, fails=(0, 1, 2))
+    groups, _, _ = play([Task("a")], 3, GroupOptions(redundancy=1), lambda task, m: 0.0, fails=(0, 1, 2))
     assert [member(episode.id) for episode in groups[0].survivors] == [3]
 
 
-def test_a_group_whose_time_is_up_goes_on_with_whoever_has_finished():
-    groups, counts, wall = play([Task("a"), Task("b")], 3, Manner(seconds=0.2), lambda task, m: 0.01 if m else 30.0)
+def test_a_group_whose_time_is_up_goes_on_with_who_has_finished():
+    groups, counts, wall = play(
+        [Task("a"), Task("b")], 3, GroupOptions(seconds=0.2), lambda task, m: 0.01 if m else 30.0
+    )
     assert [member(episode.id) for group in groups for episode in group.episodes] == [1, 2, 1, 2]
     assert (counts["expired"], counts["cancelled"]) == (2, 2)
     assert wall < 5
 
 
 def test_without_redundancy_everybody_is_waited_for():
-    groups, counts, _ = play([Task("a")], 4, PLAIN, lambda task, m: 0.02 * (4 - m))
+    groups, counts, _ = play([Task("a")], 4, DEFAULT_OPTIONS, lambda task, m: 0.02 * (4 - m))
     assert [member(episode.id) for episode in groups[0].episodes] == [0, 1, 2, 3]
     assert not +counts
 
 
-def test_a_defect_ends_the_batch_and_leaves_nobody_playing():
+def test_a_defect_ends_the_batch_and_leaves_no_one_playing():
     ended = []
 
     async def one(task, seed, name, begin):
@@ -92,7 +94,7 @@ def test_a_defect_ends_the_batch_and_leaves_nobody_playing():
 
     async def batch():
         with pytest.raises(ExceptionGroup) as caught:
-            await Manager(one, PLAIN, Counter()).collect([Task("a"), Task("b")], 0, 3)
+            await GroupCollector(one, DEFAULT_OPTIONS, Counter()).collect([Task("a"), Task("b")], 0, 3)
         await asyncio.sleep(0.05)
         assert caught.group_contains(AssertionError, match="a defect")
 
@@ -110,13 +112,13 @@ def named(*sources: str) -> list[Task]:
 def test_a_dropped_group_is_replaced_by_the_next_spare_of_its_source():
     tasks = named("a", "b", "a", "b", "a", "b")
     keep = lambda group: group.task.id not in ("a0", "b3")  # noqa: E731
-    groups, counts, _ = play(tasks, 1, Manner(keep=keep), lambda task, m: 0.0, count=2)
+    groups, counts, _ = play(tasks, 1, GroupOptions(keep=keep), lambda task, m: 0.0, count=2)
     assert [group.task.id for group in groups] == ["b1", "a2"]
     assert counts["filtered"] == 1
 
 
 def test_when_spares_run_out_the_batch_is_smaller_and_that_is_counted():
-    groups, counts, _ = play(named("a", "a", "a"), 1, Manner(keep=lambda g: False), lambda task, m: 0.0, count=2)
+    groups, counts, _ = play(named("a", "a", "a"), 1, GroupOptions(keep=lambda g: False), lambda task, m: 0.0, count=2)
     assert groups == []
     assert (counts["filtered"], counts["missing"]) == (3, 2)
 
@@ -136,8 +138,8 @@ def test_which_tasks_end_up_in_a_batch_does_not_depend_on_who_finishes_when(data
                 await asyncio.sleep(0)
             return Episode(name, task, seed)
 
-        manner = Manner(keep=lambda group: group.task.id not in bad)
-        groups = asyncio.run(Manager(one, manner, Counter()).collect(tasks, 0, 1, count))
+        options = GroupOptions(keep=lambda group: group.task.id not in bad)
+        groups = asyncio.run(GroupCollector(one, options, Counter()).collect(tasks, 0, 1, count))
         return [(group.task.id, group.episodes[0].seed) for group in groups]
 
     orders = st.permutations(range(len(tasks)))
@@ -147,7 +149,7 @@ def test_which_tasks_end_up_in_a_batch_does_not_depend_on_who_finishes_when(data
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=40), st.data())
 def test_places_and_spares_are_all_tasks_once_and_shares_are_kept(sources, data):
     count = data.draw(st.integers(0, len(sources)))
-    places, spares = divided(sources, count)
+    places, spares = split_spares(sources, count)
     assert sorted([*places, *(place for line in spares.values() for place in line)]) == list(range(len(sources)))
     assert len(places) == count
     for source in set(sources):
@@ -159,7 +161,7 @@ def test_a_filter_that_breaks_keeps_the_group_and_is_counted(caplog):
     def broken(group):
         raise KeyError("reward")
 
-    groups, counts, _ = play([Task("a")], 2, Manner(keep=broken), lambda task, m: 0.0)
+    groups, counts, _ = play([Task("a")], 2, GroupOptions(keep=broken), lambda task, m: 0.0)
     assert len(groups) == 1
     assert counts["filter_failed"] == 1
     assert "the group filter failed on task a" in caplog.text
@@ -182,14 +184,14 @@ class Uneven(Env):
 
 def rollout(renderer, env, **more) -> Rollout:
     replies = [[*renderer.tokenizer.encode(text), renderer.stop[0]] for text in ("yes", "no", "maybe so")]
-    cast = Cast(agent=lambda task: ChatAgent(), env=lambda task: env())
-    return Rollout(ScriptedEngine(replies), renderer, cast, Sampling(8), Limits(), 64, **more)
+    cast = EpisodeFactories(agent=lambda task: ChatAgent(), env=lambda task: env())
+    return Rollout(ScriptedEngine(replies), renderer, cast, Sampling(8), EpisodeLimits(), 64, **more)
 
 
 def test_statistics_are_over_the_members_that_count_one_vote_each(seedling):
     """Law 4: advantages of a redundant group are those of its finishers alone, computed here by hand."""
     _, renderer = seedling
-    run = rollout(renderer, Uneven, training=Manner(redundancy=6))
+    run = rollout(renderer, Uneven, training=GroupOptions(redundancy=6))
     groups = asyncio.run(run.train([Task(f"t{i}") for i in range(4)], seed=1, group_size=4, count=4))
     assert run.metrics()["rollout/cancelled"] == 4 * 6
     for group in groups:
@@ -197,7 +199,7 @@ def test_statistics_are_over_the_members_that_count_one_vote_each(seedling):
         for episode in group.episodes:
             episode.rewards["env"] = episode.turns[0].reward
     algorithm = make_algorithm(AlgorithmConfig(std="none"))
-    terms = algorithm.credit(groups, plant(groups).terms)
+    terms = algorithm.credit(groups, build_token_trees(groups).terms)
     rewards = np.array([[episode.reward for episode in group.episodes] for group in groups])
     by_hand = (rewards - rewards.mean(axis=1, keepdims=True)).ravel()
     assert terms.episode.max() == 15
@@ -210,7 +212,7 @@ def test_statistics_are_over_the_members_that_count_one_vote_each(seedling):
 
 def test_evaluation_waits_for_everybody_whatever_training_does(seedling):
     _, renderer = seedling
-    run = rollout(renderer, FrozenLake, training=Manner(redundancy=3, keep=lambda group: False))
+    run = rollout(renderer, FrozenLake, training=GroupOptions(redundancy=3, keep=lambda group: False))
     tasks = [Task(f"t{i}", seed=i, fields={"split": "held_out"}) for i in range(5)]
     groups = asyncio.run(run.collect(tasks, seed=0, group_size=2))
     assert [len(group.episodes) for group in groups] == [2] * 5
@@ -254,7 +256,7 @@ def test_new_episodes_wait_while_the_engine_is_crowded(seedling):
 
 
 def test_groups_with_equal_rewards_are_not_varied_and_those_without_success_not_solvable():
-    from arborl.rollout.filters import solvable, varied
+    from arborl.rollout.groups import solvable, varied
 
     flat = Group(Task("t"), [Episode(str(i), Task("t"), rewards={"env": 1.0}) for i in range(3)])
     mixed = Group(Task("t"), [Episode(str(i), Task("t"), rewards={"env": float(i)}) for i in range(3)])

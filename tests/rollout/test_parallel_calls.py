@@ -8,16 +8,15 @@ from dataclasses import replace
 
 import pytest
 
-from arborl.engines import Engine
-from arborl.agents.agent import FunctionAgent
+from arborl.agents.agent_interface import FunctionAgent
 from arborl.chat import Conversations
 from arborl.engines.local import LocalEngine
 from arborl.engines.scripted import ScriptedEngine
 from arborl.envs.env import Env, Observation, Step
-from arborl.rollout.recorder import Limits
-from arborl.rollout.runner import Cast, Rollout
-from arborl.rollout.store import to_json
-from arborl.rollout.tree import plant
+from arborl.rollout.episode_store import episode_to_json
+from arborl.rollout.recorder import EpisodeLimits
+from arborl.rollout.runner import EpisodeFactories, Rollout
+from arborl.rollout.token_trees import build_token_trees
 from arborl.seeds import derive
 from arborl.types import Completion, Finish, Group, Message, Sampling, Task
 
@@ -48,8 +47,8 @@ class Late(Engine):
 
 
 def play(agent, engine, renderer, size: int = 1, temperature: float = 1.0):
-    cast = Cast(agent=lambda task: FunctionAgent(agent), env=lambda task: Once())
-    rollout = Rollout(engine, renderer, cast, Sampling(12, temperature), Limits(max_context=250), concurrency=4)
+    cast = EpisodeFactories(agent=lambda task: FunctionAgent(agent), env=lambda task: Once())
+    rollout = Rollout(engine, renderer, cast, Sampling(12, temperature), EpisodeLimits(max_context=250), concurrency=4)
     (group,) = asyncio.run(rollout.collect([Task("t")], seed=3, group_size=size))
     return group
 
@@ -60,11 +59,11 @@ def local(seedling, deterministic: bool = False) -> LocalEngine:
 
 async def four(task, env, model):
     observation = await env.reset(task, task.seed)
-    said = await asyncio.gather(*(model.chat(observation.messages) for _ in range(4)))
-    await env.step(said[0])
+    output = await asyncio.gather(*(model.chat(observation.messages) for _ in range(4)))
+    await env.step(output[0])
 
 
-def test_four_chats_asked_at_once_give_four_texts(seedling):
+def test_four_chats_requested_at_once_give_four_texts(seedling):
     (episode,) = play(four, local(seedling), seedling[1]).episodes
     assert episode.failure is None
     assert len({call.completion.tokens for call in episode.calls}) == 4
@@ -91,7 +90,7 @@ def sub_agents(chance: random.Random):
 
 
 def rows(group) -> list[dict]:
-    found = [to_json(episode) for episode in group.episodes]
+    found = [episode_to_json(episode) for episode in group.episodes]
     for row in found:
         del row["seconds"]
         for call in row["calls"]:
@@ -115,10 +114,10 @@ def test_the_calls_of_one_task_stand_together_between_those_of_the_agent(seedlin
             whole = (*before.prompt, *before.completion.tokens)
             assert after.prompt[: len(whole)] == whole
     assert calls[10].prompt[: len(calls[0].prompt)] == calls[0].prompt
-    assert len(plant([Group(episode.task, [episode])]).terms) == episode.sampled
+    assert len(build_token_trees([Group(episode.task, [episode])]).terms) == episode.sampled
 
 
-def test_what_is_asked_after_a_tool_of_unknown_length_is_answered_alike_in_any_order(seedling):
+def test_what_is_requested_after_a_tool_of_unknown_length_is_answered_alike_in_any_order(seedling):
     def agent(chance):
         async def fetch(number, model):
             await asyncio.sleep(chance.random() * 0.03)
@@ -126,8 +125,8 @@ def test_what_is_asked_after_a_tool_of_unknown_length_is_answered_alike_in_any_o
 
         async def run(task, env, model):
             await env.reset(task, task.seed)
-            said = await asyncio.gather(*(fetch(number, model) for number in range(4)))
-            await env.step(Message("assistant", "|".join(message.content for message in said)))
+            output = await asyncio.gather(*(fetch(number, model) for number in range(4)))
+            await env.step(Message("assistant", "|".join(message.content for message in output)))
 
         return run
 
@@ -141,8 +140,8 @@ def test_an_agent_that_asks_one_after_the_other_draws_by_the_number_of_the_call(
     async def run(task, env, model):
         observation = await env.reset(task, task.seed)
         for _ in range(3):
-            said = await model.chat(observation.messages)
-        await env.step(said)
+            output = await model.chat(observation.messages)
+        await env.step(output)
 
     engine = Late(ScriptedEngine([[40, seedling[1].stop[0]]]), 0)
     (episode,) = play(run, engine, seedling[1]).episodes
@@ -199,7 +198,7 @@ def test_what_an_agent_leaves_behind_is_ended_and_the_episode_stays_as_it_is(see
     assert episode.failure is None
     assert len(episode.calls) == 1
     assert episode.metrics["agent/abandoned_calls"] == 1.0
-    assert "after the agent has returned" in str(orphans[0].exception())
+    assert "after the agent returned" in str(orphans[0].exception())
 
 
 def test_equal_texts_in_other_tokens_go_on_from_the_message_they_are(seedling):
@@ -209,13 +208,13 @@ def test_equal_texts_in_other_tokens_go_on_from_the_message_they_are(seedling):
     assert renderer.tokenizer.decode(whole) == renderer.tokenizer.decode(letters) == "hello"
     conversations = Conversations(renderer)
     prompt = conversations.prompt(WHO)
-    said = []
+    output = []
     for ids in (letters, whole):
         tokens = (*ids, renderer.stop[0])
         completion = Completion(tokens, (0.0,) * len(tokens), Finish.STOP)
-        said.append(renderer.read(completion))
-        conversations.record(prompt, completion, said=said[-1])
+        output.append(renderer.read(completion))
+        conversations.sampled(prompt, completion, output=output[-1])
     more = Message("user", "Go on.")
-    for ids, message in zip((letters, whole, whole), (*said, replace(said[0])), strict=True):
+    for ids, message in zip((letters, whole, whole), (*output, replace(output[0])), strict=True):
         tokens = conversations.prompt([*WHO, message, more]).tokens
         assert tokens[len(prompt.tokens) :][: len(ids)] == tuple(ids)

@@ -1,4 +1,4 @@
-"""Groups played ahead of their updates: none trained too old, none twice, and nobody lost, whoever is late or fails."""
+"""Groups played ahead of their updates: none trained too old, none twice, and no one lost, who is late or fails."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arborl.data.source import EnvTasks
-from arborl.rollout.groups import Manager, Manner
+from arborl.data.task_source import EnvTasks
+from arborl.rollout.groups import GroupCollector, GroupOptions
 from arborl.rollout.pipeline import Pipeline
 from arborl.seeds import generator
 from arborl.types import Call, Completion, Episode, Failure, Finish, Group
@@ -57,24 +57,24 @@ class World:
     def __init__(self, seed: int, slow: float = 3.0, fails: float = 0.1, filtered: float = 0.0, redundancy: int = 0):
         self.chance, self.slow, self.fails, self.filtered = generator(seed, "world"), slow, fails, filtered
         self.version, self.behind = 0, 0
-        self.counts, self.lost = Counter(), []
+        self.counts, self.dropped_failures = Counter(), []
         self.begun, self.finished, self.cancelled = [], [], []
-        self.manner = Manner(redundancy, keep=self.keep if filtered else None)
+        self.options = GroupOptions(redundancy, keep=self.keep if filtered else None)
 
     def keep(self, group: Group) -> bool:
         return bool(self.chance.random() >= self.filtered)
 
-    def whole(self, tasks):
+    def is_whole_batch(self, tasks):
         return False
 
-    async def meet(self, tasks):
+    async def probe_envs(self, tasks):
         pass
 
-    def playing(self):
+    def running(self):
         return nullcontext()
 
-    def manager(self):
-        return Manager(self.play, self.manner, self.counts, self.lost)
+    def collector(self):
+        return GroupCollector(self.play, self.options, self.counts, self.dropped_failures)
 
     async def play(self, task, seed, name, begin):
         begin()
@@ -86,8 +86,8 @@ class World:
                 for _ in range(2):  # a completion may straddle an update
                     stamps.append(max(self.version - self.behind, 0))
                     await asyncio.sleep(self.pause())
-                said = Completion((1, 2), (-1.0, -1.0), Finish.STOP, stamps[1], versions=tuple(stamps))
-                episode.calls.append(Call((0,), said, turn))
+                output = Completion((1, 2), (-1.0, -1.0), Finish.STOP, stamps[1], versions=tuple(stamps))
+                episode.calls.append(Call((0,), output, turn))
         except asyncio.CancelledError:
             self.cancelled.append(name)
             raise
@@ -162,7 +162,7 @@ def test_no_trained_token_is_too_old_and_every_episode_is_trained_once_dropped_o
         counted = len(episodes) + world.counts["cancelled"] + world.counts["stale"]
         counted += world.counts["filtered_episodes"]
         assert len(world.begun) == counted
-        assert not run.pipeline.seats
+        assert not run.pipeline.slots
     assert len(world.finished) + len(world.cancelled) == len(world.begun)
 
 
@@ -242,9 +242,9 @@ def test_groups_of_an_engine_whose_weights_are_behind_are_played_again():
         runner.run(behind())
 
 
-def test_the_time_of_a_group_goes_on_over_updates_and_ends_it_with_whoever_has_finished():
+def test_the_time_of_a_group_goes_on_over_updates_and_ends_it_with_who_has_finished():
     world = World(2, slow=30.0, fails=0.0)
-    world.manner = Manner(seconds=2.5)
+    world.options = GroupOptions(seconds=2.5)
     run = Run(world, 3, last=4).play()
     assert world.counts["expired"] > 0
     assert max(run.lags, default=0) <= 3

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 
 import pytest
 
-from arborl.agents.agent import FunctionAgent
-from arborl.agents.chat import ChatAgent
+from arborl.agents.agent_interface import FunctionAgent
+from arborl.agents.chat_agents import ChatAgent
 from arborl.chat import HermesParser, Renderer, Template
 from arborl.chat.conversation import messages_exceed
 from arborl.chat.messages import read_tools
 from arborl.engines.scripted import ScriptedEngine
 from arborl.envs.env import Env, Observation, Step
-from arborl.rollout.recorder import Limits
-from arborl.rollout.runner import Cast, Rollout
-from arborl.rollout.tree import plant
+from arborl.rollout.recorder import EpisodeLimits
+from arborl.rollout.runner import EpisodeFactories, Rollout
+from arborl.rollout.token_trees import build_token_trees
 from arborl.types import Group, Message, Sampling, Stop, Task, ToolSpec
 
 STOP = 0
@@ -72,12 +72,12 @@ def test_an_adversarial_tokenizer_never_changes_a_trained_id():
     odd = [[ord(c) * 10 + 7 for c in word] + [STOP] for word in ("yes", "no", "maybe")]
     assert all(tokenizer.encode(tokenizer.decode(reply)) != reply for reply in odd)
     engine = Noting(odd)
-    cast = Cast(agent=lambda task: ChatAgent(), env=lambda task: Echo())
-    rollout = Rollout(engine, renderer, cast, Sampling(16), Limits(max_context=2000), concurrency=4)
+    cast = EpisodeFactories(agent=lambda task: ChatAgent(), env=lambda task: Echo())
+    rollout = Rollout(engine, renderer, cast, Sampling(16), EpisodeLimits(max_context=2000), concurrency=4)
     (group,) = asyncio.run(rollout.collect([Task("t")], seed=0, group_size=5))
 
     sampled = [token for e in group.episodes for c in e.calls for token in c.completion.tokens]
-    forest = plant([group])
+    forest = build_token_trees([group])
     assert forest.terms.token.tolist() == sampled
     assert {tuple(c.completion.tokens) for e in group.episodes for c in e.calls} <= {tuple(reply) for reply in odd}
     assert sorted(engine.prompts) == sorted(c.prompt for e in group.episodes for c in e.calls)
@@ -89,16 +89,16 @@ def test_an_adversarial_tokenizer_never_changes_a_trained_id():
                 *call.completion.tokens,
             )
     # one append-only conversation an episode: no branch was opened for want of matching text
-    assert plant([Group(Task("t"), group.episodes[:1])]).raw_tokens == len(episode_row(group.episodes[0]))
+    assert build_token_trees([Group(Task("t"), group.episodes[:1])]).raw_tokens == len(episode_row(group.episodes[0]))
 
 
 def played(agent, replies=("yes",)):
-    """One episode of Echo, and the samplings that were asked for."""
+    """One episode of Echo, and the samplings that were requested for."""
     renderer = Renderer(Adversary(), Template(SHAPE, None, ";"), HermesParser(), (STOP,))
     engine = Noting([[ord(c) * 10 for c in word] + [STOP] for word in replies])
     engine.decode = renderer.tokenizer.decode
-    cast = Cast(agent=lambda task: FunctionAgent(agent), env=lambda task: Echo())
-    rollout = Rollout(engine, renderer, cast, Sampling(16), Limits(max_context=2000), concurrency=4)
+    cast = EpisodeFactories(agent=lambda task: FunctionAgent(agent), env=lambda task: Echo())
+    rollout = Rollout(engine, renderer, cast, Sampling(16), EpisodeLimits(max_context=2000), concurrency=4)
     (group,) = asyncio.run(rollout.collect([Task("t")], seed=0, group_size=1))
     return group.episodes[0], engine, renderer
 
@@ -235,9 +235,11 @@ class Page(Env):
 def shown(text: str, max_context: int = 500):
     tokenizer = Counting()
     renderer = Renderer(tokenizer, Template(SHAPE, None, ";"), HermesParser(), (STOP,))
-    cast = Cast(agent=lambda task: ChatAgent(), env=lambda task: Page(text))
+    cast = EpisodeFactories(agent=lambda task: ChatAgent(), env=lambda task: Page(text))
     engine = ScriptedEngine([[ord("y") * 10, STOP]])
-    rollout = Rollout(engine, renderer, cast, Sampling(16), Limits(max_turns=2, max_context=max_context), concurrency=4)
+    rollout = Rollout(
+        engine, renderer, cast, Sampling(16), EpisodeLimits(max_turns=2, max_context=max_context), concurrency=4
+    )
     (group,) = asyncio.run(rollout.collect([Task("t")], seed=0, group_size=1))
     return group.episodes[0], tokenizer.given
 

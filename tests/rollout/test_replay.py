@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 import arborl
 from arborl.errors import ConfigError
-from arborl.rollout.replay import Recording, Replay
+from arborl.rollout.episode_store import RolloutRecorder, RolloutReplay
 from arborl.rollout.runner import Rollout
 from arborl.track.jsonl import read_metrics
 from arborl.types import Call, Completion, Episode, Finish, Group, Message, Task, Turn
@@ -66,9 +66,9 @@ def test_a_replayed_run_trains_on_the_recorded_episodes_and_gives_the_same_updat
 
 def test_a_replay_with_another_seed_is_refused_by_what_to_write(tmp_path):
     tape = tmp_path / "rollouts.jsonl"
-    asyncio.run(Recording(tape).batch(7, [Task("a")], played("a")))
-    with pytest.raises(ConfigError, match=r"holds 1 batches, and this one is not among them.*Write the seed"):
-        asyncio.run(Replay(tape).batch(8, [Task("a")], played("a")))
+    asyncio.run(RolloutRecorder(tape).batch(7, [Task("a")], played("a")))
+    with pytest.raises(ConfigError, match=r"holds 1 batches and not this one.*Write the seed"):
+        asyncio.run(RolloutReplay(tape).batch(8, [Task("a")], played("a")))
 
 
 def played(*names: str, reward: float = 1.0):
@@ -98,18 +98,18 @@ def tasks(*names: str) -> list[Task]:
 
 def test_groups_come_back_as_they_were_with_empty_groups_and_empty_batches(tmp_path):
     tape = tmp_path / "rollouts.jsonl"
-    record = Recording(tape)
+    record = RolloutRecorder(tape)
 
     async def nothing() -> list[Group]:
         return []
 
-    async def nobody() -> list[Group]:
+    async def no_one() -> list[Group]:
         return [Group(Task("a"), [])]
 
     groups = asyncio.run(record.batch(1, tasks("a", "b"), played("a", "b")))
     asyncio.run(record.batch(2, tasks("a"), nothing))
-    asyncio.run(record.batch(3, tasks("a"), nobody))
-    replay = Replay(tape)
+    asyncio.run(record.batch(3, tasks("a"), no_one))
+    replay = RolloutReplay(tape)
     assert asyncio.run(replay.batch(1, tasks("a", "b", "c"), nothing)) == groups
     assert asyncio.run(replay.batch(2, tasks("a"), played("a"))) == []
     assert asyncio.run(replay.batch(3, tasks("a"), played("a"))) == [Group(Task("a"), [])]
@@ -117,12 +117,12 @@ def test_groups_come_back_as_they_were_with_empty_groups_and_empty_batches(tmp_p
 
 def test_a_batch_written_again_counts_as_written_last_and_a_torn_one_not_at_all(tmp_path):
     tape = tmp_path / "rollouts.jsonl"
-    record = Recording(tape)
+    record = RolloutRecorder(tape)
     asyncio.run(record.batch(1, tasks("a", "b"), played("a", "b", reward=1.0)))
     asyncio.run(record.batch(1, tasks("a", "b"), played("a", "b", reward=2.0)))
     asyncio.run(record.batch(2, tasks("a", "b"), played("a", "b")))
     tape.write_bytes(tape.read_bytes()[:-20])
-    replay = Replay(tape)
+    replay = RolloutReplay(tape)
     groups = asyncio.run(replay.batch(1, tasks("a", "b"), played()))
     assert [group.episodes[0].turns[0].reward for group in groups] == [2.0, 2.0]
     assert list(replay.batches) == [1]
@@ -130,15 +130,15 @@ def test_a_batch_written_again_counts_as_written_last_and_a_torn_one_not_at_all(
 
 def test_other_tasks_than_recorded_are_refused(tmp_path):
     tape = tmp_path / "rollouts.jsonl"
-    asyncio.run(Recording(tape).batch(1, tasks("a"), played("a")))
-    with pytest.raises(ConfigError, match=r"recorded on other tasks \(a, …\) than this run has \(x, …\)"):
-        asyncio.run(Replay(tape).batch(1, tasks("x"), played("x")))
+    asyncio.run(RolloutRecorder(tape).batch(1, tasks("a"), played("a")))
+    with pytest.raises(ConfigError, match=r"recorded with other tasks \(a, …\) than this run has \(x, …\)"):
+        asyncio.run(RolloutReplay(tape).batch(1, tasks("x"), played("x")))
 
 
 def test_a_file_that_is_no_recording_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="is no file"):
-        Replay(tmp_path / "nowhere.jsonl")
+        RolloutReplay(tmp_path / "nowhere.jsonl")
     other = tmp_path / "other.jsonl"
     other.write_text('{"question": "6*7?"}\n')
-    with pytest.raises(ConfigError, match="is no recording"):
-        Replay(other)
+    with pytest.raises(ConfigError, match="is not a recording"):
+        RolloutReplay(other)

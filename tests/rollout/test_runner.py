@@ -7,19 +7,19 @@ import logging
 
 import pytest
 
-from arborl.agents.chat import ChatAgent
+from arborl.agents.chat_agents import ChatAgent
 from arborl.engines.scripted import ScriptedEngine
 from arborl.envs.env import Env, Observation, Step
-from arborl.envs.games.frozen_lake import FrozenLake
-from arborl.rollout.recorder import Limits
-from arborl.rollout.runner import Cast, Rollout
+from arborl.envs.frozen_lake import FrozenLake
+from arborl.rollout.recorder import EpisodeLimits
+from arborl.rollout.runner import EpisodeFactories, Rollout
 from arborl.types import Message, Sampling, Stop, Task
 
 HELLO = Observation((Message("user", "hello"),))
 
 
 class Moody(Env):
-    """Misbehaves in the way its task's id says, in the first episode it is asked to play."""
+    """Misbehaves in the way its task's id says, in the first episode it is requested to play."""
 
     blocking = False  # they share a list, and count on their order
 
@@ -51,8 +51,8 @@ class Moody(Env):
 def rollout(renderer, env, replies=("yes",), **limits) -> Rollout:
     replies = [[*renderer.tokenizer.encode(text), renderer.stop[0]] for text in replies]
     limits = {"step_seconds": 0.2, "episode_seconds": 5.0} | limits
-    cast = Cast(agent=lambda task: ChatAgent(), env=env)
-    return Rollout(ScriptedEngine(replies), renderer, cast, Sampling(8), Limits(**limits), concurrency=8)
+    cast = EpisodeFactories(agent=lambda task: ChatAgent(), env=env)
+    return Rollout(ScriptedEngine(replies), renderer, cast, Sampling(8), EpisodeLimits(**limits), concurrency=8)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_an_agent_that_raises_is_named_as_agent(seedling):
 
     _, renderer = seedling
     run = rollout(renderer, lambda task: FrozenLake())
-    run.cast = Cast(lambda task: Broken(), lambda task: FrozenLake())
+    run.factories = EpisodeFactories(lambda task: Broken(), lambda task: FrozenLake())
     (group,) = asyncio.run(run.collect([Task("t", agent="broken")], seed=0, group_size=1))
     assert group.episodes[0].failure.where == "agent broken"
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arborl.errors import CannotWrite, ConfigError
-from arborl.rollout.store import EpisodeStore, from_json, to_json
+from arborl.rollout.episode_store import EpisodeStore, episode_from_json, episode_to_json
 from arborl.types import Call, Completion, Episode, Failure, Finish, Group, Message, Stop, Task, ToolCall, Turn
 
 numbers = st.floats(allow_nan=False)
@@ -64,11 +64,11 @@ def call_lists(draw):
             earlier = draw(st.sampled_from(calls))
             whole = earlier.prompt + earlier.completion.tokens
             prompt = whole[: draw(st.integers(0, len(whole)))] + prompt
-        asked = draw(several)
+        requests = draw(several)
         if calls and draw(st.booleans()):
             earlier = draw(st.sampled_from(calls))
-            asked = earlier.messages + ((earlier.reply,) if earlier.reply else ()) + asked
-        calls.append(Call(prompt, draw(completions()), turn, draw(st.booleans()), asked, draw(st.none() | messages)))
+            requests = earlier.messages + ((earlier.reply,) if earlier.reply else ()) + requests
+        calls.append(Call(prompt, draw(completions()), turn, draw(st.booleans()), requests, draw(st.none() | messages)))
     return calls
 
 
@@ -100,7 +100,7 @@ def group(*given):
 @settings(max_examples=80, deadline=None)
 @given(episodes)
 def test_an_episode_survives_json_bit_for_bit(episode):
-    assert from_json(json.loads(json.dumps(to_json(episode)))) == episode
+    assert episode_from_json(json.loads(json.dumps(episode_to_json(episode)))) == episode
 
 
 @settings(max_examples=25, deadline=None)
@@ -120,7 +120,7 @@ def test_a_prompt_that_extends_an_earlier_call_stores_only_what_is_new():
         Call((1, 2, 9), completion(8), 2),  # the history was edited: a branch
         Call((9, 9), completion(8), 3),
     ]
-    assert [row["prompt"] for row in to_json(episode)["calls"]] == [
+    assert [row["prompt"] for row in episode_to_json(episode)["calls"]] == [
         [-1, 0, [1, 2, 3]],
         [0, 5, [6]],
         [0, 2, [9]],
@@ -128,7 +128,7 @@ def test_a_prompt_that_extends_an_earlier_call_stores_only_what_is_new():
     ]
 
 
-def test_what_was_said_and_what_tools_answered_stands_beside_the_ids_as_text():
+def test_what_was_stated_and_what_tools_answered_stands_beside_the_ids_as_text():
     episode = Episode("e", Task("t"))
     question = Message("user", "6*7?")
     asks = Message("assistant", "calc(6*7)", (ToolCall("1", "calc", {"of": "6*7"}),), sampled=True)
@@ -137,32 +137,32 @@ def test_what_was_said_and_what_tools_answered_stands_beside_the_ids_as_text():
         Call((1, 2), completion(3), 0, messages=(question,), reply=asks),
         Call((1, 2, 3, 4), completion(5), 0, messages=(question, asks, result), reply=Message("assistant", "42!")),
     ]
-    first, second = to_json(episode)["calls"]
+    first, second = episode_to_json(episode)["calls"]
     assert first["messages"] == [-1, 0, [{"role": "user", "content": "6*7?"}]]
     assert first["reply"]["tool_calls"] == [{"id": "1", "name": "calc", "arguments": {"of": "6*7"}, "error": None}]
-    told = {"role": "tool", "content": "42", "tool_call_id": "1", "name": "calc"}
-    assert second["messages"] == [0, 2, [told]]  # what was said before is not said again
+    reported = {"role": "tool", "content": "42", "tool_call_id": "1", "name": "calc"}
+    assert second["messages"] == [0, 2, [reported]]  # what was stated before is not stated again
     assert second["reply"] == {"role": "assistant", "content": "42!"}
 
 
 def test_a_file_of_before_there_were_messages_is_still_read():
     episode = Episode("e", Task("t"), calls=[Call((1, 2), completion(3), 0), Call((1, 2, 3, 4), completion(5), 1)])
-    row = to_json(episode)
+    row = episode_to_json(episode)
     for call in row["calls"]:
         del call["messages"], call["reply"]
-    assert from_json(row) == episode
+    assert episode_from_json(row) == episode
 
 
 def test_a_long_conversation_grows_with_its_length_and_not_with_its_square():
     def size(length):
-        episode, prompt, said = Episode("e", Task("t")), (), ()
+        episode, prompt, output = Episode("e", Task("t")), (), ()
         for turn in range(length):
             prompt += (1000 + turn,) * 20
-            said += (Message("user", f"and {turn:03}?"),)
+            output += (Message("user", f"and {turn:03}?"),)
             reply = Message("assistant", "so")
-            episode.calls.append(Call(prompt, completion(7), turn, messages=said, reply=reply))
-            prompt, said = (*prompt, 7), (*said, reply)
-        return len(json.dumps(to_json(episode)))
+            episode.calls.append(Call(prompt, completion(7), turn, messages=output, reply=reply))
+            prompt, output = (*prompt, 7), (*output, reply)
+        return len(json.dumps(episode_to_json(episode)))
 
     assert size(80) < 2.2 * size(40)
 
@@ -173,7 +173,7 @@ def test_a_torn_last_line_is_passed_over_with_a_warning(tmp_path, caplog):
     path.write_bytes(path.read_bytes()[:-20])
     with caplog.at_level(logging.WARNING):
         assert [episode.id for episode in store.read(path)] == ["a"]
-    assert "line 2 is torn" in caplog.text
+    assert "line 2 is incomplete" in caplog.text
 
 
 def test_a_broken_line_in_the_middle_is_an_error_that_says_where(tmp_path):

@@ -1,4 +1,4 @@
-"""Token ids that grow: to whoever looks they are tuples, and conversations that go on from each other are one line."""
+"""Token ids that grow: to who looks they are tuples, and conversations that go on from each other are one line."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def test_what_goes_on_from_an_end_or_along_what_is_there_shares_its_line_and_wha
     assert other.line is not prompt.line
     assert (tuple(other), tuple(later)) == ((1, 2, 3, 4, 9), (1, 2, 3, 4, 5, 6))
     assert (Tokens() + prompt).line is prompt.line
-    assert (Tokens() + ids(1)).line is not (Tokens() + ids(1)).line  # the empty one is nobody's
+    assert (Tokens() + ids(1)).line is not (Tokens() + ids(1)).line  # the empty one is no one's
 
 
-def test_nobody_can_write_into_them_and_they_stay_where_they_were_looked_at():
+def test_no_one_can_write_into_them_and_they_stay_where_they_were_looked_at():
     tokens = Tokens([1, 2, 3])
     seen = tokens.array
     with pytest.raises(ValueError, match="read-only"):

@@ -1,4 +1,4 @@
-"""Environments that block, hang or crash cost themselves and nobody else, wherever they run."""
+"""Environments that block, hang or crash cost themselves and no one else, wherever they run."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ import pytest
 from rollout_worlds import Allowed, Declared, Promising, Secretive, Sync
 
 from arborl import sandbox
-from arborl.agents.chat import ChatAgent
+from arborl.agents.chat_agents import ChatAgent
 from arborl.engines.scripted import ScriptedEngine
-from arborl.envs.games.countdown import Countdown
-from arborl.envs.games.frozen_lake import FrozenLake
-from arborl.rollout import watchdog
-from arborl.rollout.processes import Process, ProcessEnv, Processes
-from arborl.rollout.recorder import Limits
-from arborl.rollout.runner import Cast, Rollout
-from arborl.rollout.store import to_json
-from arborl.rollout.workers import Workers, is_blocking
-from arborl.tools.core import background_threads
+from arborl.envs.countdown import Countdown
+from arborl.envs.frozen_lake import FrozenLake
+from arborl.rollout import deadlines
+from arborl.rollout.env_processes import LocalEnvProcess, ProcessEnv, ProcessPool
+from arborl.rollout.env_workers import Workers, blocks
+from arborl.rollout.episode_store import episode_to_json
+from arborl.rollout.recorder import EpisodeLimits
+from arborl.rollout.runner import EpisodeFactories, Rollout
+from arborl.tools import threads
 from arborl.types import Message, Sampling, Stop, Task
 
 
 def rollout(renderer, env, workers="auto", per_process=0, concurrency=64, **limits) -> Rollout:
     replies = [[*renderer.tokenizer.encode(text), renderer.stop[0]] for text in ("yes", "no", "<answer>Up</answer>")]
-    cast = Cast(agent=lambda task: ChatAgent(), env=lambda task: env())
+    cast = EpisodeFactories(agent=lambda task: ChatAgent(), env=lambda task: env())
     limits = {"step_seconds": 20.0, "episode_seconds": 60.0} | limits
     engine, where = ScriptedEngine(replies), Workers(workers, per_process)
-    return Rollout(engine, renderer, cast, Sampling(8), Limits(**limits), concurrency, where)
+    return Rollout(engine, renderer, cast, Sampling(8), EpisodeLimits(**limits), concurrency, where)
 
 
 def play(run: Rollout, *names: str, size: int = 1):
@@ -79,7 +79,7 @@ def test_the_word_of_a_class_does_not_hold_for_calls_that_a_subclass_overrides()
 
 
 @pytest.mark.parametrize("world", [Sync, Declared, Secretive])
-def test_a_step_that_sleeps_holds_nobody_up(seedling, world):
+def test_a_step_that_sleeps_holds_no_one_up(seedling, world):
     _, renderer = seedling
     run = rollout(renderer, world)
     began = time.perf_counter()
@@ -158,7 +158,7 @@ def test_the_episodes_deadline_holds_for_blocking_code_too(seedling):
 
 
 @pytest.mark.parametrize("workers", ["auto", "thread", "process", "none"])
-def test_what_an_environment_raises_is_told_by_its_own_name(seedling, workers):
+def test_what_an_environment_raises_is_reported_by_its_own_name(seedling, workers):
     _, renderer = seedling
     bad, good = play(rollout(renderer, Sync, workers), "raise", "a")
     assert (bad.failure.kind, bad.failure.message) == ("ZeroDivisionError", "the ice broke")
@@ -188,13 +188,13 @@ def test_a_killed_process_costs_its_neighbours_nothing(seedling):
             while not (await env.step(Message("assistant", "on"))).over:
                 await asyncio.sleep(0.06)
 
-    run.cast = Cast(lambda task: Slowly(), run.cast.env)
+    run.factories = EpisodeFactories(lambda task: Slowly(), run.factories.env)
     good, bad = play(run, "a", "sleep:60")
     assert bad.stop is Stop.TIMEOUT
     assert good.failure is None
-    said = [turn.observation[0].content.split() for turn in good.turns]
-    assert [int(words[1]) for words in said] == list(range(1, 41))
-    assert len({words[0] for words in said}) == 2  # it began in one process and ended in another
+    output = [turn.observation[0].content.split() for turn in good.turns]
+    assert [int(words[1]) for words in output] == list(range(1, 41))
+    assert len({words[0] for words in output}) == 2  # it began in one process and ended in another
 
 
 @pytest.mark.parametrize("workers", ["auto", "thread", "process", "none"])
@@ -206,7 +206,7 @@ def test_where_environments_run_changes_no_episode(seedling, workers):
         tasks = [Task(f"t{i}", env="frozen_lake", seed=i, fields={"split": "train"}) for i in range(3)]
         groups = asyncio.run(run.collect(tasks, seed=5, group_size=3))
         run.close()
-        rows = [to_json(episode) for group in groups for episode in group.episodes]
+        rows = [episode_to_json(episode) for group in groups for episode in group.episodes]
         for row in rows:
             del row["seconds"]
         return rows
@@ -221,14 +221,14 @@ def test_an_agent_may_ask_a_remote_environment_everything_it_may_ask_a_near_one(
         drawn = [env.random(chance) for _ in range(2)]
         kept = env.snapshot()
         step = await env.step(Message("assistant", env.oracle()))
-        told = [env.state_key(), env.render(), env.actions(), env.metrics(), env.picture() is not None]
+        reported = [env.state_key(), env.render(), env.actions(), env.metrics(), env.picture() is not None]
         env.restore(kept)
         back = env.state_key()
         await env.close()
-        return [drawn, chance.integers(1000), step, told, back, env.metrics()]
+        return [drawn, chance.integers(1000), step, reported, back, env.metrics()]
 
     async def both() -> tuple[list, list]:
-        pool = Processes()
+        pool = ProcessPool()
         remote = ProcessEnv(Countdown(), pool, "countdown", 20.0)
         found = await look(remote)
         pool.close()
@@ -244,7 +244,7 @@ def test_what_the_sandbox_is_allowed_here_it_is_allowed_in_the_processes_too():
         await env.open()
         return env.render()
 
-    pool = Processes()
+    pool = ProcessPool()
     try:
         sandbox.allow_unsafe(True)
         assert asyncio.run(ask()) == "True"
@@ -276,25 +276,25 @@ def test_a_step_that_takes_too_long_has_failed_wherever_it_runs(seedling, worker
 
 
 def test_who_holds_the_event_loop_is_named_while_they_do(seedling, caplog, monkeypatch):
-    monkeypatch.setattr(watchdog, "LOOK", 0.05)
-    monkeypatch.setattr(watchdog, "HELD", 0.2)
-    monkeypatch.setattr(watchdog.Watchdog, "told", set())
+    monkeypatch.setattr(deadlines, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(deadlines, "BLOCKED_SECONDS", 0.2)
+    monkeypatch.setattr(deadlines.EventLoopWatchdog, "reported", set())
     _, renderer = seedling
     began = time.time()
     play(rollout(renderer, Promising, concurrency=1), "sleep:3", "sleep:0.5")
-    (told,) = [record for record in caplog.records if "held the event loop" in record.getMessage()]
-    assert "environment 'world'" in told.getMessage()
-    assert "rollout_worlds.py, line " in told.getMessage()
-    assert "in trouble" in told.getMessage()
-    assert told.created - began < 3.0  # not afterwards
+    (reported,) = [record for record in caplog.records if "blocked the event loop" in record.getMessage()]
+    assert "environment 'world'" in reported.getMessage()
+    assert "rollout_worlds.py, line " in reported.getMessage()
+    assert "in trouble" in reported.getMessage()
+    assert reported.created - began < 3.0  # not afterwards
 
 
 def test_an_agent_that_holds_the_event_loop_is_named_too_and_an_engine_that_computes_is_not(
     seedling, caplog, monkeypatch
 ):
-    monkeypatch.setattr(watchdog, "LOOK", 0.05)
-    monkeypatch.setattr(watchdog, "HELD", 0.1)
-    monkeypatch.setattr(watchdog.Watchdog, "told", set())
+    monkeypatch.setattr(deadlines, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(deadlines, "BLOCKED_SECONDS", 0.1)
+    monkeypatch.setattr(deadlines.EventLoopWatchdog, "reported", set())
     _, renderer = seedling
     run = rollout(renderer, FrozenLake, max_turns=2)
 
@@ -310,8 +310,8 @@ def test_an_agent_that_holds_the_event_loop_is_named_too_and_an_engine_that_comp
 
     run.engine = Busy([[1, renderer.stop[0]]])
     play(run, "a")
-    assert "held the event loop" not in caplog.text
-    run.cast = Cast(lambda task: Sleepy(), run.cast.env)
+    assert "blocked the event loop" not in caplog.text
+    run.factories = EpisodeFactories(lambda task: Sleepy(), run.factories.env)
     play(run, "a")
     assert "test_workers.py, line " in caplog.text
 
@@ -396,7 +396,7 @@ def test_what_belongs_to_another_event_loop_says_what_to_write(seedling):
 
 def test_a_question_to_a_process_that_never_answers_ends_with_its_deadline():
     async def main():
-        pool = Processes()
+        pool = ProcessPool()
         env = ProcessEnv(Secretive(), pool, "world", 1.0)
         await env.reset(Task("sleep:60"), 0)
         began = time.monotonic()
@@ -412,7 +412,7 @@ def test_ctrl_c_is_heard_at_the_first_try_while_an_async_environment_blocks(tmp_
     (tmp_path / "mine.py").write_text(
         "import asyncio, sys, time\n"
         "from rollout_worlds import Secretive\n"
-        "from arborl.rollout.workers import Workers\n"
+        "from arborl.rollout.env_workers import Workers\n"
         "from arborl.types import Message, Task\n"
         "async def main():\n"
         "    env, _ = await Workers().place(Secretive, 'world', 60.0)\n"
@@ -441,7 +441,7 @@ def test_the_number_of_environments_in_a_process_is_kept(seedling):
     assert sorted(homes.count(home) for home in set(homes)) == [1, 2, 2]
 
 
-def test_an_environment_that_takes_long_to_make_holds_nobody_up_and_keeps_its_deadline(seedling):
+def test_an_environment_that_takes_long_to_make_holds_no_one_up_and_keeps_its_deadline(seedling):
     _, renderer = seedling
     run = rollout(renderer, lambda: None, step_seconds=0.5)
 
@@ -450,7 +450,7 @@ def test_an_environment_that_takes_long_to_make_holds_nobody_up_and_keeps_its_de
             super().__init__()
             time.sleep(30)
 
-    run.cast = Cast(run.cast.agent, lambda task: Slow() if task.id == "slow" else Secretive())
+    run.factories = EpisodeFactories(run.factories.agent, lambda task: Slow() if task.id == "slow" else Secretive())
     began = time.monotonic()
     bad, good = play(run, "slow", "a")
     assert time.monotonic() - began < 20
@@ -459,7 +459,7 @@ def test_an_environment_that_takes_long_to_make_holds_nobody_up_and_keeps_its_de
     assert good.failure is None
 
 
-def test_what_an_environment_opens_when_it_is_made_it_may_use_wherever_it_is_asked(seedling):
+def test_what_an_environment_opens_when_it_is_made_it_may_use_wherever_it_is_requested(seedling):
     _, renderer = seedling
 
     class Database(Secretive):
@@ -481,13 +481,13 @@ def test_what_an_environment_opens_when_it_is_made_it_may_use_wherever_it_is_ask
                 pass
 
     run = rollout(renderer, Database)
-    run.cast = Cast(lambda task: Asking(), run.cast.env)
+    run.factories = EpisodeFactories(lambda task: Asking(), run.factories.env)
     (episode,) = play(run, "a")
     assert episode.failure is None
     assert episode.turns[0].message.content == "7"
 
 
-def test_what_failed_first_is_told_and_not_what_closing_made_of_it(seedling):
+def test_what_failed_first_is_reported_and_not_what_closing_made_of_it(seedling):
     _, renderer = seedling
 
     class Worse(Sync):
@@ -509,10 +509,10 @@ def test_garbage_is_collected_as_before_when_a_rollout_is_over(seedling):
 def test_processes_that_are_gone_before_they_are_ready_are_not_laid_to_their_environment():
     started = []
 
-    class Remote(Process):
-        """On a node that is gone already, though nobody has missed it yet; the fourth is elsewhere."""
+    class Remote(LocalEnvProcess):
+        """On a node that is gone already, though no one has missed it yet; the fourth is elsewhere."""
 
-        suspects = False
+        blames_envs = False
 
         def __init__(self, alone):
             super().__init__(alone)
@@ -520,10 +520,10 @@ def test_processes_that_are_gone_before_they_are_ready_are_not_laid_to_their_env
             if len(started) < 4:
                 self.kill()
 
-    pool = Processes(most=1, start=Remote)
+    pool = ProcessPool(most=1, start=Remote)
     env = ProcessEnv(FrozenLake(size=3), pool, "environment 'lake'", 30.0)
     seen = asyncio.run(env.reset(Task("a"), 0))
     pool.close()
     assert seen is not None
     assert started == [False] * 4
-    assert (env.losses, env.crashes) == (3, 0)
+    assert (env.num_losses, env.num_crashes) == (3, 0)

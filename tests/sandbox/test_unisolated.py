@@ -55,7 +55,7 @@ CALLS = {
     "print(asyncio.run(python.run({'code': '6 * 7'})).content)",
     "tool server": "import asyncio\nfrom arborl.tools.remote.tool_dispatcher import Desk\n"
     "async def f(): return await Desk([]).execute('6 * 7')\nprint(asyncio.run(f()).value)",
-    "code reward": "import asyncio\nfrom arborl.rewards.code import CodeTests\nfrom arborl.types import *\n"
+    "code reward": "import asyncio\nfrom arborl.rewards.code_tests import CodeTests\nfrom arborl.types import *\n"
     f"task = Task('t', fields={{'tests': {TESTS}}})\n"
     "e = Episode('e', task, turns=[Turn(Message('assistant', 'def f(): return 1'))])\n"
     "print(42 * asyncio.run(CodeTests()(e)))",

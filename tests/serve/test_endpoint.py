@@ -22,6 +22,7 @@ from arborl.config.load import load
 from arborl.envs.env import Env, Observation, Step
 from arborl.envs.games.question import Question
 from arborl.errors import ConfigError
+from arborl.rewards.answers import POSTED, posted
 from arborl.rewards.reward import Rewards
 from arborl.rewards.rules import POSTED, posted
 from arborl.rollout.recorder import Limits
@@ -60,7 +61,7 @@ def test_every_token_a_program_received_is_one_loss_term_in_its_context(loaded):
     calls = [(one.task.id, call) for one in episodes for call in one.calls]
     assert received == Counter((task, tuple(call.prompt), call.completion.tokens) for task, call in calls)
 
-    forest = plant(groups)
+    forest = build_token_trees(groups)
     terms, number = forest.terms, 0
     for _, call in calls:
         context = list(call.prompt)

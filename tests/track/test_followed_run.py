@@ -81,7 +81,7 @@ def curve_alone(folder: Path, decode) -> Path:
 
 def keyed(tools, api_key: str):
     """An agent that wants a key."""
-    from arborl.agents.tool import ToolAgent
+    from arborl.agents.tool_agents import ToolAgent
 
     logging.getLogger("arborl.mine").info("a line that ends in %s", api_key)
     return ToolAgent(tools, max_tool_rounds=2)

@@ -59,10 +59,11 @@ def check_fewer(some, whole) -> None:
     first, of_all = rows[0], whole[0][0]
     for name in ("reward/mean", "episode/sampled", "episode/turns"):
         assert first[name] == of_all[name]
-    assert first["thinned/branches"] > 0
-    assert first["learner/terms"] == of_all["learner/terms"] - first["thinned/terms"] < of_all["learner/terms"]
+    assert first["rollout/downsampled_branches"] > 0
+    terms = of_all["learner/terms"]
+    assert first["learner/terms"] == terms - first["rollout/downsampled_terms"] < terms
     assert first["learner/tokens"] < of_all["learner/tokens"]
-    assert "thinned/terms" not in of_all
+    assert "rollout/downsampled_terms" not in of_all
     assert not equal(weights, whole[1])
 
 
@@ -70,14 +71,14 @@ def test_downsampling_trains_fewer_tokens_of_the_same_episodes(whole, drawn, tmp
     check_fewer(drawn, whole)
     last = run(tmp_path / "run", MOST, "learner.downsample_mode=last")
     check_fewer(last, whole)
-    assert last[0][0]["thinned/branches"] == drawn[0][0]["thinned/branches"]
+    assert last[0][0]["rollout/downsampled_branches"] == drawn[0][0]["rollout/downsampled_branches"]
     assert not equal(last[1], drawn[1])
 
 
 def test_a_limit_that_no_episode_reaches_changes_nothing(whole, tmp_path):
     rows, weights = run(tmp_path / "run", "learner.max_samples_per_trajectory=50")
     assert equal(weights, whole[1])
-    assert all(row["thinned/terms"] == 0 for row in rows)
+    assert all(row["rollout/downsampled_terms"] == 0 for row in rows)
 
 
 def test_the_sample_follows_from_the_seed_also_in_a_resumed_run(drawn, tmp_path):
@@ -112,7 +113,7 @@ def test_every_algorithm_keeps_its_columns(algorithm, tmp_path):
     rows, _ = run(
         tmp_path / "run", *algorithm, "trainer.steps=1", "rollout.max_turns=3", "learner.max_samples_per_trajectory=1"
     )
-    assert rows[0]["thinned/terms"] > 0
+    assert rows[0]["rollout/downsampled_terms"] > 0
     assert rows[0].get("learner/skipped", 0.0) == 0.0
     assert np.isfinite(rows[0]["policy/loss"])
     assert rows[0]["policy/rollout_gap"] < 1e-4  # every term is scored in the context it was sampled in

@@ -15,7 +15,7 @@ from arborl.envs.env import Env, Observation, Step
 from arborl.errors import EpisodeError, RunStopped
 from arborl.failures import MOST, Failures, Firsts, cause_of, trimmed
 from arborl.rollout import recorder
-from arborl.rollout.store import EpisodeStore
+from arborl.rollout.episode_store import EpisodeStore
 from arborl.track.jsonl import read_metrics
 from arborl.types import Episode, Failure, Message, Task
 

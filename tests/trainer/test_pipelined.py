@@ -40,7 +40,7 @@ def make_trainer(parts, learner=None, hooks=()) -> Trainer:
 
 
 def plain(groups) -> list[dict]:
-    rows = [to_json(episode) for group in groups for episode in group.episodes]
+    rows = [episode_to_json(episode) for group in groups for episode in group.episodes]
     for row in rows:
         del row["seconds"]
         for call in row["calls"]:

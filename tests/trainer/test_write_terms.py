@@ -3,7 +3,7 @@
 import numpy as np
 
 import arborl
-from arborl.rollout.store import EpisodeStore
+from arborl.rollout.episode_store import EpisodeStore
 from arborl.rollout.term_store import TermStore
 
 SMALL = {

@@ -74,7 +74,7 @@ def recorded_on_slippery_ice():
     episode = Episode("e", Task("t", seed=5), seed=11)
 
     async def play():
-        env = RecordedEnv(FrozenLake(slippery=True), "frozen_lake", Limits(), episode)
+        env = RecordedEnv(FrozenLake(slippery=True), "frozen_lake", EpisodeLimits(), episode)
         await env.reset(episode.task, 0)
         while not (await env.step(Message("assistant", env.env.oracle()))).over:
             pass

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from web_runs import made_run
 
 from arborl.cli.main import app
-from arborl.rollout.term_store import NUMBERS, PLACE, TermStore
+from arborl.rollout.term_store import INDEX_COLUMNS, VALUE_COLUMNS, TermStore
 from arborl.track.folder_files import MAX_LINE, Unreadable, read_arrays, read_json, read_yaml, replace_file
 from arborl.view.web.app import make_app
 
@@ -268,7 +268,7 @@ def test_terms_that_grow_or_lie_are_no_terms(tmp_path, monkeypatch):
     """3.7 MB became 5.9 GB."""
     monkeypatch.setattr("arborl.rollout.term_store.read_arrays", partial(read_arrays, most=2**20))
     store = TermStore(tmp_path)
-    good = {name: column(np.zeros(3, kind)) for name, kind in (PLACE | NUMBERS).items()}
+    good = {name: column(np.zeros(3, kind)) for name, kind in (INDEX_COLUMNS | VALUE_COLUMNS).items()}
     good |= {"of": column(np.uint64(3)), "pushed": column(np.float64(1))}
     for name, bad in {
         "large": column(np.zeros(2**20)), "lying": column(np.zeros(1, np.uint32), (2**40,)),
@@ -278,7 +278,7 @@ def test_terms_that_grow_or_lie_are_no_terms(tmp_path, monkeypatch):
     }.items():  # fmt: skip
         store.path(1).write_bytes(packed(good | {"episode": bad}))
         assert store.read(1) is None, name
-    columns = (PLACE | NUMBERS).items()
+    columns = (INDEX_COLUMNS | VALUE_COLUMNS).items()
     together = {name: column(np.zeros(2**16, kind)) for name, kind in columns}  # each within the bound
     store.path(1).write_bytes(packed(good | together))
     assert store.read(1) is None

@@ -10,7 +10,7 @@ from PIL import Image
 import arborl
 from arborl.api.render import Render, extremes
 from arborl.envs.env import Env, Observation, Step
-from arborl.rollout.runner import Cast
+from arborl.rollout.runner import EpisodeFactories
 from arborl.types import Call, Completion, Episode, Finish, Group, Message, Task, Turn
 from arborl.view import replay
 from arborl.view.gif import turn_text
@@ -104,7 +104,7 @@ def test_an_episode_that_cannot_be_drawn_is_reported_and_costs_nothing_else(tmp_
             raise RuntimeError("gone")
 
     broken = {"a": Broken, "b": Words}
-    cast = Cast(agent=lambda task: None, env=lambda task: broken[task.id]())
+    cast = EpisodeFactories(agent=lambda task: None, env=lambda task: broken[task.id]())
     turn = Turn(Message("assistant", "yes"), (Message("user", "after yes"),))
     groups = [
         Group(Task(name), [Episode(f"{name}#0", Task(name), opening=(Message("user", "before"),), turns=[turn])])

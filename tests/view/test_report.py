@@ -10,7 +10,7 @@ from PIL import Image
 
 import arborl
 from arborl.failures import Failures
-from arborl.rollout.store import EpisodeStore
+from arborl.rollout.episode_store import EpisodeStore
 from arborl.track import JsonlTracker
 from arborl.types import Call, Completion, Episode, Failure, Finish, Group, Message, Stop, Task, Turn
 from arborl.view import Frame, save_gif, write_report

@@ -74,7 +74,7 @@ def write_terms(folder: Path, step: int, groups: list[Group]) -> None:
         if episode.failure is None
     ]
     episode, call, index, logprob, advantage = (np.asarray(column) for column in zip(*rows, strict=True))
-    numbers = {name: np.full(len(rows), 0.5) for name in NUMBERS}
+    numbers = {name: np.full(len(rows), 0.5) for name in VALUE_COLUMNS}
     numbers |= {"logprob": logprob, "advantage": advantage, "ratio": np.ones(len(rows)), "pull": -0.01 * advantage}
     TermStore(folder / "terms").write(step, {"episode": episode, "call": call, "index": index} | numbers, 10_000)
 

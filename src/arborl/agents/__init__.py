@@ -1,49 +1,43 @@
-"""Agents: any async program that calls the model. An agent owns the prompt; recording and training are not its job.
+"""Agents: async programs that call the model. An agent builds the prompts; recording and training are not its job.
 
-In reading order:
-
-    agent.py    What an agent is, and what it sees of the model
-    chat.py     The plain loop: say something, hear the environment's answer, until it is over
-    step.py     Every step its own prompt: the rules, the last few steps, and what is seen now
-    rounds.py   The loop of agents that work before they act: rounds with tools, then one message to the environment
-    tool.py     The loop with tools: calls are answered by the toolbox, everything else goes to the environment
-    code.py     The code agent: code between tags is run, and what it printed comes back between tags of its own
-    react.py    ReAct
-    context/    Agents that edit their own context
+agent_interface.py  The interfaces of agents and of the model that an agent calls
+chat_agents.py      Agents without tools: whole conversation, or a window of steps
+tool_agents.py      Agents with tools: tool calls, code between tags, ReAct
+context/            Agents that edit their own context
 """
 
 from collections.abc import Container
 
-from arborl.agents.agent import Agent, FunctionAgent, Model
+from arborl.agents.agent_interface import Agent, FunctionAgent, Model
 from arborl.registry import Registry
 
 AGENTS = Registry(
     "agent",
     {
-        "chat": "arborl.agents.chat:ChatAgent",
-        "code": "arborl.agents.code:CodeAgent",
-        "endpoint": "arborl.serve.endpoint_agent:EndpointAgent",  # a room above: it is made of the server's routes
-        "react": "arborl.agents.react:ReactAgent",
+        "chat": "arborl.agents.chat_agents:ChatAgent",
+        "code": "arborl.agents.tool_agents:CodeAgent",
+        "endpoint": "arborl.serve.endpoint:EndpointAgent",  # in a higher layer: it uses the server's routes
+        "react": "arborl.agents.tool_agents:ReactAgent",
         "statelm": "arborl.agents.context.statelm:StateLM",
-        "step": "arborl.agents.step:StepAgent",
-        "tool": "arborl.agents.tool:ToolAgent",
+        "step": "arborl.agents.chat_agents:StepAgent",
+        "tool": "arborl.agents.tool_agents:ToolAgent",
     },
 )
 
-FOREIGN = {
+VERL_AGENT_NAMES = {
     "single_turn_agent": "chat", "tool_agent": "tool", "code_agent": "code", "code_execution_agent": "code",
     "react_agent": "react", "statelm_tool_agent": "statelm",
 }  # fmt: skip
-"""What the names that rows of verl and its forks give their agents stand for."""
+"""Agent names in rows of verl and its forks -> names of this registry."""
 
 
-def called_here(name: str, defined: Container[str] = ()) -> str:
-    """The agent that rows mean by a name; one that a run defines itself keeps it.
+def resolve_agent_name(name: str, defined: Container[str] = ()) -> str:
+    """The agent that a row's name refers to. A name that the run defines itself is kept.
 
     Example:
-        called_here("tool_agent"), called_here("tool_agent", {"tool_agent"})      # 'tool', 'tool_agent'
+        resolve_agent_name("tool_agent"), resolve_agent_name("tool_agent", {"tool_agent"})      # 'tool', 'tool_agent'
     """
-    return name if name in defined else FOREIGN.get(name, name)
+    return name if name in defined else VERL_AGENT_NAMES.get(name, name)
 
 
-__all__ = ["AGENTS", "FOREIGN", "Agent", "FunctionAgent", "Model", "called_here"]
+__all__ = ["AGENTS", "VERL_AGENT_NAMES", "Agent", "FunctionAgent", "Model", "resolve_agent_name"]

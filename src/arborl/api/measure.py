@@ -17,7 +17,7 @@ from arborl.config.load import load
 from arborl.config.placement import PlacementConfig
 from arborl.config.run import RunConfig
 from arborl.data import TaskSource
-from arborl.data.reading.rows import Reader
+from arborl.data.reading.row_reader import RowReader
 from arborl.errors import ConfigError, RunStopped
 from arborl.registry import HANDED_IN
 from arborl.types import Episode, Task
@@ -210,6 +210,6 @@ def _answering(parts: Parts, prompts: Sequence[Mapping[str, Any]]) -> Evaluator:
 
 def tasks_of(config: RunConfig, prompts: Sequence[Mapping[str, Any]]) -> list[Task]:
     """Prompts as tasks, in their order; each has an id of its own, whatever the rows say of theirs."""
-    reader = Reader("prompts", config.data.question)
+    reader = RowReader("prompts", config.data.question)
     tasks = (reader.task(row, f"prompt {n}", None, n) for n, row in enumerate(prompts, 1))
     return [replace(task, id=f"prompts/{n:06d}") for n, task in enumerate(tasks, 1)]

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from arborl.rollout.runner import Cast
+from arborl.rollout.runner import EpisodeFactories
 from arborl.trainer.trainer import Trainer
 from arborl.types import Episode, Group, Metrics
 from arborl.view import replay, save_gif
@@ -34,7 +34,7 @@ class Render:
 
     def __init__(
         self,
-        cast: Cast,
+        cast: EpisodeFactories,
         decode: Decode,
         folder: Path,
         every: int,

@@ -27,7 +27,7 @@ from arborl.config.secrets import masked
 from arborl.diagnosis.step_rules import step_remark
 from arborl.errors import LearnerLost, RunStopped
 from arborl.registry import short
-from arborl.rollout.store import EpisodeStore
+from arborl.rollout.episode_store import EpisodeStore
 from arborl.track import Console, JsonlTracker, TensorBoardTracker, Tracker, Trackers, table_before_after
 from arborl.track.background_tracker import BackgroundTracker
 from arborl.track.run_log import RunLog

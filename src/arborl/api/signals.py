@@ -114,7 +114,10 @@ class Stops:
     def _give_up(self) -> None:
         assert self.got is not None
         name = signal.Signals(self.got).name
-        held = holder(sys._current_frames().get(threading.main_thread().ident or 0)) or "an update or an environment"
+        held = (
+            blocking_code(sys._current_frames().get(threading.main_thread().ident or 0))
+            or "an update or an environment"
+        )
         self._say(
             f"{self.seconds:g} s after {name}, {held} still runs. Ends without saving; --resume latest goes on from "
             "the last checkpoint."

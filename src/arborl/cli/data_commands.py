@@ -83,7 +83,7 @@ def inspect(
     from arborl.data.reading.rows import Reader
     from arborl.models.model_loading import resolve
 
-    table, reader = open_table(Path(file)), Reader(Path(file).stem, question)
+    table, reader = open_table(Path(file)), RowReader(Path(file).stem, question)
     total = int(table.sizes.sum())
     count = min(total, MAX_INSPECTED_ROWS)
     rows = table.rows(range(count))
@@ -136,7 +136,7 @@ def mix(
 ) -> None:
     """Draw batches as training does, without training, and print their composition."""
     from arborl.config.load import load
-    from arborl.data.mixing.composition import composition
+    from arborl.data.mixing.mixture import composition
 
     paths, settings = split_settings(arguments)
     path = one_path(paths, "configuration")
@@ -182,11 +182,11 @@ def open_mixture(config: RunConfig) -> Mixture:
 
     given = None
     if config.data.given:
-        from arborl.data.from_config import GivenRows
-        from arborl.rollout.given import KINDS
+        from arborl.data.source_factory import OfflineRows
+        from arborl.rollout.offline_episodes import ROW_KINDS
 
-        given = GivenRows(KINDS[config.algorithm.loss], lambda task: 0, config.sampling.max_context)
-    source = open_source(config.data, config.env.name, config.seed, length, given=given)
+        given = OfflineRows(ROW_KINDS[config.algorithm.loss], lambda task: 0, config.sampling.max_context)
+    source = open_source(config.data, config.env.name, config.seed, length, offline=given)
     if not isinstance(source, Mixture):
         raise ConfigError("no rows to mix: the environment makes the tasks. Write data.path or data.sources.")
     return source

@@ -32,11 +32,16 @@ from arborl.conversational.trl_trainer import TRLGRPOTrainerWrapper
 from arborl.rewards.neural import NeuralReward
 from arborl.rewards.text.base import RewardFunction, RewardResult, reward_function
 from arborl.rewards.text.composite import CompositeReward, MultiObjectiveReward
-from arborl.rewards.text.domains import CustomerServiceReward, SalesAssistantReward, TechnicalSupportReward
-from arborl.rewards.text.general import ConcisenessReward, EngagementReward, HelpfulnessReward
-from arborl.rewards.text.safety import SafetyReward
-from arborl.rewards.text.similarity import SimilarityAwareReward
-from arborl.rewards.text.task import CorrectnessReward, TaskCompletionReward
+from arborl.rewards.text.domain_rewards import CustomerServiceReward, SalesAssistantReward, TechnicalSupportReward
+from arborl.rewards.text.library_rewards import (
+    ConcisenessReward,
+    CorrectnessReward,
+    EngagementReward,
+    HelpfulnessReward,
+    SafetyReward,
+    SimilarityAwareReward,
+    TaskCompletionReward,
+)
 
 __all__ = [
     "CONVERSATION_CONFIGS",

@@ -1,19 +1,15 @@
-"""Data: where tasks come from. What a step gets follows from the seed and the steps before it; nothing is drawn twice
-before all of its source has been drawn once. It knows no agent, no reward and no model.
+"""Data: sources of tasks. The tasks of a step follow from the seed and the earlier steps; no row repeats within a pass.
 
-In reading order:
-
-    source.py       What the trainer takes tasks from
-    from_config.py  From a configuration to a source of tasks
-    demonstrations.py  Demonstrations first, tasks afterwards
-    reading/        Rows out of files: opened, numbered, read as tasks, and divided into trained and held out
-    mixing/         Several sources in one batch
-    made/           Data that is made here, offline and from a seed; every answer is computed
-    public/         Public sets in their own layouts
+task_source.py     The interface of task sources; tasks of environments
+source_factory.py  Task sources from a configuration; demonstrations
+longbench.py       LongBench-v2 and NovelQA
+reading/           Rows from files
+mixing/            Several sources in one batch
+generated/         Data sets generated from a seed
 """
 
-from arborl.data.from_config import FileTasks, open_source
 from arborl.data.mixing.mixture import Mixture
-from arborl.data.source import EnvTasks, TaskSource
+from arborl.data.source_factory import FileTasks, open_source
+from arborl.data.task_source import EnvTasks, TaskSource
 
 __all__ = ["EnvTasks", "FileTasks", "Mixture", "TaskSource", "open_source"]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from arborl.errors import ConfigError
-from arborl.rollout.store import EpisodeStore
+from arborl.rollout.episode_store import EpisodeStore
 from arborl.track.folder_files import is_regular, read_json, read_yaml
 from arborl.track.jsonl import read_metrics
 from arborl.types import Episode

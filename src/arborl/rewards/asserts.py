@@ -1,8 +1,8 @@
-"""Tests written as asserts, taken apart: what the code under test computes is asked of it, what is expected stays here.
+"""Tests written as asserts, split into expressions for the sandbox and conditions that are evaluated outside.
 
-`assert sorted(f(3)) == [1, 2]` is the question `f(3)` and the condition `sorted(…) == [1, 2]`. The sandbox is sent the
-question alone and answers with a plain value; the condition is walked here, over a few functions that cannot be lied
-to. So no object that equals everything, no look into a frame and no patched `exec` passes a test.
+`assert sorted(f(3)) == [1, 2]` becomes the expression `f(3)` and the condition `sorted(…) == [1, 2]`. The sandbox
+evaluates the expression and returns a plain value; the condition is evaluated here with a few safe functions. So
+objects that equal everything, inspection of frames and a patched `exec` cannot pass a test.
 """
 
 from __future__ import annotations
@@ -23,61 +23,61 @@ NUMBERS = {"pi": math.pi, "e": math.e, "tau": math.tau, "inf": math.inf, "nan": 
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """Something that the sandbox does: run a statement, or say the value of an expression."""
+class SandboxStep:
+    """A statement that the sandbox runs, or an expression whose value it returns."""
 
     code: str
-    asks: bool = False
+    is_expression: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Asserts:
     """One test."""
 
-    steps: tuple[Step, ...]
-    """In order; the values of those that ask are the answers."""
+    steps: tuple[SandboxStep, ...]
+    """In order; the values of the expressions are the answers."""
     conditions: tuple[ast.expr, ...]
-    """Over the answers, which are names such as `#0`."""
+    """Conditions on the answers, which are names such as `#0`."""
 
     def hold(self, answers: Sequence[Any]) -> bool:
-        """Whether all are true of these answers. What cannot be compared is not equal."""
+        """Whether all conditions are true. Values that cannot be compared are not equal."""
         try:
             return all(bool(evaluate(condition, answers)) for condition in self.conditions)
-        except Exception:  # the answers may be anything, and so may what comes of comparing them
+        except Exception:  # the answers may be any objects
             return False
 
 
 def read_asserts(text: str) -> Asserts:
-    """Take a test apart; ValueError where what is expected could not be kept out of the sandbox.
+    """Split a test; ValueError if expected values would have to enter the sandbox.
 
     Example:
         test = read_asserts("assert add(1, 2) == 3")
-        test.steps                # (Step("add(1, 2)", asks=True),)
+        test.steps                # (Step("add(1, 2)", is_expression=True),)
         test.hold([3])            # True
     """
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"not a test: {text[:80]!r} ({type(error).__name__})") from error
-    reader = Reader(text)
+    reader = AssertReader(text)
     reader.block(tree.body, {})
     if not reader.conditions:
         raise ValueError(f"no assert in the test {text[:80]!r}. Write 'assert f(1) == 2'")
     return Asserts(tuple(reader.steps), tuple(reader.conditions))
 
 
-# ------------------------------------------------------------------------------------------------ taking apart
+# ------------------------------------------------------------------------------------------------ parsing
 
 
 @dataclass(slots=True)
-class Reader:
-    """Walks a test's statements; names that stand for literals are replaced by them."""
+class AssertReader:
+    """Walks the statements of a test; names of literals are replaced by them."""
 
     text: str
-    steps: list[Step] = field(default_factory=list)
+    steps: list[SandboxStep] = field(default_factory=list)
     conditions: list[ast.expr] = field(default_factory=list)
     functions: dict[str, ast.FunctionDef] = field(default_factory=dict)
-    """Those with asserts in them, which are laid out where they are called: `def check(candidate)`."""
+    """Functions with asserts, which are inlined where they are called: `def check(candidate)`."""
     answers: int = 0
 
     def block(self, body: Sequence[ast.stmt], known: dict[str, ast.expr]) -> None:
@@ -108,7 +108,7 @@ class Reader:
             case _:
                 for name in assigned(statement):
                     known.pop(name, None)
-                self.steps.append(Step(ast.unparse(filled(statement, known))))
+                self.steps.append(SandboxStep(ast.unparse(filled(statement, known))))
 
     def unpack(self, target: ast.expr, row: ast.expr) -> Iterator[tuple[str, ast.expr]]:
         match target, row:
@@ -118,18 +118,18 @@ class Reader:
                 for each, part in zip(targets, parts, strict=True):
                     yield from self.unpack(each, part)
             case _:
-                self.refuse("it goes over more than literals")
+                self.refuse("its loop is not over literals")
 
     def assertion(self, test: ast.expr) -> None:
         before = self.answers
         self.conditions.append(self.outside(test))
         if self.answers == before:
-            self.refuse("it asks nothing of the code")
+            self.refuse("it does not use the code")
         if len(self.conditions) > MAX_ASSERTS:
             self.refuse(f"it has more than {MAX_ASSERTS} asserts")
 
     def outside(self, node: ast.expr) -> ast.expr:
-        """The expression with what only the sandbox can say replaced by an answer."""
+        """The expression, with parts that need the sandbox replaced by answers."""
         match node:
             case ast.Constant():
                 return node
@@ -149,33 +149,35 @@ class Reader:
                 return ast.BoolOp(op, [self.outside(value) for value in values])
             case ast.Compare():
                 return self.comparison(node)
-            case ast.Call(function, args, keywords) if called(function) in FUNCTIONS and plain(args, keywords):
+            case ast.Call(function, args, keywords) if function_name(function) in FUNCTIONS and has_plain_arguments(
+                args, keywords
+            ):
                 named = [ast.keyword(each.arg, self.outside(each.value)) for each in keywords]
                 return ast.Call(function, [self.outside(argument) for argument in args], named)
-        return self.ask(node)
+        return self.in_sandbox(node)
 
     def comparison(self, node: ast.Compare) -> ast.expr:
-        """Of two sides next to each other one must be known here, or the code could make them agree."""
+        """One of two compared sides must be known here, else the code could make them equal."""
         sides = [node.left, *node.comparators]
-        made, asked = [], []
+        rebuilt, from_code = [], []
         for side in sides:
             before = self.answers
-            made.append(self.outside(side))
-            asked.append(self.answers > before)
-        if any(a and b for a, b in itertools.pairwise(asked)):
+            rebuilt.append(self.outside(side))
+            from_code.append(self.answers > before)
+        if any(a and b for a, b in itertools.pairwise(from_code)):
             self.refuse("both sides are the code's own")
-        for op, side in zip(node.ops, made[1:], strict=True):
+        for op, side in zip(node.ops, rebuilt[1:], strict=True):
             if isinstance(op, ast.Is | ast.IsNot) and not singleton(side):
                 self.refuse("`is` compares with None, True or False; write ==")
-        return ast.Compare(made[0], node.ops, made[1:])
+        return ast.Compare(rebuilt[0], node.ops, rebuilt[1:])
 
-    def ask(self, node: ast.expr) -> ast.expr:
+    def in_sandbox(self, node: ast.expr) -> ast.expr:
         inside = list(ast.walk(node))
         if any(isinstance(each, ast.Compare | ast.NamedExpr | ast.Await | ast.Yield) for each in inside):
             self.refuse("it compares inside a call or a loop")
         if not any(isinstance(each, ast.Name) for each in inside):
             self.refuse(f"{ast.unparse(node)[:60]} is not computed here; write its value")
-        self.steps.append(Step(ast.unparse(node), asks=True))
+        self.steps.append(SandboxStep(ast.unparse(node), is_expression=True))
         self.answers += 1
         return ast.Name(f"#{self.answers - 1}")
 
@@ -187,12 +189,14 @@ class Reader:
 
 
 def filled(node: Node, known: Mapping[str, ast.expr]) -> Node:
-    """A copy with what names stand for in their place, but for names that it binds itself (a loop's, a lambda's)."""
-    own = assigned(node)
-    return Literals({name: value for name, value in known.items() if name not in own}).visit(copy.deepcopy(node))  # type: ignore[no-any-return]
+    """A copy with names replaced by their literals, except names that it binds itself (in a loop or lambda)."""
+    bound = assigned(node)
+    return ReplaceLiterals({name: value for name, value in known.items() if name not in bound}).visit(
+        copy.deepcopy(node)
+    )  # type: ignore[no-any-return]
 
 
-class Literals(ast.NodeTransformer):
+class ReplaceLiterals(ast.NodeTransformer):
     def __init__(self, known: Mapping[str, ast.expr]):
         self.known = known
 
@@ -214,7 +218,7 @@ def is_literal(node: ast.expr) -> bool:
 
 
 def assigned(node: ast.AST) -> set[str]:
-    """Names that are bound anywhere in it."""
+    """Names that are bound in the node."""
     inside = list(ast.walk(node))
     names = {each.id for each in inside if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
     names |= {each.arg for each in inside if isinstance(each, ast.arg)}
@@ -225,12 +229,12 @@ def starred(node: ast.expr) -> bool:
     return isinstance(node, ast.Starred)
 
 
-def plain(args: Sequence[ast.expr], keywords: Sequence[ast.keyword]) -> bool:
-    """No stars, and no functions handed in: with `key=` the sandbox does the sorting."""
+def has_plain_arguments(args: Sequence[ast.expr], keywords: Sequence[ast.keyword]) -> bool:
+    """No starred arguments and no functions as arguments: `sorted(…, key=…)` runs in the sandbox."""
     return not any(map(starred, args)) and all(each.arg in KEYWORDS for each in keywords)
 
 
-def called(node: ast.expr) -> str:
+def function_name(node: ast.expr) -> str:
     match node:
         case ast.Name(name):
             return name
@@ -259,7 +263,7 @@ def power(base: Any, exponent: Any) -> Any:
     return base**exponent
 
 
-def times(left: Any, right: Any) -> Any:
+def multiply(left: Any, right: Any) -> Any:
     for count, other in ((left, right), (right, left)):
         if isinstance(count, int) and hasattr(other, "__len__") and count * len(other) > MAX_ITEMS:
             raise OverflowError("a repetition too long")
@@ -278,17 +282,17 @@ def rounded(value: Any, digits: int | None = None) -> Any:
     return round(value, digits)
 
 
-def numbers(*bounds: int) -> range:
-    made = range(*bounds)
-    if len(made) > MAX_ITEMS:
+def bounded_range(*bounds: int) -> range:
+    rebuilt = range(*bounds)
+    if len(rebuilt) > MAX_ITEMS:
         raise OverflowError("a range too long")
-    return made
+    return rebuilt
 
 
 OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
-    ast.Mult: times,
+    ast.Mult: multiply,
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
     ast.Mod: modulo,
@@ -317,8 +321,8 @@ COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 }
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{function.__name__: function for function in (abs, all, any, isinstance, len, max, min, sorted, str, sum, type)},
-    **{name: kind for name, kind in TYPES.items() if kind is not bytes},  # `bytes(n)` makes n of them
-    "range": numbers,
+    **{name: kind for name, kind in TYPES.items() if kind is not bytes},  # `bytes(n)` allocates n bytes
+    "range": bounded_range,
     "round": rounded,
     "math.isclose": math.isclose,
     "math.isnan": math.isnan,
@@ -328,7 +332,7 @@ KEYWORDS = ("abs_tol", "rel_tol", "reverse", "start", "default", "ndigits")
 
 
 def evaluate(node: ast.expr, answers: Sequence[Any]) -> Any:
-    """The value of a condition; it may raise whatever comparing such values raises."""
+    """The value of a condition; comparisons may raise any error."""
 
     def value(each: ast.expr) -> Any:
         return evaluate(each, answers)
@@ -355,9 +359,9 @@ def evaluate(node: ast.expr, answers: Sequence[Any]) -> Any:
         case ast.BoolOp(op, values):
             return (all if isinstance(op, ast.And) else any)(bool(value(part)) for part in values)
         case ast.Compare(left, ops, sides):
-            given = [value(left), *map(value, sides)]
-            return all(COMPARE[type(op)](given[i], given[i + 1]) for i, op in enumerate(ops))
+            values = [value(left), *map(value, sides)]
+            return all(COMPARE[type(op)](values[i], values[i + 1]) for i, op in enumerate(ops))
         case ast.Call(function, args, keywords):
             named = {str(each.arg): value(each.value) for each in keywords}
-            return FUNCTIONS[called(function)](*map(value, args), **named)
+            return FUNCTIONS[function_name(function)](*map(value, args), **named)
     raise TypeError(f"{type(node).__name__} in a condition")

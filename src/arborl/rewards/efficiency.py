@@ -1,6 +1,6 @@
-"""Fewer tool calls for the same answer (OTC-PO): a reward times how close the episode came to the fewest calls.
+"""Tool efficiency (OTC-PO): a reward times a factor for the number of tool calls.
 
-Multiplied, not added: an episode gains nothing by calling little and being wrong, or by calling at all.
+The factor is multiplied, so few calls gain nothing for a wrong answer.
 """
 
 from __future__ import annotations
@@ -9,31 +9,31 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from arborl.rewards.by_name import find_reward
-from arborl.rewards.plain_calls import call
-from arborl.rewards.reward import Reward, as_reward, numbers
+from arborl.rewards import find_reward
+from arborl.rewards.reward import Reward, as_finite_numbers, as_reward
+from arborl.rewards.threaded_calls import call
 from arborl.types import Episode
 
 
 class Efficient:
-    """Another reward, scaled by tool efficiency.
+    """A reward scaled by tool efficiency.
 
     With m calls in an episode, and n the fewest in a correct episode of its group:
 
         f = 2mn / (m + n)                      m where n is 0
         share = 1 where m = n = 0,  cos(mπ / (2m + smooth)) where n = 0,  sin(fπ / 2n) elsewhere
 
-    so the fewest calls give 1, and more (or fewer, and wrong) give less. Without a correct episode in the group, or
-    with `group: false`, n is 0.
+    so the fewest calls give 1 and more give less. Without a correct episode in the group, or with `group: false`, n
+    is 0.
 
     Example:
         rewards: [{name: efficient, args: {base: equal}}]
 
     Args:
-        base: the reward that is scaled, by name; an episode is correct where it gives at least 1.
-        base_args: its arguments, where it takes some.
-        alpha: times all of it.
-        smooth: how gently calls cost where none were needed.
+        base: the scaled reward, by name; an episode is correct if its value is at least 1.
+        base_args: its arguments.
+        alpha: factor of the whole.
+        smooth: larger values reduce the penalty if no call was needed.
         group: compare with the other episodes of the task.
     """
 
@@ -53,11 +53,11 @@ class Efficient:
         self.alpha, self.smooth, self.group = alpha, smooth, group
 
     async def __call__(self, episode: Episode) -> float:
-        """The base reward; `across` scales it once the whole group has one."""
-        return sum(numbers(self.name, await call(self.base, episode)).values())
+        """The base reward; `across` scales it."""
+        return sum(as_finite_numbers(self.name, await call(self.base, episode)).values())
 
     def across(self, episodes: Sequence[Episode], values: Sequence[float]) -> list[float]:
-        """The rewards of one group's episodes, scaled. Success is the base's: a detour is no failure."""
+        """The scaled rewards of a group. Success depends on the base reward alone."""
         calls = [round(episode.metrics.get("tool/calls", 0.0)) for episode in episodes]
         right = [count for count, value in zip(calls, values, strict=True) if value >= 1]
         fewest = min(right) if right and self.group else 0
@@ -70,7 +70,7 @@ class Efficient:
 
 
 def efficiency(calls: int, fewest: int, smooth: float = 1.0) -> float:
-    """1 for the fewest calls, falling to 0 away from them.
+    """1 for the fewest calls, decreasing to 0.
 
     Example:
         efficiency(2, 2)      # 1.0

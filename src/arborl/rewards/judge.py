@@ -1,19 +1,21 @@
-"""An answer judged by a language model behind any endpoint that speaks OpenAI's chat completions."""
+"""Answers judged by a language model behind any endpoint with OpenAI's chat completions."""
 
 from __future__ import annotations
 
+import asyncio
+import os
 import re
 from typing import Literal
 
 import httpx
 
-from arborl.rewards.choice import Penalised, exactly, sentences
-from arborl.rewards.endpoint import Endpoint
-from arborl.rewards.fields import field_of
-from arborl.rewards.numbers import final_part
+from arborl.errors import queued
+from arborl.rewards.answers import PenalizedReward, count_sentences, exact_match, field_of, final_part
 from arborl.types import Episode
 
-ASK = """Decide whether an answer to a question says the same as the correct answer. Wording does not matter, facts do.
+RETRY_STATUS = (408, 409, 429, 500, 502, 503, 504)
+PROMPT = """\
+Decide whether an answer to a question says the same as the correct answer. Wording does not matter, facts do.
 
 Question:
 {question}
@@ -22,25 +24,101 @@ Correct answer:
 {gold}
 
 Answer to judge:
-{said}
+{answer}
 
 End your reply with \\boxed{{True}} if the answer is correct, else with \\boxed{{False}}."""
 BOXED = re.compile(r"\\boxed\{\s*(True|False)\s*\}", re.IGNORECASE)
 
 
-class Judge(Penalised):
-    """`right` or `wrong`, as a model says.
-
-    A judge that cannot be reached, or says neither, costs the episode, with its name on the failure; it never becomes a
-    number by itself. `fallback="exact"` compares the texts instead.
+class ChatEndpoint:
+    """Completes prompts at temperature 0, with retries.
 
     Args:
-        model, base_url, key, retries, wait, seconds, concurrency: see `Endpoint`.
-        right, wrong: what both verdicts are worth.
+        model: name of the model; the environment variable `OPENAI_MODEL` by default.
+        base_url: of the endpoint, up to `/v1`; `OPENAI_BASE_URL` by default.
+        key: name of the environment variable with the API key.
+        retries: further attempts if the server is busy or unreachable.
+        wait: seconds before the second attempt; doubled each time.
+        seconds: timeout of one attempt.
+        concurrency: concurrent requests.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        base_url: str | None = None,
+        key: str = "OPENAI_API_KEY",
+        retries: int = 2,
+        wait: float = 2.0,
+        seconds: float = 20.0,
+        concurrency: int = 32,
+    ):
+        self.model = model or os.environ.get("OPENAI_MODEL", "")
+        self.base_url = (base_url or os.environ.get("OPENAI_BASE_URL", "")).rstrip("/")
+        if not self.model or not self.base_url:
+            raise ValueError("the judge needs model and base_url; give both, or set OPENAI_MODEL and OPENAI_BASE_URL")
+        if concurrency < 1 or retries < 0:
+            raise ValueError(f"concurrency={concurrency}, retries={retries}: give at least 1, and at least 0")
+        self.key, self.retries, self.wait, self.seconds = key, retries, wait, seconds
+        self.concurrency = concurrency
+        self._semaphore: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+
+    async def __call__(self, prompt: str) -> str:
+        """The completion of the prompt."""
+        body = {"model": self.model, "temperature": 0, "messages": [{"role": "user", "content": prompt}]}
+        key = os.environ.get(self.key, "")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        semaphore = self._loop_semaphore()
+        with queued():
+            await semaphore.acquire()
+        try:
+            async with httpx.AsyncClient(timeout=self.seconds, headers=headers) as client:
+                return await self._post(client, body)
+        finally:
+            semaphore.release()
+
+    async def _post(self, client: httpx.AsyncClient, body: dict[str, object]) -> str:
+        for attempt in range(self.retries + 1):
+            try:
+                reply = await client.post(f"{self.base_url}/chat/completions", json=body)
+                if reply.status_code not in RETRY_STATUS or attempt == self.retries:
+                    reply.raise_for_status()
+                    return content_of(reply)
+            except httpx.TransportError:
+                if attempt == self.retries:
+                    raise
+            await asyncio.sleep(self.wait * 2**attempt)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _loop_semaphore(self) -> asyncio.Semaphore:
+        """The semaphore of the running event loop; training and a later evaluation have one each."""
+        loop = asyncio.get_running_loop()
+        if self._semaphore is None or self._semaphore[0] is not loop:
+            self._semaphore = (loop, asyncio.Semaphore(self.concurrency))
+        return self._semaphore[1]
+
+
+def content_of(reply: httpx.Response) -> str:
+    """The text of a chat completion; ValueError if it is malformed."""
+    try:
+        return str(reply.json()["choices"][0]["message"]["content"] or "")
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"the judge's reply is not a chat completion: {reply.text[:200]!r}") from error
+
+
+class Judge(PenalizedReward):
+    """`right` or `wrong`, by the verdict of a model.
+
+    The episode fails if the judge is unreachable or gives no verdict; with `fallback="exact"` the texts are compared
+    instead.
+
+    Args:
+        model, base_url, key, retries, wait, seconds, concurrency: see `ChatEndpoint`.
+        right, wrong: values of the two verdicts.
         fallback: `fail`, or `exact`.
-        field: that holds the correct answer.
+        field: of the task, with the correct answer.
         max_sentences: longer answers are invalid and not judged.
-        exceeded, too_few_turns, invalid: see `Penalised`.
+        exceeded, too_few_turns, invalid: see `PenalizedReward`.
     """
 
     def __init__(
@@ -62,29 +140,29 @@ class Judge(Penalised):
         too_few_turns: float = -1.0,
     ):
         super().__init__(exceeded, too_few_turns, invalid)
-        self.complete = Endpoint(model, base_url, key, retries, wait, seconds, concurrency)
+        self.complete = ChatEndpoint(model, base_url, key, retries, wait, seconds, concurrency)
         if fallback not in ("fail", "exact"):
             raise ValueError(f"fallback={fallback!r}: give fail or exact")
         self.right, self.wrong, self.fallback = right, wrong, fallback
         self.field, self.max_sentences = field, max_sentences
 
     async def judge(self, episode: Episode) -> float:
-        said = final_part(episode.answer)
-        if not said.strip() or sentences(said) > self.max_sentences:
+        answer = final_part(episode.answer)
+        if not answer.strip() or count_sentences(answer) > self.max_sentences:
             return self.invalid
         gold = str(field_of(episode, self.field, "reward 'judge'"))
         question = next((m.content for m in reversed(episode.opening or episode.task.messages) if m.role == "user"), "")
         try:
-            verdict = await self._verdict(ASK.format(question=question, gold=gold, said=said))
+            is_right = await self._verdict(PROMPT.format(question=question, gold=gold, answer=answer))
         except (httpx.HTTPError, ValueError):
             if self.fallback == "fail":
                 raise
-            verdict = exactly(said, gold) == 1.0
-        return self.right if verdict else self.wrong
+            is_right = exact_match(answer, gold) == 1.0
+        return self.right if is_right else self.wrong
 
     async def _verdict(self, prompt: str) -> bool:
         text = await self.complete(prompt)
-        found = BOXED.findall(text)
-        if not found:
+        verdicts = BOXED.findall(text)
+        if not verdicts:
             raise ValueError(f"the judge gave no verdict: {text[-200:]!r}")
-        return bool(found[-1].lower() == "true")
+        return bool(verdicts[-1].lower() == "true")

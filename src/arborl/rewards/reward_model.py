@@ -1,45 +1,48 @@
-"""An episode scored by a reward model of one's own: a sequence classifier of one label, as Bradley and Terry's are."""
+"""Reward models: sequence classifiers with one label (Bradley-Terry), as a reward of episodes and of turns."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import math
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from arborl.chat import Renderer
-from arborl.errors import queued
-from arborl.models.model_files import is_model_folder, read_model_config
+from arborl.errors import ConfigError, queued, writing
+from arborl.models.find import described, holds_model
 from arborl.rewards.reward import Reward
+from arborl.rewards.text.text_measures import as_turns, episode_of
+from arborl.rewards.text.text_reward import Context, RewardFunction, RewardResult, Turns
 from arborl.types import Episode, Message
 
 if TYPE_CHECKING:
     from arborl.models.output_heads import SequenceScorer
 
-RECORD = "reward_record.json"
+RECORD_FILE = "reward_record.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
-    """What a reward model's folder says of itself."""
+class RewardModelRecord:
+    """Settings and results of training, stored in the folder of a reward model."""
 
     scale: float = 1.0
     shift: float = 0.0
-    """What the model says becomes `scale * number + shift`."""
+    """The reward is `scale * output + shift`."""
     max_tokens: int = 4096
-    """Of a longer conversation the beginning is left out."""
+    """The beginning of a longer conversation is cut off."""
     accuracy: float | None = None
-    """Share of held-out pairs whose better side it prefers; None where none was held out."""
+    """Accuracy on held-out pairs; None if there are none."""
     history: Sequence[Mapping[str, float]] = ()
-    """One row an epoch."""
+    """One row per epoch."""
 
     @classmethod
-    def read(cls, folder: Path) -> Record:
-        """The folder's; as it is by default where there is none."""
-        file = folder / RECORD
+    def read(cls, folder: Path) -> RewardModelRecord:
+        """The record of a folder, or the default."""
+        file = folder / RECORD_FILE
         if not file.exists():
             return cls()
         try:
@@ -48,35 +51,35 @@ class Record:
                 raise ValueError(f"scale={record.scale}, shift={record.shift}, max_tokens={record.max_tokens}")
             return record
         except (OSError, ValueError, TypeError) as error:
-            raise ValueError(f"{file}: no record of a reward model: {error}. Mend it, or remove it.") from error
+            raise ValueError(f"{file}: not a record of a reward model: {error}. Correct or remove it.") from error
 
     def write(self, folder: Path) -> None:
-        (folder / RECORD).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        (folder / RECORD_FILE).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
-    """One episode on its way through the model."""
+class ScoringRequest:
+    """One episode that waits for its score."""
 
     tokens: list[int]
-    begun: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    started: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     score: asyncio.Future[float] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class RewardModel(Reward):
-    """What the model says of the conversation, rendered with its own chat template: what the environment said at the
-    start, and every message of the agent with the answer to it. Calls of tools within a turn are not shown to it.
+    """The model's score of the conversation, rendered with its chat template: the opening, and every message of the
+    agent with the environment's answer. Tool calls within a turn are not included.
 
-    The number is the model's own, on no scale in particular: `scale` and `shift` make it `scale * number + shift`. What
-    is not given is as the folder's record says (`NeuralRewardTrainer` writes one); without one it is 1, 0 and 4096.
+    The reward is `scale * output + shift`. Defaults come from the folder's record (`NeuralRewardTrainer` writes one),
+    else 1, 0 and 4096 tokens.
 
     Args:
         path: folder of the model, in Hugging Face form, with its tokenizer and chat template.
-        device: where it runs; `auto` takes the GPU where there is one.
+        device: `auto` uses the GPU if there is one.
         dtype: `float32`, `bfloat16`, `float16` or `float64`.
-        batch: episodes that are read at once; how they fall into batches changes the last digits only, 1 nothing.
-        max_tokens: of a longer conversation the beginning is left out.
-        scale, shift: applied to what the model says.
+        batch: episodes per forward pass; it changes the last digits only.
+        max_tokens: the beginning of a longer conversation is cut off.
+        scale, shift: applied to the output.
 
     Example:
         rewards: [{name: reward_model, args: {path: models/judge, batch: 16}}]
@@ -93,71 +96,71 @@ class RewardModel(Reward):
         shift: float | None = None,
     ):
         self.folder = Path(path).expanduser()
-        if not is_model_folder(self.folder):
-            raise ValueError(f"path={path}: no folder of a model in Hugging Face form. Give one with a config.json.")
-        about = read_model_config(self.folder)
-        kinds, labels = about.get("architectures") or [""], about.get("id2label")
+        if not holds_model(self.folder):
+            raise ValueError(f"path={path}: not the folder of a Hugging Face model. Give one with a config.json.")
+        config = described(self.folder)
+        kinds, labels = config.get("architectures") or [""], config.get("id2label")
         if not str(kinds[0]).endswith("ForSequenceClassification") or not isinstance(labels, dict) or len(labels) != 1:
-            raise ValueError(f"path={path}: is a {kinds[0] or 'model'} and no sequence classifier of one label.")
+            raise ValueError(f"path={path}: is a {kinds[0] or 'model'}, not a sequence classifier with one label.")
         if dtype not in ("float32", "bfloat16", "float16", "float64"):
             raise ValueError(f"dtype={dtype}: give float32, bfloat16, float16 or float64.")
         if batch < 1 or (max_tokens is not None and max_tokens < 1):
             raise ValueError(f"batch={batch}, max_tokens={max_tokens}: give 1 or more.")
-        self.device, self.dtype, self.batch, self.record = device, dtype, batch, Record.read(self.folder)
+        self.device, self.dtype, self.batch, self.record = device, dtype, batch, RewardModelRecord.read(self.folder)
         self.max_tokens = self.record.max_tokens if max_tokens is None else max_tokens
         self.scale = self.record.scale if scale is None else scale
         self.shift = self.record.shift if shift is None else shift
         self.renderer = Renderer.from_folder(self.folder)
-        self.waiting: list[Ticket] = []
+        self.waiting: list[ScoringRequest] = []
         self._worker: asyncio.Task[None] | None = None
         self._scorer: SequenceScorer | None = None
 
     async def __call__(self, episode: Episode) -> float:
-        ticket = Ticket(self.tokens(episode))
-        self.waiting.append(ticket)
+        request = ScoringRequest(self.tokens(episode))
+        self.waiting.append(request)
         if self._worker is None or self._worker.done():
             self._worker = asyncio.create_task(self._work())
         try:
-            with queued():  # whose turn it is depends on the others
-                await ticket.begun
-            return self.scale * await ticket.score + self.shift
+            with queued():  # the deadline is paused while others are scored
+                await request.started
+            return self.scale * await request.score + self.shift
         finally:
-            for future in (ticket.begun, ticket.score):
-                if not future.cancel() and not future.cancelled():  # nobody listens any more
+            for future in (request.started, request.score):
+                if not future.cancel() and not future.cancelled():
                     future.exception()
 
     def tokens(self, episode: Episode) -> list[int]:
-        """The conversation's ids."""
-        return shown(self.renderer, conversation(episode), self.max_tokens)
+        """Token ids of the conversation."""
+        return conversation_tokens(self.renderer, conversation(episode), self.max_tokens)
 
     async def _work(self) -> None:
-        """consumes: `waiting`     produces: each ticket's score     waits for: nothing; ends when idle."""
+        """Score the waiting requests in batches; ends when there are none."""
         while True:
-            await asyncio.sleep(0)  # all who are asked at once come before the first batch is made
-            self.waiting = [ticket for ticket in self.waiting if not ticket.score.done()]
+            await asyncio.sleep(0)  # requests of the same moment join the first batch
+            self.waiting = [request for request in self.waiting if not request.score.done()]
             if not self.waiting:
                 return
-            self.waiting.sort(key=lambda ticket: len(ticket.tokens))  # like beside like: less to fill up
-            some, self.waiting = self.waiting[: self.batch], self.waiting[self.batch :]
+            self.waiting.sort(key=lambda request: len(request.tokens))  # similar lengths: less padding
+            batch, self.waiting = self.waiting[: self.batch], self.waiting[self.batch :]
             try:
                 scorer = await asyncio.to_thread(self._load)
-                for ticket in some:
-                    if not ticket.begun.done():
-                        ticket.begun.set_result(None)
-                scores = await asyncio.to_thread(scorer, [ticket.tokens for ticket in some])
+                for request in batch:
+                    if not request.started.done():
+                        request.started.set_result(None)
+                scores = await asyncio.to_thread(scorer, [request.tokens for request in batch])
             except Exception as error:
-                for ticket in some:
-                    for future in (ticket.begun, ticket.score):
+                for request in batch:
+                    for future in (request.started, request.score):
                         if not future.done():
                             future.set_exception(RuntimeError(f"the reward model failed: {error}"))
                 continue
-            for ticket, score in zip(some, scores, strict=True):
-                if not ticket.score.done():
-                    ticket.score.set_result(score)
+            for request, score in zip(batch, scores, strict=True):
+                if not request.score.done():
+                    request.score.set_result(score)
 
-    def _load(self) -> SequenceScorer:
-        """The model, read when it is first needed: it wants torch, and time."""
-        from arborl.models.output_heads import SequenceScorer
+    def _load(self) -> Scorer:
+        """The model, loaded on first use because it imports torch."""
+        from arborl.models.scalar import Scorer
 
         if self._scorer is None:
             self._scorer = SequenceScorer(self.folder, self.dtype, self.device)
@@ -165,21 +168,85 @@ class RewardModel(Reward):
 
 
 def conversation(episode: Episode) -> list[Message]:
-    """What environment and agent said to each other, up to the agent's last message."""
-    said = list(episode.opening or episode.task.messages)
+    """The messages of environment and agent, up to the agent's last message."""
+    messages = list(episode.opening or episode.task.messages)
     for turn in episode.turns:
-        said += [turn.message, *turn.observation]
-    return up_to_reply(said) if episode.turns else said
+        messages += [turn.message, *turn.observation]
+    return up_to_reply(messages) if episode.turns else messages
 
 
 def up_to_reply(messages: Sequence[Message]) -> list[Message]:
-    """The conversation as far as a reward model is shown it: what follows the assistant's last message is left out."""
+    """The messages up to the last one of the assistant."""
     last = max((i for i, message in enumerate(messages) if message.role == "assistant"), default=len(messages))
     return list(messages[: last + 1])
 
 
-def shown(renderer: Renderer, messages: Sequence[Message], max_tokens: int | None = None) -> list[int]:
-    """The ids that a reward model is shown, in training and in use: the conversation in its chat template; of a longer
-    one the last `max_tokens`."""
+def conversation_tokens(renderer: Renderer, messages: Sequence[Message], max_tokens: int | None = None) -> list[int]:
+    """Token ids of the conversation in the chat template; of a longer one the last `max_tokens`."""
     tokens = renderer.encode(renderer.render(messages, generation=False))
     return tokens if max_tokens is None else tokens[-max_tokens:]
+
+
+class NeuralReward(RewardFunction):
+    """A trained reward model as a reward of turns. `NeuralRewardTrainer` makes it; the folder is an ordinary one of
+    transformers, and `{name: reward_model, args: {path: FOLDER}}` in a configuration is the same reward.
+
+    Args:
+        path: folder of the model.
+        weight: of this reward.
+        name: in metrics.
+        device, dtype, batch: as in `RewardModel`.
+
+    Example:
+        reward = NeuralReward("models/judge")
+        (await reward.compute_reward(turns)).score
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        weight: float = 1.0,
+        name: str | None = None,
+        device: str = "auto",
+        dtype: str = "float32",
+        batch: int = 8,
+    ):
+        super().__init__(weight, name)
+        self.model = RewardModel(str(path), device, dtype, batch)
+
+    async def __call__(self, episode: Episode) -> float:
+        return await self.model(episode)
+
+    async def compute_reward(self, turns: Turns, context: Context | None = None) -> RewardResult:
+        """The score of these turns; the model does not see `context`."""
+        if not turns:
+            raise ValueError(f"{self.name}: there are no turns to score")
+        return RewardResult(await self.model(episode_of(as_turns(turns), context or {})))
+
+    @property
+    def folder(self) -> Path:
+        return self.model.folder
+
+    @property
+    def accuracy(self) -> float | None:
+        """Accuracy on held-out pairs; None if there are none."""
+        return self.model.record.accuracy
+
+    @property
+    def history(self) -> Sequence[Mapping[str, float]]:
+        """One row per epoch: `epoch`, `train_loss`, and on held-out pairs `loss` and `accuracy`."""
+        return self.model.record.history
+
+    def save(self, folder: str | Path) -> Path:
+        """Copy the model into a new or an empty folder."""
+        to = Path(folder).expanduser()
+        if to.exists() and (not to.is_dir() or any(to.iterdir())):
+            raise ConfigError(f"{to}: exists. Give a new or an empty folder.")
+        with writing(to):
+            shutil.copytree(self.folder, to, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".*"))
+        return to
+
+    @classmethod
+    def load(cls, folder: str | Path, weight: float = 1.0) -> NeuralReward:
+        """From a folder that `save` or a trainer wrote."""
+        return cls(folder, weight)

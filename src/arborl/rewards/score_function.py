@@ -1,7 +1,7 @@
-"""Rewards for rows in verl's form: `data_source`, `reward_model.ground_truth`, `extra_info`.
+"""Rewards for rows in verl's format: `data_source`, `reward_model.ground_truth`, `extra_info`.
 
-`score_function` calls a function of one's own, with the arguments that verl gives it. `data_source` does what verl does
-where there is none: the row's source decides the rule, and a source without a rule is an error.
+`score_function` calls a custom function with verl's arguments. `data_source` applies verl's default rule of the row's
+source; a source without a rule is an error.
 """
 
 from __future__ import annotations
@@ -14,29 +14,25 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from arborl.registry import load
-from arborl.rewards.choice import exactly
-from arborl.rewards.code import CodeTests
-from arborl.rewards.fields import field_of
-from arborl.rewards.numbers import equal, final_part, last_boxed
-from arborl.rewards.plain_calls import call
-from arborl.rewards.tags import last_tagged
+from arborl.rewards.answers import equal, exact_match, field_of, final_part, last_boxed, last_tagged
+from arborl.rewards.code_tests import CodeTests
+from arborl.rewards.threaded_calls import call
 from arborl.types import Episode, Message
 
 HASHES = re.compile(r"#### (-?[0-9.,]+)")
-LAST = 300
-"""Characters at the end of a solution in which an answer is looked for."""
+TAIL_CHARS = 300
+"""Characters at the end of a solution that are searched for the answer."""
 
 
 def solution(episode: Episode) -> str:
-    """All that was said after the opening: the agent's words and, between them, what answered them with its role.
-
-    verl decodes the whole response, of which special tokens are left out, and roles stay.
-    """
+    """All messages after the opening, as verl decodes a response: without special tokens, with roles."""
     last = episode.calls[-1] if episode.calls else None
     if last is None or last.reply is None:
         return episode.answer
-    said = [*last.messages[len(episode.opening) :], last.reply]
-    return "\n".join(_text(one) if one.role == "assistant" else f"{one.role}\n{_text(one)}\nassistant" for one in said)
+    messages = [*last.messages[len(episode.opening) :], last.reply]
+    return "\n".join(
+        _text(one) if one.role == "assistant" else f"{one.role}\n{_text(one)}\nassistant" for one in messages
+    )
 
 
 def _text(message: Message) -> str:
@@ -49,9 +45,9 @@ def _text(message: Message) -> str:
 
 
 class ScoreFunction:
-    """What a function in verl's form says: `compute_score(data_source, solution_str, ground_truth, extra_info)`.
+    """Calls a function with verl's signature: `compute_score(data_source, solution_str, ground_truth, extra_info)`.
 
-    It gives a number, or an object whose `score` counts. It may be async; a plain one is called in a thread.
+    It returns a number or a mapping with `score`. It may be async; a sync function runs in a thread.
 
     Example:
         rewards: [{name: score_function, args: {function: "my_package.reward_fn:compute_score"}}]
@@ -59,8 +55,8 @@ class ScoreFunction:
     Args:
         function: `package.module:function`, or the function itself.
         kwargs: further arguments.
-        blocking: False to call a plain function in the event loop. It must be quick there; one that keeps its time with
-            `signal.alarm` works nowhere else.
+        blocking: False to call a sync function in the event loop, where it must be fast. Functions that use
+            `signal.alarm` need it.
     """
 
     name = "score"
@@ -85,42 +81,42 @@ class ScoreFunction:
             extra_info=fields.get("extra_info") or {},
             **self.kwargs,
         )
-        found = await call(scores) if self.blocking else scores()
-        found = await found if inspect.isawaitable(found) else found
-        return float(found["score"] if isinstance(found, Mapping) else found)
+        result = await call(scores) if self.blocking else scores()
+        result = await result if inspect.isawaitable(result) else result
+        return float(result["score"] if isinstance(result, Mapping) else result)
 
 
-def _gsm8k(said: str, gold: Any) -> float:
-    """1 for the number behind the last `####`."""
-    found = HASHES.findall(said[-LAST:])
-    return float(bool(found) and equal(found[-1].rstrip(".,"), str(gold)))
+def _gsm8k(text: str, gold: Any) -> float:
+    """1 if the number after the last `####` is right."""
+    match = HASHES.findall(text[-TAIL_CHARS:])
+    return float(bool(match) and equal(match[-1].rstrip(".,"), str(gold)))
 
 
-def _boxed(said: str, gold: Any) -> float:
-    """1 for what stands in the last `\\boxed{}`."""
-    found = last_boxed(said)
-    return float(found is not None and equal(found, str(gold)))
+def _boxed(text: str, gold: Any) -> float:
+    """1 if the last `\\boxed{}` is right."""
+    match = last_boxed(text)
+    return float(match is not None and equal(match, str(gold)))
 
 
-def _signed(said: str, gold: Any) -> float:
-    """1 for the final answer, and -1 for another."""
+def _signed(text: str, gold: Any) -> float:
+    """1 if the final answer is right, else -1."""
     golds = gold if isinstance(gold, list) else [gold]
-    return 1.0 if any(equal(final_part(said[-LAST:]), str(one)) for one in golds) else -1.0
+    return 1.0 if any(equal(final_part(text[-TAIL_CHARS:]), str(one)) for one in golds) else -1.0
 
 
-def _tagged(said: str, gold: Any) -> float:
-    """1 for the words between the last `<answer>` tags, of which one right answer suffices."""
+def _tagged(text: str, gold: Any) -> float:
+    """1 if the words in the last `<answer>` match one of the right answers."""
     gold = gold.get("target") if isinstance(gold, Mapping) else gold
-    found = last_tagged(said, "answer")
+    match = last_tagged(text, "answer")
     return (
-        max((exactly(found, str(one)) for one in (gold if isinstance(gold, list) else [gold])), default=0.0)
-        if found
+        max((exact_match(match, str(one)) for one in (gold if isinstance(gold, list) else [gold])), default=0.0)
+        if match
         else 0.0
     )
 
 
-def _final(said: str, gold: Any) -> float:
-    return float(equal(final_part(said), str(gold)))
+def _final(text: str, gold: Any) -> float:
+    return float(equal(final_part(text), str(gold)))
 
 
 RULES: dict[str, Callable[[str, Any], float]] = (
@@ -130,23 +126,23 @@ RULES: dict[str, Callable[[str, Any], float]] = (
     | dict.fromkeys(("numina_aops_forum", "numina_synthetic_math", "numina_amc_aime", "numina_synthetic_amc",
                      "numina_cn_k12", "numina_olympiads"), _final)
 )  # fmt: skip
-"""By the row's source; see `rule_of` for families of sources."""
-CODE = ("codecontests", "apps", "codeforces", "taco")
+"""Source -> rule; see `rule_of` for families of sources."""
+CODE_SOURCES = ("codecontests", "apps", "codeforces", "taco")
 
 
 def rule_of(source: str) -> Callable[[str, Any], float] | None:
-    """The rule of a source; None where there is none."""
+    """The rule of a source, or None."""
     if source.startswith("aime"):
         return _signed
     return _tagged if source.startswith("searchR1_") else RULES.get(source)
 
 
 class DataSource:
-    """A row's `data_source` decides what its answer is worth, as in verl without a function of one's own.
+    """The rule of the row's `data_source`, as in verl without a custom function.
 
-    `openai/gsm8k`: 1 for the number behind `####`. MATH: 1 for what is in `\\boxed{}`. `math_dapo`, `aime…`: 1 or -1.
-    `searchR1_…`: 1 for the words in `<answer>`. `taco`, `apps`, `codecontests`, `codeforces`: the share of tests
-    passed. Another source costs the episode, with a word on what to do.
+    `openai/gsm8k`: the number after `####`. MATH: the text in `\\boxed{}`. `math_dapo`, `aime…`: 1 or -1.
+    `searchR1_…`: the words in `<answer>`. `taco`, `apps`, `codecontests`, `codeforces`: share of tests passed. With
+    another source the episode fails.
     """
 
     name = "data_source"
@@ -156,12 +152,12 @@ class DataSource:
 
     async def __call__(self, episode: Episode) -> float:
         source = str(field_of(episode, "data_source", "reward 'data_source'"))
-        if source in CODE:
+        if source in CODE_SOURCES:
             return await self.code(episode)
         rule = rule_of(source)
         if rule is None:
             raise LookupError(
-                f"no rule for data_source={source!r}. Write rewards=[equal], or name your own: "
+                f"no rule for data_source={source!r}. Write rewards=[equal], or a custom function: "
                 "rewards=[{name: score_function, args: {function: package.module:compute_score}}]"
             )
         return rule(episode.answer, field_of(episode, "answer", "reward 'data_source'"))

@@ -1,9 +1,8 @@
-"""Groups: which episodes are played for a batch, which of them count, and which groups are kept.
+"""Groups of a batch: their episodes, the group filter and the replacement of groups that the filter drops.
 
-A group is one task played several times. Its members share the task, and with it the seed of the start; they play
-without waiting for each other or for other groups. Without further wishes a group is complete when all members are
-done; with redundancy when enough are, and the rest are cancelled: they leave baseline and loss together, as if they had
-never begun.
+A group is one task with several episodes. The episodes share the task and its environment seed and run independently.
+Without redundancy a group is complete when all episodes are finished. With redundancy it is complete when enough
+episodes are finished; the others are cancelled and enter neither the baseline nor the loss.
 """
 
 from __future__ import annotations
@@ -17,204 +16,259 @@ from fractions import Fraction
 from typing import Any
 
 from arborl.registry import Registry
-from arborl.rollout.filters import Keep
 from arborl.seeds import derive
-from arborl.types import Episode, Group, Metrics, Task
+from arborl.types import GIVEN, Episode, Group, Metrics, Task
 
 log = logging.getLogger(__name__)
 
-Play = Callable[[Task, int, str, Callable[[], None]], Awaitable[Episode]]
-"""Plays a task with a seed, under a name; says when its turn has come."""
+PlayEpisode = Callable[[Task, int, str, Callable[[], None]], Awaitable[Episode]]
+"""Runs one episode: task, seed, episode id, and a function to call when the episode starts."""
+GroupFilter = Callable[[Group], bool]
+
+UNSAMPLED = -1
+"""Version of groups without sampled tokens: they count as oldest and are never stale."""
+
+
+def varied(group: Group) -> bool:
+    """The rewards differ, so the advantages are not all 0 (dynamic sampling of DAPO)."""
+    return len({episode.reward for episode in group.survivors}) > 1
+
+
+def solvable(group: Group) -> bool:
+    """At least one episode succeeds."""
+    return any(episode.metrics.get("success", 0.0) >= 1 for episode in group.survivors)
+
 
 FILTERS = Registry(
-    "group filter", {"varied": "arborl.rollout.filters:varied", "solvable": "arborl.rollout.filters:solvable"}
+    "group filter", {"varied": "arborl.rollout.groups:varied", "solvable": "arborl.rollout.groups:solvable"}
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
-    """How groups are made. The default waits for everybody and keeps every group."""
+class GroupOptions:
+    """How groups are collected. The default waits for all episodes and keeps every group."""
 
     redundancy: int = 0
-    """Episodes beyond the group's size: the first to finish count."""
+    """Extra episodes of a group; the first to finish count."""
     seconds: float | None = None
-    """A group goes on with whoever has finished so long after its first episode began."""
-    keep: Keep | None = None
-    """Whether a scored group is worth training on; one that is not is dropped, and replaced while there are spares."""
+    """Timeout of a group, from the start of its first episode. Finished episodes count."""
+    keep: GroupFilter | None = None
+    """Filter of scored groups. A dropped group is replaced while there are spare tasks."""
     judge: Callable[[Episode], Awaitable[None]] | None = None
-    """Asks the rewards about an episode as soon as it is played; it has finished when they have answered."""
+    """Computes the rewards of one episode when it ends. The episode is finished when this returns."""
     score: Callable[[Sequence[Group]], Awaitable[None]] | None = None
-    """Scores groups, once all that count have finished."""
+    """Computes the rewards of complete groups."""
 
 
-PLAIN = Manner()
+DEFAULT_OPTIONS = GroupOptions()
 
 
 @dataclass(slots=True, eq=False)
-class Place:
-    """A place of a batch, to be filled with the group of a task or, where that one is dropped, of a spare."""
+class BatchSlot:
+    """One group of a batch that is to be collected: from its task, or from a spare task if the group is dropped."""
 
     batch: int
     at: int
-    """Whose group it is to be, by the number of the task in the batch."""
+    """Index of the task in the batch."""
     tasks: Mapping[int, Task]
     spares: deque[int]
-    """Of the same source; all of its places share them."""
+    """Indices of spare tasks of the same source, shared by all slots of that source."""
     seed: int
-    """Of the batch."""
+    """Seed of the batch."""
     attempt: int = 0
-    """How often its group was begun and came to nothing, through no fault of its own."""
-    opened: Opened | None = None
-    """Its group in play."""
+    """How often the group was restarted because its tokens were too old."""
+    running: RunningGroup | None = None
     version: Callable[[], int] = lambda: 0
-    """Of the weights that are sampled from now."""
+    """Returns the current policy version."""
+    job: asyncio.Task[list[Group]] | None = None
+    """Collects one group; none if no spare task is left; or all groups of a batch that is not sampled."""
 
     @property
     def task(self) -> Task:
         return self.tasks[self.at]
 
+    @property
+    def start_version(self) -> int | None:
+        """Policy version at the start of the group; no token is older."""
+        return self.running.start_version if self.running is not None else None
 
-def places_of(tasks: Sequence[Task], seed: int, count: int | None = None, batch: int = 0) -> list[Place]:
-    """The places of a batch of `count` tasks; those beyond are spares."""
-    places, spares = divided([task.source for task in tasks], len(tasks) if count is None else count)
+    @property
+    def is_finished(self) -> bool:
+        return self.job is not None and self.job.done()
+
+    @property
+    def groups(self) -> list[Group]:
+        assert self.job is not None
+        return self.job.result()
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.batch, self.at
+
+    @property
+    def oldest_version(self) -> int:
+        """Oldest policy version among the tokens of the finished groups, as reported by the engine."""
+        calls = [call.completion for group in self.groups for episode in group.survivors for call in episode.calls]
+        return min((done.oldest for done in calls if done.tokens and done.version != GIVEN), default=UNSAMPLED)
+
+    def cancel(self) -> None:
+        job, self.job, self.running = self.job, None, None
+        if job is not None and not job.done():
+            cancel_in_background(job)
+
+
+CANCELLED_TASKS: set[asyncio.Future[Any]] = set()
+"""Cancelled episodes and groups that still close their environments. asyncio keeps only weak references to tasks."""
+
+
+def cancel_in_background(job: asyncio.Future[Any]) -> None:
+    CANCELLED_TASKS.add(job)
+    job.add_done_callback(CANCELLED_TASKS.discard)
+    job.cancel()
+
+
+def batch_slots(tasks: Sequence[Task], seed: int, count: int | None = None, batch: int = 0) -> list[BatchSlot]:
+    """The slots of a batch of `count` groups; the other tasks are spares."""
+    chosen, spares = split_spares([task.source for task in tasks], len(tasks) if count is None else count)
     numbered = dict(enumerate(tasks))
-    return [Place(batch, at, numbered, spares[tasks[at].source], seed) for at in places]
+    return [BatchSlot(batch, at, numbered, spares[tasks[at].source], seed) for at in chosen]
 
 
-class Manager:
-    """Makes groups.
+class GroupCollector:
+    """Collects groups.
 
     Args:
-        play: plays one episode.
-        manner: how groups are made.
-        counts: what happened is added here: episodes cancelled, groups expired, filtered, and missing at the end.
-        lost: failed episodes of groups that are dropped are added here.
+        play: runs one episode.
+        options: redundancy, timeout, filter and rewards.
+        counts: receives the numbers of cancelled episodes and of expired, filtered and missing groups.
+        dropped_failures: receives the failed episodes of dropped groups.
     """
 
-    def __init__(self, play: Play, manner: Manner, counts: Counter[str], lost: list[Episode] | None = None):
-        self.play, self.manner, self.counts = play, manner, counts
-        self.lost = [] if lost is None else lost
+    def __init__(
+        self,
+        play: PlayEpisode,
+        options: GroupOptions,
+        counts: Counter[str],
+        dropped_failures: list[Episode] | None = None,
+    ):
+        self.play, self.options, self.counts = play, options, counts
+        self.dropped_failures = [] if dropped_failures is None else dropped_failures
 
     async def collect(self, tasks: Sequence[Task], seed: int, size: int, count: int | None = None) -> list[Group]:
-        """The groups of `count` tasks, in the order of the tasks; those beyond are spares.
+        """The groups of `count` tasks, in the order of the tasks; the other tasks are spares.
 
-        A group that is dropped is replaced by the next spare of its source, so a batch keeps its shares. Which tasks
-        end up in it follows from the groups alone and not from who finished when: spares are opened in their order,
-        one for each dropped group.
+        The next spare of the same source replaces a dropped group, so the batch keeps its mixture. Spares are used in
+        their order, one for each dropped group, so the result does not depend on the order in which groups finish.
         """
-        places = places_of(tasks, seed, count)
+        slots = batch_slots(tasks, seed, count)
         async with asyncio.TaskGroup() as running:
-            jobs = [running.create_task(self.fill(place, size)) for place in places]
-        found = sorted(zip(places, jobs, strict=True), key=lambda pair: pair[0].at)
-        return [group for _, job in found if (group := job.result()) is not None]
+            jobs = [running.create_task(self.fill(slot, size)) for slot in slots]
+        results = sorted(zip(slots, jobs, strict=True), key=lambda pair: pair[0].at)
+        return [group for _, job in results if (group := job.result()) is not None]
 
-    async def fill(self, place: Place, size: int) -> Group | None:
-        """A group for one place of a batch: the task's own, or that of a spare; none where these have run out."""
+    async def fill(self, slot: BatchSlot, size: int) -> Group | None:
+        """The group of one slot, or that of a spare task; None if no spare is left."""
         while True:
-            group = await self._group(place, size)
-            if await self._kept(group):
+            group = await self._group(slot, size)
+            if await self._is_kept(group):
                 return group
             failed = [episode for episode in group.episodes if episode.failure is not None]
-            self.lost += failed
+            self.dropped_failures += failed
             self.counts.update(filtered=1, filtered_episodes=len(group.episodes), filtered_failed=len(failed))
-            if not place.spares:
+            if not slot.spares:
                 self.counts["missing"] += 1
                 return None
-            place.at = place.spares.popleft()
+            slot.at = slot.spares.popleft()
 
-    async def _kept(self, group: Group) -> bool:
-        manner = self.manner
-        if manner.score is not None:
-            await manner.score([group])
-        if manner.keep is None:
+    async def _is_kept(self, group: Group) -> bool:
+        options = self.options
+        if options.score is not None:
+            await options.score([group])
+        if options.keep is None:
             return True
         try:
-            return bool(manner.keep(group))
+            return bool(options.keep(group))
         except Exception:
-            log.exception("the group filter failed on task %s, which is kept", group.task.id)
+            log.exception("the group filter failed on task %s; the group is kept", group.task.id)
             self.counts["filter_failed"] += 1
             return True
 
-    async def _group(self, place: Place, size: int) -> Group:
-        """Play the task, until enough are done. One that is begun again is another game, with another name; and with an
-        episode more than it needs, since it will be waited for."""
-        task, again = place.task, ("again", place.attempt) if place.attempt else ()
-        beyond = self.manner.redundancy + (1 if place.attempt else 0)
-        opened = place.opened = Opened(self.manner.seconds, place.version)
-        for number in range(size + beyond):
-            own = derive(place.seed, "task", place.at, "episode", number, *again)
-            name = f"{task.id}#{number}" + (f"+{place.attempt}" if place.attempt else "")
-            opened.add(asyncio.ensure_future(self._member(task, own, name, opened.begin)))
+    async def _group(self, slot: BatchSlot, size: int) -> Group:
+        """Run the episodes of a task until enough are finished.
+
+        A restarted group has other seeds and ids, and one redundant episode because the update waits for it.
+        """
+        task, suffix = slot.task, ("again", slot.attempt) if slot.attempt else ()
+        redundancy = self.options.redundancy + (1 if slot.attempt else 0)
+        running = slot.running = RunningGroup(self.options.seconds, slot.version)
+        for number in range(size + redundancy):
+            seed = derive(slot.seed, "task", slot.at, "episode", number, *suffix)
+            name = f"{task.id}#{number}" + (f"+{slot.attempt}" if slot.attempt else "")
+            running.add(asyncio.ensure_future(self._episode(task, seed, name, running.on_start)))
         try:
-            await opened.wait(size, patient=not beyond)
+            await running.wait(size, wait_for_all=not redundancy)
         finally:
-            opened.close()
-        counted = opened.counted(size)
-        self.counts["expired"] += opened.expired
-        self.counts["cancelled"] += len(opened.jobs) - len(counted)
+            running.close()
+        counted = running.counted(size)
+        self.counts["expired"] += running.is_expired
+        self.counts["cancelled"] += len(running.jobs) - len(counted)
         return Group(task, counted)
 
-    async def _member(self, task: Task, seed: int, name: str, begin: Callable[[], None]) -> Episode:
-        episode = await self.play(task, seed, name, begin)
-        if self.manner.judge is not None:
-            await self.manner.judge(episode)
+    async def _episode(self, task: Task, seed: int, name: str, on_start: Callable[[], None]) -> Episode:
+        episode = await self.play(task, seed, name, on_start)
+        if self.options.judge is not None:
+            await self.options.judge(episode)
         return episode
 
 
-LEAVING: set[asyncio.Future[Any]] = set()
-"""Cancelled members and groups that are still closing their environments; a task that nobody holds may be collected
-half-way."""
-
-
-class Opened:
-    """A group in play. Its time begins with its first episode, and with it ends for those still playing."""
+class RunningGroup:
+    """The episodes of a group while they run. The timeout starts with the first episode."""
 
     def __init__(self, seconds: float | None, version: Callable[[], int] = lambda: 0):
         self.seconds, self.version = seconds, version
-        self.begun = 0
-        """Episodes that have."""
-        self.since: int | None = None
-        """The version that the first of them began with: no token is older."""
+        self.num_started = 0
+        self.start_version: int | None = None
+        """Policy version when the first episode started; no token is older."""
         self.jobs: list[asyncio.Future[Episode]] = []
-        self.order: list[asyncio.Future[Episode]] = []
-        """Those that are done, the first first."""
+        self.finished: list[asyncio.Future[Episode]] = []
+        """Jobs in the order in which they finish."""
         self.timer: asyncio.TimerHandle | None = None
-        self.expired = False
+        self.is_expired = False
 
     def add(self, job: asyncio.Future[Episode]) -> None:
         self.jobs.append(job)
-        job.add_done_callback(self.order.append)
+        job.add_done_callback(self.finished.append)
 
-    def begin(self) -> None:
-        self.begun += 1
-        self.since = self.version() if self.since is None else self.since
+    def on_start(self) -> None:
+        self.num_started += 1
+        self.start_version = self.version() if self.start_version is None else self.start_version
         if self.seconds is not None and self.timer is None:
             self.timer = asyncio.get_running_loop().call_later(self.seconds, self._expire)
 
-    async def wait(self, size: int, patient: bool) -> None:
-        """Until all are done; or, impatiently, until so many have finished without failing."""
+    async def wait(self, size: int, wait_for_all: bool) -> None:
+        """Wait for all episodes, or until `size` of them have finished without a failure."""
         pending = set(self.jobs)
-        when = asyncio.FIRST_EXCEPTION if patient else asyncio.FIRST_COMPLETED
-        while pending and not any(_broke(job) for job in self.order) and (patient or len(self._whole()) < size):
+        when = asyncio.FIRST_EXCEPTION if wait_for_all else asyncio.FIRST_COMPLETED
+        while pending and not any(map(_has_raised, self.finished)) and (wait_for_all or len(self._whole()) < size):
             _, pending = await asyncio.wait(pending, return_when=when)
-            await asyncio.sleep(0)  # one that finished in the same moment is no longer pending, and not yet in `order`
+            await asyncio.sleep(0)  # a job that finished just now is not in `finished` yet
 
     def counted(self, size: int) -> list[Episode]:
-        """The members that count, by number: the first to finish; and those that failed, to be reported."""
+        """The episodes of the group by number: the first `size` that finished, and the failed ones."""
         first = {id(job) for job in self._whole()[:size]}
         done = [job for job in self.jobs if job.done() and not job.cancelled()]
         return [job.result() for job in done if id(job) in first or job.result().failure is not None]
 
     def failed(self) -> list[Episode]:
-        """Those that have finished, and failed."""
+        """Finished episodes that failed."""
         done = [job.result() for job in self.jobs if job.done() and not job.cancelled() and not job.exception()]
         return [episode for episode in done if episode.failure is not None]
 
     def _whole(self) -> list[asyncio.Future[Episode]]:
-        return [job for job in self.order if not job.cancelled() and job.result().failure is None]
+        return [job for job in self.finished if not job.cancelled() and job.result().failure is None]
 
     def _expire(self) -> None:
-        self.expired = True
+        self.is_expired = True
         self._cancel()
 
     def close(self) -> None:
@@ -225,54 +279,45 @@ class Opened:
     def _cancel(self) -> None:
         for job in self.jobs:
             if not job.done():
-                LEAVING.add(job)
-                job.add_done_callback(LEAVING.discard)
-                job.cancel()
+                cancel_in_background(job)
 
 
-def _broke(job: asyncio.Future[Episode]) -> bool:
-    """A defect, and no failure of the episode: the batch ends with it."""
+def _has_raised(job: asyncio.Future[Episode]) -> bool:
+    """A defect, not a failed episode: it ends the batch."""
     return not job.cancelled() and job.exception() is not None
 
 
-def divided(sources: Sequence[str], count: int) -> tuple[list[int], dict[str, deque[int]]]:
-    """The places to fill, and each source's spares: every source has the share of `count` that it has of the tasks.
+def split_spares(sources: Sequence[str], count: int) -> tuple[list[int], dict[str, deque[int]]]:
+    """Indices of `count` tasks in the proportions of the sources, and the spare tasks of each source.
 
     Example:
-        divided(["a", "b", "a", "b", "a", "a"], 3)     # ([0, 1, 2], {"a": deque([4, 5]), "b": deque([3])})
+        split_spares(["a", "b", "a", "b", "a", "a"], 3)     # ([0, 1, 2], {"a": deque([4, 5]), "b": deque([3])})
     """
     members: dict[str, list[int]] = {}
-    for place, source in enumerate(sources):
-        members.setdefault(source, []).append(place)
-    shares = {source: Fraction(len(own) * count, len(sources)) for source, own in members.items()}
+    for index, source in enumerate(sources):
+        members.setdefault(source, []).append(index)
+    shares = {source: Fraction(len(indices) * count, len(sources)) for source, indices in members.items()}
     quota = {source: int(share) for source, share in shares.items()}
-    by_need = sorted(shares, key=lambda source: quota[source] - shares[source])
-    for source in by_need[: count - sum(quota.values())]:
+    by_remainder = sorted(shares, key=lambda source: quota[source] - shares[source])
+    for source in by_remainder[: count - sum(quota.values())]:
         quota[source] += 1
-    places = sorted(place for source, own in members.items() for place in own[: quota[source]])
-    return places, {source: deque(own[quota[source] :]) for source, own in members.items()}
+    chosen = sorted(index for source, indices in members.items() for index in indices[: quota[source]])
+    return chosen, {source: deque(indices[quota[source] :]) for source, indices in members.items()}
 
 
-def spares_of(tasks: Mapping[int, Task], numbers: Iterable[int]) -> dict[str, deque[int]]:
-    """These spares by source; of sources that have none left, too."""
-    found: dict[str, deque[int]] = {task.source: deque() for task in tasks.values()}
-    for number in numbers:
-        found[tasks[number].source].append(number)
-    return found
+def spares_by_source(tasks: Mapping[int, Task], indices: Iterable[int]) -> dict[str, deque[int]]:
+    """The spare tasks of every source; sources without spares have an empty queue."""
+    spares: dict[str, deque[int]] = {task.source: deque() for task in tasks.values()}
+    for index in indices:
+        spares[tasks[index].source].append(index)
+    return spares
 
 
 COUNTED = (
-    "cancelled",
-    "expired",
-    "filtered",
-    "filtered_episodes",
-    "filtered_failed",
-    "filter_failed",
-    "missing",
-    "again",
-)
+    "cancelled", "expired", "filtered", "filtered_episodes", "filtered_failed", "filter_failed", "missing", "again",
+)  # fmt: skip
 
 
-def named(counts: Counter[str]) -> Metrics:
-    """The counts as metrics, those too that are 0: a column that comes and goes is no curve."""
+def count_metrics(counts: Counter[str]) -> Metrics:
+    """The counts as metrics. Zeros are included so that every step has the same columns."""
     return {f"rollout/{name}": float(counts[name]) for name in COUNTED} | {"dropped/stale": float(counts["stale"])}

@@ -1,18 +1,21 @@
-"""What an agent holds in its hands: a model and an environment that write down everything that passes.
+"""The model and the environment that an agent sees. Both record everything into one `Episode`.
 
-`Recorder` is the model; `RecordedEnv` wraps the environment. Both fill one `Episode`. Limits (turns, context) are kept
-here, so no agent can forget them.
+`Recorder` is the model; `RecordedEnv` wraps the environment. They also enforce the limits on turns and context.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
 import math
 from bisect import bisect
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from arborl.busy_time import BusyTime
 from arborl.chat.conversation import Conversations, Prompt, messages_exceed
@@ -24,10 +27,8 @@ from arborl.envs.env import Env, Observation, Step
 from arborl.envs.validation import number_errors, observation_errors, step_errors
 from arborl.envs.wrapper import EnvWrapper
 from arborl.errors import ContextFull, EpisodeError, MaxTurns
-from arborl.rollout.call_order import Asking, Place
-from arborl.rollout.deadlines import ENGINE, across, untimed
-from arborl.rollout.processes import ProcessEnv
-from arborl.rollout.rivals import Rivals
+from arborl.rollout.deadlines import ENGINE, call_with_deadline, call_without_deadline
+from arborl.rollout.env_processes import ProcessEnv
 from arborl.seeds import derive
 from arborl.spans import span
 from arborl.types import (
@@ -48,14 +49,84 @@ from arborl.types import (
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What one episode may take."""
+class EpisodeLimits:
+    """Limits of one episode."""
 
     max_turns: int = 32
     max_context: int = 1024
     """Prompt and completion together, in tokens."""
     episode_seconds: float = 120.0
     step_seconds: float = 30.0
+
+
+class CallPosition(NamedTuple):
+    """Position of a model call in its episode."""
+
+    turn: int
+    after: int
+    """Number of calls that the agent's own task has made; its own calls count themselves."""
+    task: int
+    """0 for the agent's own task; tasks that it starts are numbered by their first call."""
+    number: int
+    """Number of the call within its task."""
+
+
+class CallNumbering:
+    """Gives each model call a seed and a position that do not depend on timing.
+
+    An agent may start concurrent tasks (`asyncio.gather`, a `TaskGroup`). Calls of the agent's own task are numbered.
+    The seed of a call from another task depends on its prompt and on how often that prompt occurred. In the episode,
+    the calls of a task stand together, behind the agent's last call before them. A call that fails or is cancelled
+    keeps its number.
+
+    Args:
+        seed: of the episode.
+    """
+
+    def __init__(self, seed: int):
+        self.seed = seed
+        self.agent_task = _current_task()
+        self.num_agent_calls = 0
+        self.tasks: dict[Any, int] = {}
+        self.calls_of_task: Counter[int] = Counter()
+        self.calls_of_prompt: Counter[bytes] = Counter()
+
+    def next(self, prompt: Sequence[int], turn: int) -> tuple[int, CallPosition]:
+        """Seed and position of the call that starts now."""
+        task = _current_task()
+        if task is self.agent_task:
+            self.num_agent_calls += 1
+            number = self.num_agent_calls
+            return derive(self.seed, "sampling", number - 1), CallPosition(turn, number, 0, 0)
+        index = self.tasks.setdefault(task, len(self.tasks) + 1)
+        self.calls_of_task[index] += 1
+        digest = hashlib.blake2b(np.asarray(prompt, dtype=np.int64).tobytes(), digest_size=8).digest()
+        self.calls_of_prompt[digest] += 1
+        seed = derive(self.seed, "sampling", digest.hex(), self.calls_of_prompt[digest])
+        return seed, CallPosition(turn, self.num_agent_calls, index, self.calls_of_task[index])
+
+
+def _current_task() -> asyncio.Task[Any] | None:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:  # no event loop runs
+        return None
+
+
+class TopLogprobs:
+    """Collects the most likely alternatives of each sampled token (`engines.engine.Listener`).
+
+    Args:
+        count: alternatives of each token.
+    """
+
+    def __init__(self, count: int):
+        self.count, self.top = count, count + 1  # the sampled token may be among them
+        self.alternatives: list[tuple[tuple[int, float], ...]] = []
+
+    def __call__(self, token: int, logprob: float, top: Sequence[tuple[int, float]]) -> None:
+        others = [(other, value) for other, value in top if other != token and math.isfinite(value)]
+        self.alternatives.append(tuple(others[: self.count]))
 
 
 SAME_FOR_ALL_CALLS = frozenset(field.name for field in dataclasses.fields(Sampling)) - {
@@ -66,19 +137,18 @@ SAME_FOR_ALL_CALLS = frozenset(field.name for field in dataclasses.fields(Sampli
 
 
 class Recorder:
-    """The model as the agent sees it. Each call's ids and log-probabilities go into `episode.calls` as they were.
+    """The model as the agent sees it. Token ids and log-probabilities of each call are recorded in `episode.calls`.
 
-    Calls may overlap. A call's chance and its place among the others follow from what was asked, and never from what
-    finished first; see `call_order.py`.
+    Calls may be concurrent; see `CallNumbering`.
 
     Args:
-        engine, renderer: the model.
-        sampling: how tokens are drawn.
+        engine, renderer: the policy.
+        sampling: sampling parameters.
         limits: of the episode.
-        episode: what is filled.
-        drawn: is noted beside every call, where this episode draws otherwise than the run.
-        asked: counts the seconds in which the engine is.
-        rivals: of each token, to be noted beside every call; the engine must stream.
+        episode: receives the calls.
+        drawn: recorded with every call, if this episode samples from another distribution than the run.
+        engine_time: measures the time in which the engine is busy.
+        num_top_logprobs: alternatives to record for each token; the engine must support streaming.
     """
 
     def __init__(
@@ -86,25 +156,26 @@ class Recorder:
         engine: Engine,
         renderer: Renderer,
         sampling: Sampling,
-        limits: Limits,
+        limits: EpisodeLimits,
         episode: Episode,
         drawn: Drawn | None = None,
-        asked: BusyTime | None = None,
-        rivals: int = 0,
+        engine_time: BusyTime | None = None,
+        num_top_logprobs: int = 0,
     ):
-        self.asked, self.rivals = BusyTime() if asked is None else asked, rivals
+        self.engine_time = BusyTime() if engine_time is None else engine_time
+        self.num_top_logprobs = num_top_logprobs
         self.tokenizer = TextTokenizer(renderer.tokenizer)
-        """The model's, for text: limits on what tools answer are counted in its tokens."""
+        """Counts the tokens of tool results."""
         self.engine, self.renderer, self.sampling, self.drawn = engine, renderer, sampling, drawn
         self.limits, self.episode = limits, episode
         self.conversations = Conversations(renderer)
-        self._always: dict[str, Any] = {name: getattr(sampling, name) for name in SAME_FOR_ALL_CALLS}
-        self._always["stop"] = sampling.stop or renderer.stop
-        self._asking = Asking(episode.seed)
-        self._places: list[Place] = []
-        """Of the calls, which are kept in this order."""
+        self._fixed: dict[str, Any] = {name: getattr(sampling, name) for name in SAME_FOR_ALL_CALLS}
+        self._fixed["stop"] = sampling.stop or renderer.stop
+        self._numbering = CallNumbering(episode.seed)
+        self._positions: list[CallPosition] = []
+        """Positions of the recorded calls, sorted."""
         self._waiting: set[asyncio.Task[Any]] = set()
-        self._silent, self._over = True, False
+        self._is_unused, self._is_closed = True, False
 
     async def chat(
         self,
@@ -127,15 +198,15 @@ class Recorder:
         most: int | None = None,
         begins: str = "",
     ) -> Call:
-        """The same with its tokens, for who answers a program that is not in this process.
+        """Sample the next message and return the whole call with its tokens.
 
         Args:
             messages, tools, stop: as in `chat`.
-            most: tokens to sample, where fewer are wanted than the run allows.
-            begins: what the reply begins with; it is given to the model, and not sampled.
+            most: largest number of tokens, if lower than that of the run.
+            begins: prefix of the reply; it is part of the prompt and not sampled.
         """
         self._check_open()
-        self._silent = False
+        self._is_unused = False
         shown = read_messages(messages, where="model.chat, messages")
         if messages_exceed(shown, self.tokenizer, self.limits.max_context):
             size = sum(len(message.content) for message in shown)
@@ -146,83 +217,86 @@ class Recorder:
         if room < 1:
             raise ContextFull(f"the prompt has {len(prompt.tokens)} tokens, the context {self.limits.max_context}")
         turn = len(self.episode.turns)
-        seed, place = self._asking.next(prompt.tokens, turn)
+        seed, position = self._numbering.next(prompt.tokens, turn)
         sampling = Sampling(
-            **self._always,
+            **self._fixed,
             max_tokens=min(self.sampling.max_tokens, room, room if most is None else most),
             seed=seed,
             stop_texts=(*self.sampling.stop_texts, *((stop,) if isinstance(stop, str) else stop)),
         )
-        others: tuple[tuple[tuple[int, float], ...], ...] = ()
-        if (chat := self.engine.chat) is not None:
-            completion, reply = await self._chatted(chat, shown, specs, sampling)
-            written = self.renderer.split_completion(completion)
+        alternatives: tuple[tuple[tuple[int, float], ...], ...] = ()
+        if (chat := getattr(self.engine, "chat", None)) is not None:
+            completion, reply = await self._chat_completion(chat, shown, specs, sampling)
+            written = self.renderer.written(completion)
         else:
-            completion, others = await self._generate(prompt, sampling)
-            written = self.renderer.split_completion(completion)
+            completion, alternatives = await self._generate(prompt, sampling)
+            written = self.renderer.written(completion)
             reply = self.renderer.message(begins + written[0])
-        call = Call(prompt.tokens, completion, turn, True, shown, reply, self.drawn, others)
-        self._record(prompt, call, place, written)
+        call = Call(prompt.tokens, completion, turn, True, shown, reply, self.drawn, alternatives)
+        self._record(prompt, call, position, written)
         return call
 
     async def _generate(
         self, prompt: Prompt, sampling: Sampling
     ) -> tuple[Completion, tuple[tuple[tuple[int, float], ...], ...]]:
-        """What was sampled, and the rivals of each token where the run asks for them."""
+        """The completion, and the alternatives of each token if they are recorded."""
         task = asyncio.current_task()
         assert task is not None
         self._waiting.add(task)
-        heard = Rivals(self.rivals) if self.rivals else None
-        more = {} if heard is None else {"listener": heard}
+        top = TopLogprobs(self.num_top_logprobs) if self.num_top_logprobs else None
+        more = {} if top is None else {"heard": top}
         try:
-            with span("chat", gen_ai__operation__name="chat", gen_ai__usage__input_tokens=len(prompt.tokens)) as told:
-                with self.asked:
-                    said: Completion = await untimed(
+            with span("chat", gen_ai__operation__name="chat", gen_ai__usage__input_tokens=len(prompt.tokens)) as trace:
+                with self.engine_time:
+                    completion: Completion = await call_without_deadline(
                         ENGINE, self.engine.generate, prompt.tokens, sampling, session=self.episode.id, **more
                     )
-                told.note(
-                    gen_ai__usage__output_tokens=len(said.tokens), gen_ai__response__finish_reasons=[said.finish.value]
+                trace.note(
+                    gen_ai__usage__output_tokens=len(completion.tokens),
+                    gen_ai__response__finish_reasons=[completion.finish.value],
                 )
         finally:
             self._waiting.discard(task)
-        return said, () if heard is None else tuple(heard.heard[: len(said.tokens)])
+        return completion, () if top is None else tuple(top.alternatives[: len(completion.tokens)])
 
-    async def _chatted(
+    async def _chat_completion(
         self, chat: Callable[..., Any], messages: Sequence[Message], tools: Sequence[ToolSpec], sampling: Sampling
     ) -> tuple[Completion, Message]:
-        """From an engine that takes messages: what was said is on record, and nobody knows how likely it was."""
-        reply, finish = await untimed(ENGINE, chat, messages, tools, sampling, session=self.episode.id)
-        ids = self.renderer.encode(self.renderer.escape_reply(reply.content))
+        """From an engine that takes messages. The log-probabilities are unknown (NaN)."""
+        reply, finish = await call_without_deadline(ENGINE, chat, messages, tools, sampling, session=self.episode.id)
+        ids = self.renderer.encode(self.renderer.said(reply.content))
         tokens = (*ids, *(self.renderer.stop[:1] if finish is Finish.STOP else ()))
         return Completion(tokens, (math.nan,) * len(tokens), finish, GIVEN), reply
 
-    def _record(self, prompt: Prompt, call: Call, place: Place, written: tuple[str, str]) -> None:
+    def _record(self, prompt: Prompt, call: Call, position: CallPosition, written: tuple[str, str]) -> None:
         self._check_open()
-        at = bisect(self._places, place)
-        self._places.insert(at, place)
+        at = bisect(self._positions, position)
+        self._positions.insert(at, position)
         self.episode.calls.insert(at, call)
         self.conversations.record(prompt, call.completion, at, call.reply, written)
 
     def leave_out(self, message: Message) -> None:
-        """What the model said here is on record, and not trained on."""
+        """Exclude the call that returned this message from training. It stays in the episode."""
         at = next(index for index, call in enumerate(self.episode.calls) if call.reply is message)
         self.episode.calls[at] = dataclasses.replace(self.episode.calls[at], trained=False)
 
     def close(self) -> None:
-        """The agent has returned. Tasks it left behind are cancelled where they wait for the model: the episode is as
-        it is now. That there were any, or that the model was never asked, is counted."""
-        self._over = True
-        left = self._waiting - {asyncio.current_task()}
-        for task in left:
+        """End the recording after the agent has returned.
+
+        Calls of tasks that the agent left behind are cancelled and counted. So are episodes without any call.
+        """
+        self._is_closed = True
+        abandoned = self._waiting - {asyncio.current_task()}
+        for task in abandoned:
             task.cancel()
-        if left:
-            self.count({"agent/abandoned_calls": float(len(left))})
-        if self._silent:
+        if abandoned:
+            self.count({"agent/abandoned_calls": float(len(abandoned))})
+        if self._is_unused:
             self.count({"agent/silent": 1.0})
 
     def _check_open(self) -> None:
-        if self._over:
-            raise RuntimeError("model.chat after the agent has returned: await the tasks that it starts")
+        if self._is_closed:
+            raise RuntimeError("model.chat was called after the agent returned: await the tasks that the agent starts")
 
     def count(self, metrics: Metrics) -> None:
         """Add numbers to the episode's metrics."""
@@ -230,43 +304,43 @@ class Recorder:
             self.episode.metrics[name] = self.episode.metrics.get(name, 0.0) + value
 
 
-class RecordedEnv(EnvWrapper):
-    """An environment that writes its turns into the episode and answers within its deadline.
+class RecordedEnv(PassingEnv):
+    """An environment that records its turns in the episode and has a deadline for each call.
 
-    What else an agent may ask of it (`actions`, `oracle`, `snapshot`, …) is passed on, and not recorded.
+    Other methods (`actions`, `oracle`, `snapshot`, …) are passed on and not recorded.
 
     Args:
-        env: plays.
-        name: what failures call it.
+        env: the environment.
+        name: its name in failures.
         limits: of the episode.
-        episode: what is filled.
+        episode: receives the turns.
     """
 
-    def __init__(self, env: Env, name: str, limits: Limits, episode: Episode):
+    def __init__(self, env: Env, name: str, limits: EpisodeLimits, episode: Episode):
         self.env, self.where = env, f"environment {name!r}"
-        self.seconds = None if isinstance(env, ProcessEnv) else limits.step_seconds  # that one keeps time itself
+        self.seconds = None if isinstance(env, ProcessEnv) else limits.step_seconds  # that one has its own deadline
         self.limits, self.episode = limits, episode
         self.key = ""
-        self.opened = False
+        self.is_reset = False
 
     async def reset(self, task: Task, seed: int) -> Observation:
-        """Open the episode with its own seed, whatever the agent passes."""
-        self.opened = True
-        own = derive(self.episode.seed, "environment")
-        observation = await across(self.where, self.seconds, self.env.reset, task, own)
-        self._check(observation_errors("reset()", observation))
+        """Start the episode with the seed of the episode; the agent's `seed` is ignored."""
+        self.is_reset = True
+        env_seed = derive(self.episode.seed, "environment")
+        observation = await call_with_deadline(self.where, self.seconds, self.env.reset, task, env_seed)
+        self._check(faults_of_observation("reset()", observation))
         self.episode.opening = observation.messages
         self.key = observation.state_key
         return observation  # type: ignore[no-any-return]
 
     async def step(self, action: Message) -> Step:
-        """Answer, record the turn, and end the episode when it is over or at its last turn."""
-        if not self.opened:
+        """Take a step and record the turn. At the limit of turns the episode ends."""
+        if not self.is_reset:
             raise RuntimeError(
                 "env.step before env.reset: an agent begins with `observation = await env.reset(task, task.seed)`"
             )
-        step: Step = await across(self.where, self.seconds, self.env.step, action)
-        self._check(step_errors(step))
+        step: Step = await call_with_deadline(self.where, self.seconds, self.env.step, action)
+        self._check(faults_of_step(step))
         episode, observation = self.episode, step.observation
         episode.turns.append(Turn(action, observation.messages, float(step.reward), self.key, dict(step.info)))
         self.key = observation.state_key
@@ -277,15 +351,14 @@ class RecordedEnv(EnvWrapper):
         return step
 
     async def finish(self) -> None:
-        """Take the environment's own numbers."""
-        metrics = await across(self.where, self.seconds, self.env.metrics)
-        self._check(number_errors("metrics()", metrics, "metrics"))
+        """Record the metrics of the environment."""
+        metrics = await call_with_deadline(self.where, self.seconds, self.env.metrics)
+        self._check(faults_of_numbers("metrics()", metrics, "metrics"))
         self.episode.metrics.update({name: float(value) for name, value in metrics.items()})
 
     async def close(self) -> None:
-        await across(self.where, self.seconds, self.env.close)
+        await call_with_deadline(self.where, self.seconds, self.env.close)
 
     def _check(self, faults: Sequence[str]) -> None:
-        """What the environment returned is what its record promises, or the episode is over."""
         if faults:
             raise EpisodeError(self.where, ValueError(" ".join(faults)))

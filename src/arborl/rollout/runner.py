@@ -1,4 +1,4 @@
-"""Episodes are played concurrently, each under its own deadline; one that breaks costs itself and is named."""
+"""The rollout: episodes run concurrently, each with its own deadline. An episode that fails affects only itself."""
 
 from __future__ import annotations
 
@@ -7,108 +7,183 @@ import gc
 import logging
 import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from types import TracebackType
 from typing import Any
 
 from arborl import sandbox
-from arborl.agents.agent import Agent
+from arborl.agents.agent_interface import Agent
 from arborl.busy_time import BusyTime
 from arborl.chat.renderer import Renderer
-from arborl.data.reading.given import GivenTask
+from arborl.data.reading.row_reader import OfflineTask
 from arborl.engines.engine import Engine
 from arborl.envs.env import Env
 from arborl.errors import EpisodeError, EpisodeOver, boundary
 from arborl.failures import Firsts
 from arborl.registry import short
-from arborl.rewards.reward import of_reward
-from arborl.rollout.given import GivenEpisodes
-from arborl.rollout.groups import PLAIN, Manager, Manner, named
-from arborl.rollout.recorder import Limits, RecordedEnv, Recorder
-from arborl.rollout.replay import Tape
-from arborl.rollout.slots import FIRST, Slots
-from arborl.rollout.watchdog import Watchdog
-from arborl.rollout.workers import Workers
+from arborl.rewards.reward import is_reward_call
+from arborl.rollout.deadlines import EventLoopWatchdog
+from arborl.rollout.env_workers import Workers
+from arborl.rollout.episode_store import BatchRecording
+from arborl.rollout.groups import DEFAULT_OPTIONS, GroupCollector, GroupOptions, count_metrics
+from arborl.rollout.offline_episodes import OfflineEpisodes
+from arborl.rollout.recorder import EpisodeLimits, RecordedEnv, Recorder
 from arborl.spans import span
 from arborl.tools.core.background_threads import abandoned_calls
 from arborl.types import Episode, Group, Metrics, Sampling, Stop, Task
 
 log = logging.getLogger(__name__)
 
-CROWDED = 0.005
-"""Seconds between two looks at a crowded engine."""
-COLLECT = 250_000
-"""New objects after which Python looks for garbage while episodes are played; its own number is 700."""
+DEFAULT_CONCURRENCY = 128
+"""Concurrent episodes, if the engine does not report its capacity."""
+DECREASE_FACTOR, DECREASE_SECONDS = 0.9, 0.25
+"""Factor on the concurrency limit while the engine is overloaded, and the least time between two decreases."""
+OVERLOAD_POLL_SECONDS = 0.005
+GC_THRESHOLD = 250_000
+"""Allocations between garbage collections while episodes run; Python's default is 700."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cast:
-    """Who plays: makers of a fresh agent and a fresh environment for a task."""
+class EpisodeFactories:
+    """Functions that make the agent and the environment of a task, and its sampling parameters and limits."""
 
     agent: Callable[[Task], Agent]
     env: Callable[[Task], Env]
     sampling: Callable[[Task, Sampling], Sampling] | None = None
-    """What the task's source samples differently, given what the run does."""
-    limits: Callable[[Task, Limits], Limits] | None = None
-    """What an episode of the task's source may take, given what the run allows."""
+    """Applies the overrides of the task's source to the sampling parameters of the run."""
+    limits: Callable[[Task, EpisodeLimits], EpisodeLimits] | None = None
+    """Applies the overrides of the task's source to the limits of the run."""
+
+
+class ConcurrencyLimit:
+    """Admits a limited number of episodes at once, first come, first served.
+
+    Without a fixed limit it adapts to the engine. It starts at the engine's capacity. It grows by one for each
+    completed model call while it is reached and the engine is not overloaded, and shrinks while the engine has requests
+    that it cannot serve. Episodes that wait for tools put no load on the engine, so slow tools lead to more episodes.
+
+    Args:
+        limit: number of episodes; None adapts to the engine.
+        is_overloaded: whether the engine has requests that it cannot serve.
+        first: first limit, if it adapts.
+        most: largest limit, if it adapts.
+
+    Example:
+        async with concurrency:
+            await play()
+    """
+
+    def __init__(
+        self,
+        limit: int | None,
+        is_overloaded: Callable[[], bool],
+        first: int = DEFAULT_CONCURRENCY,
+        most: float = math.inf,
+    ):
+        self.adapts, self.limit = limit is None, float(limit or first)
+        self.is_overloaded, self.most = is_overloaded, most
+        self.num_running, self.last_decrease = 0, 0.0
+        self.waiting: deque[asyncio.Future[None]] = deque()
+
+    async def __aenter__(self) -> None:
+        if self.num_running < int(self.limit) and not self.waiting:
+            self.num_running += 1
+            return
+        admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.waiting.append(admitted)
+        try:
+            await admitted
+        except asyncio.CancelledError:
+            if admitted.done() and not admitted.cancelled():  # admitted and cancelled at the same moment
+                self._release()
+            raise
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._release()
+
+    def on_completion(self) -> None:
+        """Adapt the limit after a model call."""
+        if not self.adapts:
+            return
+        if not self.is_overloaded():
+            if self.num_running >= int(self.limit):
+                self.limit = min(self.limit + 1, self.most)
+                self._admit()
+        elif time.monotonic() - self.last_decrease > DECREASE_SECONDS:
+            self.limit = max(1.0, DECREASE_FACTOR * min(self.limit, self.num_running))
+            self.last_decrease = time.monotonic()
+
+    def _release(self) -> None:
+        self.num_running -= 1
+        self._admit()
+
+    def _admit(self) -> None:
+        while self.waiting and self.num_running < int(self.limit):
+            first = self.waiting.popleft()
+            if not first.done():  # else it is cancelled
+                self.num_running += 1
+                first.set_result(None)
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """Where episodes wait to begin."""
+class AdmissionQueue:
+    """Where the episodes of one event loop wait to start."""
 
     loop: asyncio.AbstractEventLoop
-    slots: Slots
-    door: asyncio.Lock
+    concurrency: ConcurrencyLimit
+    lock: asyncio.Lock
 
 
 class Rollout:
-    """Plays tasks.
+    """Runs episodes of tasks.
 
     Example:
         groups = await rollout.collect(tasks, seed=derive(run_seed, "step", 3), group_size=8)
 
     Args:
-        engine, renderer: the model.
-        cast: who plays.
-        sampling: how tokens are drawn, where nothing else is said.
-        limits: of an episode.
-        concurrency: episodes in flight; None for as many as the engine can serve.
+        engine, renderer: the policy.
+        factories: make agents and environments.
+        sampling: default sampling parameters.
+        limits: default limits of an episode.
+        concurrency: concurrent episodes; None adapts to the engine.
         workers: where environments run.
-        training: how the groups of a training batch are made.
-        tape: records training batches, or has them on record.
-        given: makes episodes of tasks that say what was said.
-        rivals: likeliest other tokens that are noted beside each one.
+        training: options of training groups.
+        recording: records training batches, or replays them.
+        offline: makes episodes of offline data.
+        num_top_logprobs: alternatives that are recorded for each sampled token.
     """
 
     def __init__(
         self,
         engine: Engine,
         renderer: Renderer,
-        cast: Cast,
+        factories: EpisodeFactories,
         sampling: Sampling,
-        limits: Limits,
+        limits: EpisodeLimits,
         concurrency: int | None,
         workers: Workers | None = None,
-        training: Manner = PLAIN,
-        tape: Tape | None = None,
-        given: GivenEpisodes | None = None,
-        rivals: int = 0,
+        training: GroupOptions = DEFAULT_OPTIONS,
+        recording: BatchRecording | None = None,
+        offline: OfflineEpisodes | None = None,
+        num_top_logprobs: int = 0,
     ):
-        self.engine, self.renderer, self.cast = engine, renderer, cast
+        self.engine, self.renderer, self.factories = engine, renderer, factories
         self.sampling, self.limits = sampling, limits
         self.concurrency = concurrency
-        self._line: Line | None = None
-        self.workers, self.training, self.tape = workers or Workers(), training, tape
-        self.given, self.rivals = given, rivals
+        self._queue: AdmissionQueue | None = None
+        self.workers, self.training, self.recording = workers or Workers(), training, recording
+        self.offline, self.num_top_logprobs = offline, num_top_logprobs
         self.counts: Counter[str] = Counter()
-        self.firsts, self.lost = Firsts(log), list[Episode]()
-        self.asked = BusyTime()
-        self.hung = abandoned_calls.hanging()
-        """Calls of others in this process, which hang already."""
+        self.firsts, self.dropped_failures = Firsts(log), list[Episode]()
+        self.engine_time = BusyTime()
+        self.stuck_before = left_behind.stuck()
+        """Calls of other components of this process that hung before the rollout started."""
 
     async def collect(
         self,
@@ -116,163 +191,171 @@ class Rollout:
         seed: int,
         group_size: int,
         sampling: Mapping[str, Any] | None = None,
-        manner: Manner = PLAIN,
+        options: GroupOptions = DEFAULT_OPTIONS,
         count: int | None = None,
     ) -> list[Group]:
-        """Play every task `group_size` times. Episodes depend on `seed`, their task and their number; nothing else.
+        """Run `group_size` episodes of every task. An episode depends on `seed`, its task and its number alone.
 
         Args:
-            tasks: what to play. With a `count`, those beyond it are spares for groups that are dropped.
+            tasks: with a `count`, the tasks beyond it are spares for dropped groups.
             seed: of the batch.
             group_size: episodes of a task.
-            sampling: fields of `Sampling` that are not as in training, for all sources: `{"temperature": 0.0}`.
-            manner: how groups are made.
-            count: groups to end up with; without one, as many as tasks.
+            sampling: fields of `Sampling` that replace those of training, for all sources: `{"temperature": 0.0}`.
+            options: how groups are collected.
+            count: number of groups; by default one for each task.
         """
-        with self.playing():
-            await self.meet(tasks)
-            return await self.manager(manner, sampling).collect(tasks, seed, group_size, count)
+        with self.running():
+            await self.probe_envs(tasks)
+            return await self.collector(options, sampling).collect(tasks, seed, group_size, count)
 
-    def manager(self, manner: Manner | None = None, sampling: Mapping[str, Any] | None = None) -> Manager:
-        """Makes groups in this manner, or in the training's."""
-        line = self._in_line()
+    def collector(
+        self, options: GroupOptions | None = None, sampling: Mapping[str, Any] | None = None
+    ) -> GroupCollector:
+        """Collects groups with these options; by default those of training."""
+        queue = self._admission_queue()
 
-        async def play(task: Task, own: int, name: str, begin: Callable[[], None]) -> Episode:
-            async with line.slots:
-                await self._admitted(line)
-                begin()
-                return await self.play(task, own, name, sampling)
+        async def play(task: Task, seed: int, name: str, on_start: Callable[[], None]) -> Episode:
+            async with queue.concurrency:
+                await self._wait_for_capacity(queue)
+                on_start()
+                return await self.play(task, seed, name, sampling)
 
-        return Manager(play, self.training if manner is None else manner, self.counts, self.lost)
+        return GroupCollector(play, self.training if options is None else options, self.counts, self.dropped_failures)
 
-    async def meet(self, tasks: Sequence[Task]) -> None:
-        """Before the first environment of a name is made: find out where such ones may run."""
+    async def probe_envs(self, tasks: Sequence[Task]) -> None:
+        """Find out for each environment name where such environments may run, before the first episode."""
         for task in {task.env: task for task in tasks}.values():
-            called = short(task.env) if task.env else None
-            await self.workers.meet(partial(self.cast.env, task), called, self.limits.step_seconds)
+            name = short(task.env) if task.env else None
+            await self.workers.probe(partial(self.factories.env, task), name, self.limits.step_seconds)
 
     @contextmanager
-    def playing(self) -> Iterator[None]:
-        """Around waiting for episodes."""
-        with fewer_collections, Watchdog():
+    def running(self) -> Iterator[None]:
+        """Context in which episodes run: fewer garbage collections, and the event loop is watched."""
+        with reduced_gc, EventLoopWatchdog():
             yield
 
-    def whole(self, tasks: Sequence[Task]) -> bool:
-        """Whether a batch of these comes as a whole from `train`: it is given, or on tape."""
-        return self.tape is not None or any(isinstance(task, GivenTask) for task in tasks)
+    def is_whole_batch(self, tasks: Sequence[Task]) -> bool:
+        """Whether `train` returns the batch of these tasks as a whole: it is offline, recorded or replayed."""
+        return self.recording is not None or any(isinstance(task, OfflineTask) for task in tasks)
 
     async def train(
         self, tasks: Sequence[Task], seed: int, group_size: int, count: int, sampling: Mapping[str, Any] | None = None
     ) -> list[Group]:
-        """The groups to train on: given, or made in the training's manner, and recorded or replayed where so asked."""
-        if any(isinstance(task, GivenTask) for task in tasks):
-            return self.shown(tasks)
+        """The groups of a training batch: from offline data, sampled, or replayed."""
+        if any(isinstance(task, OfflineTask) for task in tasks):
+            return self.offline_groups(tasks)
 
         async def play() -> list[Group]:
-            # A baseline is measured, not selected; and what is on tape is scored when it is trained on.
-            manner = replace(self.training, judge=None, score=self.training.score if self.training.keep else None)
-            manner = manner if sampling is None else PLAIN
-            return await self.collect(tasks, seed, group_size, sampling, manner, count)
+            # A baseline (`sampling`) is not filtered. Recorded groups are scored when they are trained on.
+            options = replace(self.training, judge=None, score=self.training.score if self.training.keep else None)
+            options = options if sampling is None else DEFAULT_OPTIONS
+            return await self.collect(tasks, seed, group_size, sampling, options, count)
 
-        return await play() if self.tape is None else await self.tape.batch(seed, tasks, play)
+        return await play() if self.recording is None else await self.recording.batch(seed, tasks, play)
 
-    def shown(self, tasks: Sequence[Task]) -> list[Group]:
-        """The groups of given tasks: nothing is played."""
-        given = [task for task in tasks if isinstance(task, GivenTask)]
-        return self.given.groups(given) if self.given is not None else []
+    def offline_groups(self, tasks: Sequence[Task]) -> list[Group]:
+        """The groups of offline tasks. Nothing is sampled."""
+        offline = [task for task in tasks if isinstance(task, OfflineTask)]
+        return self.offline.groups(offline) if self.offline is not None else []
 
-    def _in_line(self) -> Line:
-        """What episodes wait in, of this event loop."""
-        if self._line is None or self._line.loop is not asyncio.get_running_loop():
-            most = FIRST if self.workers.kind == "process" else math.inf  # a machine holds only so many of these
-            slots = Slots(self.concurrency, self._crowded, self._first(), most)
-            self._line = Line(asyncio.get_running_loop(), slots, asyncio.Lock())
-            self.asked.after = slots.look
-        return self._line
+    def _admission_queue(self) -> AdmissionQueue:
+        """The queue of the running event loop."""
+        if self._queue is None or self._queue.loop is not asyncio.get_running_loop():
+            most = DEFAULT_CONCURRENCY if self.workers.kind == "process" else math.inf  # one host has few processes
+            concurrency = ConcurrencyLimit(self.concurrency, self._is_overloaded, self._first_concurrency(), most)
+            self._queue = AdmissionQueue(asyncio.get_running_loop(), concurrency, asyncio.Lock())
+            self.engine_time.after = concurrency.on_completion
+        return self._queue
 
-    def _first(self) -> int:
-        """Episodes to begin with: as many as the engine can serve. The usual number where it does not say, or where
-        each environment takes a thread or a process."""
-        return FIRST if self.workers.costly else max(FIRST, self.engine.capacity)
+    def _first_concurrency(self) -> int:
+        """The engine's capacity; the default if it reports none or if environments need threads or processes."""
+        if self.workers.use_threads_or_processes:
+            return DEFAULT_CONCURRENCY
+        return max(DEFAULT_CONCURRENCY, int(getattr(self.engine, "capacity", 0)))
 
-    def _crowded(self) -> bool:
-        """Whether the engine says so; one that does not say has room."""
-        return self.engine.is_saturated
+    def _is_overloaded(self) -> bool:
+        return bool(getattr(self.engine, "crowded", False))
 
-    async def _admitted(self, line: Line) -> None:
-        """Hold new episodes back while the engine has requests it has no room for; one asks for all that wait."""
-        if not self._crowded():
+    async def _wait_for_capacity(self, queue: AdmissionQueue) -> None:
+        """Hold new episodes while the engine is overloaded. One waiter polls for all."""
+        if not self._is_overloaded():
             return
-        async with line.door:
-            while self._crowded():
-                await asyncio.sleep(CROWDED)
+        async with queue.lock:
+            while self._is_overloaded():
+                await asyncio.sleep(OVERLOAD_POLL_SECONDS)
 
     async def play(self, task: Task, seed: int, name: str, sampling: Mapping[str, Any] | None = None) -> Episode:
-        """One episode, whatever happens in it."""
+        """Run one episode. Failures are recorded in the episode."""
         episode = Episode(name, task, seed)
-        began = time.perf_counter()
-        usual = self.cast.sampling(task, self.sampling) if self.cast.sampling else self.sampling
-        limits = self.cast.limits(task, self.limits) if self.cast.limits else self.limits
-        with span("arborl.episode", inside_arborl__episode=name, arborl__source=task.source or None) as told:
+        start = time.perf_counter()
+        factories = self.factories
+        default = factories.sampling(task, self.sampling) if factories.sampling else self.sampling
+        limits = factories.limits(task, self.limits) if factories.limits else self.limits
+        with span("arborl.episode", inside_arborl__episode=name, arborl__source=task.source or None) as trace:
             try:
                 async with boundary("episode", limits.episode_seconds):
-                    await self._act(episode, replace(usual, **sampling) if sampling else usual, limits)
+                    await self._run_agent(episode, replace(default, **sampling) if sampling else default, limits)
             except EpisodeError as error:
                 episode.fail(error)
                 self.firsts.tell(episode)
-                told.fail(f"{error.where}: {error.kind}")
-            told.note(
+                trace.fail(f"{error.where}: {error.kind}")
+            trace.note(
                 arborl__stop=episode.stop.value, arborl__turns=len(episode.turns), arborl__sampled=episode.sampled
             )
-            told.until_scored(episode)
-        episode.seconds = time.perf_counter() - began
+            trace.until_scored(episode)
+        episode.seconds = time.perf_counter() - start
         return episode
 
-    async def _act(self, episode: Episode, sampling: Sampling, limits: Limits) -> None:
+    async def _run_agent(self, episode: Episode, sampling: Sampling, limits: EpisodeLimits) -> None:
         task = episode.task
-        called = short(task.env) if task.env else None
-        async with boundary(f"environment {called!r}" if called else "environment of the run"):
-            inner, name = await self.workers.place(partial(self.cast.env, task), called, limits.step_seconds)
+        name = short(task.env) if task.env else None
+        async with boundary(f"environment {name!r}" if name else "environment of the run"):
+            inner, name = await self.workers.place(partial(self.factories.env, task), name, limits.step_seconds)
         env = RecordedEnv(inner, name, limits, episode)
         drawn = sampling.drawn if sampling.drawn != self.sampling.drawn else None
-        model = Recorder(self.engine, self.renderer, sampling, limits, episode, drawn, self.asked, self.rivals)
+        model = Recorder(
+            self.engine, self.renderer, sampling, limits, episode, drawn, self.engine_time, self.num_top_logprobs
+        )
         async with boundary(f"agent {task.agent or 'of the run'}"):
-            agent = self.cast.agent(task)
+            agent = self.factories.agent(task)
             try:
                 with closing(model):
                     await agent.run(task, env, model)
             except EpisodeOver as over:
                 episode.stop = Stop(over.stop)
             except BaseException:
-                with suppress(EpisodeError):  # what failed first is what is told
+                with suppress(EpisodeError):  # the first failure is the one to report
                     await env.close()
                 raise
             await env.close()
         await env.finish()
 
     def metrics(self) -> Metrics:
-        """Since the last call: episodes cancelled, groups expired or filtered, environments left behind or replaced,
-        and what code waited for a sandbox."""
+        """Since the last call: cancelled episodes, expired or filtered groups, abandoned threads, replaced processes,
+        waiting time of the sandbox."""
         counts, self.counts = self.counts, Counter()
-        hang = abandoned_calls.hanging() - self.hung
-        stuck = {"rollout/tool_calls_stuck": float(sum(n for whose, n in hang.items() if not of_reward(whose)))}
-        limit = self._line.slots.limit if self._line is not None else self.concurrency or self._first()
-        stuck["rollout/concurrency"] = float(int(limit))
-        return named(counts) | self.workers.metrics() | sandbox.sandbox_metrics() | stuck
+        stuck = left_behind.stuck() - self.stuck_before
+        num_stuck = sum(count for name, count in stuck.items() if not is_reward_call(name))
+        limit = self._queue.concurrency.limit if self._queue is not None else self.concurrency
+        state = {
+            "rollout/tool_calls_stuck": float(num_stuck),
+            "rollout/concurrency": float(int(limit or self._first_concurrency())),
+        }
+        return count_metrics(counts) | self.workers.metrics() | sandbox.metrics() | state
 
-    def failed_unseen(self) -> list[Episode]:
-        """Since the last call: failed episodes of groups that a filter dropped, which nobody else hears of."""
-        lost, self.lost = self.lost, []
-        return lost
+    def take_dropped_failures(self) -> list[Episode]:
+        """Failed episodes of groups that were dropped since the last call; they are in no batch."""
+        dropped, self.dropped_failures = self.dropped_failures, []
+        return dropped
 
     def close(self) -> None:
         """End the processes of environments."""
         self.workers.close()
 
 
-class FewerCollections:
-    """Let Python look for garbage less often: episodes are many small objects that all stay until they are trained on,
-    and looking through them again and again takes a sixth of a rollout's time."""
+class ReducedGarbageCollection:
+    """Raises the threshold of Python's garbage collector. Episodes are many small objects that live until the update;
+    with the default threshold the collector takes a sixth of the rollout time."""
 
     def __init__(self) -> None:
         self.depth, self.before = 0, gc.get_threshold()
@@ -280,7 +363,7 @@ class FewerCollections:
     def __enter__(self) -> None:
         if self.depth == 0:
             self.before = gc.get_threshold()
-            gc.set_threshold(max(self.before[0], COLLECT) if self.before[0] else 0, *self.before[1:])
+            gc.set_threshold(max(self.before[0], GC_THRESHOLD) if self.before[0] else 0, *self.before[1:])
         self.depth += 1
 
     def __exit__(self, *_: object) -> None:
@@ -289,4 +372,4 @@ class FewerCollections:
             gc.set_threshold(*self.before)
 
 
-fewer_collections = FewerCollections()
+reduced_gc = ReducedGarbageCollection()

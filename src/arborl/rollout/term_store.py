@@ -1,7 +1,7 @@
-"""The terms file: what became of each sampled token in a step's update, as columns.
+"""The terms file: log-probability, advantage, weight and gradient of each sampled token of an update, as columns.
 
-`terms/step-000012.npz` lies beside `episodes/step-000012.jsonl` and speaks of the same episodes. A row is found by
-`episode` (the line of the episode file, counted from 0), `call` and `index` (of the token within the completion).
+`terms/step-000012.npz` belongs to `episodes/step-000012.jsonl`. A row is identified by `episode` (line of the episode
+file, from 0), `call` and `index` (of the token in the completion).
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from arborl.errors import writing
 from arborl.track.folder_files import Unreadable, read_arrays
 
 Columns = dict[str, NDArray[Any]]
-PLACE = {"episode": np.uint32, "call": np.uint32, "index": np.uint32}
-NUMBERS = {
+INDEX_COLUMNS = {"episode": np.uint32, "call": np.uint32, "index": np.uint32}
+VALUE_COLUMNS = {
     "logprob": np.float32, "entropy": np.float16, "advantage": np.float32, "weight": np.float32, "ratio": np.float32,
     "loss": np.float32, "pull": np.float32,
 }  # fmt: skip
 
 
 class TermStore:
-    """A folder of terms files, one a step.
+    """A folder of terms files, one for each step.
 
     Example:
         store = TermStore(folder / "terms")
@@ -41,46 +41,46 @@ class TermStore:
         return self.folder / f"step-{step:06}.npz"
 
     def write(self, step: int, columns: Mapping[str, NDArray[Any]], most: int) -> Path:
-        """Write the columns of a step, whole or not at all; of more than `most` rows those that pushed hardest, in
-        their order."""
+        """Write the columns of a step atomically. Of more than `most` rows those with the largest gradients."""
         path = self.path(step)
-        fresh = path.with_name(f".{path.name}.tmp")
-        push = np.nan_to_num(pushes(columns["pull"], columns["logprob"]))
-        rows = np.sort(np.argsort(-push, kind="stable")[:most])
-        kinds = PLACE | NUMBERS
-        kept: dict[str, Any] = {name: np.asarray(columns[name])[rows].astype(kind) for name, kind in kinds.items()}
+        temporary = path.with_name(f".{path.name}.tmp")
+        norms = np.nan_to_num(gradient_norms(columns["pull"], columns["logprob"]))
+        rows = np.sort(np.argsort(-norms, kind="stable")[:most])
+        dtypes = INDEX_COLUMNS | VALUE_COLUMNS
+        kept: dict[str, Any] = {name: np.asarray(columns[name])[rows].astype(dtype) for name, dtype in dtypes.items()}
         with writing(path):
             self.folder.mkdir(parents=True, exist_ok=True)
             try:
-                with fresh.open("wb") as file:
-                    np.savez_compressed(file, of=np.uint64(len(push)), pushed=np.float64(push.sum()), **kept)
-                os.replace(fresh, path)
+                with temporary.open("wb") as file:
+                    np.savez_compressed(file, of=np.uint64(len(norms)), pushed=np.float64(norms.sum()), **kept)
+                os.replace(temporary, path)
             finally:
-                fresh.unlink(missing_ok=True)
+                temporary.unlink(missing_ok=True)
         return path
 
     def read(self, step: int) -> Columns | None:
-        """The columns of a step; None where there are none, or what is there is not a terms file. `of` is how many
-        terms the step had, and `pushed` what the pushes of all came to."""
+        """The columns of a step; None if there is no valid file. `of` is the number of terms of the step, `pushed` the
+        sum of all gradient norms."""
         try:
-            found = read_arrays(self.path(step), (*PLACE, *NUMBERS, "of", "pushed"))
+            columns = read_arrays(self.path(step), (*INDEX_COLUMNS, *VALUE_COLUMNS, "of", "pushed"))
         except (OSError, Unreadable):
             return None
-        kinds = PLACE | NUMBERS
-        same = {found[name].shape for name in kinds} == {(len(found["call"]),)} if found["call"].shape else False
-        right = same and all(found[name].dtype == kind for name, kind in kinds.items())
-        return found if right and found["of"].shape == found["pushed"].shape == () else None
+        dtypes = INDEX_COLUMNS | VALUE_COLUMNS
+        rows = columns["call"].shape
+        is_valid = len(rows) == 1 and all(
+            columns[name].shape == rows and columns[name].dtype == dtype for name, dtype in dtypes.items()
+        )
+        return columns if is_valid and columns["of"].shape == columns["pushed"].shape == () else None
 
 
-def pushes(pull: NDArray[Any], logprob: NDArray[Any]) -> NDArray[np.float64]:
-    """How hard each term pushed at the model's outputs: the size of the loss's gradient by the logits that predict it.
+def gradient_norms(pull: NDArray[Any], logprob: NDArray[Any]) -> NDArray[np.float64]:
+    """Norm of the gradient of the loss with respect to the logits that predict each token.
 
-    That gradient is `pull` times (the token's one-hot vector less the distribution), whose length lies between 1 - p
-    and sqrt(2) (1 - p); this is the lower end. A token that the model is sure of pushes nothing, however large its
-    advantage.
+    The gradient is `pull` * (one-hot vector - distribution). Its norm lies between 1 - p and sqrt(2) (1 - p) times
+    |pull|; this is the lower bound.
 
-    >>> pushes(np.array([-2.0, 2.0]), np.log([0.5, 1.0])).tolist()
+    >>> gradient_norms(np.array([-2.0, 2.0]), np.log([0.5, 1.0])).tolist()
     [1.0, 0.0]
     """
-    chance = np.exp(np.minimum(logprob.astype(np.float64), 0.0))
-    return np.asarray(np.abs(pull.astype(np.float64)) * (1.0 - chance))
+    probability = np.exp(np.minimum(logprob.astype(np.float64), 0.0))
+    return np.asarray(np.abs(pull.astype(np.float64)) * (1.0 - probability))

@@ -118,7 +118,7 @@ class ServedAgents:
 
     engine: Engine
     renderer: Renderer
-    cast: Cast
+    cast: EpisodeFactories
     sampling: Sampling
     limits: Limits
     names: tuple[str, ...]

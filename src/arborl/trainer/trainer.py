@@ -20,9 +20,9 @@ from arborl.learner.core.learner import Learner
 from arborl.learner.core.update_metrics import ROLLOUT_GAP, TermLog
 from arborl.learner.distributed.learner_group import LearnerGroup
 from arborl.rewards.reward import Rewards
-from arborl.rollout.downsample import thin
 from arborl.rollout.pipeline import Pipeline
 from arborl.rollout.runner import Rollout
+from arborl.rollout.token_trees import downsample_branches
 from arborl.seeds import derive
 from arborl.spans import settle, span
 from arborl.track.tracker import Tracker
@@ -228,12 +228,12 @@ class Trainer:
         """The engine samples nothing until `_resume_engine`, if it can be paused."""
         if (hold := getattr(self.engine, "hold", None)) is not None:
             await hold()
-            self.rollout.asked.hold(True)
+            self.rollout.engine_time.hold(True)
 
     def _resume_engine(self) -> None:
         if (release := getattr(self.engine, "release", None)) is not None:
             release()
-            self.rollout.asked.hold(False)
+            self.rollout.engine_time.hold(False)
 
     # -------------------------------------------------------------------------------------------- metrics
 
@@ -283,7 +283,7 @@ class Trainer:
             "step": self.step,
             "train_seconds": self.train_seconds,
             "algorithm": self.algorithm.state(),
-            "data": self.source.state(self.pipeline.reached),
+            "data": self.source.state(self.pipeline.first_untrained),
             "pipeline": self.pipeline.state(),
             "failures": self.failure_monitor.failures.state(),
         }

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from arborl.envs.env import Env
-from arborl.rollout.workers import Workers
+from arborl.rollout.env_workers import Workers
 from arborl.seeds import derive
 from arborl.types import Episode
 from arborl.view.transcript import reward_text

@@ -1,10 +1,10 @@
-"""What the model is shown of its past: an immutable history, a list of edits, and a pure view of the two.
+"""An append-only history, a list of edits, and the visible messages as a pure function of both.
 
-The history only grows. An edit never changes it: it says how it is shown from now on. So nothing is lost, any view can
-be had again, and what training, evaluation and serving show is the same function of the same three things.
+An edit never changes the history, only what is visible from now on. Training, evaluation and serving use the same
+function.
 
 Example:
-    history = History.open(opening).add(said).add(result, caller=1)
+    history = History.open(opening).add(reply).add(result, caller=1)
     edits = edited(history, (), Delete(2))
     view(history, edits, {"lamp": "Mira keeps it"}, Style())
 """
@@ -21,12 +21,12 @@ from arborl.types import Message, ToolCall
 
 STUB = "Content has been deleted to save space."
 SUMMARY = "[Previous Summary]:"
-Form = Literal["json", "brief", "plain"]
-CHORES = ("note", "updateNote", "mergeNotes", "deleteContext")
+ViewForm = Literal["json", "brief", "plain"]
+BOOKKEEPING_TOOLS = ("note", "updateNote", "mergeNotes", "deleteContext")
 
 
 class ContextError(ValueError):
-    """An edit that cannot be made; the message is written for the model."""
+    """An invalid edit; the message is for the model."""
 
 
 # ------------------------------------------------------------------------------------------------ history
@@ -34,70 +34,69 @@ class ContextError(ValueError):
 
 @fast_init
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """A message and its number, which it keeps for ever."""
+class HistoryEntry:
+    """A message and its id, which never changes."""
 
     id: int
-    """1, 2, 3, … in order; 0 for the system's and the first user's message, whichever of them there are."""
+    """1, 2, 3, … in order; 0 for the system messages and the first user message."""
     message: Message
     caller: int = 0
-    """Id of the assistant's message whose call this answers."""
+    """Id of the assistant message whose tool call this answers."""
     room: int | None = None
-    """Tokens that were left when it came, as the loop counts them."""
+    """Tokens that were left when it was added."""
     tag: str = ""
-    """What stays visible of it when it is deleted: how far a scan has read."""
+    """Stays visible when the message is deleted: progress of a scan."""
     ok: bool = True
-    """Whether the call that it answers worked."""
+    """Whether the tool call succeeded."""
 
 
 @fast_init
 @dataclass(frozen=True, slots=True)
 class History:
-    """Everything that was said. `add` returns a longer one."""
+    """All messages. `add` returns a longer history."""
 
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[HistoryEntry, ...] = ()
 
     @classmethod
     def open(cls, messages: Sequence[Message]) -> History:
-        """The opening: what the environment said before the model's first message."""
-        history, asked = cls(), False
+        """The history of the messages before the model's first message."""
+        history, has_user = cls(), False
         for message in messages:
-            if message.role == "system" or (message.role == "user" and not asked):
-                asked = asked or message.role == "user"
-                history = cls((*history.entries, Entry(0, message)))
+            if message.role == "system" or (message.role == "user" and not has_user):
+                has_user = has_user or message.role == "user"
+                history = cls((*history.entries, HistoryEntry(0, message)))
             else:
-                history = history.hear(message)
+                history = history.observe(message)
         return history
 
-    def hear(self, message: Message) -> History:
-        """The history with a message of the environment's; one of a tool answers the model's latest."""
+    def observe(self, message: Message) -> History:
+        """Add a message of the environment. A tool message answers the latest assistant message."""
         if message.role != "tool":
             return self.add(message)
-        spoke = (entry.id for entry in reversed(self.entries) if entry.message.role == "assistant")
-        return self.add(message, next(spoke, 0))
+        assistant_ids = (entry.id for entry in reversed(self.entries) if entry.message.role == "assistant")
+        return self.add(message, next(assistant_ids, 0))
 
     def add(
         self, message: Message, caller: int = 0, room: int | None = None, tag: str = "", ok: bool = True
     ) -> History:
-        """The history with one more message, under the next number."""
-        return History((*self.entries, Entry(self.last + 1, message, caller, room, tag, ok)))
+        """Add a message with the next id."""
+        return History((*self.entries, HistoryEntry(self.last + 1, message, caller, room, tag, ok)))
 
     @property
     def last(self) -> int:
-        """The highest number given so far; 0 before any."""
+        """The highest id; 0 if there is none."""
         for entry in reversed(self.entries):
             if entry.id:
                 return entry.id
         return 0
 
     @property
-    def asked(self) -> int:
-        """The number of what the user said last; 0 where that is the question. An answer to a call is not the user's,
-        whatever its role."""
-        said = (entry.id for entry in reversed(self.entries) if entry.message.role == "user" and not entry.caller)
-        return next(said, 0)
+    def last_user(self) -> int:
+        """Id of the last user message; 0 if that is the question. Tool results do not count, whatever their role."""
+        user_ids = (entry.id for entry in reversed(self.entries) if entry.message.role == "user" and not entry.caller)
+        return next(user_ids, 0)
 
-    def find(self, number: int) -> Entry | None:
+    def find(self, number: int) -> HistoryEntry | None:
         return next((entry for entry in self.entries if entry.id == number and number > 0), None)
 
 
@@ -106,41 +105,41 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """Show a stub in place of a message; a deleted call keeps its name and loses its arguments."""
+    """Replace a message by a stub. A deleted tool call keeps its name and loses its arguments."""
 
     id: int
 
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """Show a message again that was deleted, or folded; of what was folded, the whole round."""
+    """Show a deleted or folded message again; of folded messages the whole round."""
 
     id: int
 
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """Show a summary, beside the question, in place of messages `first` to `last` and the answers to their calls."""
+    """Replace messages `first` to `last` and the results of their calls by a summary next to the question."""
 
     first: int
     last: int
     summary: str
     keep: frozenset[int] = frozenset()
-    """Of these, messages that are shown all the same; `edited` fills it in."""
+    """Ids that stay visible; `append_edit` sets it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Truncate:
-    """Do not show messages before this one, nor answers to their calls."""
+    """Hide messages before this one, and the results of their calls."""
 
     before: int
     keep: frozenset[int] = frozenset()
-    """Of these, messages that are shown all the same; `edited` fills it in."""
+    """Ids that stay visible; `append_edit` sets it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Show only so many of the latest messages, besides the system's, and the user's first and newest."""
+    """Show only the latest `size` messages, besides system messages and the first and last user message."""
 
     size: int
 
@@ -148,42 +147,42 @@ class Window:
 Edit = Delete | Restore | Fold | Truncate | Window
 
 
-def edited(history: History, edits: Sequence[Edit], new: Edit) -> tuple[Edit, ...]:
-    """The edits with one more; ContextError where it makes no sense, and then nothing has changed.
+def append_edit(history: History, edits: Sequence[Edit], new: Edit) -> tuple[Edit, ...]:
+    """The edits with one more; ContextError if it is invalid.
 
-    What the system said, and what the user said last, is neither folded nor cut off: the model has not answered it yet,
-    or works on it. Once the user has said something else, a later edit may cover it.
+    System messages and the last user message are neither folded nor hidden, because the model still works on them.
+    After a newer user message a later edit may cover them.
     """
-    fate = Fate.of(history, edits)
+    states = MessageStates.of(history, edits)
     match new:
         case Delete(number):
-            _check_delete(history, fate, number)
+            _check_delete(history, states, number)
         case Restore(number):
-            if number not in fate.deleted and number not in fate.folded:
+            if number not in states.deleted and number not in states.folded:
                 raise ContextError(f"message {number} is not deleted")
         case Fold(first, last, summary, _):
             if not 1 <= first <= last <= history.last:
                 raise ContextError(f"messages {first} to {last}: give numbers from 1 to {history.last}")
             if not summary.strip():
                 raise ContextError("the summary is empty")
-            new = replace(new, keep=pinned(history))
+            new = replace(new, keep=pinned_ids(history))
         case Truncate(before, _):
             if not 1 <= before <= history.last:
                 raise ContextError(f"before={before}: give a number from 1 to {history.last}")
-            new = replace(new, keep=pinned(history))
+            new = replace(new, keep=pinned_ids(history))
         case Window(size):
             if size < 1:
                 raise ContextError(f"size={size}: give 1 or more")
     return (*edits, new)
 
 
-def pinned(history: History) -> frozenset[int]:
-    """Numbers of messages that only a later edit may leave out."""
+def pinned_ids(history: History) -> frozenset[int]:
+    """Ids of messages that must stay visible for now."""
     system = {entry.id for entry in history.entries if entry.message.role == "system"}
-    return frozenset(system | {history.asked}) - {0}
+    return frozenset(system | {history.last_user}) - {0}
 
 
-def _check_delete(history: History, fate: Fate, number: int) -> None:
+def _check_delete(history: History, states: MessageStates, number: int) -> None:
     entry = history.find(number)
     if number == 0:
         raise ContextError("message 0 is the question; system and user messages cannot be deleted")
@@ -191,23 +190,23 @@ def _check_delete(history: History, fate: Fate, number: int) -> None:
         raise ContextError(f"there is no message {number}; the latest is {history.last}")
     if entry.message.role in ("system", "user"):
         raise ContextError(f"message {number} is a {entry.message.role} message; it cannot be deleted")
-    if number in fate.deleted:
+    if number in states.deleted:
         raise ContextError(f"message {number} is already deleted")
-    if number in fate.folded or number in fate.hidden:
+    if number in states.folded or number in states.hidden:
         raise ContextError(f"message {number} is no longer in your context")
 
 
 @dataclass(frozen=True, slots=True)
-class Fate:
-    """What became of each message."""
+class MessageStates:
+    """Which messages are deleted, folded or hidden."""
 
     deleted: frozenset[int]
     folded: Mapping[int, Fold]
     hidden: frozenset[int]
 
     @classmethod
-    def of(cls, history: History, edits: Sequence[Edit]) -> Fate:
-        """By the edits, in order; of two that concern one message the later decides."""
+    def of(cls, history: History, edits: Sequence[Edit]) -> MessageStates:
+        """Apply the edits in order; the later of two edits of one message wins."""
         deleted: set[int] = set()
         folded: dict[int, Fold] = {}
         hidden: set[int] = set()
@@ -219,33 +218,33 @@ class Fate:
                 case Restore(number):
                     deleted.discard(number)
                     if number in folded:
-                        folded = {n: f for n, f in folded.items() if n not in _with_answers(history, number, number)}
+                        folded = {n: f for n, f in folded.items() if n not in _with_results(history, number, number)}
                 case Fold(first, last, _, keep):
-                    folded |= dict.fromkeys(_with_answers(history, first, last) - keep, edit)
+                    folded |= dict.fromkeys(_with_results(history, first, last) - keep, edit)
                 case Truncate(before, keep):
-                    hidden |= _with_answers(history, 1, before - 1) - keep
+                    hidden |= _with_results(history, 1, before - 1) - keep
                 case Window(size):
                     window = size
-        gone = hidden | set(folded)
+        not_visible = hidden | set(folded)
         if window is not None:
-            hidden |= _outside(history, window, gone)
-        return cls(frozenset(deleted - gone), folded, frozenset(hidden - set(folded)))
+            hidden |= _outside(history, window, not_visible)
+        return cls(frozenset(deleted - not_visible), folded, frozenset(hidden - set(folded)))
 
 
-def _with_answers(history: History, first: int, last: int) -> set[int]:
-    """The numbers of a span, and of the answers to calls made in it: both are shown or gone together."""
+def _with_results(history: History, first: int, last: int) -> set[int]:
+    """Ids of a span and of the results of its calls: they are visible or hidden together."""
     inside = {entry.id for entry in history.entries if first <= entry.id <= last}
     inside |= {entry.id for entry in history.entries if entry.caller in inside}
     callers = {entry.caller for entry in history.entries if entry.id in inside and entry.caller > 0}
     if callers <= inside:
         return inside
-    return _with_answers(history, min(callers), last)  # the span began among the answers to one call
+    return _with_results(history, min(callers), last)  # the span starts among the results of one call
 
 
-def _outside(history: History, size: int, gone: set[int]) -> set[int]:
-    """What a window leaves out. It never begins with an answer whose call is not shown."""
-    left = [entry for entry in history.entries if entry.id > 0 and entry.id not in gone]
-    stay = pinned(history)
+def _outside(history: History, size: int, not_visible: set[int]) -> set[int]:
+    """Ids outside a window. The window never starts with a result whose call is hidden."""
+    left = [entry for entry in history.entries if entry.id > 0 and entry.id not in not_visible]
+    stay = pinned_ids(history)
     shown = [entry for entry in left if entry.id not in stay][-size:]
     while shown and (shown[0].caller or shown[0].message.role == "tool"):
         shown = shown[1:]
@@ -257,54 +256,53 @@ def _outside(history: History, size: int, gone: set[int]) -> set[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Style:
-    """How ids, notes, budget and stubs look; one for a whole run."""
+class ViewStyle:
+    """Format of ids, notes, budget and stubs; the same for a whole run."""
 
-    form: Form = "json"
-    """`json`: as JSON objects and headed blocks; `brief`: in a few characters, for small windows; `plain`: messages as
-    they are, without numbers."""
+    form: ViewForm = "json"
+    """`json`: JSON objects and headed blocks; `brief`: few characters; `plain`: unchanged messages."""
     stub: str = STUB
     notes: bool = True
-    """Show the notes beside the question, from the first turn on, also where there are none yet."""
+    """Show the notes next to the question, also if there are none yet."""
     budget: str = ""
-    """The whole budget in words, shown beside the question."""
+    """Text of the whole budget, shown next to the question."""
     rooms: bool = True
-    """Show with every answer of a tool how many tokens are left."""
+    """Show the remaining tokens with every tool result."""
     ids: bool = True
-    """Show with every answer of a tool its number."""
+    """Show its id with every tool result."""
     tidy: bool = False
-    """Do not show rounds that only took notes or deleted, once that worked: what they did is in view."""
+    """Hide rounds that only took notes or deleted, after they succeeded."""
 
 
-def view(
-    history: History, edits: Sequence[Edit] = (), notes: Mapping[str, str] | None = None, style: Style | None = None
+def visible_messages(
+    history: History, edits: Sequence[Edit] = (), notes: Mapping[str, str] | None = None, style: ViewStyle | None = None
 ) -> tuple[Message, ...]:
-    """The messages as the model is shown them. A pure function: equal arguments, equal messages.
+    """The messages that the model sees. A pure function.
 
     Args:
-        history: all of it.
-        edits: in the order they were made.
+        history: all messages.
+        edits: in order.
         notes: key -> summary.
-        style: how it looks.
+        style: their format.
     """
-    style = style or Style()
-    fate = Fate.of(history, edits)
-    chores = _chores(history) if style.tidy else frozenset()
-    beside = question_block(_summaries(fate), notes or {}, style)
-    nobody = all(entry.id or entry.message.role != "user" for entry in history.entries)
-    alone = [Message("user", beside.strip())] if beside and nobody else []  # there is no question to stand beside
+    style = style or ViewStyle()
+    states = MessageStates.of(history, edits)
+    bookkeeping = _bookkeeping_ids(history) if style.tidy else frozenset()
+    beside = question_block(_summaries(states), notes or {}, style)
+    has_no_question = all(entry.id or entry.message.role != "user" for entry in history.entries)
+    alone = [Message("user", beside.strip())] if beside and has_no_question else []
     shown: list[Message] = []
     gap = False
     for entry in history.entries:
         if alone and entry.message.role != "system":
             shown, alone, gap = [*shown, *alone], [], True
-        if entry.id in fate.folded or entry.id in fate.hidden or entry.id in chores:
+        if entry.id in states.folded or entry.id in states.hidden or entry.id in bookkeeping:
             gap = True
             continue
-        message = _message(entry, entry.id in fate.deleted, style)
+        message = _message(entry, entry.id in states.deleted, style)
         if entry.id == 0 and message.role == "user":
             message = replace(message, content=message.content + beside)
-        if gap and shown and shown[-1].role == message.role == "user":  # an edit brought them together: they are one
+        if gap and shown and shown[-1].role == message.role == "user":  # neighbours after an edit are merged
             shown[-1] = replace(message, content=f"{shown[-1].content}\n\n{message.content}")
         else:
             shown.append(message)
@@ -312,42 +310,44 @@ def view(
     return (*shown, *alone)
 
 
-def question_block(summaries: Sequence[str], notes: Mapping[str, str], style: Style) -> str:
-    """What is added to the first user's message.
+def question_block(summaries: Sequence[str], notes: Mapping[str, str], style: ViewStyle) -> str:
+    """The text that is appended to the first user message.
 
     Example:
         question_block((), {"lamp": "Mira keeps it"}, Style(form="brief"))      # '\\nNotes: lamp: Mira keeps it'
     """
     folded = "".join(f"\n\n{SUMMARY} {summary}" for summary in summaries)
     if style.form == "brief":
-        told = "; ".join(f"{key}: {summary}" for key, summary in notes.items()) or "none"
+        listed = "; ".join(f"{key}: {summary}" for key, summary in notes.items()) or "none"
         return (
-            folded + (f"\nNotes: {told}" if style.notes else "") + (f"\nBudget: {style.budget}" if style.budget else "")
+            folded
+            + (f"\nNotes: {listed}" if style.notes else "")
+            + (f"\nBudget: {style.budget}" if style.budget else "")
         )
-    told = "\n".join(f"- **{key}**: {summary}" for key, summary in notes.items()) or "No notes recorded."
-    memory = f"\n\n<external_memory>\n## Available Notes\n{told}\n</external_memory>" if style.notes else ""
+    listed = "\n".join(f"- **{key}**: {summary}" for key, summary in notes.items()) or "No notes recorded."
+    memory = f"\n\n<external_memory>\n## Available Notes\n{listed}\n</external_memory>" if style.notes else ""
     return folded + memory + (f"\n\n<budget>{style.budget}</budget>" if style.budget else "")
 
 
-def _chores(history: History) -> frozenset[int]:
-    """Numbers of the rounds of which nothing but their effect is left to see."""
-    found: set[int] = set()
+def _bookkeeping_ids(history: History) -> frozenset[int]:
+    """Ids of successful rounds that only took notes or deleted."""
+    ids: set[int] = set()
     for entry in history.entries:
         calls = entry.message.tool_calls
-        if entry.message.role == "assistant" and calls and all(call.name in CHORES for call in calls):
-            answers = [other for other in history.entries if other.caller == entry.id]
-            if len(answers) == len(calls) and all(answer.ok for answer in answers):
-                found |= {entry.id, *(answer.id for answer in answers)}
-    return frozenset(found)
+        if entry.message.role == "assistant" and calls and all(call.name in BOOKKEEPING_TOOLS for call in calls):
+            results = [other for other in history.entries if other.caller == entry.id]
+            if len(results) == len(calls) and all(result.ok for result in results):
+                ids |= {entry.id, *(result.id for result in results)}
+    return frozenset(ids)
 
 
-def _summaries(fate: Fate) -> list[str]:
-    """Summaries that still stand for something, in order of what they stand for."""
-    standing = {(fold.first, fold.last): fold.summary for _, fold in sorted(fate.folded.items())}
-    return list(standing.values())
+def _summaries(states: MessageStates) -> list[str]:
+    """Summaries in force, in the order of the messages that they replace."""
+    summaries = {(fold.first, fold.last): fold.summary for _, fold in sorted(states.folded.items())}
+    return list(summaries.values())
 
 
-def _message(entry: Entry, deleted: bool, style: Style) -> Message:
+def _message(entry: HistoryEntry, deleted: bool, style: ViewStyle) -> Message:
     message = entry.message
     if message.role == "tool" and (deleted or style.form != "plain"):
         return replace(message, content=_result(entry, deleted, style))
@@ -357,8 +357,8 @@ def _message(entry: Entry, deleted: bool, style: Style) -> Message:
     return message
 
 
-def _result(entry: Entry, deleted: bool, style: Style) -> str:
-    """A tool's answer with its number, and the room there was."""
+def _result(entry: HistoryEntry, deleted: bool, style: ViewStyle) -> str:
+    """A tool result with its id and the remaining tokens."""
     content = style.stub if deleted else entry.message.content
     room = entry.room if style.rooms and not deleted else None
     if style.form == "brief":
@@ -374,9 +374,9 @@ def _result(entry: Entry, deleted: bool, style: Style) -> str:
 
 
 def _object(content: str) -> dict[str, object]:
-    """An answer as a JSON object; one that is none, as the `result` of one."""
+    """A tool result as a JSON object; other text becomes the `result` of one."""
     try:
-        found = json.loads(content)
+        parsed = json.loads(content)
     except (ValueError, RecursionError):
-        found = None
-    return found if isinstance(found, dict) else {"result": content}
+        parsed = None
+    return parsed if isinstance(parsed, dict) else {"result": content}

@@ -1,33 +1,46 @@
-"""The agent that manages its own context: it reads documents far longer than its window, takes notes, and deletes.
+"""The agent that manages its own context: it reads documents longer than its window, takes notes and deletes messages.
 
-PENDING -> GENERATING -> PROCESSING_TOOLS -> GENERATING -> … -> TERMINATED. Every call is recorded as it was made; where
-an edit changed what the model is shown, the next call begins a new branch, and all branches share the episode's reward.
+PENDING -> GENERATING -> PROCESSING_TOOLS -> GENERATING -> … -> TERMINATED. After an edit the next call starts a new
+branch; all branches share the episode's reward.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
-from arborl.agents.agent import Agent, Model
-from arborl.agents.context.dump import Dump
-from arborl.agents.context.history import STUB, Form, Style
-from arborl.agents.context.policy import Kind, Policy
-from arborl.agents.context.session import ContextSession
-from arborl.agents.context.talk import Bounds
-from arborl.agents.rounds import count
+from arborl.agents.agent_interface import Agent, Model
+from arborl.agents.context.history import STUB, ContextError, Delete, Edit, Fold, ViewForm, ViewStyle
+from arborl.agents.context.managed_conversation import ContextBudget, ContextPolicy, ManagedConversation, PolicyKind
+from arborl.agents.tool_agents import count_results
+from arborl.chat.formats.hermes import HermesParser
+from arborl.envs.documents import document_of
 from arborl.envs.env import Env
-from arborl.envs.games.documents_env import episode_document
-from arborl.errors import ConfigError, did_you_mean
+from arborl.errors import ConfigError, ContextFull, MaxTurns, did_you_mean
 from arborl.registry import call_checked
-from arborl.tools.core.background_threads import run_in_thread
-from arborl.tools.core.tool import AnyTool
-from arborl.tools.core.tool_context import ToolContext
-from arborl.tools.core.toolbox import Toolbox
-from arborl.tools.library import document_tools
-from arborl.tools.library.document_tools import WORKSPACE, DocumentSettings, JsonTool, Workspace
-from arborl.types import Message, Task, ToolResult
+from arborl.seeds import derive
+from arborl.tokens import Tokens
+from arborl.tools.injection import Context
+from arborl.tools.library.context import documents, notes
+from arborl.tools.library.context.brief import listed, shorten
+from arborl.tools.library.context.workspace import (
+    WORKSPACE,
+    JsonTool,
+    Reading,
+    Refused,
+    Workspace,
+    error_object,
+)
+from arborl.tools.threads import in_thread
+from arborl.tools.tool import AnyTool
+from arborl.tools.toolbox import Toolbox
+from arborl.types import Call, Episode, Message, Task, ToolCall, ToolResult, ToolSpec
 
 ALL = (
     document_tools.analyze_text, document_tools.load_document, document_tools.build_index, document_tools.read_chunk,
@@ -36,14 +49,13 @@ ALL = (
     document_tools.get_context_stats, document_tools.delete_context, document_tools.summarize, document_tools.finish,
 )  # fmt: skip
 TOOLSET: dict[str, JsonTool] = {tool.name: tool for tool in ALL}
-"""All tools of this agent, by name."""
-USUAL = tuple(name for name in TOOLSET if name not in ("mergeNotes", "getContextStats", "summarize"))
-EDITS = ("note", "readNote", "updateNote", "mergeNotes", "deleteContext", "summarize")
-"""Tools that only make sense where the model manages its context."""
+DEFAULT_TOOLS = tuple(name for name in TOOLSET if name not in ("mergeNotes", "getContextStats", "summarize"))
+CONTEXT_TOOLS = ("note", "readNote", "updateNote", "mergeNotes", "deleteContext", "summarize")
+"""Tools that are useful only if the model manages its context."""
 
 
-class Phase(StrEnum):
-    """Where an episode stands."""
+class EpisodePhase(StrEnum):
+    """State of an episode."""
 
     PENDING = "pending"
     GENERATING = "generating"
@@ -51,42 +63,218 @@ class Phase(StrEnum):
     TERMINATED = "terminated"
 
 
-class StateLM(Agent):
-    """Works through a hidden document with tools, and decides itself what stays in its context.
+EXAMPLE_CALL = ToolCall("", "readChunk", {"chunk_id": 1})
 
-    The calls of one message run in the order written. A call of `finish` that works ends the episode and its answer
-    goes to the environment; a message without a call goes to the environment as it is. Passing a limit ends the episode
-    with stop `context_full` or `max_turns`, which rewards can penalise for the episode as a whole.
+
+class ContextSession(ManagedConversation):
+    """One episode: history, edits, notes and budget, shared by the agent and its context tools.
+
+    The numbers of the budget that the model sees are those that end the episode.
 
     Args:
-        tools: of your own, beside those of the toolset.
+        model: samples; its calls are recorded.
+        opening: first messages of the environment.
+        specs: the tools.
+        space: document and notes.
+        budget: limits.
+        style: format of the visible messages.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        opening: Sequence[Message],
+        specs: Sequence[ToolSpec],
+        space: Workspace,
+        budget: ContextBudget,
+        style: ViewStyle,
+    ):
+        self.space, is_brief = space, style.form == "brief" and bool(specs)
+        style = replace(style, budget=f"{budget.tokens} tokens, {budget.turns} rounds" if style.rooms else "")
+        messages = _with_tool_list(opening, specs, model) if is_brief else opening
+        super().__init__(model, messages, None, () if is_brief else specs, budget, style)
+        self.turns = 0
+
+    def notes(self) -> Mapping[str, str]:
+        return {key: note.summary for key, note in self.space.notes.items()}
+
+    def check(self) -> None:
+        """End the episode if a limit is exceeded."""
+        if self.turns >= self.limits.turns:
+            self.model.count({"context/exceeded": 1.0})
+            raise MaxTurns(f"{self.limits.turns} rounds are used up")
+        room = self.room()
+        if room < 0:
+            self.model.count({"context/exceeded": 1.0})
+            raise ContextFull(f"{-room} tokens too many for a context of {self.limits.tokens}")
+
+    async def next(self) -> Message:
+        """Sample the next message and add it to the history."""
+        message = await self.sample()
+        self.add(message)
+        self.turns += 1
+        return message
+
+    def add_result(self, call: ToolCall, result: ToolResult, caller: int) -> None:
+        """Add a tool result with the number of tokens that are left."""
+        content, room = result.content, max(self.room(), 0)
+        if not result.ok and not content.startswith('{"error"'):
+            content = error_object(call.name, content)
+        tag = ""
+        if self.space.scanning and call.name == "readChunk" and self.space.index and result.ok:
+            tag = f"{self.space.at + 1}/{len(self.space.index)}"
+        if self.style.form == "brief":
+            content = shorten(call.name, content)
+        message = Message("tool", content, tool_call_id=call.id, name=call.name or None)
+        self.history = self.history.add(message, caller, room, tag, result.ok)
+
+    def report(self) -> None:
+        """Add the counts to the episode's metrics."""
+        counts = self.edit_counts({"deleted": Delete, "folded": Fold})
+        counts |= {"context/notes": float(len(self.space.notes)), "context/turns": float(self.turns)}
+        self.model.count(counts)
+
+    def budget(self) -> dict[str, int]:
+        return {
+            "conv_rounds": self.turns,
+            "available_tokens": max(self.room(), 0),
+            "available_rounds": max(self.limits.turns - self.turns, 0),
+        }
+
+    def delete(self, msg_id: int) -> dict[str, Any]:
+        self._edit(Delete(msg_id))
+        entry = self.history.find(msg_id)
+        assert entry is not None, "the edit of an unknown message was refused"
+        return {"status": "success", "deleted_msg_id": msg_id, "deleted_role": entry.message.role}
+
+    def fold(self, summary: str) -> dict[str, Any]:
+        """Replace all messages before the calling message by a summary; also that message if it makes no other call."""
+        caller_id = max(entry.id for entry in self.history.entries if entry.message.role == "assistant")
+        caller = self.history.find(caller_id)
+        assert caller is not None, "the latest assistant message is in the history"
+        is_only_call = all(call.name == "summarize" for call in caller.message.tool_calls)
+        last = caller_id if is_only_call else caller_id - 1
+        if last < 1:
+            raise Refused("there is nothing to summarize yet")
+        self._edit(Fold(1, last, summary))
+        return {"status": "success", "folded": last}
+
+    def _edit(self, new: Edit) -> None:
+        try:
+            self.edit(new)
+        except ContextError as error:
+            raise Refused(str(error)) from error
+
+
+def _with_tool_list(opening: Sequence[Message], specs: Sequence[ToolSpec], model: Model) -> list[Message]:
+    """The opening with the tools and an example call, in the model's format, in the system message."""
+    parser = getattr(getattr(model, "renderer", None), "parser", None) or HermesParser()
+    text = f"Tools: {listed(specs)}\nCall: {parser.format(EXAMPLE_CALL)}"
+    if opening and opening[0].role == "system":
+        return [replace(opening[0], content=f"{opening[0].content}\n{text}"), *opening[1:]]
+    return [Message("system", text), *opening]
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryDump:
+    """Writes episodes as JSON files: the whole history, the deletions, and every call."""
+
+    enabled: bool = False
+    folder: str = "trajectories"
+    freq: int = 1
+    """One episode in `freq`, chosen by a hash of its id."""
+
+    def __post_init__(self) -> None:
+        if self.freq < 1:
+            raise ValueError(f"dump_trajectories_freq={self.freq}: give 1 or more")
+
+    def write(self, session: ContextSession) -> Path | None:
+        """Write the episode if it is selected. The file is only for people."""
+        episode = getattr(session.model, "episode", None)
+        if not self.enabled or not isinstance(episode, Episode) or derive(0, episode.id, episode.seed) % self.freq:
+            return None
+        name = re.sub(r"[^\w.-]+", "_", episode.id)[-80:]
+        path = Path(self.folder) / f"{name}-{episode.seed:016x}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        row = _trajectory(session, episode)
+        path.write_text(json.dumps(row, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        return path
+
+
+def _trajectory(session: ContextSession, episode: Episode) -> dict[str, Any]:
+    """The episode with the field names of StateLM."""
+    entries = session.history.entries
+    deleted = [edit.id for edit in session.edits if isinstance(edit, Delete)]
+    return {
+        "request_id": episode.id,
+        "timestamp": datetime.now(UTC).isoformat(timespec="seconds"),
+        "user_turns": sum(entry.message.role == "user" for entry in entries),
+        "assistant_turns": session.turns,
+        "had_delete_operation": bool(deleted),
+        "deleted_msg_ids": deleted,
+        "notes": {key: note.summary for key, note in session.space.notes.items()},
+        "messages": [{"msg_id": entry.id} | _message_row(entry.message) for entry in entries],
+        "rows": [_call_row(index, episode.calls, session) for index in range(len(episode.calls))],
+    }
+
+
+def _message_row(message: Message) -> dict[str, Any]:
+    calls = [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in message.tool_calls]
+    return {"role": message.role, "content": message.content} | ({"tool_calls": calls} if calls else {})
+
+
+def _call_row(index: int, calls: list[Call], session: ContextSession) -> dict[str, Any]:
+    """One call. It is a snapshot if no later call extends it."""
+    call = calls[index]
+    whole = call.whole
+    decode = getattr(getattr(session.model, "tokenizer", None), "decode", str)
+    return {
+        "index": index,
+        "is_snapshot": index < len(calls) - 1 and all(not whole.begins(Tokens(c.prompt)) for c in calls[index + 1 :]),
+        "num_turns": index + 1,
+        "prompt_length": len(call.prompt),
+        "response_length": len(call.completion.tokens),
+        "prompt_text": decode(call.prompt),
+        "response_text": decode(call.completion.tokens),
+    }
+
+
+class StateLM(Agent):
+    """Reads a hidden document with tools and decides itself what stays in its context.
+
+    The calls of one message run in order. A successful call of `finish` ends the episode and its answer goes to the
+    environment. A message without a call goes to the environment. An exceeded limit ends the episode with stop reason
+    `context_full` or `max_turns`.
+
+    Args:
+        tools: custom tools, besides the toolset.
         toolset: names of document, note and context tools; by default the eleven of StateLM, without notes and edits
-            where `policy` is another.
+            for other policies.
         policy: `statelm` (the model edits), `none`, `window`, `truncate` or `summary`.
-        form: `json`, or `brief` for small windows: the same calls and ids, shown in fewer tokens.
-        max_model_len: tokens of prompt and reply; the run's `sampling.max_context` by default.
-        single_turn_max_tokens: tokens kept free for a reply; the run's `sampling.max_tokens` by default.
+        form: `json`, or `brief` for small windows: the same calls and ids in fewer tokens.
+        max_model_len: tokens of prompt and reply; `sampling.max_context` by default.
+        single_turn_max_tokens: tokens reserved for a reply; `sampling.max_tokens` by default.
         max_assistant_turns: messages of the model in an episode.
-        min_assistant_turns: an answer before so many is counted as `context/too_few_turns`.
-        max_calls: calls of one message that are run; those beyond are answered with that.
-        reading: how the document is cut and searched: `chunk_size`, `overlap`, `built`, `results`, `fragment_size`,
+        min_assistant_turns: an earlier answer is counted as `context/too_few_turns`.
+        max_calls: calls of one message that are run; further calls get an error.
+        reading: how the document is split and searched: `chunk_size`, `overlap`, `built`, `results`, `fragment_size`,
             `fragments`.
-        stub: what is shown in place of deleted content.
-        tidy: do not show rounds that only took notes or deleted, once that worked: what they did is in view.
-        show_budget: show what is left with every answer of a tool, and the whole beside the question.
-        window, compress_at, compression_ratio, train_summaries: of the other policies; see `policy.py`.
-        context: the policy, where the section `context` of a configuration says it.
-        dump_trajectories_enabled: write episodes as JSON files for people.
-        dump_trajectories_dir: where to.
-        dump_trajectories_freq: one in so many.
+        stub: replaces deleted content.
+        tidy: hide rounds that only took notes or deleted, after they succeeded.
+        show_budget: show the remaining budget with every tool result, and the whole budget with the question.
+        window, compress_at, compression_ratio, train_summaries: of the other policies; see `ContextPolicy`.
+        context: the policy from the section `context` of a configuration.
+        dump_trajectories_enabled: write episodes as JSON files.
+        dump_trajectories_dir: folder of these files.
+        dump_trajectories_freq: one episode in so many.
     """
 
     def __init__(
         self,
         tools: Sequence[AnyTool | Callable[..., Any]] = (),
         toolset: Sequence[str] | None = None,
-        policy: Kind = "statelm",
-        form: Form = "json",
+        policy: PolicyKind = "statelm",
+        form: ViewForm = "json",
         max_model_len: int | None = None,
         single_turn_max_tokens: int | None = None,
         max_assistant_turns: int = 32,
@@ -100,7 +288,7 @@ class StateLM(Agent):
         compress_at: float = 0.75,
         compression_ratio: float = 0.5,
         train_summaries: bool = True,
-        context: Policy | None = None,
+        context: ContextPolicy | None = None,
         dump_trajectories_enabled: bool = False,
         dump_trajectories_dir: str = "trajectories",
         dump_trajectories_freq: int = 1,
@@ -112,21 +300,21 @@ class StateLM(Agent):
             raise ValueError(f"form={form!r}: give json or brief")
         if context is not None and policy != "statelm":
             raise ValueError(f"policy={policy} and context.policy={context.kind}: write one of them")
-        self.policy = context or Policy(policy, window, compress_at, compression_ratio, train_summaries)
-        self.toolbox = Toolbox([*chosen(toolset, self.policy.kind), *tools], max_calls)
-        self.reading: DocumentSettings = call_checked(DocumentSettings, reading or {}, "agent.args.reading")
+        self.policy = context or ContextPolicy(policy, window, compress_at, compression_ratio, train_summaries)
+        self.toolbox = Toolbox([*select_tools(toolset, self.policy.kind), *tools], max_calls)
+        self.reading: Reading = call_checked(Reading, reading or {}, "agent.args.reading")
         self.limits = (max_model_len, single_turn_max_tokens, max_assistant_turns)
         self.min_assistant_turns = min_assistant_turns
-        has = self.toolbox.tools
-        self.style = Style(form, stub, "note" in has, "", show_budget, ids="deleteContext" in has, tidy=tidy)
-        self.dump = Dump(dump_trajectories_enabled, dump_trajectories_dir, dump_trajectories_freq)
+        names = self.toolbox.tools
+        self.style = ViewStyle(form, stub, "note" in names, "", show_budget, ids="deleteContext" in names, tidy=tidy)
+        self.dump = TrajectoryDump(dump_trajectories_enabled, dump_trajectories_dir, dump_trajectories_freq)
 
     async def run(self, task: Task, env: Env, model: Model) -> None:
-        async with ToolContext(task, getattr(model, "tokenizer", None)) as context:
-            await Play(self, env, model, context).run()
+        async with Context(task, getattr(model, "tokenizer", None)) as context:
+            await StateLMEpisode(self, env, model, context).run()
 
 
-class Play:
+class StateLMEpisode:
     """One episode of the agent."""
 
     def __init__(self, agent: StateLM, env: Env, model: Model, context: ToolContext):
@@ -135,38 +323,38 @@ class Play:
         self.message: Message
 
     async def run(self) -> None:
-        state = Phase.PENDING
+        state = EpisodePhase.PENDING
         try:
-            while state is not Phase.TERMINATED:
+            while state is not EpisodePhase.TERMINATED:
                 match state:
-                    case Phase.PENDING:
+                    case EpisodePhase.PENDING:
                         state = await self._open()
-                    case Phase.GENERATING:
+                    case EpisodePhase.GENERATING:
                         state = await self._generate()
-                    case Phase.PROCESSING_TOOLS:
+                    case EpisodePhase.PROCESSING_TOOLS:
                         state = await self._process_tools()
         finally:
             if hasattr(self, "session"):
                 self.session.report()
                 self.agent.dump.write(self.session)
 
-    async def _open(self) -> Phase:
-        """The question is asked, and the document lies ready."""
+    async def _open(self) -> EpisodePhase:
+        """Reset the environment and set up the document."""
         agent, task = self.agent, self.context.task
         observation = await self.env.reset(task, task.seed)
         space: Workspace = self.context.state(WORKSPACE, WORKSPACE.make)
-        space.document, space.settings = episode_document(task, self.env), agent.reading
-        bounds = Bounds.of(self.model, *agent.limits)
+        space.document, space.reading = document_of(task, self.env), agent.reading
+        budget = ContextBudget.of(self.model, *agent.limits)
         specs = agent.toolbox.specs
-        self.session = ContextSession(self.model, observation.messages, specs, space, bounds, agent.style)
-        space.editor = self.session
+        self.session = ContextSession(self.model, observation.messages, specs, space, budget, agent.style)
+        space.keeper = self.session
         agent.policy.begin(self.session)
         if agent.reading.built:
             await self._build(space)
-        return Phase.GENERATING
+        return EpisodePhase.GENERATING
 
     async def _build(self, space: Workspace) -> None:
-        """The index from the start. Without a text to index there is none, and the tools will say so."""
+        """Build the index. Without a text there is none, and the tools report that."""
         reading, tokenizer = self.agent.reading, self.context.tokenizer
         try:
             text = space.text(self.context)
@@ -174,17 +362,17 @@ class Play:
             return
         await run_in_thread(lambda: space.build(text, reading.chunk_size, reading.overlap, tokenizer))
 
-    async def _generate(self) -> Phase:
-        """The model speaks, if limits allow; what is no call goes to the environment."""
+    async def _generate(self) -> EpisodePhase:
+        """Sample a message. One without a tool call goes to the environment."""
         await self.agent.policy.make_room(self.session)
         self.session.check()
         self.message = await self.session.next()
         if self.message.tool_calls:
-            return Phase.PROCESSING_TOOLS
-        return await self._tell(self.message, finished=False)
+            return EpisodePhase.PROCESSING_TOOLS
+        return await self._step(self.message, finished=False)
 
-    async def _process_tools(self) -> Phase:
-        """Each call in turn: a later one sees what an earlier one did, and knows what room is left."""
+    async def _process_tools(self) -> EpisodePhase:
+        """Run the calls in order: each sees the effects and the budget of the earlier ones."""
         session, toolbox = self.session, self.agent.toolbox
         caller = session.history.last
         for number, call in enumerate(self.message.tool_calls):
@@ -192,28 +380,28 @@ class Play:
                 (result,) = await toolbox.run([call], self.context)
             else:
                 result = ToolResult(f"not run: one message may hold {toolbox.max_calls} calls", False, "too_many")
-            count([result], self.context, self.model)
+            count_results([result], self.context, self.model)
             if toolbox.ends(call, result):
-                said = Message("assistant", result.content, tool_calls=(call,))
-                return await self._tell(said, finished=True)
-            session.answer(call, result, caller)
-        return Phase.GENERATING
+                answer = Message("assistant", result.content, tool_calls=(call,))
+                return await self._step(answer, finished=True)
+            session.add_result(call, result, caller)
+        return EpisodePhase.GENERATING
 
-    async def _tell(self, message: Message, finished: bool) -> Phase:
-        """The environment hears an answer. Where it goes on, so does the episode."""
-        few = self.session.turns < self.agent.min_assistant_turns
+    async def _step(self, message: Message, finished: bool) -> EpisodePhase:
+        """Send a message to the environment. The episode continues unless it is over."""
+        is_early = self.session.turns < self.agent.min_assistant_turns
         step = await self.env.step(message)
         if finished or step.over:
-            self.model.count({"context/finished": float(finished), "context/too_few_turns": float(few)})
-            return Phase.TERMINATED
-        self.session.hear(step.observation.messages)
-        return Phase.GENERATING
+            self.model.count({"context/finished": float(finished), "context/too_few_turns": float(is_early)})
+            return EpisodePhase.TERMINATED
+        self.session.observe(step.observation.messages)
+        return EpisodePhase.GENERATING
 
 
-def chosen(names: Sequence[str] | None, policy: str) -> list[JsonTool]:
+def select_tools(names: Sequence[str] | None, policy: str) -> list[JsonTool]:
     """The tools of these names."""
     if names is None:
-        names = USUAL if policy == "statelm" else [name for name in USUAL if name not in EDITS]
+        names = DEFAULT_TOOLS if policy == "statelm" else [name for name in DEFAULT_TOOLS if name not in CONTEXT_TOOLS]
     for name in names:
         if name not in TOOLSET:
             raise ConfigError(

@@ -16,9 +16,7 @@ from typing import Any
 from arborl.cluster.placement.actors import ActorInfo, ClusterActor, check_versions
 from arborl.cluster.placement.ray_cluster import RayCluster
 from arborl.errors import ConfigError, EngineError
-from arborl.rollout.holder import Holder
-from arborl.rollout.process_main import Worker
-from arborl.rollout.processes import LOOK, Processes
+from arborl.rollout.env_processes import POLL_SECONDS, EnvProcess, EnvServer, ProcessPool
 
 
 class EnvironmentActor(ClusterActor):
@@ -26,7 +24,7 @@ class EnvironmentActor(ClusterActor):
 
     def __init__(self, paths: Sequence[str], allow_unsafe: bool):
         super().__init__(paths, allow_unsafe)
-        self.worker = Worker()
+        self.worker = EnvServer()
 
     async def ask(self, packed: bytes) -> bytes:
         """A request and its answer, in the format of `process_main`."""
@@ -40,7 +38,7 @@ class EnvironmentActor(ClusterActor):
         def answer(packed: bytes) -> None:
             loop.call_soon_threadsafe(settle, packed)
 
-        self.worker.take(packed, answer)
+        self.worker.submit(packed, answer)
         return await outcome
 
 
@@ -70,7 +68,7 @@ class RayHolder(Holder):
             self._lose(other)
             return
         with self.lock:
-            one = self.asked.pop(0, None)
+            one = self.pending.pop(0, None)
         if one is not None:
             one.outcome.set_result(None)
 
@@ -85,7 +83,7 @@ class RayHolder(Holder):
         if (error := outcome.exception()) is not None:
             self._lose(error)
         else:
-            self._hear(outcome.result())
+            self._receive(outcome.result())
 
     def _lose(self, error: BaseException) -> None:
         if not self.lost:
@@ -95,10 +93,10 @@ class RayHolder(Holder):
 
     def _watch(self) -> None:
         while not self.lost:
-            self.noticed.wait(LOOK)
-            self._look()
+            self.noticed.wait(POLL_SECONDS)
+            self._kill_overdue()
         self.cluster.stop(self.actor)
-        self._orphan()
+        self._fail_pending()
 
     def kill(self) -> None:
         self.lost = True
@@ -122,9 +120,9 @@ def environment_processes(cluster: RayCluster) -> Processes:
         number = next(numbers)
         return RayHolder(cluster, f"environment worker {number}", alone, cpus=1 if number < most and not alone else 0)
 
-    processes = Processes(most=most, start=start)
+    processes = ProcessPool(most=most, start=start)
     first, _ = processes.take()
-    first.envs -= 1
+    first.num_envs -= 1
     try:
         first.ready.result(cluster.placement.seconds)
     except Exception as error:

@@ -176,7 +176,9 @@ class PlacedGroupReward(PlacedReward):
 def place_rewards(cluster: RayCluster, rewards: Rewards) -> None:
     """Compute all rewards except `env` on the cluster."""
     everything = [rewards, *(rewards.sources.values() if isinstance(rewards, RewardsBySource) else ())]
-    chosen = [(name, one, some.seconds) for some in everything for name, one, _ in some.asked if one is not environment]
+    chosen = [
+        (name, one, some.seconds) for some in everything for name, one, _ in some.called if one is not environment
+    ]
     if not chosen:
         count = cluster.placement.reward_workers
         raise ConfigError(f"placement.reward_workers={count}: this run has only the reward env, which needs no worker.")
@@ -188,5 +190,5 @@ def place_rewards(cluster: RayCluster, rewards: Rewards) -> None:
                 kind = PlacedGroupReward if isinstance(one, GroupReward) else PlacedReward
                 one, index = kind(workers, index, one), index + 1
             placed.append((name, one, weight))
-        some.asked = placed
-    rewards.elsewhere = workers
+        some.called = placed
+    rewards.remote = workers

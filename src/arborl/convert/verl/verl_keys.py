@@ -94,7 +94,7 @@ def ratio(draft: Draft, key: str, value: Any) -> None:
 def mapping(draft: Draft, key: str, value: Any) -> None:
     """Which agent plays a source; `single_turn_agent` has no tools."""
     path = f"data.sources.{key.rpartition('.')[2]}.agent"
-    rules.choice(path, FOREIGN, "Name yours: data.sources.NAME.agent=package.module:Class.")(draft, key, value)
+    rules.choice(path, VERL_AGENT_NAMES, "Name yours: data.sources.NAME.agent=package.module:Class.")(draft, key, value)
 
 
 TABLE: dict[str, Rule] = {

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from arborl.agents import FOREIGN
+from arborl.agents import VERL_AGENT_NAMES
 from arborl.config.bounds import check_yaml
 from arborl.convert.conversion_report import KeyReport
 from arborl.convert.draft import Draft
@@ -58,12 +58,14 @@ def _agent(draft: Draft, tools: list[Any]) -> None:
     at = f"{R}agent.default_agent_loop"
     loop, several = draft.source.get(at), known(draft, f"{T}enable") is True
     if loop is not None:
-        if loop not in FOREIGN:
+        if loop not in VERL_AGENT_NAMES:
             draft.refuse(
-                at, loop, f"no agent is called so here. Known: {', '.join(FOREIGN)}. Write yours (docs/agents.md)."
+                at,
+                loop,
+                f"no agent is called so here. Known: {', '.join(VERL_AGENT_NAMES)}. Write yours (docs/agents.md).",
             )
             return
-        draft.set(at, loop, "agent.name", FOREIGN[loop])
+        draft.set(at, loop, "agent.name", VERL_AGENT_NAMES[loop])
     elif several or tools:
         draft.set(f"{T}enable", several, "agent.name", "tool")
     if draft.settings.get("agent.name") == "tool":
@@ -135,7 +137,7 @@ def loop_file(draft: Draft, key: str, value: Any) -> None:
         return
     draft.skip(key, value, "read: each loop below")
     for entry in entries if isinstance(entries, list) else []:
-        if isinstance(entry, Mapping) and entry.get("name") not in FOREIGN:
+        if isinstance(entry, Mapping) and entry.get("name") not in VERL_AGENT_NAMES:
             loop_class(draft, f"agent_loops.{entry.get('name')}._target_", entry.get("_target_"))
 
 

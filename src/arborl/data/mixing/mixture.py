@@ -1,7 +1,12 @@
-"""Several sources in every batch, in exact shares.
+"""Batches from several sources in exact proportions, deterministic and resumable.
 
-Where a mixture stands is a few numbers a source (`Place`). They follow from the steps before, so a run can also be
-taken up without them as long as batches had one size; with them, whatever happened is gone on from exactly.
+The state of a mixture is a few numbers per source (`MixturePosition`). It follows from the earlier steps if all batches
+have one size; with the state of a checkpoint it is exact in any case.
+
+A quota (ratio * batch size) is seldom an integer. Each source gets its quota rounded down, and the remaining rows are
+allocated by the algorithm PD2 of proportionate scheduling (Baruah, Cohen, Plaxton and Varvel 1996; Anderson and
+Srinivasan 2001): sources are tasks, batches are time slots, remaining rows are processors. Every source stays
+within one row of its exact share after every batch.
 """
 
 from __future__ import annotations
@@ -11,32 +16,87 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from math import ceil, floor
 from typing import Any
 
 import numpy as np
 
-from arborl.data.mixing.schedule import ZERO, deal, exact
-from arborl.data.mixing.streams import Pool
-from arborl.data.source import TaskSource
+from arborl.data.mixing.task_pools import TaskPool
+from arborl.data.task_source import TaskSource
 from arborl.errors import ConfigError
 from arborl.seeds import generator
 from arborl.types import Group, Metrics, Task
 
+ZERO = Fraction(0)
+
+
+def normalize_ratios(ratios: Mapping[str, float | Fraction]) -> dict[str, Fraction]:
+    """Ratios as fractions that sum to 1, exact in decimal notation.
+
+    Example:
+        exact({"code": 0.4, "math": 0.2})      # {"code": Fraction(2, 3), "math": Fraction(1, 3)}
+    """
+    written = {name: Fraction(str(ratio)) for name, ratio in ratios.items()}
+    total = sum(written.values(), ZERO)
+    return {name: ratio / total for name, ratio in written.items()}
+
+
+def allocate(ratios: Mapping[str, Fraction], size: int, behind: Mapping[str, Fraction]) -> dict[str, int]:
+    """Rows of each source in the next batch.
+
+    Args:
+        ratios: sum to 1.
+        size: of the batch.
+        behind: rows that each source is below its share; negative if above.
+
+    Example:
+        deal({"a": Fraction(1, 3), "b": Fraction(2, 3)}, 4, {})      # {"a": 1, "b": 3}
+    """
+    quotas = {name: ratio * size for name, ratio in ratios.items()}
+    counts = {name: floor(quota) for name, quota in quotas.items()}
+    spare = size - sum(counts.values())
+    claims = {name: quotas[name] - counts[name] for name in ratios if quotas[name] > counts[name]}
+    order = sorted(claims, key=lambda name: _urgency(claims[name], behind.get(name, ZERO)))
+    for name in order[:spare]:
+        counts[name] += 1
+    return counts
+
+
+def _urgency(claim: Fraction, behind: Fraction) -> tuple[bool, int, bool, int]:
+    """Sort key, smallest first. `claim` is the fractional part of the quota, between 0 and 1."""
+    early = behind + claim <= 0  # a row now would exceed its share
+    deadline = (1 - behind) / claim
+    due = ceil(deadline)
+    presses = due != deadline  # the next row may fall into the deadline of this one
+    return early, due, not presses, -_cascade(claim, behind, due) if presses else 0
+
+
+def _cascade(claim: Fraction, behind: Fraction, due: int) -> int:
+    """Batches until a source with a claim above 1/2 can skip a row again (group deadline)."""
+    if 2 * claim < 1:
+        return 0
+    rest = 1 - claim
+    missed = ceil(rest * due - behind)
+    return ceil((missed + behind) / rest)
+
+
+# ------------------------------------------------------------------------------------------------ mixture
+
 log = logging.getLogger(__name__)
 
 REMEMBERED = 64
-"""Steps whose places are kept, to be asked for again or saved late."""
+"""Steps whose positions are kept, for repeated requests and late checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
-class Band:
-    """Sources whose success is outside `low` to `high` have their ratios multiplied by `outside`."""
+class SuccessBand:
+    """The ratio of a source with a success rate outside `low` to `high` is multiplied by `outside`."""
 
     low: float = 0.0
     high: float = 1.0
     outside: float = 0.25
     decay: float = 0.9
-    """How much of the measured success survives a step."""
+    """Decay of the moving average of the success rate."""
 
     @property
     def active(self) -> bool:
@@ -44,14 +104,14 @@ class Band:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a mixture stands before a step."""
+class MixturePosition:
+    """State of a mixture before a step."""
 
     step: int = 0
     drawn: Mapping[str, int] = field(default_factory=dict)
-    """Tasks taken of each source so far."""
+    """Tasks taken of each source."""
     behind: Mapping[str, Fraction] = field(default_factory=dict)
-    """Rows each source has had too few, since sources last left."""
+    """Rows that each source is below its share, since the set of sources last changed."""
 
 
 class Mixture(TaskSource):
@@ -59,66 +119,64 @@ class Mixture(TaskSource):
 
     Args:
         pools: the sources.
-        ratios: of each; need not add up to 1.
-        seed: the run's.
-        passes: times a source may be used up, where that is limited.
-        schedule: from a step on, other ratios for some sources.
-        band: less of what is too easy or too hard.
-        refuse: whether a source whose passes are used up ends the run, instead of leaving its place to the others.
+        ratios: of each source; they need not sum to 1.
+        seed: of the run.
+        passes: limit of passes over a source.
+        schedule: changes of ratios from a step on.
+        band: reduces sources that are too easy or too hard.
+        refuse: an exhausted source ends the run, instead of being replaced by the others.
     """
 
     def __init__(
         self,
-        pools: Sequence[Pool],
+        pools: Sequence[TaskPool],
         ratios: Mapping[str, float | Fraction],
         seed: int,
         passes: Mapping[str, int] | None = None,
         schedule: Sequence[tuple[int, Mapping[str, float]]] = (),
-        band: Band | None = None,
+        band: SuccessBand | None = None,
         refuse: bool = True,
     ):
         self.pools = {pool.name: pool for pool in pools}
         self.ratios: dict[str, float | Fraction] = dict(ratios)
         self.seed, self.passes, self.schedule = seed, dict(passes or {}), list(schedule)
-        self.band, self.refuse = band or Band(), refuse
+        self.band, self.refuse = band or SuccessBand(), refuse
         self.success: dict[str, float] = {}
-        self._places: OrderedDict[int, Place] = OrderedDict([(0, Place())])
+        self._positions: OrderedDict[int, MixturePosition] = OrderedDict([(0, MixturePosition())])
         self._last: Counter[str] = Counter()
 
-    # -------------------------------------------------------------------------------------------- the trainer's side
-
     def take(self, step: int, count: int) -> list[Task]:
-        place = self._reach(step, count)
-        counts = self._counts(place, count)
-        self._remember(self._after(place, counts, count))
+        position = self._position_at(step, count)
+        counts = self._counts(position, count)
+        self._remember(self._after(position, counts, count))
         self._last = Counter(counts)
         tasks = [
-            task for name, number in counts.items() for task in self.pools[name].take(place.drawn.get(name, 0), number)
+            task
+            for name, number in counts.items()
+            for task in self.pools[name].take(position.drawn.get(name, 0), number)
         ]
-        if len(self.pools) > 1:  # so that a part of a batch holds all sources
+        if len(self.pools) > 1:  # a part of a batch should contain all sources
             order = generator(self.seed, "batch", step).permutation(len(tasks))
             tasks = [tasks[int(index)] for index in order]
-        return _named_apart(tasks)
+        return _with_unique_ids(tasks)
 
     def evaluation(self, count: int) -> list[Task]:
-        """As many of each source as there are, up to equal shares; what one lacks the others give."""
-        offered = [self.pools[name].evaluation(count) for name in self._used()]
+        """Equal numbers of each source; other sources replace missing tasks."""
+        candidates = [self.pools[name].evaluation(count) for name in self._used()]
         chosen: list[Task] = []
         for turn in range(count):
-            for tasks in offered:
+            for tasks in candidates:
                 if turn < len(tasks) and len(chosen) < count:
                     chosen.append(tasks[turn])
         return sorted(chosen, key=lambda task: list(self.pools).index(task.source))
 
     def steps(self, passes: int, count: int) -> int:
-        """Of several sources a pass is as many tasks as those that are used have rows together."""
+        """A pass is the total number of rows of the used sources."""
         rows = 0
         for name in self._used():
             size = self.pools[name].size
             if size is None:
-                raise ConfigError(
-                    f"trainer.epochs={passes}: the tasks of {name} have no end to pass. Write trainer.steps."
-                )
+                raise ConfigError(f"trainer.epochs={passes}: the source {name} is endless. Write trainer.steps.")
             rows += size
         return max(1, -(-passes * rows // count))
 
@@ -134,9 +192,9 @@ class Mixture(TaskSource):
         return self.metrics(step, groups)
 
     def state(self, step: int) -> dict[str, Any]:
-        place = self._places.get(step) or self._reach(step, sum(self._last.values()))
-        behind = {name: str(value) for name, value in place.behind.items()}
-        return {"step": place.step, "drawn": dict(place.drawn), "behind": behind, "success": dict(self.success)}
+        position = self._positions.get(step) or self._position_at(step, sum(self._last.values()))
+        behind = {name: str(value) for name, value in position.behind.items()}
+        return {"step": position.step, "drawn": dict(position.drawn), "behind": behind, "success": dict(self.success)}
 
     def load_state(self, state: dict[str, Any]) -> None:
         if not state:
@@ -144,24 +202,22 @@ class Mixture(TaskSource):
         unknown = [name for name in state["drawn"] if name not in self.pools]
         if unknown:
             raise ConfigError(
-                f"data.sources: the checkpoint was made with a source {unknown[0]!r}, which is not there any more. "
-                f"Write data.sources.{unknown[0]}.ratio=0 to go on without it."
+                f"data.sources: the checkpoint has a source {unknown[0]!r}, which the configuration lacks. "
+                f"Write data.sources.{unknown[0]}.ratio=0 to continue without it."
             )
         behind = {name: Fraction(value) for name, value in state["behind"].items()}
         self.success = dict(state["success"])
-        self._remember(Place(state["step"], dict(state["drawn"]), behind))
+        self._remember(MixturePosition(state["step"], dict(state["drawn"]), behind))
 
     def start_at(self, step: int) -> None:
-        """Nothing is taken before this step."""
-        self._places = OrderedDict([(step, Place(step))])
-
-    # -------------------------------------------------------------------------------------------- the schedule
+        """Start at this step."""
+        self._positions = OrderedDict([(step, MixturePosition(step))])
 
     def _stages(self) -> list[Mapping[str, float]]:
         return [changed for _, changed in self.schedule]
 
     def shares(self, step: int) -> dict[str, float | Fraction]:
-        """The ratios in force at a step, before any source is used up."""
+        """The ratios at a step, before any source is exhausted."""
         ratios = dict(self.ratios)
         for begin, changed in self.schedule:
             if begin <= step:
@@ -172,101 +228,106 @@ class Mixture(TaskSource):
                     ratios[name] = Fraction(str(ratios[name])) * Fraction(str(self.band.outside))
         return ratios
 
-    def _reach(self, step: int, count: int) -> Place:
-        """The place before a step: remembered, or reached from an earlier one in batches of this size."""
-        earlier = [at for at in self._places if at <= step]
-        place = self._places[max(earlier)] if earlier else Place()
-        while place.step < step:
-            place = self._after(place, self._counts(place, count), count)
-        return place
+    def _position_at(self, step: int, count: int) -> MixturePosition:
+        """The position before a step: stored, or computed from an earlier one with batches of this size."""
+        earlier = [at for at in self._positions if at <= step]
+        position = self._positions[max(earlier)] if earlier else MixturePosition()
+        while position.step < step:
+            position = self._after(position, self._counts(position, count), count)
+        return position
 
-    def _remember(self, place: Place) -> None:
-        self._places[place.step] = place
-        for later in [step for step in self._places if step > place.step]:
-            del self._places[later]  # they may have followed from other batches
-        while len(self._places) > REMEMBERED:
-            self._places.popitem(last=False)
+    def _remember(self, position: MixturePosition) -> None:
+        self._positions[position.step] = position
+        for later in [step for step in self._positions if step > position.step]:
+            del self._positions[later]  # they may depend on other batches
+        while len(self._positions) > REMEMBERED:
+            self._positions.popitem(last=False)
 
-    def _open(self, place: Place, more: Mapping[str, int]) -> dict[str, Fraction]:
-        """Sources that have rows left, with their shares."""
-        ratios = {name: ratio for name, ratio in self.shares(place.step).items() if ratio > 0}
-        there = {name: ratio for name, ratio in ratios.items() if self._left(name, place, more) > 0}
-        gone = [name for name in ratios if name not in there]
-        if gone and (self.refuse or not there):
+    def _open(self, position: MixturePosition, more: Mapping[str, int]) -> dict[str, Fraction]:
+        """Sources with rows left, and their shares."""
+        ratios = {name: ratio for name, ratio in self.shares(position.step).items() if ratio > 0}
+        there = {name: ratio for name, ratio in ratios.items() if self._left(name, position, more) > 0}
+        exhausted = [name for name in ratios if name not in there]
+        if exhausted and (self.refuse or not there):
+            name = exhausted[0]
             raise ConfigError(
-                f"data.sources.{gone[0]}: its rows are used up at step {place.step} "
-                f"({self.passes[gone[0]]} passes over {self.pools[gone[0]].size}). Raise passes, or train for less"
+                f"data.sources.{name}: its rows are exhausted at step {position.step} "
+                f"({self.passes[name]} passes over {self.pools[name].size}). Raise passes, or train for fewer steps"
                 + (", or write data.missing=renormalise." if self.refuse else ".")
             )
-        return exact(there)
+        return normalize_ratios(there)
 
-    def _left(self, name: str, place: Place, more: Mapping[str, int]) -> float:
+    def _left(self, name: str, position: MixturePosition, more: Mapping[str, int]) -> float:
         size, passes = self.pools[name].size, self.passes.get(name, 0)
         return (
-            float("inf") if not passes or size is None else size * passes - place.drawn.get(name, 0) - more.get(name, 0)
+            float("inf")
+            if not passes or size is None
+            else size * passes - position.drawn.get(name, 0) - more.get(name, 0)
         )
 
-    def _counts(self, place: Place, size: int) -> dict[str, int]:
-        """Tasks of each source in the batch at `place`; always `size` of them in all."""
+    def _counts(self, position: MixturePosition, size: int) -> dict[str, int]:
+        """Tasks of each source in the batch; `size` in total."""
         counts: dict[str, int] = {}
         while (rest := size - sum(counts.values())) > 0:
-            ratios = self._open(place, counts)
-            behind = place.behind if not counts and place.behind.keys() == ratios.keys() else {}
-            for name, number in deal(ratios, rest, behind).items():
-                counts[name] = counts.get(name, 0) + int(min(number, self._left(name, place, counts)))
+            ratios = self._open(position, counts)
+            behind = position.behind if not counts and position.behind.keys() == ratios.keys() else {}
+            for name, number in allocate(ratios, rest, behind).items():
+                counts[name] = counts.get(name, 0) + int(min(number, self._left(name, position, counts)))
         return counts
 
-    def _after(self, place: Place, counts: Mapping[str, int], size: int) -> Place:
-        drawn = {name: place.drawn.get(name, 0) + counts.get(name, 0) for name in self.pools}
-        after = replace(place, step=place.step + 1, drawn=drawn)
-        ratios = exact(
-            {name: ratio for name, ratio in self.shares(place.step).items() if self._there(name, ratio, after)}
+    def _after(self, position: MixturePosition, counts: Mapping[str, int], size: int) -> MixturePosition:
+        drawn = {name: position.drawn.get(name, 0) + counts.get(name, 0) for name in self.pools}
+        after = replace(position, step=position.step + 1, drawn=drawn)
+        ratios = normalize_ratios(
+            {
+                name: ratio
+                for name, ratio in self.shares(position.step).items()
+                if self._is_available(name, ratio, after)
+            }
         )
-        if counts.keys() - ratios.keys():  # a source has left: what it was owed is no one's
+        if counts.keys() - ratios.keys():  # a source is exhausted: its remainder is dropped
             return replace(after, behind={})
-        before = place.behind if place.behind.keys() == ratios.keys() else {}
+        before = position.behind if position.behind.keys() == ratios.keys() else {}
         behind = {name: before.get(name, ZERO) + ratio * size - counts.get(name, 0) for name, ratio in ratios.items()}
         return replace(after, behind=behind)
 
-    def _there(self, name: str, ratio: float | Fraction, place: Place) -> bool:
-        return ratio > 0 and self._left(name, place, {}) > 0
+    def _is_available(self, name: str, ratio: float | Fraction, position: MixturePosition) -> bool:
+        return ratio > 0 and self._left(name, position, {}) > 0
 
     def check(self, steps: int, count: int) -> None:
-        """Find out before training whether rows will last; only limited passes can run out."""
+        """ConfigError if limited passes will not last for the run."""
         if any(self.passes.values()):
-            self._reach(steps, count)
-
-    # -------------------------------------------------------------------------------------------- reports
+            self._position_at(steps, count)
 
     def metrics(self, step: int, groups: Sequence[Group] = ()) -> Metrics:
-        """Where the batch of a step came from, and how much of each source has been seen by then."""
-        place = self._places.get(step + 1) or self._reach(step + 1, sum(self._last.values()))
-        total, size = sum(place.drawn.values()), sum(self._last.values())
+        """Metrics of the mixture: shares, coverage, rewards and success of each source."""
+        position = self._positions.get(step + 1) or self._position_at(step + 1, sum(self._last.values()))
+        total, size = sum(position.drawn.values()), sum(self._last.values())
         metrics: Metrics = {}
         for name, pool in self.pools.items():
-            seen = coverage(pool.size, place.drawn.get(name, 0))
-            metrics |= {f"data/{name}/{key}": value for key, value in seen.items()}
+            seen_ids = coverage(pool.size, position.drawn.get(name, 0))
+            metrics |= {f"data/{name}/{key}": value for key, value in seen_ids.items()}
             metrics[f"data/{name}/share"] = self._last[name] / max(size, 1)
-            metrics[f"data/{name}/share_so_far"] = place.drawn.get(name, 0) / max(total, 1)
+            metrics[f"data/{name}/share_so_far"] = position.drawn.get(name, 0) / max(total, 1)
             metrics |= {f"data/{name}/{why}": float(number) for why, number in pool.counts.items()}
-            mine = [episode for group in groups if group.task.source == name for episode in group.survivors]
-            if mine and not mine[0].given:
-                metrics[f"data/{name}/reward"] = float(np.mean([episode.reward for episode in mine]))
+            episodes = [episode for group in groups if group.task.source == name for episode in group.survivors]
+            if episodes and not episodes[0].given:
+                metrics[f"data/{name}/reward"] = float(np.mean([episode.reward for episode in episodes]))
             if (success := success_of(name, groups)) is not None:
                 metrics[f"data/{name}/success"] = success
         return metrics
 
 
 def success_of(source: str, groups: Sequence[Group]) -> float | None:
-    """The share of a source's episodes that succeeded; None where nobody judged that."""
-    mine = [episode for group in groups if group.task.source == source for episode in group.survivors]
-    if not any("success" in episode.metrics for episode in mine):
+    """The success rate of a source; None if no episode reports success."""
+    episodes = [episode for group in groups if group.task.source == source for episode in group.survivors]
+    if not any("success" in episode.metrics for episode in episodes):
         return None
-    return float(np.mean([episode.metrics.get("success", 0.0) for episode in mine]))
+    return float(np.mean([episode.metrics.get("success", 0.0) for episode in episodes]))
 
 
 def coverage(size: int | None, drawn: int) -> Metrics:
-    """How much of a source has been seen after so many draws: every pass shows each row once."""
+    """Coverage of a source after `drawn` tasks; every pass contains each row once."""
     if size is None:
         return {"repeats": 0.0}
     return {
@@ -276,13 +337,62 @@ def coverage(size: int | None, drawn: int) -> Metrics:
     }
 
 
-def _named_apart(tasks: Sequence[Task]) -> list[Task]:
-    """A batch longer than its source holds a task twice; each still has a name of its own."""
+def _with_unique_ids(tasks: Sequence[Task]) -> list[Task]:
+    """Unique ids: a batch that is larger than its source contains a task twice."""
     if len({task.id for task in tasks}) == len(tasks):
         return list(tasks)
-    seen: Counter[str] = Counter()
+    seen_ids: Counter[str] = Counter()
     out = []
     for task in tasks:
-        seen[task.id] += 1
-        out.append(task if seen[task.id] == 1 else replace(task, id=f"{task.id}#{seen[task.id]}"))
+        seen_ids[task.id] += 1
+        out.append(task if seen_ids[task.id] == 1 else replace(task, id=f"{task.id}#{seen_ids[task.id]}"))
     return out
+
+
+def composition(mixture: Mixture, batches: int, size: int) -> dict[str, Any]:
+    """The composition of batches, counted from the drawn tasks (`arborl data mix`).
+
+    Example:
+        composition(mixture, 1000, 16)["sources"]["math"]
+        # {"target": 0.3, "achieved": 0.3, "repeats": 120, "coverage": 1.0, …}
+    """
+    drawn: Counter[str] = Counter()
+    seen_ids: dict[str, set[str]] = {name: set() for name in mixture.pools}
+    wanted = dict.fromkeys(mixture.pools, 0.0)
+    short, worst = 0, 0.0
+    for step in range(batches):
+        tasks = mixture.take(step, size)
+        counts = Counter(task.source for task in tasks)
+        drawn += counts
+        short += len(tasks) < size
+        shares = normalize_ratios({name: ratio for name, ratio in mixture.shares(step).items() if ratio > 0})
+        for name in mixture.pools:
+            quota = float(shares.get(name, 0)) * size
+            wanted[name] += quota
+            worst = max(worst, abs(counts[name] - quota))
+        for task in tasks:
+            seen_ids[task.source].add(task.id.partition("#")[0])
+    total = batches * size
+    sources = {}
+    for name, pool in mixture.pools.items():
+        seen_rows = coverage(pool.size, drawn[name])
+        sources[name] = {
+            "target": round(wanted[name] / total, 6),
+            "achieved": round(drawn[name] / total, 6),
+            "rows": pool.size,
+            "drawn": drawn[name],
+            "distinct": len(seen_ids[name]),
+            "repeats": int(seen_rows["repeats"]),
+            "coverage": round(seen_rows["coverage"], 6) if "coverage" in seen_rows else None,
+            "never_seen": int(seen_rows.get("unseen", 0)),
+            **{f"rows_{why}": count for why, count in pool.counts.items()},
+        }
+    error = max(abs(drawn[name] - wanted[name]) for name in mixture.pools)
+    return {
+        "sources": sources,
+        "batches": batches,
+        "batch_size": size,
+        "short_batches": short,
+        "largest_batch_error": round(worst, 6),
+        "largest_total_error": round(error, 6),
+    }

@@ -1,4 +1,8 @@
-"""Rows by number, wherever they are: in memory, in Parquet files too large for it, or in a Hugging Face dataset."""
+"""Tables: rows by number, in memory, in Parquet files larger than memory, or in a Hugging Face dataset.
+
+Parquet is decoded a few rows at a time within bounds on the decoded size. A column may store a long value once, in a
+dictionary, and repeat it in every row, so a file of 47 KB can decode to 5 GB.
+"""
 
 from __future__ import annotations
 
@@ -11,29 +15,200 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from arborl.data.reading.parquet import ParquetReader, unpacked_size
 from arborl.errors import ConfigError
 from arborl.types import Ints
+
+MOST_AT_ONCE = 2**26
+"""Largest decoded size of one batch, in bytes."""
+MOST_TOGETHER = 2**30
+"""Largest decoded size of one block."""
+MOST_UNPACKED = 2**26
+"""Decoded size of a column chunk that is accepted whatever its size on disk."""
+MOST_VALUES = 2**22
+"""List values of a column chunk that are accepted whatever its size on disk."""
+TIMES = 1000
+"""Largest compression ratio beyond that; real data does not reach it."""
+
+
+class ParquetReader:
+    """Reads the row groups of one file within bounds.
+
+    Args:
+        data: bytes of the file.
+        where: name of the file, for errors.
+    """
+
+    def __init__(self, data: mmap.mmap | bytes, where: str):
+        self.where, self._data = where, data
+        self.file = self._open()
+        self._longest: dict[int, int] = {}
+        self._check_footer()
+
+    def _open(self, read_dictionary: Sequence[str] | None = None) -> Any:
+        import pyarrow
+        import pyarrow.parquet  # type: ignore[import-untyped]
+
+        source = pyarrow.BufferReader(pyarrow.py_buffer(self._data))
+        return pyarrow.parquet.ParquetFile(
+            source, pre_buffer=False, buffer_size=2**20, read_dictionary=list(read_dictionary or ())
+        )
+
+    def _columns(self, group: int) -> Iterator[tuple[Any, bool]]:
+        """Metadata of each column of a row group, and whether it is inside a list."""
+        footer, schema = self.file.metadata, self.file.schema
+        for index in range(footer.num_columns):
+            yield footer.row_group(group).column(index), schema.column(index).max_repetition_level > 0
+
+    def _check_footer(self) -> None:
+        for group in range(self.file.metadata.num_row_groups):
+            for column, in_list in self._columns(group):
+                packed = max(column.total_compressed_size, 1)
+                if column.total_uncompressed_size > max(MOST_UNPACKED, TIMES * packed):
+                    raise self._refused(group, column, f"{column.total_uncompressed_size:,} bytes", packed)
+                if in_list and column.num_values > max(MOST_VALUES, TIMES * packed):
+                    raise self._refused(group, column, f"{column.num_values:,} values", packed)
+
+    def _refused(self, group: int, column: Any, what: str, packed: int) -> ConfigError:
+        return ConfigError(
+            f"{self.where}, row group {group + 1}: column {column.path_in_schema!r} is {what} in {packed:,} bytes, "
+            "which is not plausible. Write the file again, or without the column."
+        )
+
+    def stream(self, group: int, rows: int, columns: list[str] | None = None) -> Iterator[Any]:
+        """The row group as tables of `rows` rows each; the last may have fewer."""
+        import pyarrow
+
+        pending: list[Any] = []
+        count = size = 0
+        for batch in self._batches(group, rows, columns):
+            pending.append(batch)
+            count, size = count + batch.num_rows, size + unpacked_size(batch)
+            if size > MOST_TOGETHER and count > 1:
+                raise ConfigError(
+                    f"{self.where}, row group {group + 1}: {count:,} rows unpack to {size:,} bytes. Write the file "
+                    "with shorter rows."
+                )
+            while count >= rows:
+                whole = pyarrow.Table.from_batches(pending)
+                yield whole.slice(0, rows)
+                rest = whole.slice(rows)
+                pending, count, size = rest.to_batches(), rest.num_rows, unpacked_size(rest)
+        if count:
+            yield pyarrow.Table.from_batches(pending)
+
+    def _batches(self, group: int, rows: int, columns: list[str] | None = None) -> Iterator[Any]:
+        """Batches of a row group, small enough for the longest values."""
+        at_once = max(1, min(rows, MOST_AT_ONCE // max(self.longest(group), 1)))
+        yield from self.file.iter_batches(batch_size=at_once, row_groups=[group], columns=columns, use_threads=False)
+
+    def longest(self, group: int) -> int:
+        """Bytes of a row with the longest dictionary value in every column."""
+        if group not in self._longest:
+            self._longest[group] = self._find_longest(group)
+        return self._longest[group]
+
+    def _find_longest(self, group: int) -> int:
+        known = {column.path_in_schema: (column, in_list) for column, in_list in self._columns(group)}
+        names = [
+            name
+            for name, (column, _) in known.items()
+            if column.physical_type == "BYTE_ARRAY" and column.has_dictionary_page
+        ]
+        if not names:
+            return 0
+        file, total = self._open(names), 0
+        for name in names:
+            batch = next(file.iter_batches(batch_size=1, row_groups=[group], columns=[name], use_threads=False), None)
+            result = max((longest_in(array) for array in batch.columns), default=0) if batch is not None else 0
+            column, in_list = known[name]
+            whole = column.num_values * result
+            packed = max(column.total_compressed_size, 1)
+            if in_list and whole > MOST_TOGETHER + 10 * TIMES * packed:
+                raise self._refused(group, column, f"{column.num_values:,} values of up to {result:,} bytes", packed)
+            total += result
+        return total
+
+    def unpacked_within(self, most: int) -> bool:
+        """Whether the decoded size of all rows is at most `most` bytes; stops when it is exceeded."""
+        total = 0
+        for group in range(self.file.metadata.num_row_groups):
+            for batch in self._batches(group, 1024):
+                total += unpacked_size(batch)
+                if total > most:
+                    return False
+        return True
+
+
+def unpacked_size(table: Any) -> int:
+    """Decoded bytes of an Arrow table or batch; dictionary values count as often as they occur."""
+    total = 0
+    for column in table.columns:
+        for array in getattr(column, "chunks", [column]):
+            total += _size(array)
+    return total
+
+
+def _size(array: Any) -> int:
+    import pyarrow
+    import pyarrow.compute
+
+    kind = array.type
+    if pyarrow.types.is_dictionary(kind) and _is_text(kind.value_type):
+        lengths = pyarrow.compute.binary_length(array.dictionary)
+        return int(pyarrow.compute.sum(lengths.take(array.indices)).as_py() or 0) + int(array.nbytes)
+    return int(array.nbytes) + sum(_size(inner) - int(inner.nbytes) for inner in _inner(array))
+
+
+def longest_in(array: Any) -> int:
+    """Bytes of the longest dictionary value in a nested Arrow array."""
+    import pyarrow
+    import pyarrow.compute
+
+    if pyarrow.types.is_dictionary(array.type) and _is_text(array.type.value_type):
+        return int(pyarrow.compute.max(pyarrow.compute.binary_length(array.dictionary)).as_py() or 0)
+    return max(map(longest_in, _inner(array)), default=0)
+
+
+def _inner(array: Any) -> list[Any]:
+    """Child arrays of a nested array."""
+    import pyarrow
+
+    kind = array.type
+    if pyarrow.types.is_struct(kind):
+        return [array.field(index) for index in range(kind.num_fields)]
+    if pyarrow.types.is_map(kind):
+        return [array.keys, array.items]
+    return [array.flatten()] if pyarrow.types.is_nested(kind) and hasattr(array, "flatten") else []
+
+
+def _is_text(kind: Any) -> bool:
+    import pyarrow
+
+    check = pyarrow.types
+    return check.is_string(kind) or check.is_binary(kind) or check.is_large_string(kind) or check.is_large_binary(kind)
+
+
+# ------------------------------------------------------------------------------------------------ tables
 
 Row = dict[str, Any]
 
 BLOCK = 16_384
-"""Rows of a block; a row group with more is several of them."""
+"""Rows of a block; a larger row group is several blocks."""
 BUDGET = 48 * 2**20
-"""Bytes of decoded rows that are kept."""
+"""Bytes of decoded rows in the cache."""
 RECENT = 1.5
-"""Windows that are kept: the present one, and blocks of the next."""
+"""Cached windows: the current one and part of the next."""
 
 
-class Labels:
-    """A column with few different values: their names, and for each row the index of its own (None has one too)."""
+class ColumnValues:
+    """A column with few distinct values: the values, and the code of each row."""
 
     def __init__(self) -> None:
         self._index: dict[str | None, int] = {}
         self._parts: list[np.ndarray] = []
 
     @classmethod
-    def of(cls, values: Iterable[Any]) -> Labels:
+    def of(cls, values: Iterable[Any]) -> ColumnValues:
         labels = cls()
         index = labels._index
         names = (None if value is None else str(value) for value in values)
@@ -41,10 +216,10 @@ class Labels:
         return labels
 
     def add(self, names: Sequence[Any], codes: np.ndarray) -> None:
-        """Further rows, by indices into names of their own."""
+        """Add rows as codes into `names`."""
         index = self._index
-        told = (None if name is None else str(name) for name in names)
-        self._parts.append(np.array([index.setdefault(name, len(index)) for name in told], np.int32)[codes])
+        texts = (None if name is None else str(name) for name in names)
+        self._parts.append(np.array([index.setdefault(name, len(index)) for name in texts], np.int32)[codes])
 
     @property
     def names(self) -> list[str | None]:
@@ -55,7 +230,7 @@ class Labels:
         return np.concatenate(self._parts) if self._parts else np.empty(0, np.int32)
 
     def count(self) -> Counter[str | None]:
-        """Rows by name."""
+        """Number of rows of each value."""
         return Counter(dict(zip(self.names, np.bincount(self.codes, minlength=len(self.names)).tolist(), strict=True)))
 
     def rows_of(self, name: str) -> Ints:
@@ -67,27 +242,27 @@ class Table(Protocol):
     """Rows by number, from 0."""
 
     where: str
-    """The file, for error messages."""
+    """Name of the file, for errors."""
     sizes: Ints
-    """Rows of each block: what is read at once."""
+    """Number of rows of each block; a block is read at once."""
     runs: Ints
-    """How many blocks are in each run of blocks that is cheap to read in order only."""
+    """Number of blocks of each run; the blocks of a run are cheap to read in order only."""
     window: int
-    """Rows whose blocks may be kept at once."""
+    """Rows whose blocks fit into the cache."""
     ahead: int
-    """Rows that are worth reading at once."""
+    """Rows to read ahead."""
     whole: bool
-    """Whether all rows are in memory, and may be looked at one by one."""
+    """Whether all rows are in memory."""
 
     def rows(self, numbers: Sequence[int] | Ints) -> list[Row]:
         """These rows, in this order."""
         ...
 
     def place(self, number: int) -> str:
-        """What a person calls the row: `row 3`, `line 7`."""
+        """Name of the row for errors: `row 3`, `line 7`."""
         ...
 
-    def labels(self, column: str) -> Labels:
+    def labels(self, column: str) -> ColumnValues:
         """The values of one column of all rows."""
         ...
 
@@ -109,20 +284,20 @@ class ListTable:
     def place(self, number: int) -> str:
         return self._rows[number][0]
 
-    def labels(self, column: str) -> Labels:
-        return Labels.of([row.get(column) for _, row in self._rows])
+    def labels(self, column: str) -> ColumnValues:
+        return ColumnValues.of([row.get(column) for _, row in self._rows])
 
 
 class ParquetTable:
-    """A Parquet file, memory-mapped and decoded a block at a time; only blocks in use are kept.
+    """A Parquet file, memory-mapped and decoded block by block; recently used blocks are cached.
 
-    A row group is decoded from its beginning. One that is larger than a block is decoded as a stream, so its blocks are
-    a run: reading them in order decodes each once.
+    A row group is decoded from its beginning. A larger one is decoded as a stream, so its blocks are a run: reading
+    them in order decodes each once.
 
     Args:
         path: the file.
-        block: most rows of a block.
-        budget: bytes of decoded rows to keep.
+        block: largest number of rows of a block.
+        budget: bytes of decoded rows in the cache.
     """
 
     whole = False
@@ -133,7 +308,7 @@ class ParquetTable:
             self._map = _mapped(path)
             self._reader = ParquetReader(self._map, self.where)
             self.file = self._reader.file
-        no_twins(self.file.schema_arrow.names, self.where)
+        check_column_names(self.file.schema_arrow.names, self.where)
         footer = self.file.metadata
         groups = [footer.row_group(index).num_rows for index in range(footer.num_row_groups)]
         self.block = self._fitting(block, budget)
@@ -148,7 +323,7 @@ class ParquetTable:
         self._stream: tuple[int, int, Iterator[Any]] | None = None
 
     def _fitting(self, block: int, budget: int) -> int:
-        """A block is a power of two smaller where a few rows, decoded, show that a window would not fit the budget."""
+        """Halve the block until a window, estimated from a few decoded rows, fits the budget."""
         with _parquet_errors(self.where):
             groups = range(self.file.metadata.num_row_groups)
             sample = next((table for group in groups for table in self._reader.stream(group, 64)), None)
@@ -165,30 +340,30 @@ class ParquetTable:
                     yield from as_rows(table)
 
     def unpacked_within(self, most: int) -> bool:
-        """Whether all rows together have no more than so many bytes."""
+        """Whether the decoded size of all rows is at most `most` bytes."""
         with _parquet_errors(self.where):
             return self._reader.unpacked_within(most)
 
     def rows(self, numbers: Sequence[int] | Ints) -> list[Row]:
-        wanted = np.asarray(numbers, np.int64)
-        blocks = np.searchsorted(self._starts, wanted, side="right") - 1
-        out: list[Row] = [{}] * len(wanted)
+        requested = np.asarray(numbers, np.int64)
+        blocks = np.searchsorted(self._starts, requested, side="right") - 1
+        out: list[Row] = [{}] * len(requested)
         for block in np.unique(blocks):
             at = np.flatnonzero(blocks == block)
             with _parquet_errors(self.where):
-                found = as_rows(self._read(int(block)).take(wanted[at] - self._starts[block]))
-                for place, row in zip(at.tolist(), found, strict=True):
+                result = as_rows(self._read(int(block)).take(requested[at] - self._starts[block]))
+                for place, row in zip(at.tolist(), result, strict=True):
                     out[place] = row
         return out
 
     def place(self, number: int) -> str:
         return f"row {number + 1}"
 
-    def labels(self, column: str) -> Labels:
-        """The values of one column, and nothing else is read."""
+    def labels(self, column: str) -> ColumnValues:
+        """The values of one column; only that column is read."""
         if column not in self.file.schema_arrow.names:
-            return Labels.of([None] * int(self.sizes.sum()))
-        labels = Labels()
+            return ColumnValues.of([None] * int(self.sizes.sum()))
+        labels = ColumnValues()
         with _parquet_errors(self.where):
             for group in range(self.file.metadata.num_row_groups):
                 for table in self._reader.stream(group, BLOCK, [column]):
@@ -198,7 +373,7 @@ class ParquetTable:
         return labels
 
     def _read(self, block: int) -> Any:
-        """A block, decoded; the ones used last are kept."""
+        """A decoded block, from the cache if possible."""
         if block not in self._kept:
             self._kept[block] = self._decode(block)
             _forget(self._map)
@@ -209,7 +384,7 @@ class ParquetTable:
         return self._kept[block]
 
     def _decode(self, block: int) -> Any:
-        """A block, from a stream of its row group that goes on where it was left."""
+        """Decode a block from the stream of its row group, continued where it stopped."""
         group, part = self._home[block]
         with _parquet_errors(f"{self.where}, row group {group + 1}"):
             if self._stream is None or self._stream[0] != group or self._stream[1] > part:
@@ -217,13 +392,13 @@ class ParquetTable:
             _, at, tables = self._stream
             for _ in range(at, part):
                 next(tables)
-            found = next(tables)
+            result = next(tables)
             self._stream = group, part + 1, tables
-            return found
+            return result
 
 
 class HubTable:
-    """A Hugging Face dataset, which keeps its rows in memory-mapped files."""
+    """A Hugging Face dataset in memory-mapped files."""
 
     whole = False
 
@@ -241,13 +416,13 @@ class HubTable:
     def place(self, number: int) -> str:
         return f"row {number + 1}"
 
-    def labels(self, column: str) -> Labels:
+    def labels(self, column: str) -> ColumnValues:
         there = column in self.dataset.column_names
-        return Labels.of(self.dataset[column] if there else [None] * len(self.dataset))
+        return ColumnValues.of(self.dataset[column] if there else [None] * len(self.dataset))
 
 
-class JoinedTable:
-    """Several tables, one behind the other."""
+class ConcatenatedTable:
+    """Several tables, concatenated."""
 
     def __init__(self, tables: Sequence[Table], where: str):
         self.tables, self.where = tables, where
@@ -259,12 +434,14 @@ class JoinedTable:
         self._starts = np.cumsum([0, *(int(table.sizes.sum()) for table in tables)]).tolist()
 
     def rows(self, numbers: Sequence[int] | Ints) -> list[Row]:
-        wanted = np.asarray(numbers, np.int64)
-        whose = np.searchsorted(self._starts, wanted, side="right") - 1
-        out: list[Row] = [{}] * len(wanted)
-        for index in np.unique(whose):
-            at = np.flatnonzero(whose == index)
-            for place, row in zip(at.tolist(), self.tables[index].rows(wanted[at] - self._starts[index]), strict=True):
+        requested = np.asarray(numbers, np.int64)
+        table_index = np.searchsorted(self._starts, requested, side="right") - 1
+        out: list[Row] = [{}] * len(requested)
+        for index in np.unique(table_index):
+            at = np.flatnonzero(table_index == index)
+            for place, row in zip(
+                at.tolist(), self.tables[index].rows(requested[at] - self._starts[index]), strict=True
+            ):
                 out[place] = row
         return out
 
@@ -273,16 +450,16 @@ class JoinedTable:
         table = self.tables[index]
         return f"{Path(table.where).name}, {table.place(number - self._starts[index])}"
 
-    def labels(self, column: str) -> Labels:
-        labels = Labels()
+    def labels(self, column: str) -> ColumnValues:
+        labels = ColumnValues()
         for table in self.tables:
-            own = table.labels(column)
-            labels.add(own.names, own.codes)
+            values = table.labels(column)
+            labels.add(values.names, values.codes)
         return labels
 
 
 def as_rows(table: Any) -> Iterator[Row]:
-    """The rows of an Arrow table; column by column, which is several times as fast as its own `to_pylist`."""
+    """The rows of an Arrow table; converting columns is several times as fast as `Table.to_pylist`."""
     names = table.column_names
     for values in zip(*(column.to_pylist() for column in table.columns), strict=True):
         yield dict(zip(names, values, strict=False))
@@ -297,24 +474,24 @@ def _mapped(path: Path) -> mmap.mmap | bytes:
 
 
 def _forget(mapped: mmap.mmap | bytes) -> None:
-    """Let go of the pages that were read: else all of a file would in time count as this process's memory."""
+    """Release the pages that were read, else the whole file would count as memory of this process."""
     if isinstance(mapped, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
         mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def _cut(rows: int, most: int) -> list[int]:
-    """Sizes of the blocks of so many rows."""
+    """Sizes of the blocks."""
     return [min(most, rows - start) for start in range(0, rows, most)] or [0]
 
 
-def no_twins(names: Sequence[str], where: str) -> None:
-    """Of two columns with one name, only one would be read."""
+def check_column_names(names: Sequence[str], where: str) -> None:
+    """ConfigError for two columns with one name."""
     if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise ConfigError(f"{where}: two columns are called {twice[0]!r}. Give one another name.")
+        raise ConfigError(f"{where}: two columns have the name {twice[0]!r}. Rename one.")
 
 
 class _parquet_errors:
-    """What Arrow raises, as one line that names the file."""
+    """Turns errors of Arrow into a ConfigError with the name of the file."""
 
     def __init__(self, where: str):
         self.where = where
@@ -330,7 +507,7 @@ class _parquet_errors:
 
 
 def get_path(row: Mapping[str, Any], path: str) -> Any:
-    """The value at a dotted path, None where there is none. A column whose name has dots in it comes first.
+    """The value at a dotted path, or None. A column whose name contains the dots has precedence.
 
     Example:
         get_path({"reward_model": {"ground_truth": "42"}}, "reward_model.ground_truth")      # '42'

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from arborl.rollout.store import from_json, reading
-from arborl.rollout.term_store import NUMBERS, Columns, pushes
+from arborl.rollout.episode_store import episode_errors, episode_from_json
+from arborl.rollout.term_store import VALUE_COLUMNS, Columns, gradient_norms
 from arborl.tokens import Tokens
 from arborl.track.folder_files import parse_json
 from arborl.types import GIVEN, Call, Episode, Message
@@ -22,7 +22,7 @@ MAX_REPEATED = 2**27
 def parsed(line: bytes, where: str) -> Episode:
     """The episode of a line, if it is small enough for a page."""
     row = parse_json(line, where)
-    with reading(where):
+    with episode_errors(where):
         calls = row["calls"]
         repeated = sum(int(call["prompt"][1]) for call in calls)
         repeated += 1000 * sum(int(call["messages"][1]) for call in calls if "messages" in call)
@@ -147,8 +147,8 @@ def _sampled(call: Call, number: int, decode: Decode | None, terms: Columns | No
     own, at = own[at < count], at[at < count]
     if not len(own):
         return columns
-    kept = {name if name != "logprob" else "now": terms[name][own] for name in NUMBERS}
-    kept["push"] = pushes(terms["pull"][own], terms["logprob"][own])
+    kept = {name if name != "logprob" else "now": terms[name][own] for name in VALUE_COLUMNS}
+    kept["push"] = gradient_norms(terms["pull"][own], terms["logprob"][own])
     for name, values in kept.items():
         column: list[float | None] = [None] * count
         for place, value in zip(at.tolist(), values.tolist(), strict=True):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from arborl.rollout.term_store import Columns, pushes
+from arborl.rollout.term_store import Columns, gradient_norms
 from arborl.types import Episode
 from arborl.view.web.token_text import Decode, pieces
 
@@ -27,7 +27,7 @@ def strongest(
         episodes_of: reads episodes by their lines in the step's file.
         most: number of tokens.
     """
-    push = np.nan_to_num(pushes(terms["pull"], terms["logprob"]))
+    push = np.nan_to_num(gradient_norms(terms["pull"], terms["logprob"]))
     total = float(terms["pushed"])
     order = np.argsort(-push, kind="stable")
     largest = order[: max(most, NUM_SUMMED)]

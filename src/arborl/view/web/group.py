@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from arborl.rollout.tree import grow
+from arborl.rollout.token_trees import tree_of_sequences
 from arborl.types import Episode, Ints
 from arborl.view.web.token_text import Decode, pieces
 
@@ -19,7 +19,7 @@ MAX_ALTERNATIVES = 8
 def tree_of(episodes: Sequence[Episode], decode: Decode | None) -> dict[str, Any]:
     """The tree as segments without a fork, in depth-first order, and where the calls of each episode end."""
     calls = [(number, at, call) for number, episode in enumerate(episodes) for at, call in enumerate(episode.calls)]
-    tree, paths = grow(call.whole for _, _, call in calls)
+    tree, paths = tree_of_sequences(call.whole for _, _, call in calls)
     size = len(tree)
     if not size:
         return {"tokens": 0, "raw": 0, "stretches": [], "calls": []}
@@ -87,7 +87,7 @@ def alternatives_of(
 ) -> list[dict[int, list[dict[str, Any]]]]:
     """For each call of episode `own`: tokens at which other episodes sampled another token in the same context."""
     calls = [(number, call) for number, episode in enumerate(episodes) for call in episode.calls]
-    _, paths = grow(call.whole for _, call in calls)
+    _, paths = tree_of_sequences(call.whole for _, call in calls)
     chosen: dict[int, dict[int, list[tuple[int, float]]]] = {}
     placed = []
     for (number, call), path in zip(calls, paths, strict=True):

@@ -24,7 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from arborl.rollout.store import FILE
+from arborl.rollout.episode_store import EPISODE_FILE
 from arborl.track.folder_files import MAX_LINES_FILE, Unreadable, entries_of, is_regular, open_regular, read_lines
 from arborl.types import GIVEN
 
@@ -131,7 +131,7 @@ class EpisodeIndex:
         found = []
         for kind, place in KINDS.items():
             for entry in entries_of(self.folder / place):
-                if (named := FILE.fullmatch(entry.name)) and entry.is_file(follow_symlinks=False):
+                if (named := EPISODE_FILE.fullmatch(entry.name)) and entry.is_file(follow_symlinks=False):
                     stat = entry.stat(follow_symlinks=False)
                     step = int(named[1])
                     found.append(EpisodeFile(kind, step, Path(entry.path), stat.st_ino, stat.st_size, stat.st_mtime_ns))

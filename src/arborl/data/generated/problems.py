@@ -1,0 +1,324 @@
+"""Arithmetic and programming problems, generated from a seed; every answer is computed.
+
+`arborl data make arithmetic` and `arborl data make code` write files of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from arborl.seeds import generator
+
+Chance = np.random.Generator
+NUMBER_ANSWER = "Answer as <answer>number</answer>."
+NAMES = ("Tom", "Ann", "Max", "Eva", "Ben", "Mia", "Sam", "Lea")
+THINGS = ("apples", "pens", "cards", "eggs", "stones", "books", "coins", "shells")
+
+
+@dataclass(frozen=True, slots=True)
+class ArithmeticProblem:
+    """A question and what solves it."""
+
+    question: str
+    expression: str
+    """What to ask a calculator."""
+    answer: str
+
+
+def arithmetic_problem(chance: Chance, level: int = 1) -> ArithmeticProblem:
+    """One problem. Level 1 takes one operation on numbers below 100, level 2 two, level 3 also division and percent.
+
+    Example:
+        problem(generator(0, "example"))
+        # ArithmeticProblem("Of 52 eggs, 17 break. How many are left? Answer as …", "52 - 17", "35")
+    """
+    if level not in LEVELS:
+        raise ValueError(f"level={level}: give 1, 2 or 3")
+    makers = LEVELS[level]
+    text, expression, value = makers[int(chance.integers(len(makers)))](chance)
+    return ArithmeticProblem(f"{text} {NUMBER_ANSWER}", expression, show(value))
+
+
+def problems(count: int, seed: int = 0, level: int = 1) -> list[dict[str, Any]]:
+    """Rows for a file: `count` different problems, the same for the same arguments."""
+    rows: dict[str, dict[str, Any]] = {}
+    for number in range(100 * count + 100):
+        if len(rows) == count:
+            return list(rows.values())
+        new_problem = arithmetic_problem(generator(seed, "arithmetic", level, number), level)
+        rows.setdefault(new_problem.question, asdict(new_problem) | {"level": level})
+    raise ValueError(f"count={count}: level {level} has fewer different problems")
+
+
+def show(value: Fraction) -> str:
+    """A number as people write it; values here have at most two decimals.
+
+    Example:
+        show(Fraction(7, 2))      # '3.5'
+    """
+    if value.denominator == 1:
+        return str(value.numerator)
+    return f"{float(value):.2f}".rstrip("0")
+
+
+Made = tuple[str, str, Fraction]
+"""Question, expression, answer."""
+
+
+def _number(chance: Chance, low: int = 1, high: int = 99) -> int:
+    return int(chance.integers(low, high + 1))
+
+
+def _pick(chance: Chance, options: Sequence[str]) -> str:
+    return options[int(chance.integers(len(options)))]
+
+
+ONE = {
+    "+": (
+        "What is {a} + {b}?",
+        "Add {a} and {b}.",
+        "{a} plus {b}?",
+        "{name} has {a} {things} and gets {b} more. How many?",
+        "There are {a} {things} here and {b} there. How many in all?",
+    ),
+    "-": (
+        "What is {a} - {b}?",
+        "Take {b} from {a}.",
+        "{a} minus {b}?",
+        "Of {a} {things}, {b} break. How many are left?",
+        "{name} had {a} {things} and gave away {b}. How many are left?",
+    ),
+    "*": (
+        "What is {a} * {b}?",
+        "Multiply {a} by {b}.",
+        "{a} times {b}?",
+        "{a} boxes hold {b} {things} each. How many {things}?",
+        "{name} buys {a} bags of {b} {things}. How many {things}?",
+    ),
+}
+
+
+def _one(chance: Chance) -> Made:
+    sign = _pick(chance, tuple(ONE))
+    a, b = _number(chance), _number(chance)
+    if sign == "-":
+        a, b = max(a, b), min(a, b)
+    text = _pick(chance, ONE[sign]).format(a=a, b=b, name=_pick(chance, NAMES), things=_pick(chance, THINGS))
+    value = {"+": a + b, "-": a - b, "*": a * b}[sign]
+    return text, f"{a} {sign} {b}", Fraction(value)
+
+
+def _shopping(chance: Chance) -> Made:
+    name, things = _pick(chance, NAMES), _pick(chance, THINGS)
+    count, price, more = _number(chance, 2, 20), _number(chance, 2, 50), _number(chance)
+    text = (
+        f"{name} buys {count} {things} at {price} dollars each and a bag for {more} dollars. How many dollars in all?"
+    )
+    return text, f"{count} * {price} + {more}", Fraction(count * price + more)
+
+
+def _change(chance: Chance) -> Made:
+    name, things = _pick(chance, NAMES), _pick(chance, THINGS)
+    count, price, rest = _number(chance, 2, 12), _number(chance, 2, 30), _number(chance)
+    paid = count * price + rest
+    text = f"{name} pays {paid} dollars for {count} {things} at {price} dollars each. How many dollars come back?"
+    return text, f"{paid} - {count} * {price}", Fraction(rest)
+
+
+def _give_and_take(chance: Chance) -> Made:
+    name, things = _pick(chance, NAMES), _pick(chance, THINGS)
+    a, b = _number(chance, 20), _number(chance)
+    c = _number(chance, 1, a + b)
+    text = f"{name} has {a} {things}, finds {b} and loses {c}. How many are left?"
+    return text, f"{a} + {b} - {c}", Fraction(a + b - c)
+
+
+def _share(chance: Chance) -> Made:
+    things, people, each = _pick(chance, THINGS), _number(chance, 2, 20), _number(chance, 2)
+    text = f"{people * each} {things} are shared among {people} people. How many does each get?"
+    return text, f"{people * each} / {people}", Fraction(each)
+
+
+def _percent(chance: Chance) -> Made:
+    rate, price = 5 * _number(chance, 1, 19), _number(chance, 2, 200)
+    text = f"A coat costs {price} dollars. The price falls by {rate} percent. How many dollars is it now?"
+    return text, f"{price} * (100 - {rate}) / 100", Fraction(price * (100 - rate), 100)
+
+
+def _mean(chance: Chance) -> Made:
+    a, b, c, d = (_number(chance) for _ in range(4))
+    return f"What is the mean of {a}, {b}, {c} and {d}?", f"({a} + {b} + {c} + {d}) / 4", Fraction(a + b + c + d, 4)
+
+
+LEVELS: dict[int, tuple[Callable[[Chance], Made], ...]] = {
+    1: (_one,),
+    2: (_shopping, _change, _give_and_take),
+    3: (_shopping, _change, _share, _percent, _mean),
+}
+
+
+# ------------------------------------------------------------------------------------------------ programming
+
+Row = dict[str, Any]
+WORDS = ("banana", "seedling", "river", "mirror", "lantern", "pepper", "garden", "window", "letter", "summer")
+TEXT_ANSWER = "Answer as <answer>text</answer>."
+
+
+def _numbers(chance: Chance, count: int, high: int = 99) -> list[int]:
+    return [int(x) for x in chance.integers(1, high + 1, size=count)]
+
+
+# ------------------------------------------------------------------------------------------------ compute an answer
+
+
+def _product(chance: Chance) -> tuple[str, str]:
+    a, b = _numbers(chance, 2, 999)
+    return f"What is {a} * {b}?", f"{a} * {b}"
+
+
+def _remainder(chance: Chance) -> tuple[str, str]:
+    a, b = _numbers(chance, 1, 999)[0], _numbers(chance, 1, 30)[0]
+    return f"What is the remainder of {a} divided by {b}?", f"{a} % {b}"
+
+
+def _sum_to(chance: Chance) -> tuple[str, str]:
+    (n,) = _numbers(chance, 1)
+    return f"What is the sum of the numbers from 1 to {n}?", f"sum(range(1, {n + 1}))"
+
+
+def _largest(chance: Chance) -> tuple[str, str]:
+    numbers = _numbers(chance, 5)
+    return f"What is the largest of {', '.join(map(str, numbers))}?", f"max({numbers})"
+
+
+def _total(chance: Chance) -> tuple[str, str]:
+    numbers = _numbers(chance, 4)
+    return f"What is the sum of {', '.join(map(str, numbers))}?", f"sum({numbers})"
+
+
+def _backwards(chance: Chance) -> tuple[str, str]:
+    word = _word(chance)
+    return f"Write {word} backwards.", f"{word!r}[::-1]"
+
+
+def _letters(chance: Chance) -> tuple[str, str]:
+    word = _word(chance)
+    letter = word[int(chance.integers(len(word)))]
+    return f"How many times is {letter} in {word}?", f"{word!r}.count({letter!r})"
+
+
+def _length(chance: Chance) -> tuple[str, str]:
+    word = _word(chance)
+    return f"How many letters has {word}?", f"len({word!r})"
+
+
+def _word(chance: Chance) -> str:
+    """Two words as one: there are a hundred of them."""
+    return _pick(chance, WORDS) + _pick(chance, WORDS)
+
+
+COMPUTE: tuple[Callable[[Chance], tuple[str, str]], ...] = (
+    _product, _remainder, _sum_to, _largest, _total, _backwards, _letters, _length,
+)  # fmt: skip
+
+
+def computation_problem(chance: Chance) -> Row:
+    """A question that one line of Python answers.
+
+    Example:
+        compute(generator(0, "example"))
+        # {"question": "Write riverlantern backwards. Answer …", "code": "print('riverlantern'[::-1])", "answer": …}
+    """
+    question, expression = COMPUTE[int(chance.integers(len(COMPUTE)))](chance)
+    answer = eval(
+        expression, {"__builtins__": {"sum": sum, "max": max, "len": len, "range": range}}
+    )  # ours, from above
+    return {"question": f"{question} {TEXT_ANSWER}", "code": f"print({expression})", "answer": str(answer)}
+
+
+# ------------------------------------------------------------------------------------------------ write a function
+
+FUNCTIONS: tuple[tuple[str, str, str, str], ...] = (
+    ("scale", "x", "returns {n} times the number x", "{n} * x"),
+    ("shift", "x", "returns the number x plus {n}", "x + {n}"),
+    ("is_multiple", "x", "says whether the number x is a multiple of {n}", "x % {n} == 0"),
+    ("digit_sum", "x", "returns the sum of the digits of {n} times the number x", "sum(int(d) for d in str({n} * x))"),
+    ("largest", "items", "returns the largest number of the list items", "max(items)"),
+    (
+        "above",
+        "items",
+        "returns those numbers of the list items that are above {n}, in order",
+        "[i for i in items if i > {n}]",
+    ),
+    ("every", "items", "returns every {n}. element of the list items, from the first on", "items[::{n}]"),
+    ("backwards", "text", "returns the text backwards", "text[::-1]"),
+    ("repeat", "text", "returns the text repeated {n} times", "text * {n}"),
+    ("vowels", "text", "counts the vowels a, e, i, o and u in the text", "sum(c in 'aeiou' for c in text)"),
+)
+"""Name, parameter, what it does, and an expression that does it."""
+
+
+def function(chance: Chance, cases: int = 5) -> Row:
+    """A function to write, with calls and what they return."""
+    name, parameter, does, body = FUNCTIONS[int(chance.integers(len(FUNCTIONS)))]
+    n = int(chance.integers(2, 10))
+    body = body.format(n=n)
+    solve = eval(f"lambda {parameter}: {body}")  # ours, from the table above
+    inputs = [_input(chance, parameter) for _ in range(cases)]
+    return {
+        "question": f"Write a Python function {name}({parameter}) that {does.format(n=n)}. "
+        "Answer with the code in a ```python block.",
+        "code": f"def {name}({parameter}):\n    return {body}",
+        "tests": [{"function": name, "args": [each], "returns": solve(each)} for each in inputs],
+    }
+
+
+def program(chance: Chance, cases: int = 5) -> Row:
+    """A program to write, with inputs and what it prints."""
+    n = int(chance.integers(2, 10))
+    does, body = (
+        (f"prints their sum times {n}", f"sum(numbers) * {n}"),
+        ("prints the largest of them", "max(numbers)"),
+        (f"prints how many of them are above {n}", f"sum(x > {n} for x in numbers)"),
+    )[int(chance.integers(3))]
+    solve = eval(f"lambda numbers: {body}")  # ours, from the line above
+    inputs = [_numbers(chance, int(chance.integers(1, 6)), 20) for _ in range(cases)]
+    return {
+        "question": f"Write a Python program that reads one line of numbers and {does}. "
+        "Answer with the code in a ```python block.",
+        "code": f"numbers = [int(x) for x in input().split()]\nprint({body})",
+        "tests": [{"input": " ".join(map(str, each)), "output": str(solve(each))} for each in inputs],
+    }
+
+
+def _input(chance: Chance, parameter: str) -> Any:
+    if parameter == "x":
+        return int(chance.integers(0, 200))
+    if parameter == "items":
+        return _numbers(chance, int(chance.integers(1, 8)), 20)
+    return _word(chance)
+
+
+CODE_KINDS: dict[str, Callable[[Chance], Row]] = {
+    "compute": computation_problem,
+    "function": function,
+    "program": program,
+}
+
+
+def code_problems(count: int, seed: int = 0, kind: str = "compute") -> list[Row]:
+    """Rows for a file, the same for the same arguments; those of `computation_problem` have different questions."""
+    if kind not in CODE_KINDS:
+        raise ValueError(f"kind={kind!r}: give {', '.join(CODE_KINDS)}")
+    rows: dict[str, Row] = {}
+    for number in range(100 * count + 100):
+        if len(rows) == count:
+            return list(rows.values())
+        row = CODE_KINDS[kind](generator(seed, "code", kind, number))
+        rows.setdefault(row["question"] if kind == "compute" else str(number), row)
+    raise ValueError(f"count={count}: there are fewer different problems of kind {kind!r}")

@@ -1,0 +1,281 @@
+"""Environments in threads: an environment that blocks does not delay other episodes.
+
+An environment in a thread keeps that thread from its constructor to `close`, so what it opens there (a database, an
+event loop) stays valid. A thread whose call exceeds the deadline is abandoned: the episode fails, the thread closes the
+environment when the call returns, and the next episode gets another thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import re
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from arborl.envs.env import Env, Observation, Step
+from arborl.envs.wrapper import EnvWrapper
+from arborl.errors import ArborError, boundary
+from arborl.tools.core.background_threads import AbandonedCalls
+from arborl.types import Message, Metrics, Task
+
+if TYPE_CHECKING:
+    from numpy.random import Generator
+    from PIL.Image import Image
+
+IDLE_SECONDS = 10.0
+"""Time after which an idle thread ends."""
+OTHER_LOOP = re.compile(r"a different (event )?loop")
+OTHER_LOOP_ADVICE = (
+    "An environment in a thread has its own event loop. Make objects of a loop (clients, locks) in reset(), "
+    "or write `blocking = False` in its class: it then runs in the run's event loop and must never block it."
+)
+
+Job = Callable[[], None]
+
+
+class ThreadTimeout(ArborError):
+    """A call in a thread exceeded its deadline and was abandoned."""
+
+
+class EnvThread:
+    """A daemon thread that runs jobs in order."""
+
+    def __init__(self, pool: ThreadPool):
+        self.pool, self.has_ended = pool, False
+        self.jobs: SimpleQueue[Job] = SimpleQueue()
+        self.loop: asyncio.AbstractEventLoop | None = None
+        threading.Thread(target=self._run, name="arborl-environment", daemon=True).start()
+
+    def submit(self, job: Job) -> None:
+        self.jobs.put(job)
+
+    def call(self, function: Callable[[], Any]) -> Future[Any]:
+        """Run `function()` in the thread; an awaitable result is awaited there."""
+        outcome: Future[Any] = Future()
+        self.submit(lambda: _set_outcome(outcome, lambda: self.run_awaitable(function())))
+        return outcome
+
+    def wait(self, what: str, seconds: float, function: Callable[[], Any]) -> Any:
+        """The result of `function()`, without an event loop. Ctrl-C ends the wait."""
+        outcome = self.call(function)
+        try:
+            return outcome.result(seconds)
+        except TimeoutError:
+            if outcome.done():  # raised by the function itself
+                raise
+            raise ThreadTimeout(f"{what} did not return within {seconds:g} s.") from None
+
+    def end(self, last: Job) -> None:
+        """Run `last` after the jobs in the queue, then end the thread."""
+
+        def job() -> None:
+            last()
+            self.has_ended = True
+            self.pool.left.came_back(self)
+
+        self.submit(job)
+
+    def run_awaitable(self, value: Any) -> Any:
+        """The result of an awaitable, run in this thread; any other value unchanged."""
+        if not inspect.isawaitable(value):
+            return value
+        self.loop = self.loop or asyncio.new_event_loop()
+
+        async def result() -> Any:
+            return await value
+
+        return self.loop.run_until_complete(result())
+
+    def _run(self) -> None:
+        while not self.has_ended:
+            try:
+                job = self.jobs.get(timeout=IDLE_SECONDS)
+            except Empty:
+                self.has_ended = self.pool.retire(self)
+                continue
+            job()
+        if self.loop is not None:
+            self.loop.close()
+
+
+def _set_outcome(outcome: Future[Any], function: Callable[[], Any]) -> None:
+    value: Any = None
+    error: BaseException | None = None
+    try:
+        value = function()
+    except RuntimeError as raised:
+        text = f"{raised}. {OTHER_LOOP_ADVICE}" if OTHER_LOOP.search(str(raised)) else ""
+        error = RuntimeError(text).with_traceback(raised.__traceback__) if text else raised
+    except Exception as raised:
+        error = raised
+    except BaseException as raised:  # SystemExit, KeyboardInterrupt, CancelledError end the call alone
+        error = RuntimeError(f"{type(raised).__name__}: {raised}").with_traceback(raised.__traceback__)
+    if isinstance(error, StopIteration):  # a future cannot hold it
+        error = RuntimeError(f"StopIteration: {error}").with_traceback(error.__traceback__)
+    with suppress(InvalidStateError):  # cancelled
+        outcome.set_exception(error) if error is not None else outcome.set_result(value)
+
+
+class ThreadPool:
+    """Threads of environments; each environment has its own."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.idle: list[EnvThread] = []
+        self.left = LeftBehind()
+        """Abandoned threads whose call has not returned."""
+        self.num_abandoned = 0
+
+    def take(self) -> EnvThread:
+        with self.lock:
+            return self.idle.pop() if self.idle else EnvThread(self)
+
+    def give_back(self, thread: EnvThread) -> None:
+        with self.lock:
+            self.idle.append(thread)
+
+    def abandon(self, thread: EnvThread, last: Job, name: str, deadline: float) -> None:
+        """Stop waiting for the thread's call. When the call returns, the thread runs `last` and ends.
+
+        Args:
+            thread: the thread.
+            last: its last job.
+            name: of the environment.
+            deadline: of the call, in `time.monotonic()`.
+        """
+        self.left.add(thread, name, deadline)
+        self.num_abandoned += 1
+        thread.end(last)
+
+    def retire(self, thread: EnvThread) -> bool:
+        """Whether an idle thread may end; False if it was just taken."""
+        with self.lock:
+            if thread not in self.idle:
+                return False
+            self.idle.remove(thread)
+            return True
+
+    def metrics(self) -> Metrics:
+        """Threads abandoned since the last call, and abandoned threads that are still running."""
+        abandoned, self.num_abandoned = self.num_abandoned, 0
+        return {"rollout/threads_abandoned": float(abandoned), "rollout/threads_stuck": float(len(self.left.calls))}
+
+
+class ThreadEnv(PassingEnv):
+    """An environment that is made and called in one thread.
+
+    Args:
+        pool: of the threads.
+        name: of the environment, for errors.
+        seconds: timeout of one call.
+    """
+
+    def __init__(self, pool: ThreadPool, name: str, seconds: float):
+        self.pool, self.name, self.seconds = pool, name, seconds
+        self.thread: EnvThread | None = None
+        self.deadline = 0.0
+        """Of the last call."""
+        self.is_stuck = False
+        """The last call was given up before it returned."""
+        self.final_metrics: Metrics | None = None
+
+    async def open(self, make: Callable[[], Env]) -> None:
+        """Make the environment in its thread."""
+        try:
+            async with boundary(self.name, self.seconds):
+                self.env = await self._call(make)
+        except BaseException:
+            self.release()
+            raise
+
+    async def reset(self, task: Task, seed: int) -> Observation:
+        return await self._call(lambda: self.env.reset(task, seed))  # type: ignore[no-any-return]
+
+    async def step(self, action: Message) -> Step:
+        return await self._call(lambda: self.env.step(action))  # type: ignore[no-any-return]
+
+    async def close(self) -> None:
+        """Close the environment in its thread. A stuck thread closes it when its call returns."""
+        thread = self.thread
+        if thread is None:
+            return
+        if self.is_stuck:
+            self.release(lambda: self._close_late(thread))
+            return
+        try:
+            await self._call(lambda: self._close(thread))
+        finally:
+            self.release()
+
+    def release(self, last: Job = lambda: None) -> None:
+        """Give the thread back. A stuck thread is abandoned and runs `last` when its call returns."""
+        thread, self.thread = self.thread, None
+        if thread is None:
+            return
+        if self.is_stuck:
+            self.pool.abandon(thread, last, self.name, self.deadline)
+        else:
+            self.pool.give_back(thread)
+
+    def _close(self, thread: EnvThread) -> None:
+        thread.run_awaitable(self.env.close())
+        self.final_metrics = thread.run_awaitable(self.env.metrics())
+
+    def _close_late(self, thread: EnvThread) -> None:
+        with suppress(BaseException):  # the episode has already failed
+            thread.run_awaitable(self.env.close())
+
+    async def _call(self, function: Callable[[], Any]) -> Any:
+        thread = self.thread = self.thread or self.pool.take()
+        outcome = asyncio.wrap_future(thread.call(function))
+        self.deadline, self.is_stuck = time.monotonic() + self.seconds, True
+        try:
+            return await outcome
+        finally:
+            self.is_stuck = outcome.cancelled()
+
+    def _call_sync(self, method: str, *args: Any) -> Any:
+        """Call a method in the thread and wait for it without the event loop."""
+        function = functools.partial(getattr(self.env, method), *args)
+        if self.thread is None:
+            return function()
+        self.deadline = time.monotonic() + self.seconds
+        try:
+            return self.thread.wait(f"{method}()", self.seconds, function)
+        except ThreadTimeout:
+            self.is_stuck = True
+            raise
+
+    def metrics(self) -> Metrics:
+        return self._call_sync("metrics") if self.final_metrics is None else self.final_metrics  # type: ignore[no-any-return]
+
+    def actions(self) -> list[str]:
+        return self._call_sync("actions")  # type: ignore[no-any-return]
+
+    def oracle(self) -> str | None:
+        return self._call_sync("oracle")  # type: ignore[no-any-return]
+
+    def random(self, chance: Generator) -> str | None:
+        return self._call_sync("random", chance)  # type: ignore[no-any-return]
+
+    def state_key(self) -> str:
+        return self._call_sync("state_key")  # type: ignore[no-any-return]
+
+    def snapshot(self) -> Any:
+        return self._call_sync("snapshot")
+
+    def restore(self, snapshot: Any) -> None:
+        self._call_sync("restore", snapshot)
+
+    def render(self) -> str:
+        return self._call_sync("render")  # type: ignore[no-any-return]
+
+    def picture(self) -> Image | None:
+        return self._call_sync("picture")  # type: ignore[no-any-return]

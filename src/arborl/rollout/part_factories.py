@@ -1,0 +1,161 @@
+"""Factories of agents and environments, and the parts and overrides of each data source."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from arborl.agents.agent_interface import Agent, as_agent, is_async
+from arborl.agents.context.managed_conversation import ContextPolicy
+from arborl.config.data import SourceConfig
+from arborl.config.run import AgentConfig, ContextConfig, EnvConfig, RewardConfig, RunConfig, ToolConfig
+from arborl.envs.env import Env
+from arborl.envs.prompted import Sizes
+from arborl.errors import ConfigError
+from arborl.registry import check_arguments
+from arborl.rollout.recorder import EpisodeLimits
+from arborl.tools.opened import names
+from arborl.types import Sampling, Task
+
+IMMUTABLE = (str, int, float, bool, type(None))
+"""Types of arguments that several objects may share."""
+
+
+class PartFactory:
+    """Makes a new object if a name refers to a class or a function; else returns the object that it refers to.
+
+    Args:
+        target: what the name refers to.
+        name: of the part.
+        args: its arguments, from the configuration.
+        where: configuration key of the part.
+        more: further arguments; those that it does not accept are left out.
+    """
+
+    def __init__(self, target: Any, name: str, args: Mapping[str, Any], where: str, more: Mapping[str, Any]):
+        self.target, self.where, self.args = target, f"{where}.args", dict(args)
+        self.is_class = inspect.isclass(target)
+        self.is_factory = self.is_class or (inspect.isfunction(target) and not is_async(target))
+        if self.is_factory:
+            parameters = inspect.signature(target).parameters
+            self.args |= {key: value for key, value in more.items() if key in parameters}
+            check_arguments(target, self.args, self.where)
+        elif args:
+            raise ConfigError(f"{self.where}: {name!r} is an object and takes no arguments. Remove them.")
+
+    def __call__(self) -> Any:
+        return self.with_args(self.args)
+
+    def with_args(self, args: Mapping[str, Any]) -> Any:
+        """A new object with other arguments."""
+        if not self.is_factory:
+            return self.target
+        try:
+            return self.target(**args)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{self.where}: {error}") from error
+
+
+def env_factory(make: PartFactory) -> Callable[[], Env]:
+    """Makes environments that share no mutable argument, since many run at once."""
+    if not make.is_class:
+        return lambda: copy.deepcopy(make())
+    if all(isinstance(value, IMMUTABLE) for value in make.args.values()):
+        return make
+    return lambda: make.with_args(copy.deepcopy(make.args))
+
+
+def agent_factory(make: PartFactory, where: str) -> Callable[[], Agent]:
+    """Makes agents. The interface is checked once per class.
+
+    Args:
+        make: returns the agent object.
+        where: configuration key and name, for errors.
+    """
+    if not make.is_factory:
+        shared = as_agent(make(), where)
+        return lambda: shared
+    checked: set[type] = set()
+
+    def new_agent() -> Agent:
+        candidate = make()
+        has_class_method = "run" not in getattr(candidate, "__dict__", ())
+        if has_class_method and type(candidate) in checked:
+            return candidate  # type: ignore[no-any-return]
+        agent = as_agent(candidate, where)
+        if has_class_method and agent is candidate:
+            checked.add(type(candidate))
+        return agent
+
+    return new_agent
+
+
+def source_overrides(
+    sources: Mapping[str, SourceConfig],
+) -> tuple[Callable[[Task, Sampling], Sampling], Callable[[Task, EpisodeLimits], EpisodeLimits]]:
+    """Functions that apply the sampling parameters and limits of a task's source to those of the run."""
+    sampling_of = {name: source.sampling.model_dump(exclude_none=True) for name, source in sources.items()}
+    limits_of = {name: source.limits.model_dump(exclude_none=True) for name, source in sources.items()}
+
+    def sampling(task: Task, run: Sampling) -> Sampling:
+        overrides = sampling_of.get(task.source)
+        if not overrides:
+            return run
+        stop = (*run.stop_texts, *overrides.get("stop", ()))
+        return replace(run, **{name: value for name, value in overrides.items() if name != "stop"}, stop_texts=stop)
+
+    def limits(task: Task, run: EpisodeLimits) -> EpisodeLimits:
+        overrides = limits_of.get(task.source)
+        return replace(run, **overrides) if overrides else run
+
+    return sampling, limits
+
+
+@dataclass(frozen=True, slots=True)
+class SourceParts:
+    """Agent, environment, tools and rewards of one data source, or of the run."""
+
+    where: str
+    """Prefix of its configuration keys: empty for the run, `data.sources.math.` for a source."""
+    agent: AgentConfig
+    env: EnvConfig
+    tools: tuple[ToolConfig, ...]
+    rewards: tuple[RewardConfig, ...]
+    tool_args: Mapping[str, dict[str, Any]]
+    sizes: Sizes
+    """Limits that its prompts may mention."""
+    context: ContextPolicy | None
+    """Policy for conversations that exceed the context window."""
+
+
+def parts_by_source(config: RunConfig) -> dict[str, SourceParts]:
+    """The parts of the run, under the empty name, and those of each source."""
+    max_turns, max_tokens = config.rollout.max_turns, config.sampling.max_tokens
+    run = config.agent, config.env, config.tools, config.rewards, config.agent.tool_args
+    parts = {"": SourceParts("", *run, Sizes(max_turns, max_tokens), context_policy(config.context))}
+    for name, source in config.data.sources.items():
+        agent = source.agent or config.agent
+        tools = config.tools if source.tools is None else source.tools
+        tool_args = agent.tool_args
+        if source.agent is None:  # the run's agent with other tools: arguments of tools that it lacks do not apply
+            tool_args = {tool: args for tool, args in tool_args.items() if tool in names(tools)}
+        parts[name] = SourceParts(
+            f"data.sources.{name}.",
+            agent,
+            source.env or config.env,
+            tools,
+            source.rewards or config.rewards,
+            tool_args,
+            Sizes(source.limits.max_turns or max_turns, source.sampling.max_tokens or max_tokens),
+            context_policy(source.context or config.context),
+        )
+    return parts
+
+
+def context_policy(config: ContextConfig) -> ContextPolicy | None:
+    """The context policy of a configuration; None for `policy: none`."""
+    settings = config.model_dump()
+    return None if config.policy == "none" else ContextPolicy(settings.pop("policy"), **settings)
