@@ -238,7 +238,7 @@ def measure(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], Tim
     texts = ChatText(body)
     settle()  # as the run had it
     alone = best(lambda seed: ours(parts.engine, texts, work, seed), work, 2, cuda)  # type: ignore[arg-type]
-    gaps = [row["policy/rollout_gap"] for row in later if "policy/rollout_gap" in row]  # of steps that learned
+    gaps = [row["policy/logprob_diff"] for row in later if "policy/logprob_diff" in row]  # of steps that learned
     live = total("engine/sampled") / total("engine/steps")
     row = {
         "model": args.model, "weights": weights_of(args.model, args.outliers),

@@ -180,7 +180,7 @@ def _build(workshop: Workshop, training: bool) -> Parts:
     learner = make_learner(drawn_up, model, origin, teacher, ranks_on(workshop.cluster, model))
     evaluator: Measures = (
         GivenEvaluator(source, rollout, algorithm, config, learner)
-        if config.data.given
+        if config.data.offline
         else Evaluator(source, rollout, rewards, config.evaluation, config.seed, config.rollout.val_envs)
     )
     return Parts(

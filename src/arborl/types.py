@@ -152,7 +152,7 @@ class Sampling:
         return Drawn(self.temperature, self.top_k, self.top_p, self.min_p)
 
 
-GIVEN = -1
+NOT_SAMPLED = -1
 """The version of what no policy sampled: it was given."""
 
 
@@ -167,7 +167,7 @@ class Completion:
     """Log-probability of each token under the distribution it was drawn from."""
     finish: Finish
     version: int = 0
-    """Of the weights that sampled its last token; `GIVEN` where none did, and its log-probabilities are NaN."""
+    """Of the weights that sampled its last token; `NOT_SAMPLED` where none did, and its log-probabilities are NaN."""
     seconds: float = 0.0
     versions: tuple[int, ...] = ()
     """Of each token, where weights changed on the way; else none, and all have `version`."""
@@ -299,9 +299,9 @@ class Episode:
         return [latest.index(branch) for branch in found]
 
     @property
-    def given(self) -> bool:
+    def is_offline(self) -> bool:
         """Whether what was said in it was given, and no policy's doing."""
-        return bool(self.calls) and all(call.completion.version == GIVEN for call in self.calls)
+        return bool(self.calls) and all(call.completion.version == NOT_SAMPLED for call in self.calls)
 
     @property
     def sampled(self) -> int:
@@ -364,7 +364,7 @@ class Terms:
     call: Ints  # counts the calls of the whole batch
     turn: Ints  # the turn within its episode
     version: Ints
-    """Of the weights that sampled it; `GIVEN` where none did."""
+    """Of the weights that sampled it; `NOT_SAMPLED` where none did."""
     proximal: Floats
     """Log-probability under the weights as they were when this update began; NaN where not known, as in all below."""
     reference: Floats

@@ -202,7 +202,7 @@ class Workshop:
         def length(messages: Sequence[Message]) -> int:
             return len(renderer.encode(renderer.render(opened(messages, config.agent.system or ""))))
 
-        rows = given.rows(config.algorithm.loss) if given is not None and config.data.given else None
+        rows = given.rows(config.algorithm.loss) if given is not None and config.data.offline else None
         source = open_source(config.data, config.env.name, config.seed, length, self.objects, rows)
         count = config.rollout.tasks_per_step + config.rollout.spare_groups
         shown = config.demonstrations.steps
@@ -231,11 +231,11 @@ class Workshop:
         from arborl.algorithms.demonstrated import Demonstrated
         from arborl.algorithms.source_weights import SourceWeights
 
-        made = make_algorithm(self.config.algorithm, finder(self.objects), True, self.config.data.given)
+        made = make_algorithm(self.config.algorithm, finder(self.objects), True, self.config.data.offline)
         weights = {name: source.weight for name, source in self.config.data.sources.items()}
         made = SourceWeights(made, weights) if len(set(weights.values())) > 1 else made
         shown = self.config.demonstrations
-        return Demonstrated(made, shown.weight) if shown.given else made
+        return Demonstrated(made, shown.weight) if shown.enabled else made
 
     def rollout(
         self, engine: Engine, cast: Cast, sampling: Sampling, limits: Limits, rewards: Rewards, given: GivenEpisodes
@@ -253,7 +253,7 @@ class Workshop:
         concurrency = None if asked.concurrency == "auto" else asked.concurrency
         if concurrency is None and self.config.deterministic:
             concurrency = FIRST  # what follows the engine depends on time, and so would the metrics
-        rivals = self.config.track.rivals
+        rivals = self.config.track.top_logprobs
         return Rollout(
             engine, given.renderer, cast, sampling, limits, concurrency, workers, training, tape, given, rivals
         )
@@ -328,7 +328,7 @@ class Workshop:
                 asked.python,
                 asked.args,
                 sampling,
-                asked.lends,
+                asked.sleep_mode,
                 renderer.tokenizer.decode,
             )
         except EngineError as error:

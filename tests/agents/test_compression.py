@@ -377,4 +377,4 @@ def test_a_compressed_run_that_was_stopped_and_resumed_ends_as_one_that_was_not(
     (*_, numbers) = read_metrics(whole / "metrics.jsonl")
     assert numbers["episode/context/folded"] > 0
     assert numbers["learner/terms"] == 8 * numbers["episode/sampled"]
-    assert numbers["policy/rollout_gap_max"] < 1e-4
+    assert numbers["policy/logprob_diff_max"] < 1e-4

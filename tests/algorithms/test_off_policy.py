@@ -51,15 +51,15 @@ def test_a_guard_multiplies_the_advantage_by_its_factor(settings, level):
     groups = random_groups(2)
     terms = terms_of(groups)
     sequence = {"sequence": level} if level else {}
-    algorithm = Recipe(AlgorithmConfig(guard=settings, **sequence))
+    algorithm = Recipe(AlgorithmConfig(importance_weights=settings, **sequence))
     assert algorithm.needs.proximal
     assert algorithm.config.against == "proximal"
     gap = terms.proximal - terms.logprob
     ratio = ratios(gap, getattr(terms, level) if level else None)
-    factor = guard(settings["kind"], ratio, *algorithm.config.guard.bounds)
+    factor = guard(settings["kind"], ratio, *algorithm.config.importance_weights.bounds)
     plain = Recipe(AlgorithmConfig()).credit(groups, terms).advantage
     assert algorithm.credit(groups, terms).advantage == pytest.approx(plain * factor)
-    assert algorithm.metrics()["guard/held"] == pytest.approx((factor != ratio).mean())
+    assert algorithm.metrics()["importance_weight/clipped"] == pytest.approx((factor != ratio).mean())
 
 
 def test_older_tokens_count_less():

@@ -94,7 +94,7 @@ def test_what_stands_around_an_algorithm_stands_around_ones_own_too():
     assert len(recipe(leave_one_out, skip_zero_variance=True).keep(groups)) == 1
     white = recipe(leave_one_out, whiten="token").credit(groups, terms).advantage
     assert white.mean() == pytest.approx(0.0, abs=1e-12)
-    guarded = recipe(leave_one_out, guard="tis")
+    guarded = recipe(leave_one_out, importance_weights="tis")
     assert guarded.needs.proximal
     factor = np.minimum(np.exp(terms.proximal - terms.logprob), 2.0)
     plain = recipe(leave_one_out).credit(groups, terms).advantage

@@ -148,7 +148,9 @@ def test_ones_own_parts_may_be_called_and_made_as_they_like(tmp_path, monkeypatc
 
 
 def test_a_tracker_that_a_folder_names_is_code_and_what_a_service_is_told_is_not():
-    given = from_kwargs(track={"also": ["their.module:Tracker"], "wandb": {"project": "team:lakes", "mode": "offline"}})
+    given = from_kwargs(
+        track={"trackers": ["their.module:Tracker"], "wandb": {"project": "team:lakes", "mode": "offline"}}
+    )
     assert list(imported(given)) == ["their.module:Tracker"]
 
 

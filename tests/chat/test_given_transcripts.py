@@ -19,7 +19,7 @@ from arborl.rollout.recorder import Limits
 from arborl.rollout.runner import Cast, Rollout
 from arborl.rollout.tree import plant
 from arborl.tools import as_tool
-from arborl.types import GIVEN, Finish, Message, Sampling, Stop, Task
+from arborl.types import NOT_SAMPLED, Finish, Message, Sampling, Stop, Task
 
 FAMILIES = ("chatml_hermes", "llama3", "thinking")
 
@@ -96,9 +96,9 @@ def test_only_the_assistants_words_are_terms_and_each_ends_its_turn(family, rend
     assert all(call.completion.tokens[-1] in renderer.stop for call in episode.calls)
     terms = plant([group]).terms
     assert len(terms) == sum(len(call.completion.tokens) for call in episode.calls)
-    assert (terms.version == GIVEN).all()
+    assert (terms.version == NOT_SAMPLED).all()
     assert all(math.isnan(value) for value in terms.logprob)
-    assert episode.given
+    assert episode.is_offline
 
 
 def test_thinking_is_kept_as_the_template_shows_it(renderer_for, tokenizer):

@@ -97,7 +97,9 @@ def check_each_once(home: Path, steps: int) -> None:
     assert [len(ids) for ids in seen] == [16] * steps
     assert len({one for ids in seen for one in ids}) == 16 * steps
     assert all(len({one.partition("#")[0] for one in ids}) == 4 for ids in seen)
-    assert [row["learner/groups"] + row["group/flat"] * 4 for row in steps_of(home)] == pytest.approx([4] * steps)
+    assert [row["learner/groups"] + row["group/zero_variance"] * 4 for row in steps_of(home)] == pytest.approx(
+        [4] * steps
+    )
 
 
 def steps_of(home: Path) -> list[dict]:

@@ -54,8 +54,8 @@ def test_a_bare_string_is_short_for_a_sections_name_or_path() -> None:
         ),
         (
             {"track": {"zzz": 1}},
-            "track.zzz: unknown key. Known here: tensorboard, episodes, terms, rivals, gifs, render_save_dir, "
-            "render_every, render_episodes, timeline, wandb, mlflow, also.",
+            "track.zzz: unknown key. Known here: tensorboard, episodes, terms, top_logprobs, gifs, render_save_dir, "
+            "render_every, render_episodes, timeline, wandb, mlflow, trackers.",
         ),
         ({"trainer": {"steps": "many"}}, "trainer.steps: must be a whole number >= 1, given 'many'."),
         ({"trainer": {"steps": 0}}, "trainer.steps: must be a whole number >= 1, given 0."),

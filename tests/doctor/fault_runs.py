@@ -23,13 +23,14 @@ def well(step: int) -> Row:
     return {
         "step": step, "episode/count": 16.0, "episode/failed": 0.0, "episode/calls": 2.0, "episode/turns": 2.0,
         "episode/sampled": 20.0 + chance.uniform(-2, 2), "episode/success": success, "episode/valid": 0.95,
-        "group/flat": 0.25, "call/cut_off": 0.02, "stop/done": 0.9, "stop/truncated": 0.1, "stop/max_turns": 0.0,
-        "stop/context_full": 0.0, "reward/mean": success, "reward/std": 0.4, "learner/terms": 320.0,
+        "group/zero_variance": 0.25, "call/cut_off": 0.02, "stop/done": 0.9, "stop/truncated": 0.1,
+        "stop/max_turns": 0.0, "stop/context_full": 0.0, "reward/mean": success, "reward/std": 0.4, "learner/terms": 320.0,
         "learner/groups": 4.0, "learner/grad_norm": 0.4 + chance.uniform(0, 0.6), "learner/skipped": 0.0,
         "learner/skipped/gradient": 0.0, "policy/entropy": 0.4 - 0.2 * done + chance.uniform(0, 0.05),
-        "policy/rollout_gap": 1e-6 * chance.uniform(1, 2), "policy/clipped": 0.05, "policy/kl": 0.02 * done,
+        "policy/logprob_diff": 1e-6 * chance.uniform(1, 2), "policy/clipped": 0.05, "policy/kl": 0.02 * done,
         "policy/loss": chance.uniform(-0.1, 0.1), "batch/lag_mean": 0.0, "rollout/filtered": 0.0,
-        "rollout/missing": 0.0, "rollout/threads_stuck": 0.0, "dropped/stale": 0.0, "dropped/reward_not_finite": 0.0,
+        "rollout/missing": 0.0, "rollout/threads_stuck": 0.0, "rollout/dropped_stale": 0.0,
+        "dropped/reward_not_finite": 0.0,
     }  # fmt: skip
 
 

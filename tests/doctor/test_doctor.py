@@ -39,7 +39,7 @@ def test_a_run_that_is_well_exits_with_0_and_says_so(tmp_path):
 
 
 def test_a_fault_exits_with_1_and_names_its_episodes(tmp_path):
-    folder = runs.write(tmp_path / "run", always(policy__rollout_gap=0.3))
+    folder = runs.write(tmp_path / "run", always(policy__logprob_diff=0.3))
     done = call(str(folder), "--json")
     assert done.exit_code == 1
     fault = next(row for row in json.loads(done.stdout) if row["state"] == "fail")
@@ -110,7 +110,7 @@ def test_a_running_run_is_looked_at_as_far_as_it_is(tmp_path):
 
 
 def test_torn_and_foreign_files_are_told_and_the_rest_is_looked_at(tmp_path):
-    folder = runs.write(tmp_path / "run", always(policy__rollout_gap=0.3))
+    folder = runs.write(tmp_path / "run", always(policy__logprob_diff=0.3))
     (folder / "episodes" / "step-000030.jsonl").write_text('{"id": 3}\n')
     (folder / "summary.json").write_text("[")
     (folder / "config.yaml").write_text("a: [")

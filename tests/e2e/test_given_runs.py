@@ -103,7 +103,7 @@ def test_a_run_on_given_rows_lowers_the_held_out_loss_and_goes_on_exactly(name, 
     steps = [row for row in metrics if "policy/loss" in row]
     assert [row["step"] for row in steps] == [1, 2, 3]
     assert name == "sft" or steps[0]["policy/loss"] == pytest.approx(AT_FIRST[name], rel=1e-5)
-    assert not any(key.startswith(("reward/", "group/", "policy/rollout_gap")) for row in steps for key in row)
+    assert not any(key.startswith(("reward/", "group/", "policy/logprob_diff")) for row in steps for key in row)
     first, final = weights(tmp_path / "whole"), settled(tmp_path / "whole")
     train(load(None, [*settings, f"output_dir={tmp_path / 'whole'}"]), resume="2")
     again = weights(tmp_path / "whole")
@@ -161,8 +161,8 @@ def test_measuring_a_run_does_not_make_its_demonstrations_again():
         (["algorithm=sft", "data.path=FILE", "rollout.group_size=4"], "rollout.group_size: with given rows nothing"),
         (["algorithm=sft", "data.path=FILE", "engine=local"], "engine=local: with given rows nothing is sampled"),
         (["algorithm=sft", "data.path=FILE", "tools=[calculator]"], "tools: with given rows nothing is sampled"),
-        (["data.given=true", "data.path=FILE"], "algorithm.loss=ppo: given rows are learned from by one of"),
-        (["algorithm=sft", "data.given=true"], "a source has none. Write data.path=FILE"),
+        (["data.offline=true", "data.path=FILE"], "algorithm.loss=ppo: given rows are learned from by one of"),
+        (["algorithm=sft", "data.offline=true"], "a source has none. Write data.path=FILE"),
         (["algorithm=kto", "data.path=FILE", "rollout.tasks_per_step=1"], "Write rollout.tasks_per_step=2 or more"),
         (["engine=none"], "engine=none samples nothing, and this run plays"),
         (["demonstrations.path=FILE"], "Write steps=20, or weight=0.1"),
@@ -181,7 +181,7 @@ def test_settings_that_nobody_would_read_or_that_contradict_are_refused(words, s
 
 def test_rows_of_questions_are_still_played_where_rewards_judge_them():
     config = load(None, ["algorithm=sft", "data.path=questions.json", "rewards=[exact]"])
-    assert not config.data.given
+    assert not config.data.offline
     assert config.engine.name == "local"
 
 

@@ -24,7 +24,7 @@ def episodes(folder, **settings):
 
 def test_rivals_are_kept_and_change_nothing(tmp_path):
     plain = episodes(tmp_path / "plain")
-    asked = episodes(tmp_path / "asked", **{"track.rivals": 3})
+    asked = episodes(tmp_path / "asked", **{"track.top_logprobs": 3})
     assert [[call.completion.tokens for call in one.calls] for one in asked] == [
         [call.completion.tokens for call in one.calls] for one in plain
     ]
@@ -47,4 +47,4 @@ def test_a_token_is_not_its_own_rival_and_what_could_not_be_drawn_is_none():
 
 def test_an_engine_that_cannot_tell_them_is_refused():
     with pytest.raises(ValueError, match=r"track\.rivals=2 with engine=vllm"):
-        RunConfig(track={"rivals": 2}, engine={"name": "vllm"})
+        RunConfig(track={"top_logprobs": 2}, engine={"name": "vllm"})

@@ -129,14 +129,14 @@ def test_one_that_hangs_holds_up_neither_the_steps_nor_the_end(caplog):
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"also": ["nowhere.at.all:Tracker"]}, "cannot import 'nowhere.at.all'"),
+        ({"trackers": ["nowhere.at.all:Tracker"]}, "cannot import 'nowhere.at.all'"),
         (
-            {"also": ["track_parts:NoTracker"]},
-            r"track.also.0=track_parts:NoTracker: a tracker has log\(metrics, step\)",
+            {"trackers": ["track_parts:NoTracker"]},
+            r"track.trackers.0=track_parts:NoTracker: a tracker has log\(metrics, step\)",
         ),
         (
-            {"also": [{"name": "track_parts:Mine", "args": {"pth": "x"}}]},
-            "track.also.0.args: .*'pth'.*Did you mean 'path'",
+            {"trackers": [{"name": "track_parts:Mine", "args": {"pth": "x"}}]},
+            "track.trackers.0.args: .*'pth'.*Did you mean 'path'",
         ),
         ({"wandb": {"project": "p", "mode": "online"}}, "no key of Weights & Biases .* track.wandb.mode=offline"),
     ],

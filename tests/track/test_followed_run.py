@@ -54,7 +54,7 @@ def followed(tmp_path_factory):
             "tensorboard": False,
             "gifs": 0,
             "wandb": {"project": "lakes", "name": "one", "mode": "offline"},
-            "also": [{"name": "track_parts:Mine", "args": {"path": str(home / "own.txt")}}, "track_parts:Grumpy"],
+            "trackers": [{"name": "track_parts:Mine", "args": {"path": str(home / "own.txt")}}, "track_parts:Grumpy"],
         },
         "output_dir": str(home / "run"),
     }

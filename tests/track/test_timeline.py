@@ -76,4 +76,4 @@ def test_a_run_leaves_its_timeline_a_trace_and_says_who_was_idle(tmp_path):
     for row in read_metrics(tmp_path / "run" / "metrics.jsonl"):
         assert row["time/idle_learner"] > 0
         assert row["time/idle_engine"] > 0
-        assert {"batch/lag_mean", "batch/lag_max", "dropped/stale"} <= row.keys()
+        assert {"batch/lag_mean", "batch/lag_max", "rollout/dropped_stale"} <= row.keys()

@@ -57,7 +57,7 @@ def test_what_the_engine_said_costs_the_episode(tiny_llama, caplog, poison):
     [
         ({"kl": {"coef": 0.1}}, "reference policy"),
         ({"kl": {"coef": 0.1, "where": "reward"}}, "learner"),
-        ({"guard": "tis"}, "learner"),
+        ({"importance_weights": "tis"}, "learner"),
         ({"name": "ppo"}, "critic"),
         ({"name": "dpo"}, "reference policy"),
     ],

@@ -115,7 +115,7 @@ def test_what_an_algorithm_knows_of_a_term_is_still_known(algorithm, tmp_path):
     assert rows[0]["thinned/terms"] > 0
     assert rows[0].get("learner/skipped", 0.0) == 0.0
     assert np.isfinite(rows[0]["policy/loss"])
-    assert rows[0]["policy/rollout_gap"] < 1e-4  # every term is scored in the context it was sampled in
+    assert rows[0]["policy/logprob_diff"] < 1e-4  # every term is scored in the context it was sampled in
 
 
 def test_the_keys_reach_the_trainer_and_say_what_they_cannot_do():

@@ -207,7 +207,7 @@ def test_steps_in_which_nothing_was_learned_are_named_with_what_to_try(run):
     flat = {
         "episode/count": 8.0,
         "episode/calls": 1.0,
-        "group/flat": 1.0,
+        "group/zero_variance": 1.0,
         "learner/grad_norm": 0.0,
         "learner/terms": 0.0,
     }
@@ -223,7 +223,7 @@ def test_flat_groups_entropy_valid_replies_stops_and_tool_failures_are_drawn(run
     tracker = JsonlTracker(run / "metrics.jsonl")
     for step in range(1, 4):
         tracker.log(
-            {"episode/count": 8.0, "episode/failed": 1.0, "group/flat": 0.5, "policy/entropy": 1.0,
+            {"episode/count": 8.0, "episode/failed": 1.0, "group/zero_variance": 0.5, "policy/entropy": 1.0,
              "episode/valid": 0.5, "stop/done": 0.5, "stop/max_turns": 0.5, "episode/tool/calls": 1.0,
              "episode/tool/exception": 0.5, "reward/mean": 0.1, "learner/grad_norm": 1.0}, step,
         )  # fmt: skip

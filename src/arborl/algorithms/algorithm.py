@@ -141,7 +141,7 @@ class Recipe(Algorithm):
         anchored = config.loss == "decoupled_ppo" or ("anchor" in reads and config.against == "proximal")
         searched = config.loss == "trpo"  # its line search asks for the loss again when weights have moved
         return Needs(
-            proximal=config.guard.kind != "none"
+            proximal=config.importance_weights.kind != "none"
             or config.kl_in_reward
             or (anchored and searched)
             or self._asks_strangers,
@@ -243,11 +243,16 @@ class Recipe(Algorithm):
     def _guards(self, terms: Terms) -> Floats:
         """Factor on each term's advantage for not having been sampled from the policy that learns."""
         config, factor = self.config, np.ones(len(terms))
-        if config.guard.kind != "none" and len(terms):
+        if config.importance_weights.kind != "none" and len(terms):
             of = terms.call if config.sequence == "call" else terms.episode
-            ratio = ratios(terms.proximal - terms.logprob, of if config.guard.level == "sequence" else None)
-            factor = guard(config.guard.kind, ratio, *config.guard.bounds)
-            self.found |= {"guard/held": float((factor != ratio).mean()), "guard/factor": float(factor.mean())}
+            ratio = ratios(
+                terms.proximal - terms.logprob, of if config.importance_weights.level == "sequence" else None
+            )
+            factor = guard(config.importance_weights.kind, ratio, *config.importance_weights.bounds)
+            self.found |= {
+                "importance_weight/clipped": float((factor != ratio).mean()),
+                "importance_weight/mean": float(factor.mean()),
+            }
         if config.staleness_decay < 1:
             factor = factor * staleness(terms.version, config.staleness_decay)
         return factor

@@ -15,7 +15,7 @@ from arborl.algorithms.by_source import columns_of, pick_terms, renumbered
 from arborl.algorithms.token_losses import LossParts, Said, TermBatch
 from arborl.config.algorithm import AlgorithmConfig
 from arborl.config.algorithm_parts import TrustRegionConfig
-from arborl.types import GIVEN, Group, Metrics, Terms
+from arborl.types import NOT_SAMPLED, Group, Metrics, Terms
 
 
 class Demonstrated(Algorithm):
@@ -68,7 +68,7 @@ class Demonstrated(Algorithm):
         columns = {name: getattr(terms, name).copy() for name in ("advantage", "weight", "target")}
         given_G = np.array([_given(group) for group in groups], dtype=bool)
         self._number_G = np.cumsum(~given_G) - 1
-        self._terms, self._played = len(terms), int((terms.version != GIVEN).sum())
+        self._terms, self._played = len(terms), int((terms.version != NOT_SAMPLED).sum())
         for part, mine in ((self.inner, np.flatnonzero(~given_G)), (self.imitation, np.flatnonzero(given_G))):
             rows = np.flatnonzero(np.isin(terms.tree, mine))
             if len(rows):
@@ -85,12 +85,12 @@ class Demonstrated(Algorithm):
         return 1.0 if self._alone else self.weight
 
     def count(self, terms: Terms) -> float:
-        played = terms.version != GIVEN
+        played = terms.version != NOT_SAMPLED
         return self.inner.count(terms.pick(played)) if played.any() else self.imitation.count(terms)
 
     def prepare(self, now_M: Tensor, terms: TermBatch) -> Tensor:
         out_M = now_M.new_zeros(len(now_M), 2)
-        rows = (terms.version_M != GIVEN).nonzero()[:, 0]
+        rows = (terms.version_M != NOT_SAMPLED).nonzero()[:, 0]
         if len(rows):
             out_M[rows] = self.inner.prepare(now_M[rows], self._own(terms, rows))
         return out_M
@@ -104,7 +104,7 @@ class Demonstrated(Algorithm):
     def loss(self, said: Said, terms: TermBatch) -> LossParts:
         """Each part's own vectors are scaled so that their means over all terms are means over its terms."""
         loss_M, seen = torch.zeros_like(said.logprob_M), dict[str, Tensor]()
-        given_M = terms.version_M == GIVEN
+        given_M = terms.version_M == NOT_SAMPLED
         for part, rows in ((self.inner, (~given_M).nonzero()[:, 0]), (self.imitation, given_M.nonzero()[:, 0])):
             if not len(rows):
                 continue
@@ -132,4 +132,4 @@ class Demonstrated(Algorithm):
 
 
 def _given(group: Group) -> bool:
-    return any(episode.given for episode in group.episodes)
+    return any(episode.is_offline for episode in group.episodes)

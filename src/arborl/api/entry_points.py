@@ -230,7 +230,7 @@ def measure(names: Sequence[str], asked: Asked, objects: Mapping[str, Any] | Non
 def stubbed(config: RunConfig) -> RunConfig:
     """The same run, small and on scripted replies."""
     tree = config.model_dump()
-    if not config.data.given:
+    if not config.data.offline:
         tree["engine"] = config.engine.scripted()
     tree["trainer"] |= {"steps": min(config.trainer.steps or 3, 3), "epochs": None}
     tree["demonstrations"] |= {"steps": min(config.demonstrations.steps, 1)}
@@ -238,7 +238,7 @@ def stubbed(config: RunConfig) -> RunConfig:
         few = min(config.rollout.tasks_per_step, 4)
         tree["rollout"] |= {"tasks_per_step": few, "envs": tree["rollout"]["envs"] | {"num_env_groups": None}}
     tree["learner"] |= {"minibatches": 1}
-    tree["track"] |= {"rivals": 0}  # a script has none
+    tree["track"] |= {"top_logprobs": 0}  # a script has none
     tree["placement"] = {"name": "local"}  # there is nothing to gain elsewhere
     tree["evaluation"] |= {"tasks": min(config.evaluation.tasks, 8)}
     return validate(RunConfig, tree)

@@ -125,7 +125,7 @@ def card(name: str, config: RunConfig, done: Exported) -> str:
     ]
     if not Path(base).exists():  # a name, and no place on this machine
         front.append(f"base_model: {json.dumps(base)}")
-    task = "given rows" if config.data.given else short(config.env.name)
+    task = "given rows" if config.data.offline else short(config.env.name)
     lines = [*front, "---", "", f"# {config.name if run else Path(base).name}", ""]
     if run is not None:
         lines += [

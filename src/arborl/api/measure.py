@@ -129,9 +129,9 @@ def _as_asked(config: RunConfig, asked: Asked) -> RunConfig:
         return validate(RunConfig, tree) if asked.attempts is not None else config
     if not tasks_of(config, asked.prompts):  # what is wrong with a row is said by its number, before all else
         raise ConfigError("no prompts to answer: there is not one row. Give at least one.")
-    if not config.data.has_rows or config.data.given:  # its environment makes tasks of its own: questions do not
+    if not config.data.has_rows or config.data.offline:  # its environment makes tasks of its own: questions do not
         tree["env"] = {"name": "question"}
-    if config.data.given:
+    if config.data.offline:
         fresh = RunConfig()
         tree |= {"algorithm": fresh.algorithm.model_dump(), "engine": fresh.engine.model_dump()}
         tree["rollout"] |= {"group_size": max(config.rollout.group_size, 2)}

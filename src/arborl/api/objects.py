@@ -43,7 +43,7 @@ class Names:
                 continue
             if kind in PARTS or (kind in SECTIONS and isinstance(value, Mapping)):
                 out[key] = self.part(value)
-            elif kind in ("tools", "rewards", "also"):
+            elif kind in ("tools", "rewards", "trackers"):
                 out[key] = [self.part(one) for one in (value if isinstance(value, list | tuple) else [value])]
             elif kind in ("sources", "agents", "by_source") and isinstance(value, Mapping):
                 of = self.data if kind == "sources" else self.part

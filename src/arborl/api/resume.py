@@ -29,7 +29,7 @@ FIXED = {
     r"model\.(name|dtype|quantize)": "its weights are of that model",
     r"model\.lora\.(rank|alpha|target)": "its adapters are of that shape",
     r"learner\.critic_from": "its critic has been trained since",
-    r"data\.given|demonstrations\.(path|rows|steps)": "what was learned so far came from there",
+    r"data\.offline|demonstrations\.(path|rows|steps)": "what was learned so far came from there",
     r"learner\.master": "its optimiser's state is of such weights",
     r"data\.(sources\.[^.]+\.)?(evaluation_share|split)": "rows that were trained on would count as held out",
 }

@@ -210,7 +210,7 @@ class RunSession:
         config = self.config
         own = [short(part) for part in (config.algorithm.advantage, config.algorithm.loss) if is_own(part)]
         algorithm = config.algorithm.name + (f" ({', '.join(own)})" if own else "")
-        task = "from given rows" if config.data.given else short(config.env.name)
+        task = "from given rows" if config.data.offline else short(config.env.name)
         what = f"{config.model.name} learns {task} with {algorithm}, seed {config.seed}"
         fenced = [f"code runs under {self.parts.sandbox}"] if self.parts.sandbox is not None else []
         placed = [f"on {self.parts.cluster}"] if self.parts.cluster is not None else []
@@ -260,7 +260,7 @@ class RunSession:
 
     async def _finish(self, trainer: Trainer, after: Measured) -> dict[str, Any]:
         summary = self._summarise(trainer, after.metrics)
-        episodes = [episode for episode in after.episodes if episode.failure is None and not episode.given]
+        episodes = [episode for episode in after.episodes if episode.failure is None and not episode.is_offline]
         written = await keepsakes(self.parts, self.home, episodes, trainer.step)
         for name, path in written.items():
             if path.suffix in (".gif", ".png"):

@@ -200,7 +200,7 @@ def opened(config: RunConfig) -> Mixture:
             return len(renderer.encode(renderer.render(with_system(messages, config.agent.system or ""))))
 
     given = None
-    if config.data.given:
+    if config.data.offline:
         from arborl.data.from_config import GivenRows
         from arborl.rollout.given import KINDS
 

@@ -63,7 +63,7 @@ def rollout(
     chosen = {"env.name": env, "agent.name": agent, "model.name": str(model_folder(model)) if model else ""}
     given = {name: value for name, value in chosen.items() if value} | ({} if seed is None else {"seed": seed})
     config = configured(arguments or (), given)
-    if stub and not config.data.given:
+    if stub and not config.data.offline:
         config = config.model_copy(update={"engine": config.engine.scripted()})
     parts = build(config, training=False)
     taken = config.rollout.tasks_per_step + config.rollout.spare_groups
@@ -136,13 +136,13 @@ class Printer:
         from rich.text import Text
 
         from arborl.tokens import Tokens
-        from arborl.types import GIVEN
+        from arborl.types import NOT_SAMPLED
 
         known = max((len(whole) for whole in seen if whole.begins(Tokens(call.prompt))), default=0)
         size, said = len(call.prompt), call.completion
         head = f"\nturn {call.turn + 1}  call {number + 1}  prompt {size} tokens"
         head += f" ({size - known} new)" if known else " (a new branch)" if seen else ""
-        whose = "given" if said.version == GIVEN else f"weights of step {said.version}"
+        whose = "given" if said.version == NOT_SAMPLED else f"weights of step {said.version}"
         whose += f" (from {said.oldest} on)" if said.versions else ""
         head += f"  sampled {len(said.tokens)}  {said.finish}  {whose}"
         self.console.print(Text(head, style="bold cyan"))
@@ -151,7 +151,7 @@ class Printer:
         sure = sum(said.logprobs) / max(len(said.logprobs), 1)
         before = f"{known} seen before, " if known else ""
         mask = f"mask  {before}0 x {size - known} given, {int(call.trained)} x {len(said.tokens)} sampled"
-        sure_of = "" if said.version == GIVEN else f"   mean log-probability {sure:.3f}"
+        sure_of = "" if said.version == NOT_SAMPLED else f"   mean log-probability {sure:.3f}"
         self.console.print(Text(f"{mask}{sure_of}", style="dim"))
 
     def _tokens(self, tokens: Sequence[int], logprobs: Sequence[float] | None) -> Text:

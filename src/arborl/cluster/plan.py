@@ -167,7 +167,7 @@ class Forecaster:
         own = max(tokens / apart, min(tokens, self.mean.longest))  # a branch is not divided
         needs = Needs.of(self.config)
         passes = (2.0 if sizes.rank else 3.0) + plan.recompute
-        asked = float(needs.reference) + float(self.config.algorithm.guard.kind != "none")
+        asked = float(needs.reference) + float(self.config.algorithm.importance_weights.kind != "none")
         passes = passes * (2 if needs.value and learner.own_critic else 1) * learner.epochs + asked
         compute = times.learning(own, own * terms / max(tokens, 1), self.mean.tokens / 2, passes) / width
         count = math.ceil(own / max(plan.tokens, 1)) * learner.epochs

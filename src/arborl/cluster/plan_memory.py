@@ -149,7 +149,7 @@ def rank_planner(
         logit_rows=logit_rows(device.memory, sizes.vocabulary, fused(sizes, learner, True)) if device.cuda else 4_096,
         cuda=device.cuda,
         truncates=config.sampling.top_k > 0 or config.sampling.top_p < 1 or config.sampling.min_p > 0,
-        lends=device.cuda and sampling and (engine.lends or not share),
+        lends=device.cuda and sampling and (engine.sleep_mode or not share),
         strategy=strategy,
         ranks=ranks,
         engine=0 if share or not sampling else sizes.weights // split,

@@ -11,7 +11,13 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from arborl.config.algorithm_parts import GuardConfig, KLConfig, OverlongConfig, TrustRegionConfig, ValueConfig
+from arborl.config.algorithm_parts import (
+    ImportanceWeightConfig,
+    KLConfig,
+    OverlongConfig,
+    TrustRegionConfig,
+    ValueConfig,
+)
 from arborl.config.base import Config, spelt_out
 from arborl.config.presets import (
     ADVANTAGE_READS,
@@ -154,7 +160,7 @@ class AlgorithmConfig(Config):
     """What a token's loss keeps for each version that its policy is older than the batch's newest."""
     kl: KLConfig = KLConfig()
     value: ValueConfig = ValueConfig()
-    guard: GuardConfig = GuardConfig()
+    importance_weights: ImportanceWeightConfig = ImportanceWeightConfig()
     overlong: OverlongConfig = OverlongConfig()
     trust_region: TrustRegionConfig = TrustRegionConfig()
     by_source: dict[str, AlgorithmConfig] = Field(default_factory=dict)
@@ -211,9 +217,9 @@ class AlgorithmConfig(Config):
 
     @model_validator(mode="after")
     def _fits_together(self) -> AlgorithmConfig:
-        if self.anchor == "rollout" and self.guard.kind != "none":
+        if self.anchor == "rollout" and self.importance_weights.kind != "none":
             raise ValueError(
-                f"guard={self.guard.kind} makes up for the gap between rollout and learner, and anchor=rollout would "
+                f"importance_weights={self.importance_weights.kind} makes up for the gap between rollout and learner, and anchor=rollout would "
                 "do so again. Leave anchor out."
             )
         if self.loss == "a2c" and self.advantage != "gae":
@@ -273,7 +279,7 @@ class AlgorithmConfig(Config):
         """
         if self.anchor != "auto":
             return self.anchor
-        return "proximal" if self.guard.kind != "none" or self.leeway < NARROW else "rollout"
+        return "proximal" if self.importance_weights.kind != "none" or self.leeway < NARROW else "rollout"
 
 
 NARROW = 0.1
@@ -284,7 +290,7 @@ ALWAYS = frozenset({"name", "loss", "overlong", "by_source"})
 SWITCHED = {
     "split_ratio": "split=geometric",
     "fixed_length": "aggregation=fixed",
-    "sequence": "loss=gspo or a guard with level=sequence",
+    "sequence": "loss=gspo or importance_weights.level=sequence",
     "args": "an advantage or a loss of your own, package.module:function",
 }
 """Settings that another setting switches on."""
@@ -305,9 +311,9 @@ def reads_of(settings: Mapping[str, Any]) -> set[str]:
     advantage, reads = str(settings["advantage"]), set(ALWAYS | loss_reads(str(settings["loss"])))
     if "advantage" in reads:
         reads |= OWN_ADVANTAGE if is_own(advantage) else ADVANTAGE_READS.get(advantage, frozenset())
-    guard = settings.get("guard")
+    guard = settings.get("importance_weights")
     level = guard.get("level") if isinstance(guard, Mapping) else getattr(guard, "level", None)
-    if "guard" in reads and level == "sequence":
+    if "importance_weights" in reads and level == "sequence":
         reads.add("sequence")
     if "split" in reads and settings.get("split") == "geometric":
         reads.add("split_ratio")

@@ -39,7 +39,7 @@ class ValueConfig(Config):
     """An estimate earns nothing for moving further than this from what it was before the update."""
 
 
-class GuardConfig(Config):
+class ImportanceWeightConfig(Config):
     """Against the gap between the policy that sampled and the one that learns, by the ratio of the two. A bare string
     is the kind.
 
@@ -64,7 +64,7 @@ class GuardConfig(Config):
         return low if self.low is None else self.low, high if self.high is None else self.high
 
     @model_validator(mode="after")
-    def _fits_together(self) -> GuardConfig:
+    def _fits_together(self) -> ImportanceWeightConfig:
         given = [name for name in ("low", "high") if getattr(self, name) is not None]
         if self.kind == "none" and (given or self.level != "token"):
             raise ValueError(f"{(given or ['level'])[0]} is given without a kind. Write kind=tis, mis or icepop.")

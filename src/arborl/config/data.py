@@ -118,13 +118,13 @@ class DemonstrationsConfig(Config):
         used = self.steps > 0 or self.weight > 0
         if self.path is not None and self.rows is not None:
             raise ValueError("path and rows are given, and transcripts come from one of them. Leave the other out.")
-        if used and not self.given:
+        if used and not self.enabled:
             raise ValueError("demonstrations are asked for, and there are none. Write path=FILE.")
         if self.imitation_lr is not None and not self.steps:
             raise ValueError(
                 "imitation_lr is the rate of the steps that learn from demonstrations alone. Write steps=20 too."
             )
-        if self.given and not used:
+        if self.enabled and not used:
             name = "path" if self.rows is None else "rows"
             raise ValueError(
                 f"{name} is given, and nothing says when it is learned from. Write steps=20, or weight=0.1."
@@ -132,7 +132,7 @@ class DemonstrationsConfig(Config):
         return self
 
     @property
-    def given(self) -> bool:
+    def enabled(self) -> bool:
         """Whether there are demonstrations."""
         return self.path is not None or self.rows is not None
 
@@ -222,7 +222,7 @@ class DataConfig(RowsConfig):
     """Several sources by name, mixed in every batch. Each has `path`, `hub`, `rows` or `env`, a `ratio`, and where it
     differs from the run its own `agent`, `context`, `env`, `tools`, `rewards`, `sampling`, `limits` and `weight`; and
     any of the settings above. See docs/data.md."""
-    given: bool = False
+    offline: bool = False
     """Rows say themselves what was said (transcripts, pairs, labelled answers) and are learned from as they are:
     nothing is sampled or played. Without a word they do with `algorithm=sft`, `dpo`, `ipo` or `kto`, unless an `env` or
     `rewards` are named, which play and judge. See docs/offline.md."""

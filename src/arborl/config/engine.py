@@ -19,7 +19,7 @@ class EngineConfig(Named):
 
     name: str = "local"
     """`local` (in this process, sharing the learner's weights), `vllm` (vLLM in a process of its own), `http` (servers
-    that run already) or `scripted` (fixed replies). With `data.given` it is `none`. See docs/engines.md."""
+    that run already) or `scripted` (fixed replies). With `data.offline` it is `none`. See docs/engines.md."""
     max_requests: int = Field(0, ge=0)
     """Requests `local` and `vllm` sample at once; others wait their turn. Where every server of `http` has so many, no
     further episodes are begun. 0 chooses: 1,024 for `local` on a GPU, else 256."""
@@ -27,7 +27,7 @@ class EngineConfig(Named):
     """Tokens whose keys and values `local` and `vllm` keep. 0 takes a share of the memory: 30 % of what a GPU has free,
     or less where the learner needs it; 10 % of a machine's. When it runs out the youngest request is put back and goes
     on later, with the same tokens."""
-    lends: bool = False
+    sleep_mode: bool = False
     """On a GPU that learner and engine share: `vllm` gives its memory back while the learner works, `local` its keys'
     and values', where the run would else not fit or would have to run layers twice."""
     page_size: int = Field(0, ge=0)
@@ -40,7 +40,7 @@ class EngineConfig(Named):
     """What `scripted` says, at random; without any, the environment's own moves."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """What `vllm` computes in, or the servers of `http` do; `auto` is `model.dtype`. Where it is coarser than the
-    learner's, write `algorithm.guard=tis`."""
+    learner's, write `algorithm.importance_weights=tis`."""
     python: str | None = None
     """The Python interpreter of an environment that has vLLM, for `vllm`: it may pin other versions than this one."""
     args: dict[str, Any] = Field(default_factory=dict)
@@ -63,8 +63,8 @@ class EngineConfig(Named):
     @model_validator(mode="after")
     def _of_its_kind(self) -> EngineConfig:
         own = {
-            "local": ("kv_tokens", "lends", "page_size", "update"),
-            "vllm": ("kv_tokens", "lends", "dtype", "python", "args"),
+            "local": ("kv_tokens", "sleep_mode", "page_size", "update"),
+            "vllm": ("kv_tokens", "sleep_mode", "dtype", "python", "args"),
             "http": ("dtype", "urls", "model", "weights_dir", "seconds", "chat", "api_key_env"),
             "scripted": ("replies",),
         }

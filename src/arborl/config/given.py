@@ -25,14 +25,14 @@ def with_given(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """A run's settings with a word on whether its rows are given, and without an engine where they are."""
     data = spelt_out(DataConfig, settings.get("data"))
     written = data if isinstance(data, Mapping) else getattr(data, "model_fields_set", ())
-    if "given" not in written:
+    if "offline" not in written:
         asks = loss_of(settings.get("algorithm")) in GIVEN_LOSSES
         if not asks or not brings_rows(data) or settings.get("rewards") or _names_env(settings.get("env")):
             return settings
-        told = {"given": True}
+        told = {"offline": True}
         data = {**data, **told} if isinstance(data, Mapping) else data.model_copy(update=told)
         settings = {**settings, "data": data}
-    given = data["given"] if isinstance(data, Mapping) else data.given
+    given = data["offline"] if isinstance(data, Mapping) else data.offline
     return {**settings, "engine": {"name": "none"}} if given and "engine" not in settings else settings
 
 
@@ -66,7 +66,7 @@ def check_given(run: RunConfig) -> None:
     """Raise where settings contradict that rows are given, or that they are not."""
     _check_teachers(run)
     _check_demonstrations(run)
-    if not run.data.given:
+    if not run.data.offline:
         if run.engine.name == "none":
             raise ValueError("engine=none samples nothing, and this run plays. Leave engine out.")
         return
@@ -74,11 +74,11 @@ def check_given(run: RunConfig) -> None:
     if algorithm.loss not in GIVEN_LOSSES or algorithm.by_source:
         said = "algorithm.by_source" if algorithm.by_source else f"algorithm.loss={algorithm.loss}"
         raise ValueError(
-            f"data.given with {said}: given rows are learned from by one of {', '.join(sorted(GIVEN_LOSSES))}. Write "
-            "algorithm=sft, or data.given=false."
+            f"data.offline with {said}: given rows are learned from by one of {', '.join(sorted(GIVEN_LOSSES))}. Write "
+            "algorithm=sft, or data.offline=false."
         )
     if not brings_rows(run.data) or any(not source.has_rows for source in run.data.sources.values() if not run.data.by):
-        raise ValueError("data.given: rows are learned from, and a source has none. Write data.path=FILE.")
+        raise ValueError("data.offline: rows are learned from, and a source has none. Write data.path=FILE.")
     if algorithm.loss == "kto" and run.rollout.tasks_per_step < 2:
         raise ValueError(
             "rollout.tasks_per_step=1 with algorithm=kto: its reference point is read off answers to other rows of the "
@@ -88,7 +88,7 @@ def check_given(run: RunConfig) -> None:
         raise ValueError(f"engine={run.engine.name}: with given rows nothing is sampled. Leave engine out.")
     if run.env.name != "question":
         raise ValueError(
-            f"env={run.env.name}: with given rows nothing is played. Leave env out, or write data.given=false."
+            f"env={run.env.name}: with given rows nothing is played. Leave env out, or write data.offline=false."
         )
     _check_read(run)
 
@@ -102,15 +102,15 @@ def _check_read(run: RunConfig) -> None:
         if written or (not fields and now != default):
             raise ValueError(
                 f"{'.'.join([name, *written[:1]])}: with given rows nothing is sampled or played, so it is not read. "
-                "Leave it out, or write data.given=false."
+                "Leave it out, or write data.offline=false."
             )
 
 
 def _check_demonstrations(run: RunConfig) -> None:
     asked = run.demonstrations
-    if not asked.given:
+    if not asked.enabled:
         return
-    if run.data.given:
+    if run.data.offline:
         raise ValueError("demonstrations beside given rows: both are transcripts. Write one of them.")
     if run.trainer.steps is not None and asked.steps >= run.trainer.steps:
         raise ValueError(

@@ -90,10 +90,10 @@ def check_placement(config: RunConfig) -> None:
                 f"placement.engines={placed.engines} are copies of engine=local, and engine={engine.name}. Leave it "
                 "out; several vLLM servers are written engine=http engine.urls=[…]."
             )
-        if engine.lends:
+        if engine.sleep_mode:
             raise ValueError(
-                f"engine.lends is of an engine beside the learner, and placement.engines={placed.engines} have their "
-                "own memory. Leave engine.lends out."
+                f"engine.sleep_mode is of an engine beside the learner, and placement.engines={placed.engines} have their "
+                "own memory. Leave engine.sleep_mode out."
             )
         if config.model.quantize != "none":
             raise ValueError(

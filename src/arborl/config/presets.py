@@ -78,7 +78,7 @@ COMPARES = frozenset(name for name, reads in ADVANTAGE_READS.items() if "skip_ze
 """Advantages that compare the episodes of a group."""
 
 _POLICY = frozenset({"advantage", "advantage_clip", "whiten", "aggregation", "entropy_coef", "staleness_decay", "kl"})
-_RATIO = _POLICY | {"guard", "anchor"}
+_RATIO = _POLICY | {"importance_weights", "anchor"}
 _PAIRS = frozenset({"beta", "pairs", "min_gap"})
 
 GIVEN_LOSSES = frozenset({"sft", "dpo", "ipo", "kto"})
@@ -90,8 +90,8 @@ LOSS_READS: dict[str, frozenset[str]] = {
     "cispo": _RATIO | {"clip_high"},
     "sapo": _RATIO | {"tau_positive", "tau_negative"},
     "topr": _RATIO,
-    "a2c": _POLICY | {"guard"},
-    "pg": _POLICY | {"guard"},
+    "a2c": _POLICY | {"importance_weights"},
+    "pg": _POLICY | {"importance_weights"},
     "decoupled_ppo": _POLICY | {"clip_low", "clip_high", "behaviour_cap"},
     "trpo": _RATIO | {"trust_region"},
     "dpo": _PAIRS,

@@ -155,7 +155,7 @@ class RolloutConfig(Config):
     max_lag: int = Field(0, ge=0)
     """Versions that a token may be older than the weights that train on it. 0: each step plays, then learns. From 1 on
     so many batches are played ahead: learning does not wait for the slowest episode, nor playing for learning. What
-    would grow too old is begun again (`dropped/stale`). See docs/async.md."""
+    would grow too old is begun again (`rollout/dropped_stale`). See docs/async.md."""
     concurrency: Concurrency = "auto"
     """Episodes in flight. `auto` follows the engine: it begins with as many as the engine can serve (128 where that is
     not known, or where environments run in threads or processes), more while there is room, fewer while requests wait

@@ -214,7 +214,7 @@ class RunConfig(Config):
                     f"deterministic=true with rollout.{name}={getattr(self.rollout, name)}: who finishes first depends "
                     f"on the clock. Leave rollout.{name} out, or write deterministic=false."
                 )
-        if self.sampling.max_tokens >= self.sampling.max_context and not self.data.given:
+        if self.sampling.max_tokens >= self.sampling.max_context and not self.data.offline:
             raise ValueError(
                 f"sampling.max_tokens={self.sampling.max_tokens} with sampling.max_context="
                 f"{self.sampling.max_context}: no room for a prompt. Write a larger sampling.max_context."
@@ -255,11 +255,11 @@ class RunConfig(Config):
                     f"sampling.min_p={self.sampling.min_p:g} with sampling.top_p={self.sampling.top_p:g} and engine="
                     f"{name}: vLLM applies them in the other order. Write one of them, or engine=local."
                 )
-        if self.track.rivals and (name != "local" or self.placement.engines):
+        if self.track.top_logprobs and (name != "local" or self.placement.engines):
             who = f"engine={name}" if name != "local" else "placement.engines"
             raise ValueError(
-                f"track.rivals={self.track.rivals} with {who}, which does not tell them. Write engine=local in this "
-                "process, or track.rivals=0."
+                f"track.top_logprobs={self.track.top_logprobs} with {who}, which does not tell them. Write engine=local in this "
+                "process, or track.top_logprobs=0."
             )
         if name in ("vllm", "http") and self.model.quantize != "none":
             raise ValueError(
@@ -275,12 +275,12 @@ class RunConfig(Config):
                 f"deterministic=true with rollout.max_lag={lag}: who is trained with whom depends on the clock. Write "
                 "rollout.max_lag=0, or deterministic=false."
             )
-        if self.data.given and lag:
-            raise ValueError(f"rollout.max_lag={lag} with data.given, where nothing is played. Leave it out.")
-        if lag and self.engine.name == "vllm" and self.engine.lends:
+        if self.data.offline and lag:
+            raise ValueError(f"rollout.max_lag={lag} with data.offline, where nothing is played. Leave it out.")
+        if lag and self.engine.name == "vllm" and self.engine.sleep_mode:
             raise ValueError(
-                f"rollout.max_lag={lag} with engine.lends: vLLM samples while the learner works. Write "
-                "rollout.max_lag=0, or engine.lends=false."
+                f"rollout.max_lag={lag} with engine.sleep_mode: vLLM samples while the learner works. Write "
+                "rollout.max_lag=0, or engine.sleep_mode=false."
             )
         return self
 
@@ -331,7 +331,7 @@ class RunConfig(Config):
                 f"{where}env.prompt.action_pattern with env=question, which takes every reply as the answer; rewards "
                 "read it whole. Leave it out, or let a reward look for the pattern: rewards=[format]."
             )
-        judged = not self.data.given and self.algorithm.loss != "distill"
+        judged = not self.data.offline and self.algorithm.loss != "distill"
         if judged and source.has_rows and env.name == "question" and [reward.name for reward in rewards] == ["env"]:
             raise ValueError(
                 f"{where}env=question gives no reward of its own. Write {where}rewards=[exact], which compares with "

@@ -68,7 +68,7 @@ class TrackConfig(Config):
     terms: int = Field(50_000, ge=0)
     """Sampled tokens of a step whose advantage, ratio, loss and pull on the weights are kept in `terms/`, for `arborl
     view`; of more, those that pulled most. 0 keeps none, and so does `episodes=false`."""
-    rivals: int = Field(0, ge=0, le=20)
+    top_logprobs: int = Field(0, ge=0, le=20)
     """Of each sampled token so many of the likeliest others, with their probabilities, are kept in the episode files
     for `arborl view`, about 17 bytes each. On a GPU sampling then leaves its graph, and is slower: for a short look.
     With `engine=local` only."""
@@ -86,5 +86,5 @@ class TrackConfig(Config):
     learning, publishing and waiting. Perfetto (https://ui.perfetto.dev) opens it. 0 writes none."""
     wandb: WandbConfig = WandbConfig()
     mlflow: MlflowConfig = MlflowConfig()
-    also: tuple[Part, ...] = ()
+    trackers: tuple[Part, ...] = ()
     """Trackers of your own, each `package.module:Class`, or with `name` and `args`. See docs/tracking.md."""

@@ -83,7 +83,10 @@ class Callbacks:
             await self.tell("evaluation_end", step=trainer.step, metrics=held_out)
         await self.tell("step_end", step=trainer.step, steps=trainer.last, metrics=dict(metrics))
         if trainer.step % self.logging_steps == 0:
-            shown = {"reward": metrics.get("reward/mean", math.nan), "flat": metrics.get("group/flat", math.nan)}
+            shown = {
+                "reward": metrics.get("reward/mean", math.nan),
+                "flat": metrics.get("group/zero_variance", math.nan),
+            }
             said = ", ".join(f"{name} {value:.3f}" for name, value in shown.items())
             log.info("step %d of %d: %s", trainer.step, trainer.last, said)
         await self.saved(trainer)

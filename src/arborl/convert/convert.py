@@ -136,7 +136,7 @@ def _finish(draft: Draft) -> None:
     own = {key.removeprefix("algorithm."): value for key, value in settings.items() if key.startswith("algorithm.")}
     loss, advantage = own.get("loss", base.loss), own.get("advantage", base.advantage)
     filled = {name: getattr(base, name) for name in type(base).model_fields}
-    reads = reads_of(filled | {"loss": loss, "advantage": advantage} | own | {"guard": _guard(own)})
+    reads = reads_of(filled | {"loss": loss, "advantage": advantage} | own | {"importance_weights": _guard(own)})
     for key in own:
         if key.partition(".")[0] not in reads and key.partition(".")[0] in type(base).model_fields:
             draft.undo(f"algorithm.{key}", f"algorithm={base.name} does not read it")
@@ -153,7 +153,11 @@ def _known_preset(name: Any) -> Any:
 
 
 def _guard(own: Mapping[str, Any]) -> dict[str, Any]:
-    return {key.removeprefix("guard."): value for key, value in own.items() if key.startswith("guard.")}
+    return {
+        key.removeprefix("importance_weights."): value
+        for key, value in own.items()
+        if key.startswith("importance_weights.")
+    }
 
 
 def _explain_environment(draft: Draft, found: Collected) -> None:

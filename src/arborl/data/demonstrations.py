@@ -28,7 +28,7 @@ def with_demonstrations(
         objects: parts handed in by Python code, by the name the configuration uses for them.
     """
     asked = config.demonstrations
-    if not asked.given:
+    if not asked.enabled:
         return source
     read = RowsConfig(path=asked.path, rows=asked.rows, overlong=asked.overlong)
     return WithDemonstrations(source, open_given(read, NAME, config.seed, rows, objects), asked)

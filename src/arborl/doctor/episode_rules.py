@@ -202,7 +202,7 @@ EPISODE_RULES = (
 
 
 def _calls(played: Sequence[Played]) -> list[tuple[Played, Call]]:
-    return [(one, call) for one in alive(played) if not one.episode.given for call in one.episode.calls]
+    return [(one, call) for one in alive(played) if not one.episode.is_offline for call in one.episode.calls]
 
 
 def _named(played: Sequence[Played], why: Callable[[Played], str] = lambda one: "") -> tuple[Evidence, ...]:

@@ -17,7 +17,7 @@ from arborl.trainer.diagnosis import FINE_STEP, diagnose
 from arborl.trainer.look import look
 from arborl.trainer.probe import StaleEngine, SyncProbe
 from arborl.trainer.summary import describe_batch, summarize
-from arborl.types import GIVEN, Episode, Forest, Group, Metrics, Terms
+from arborl.types import NOT_SAMPLED, Episode, Forest, Group, Metrics, Terms
 
 TASKS, MEMBERS = 4, 8
 """Groups that are played, and episodes of each, at most."""
@@ -52,7 +52,7 @@ class FirstStep:
     @property
     def sampled(self) -> np.ndarray:
         """Which terms an engine has sampled."""
-        return np.asarray(self.terms.version != GIVEN)
+        return np.asarray(self.terms.version != NOT_SAMPLED)
 
 
 async def take(parts: Parts) -> FirstStep:
@@ -63,7 +63,7 @@ async def take(parts: Parts) -> FirstStep:
     await parts.engine.load(learner.weights(), version=0)
     probe = SyncProbe(parts.engine)
     await probe.ask()
-    if config.data.given:
+    if config.data.offline:
         groups = parts.rollout.shown(tasks)
     else:
         groups = await parts.rollout.collect(tasks, seed, min(MEMBERS, config.rollout.group_size))
@@ -102,7 +102,7 @@ def episodes_played(step: FirstStep) -> Finding:
 
 
 def environment(step: FirstStep) -> Finding:
-    if step.parts.config.data.given:
+    if step.parts.config.data.offline:
         return Finding("environment", "ok", "none: rows are given")
     tasks = step.parts.source.take(0, 1)
     problems = check_env(lambda: step.parts.cast.env(tasks[0]), tasks[0], steps=8, seconds=SECONDS)
@@ -176,12 +176,12 @@ def kl_at_start(step: FirstStep) -> Finding:
 def rewards_vary(step: FirstStep) -> Finding:
     """By the same table that is asked of every step of a run."""
     name = "reward variance"
-    if step.parts.config.data.given:
+    if step.parts.config.data.offline:
         return Finding(name, "ok", "nothing is rewarded: rows are given")
     found = diagnose(step.metrics | {"step": 1})
     if found is not None and found.name not in FINE_STEP:
         return Finding(name, "warn", found.short, found.advice, _shown(step.episodes))
-    flat, earned = step.metrics.get("group/flat", 0.0), step.metrics.get("reward/mean", 0.0)
+    flat, earned = step.metrics.get("group/zero_variance", 0.0), step.metrics.get("reward/mean", 0.0)
     told = f"{1 - flat:.0%} of {len(step.groups)} groups have something to compare; mean reward {earned:.3g}"
     advice = "Take tasks that are sometimes solved, or a larger rollout.group_size." if flat > 0.75 else ""
     return Finding(name, "warn" if flat > 0.75 else "ok", told, advice)

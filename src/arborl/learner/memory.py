@@ -71,7 +71,7 @@ def planned(model: PreTrainedModel, config: RunConfig, needs: Wants) -> Plan:
         logit_rows=rows_at_once(model.device, sizes.vocabulary, fused(sizes, learner, cuda)),
         cuda=cuda,
         truncates=drawn.top_k > 0 or drawn.top_p < 1 or drawn.min_p > 0,
-        lends=cuda and bool(kv_token) and engine.lends,
+        lends=cuda and bool(kv_token) and engine.sleep_mode,
     )  # fmt: skip
     if cuda:
         plan = planner.plan()

@@ -17,13 +17,13 @@ from arborl.learner.packing import MicroBatch
 from arborl.learner.peers import ALONE, Peers
 from arborl.learner.term_log import Note
 from arborl.learner.upload import upload
-from arborl.types import GIVEN, Metrics, Terms
+from arborl.types import NOT_SAMPLED, Metrics, Terms
 
 log = logging.getLogger(__name__)
 
 NAMED = 8
 """Episodes that a warning names; the others it counts."""
-GAP = "policy/rollout_gap"
+GAP = "policy/logprob_diff"
 """Of tokens that the rollout sampled."""
 
 
@@ -50,7 +50,7 @@ def anchored(terms: TermBatch, now_M: Tensor, needs: Needs) -> TermBatch:
 
 def not_finite(terms: Terms) -> NDArray[np.bool_]:
     """Which terms no loss can be computed from. How likely a given token was is not known, and no loss asks."""
-    known = np.where(terms.version == GIVEN, 0.0, terms.logprob)
+    known = np.where(terms.version == NOT_SAMPLED, 0.0, terms.logprob)
     return np.asarray(~np.isfinite(terms.advantage + terms.weight + known))
 
 
@@ -77,7 +77,7 @@ class Tally:
 
     def add(self, batch: MicroBatch, loss: Tensor, said: Said, terms: TermBatch, parts: dict[str, Tensor]) -> None:
         """One micro-batch."""
-        sampled = np.flatnonzero(batch.terms.version != GIVEN)
+        sampled = np.flatnonzero(batch.terms.version != NOT_SAMPLED)
         found = parts | {"policy/entropy": said.entropy_M}
         if len(sampled):
             gap_M = (said.logprob_M.detach() - terms.old_M).abs()
@@ -125,7 +125,7 @@ def summed_up(seen: Mapping[str, Sequence[float]]) -> Metrics:
         finite = [value for value in values if np.isfinite(value)]
         if name in ("learner/steps", "dropped/not_finite"):
             out[name] = sum(values)
-        elif "rollout_gap" in name:  # read before any weight has moved
+        elif "logprob_diff" in name:  # read before any weight has moved
             out[name] = values[0]
         else:
             out[name] = float(np.mean(finite)) if finite else values[0]

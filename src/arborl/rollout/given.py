@@ -18,7 +18,7 @@ from arborl.chat.renderer import Renderer
 from arborl.config.run import RunConfig
 from arborl.data.from_config import GivenRows
 from arborl.data.reading.given import GivenTask, Kind, Side
-from arborl.types import GIVEN, Call, Completion, Episode, Finish, Group, Message, Stop, Turn
+from arborl.types import NOT_SAMPLED, Call, Completion, Episode, Finish, Group, Message, Stop, Turn
 
 KINDS: dict[str, Kind] = {"sft": "transcripts", "dpo": "pairs", "ipo": "pairs", "kto": "labels"}
 """Loss to the rows it learns from."""
@@ -56,7 +56,7 @@ class GivenEpisodes:
     @classmethod
     def of(cls, config: RunConfig, renderer: Renderer) -> GivenEpisodes:
         """Those of a run."""
-        strangers = config.data.given and config.algorithm.loss == "kto"
+        strangers = config.data.offline and config.algorithm.loss == "kto"
         return cls(renderer, config.sampling.max_context, strangers)
 
     def rows(self, loss: str) -> GivenRows:
@@ -86,7 +86,7 @@ class GivenEpisodes:
                 break
             cut = tuple(ids[:room])
             finish = Finish.STOP if len(cut) == len(ids) else Finish.LENGTH
-            completion = Completion(cut, (math.nan,) * len(cut), finish, GIVEN)
+            completion = Completion(cut, (math.nan,) * len(cut), finish, NOT_SAMPLED)
             reply = self.renderer.read(completion)
             names |= {
                 old.id: (new.id, new.name) for old, new in zip(message.tool_calls, reply.tool_calls, strict=False)

@@ -275,4 +275,6 @@ COUNTED = (
 
 def named(counts: Counter[str]) -> Metrics:
     """The counts as metrics, those too that are 0: a column that comes and goes is no curve."""
-    return {f"rollout/{name}": float(counts[name]) for name in COUNTED} | {"dropped/stale": float(counts["stale"])}
+    return {f"rollout/{name}": float(counts[name]) for name in COUNTED} | {
+        "rollout/dropped_stale": float(counts["stale"])
+    }

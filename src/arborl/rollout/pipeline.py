@@ -22,7 +22,7 @@ from arborl.rollout.groups import LEAVING, Place, places_of, spares_of
 from arborl.rollout.runner import Rollout
 from arborl.rollout.store import dumps, task_from, task_to
 from arborl.seeds import derive
-from arborl.types import GIVEN, Group
+from arborl.types import NOT_SAMPLED, Group
 
 BEFORE = -1
 """The version of what is not sampled: it is as good as the oldest, and never too old."""
@@ -59,7 +59,7 @@ class Seat:
     def oldest(self) -> int:
         """The oldest version among the tokens of its finished groups, by what the engine says."""
         calls = [call.completion for group in self.groups for episode in group.survivors for call in episode.calls]
-        return min((said.oldest for said in calls if said.tokens and said.version != GIVEN), default=BEFORE)
+        return min((said.oldest for said in calls if said.tokens and said.version != NOT_SAMPLED), default=BEFORE)
 
     def leave(self) -> None:
         """Nobody waits for it any more."""

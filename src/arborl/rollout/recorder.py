@@ -32,7 +32,7 @@ from arborl.rollout.rivals import Rivals
 from arborl.seeds import derive
 from arborl.spans import span
 from arborl.types import (
-    GIVEN,
+    NOT_SAMPLED,
     Call,
     Completion,
     Drawn,
@@ -195,7 +195,7 @@ class Recorder:
         reply, finish = await untimed(ENGINE, chat, messages, tools, sampling, session=self.episode.id)
         ids = self.renderer.encode(self.renderer.said(reply.content))
         tokens = (*ids, *(self.renderer.stop[:1] if finish is Finish.STOP else ()))
-        return Completion(tokens, (math.nan,) * len(tokens), finish, GIVEN), reply
+        return Completion(tokens, (math.nan,) * len(tokens), finish, NOT_SAMPLED), reply
 
     def _record(self, prompt: Prompt, call: Call, place: Place, written: tuple[str, str]) -> None:
         self._check_open()

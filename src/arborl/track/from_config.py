@@ -39,8 +39,8 @@ def followers(config: TrackConfig, objects: Mapping[str, Any]) -> Makers:
     if config.mlflow.uri is not None:
         _require("mlflow", "track.mlflow", "mlflow")
         makers["mlflow"] = partial(MlflowTracker, config.mlflow)
-    for number, part in enumerate(config.also):
-        where = f"track.also.{number}"
+    for number, part in enumerate(config.trackers):
+        where = f"track.trackers.{number}"
         makers[unique(short(part.name), makers)] = _own(part, objects, where)
     return makers
 

@@ -58,7 +58,7 @@ class Step:
     @property
     def flat(self) -> bool:
         """Whether no group had anything to compare, and so nothing was learned."""
-        return self("group/flat", -1.0) >= 1 and not self.moved
+        return self("group/zero_variance", -1.0) >= 1 and not self.moved
 
     @property
     def failed(self) -> bool:

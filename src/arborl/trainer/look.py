@@ -13,7 +13,7 @@ from arborl.errors import EpisodeError
 from arborl.learner.group import LearnerGroup
 from arborl.learner.learner import Learner
 from arborl.rollout.tree import plant
-from arborl.types import GIVEN, Forest, Group, Terms
+from arborl.types import NOT_SAMPLED, Forest, Group, Terms
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def look(
         terms = learner.look(forest.trees, forest.terms, needs, cut)
         asked = ["logprob", *(name for name in ("proximal", "reference", "value", "teacher") if getattr(needs, name))]
         episodes = [episode for group in kept for episode in group.survivors]
-        given = terms.version == GIVEN  # nobody has said how likely that was
+        given = terms.version == NOT_SAMPLED  # nobody has said how likely that was
         bad = {
             name: np.unique(terms.episode[~np.isfinite(getattr(terms, name)) & ~(given & (name == "logprob"))])
             for name in asked

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from arborl.algorithms.episode_advantages import is_flat
-from arborl.types import GIVEN, Episode, Finish, Forest, Group, Metrics, Stop, Terms
+from arborl.types import NOT_SAMPLED, Episode, Finish, Forest, Group, Metrics, Stop, Terms
 
 STOPS = (Stop.DONE, Stop.TRUNCATED, Stop.MAX_TURNS, Stop.CONTEXT_FULL)
 """How an episode that did not fail can end."""
@@ -20,13 +20,15 @@ def summarize(groups: Sequence[Group]) -> Metrics:
     """What happened in these episodes."""
     everyone = [episode for group in groups for episode in group.episodes if episode.weight > 0]
     alive = [episode for episode in everyone if episode.failure is None]
-    given = any(episode.given for episode in everyone)  # then nobody earned anything
+    given = any(episode.is_offline for episode in everyone)  # then nobody earned anything
     metrics: Metrics = {
         "episode/count": float(len(everyone)),
         "episode/failed": float(len(everyone) - len(alive)),
     }
     if not given:
-        metrics["group/flat"] = float(np.mean([is_flat(_rewards(group)) for group in groups])) if groups else 0.0
+        metrics["group/zero_variance"] = (
+            float(np.mean([is_flat(_rewards(group)) for group in groups])) if groups else 0.0
+        )
     for where, count in Counter(episode.failure.where for episode in everyone if episode.failure).items():
         metrics[f"failed/{where}"] = float(count)
     if not alive:
@@ -63,7 +65,7 @@ def describe_batch(forest: Forest, terms: Terms, version: int) -> Metrics:
     """The learner's batch: its size, what sharing saved, the spread of advantages, and how many versions older than the
     learner's its tokens are."""
     unique = sum(len(tree) for tree in forest.trees)
-    lag = version - terms.version[terms.version != GIVEN]
+    lag = version - terms.version[terms.version != NOT_SAMPLED]
     return {
         "batch/lag_mean": float(lag.mean()) if len(lag) else 0.0,
         "batch/lag_max": float(lag.max(initial=0)),

@@ -30,7 +30,7 @@ class Seen:
 def entropy_collapsed(course: Course) -> Seen | None:
     own = course["policy/entropy"]
     gone = own.long and own.late < 0.02 and own.late < 0.1 * own.early
-    if not gone or course.solved or course.late("group/flat") < 0.5:
+    if not gone or course.solved or course.late("group/zero_variance") < 0.5:
         return None
     return Seen(_moved("entropy", own, "nats a token"), own.latest)
 
@@ -97,7 +97,7 @@ def not_a_number(course: Course) -> Seen | None:
 
 def wide_gap(course: Course) -> Seen | None:
     """On tokens of the very weights that learn, so that nothing but numerics can differ."""
-    own, lag = course["policy/rollout_gap"], dict(course["batch/lag_mean"])
+    own, lag = course["policy/logprob_diff"], dict(course["batch/lag_mean"])
     wide = tuple(step for step, gap in own if gap > 0.05 and not lag.get(step))
     if 2 * len(wide) < len(own) or not wide:
         return None
@@ -105,7 +105,7 @@ def wide_gap(course: Course) -> Seen | None:
 
 
 def growing_gap(course: Course) -> Seen | None:
-    own = course["policy/rollout_gap"]
+    own = course["policy/logprob_diff"]
     apart = own.long and min(own.values[-own.window :]) > max(own.values[: own.window])
     if not apart or own.late < max(5 * own.early, 0.01):
         return None
@@ -119,11 +119,11 @@ def stale_engine(course: Course) -> Seen | None:
 
 
 def stale_tokens(course: Course) -> Seen | None:
-    thrown = _total(course["dropped/stale"])
+    thrown = _total(course["rollout/dropped_stale"])
     played = _total(course["episode/count"])
     if thrown < 8 or thrown < 0.25 * (played + thrown):
         return None
-    where = _where(course["dropped/stale"], lambda count: count > 0)
+    where = _where(course["rollout/dropped_stale"], lambda count: count > 0)
     return Seen(f"{thrown:.0f} episodes thrown away, {played:.0f} learned from", where)
 
 
@@ -171,7 +171,7 @@ def reward_always_same(course: Course) -> Seen | None:
 
 def mostly_flat(course: Course) -> Seen | None:
     """And not all: of steps with flat groups alone, each says so itself."""
-    own = course["group/flat"]
+    own = course["group/zero_variance"]
     better = course.late("episode/success") > 0.75 or course["reward/mean"].change() > 0
     if not own.long or not 0.8 <= own.late < 1 or better:
         return None
@@ -190,7 +190,7 @@ def reward_falls(course: Course) -> Seen | None:
 def reward_hacked(course: Course) -> Seen | None:
     """Paid more and more for doing no better, or worse, by the environment's own word or on held-out tasks."""
     earned, done = course["reward/mean"], course["episode/success"]
-    if earned.change() <= 0 or course.late("reward/std") == 0 == course.late("group/flat"):
+    if earned.change() <= 0 or course.late("reward/std") == 0 == course.late("group/zero_variance"):
         return None
     if done.change() < 0:
         return Seen(f"{_moved('reward', earned)}, while {_moved('success', done)}", earned.latest)

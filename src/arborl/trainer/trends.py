@@ -64,7 +64,7 @@ TRENDS = (
     Trend(
         "gap_growing", rules.growing_gap, "engine and learner drift apart",
         "The engine samples from other weights than the learner has, or its numbers get coarser as the policy gets "
-        "sharper: write model.head=float32, a smaller rollout.max_lag, or algorithm.guard.kind=tis.",
+        "sharper: write model.head=float32, a smaller rollout.max_lag, or algorithm.importance_weights.kind=tis.",
     ),
     Trend(
         "engine_stale", rules.stale_engine, "the server's copy of the weights is not the learner's",

@@ -20,7 +20,7 @@ def episodes(config: RunConfig) -> int | None:
 def a_step(config: RunConfig) -> int:
     """Episodes a step; of given rows, rows."""
     rollout = config.rollout
-    return rollout.tasks_per_step * (1 if config.data.given else rollout.group_size)
+    return rollout.tasks_per_step * (1 if config.data.offline else rollout.group_size)
 
 
 def evened(base: RunConfig, trial: RunConfig) -> list[str]:
@@ -39,7 +39,7 @@ def evened(base: RunConfig, trial: RunConfig) -> list[str]:
             f"trainer.epochs={base.trainer.epochs}: with {a_step(trial)} episodes a step instead of {a_step(base)}, "
             f"trials would play more or fewer. Write trainer.steps, {FREE}."
         )
-    size = 1 if base.data.given else trial.rollout.group_size
+    size = 1 if base.data.offline else trial.rollout.group_size
     if base.rollout.tasks_per_step == trial.rollout.tasks_per_step:
         key, number, by = "rollout.tasks_per_step", a_step(base), size
     else:

@@ -190,7 +190,7 @@ def _check_names(space: Space) -> None:
 def known_metric(config: RunConfig, name: str) -> str:
     """The metric by the name that a run's summary has for it; an error where such a run cannot have it."""
     short = name.removeprefix("eval/").removeprefix("evaluation/")
-    if config.data.given:
+    if config.data.offline:
         known = ["loss", "perplexity", "accuracy", "margin"]
     else:
         sources = [f"/{source}" for source in config.data.sources] if len(config.data.sources) > 1 else []

@@ -31,7 +31,7 @@ class Panel:
 
 
 PANELS = (
-    Panel("Flat groups", {"flat": "group/flat"}, named=False),
+    Panel("Flat groups", {"flat": "group/zero_variance"}, named=False),
     Panel("Entropy, nats a token", {"entropy": "policy/entropy"}, share=False, named=False),
     Panel("Replies", {"valid": "episode/valid", "cut off": "call/cut_off"}),
     Panel("Failed episodes", {"failed": "episode/failed"}, share=False, named=False),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from arborl.failures import trimmed
-from arborl.types import GIVEN, Call, Completion, Episode, Message
+from arborl.types import NOT_SAMPLED, Call, Completion, Episode, Message
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -109,7 +109,7 @@ def _block(role: str, body: str, reward: float) -> str:
 
 def _tokens(completion: Completion, decode: Decode) -> str:
     words = pieces(completion.tokens, decode)
-    if completion.version == GIVEN:  # nobody sampled it
+    if completion.version == NOT_SAMPLED:  # nobody sampled it
         return "".join(f'<span class="token">{escape(word)}</span>' for word in words)
     return "".join(
         f'<span class="token" style="--doubt:{_doubt(logprob):.2f}" '

@@ -241,31 +241,33 @@ def correction(draft: Draft) -> None:
     at = "train_infer_correction."
     if draft.given.get(f"{at}is_weight.enabled"):
         weight = draft.given.get(f"{at}is_weight.weight_type", "token")
-        draft.set(f"{at}is_weight.enabled", True, "algorithm.guard.kind", "tis")
-        draft.put(f"{at}is_weight.upper_bound", 1.2, "algorithm.guard.high", lambda high: float(high or 1e6))
+        draft.set(f"{at}is_weight.enabled", True, "algorithm.importance_weights.kind", "tis")
+        draft.put(
+            f"{at}is_weight.upper_bound", 1.2, "algorithm.importance_weights.high", lambda high: float(high or 1e6)
+        )
         why = (
             "" if weight in ("token", "geometric") else f"{weight}: the geometric mean over an episode or call is taken"
         )
         draft.set(
             f"{at}is_weight.weight_type",
             weight,
-            "algorithm.guard.level",
+            "algorithm.importance_weights.level",
             "token" if weight == "token" else "sequence",
             why,
         )
         if weight == "segment":
             draft.settings["algorithm.sequence"] = "call"
     filters = [one for one in draft.given.get(f"{at}filters") or [] if one.get("enabled")]
-    if filters and "algorithm.guard.kind" in draft.settings:
+    if filters and "algorithm.importance_weights.kind" in draft.settings:
         draft.drop(f"{at}filters", filters, "one guard at a time: the weight is kept, the filters are not")
     elif filters:
         first = filters[0]
         why = "" if len(filters) == 1 and not first.get("diff_enabled") else "the first filter's ratios alone"
-        draft.set(f"{at}filters", filters, "algorithm.guard.kind", "mis", why)
-        draft.settings["algorithm.guard.low"] = float(first.get("ratio_low", 0.8))
-        draft.settings["algorithm.guard.high"] = float(first.get("ratio_high", 1.2))
+        draft.set(f"{at}filters", filters, "algorithm.importance_weights.kind", "mis", why)
+        draft.settings["algorithm.importance_weights.low"] = float(first.get("ratio_low", 0.8))
+        draft.settings["algorithm.importance_weights.high"] = float(first.get("ratio_high", 1.2))
         if first.get("agg_type", "token") != "token":
-            draft.settings["algorithm.guard.level"] = "sequence"
+            draft.settings["algorithm.importance_weights.level"] = "sequence"
     for key in draft.below(at):
         if f"{at}{key}" not in draft.accounted():
             draft.skip(f"{at}{key}", draft.given[f"{at}{key}"], "off, or as it is here")

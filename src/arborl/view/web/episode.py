@@ -11,7 +11,7 @@ from arborl.rollout.store import from_json, reading
 from arborl.rollout.term_store import NUMBERS, Columns, pushes
 from arborl.tokens import Tokens
 from arborl.track.folder_files import parse_json
-from arborl.types import GIVEN, Call, Episode, Message
+from arborl.types import NOT_SAMPLED, Call, Episode, Message
 from arborl.view.web.words import Decode, pieces
 
 MOST_CALLS = 2000
@@ -129,7 +129,7 @@ def _sampled(call: Call, number: int, decode: Decode | None, terms: Columns | No
     """Columns over the sampled tokens; of the terms' only where the step kept some of this call."""
     said = call.completion
     count = len(said.tokens)
-    given = said.version == GIVEN
+    given = said.version == NOT_SAMPLED
     columns: dict[str, Any] = {
         "ids": list(said.tokens),
         "text": pieces(said.tokens, decode),

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from arborl.types import GIVEN
+from arborl.types import NOT_SAMPLED
 
 TEXT = 20_000
 """Characters of an episode that can be searched."""
@@ -36,7 +36,7 @@ def _columns(found: Mapping[str, Any]) -> dict[str, Any]:
     task, calls, failure = found["task"], found["calls"], found["failure"]
     lengths = [call["prompt"][1] + len(call["prompt"][2]) + len(call["tokens"]) for call in calls]
     versions = [min(call.get("versions") or [call["version"]]) for call in calls if call["tokens"]]
-    sampled = [version for version in versions if version != GIVEN]
+    sampled = [version for version in versions if version != NOT_SAMPLED]
     rewards = [float(value) for value in found["rewards"].values()]
     return {
         "episode": _text(found["id"], 400),
