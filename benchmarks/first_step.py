@@ -40,12 +40,12 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
     from learner import Likelier
     from texts import texts_of
 
-    from arborl.config.run import LearnerConfig, LoraConfig
+    from arborl.config.run_config import LearnerConfig, LoraConfig
     from arborl.learner import attention_choice
     from arborl.learner.learner import Learner
     from arborl.models.lora import add_lora
     from arborl.rollout.tree import plant
-    from arborl.types import Call, Completion, Episode, Finish, Forest, Group, Sampling, Task
+    from arborl.types import Call, Completion, Episode, FinishReason, Forest, Group, Sampling, Task
 
     imported = time.time() - args.began
     attention, fused = WAYS[args.way]
@@ -62,7 +62,7 @@ def work(args: argparse.Namespace) -> dict[str, Any]:
         for _ in range(groups):
             opening = tuple(texts.prompt(prompt, chance))
             answers = [tuple(texts.text(answer, chance)) for _ in range(8)]
-            calls = [Call(opening, Completion(said, (-6.0,) * answer, Finish.STOP), 0) for said in answers]
+            calls = [Call(opening, Completion(said, (-6.0,) * answer, FinishReason.STOP), 0) for said in answers]
             made.append(Group(Task("t"), [Episode(str(i), Task("t"), calls=[call]) for i, call in enumerate(calls)]))
         forest = plant(made)
         forest.terms.advantage[:] = np.cos(forest.terms.call)

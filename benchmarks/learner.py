@@ -32,7 +32,7 @@ from texts import Texts, texts_of
 from transformers import PreTrainedModel
 
 from arborl.algorithms import Needs
-from arborl.config.run import LearnerConfig
+from arborl.config.run_config import LearnerConfig
 from arborl.learner.attention_choice import Ways
 from arborl.learner.executor import Way
 from arborl.learner.learner import Learner
@@ -41,7 +41,7 @@ from arborl.models.attention import NAME
 from arborl.models.lean import leave_to_library
 from arborl.models.load import tune_cpu
 from arborl.rollout.tree import plant
-from arborl.types import Call, Completion, Episode, Finish, Forest, Group, Sampling, Task
+from arborl.types import Call, Completion, Episode, FinishReason, Forest, Group, Sampling, Task
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def play(case: Case, texts: Texts) -> list[Call]:
         for turn in range(case.turns):
             thinking, answer = some(case.thinking), some(case.answer)
             sampled = (*thinking, *answer)
-            calls.append(Call(context, Completion(sampled, (-6.0,) * len(sampled), Finish.STOP), turn))
+            calls.append(Call(context, Completion(sampled, (-6.0,) * len(sampled), FinishReason.STOP), turn))
             context = (*context, *answer, *texts.observation(case.observed, chance))
     return calls
 

@@ -21,7 +21,7 @@ from arborl.cluster.plan import Forecaster, Placed
 from arborl.cluster.plan_work import Spread, Turn, Work, given
 from arborl.cluster.simulate import Outcome, simulate
 from arborl.cluster.simulate_engine import Setting
-from arborl.config.load import from_kwargs
+from arborl.config.load_config import from_kwargs
 
 SEVEN = "`train_speed.py --model 7b --lora 16`"
 LATE = "`train_speed.py --model 0.5b --late 0.3`"

@@ -23,10 +23,9 @@ from pathlib import Path
 import numpy as np
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from arborl.build import sampling_of
 from arborl.chat.renderer import Renderer
-from arborl.config.load import load
-from arborl.config.run import RunConfig
+from arborl.config.load_config import load
+from arborl.config.run_config import RunConfig
 from arborl.engines.executor import Ready, Step
 from arborl.engines.local import LocalEngine
 from arborl.envs.frozen_lake import draw_map
@@ -36,8 +35,9 @@ from arborl.rollout.given import GivenEpisodes
 from arborl.rollout.recorder import Limits
 from arborl.rollout.runner import Rollout
 from arborl.rollout.store import EpisodeStore
+from arborl.training_run.build import training_sampling
+from arborl.training_run.part_factory import RunPartFactory
 from arborl.types import Message, Task
-from arborl.workshop import Workshop
 
 CONTEXT, PAGE = 1024, 64
 THOUGHTS = ("", "I go on. ", "The goal is near. ", "There is a hole, so I go this way. ", "Let me see. ", "Now ")
@@ -115,12 +115,12 @@ def engine_of(renderer: Renderer, replies: Sequence[str], requests: int) -> Time
 
 
 def rollout_of(config: RunConfig, engine: LocalEngine, renderer: Renderer) -> tuple[Rollout, Rewards]:
-    """As `arborl.build` makes it."""
-    workshop = Workshop(config, {})
+    """As `arborl.training_run.build` makes it."""
+    workshop = RunPartFactory(config, {})
     cast, rewards, asked = workshop.cast(), workshop.rewards(), config.rollout
     limits = Limits(asked.max_turns, config.sampling.max_context, asked.episode_seconds, asked.step_seconds)
     given = GivenEpisodes.of(config, renderer)
-    return workshop.rollout(engine, cast, sampling_of(config, renderer), limits, rewards, given), rewards
+    return workshop.rollout(engine, cast, training_sampling(config, renderer), limits, rewards, given), rewards
 
 
 # ------------------------------------------------------------------------------------------------ what is played

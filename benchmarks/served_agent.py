@@ -25,10 +25,10 @@ from pathlib import Path
 
 import httpx
 
-from arborl.api.located import located
-from arborl.build import Parts, build
 from arborl.envs.documents import FIELD, is_right
 from arborl.envs.wrapper import word_of
+from arborl.training_run.build import RunParts, build
+from arborl.training_run.run_folder import locate_model
 from arborl.types import Task
 
 
@@ -49,14 +49,14 @@ def served(path: str) -> Iterator[str]:
         made.wait(60)
 
 
-async def problem(parts: Parts, task: Task) -> tuple[str, str, str]:
+async def problem(parts: RunParts, task: Task) -> tuple[str, str, str]:
     """Document, question and right answer of a task."""
     env = parts.cast.env(task)
     observation = await env.reset(task, 0)
     return str(word_of(env, "document")), observation.messages[-1].content, str(env.oracle())
 
 
-async def evaluated(parts: Parts, tasks: list[Task]) -> list[str]:
+async def evaluated(parts: RunParts, tasks: list[Task]) -> list[str]:
     groups = await parts.rollout.collect(tasks, 0, 1, {"temperature": 0.0})
     return [group.episodes[0].answer for group in groups]
 
@@ -78,7 +78,7 @@ async def asked(address: str, agent: str, problems: list[tuple[str, str, str]], 
 
 
 async def measured(path: str, count: int, at_once: int) -> dict:
-    found = located(path, trust=True)
+    found = locate_model(path, trust=True)
     config = found.config
     parts = build(config.model_copy(update={"model": config.model.model_copy(update={"name": str(found.model)})}))
     tasks = parts.source.evaluation(count)

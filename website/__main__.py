@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from arborl.config import document
+from arborl.config import config_page
 from website import commands, public, rooms
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES: dict[str, Callable[[], str]] = {
-    "configuration.md": document.page,
+    "configuration.md": config_page.page,
     "cli-reference.md": commands.page,
     "api.md": public.page,
     "rooms.md": rooms.page,

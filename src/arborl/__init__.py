@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from arborl.agents import Agent
-    from arborl.api import Run, run
     from arborl.config import RunConfig
     from arborl.conversational import (
         CONVERSATION_CONFIGS,
@@ -57,6 +56,7 @@ if TYPE_CHECKING:
     from arborl.envs import Env, Observation, Step
     from arborl.rewards import reward
     from arborl.tools import tool
+    from arborl.training_run import Run, run
     from arborl.types import Episode, Message, Task
 
     __version__: str
@@ -101,7 +101,7 @@ _HOMES = {
     "Observation": "arborl.envs",
     "RewardFunction": "arborl.conversational",
     "RewardResult": "arborl.conversational",
-    "Run": "arborl.api",
+    "Run": "arborl.training_run",
     "RunConfig": "arborl.config",
     "SafetyReward": "arborl.conversational",
     "SalesAssistantReward": "arborl.conversational",
@@ -119,7 +119,7 @@ _HOMES = {
     "quick_hpo": "arborl.conversational.hpo",
     "reward": "arborl.rewards",
     "reward_function": "arborl.conversational",
-    "run": "arborl.api",
+    "run": "arborl.training_run",
     "tool": "arborl.tools",
     "train": "arborl.conversational",
     "train_with_gspo": "arborl.conversational",

@@ -27,7 +27,7 @@ class ConfigError(ArborError):
     """The run as described cannot start."""
 
 
-class UnknownName(ConfigError):
+class UnknownPartError(ConfigError):
     """A part was asked for by a name nobody has."""
 
 
@@ -35,7 +35,7 @@ class RunStopped(ArborError):
     """The run goes on no more because there is no point in it; the message says why and what to do."""
 
 
-class LearnerLost(RunStopped):
+class LearnerRankLost(RunStopped):
     """A rank of the learner is gone: what the run has learned since its last checkpoint is gone with it.
 
     Args:
@@ -58,23 +58,23 @@ class LearnerLost(RunStopped):
         )
 
 
-class CannotWrite(ConfigError):
+class DiskWriteError(ConfigError):
     """The disk is full, or the place is not ours to write. What was there before is as it was."""
 
 
-class EpisodeOver(ArborError):
-    """A limit ended the episode from inside; it has not failed. `stop` is a value of `arborl.types.Stop`."""
+class EpisodeLimitReached(ArborError):
+    """A limit ended the episode from inside; it has not failed. `stop` is a value of `arborl.types.StopReason`."""
 
     stop = "done"
 
 
-class ContextFull(EpisodeOver):
+class ContextFull(EpisodeLimitReached):
     """The next prompt leaves no room to sample."""
 
     stop = "context_full"
 
 
-class MaxTurns(EpisodeOver):
+class MaxTurns(EpisodeLimitReached):
     """The agent used up its turns."""
 
     stop = "max_turns"
@@ -104,7 +104,7 @@ class boundary:
     """Whatever fails inside belongs to `where`; with `seconds`, so does taking longer than that.
 
     Somebody else's `sys.exit` is a failure of theirs too; `KeyboardInterrupt` is the user's and goes through. Time
-    spent in `queued()` is no part of it.
+    spent in `paused_deadlines()` is no part of it.
 
     A class and no generator: every model call and environment step passes one.
 
@@ -141,7 +141,7 @@ class boundary:
         if isinstance(error, asyncio.CancelledError):
             if self.where not in getattr(error, "__notes__", ()):
                 error.add_note(self.where)  # so that an outer deadline can say where it struck
-        elif isinstance(error, Exception | SystemExit) and not isinstance(error, EpisodeError | EpisodeOver):
+        elif isinstance(error, Exception | SystemExit) and not isinstance(error, EpisodeError | EpisodeLimitReached):
             raise EpisodeError(self.where, error) from error  # those two are attributed already, or no failure
 
     def stop(self) -> None:
@@ -171,7 +171,7 @@ def current_deadline() -> tuple[str, float] | None:
     return None if clock is None or clock.seconds is None else (clock.where, clock.seconds)
 
 
-class queued:
+class paused_deadlines:
     """Waiting for one's turn is nobody's fault: meanwhile the clocks of all boundaries around stand still.
 
     Of several waits under one boundary the longest counts, so a clock runs only while nothing in it waits. For queues
@@ -199,7 +199,7 @@ class queued:
 
 
 @contextmanager
-def writing(path: object) -> Iterator[None]:
+def disk_errors(path: object) -> Iterator[None]:
     """What a disk refuses inside is one sentence: a full one must not look like a defect.
 
     Example:
@@ -209,15 +209,15 @@ def writing(path: object) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = disk_refusal(error)
-        if reason is None or isinstance(error, CannotWrite):
+        reason = disk_error_reason(error)
+        if reason is None or isinstance(error, DiskWriteError):
             raise
-        raise CannotWrite(
+        raise DiskWriteError(
             f"{path}: cannot be written: {reason}. Make room or give another folder; what was there is as it was."
         ) from error
 
 
-def disk_refusal(error: BaseException) -> str | None:
+def disk_error_reason(error: BaseException) -> str | None:
     """What the system said, where it was the system that refused; libraries wrap it in errors of their own."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
@@ -230,3 +230,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """` Did you mean 'x'?`, or nothing when no known name is near."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def printable(text: str) -> str:
+    """The text with control characters and surrogates escaped."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)

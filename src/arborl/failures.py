@@ -12,6 +12,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from arborl.errors import printable
 from arborl.types import Episode, Failure
 
 FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+)')
@@ -38,7 +39,7 @@ CHAINS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Cause:
+class FailureCause:
     """Failures that are one: the same kind of exception from the same lines of the same part."""
 
     failure: Failure
@@ -50,7 +51,7 @@ class Cause:
     count: int = 1
 
     def __str__(self) -> str:
-        return f"{brief(self.failure)} ×{self.count} (first in episode {self.episode} of {self.when})"
+        return f"{one_line(self.failure)} ×{self.count} (first in episode {self.episode} of {self.when})"
 
 
 class Failures:
@@ -63,19 +64,19 @@ class Failures:
     """
 
     def __init__(self) -> None:
-        self.causes: dict[tuple[str, ...], Cause] = {}
+        self.causes: dict[tuple[str, ...], FailureCause] = {}
 
     def add(self, episodes: Iterable[Episode], when: str) -> None:
         """Count those of these episodes that failed."""
         for episode in episodes:
             if episode.failure is not None:
-                key = cause_of(episode.failure)
+                key = failure_key(episode.failure)
                 if key not in self.causes and len(self.causes) >= MOST:
                     key = max(self.causes, key=lambda other: _nearness(other, key))
-                known = self.causes.get(key, Cause(episode.failure, episode.id, when, 0))
+                known = self.causes.get(key, FailureCause(episode.failure, episode.id, when, 0))
                 self.causes[key] = dataclasses.replace(known, count=known.count + 1)
 
-    def __iter__(self) -> Iterator[Cause]:
+    def __iter__(self) -> Iterator[FailureCause]:
         """The commonest first."""
         return iter(sorted(self.causes.values(), key=lambda cause: -cause.count))
 
@@ -88,11 +89,11 @@ class Failures:
 
     def load_state(self, state: Iterable[dict[str, Any]]) -> None:
         """Go on counting from what `state` said."""
-        known = [Cause(**{**row, "failure": Failure(**row["failure"])}) for row in state]
-        self.causes = {cause_of(cause.failure): cause for cause in known}
+        known = [FailureCause(**{**row, "failure": Failure(**row["failure"])}) for row in state]
+        self.causes = {failure_key(cause.failure): cause for cause in known}
 
 
-class Firsts:
+class FirstFailureLogger:
     """Warns of the first failure of each cause and is silent about those like it, which are counted elsewhere."""
 
     def __init__(self, log: logging.Logger):
@@ -102,35 +103,30 @@ class Firsts:
         """Say that the episode failed, unless one failed alike before."""
         if episode.failure is None:
             return
-        key = cause_of(episode.failure)
+        key = failure_key(episode.failure)
         level = logging.DEBUG if key in self.told or len(self.told) >= MOST else logging.WARNING
-        self.log.log(level, "episode %s failed and is left out: %s", episode.id, brief(episode.failure))
+        self.log.log(level, "episode %s failed and is left out: %s", episode.id, one_line(episode.failure))
         if level == logging.WARNING:
             self.told.add(key)
-            self.log.info("where it failed:\n%s", printable(trimmed(episode.failure.traceback)))
+            self.log.info("where it failed:\n%s", printable(trim_traceback(episode.failure.traceback)))
 
 
-def brief(failure: Failure) -> str:
+def one_line(failure: Failure) -> str:
     """A failure in one line, however much its message says."""
     words = printable(" ".join(str(failure).split()))
     return words if len(words) <= LONG else f"{words[: LONG - 1]}…"
-
-
-def printable(text: str) -> str:
-    """Text that any terminal takes: control characters and halves of characters are written out."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def _nearness(one: tuple[str, ...], other: tuple[str, ...]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
-def cause_of(failure: Failure) -> tuple[str, ...]:
+def failure_key(failure: Failure) -> tuple[str, ...]:
     """What failures of one cause share: part, exception and lines; where no lines are known, the words but for numbers.
 
     The message is no part of it where there are lines: it often names the task.
     """
-    lines = _lines(trimmed(failure.traceback)) or _lines(failure.traceback)
+    lines = _lines(trim_traceback(failure.traceback)) or _lines(failure.traceback)
     words = () if lines else (re.sub(r"0x[0-9a-f]+|\d+", "#", failure.message),)
     return (failure.where, failure.kind, *dict.fromkeys(lines), *words)
 
@@ -139,7 +135,7 @@ def _lines(trace: str) -> list[str]:
     return [f"{found['file']}:{found['line']}" for row in trace.splitlines() if (found := FRAME.match(row))]
 
 
-def trimmed(trace: str) -> str:
+def trim_traceback(trace: str) -> str:
     """A traceback from the first line in somebody's own file on; without one, from where it leaves the framework.
 
     Of several (chained, or one from another process) those that never touch somebody's file are left out.

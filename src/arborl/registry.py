@@ -16,9 +16,9 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from arborl.errors import ConfigError, UnknownName, did_you_mean
+from arborl.errors import ConfigError, UnknownPartError, did_you_mean
 
-HANDED_IN = "object:"
+OBJECT_PREFIX = "object:"
 """In front of the names of parts that were given as Python objects, and that nothing can be imported by."""
 PART_NAME = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):([^\W\d][\w./\-]*)")
 
@@ -35,7 +35,7 @@ def parse_part_name(text: str) -> tuple[str, str] | None:
     [None, None, None, None, None]
     """
     found = PART_NAME.fullmatch(text)
-    return None if found is None or text.startswith(HANDED_IN) else (found[1], found[2])
+    return None if found is None or text.startswith(OBJECT_PREFIX) else (found[1], found[2])
 
 
 class _CurrentFolder:
@@ -71,7 +71,7 @@ class Registry(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         if name not in self.table and ":" not in name:
-            raise UnknownName(
+            raise UnknownPartError(
                 f"no {self.kind} is called {name!r}.{did_you_mean(name, self.table)} "
                 f"Known: {', '.join(self.table)}; or give your own as 'package.module:attribute'."
             )
@@ -96,37 +96,41 @@ class Registry(Mapping[str, Any]):
 
 def load(path: str, kind: str = "object") -> Any:
     """Import `package.module:attribute`."""
-    if path.startswith(HANDED_IN):
-        attribute = path.removeprefix(HANDED_IN)
-        raise UnknownName(
+    if path.startswith(OBJECT_PREFIX):
+        attribute = path.removeprefix(OBJECT_PREFIX)
+        raise UnknownPartError(
             f"the {kind} {attribute!r} was given to the run as a Python object that cannot be imported by a name. Go "
             "on from Python with the object at hand (run.evaluate(), or arborl.run(resume=…)), or put it into a module "
             f"and give 'package.module:{attribute}'."
         )
     parsed = parse_part_name(path)
     if parsed is None:
-        raise UnknownName(f"{path!r} (wanted as {kind}) is not a part's name. Write package.module:attribute.")
+        raise UnknownPartError(f"{path!r} (wanted as {kind}) is not a part's name. Write package.module:attribute.")
     module_name, attribute = parsed
     if module_name.partition(".")[0] != "arborl":
         add_current_folder()
     try:
         found = importlib.import_module(module_name)
     except ImportError as error:
-        raise UnknownName(
+        raise UnknownPartError(
             f"cannot import {module_name!r} for the {kind} {path!r}: {error}. "
             "Is the package installed, or its folder on PYTHONPATH?"
         ) from error
     except Exception as error:
-        raise UnknownName(f"importing {module_name!r} for the {kind} {path!r} failed: {_told(error)}") from error
+        raise UnknownPartError(f"importing {module_name!r} for the {kind} {path!r} failed: {_told(error)}") from error
     for part in attribute.split("."):
         if not hasattr(found, part):
             names = [name for name in vars(found) if not name.startswith("_")]
-            raise UnknownName(f"{module_name!r} has no {attribute!r} (wanted as {kind}).{did_you_mean(part, names)}")
+            raise UnknownPartError(
+                f"{module_name!r} has no {attribute!r} (wanted as {kind}).{did_you_mean(part, names)}"
+            )
         found = getattr(found, part)
         if inspect.ismodule(found):
-            raise UnknownName(f"{path!r} (wanted as {kind}): {part!r} is a module. Write {found.__name__}:ATTRIBUTE.")
+            raise UnknownPartError(
+                f"{path!r} (wanted as {kind}): {part!r} is a module. Write {found.__name__}:ATTRIBUTE."
+            )
     if _is_pythons_own(found):
-        raise UnknownName(
+        raise UnknownPartError(
             f"{path!r} is Python's own, and no {kind}. Write a function or a class of your own around it."
         )
     return found
@@ -183,12 +187,12 @@ def check_arguments(part: Any, args: Mapping[str, Any], where: str) -> None:
             raise ConfigError(f"{where}.{name}: is missing. Write {where}.{name}=VALUE.")
 
 
-def short(name: str) -> str:
+def short_name(name: str) -> str:
     """What a part is called where its module does not matter: `package.module:Maze` -> `Maze`."""
     return name.rpartition(":")[2]
 
 
-def unique(name: str, taken: Collection[str]) -> str:
+def unique_name(name: str, taken: Collection[str]) -> str:
     """The name, or where it is taken `name-2`, `name-3`, …"""
     number, found = 1, name
     while found in taken:

@@ -15,7 +15,7 @@ from typing import Any, Protocol, Self
 
 _tracer: Any = None
 """OpenTelemetry's; none where nobody listens."""
-_picture: Picture | None = None
+_picture: TimelineSink | None = None
 """What draws spans as slices of time; none where nobody does."""
 _around: ContextVar[dict[str, Any] | None] = ContextVar("around", default=None)
 """Attributes of the spans that the present one is in, for all inside."""
@@ -23,7 +23,7 @@ _unscored: dict[int, tuple[Any, Any, int]] = {}
 """Episodes that wait for their reward: the episode, its span, and when it ended."""
 
 
-class Picture(Protocol):
+class TimelineSink(Protocol):
     """Draws work as slices of time, by kind; those at the same time on lines of their own."""
 
     def wanted(self, kind: str) -> bool: ...
@@ -33,20 +33,20 @@ class Picture(Protocol):
     def add(self, kind: str, name: str, began: float, ended: float, args: dict[str, Any], line: int = 0) -> None: ...
 
 
-def listen(tracer: Any) -> None:
+def set_tracer(tracer: Any) -> None:
     """Tell this tracer from now on; none ends it."""
     global _tracer
-    settle()
+    end_open_spans()
     _tracer = tracer
 
 
-def draw(picture: Picture | None) -> None:
+def set_timeline(picture: TimelineSink | None) -> None:
     """Draw spans here from now on; none ends it."""
     global _picture
     _picture = picture
 
 
-def drawn(kind: str, name: str, began: float, ended: float, **args: Any) -> None:
+def add_to_timeline(kind: str, name: str, began: float, ended: float, **args: Any) -> None:
     """Draw what has been done already, between two times of `time.time()`, by somebody who does one thing at a time."""
     if _picture is not None and _picture.wanted(kind):
         _picture.add(kind, name, began, ended, args)
@@ -94,8 +94,8 @@ class Span:
     def fail(self, why: str) -> None:
         """Mark as failed what does not raise: a tool's answer, an episode."""
 
-    def until_scored(self, episode: Any) -> None:
-        """End when `scored` is told of the episode, with the time of now."""
+    def end_when_scored(self, episode: Any) -> None:
+        """End when `end_scored_spans` is told of the episode, with the time of now."""
 
 
 NOTHING = Span()
@@ -145,7 +145,7 @@ class _Told(Span):
         self.own.set_status(Status(StatusCode.ERROR, why))
         self.own.set_attribute("error.type", why)
 
-    def until_scored(self, episode: Any) -> None:
+    def end_when_scored(self, episode: Any) -> None:
         self._held = True
         _unscored[id(episode)] = episode, self.own, time.time_ns()
 
@@ -155,7 +155,7 @@ class _Drawn(Span):
 
     __slots__ = ("began", "kind", "line", "name", "notes", "picture", "told")
 
-    def __init__(self, told: Span, picture: Picture, kind: str, name: str):
+    def __init__(self, told: Span, picture: TimelineSink, kind: str, name: str):
         self.told, self.picture, self.kind, self.name = told, picture, kind, name
         self.notes: dict[str, Any] = {}
 
@@ -180,12 +180,12 @@ class _Drawn(Span):
         self.notes["error"] = why
         self.told.fail(why)
 
-    def until_scored(self, episode: Any) -> None:
+    def end_when_scored(self, episode: Any) -> None:
         self.notes["episode"] = episode.id
-        self.told.until_scored(episode)
+        self.told.end_when_scored(episode)
 
 
-def scored(episodes: Iterable[Any]) -> None:
+def end_scored_spans(episodes: Iterable[Any]) -> None:
     """These episodes have their rewards, or have failed for want of one."""
     if not _unscored:
         return
@@ -198,7 +198,7 @@ def scored(episodes: Iterable[Any]) -> None:
             own.end(end_time=ended)
 
 
-def settle() -> None:
+def end_open_spans() -> None:
     """End the spans of episodes that nobody has scored."""
     while _unscored:
         _, (_, own, ended) = _unscored.popitem()

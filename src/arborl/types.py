@@ -24,7 +24,7 @@ Metrics = dict[str, float]
 Role = Literal["system", "user", "assistant", "tool"]
 
 
-class Finish(StrEnum):
+class FinishReason(StrEnum):
     """Why the engine stopped sampling one completion."""
 
     STOP = "stop"
@@ -32,7 +32,7 @@ class Finish(StrEnum):
     ABORT = "abort"
 
 
-class Stop(StrEnum):
+class StopReason(StrEnum):
     """Why an episode ended; one list for environments, agents, metrics and people."""
 
     DONE = "done"
@@ -110,7 +110,7 @@ class Task:
     seed: int = 0
 
 
-class Drawn(NamedTuple):
+class SamplingDistribution(NamedTuple):
     """The distribution tokens are drawn from, as far as it is not the model's; see `Sampling`."""
 
     temperature: float
@@ -147,9 +147,9 @@ class Sampling:
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     @property
-    def drawn(self) -> Drawn:
+    def drawn(self) -> SamplingDistribution:
         """What decides the distribution; the rest decides where it ends."""
-        return Drawn(self.temperature, self.top_k, self.top_p, self.min_p)
+        return SamplingDistribution(self.temperature, self.top_k, self.top_p, self.min_p)
 
 
 NOT_SAMPLED = -1
@@ -165,7 +165,7 @@ class Completion:
     """Exactly what was sampled, the stop token included."""
     logprobs: tuple[float, ...]
     """Log-probability of each token under the distribution it was drawn from."""
-    finish: Finish
+    finish: FinishReason
     version: int = 0
     """Of the weights that sampled its last token; `NOT_SAMPLED` where none did, and its log-probabilities are NaN."""
     seconds: float = 0.0
@@ -198,9 +198,9 @@ class Call:
     """What the agent asked with: for people to read. Training looks at the ids alone."""
     reply: Message | None = None
     """What was read out of the completion: its text, and the tool calls in it."""
-    drawn: Drawn | None = None
+    drawn: SamplingDistribution | None = None
     """The distribution its tokens are from, where that is not the run's."""
-    rivals: tuple[tuple[tuple[int, float], ...], ...] = ()
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
     """Of each sampled token the likeliest others with their log-probabilities, where asked for: for people to read."""
 
     @property
@@ -247,7 +247,7 @@ class Episode:
     opening: tuple[Message, ...] = ()  # what the environment said at the start
     turns: list[Turn] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
-    stop: Stop = Stop.DONE
+    stop: StopReason = StopReason.DONE
     rewards: dict[str, float] = field(default_factory=dict)
     """By name, weights already applied; `reward` is their sum."""
     metrics: Metrics = field(default_factory=dict)
@@ -264,7 +264,7 @@ class Episode:
         """Mark the episode as failed. It keeps what was recorded, and no reward: half a sum would be none."""
         trace = "".join(traceback.format_exception(error.cause))
         self.failure = Failure(error.where, error.kind, str(error.cause), trace)
-        self.stop = Stop.TIMEOUT if error.kind == "timeout" else Stop.ERROR
+        self.stop = StopReason.TIMEOUT if error.kind == "timeout" else StopReason.ERROR
         self.rewards.clear()
         return self.failure
 
@@ -319,7 +319,7 @@ class Group:
     """Reward of one extra episode played at temperature 0, which is not trained; a baseline for who asks for it."""
 
     @property
-    def survivors(self) -> list[Episode]:
+    def valid_episodes(self) -> list[Episode]:
         """Episodes that count: a failed one leaves the baseline and the loss together."""
         return [episode for episode in self.episodes if episode.failure is None]
 
@@ -377,7 +377,7 @@ class Terms:
     """The critic's estimate of what follows this token, where it is the last of an episode that was cut short."""
     teacher: Floats  # log-probability under the teacher
     drawn: Floats | None = None
-    """How each was drawn, a row of `Drawn` each; NaN where, and none if everywhere, as the run draws."""
+    """How each was drawn, a row of `SamplingDistribution` each; NaN where, and none if everywhere, as the run draws."""
     place: Ints | None = None  # its row when the batch was planted, whatever was picked since
 
     def __len__(self) -> int:

@@ -17,7 +17,7 @@ from algorithm_batches import batch_of, episode, group, said, terms_of
 
 from arborl.algorithms import Recipe
 from arborl.algorithms.off_policy import guard, ratios
-from arborl.config.algorithm import AlgorithmConfig
+from arborl.config.algorithm_config import AlgorithmConfig
 
 pytest.importorskip("trl")
 from trl.trainer.dpo_trainer import DPOTrainer

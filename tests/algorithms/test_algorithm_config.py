@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 from omegaconf import OmegaConf
 
-from arborl.config.algorithm import AlgorithmConfig
-from arborl.config.base import dump_yaml, validate
-from arborl.config.presets import PRESETS
-from arborl.config.run import RunConfig
+from arborl.config.algorithm_config import PRESETS, AlgorithmConfig
+from arborl.config.config_base import dump_yaml, validate
+from arborl.config.run_config import RunConfig
 from arborl.errors import ConfigError
 
 

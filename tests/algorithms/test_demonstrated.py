@@ -11,7 +11,7 @@ from algorithm_batches import batch_of, episode, group, pick, random_groups, sai
 
 from arborl.algorithms import Needs, Recipe, make_algorithm
 from arborl.algorithms.demonstrated import Demonstrated
-from arborl.config.algorithm import AlgorithmConfig
+from arborl.config.algorithm_config import AlgorithmConfig
 from arborl.types import NOT_SAMPLED, Group
 
 INNER = [

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from arborl.algorithms import Recipe
 from arborl.algorithms.off_policy import guard, masked, overlong_penalty, ratios, staleness, truncated
-from arborl.config.algorithm import AlgorithmConfig
-from arborl.types import Finish, Stop
+from arborl.config.algorithm_config import AlgorithmConfig
+from arborl.types import FinishReason, StopReason
 
 
 @given(st.lists(st.tuples(st.floats(-3, 3), st.integers(0, 3)), min_size=1, max_size=10))
@@ -53,7 +53,7 @@ def test_a_guard_multiplies_the_advantage_by_its_factor(settings, level):
     sequence = {"sequence": level} if level else {}
     algorithm = Recipe(AlgorithmConfig(importance_weights=settings, **sequence))
     assert algorithm.needs.proximal
-    assert algorithm.config.against == "proximal"
+    assert algorithm.config.ratio_policy == "proximal"
     gap = terms.proximal - terms.logprob
     ratio = ratios(gap, getattr(terms, level) if level else None)
     factor = guard(settings["kind"], ratio, *algorithm.config.importance_weights.bounds)
@@ -78,7 +78,7 @@ def test_the_soft_penalty_enters_the_reward_and_the_episode_stays_as_it_was():
 
 
 @pytest.mark.parametrize(
-    "cut", [{"stop": Stop.CONTEXT_FULL}, {"stop": Stop.MAX_TURNS}, {"finish": Finish.LENGTH}], ids=str
+    "cut", [{"stop": StopReason.CONTEXT_FULL}, {"stop": StopReason.MAX_TURNS}, {"finish": FinishReason.LENGTH}], ids=str
 )
 def test_filtered_episodes_leave_baseline_and_loss_together(cut):
     algorithm = Recipe(AlgorithmConfig(std="none", overlong={"filter": True}))

@@ -11,8 +11,8 @@ from algorithm_batches import batch_of, episode, group, random_groups, said, ter
 
 from arborl.algorithms import ADVANTAGES, LOSSES, Recipe, make_algorithm
 from arborl.algorithms.own_check import columns, small_groups, small_terms
-from arborl.config.algorithm import AlgorithmConfig
-from arborl.config.base import validate
+from arborl.config.algorithm_config import AlgorithmConfig
+from arborl.config.config_base import validate
 from arborl.errors import ConfigError
 
 
@@ -74,7 +74,7 @@ def test_every_name_that_is_promised_is_given():
     found = made.credit(groups, terms)
     assert found.advantage.tolist() == terms.turn.tolist()
     assert found.target == pytest.approx(terms.value + 1)
-    assert [len(r) for r in seen["rewards"]] == [len(g.survivors) for g in groups]
+    assert [len(r) for r in seen["rewards"]] == [len(g.valid_episodes) for g in groups]
     assert np.concatenate(seen["rewards"]) == pytest.approx([e.reward for g in groups for e in g.episodes])
     made.credit(groups, terms)
     assert made.state() == {"own": {"steps": 10}}

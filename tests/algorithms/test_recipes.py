@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -12,10 +11,9 @@ import torch
 from algorithm_batches import batch_of, counters, episode, group, pick, random_groups, said, terms_of
 
 from arborl.algorithms import ADVANTAGES, LOSSES, PRESETS, BySource, Needs, Recipe, make_algorithm
-from arborl.config.algorithm import Advantage, AlgorithmConfig, Loss
-from arborl.config.presets import ADVANTAGE_READS, LOSS_READS
+from arborl.config.algorithm_config import ADVANTAGE_READS, LOSS_READS, AlgorithmConfig
 from arborl.rollout.tree import plant
-from arborl.types import Finish, Group, Terms
+from arborl.types import FinishReason, Group, Terms
 
 NAN, INF = float("nan"), float("inf")
 
@@ -70,8 +68,8 @@ def test_tables_and_configuration_name_the_same_things():
     assert set(LOSSES) == set(LOSS_READS)
     names = AlgorithmConfig.model_fields
     assert set(PRESETS) == set(names["name"].annotation.__args__)
-    assert set(ADVANTAGES) == set(get_args(Advantage))
-    assert set(LOSSES) == set(get_args(Loss))
+    assert set(ADVANTAGES) == set(ADVANTAGE_READS)
+    assert set(LOSSES) == set(LOSS_READS)
     assert set().union(*ADVANTAGE_READS.values(), *LOSS_READS.values()) <= set(names)
 
 
@@ -289,7 +287,7 @@ def test_an_episode_cut_short_is_told_by_its_last_reply():
     talked = episode(turns=[0.0, 1.0])
     assert algorithm.keep([group(talked, episode(0.0))])[0].episodes[0] is talked
     talked.calls[-1] = dataclasses.replace(
-        talked.calls[-1], completion=dataclasses.replace(talked.calls[-1].completion, finish=Finish.LENGTH)
+        talked.calls[-1], completion=dataclasses.replace(talked.calls[-1].completion, finish=FinishReason.LENGTH)
     )
     assert algorithm.keep([group(talked, episode(0.0), episode(0.5))])[0].episodes[0] is not talked
 

@@ -14,7 +14,7 @@ from arborl.chat.formats import PARSERS, choose
 from arborl.chat.tool_section import how_to_call, shown_by
 from arborl.errors import ConfigError
 from arborl.models.smollm2 import TEMPLATE as SMOLLM2
-from arborl.types import Completion, Finish, Message, ToolCall, ToolSpec
+from arborl.types import Completion, FinishReason, Message, ToolCall, ToolSpec
 
 TOOLS = (
     ToolSpec("add", "Add <two> numbers: Größe.", {"type": "object", "properties": {"a": {"type": "number"}}}),
@@ -49,7 +49,7 @@ def gpt2_like(tmp_path):
 
 def said(renderer: Renderer, text: str) -> Completion:
     ids = [*renderer.encode(renderer.said(text)), renderer.stop[0]]
-    return Completion(tuple(ids), (-1.0,) * len(ids), Finish.STOP)
+    return Completion(tuple(ids), (-1.0,) * len(ids), FinishReason.STOP)
 
 
 def assert_grows(renderer: Renderer, tools=()) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from arborl.chat import Conversations, HermesParser, Renderer, Template
 from arborl.errors import ConfigError
-from arborl.types import Completion, Finish, Message
+from arborl.types import Completion, FinishReason, Message
 
 BODY = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -29,7 +29,7 @@ def talk(made, turns):
         prompt = conversations.prompt(messages)
         assert prompt.tokens == tuple(made.encode(made.render(messages)))
         ids = (*made.tokenizer.encode("Three."), made.stop[0])
-        said = Completion(ids, (0.0,) * len(ids), Finish.STOP)
+        said = Completion(ids, (0.0,) * len(ids), FinishReason.STOP)
         conversations.sampled(prompt, said)
         messages.append(made.read(said))
         prompts.append((prompt, (*prompt.tokens, *ids)))

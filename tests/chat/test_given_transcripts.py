@@ -19,7 +19,7 @@ from arborl.rollout.recorder import Limits
 from arborl.rollout.runner import Cast, Rollout
 from arborl.rollout.tree import plant
 from arborl.tools import as_tool
-from arborl.types import NOT_SAMPLED, Finish, Message, Sampling, Stop, Task
+from arborl.types import NOT_SAMPLED, FinishReason, Message, Sampling, StopReason, Task
 
 FAMILIES = ("chatml_hermes", "llama3", "thinking")
 
@@ -130,8 +130,8 @@ def test_what_goes_beyond_the_context_is_cut_off(renderer_for, tokenizer):
     room = len(whole.calls[0].prompt) + 3
     cut = given(renderer, row, max_context=room).episodes[0]
     assert [call.completion.tokens for call in cut.calls] == [whole.calls[0].completion.tokens[:3]]
-    assert cut.calls[0].completion.finish is Finish.LENGTH
-    assert cut.stop is Stop.CONTEXT_FULL
+    assert cut.calls[0].completion.finish is FinishReason.LENGTH
+    assert cut.stop is StopReason.CONTEXT_FULL
     assert given(renderer, row, max_context=room - 3).episodes[0].calls == []
     task = GivenReader("rows").task(row, "here")
     last = whole.calls[-1]

@@ -17,7 +17,7 @@ from arborl.chat.growing import Growing
 from arborl.chat.rounds import Render
 from arborl.chat.tool_section import shown_by, with_tools
 from arborl.models.find import resolve
-from arborl.types import Completion, Finish, Message, ToolCall, ToolSpec
+from arborl.types import Completion, FinishReason, Message, ToolCall, ToolSpec
 
 FOLDER = Path(__file__).parent.parent / "fixtures" / "templates"
 SEEDLING = Path(__file__).parents[2] / "src" / "arborl" / "models" / "seedling" / "weights" / "chat_template.jinja"
@@ -152,7 +152,7 @@ def test_whatever_is_added_deleted_changed_or_taken_up_again_the_text_is_that_of
         assert conversations.count(messages, tools) == len(prompt.tokens)
         if messages and data.draw(st.booleans()):
             ids = tokenizer.encode(data.draw(TEXT))
-            said = Completion((*ids, renderer.stop[0]), (0.0,) * (len(ids) + 1), Finish.STOP)
+            said = Completion((*ids, renderer.stop[0]), (0.0,) * (len(ids) + 1), FinishReason.STOP)
             conversations.sampled(prompt, said)
             earlier.append([*messages, renderer.read(said)])
 
@@ -193,7 +193,7 @@ def test_branches_start_and_go_on_where_they_do_when_all_is_rendered_and_compare
             continue
         assert (prompt.tokens, prompt.shown, prompt.reused) == (same.tokens, same.shown, same.reused)
         ids = tokenizer.encode(data.draw(TEXT))
-        said = Completion((*ids, renderer.stop[0]), (0.0,) * (len(ids) + 1), Finish.STOP)
+        said = Completion((*ids, renderer.stop[0]), (0.0,) * (len(ids) + 1), FinishReason.STOP)
         reply = renderer.read(said)
         one.sampled(prompt, said, said=reply)
         other.sampled(same, said, said=reply)
@@ -269,7 +269,7 @@ def test_conversations_that_begin_alike_go_their_own_ways():
         conversations = Conversations(renderer)
         prompt = conversations.prompt(opening)
         ids = (*renderer.encode(renderer.said(text)), renderer.stop[0])
-        said = Completion(ids, (0.0,) * len(ids), Finish.STOP)
+        said = Completion(ids, (0.0,) * len(ids), FinishReason.STOP)
         reply = renderer.read(said)
         conversations.sampled(prompt, said, said=reply)
         later = (*opening, reply, Message("user", "And now?"))

@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from arborl.api.measure import Asked
 from arborl.cli.main import app
 from arborl.cli.train import newest
 from arborl.config import RunConfig
-from arborl.config.base import dump_yaml
-from arborl.config.load import load
+from arborl.config.config_base import dump_yaml
+from arborl.config.load_config import load
 from arborl.doctor.finding import Finding, examine
 from arborl.errors import ConfigError
 from arborl.trainer.standings import Played
+from arborl.training_run.measure import MeasureOptions
 
 
 def call(*arguments: str) -> Result:
@@ -32,14 +32,14 @@ def call(*arguments: str) -> Result:
 
 @dataclass
 class FakeApi:
-    """Stands where `arborl.api` does, and remembers what it was asked."""
+    """Stands where `arborl.training_run` does, and remembers what it was asked."""
 
     asked: list[tuple[RunConfig, str | None, bool]] = field(default_factory=list)
 
     def train(self, config: RunConfig, *, resume: str | None = None, stub: bool = False, profile: bool = False) -> None:
         self.asked.append((config, resume, stub))
 
-    def measure(self, names: Sequence[str], asked: Asked) -> list[Played]:
+    def measure(self, names: Sequence[str], asked: MeasureOptions) -> list[Played]:
         if names == ["nobody"]:
             raise ConfigError("no model is called 'nobody'.")
         sampled = Played(names[0], "sampled", {"success": 0.25, "tasks": float(len(asked.overrides))})
@@ -48,10 +48,10 @@ class FakeApi:
 
 @pytest.fixture
 def api(monkeypatch: pytest.MonkeyPatch) -> FakeApi:
-    fake, module = FakeApi(), ModuleType("arborl.api")
-    vars(module).update(train=fake.train, measure=fake.measure, Asked=Asked)
-    monkeypatch.setitem(sys.modules, "arborl.api", module)
-    monkeypatch.setattr("arborl.api", module, raising=False)
+    fake, module = FakeApi(), ModuleType("arborl.training_run")
+    vars(module).update(train=fake.train, measure=fake.measure, MeasureOptions=MeasureOptions)
+    monkeypatch.setitem(sys.modules, "arborl.training_run", module)
+    monkeypatch.setattr("arborl.training_run", module, raising=False)
     return fake
 
 

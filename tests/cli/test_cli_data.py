@@ -9,16 +9,16 @@ import pyarrow.parquet
 import pytest
 from typer.testing import CliRunner, Result
 
-from arborl.api import train
-from arborl.build import build
 from arborl.cli.main import app
-from arborl.config.load import load
+from arborl.config.load_config import load
 from arborl.data.made.datasets import MAKERS, make
 from arborl.data.made.facts import make_facts
 from arborl.rewards.code import read_cases
 from arborl.rewards.numbers import equal, final_part
 from arborl.tools.library.calculator import calculator
 from arborl.tools.library.search import Search
+from arborl.training_run import train
+from arborl.training_run.build import build
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from arborl.cli.env import named
 from arborl.cli.main import app
 from arborl.cli.play import colored, meant, run_with
-from arborl.config.base import dump_yaml
-from arborl.config.load import from_kwargs
+from arborl.config.config_base import dump_yaml
+from arborl.config.load_config import from_kwargs
 from arborl.envs import ENVS
 from arborl.envs.env import Env, Observation, Step
 from arborl.errors import ConfigError
@@ -197,7 +197,7 @@ def test_a_prompt_around_an_environment_is_played_and_checked():
     assert call("check", "frozen_lake", *prompt, "--tasks", "2").exit_code == 0
     wrong = call("play", "frozen_lake", "env.prompt.observation={obs}", "--oracle")
     assert wrong.exit_code == 2
-    assert "observation: unknown place {obs}" in wrong.output
+    assert "observation: unknown field {obs}" in wrong.output
 
 
 def test_a_runs_model_is_watched_with_the_words_of_its_run(tmp_path):
@@ -215,7 +215,7 @@ def test_a_runs_model_is_watched_with_the_words_of_its_run(tmp_path):
     assert made.env.args == {"doors": 1}
     assert made.model.name == str(place / "model")
     other = run_with(str(place), "frozen_lake", {}, {})
-    assert not other.env.prompt.says_something
+    assert not other.env.prompt.is_set
 
 
 def test_what_is_typed_is_understood():

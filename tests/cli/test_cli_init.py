@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 from arborl.cli.init import configuration
 from arborl.cli.main import app
 from arborl.cli.starters import PRESETS
-from arborl.config.load import load
+from arborl.config.load_config import load
 
 
 def call(*words: str) -> Result:

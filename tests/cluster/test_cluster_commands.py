@@ -21,7 +21,7 @@ from arborl.cluster import jobs
 from arborl.cluster.fleet import Fleet
 from arborl.cluster.on_host.processes import VARIABLE
 from arborl.cluster.spec import ClusterSpec, read_spec
-from arborl.config.base import validate
+from arborl.config.config_base import validate
 from arborl.errors import ConfigError
 
 HERE = Path(__file__).parent

@@ -16,10 +16,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from arborl.api import train
-from arborl.config.load import load
+from arborl.config.load_config import load
 from arborl.rollout.store import EpisodeStore
 from arborl.track.jsonl import read_metrics
+from arborl.training_run import train
 
 pytestmark = pytest.mark.slow
 

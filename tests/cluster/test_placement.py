@@ -11,15 +11,15 @@ import time
 
 import pytest
 
-from arborl.api import train
-from arborl.build import build
 from arborl.cluster import connection
 from arborl.cluster.host import Host, OtherVersions, check_versions, versions
 from arborl.cluster.seats import Node, find_node, gpus_of
-from arborl.config.load import load
+from arborl.config.load_config import load
 from arborl.engines.replicas import Unreachable
 from arborl.errors import ConfigError
 from arborl.track.jsonl import read_metrics
+from arborl.training_run import train
+from arborl.training_run.build import build
 from arborl.types import Sampling
 
 SMALL = [
@@ -70,12 +70,12 @@ def test_without_ray_it_is_said_what_to_install(monkeypatch):
 
 
 def test_evaluate_plays_in_its_own_process_unless_it_is_told_otherwise(tmp_path):
-    from arborl.api.measure import Asked, policies
+    from arborl.training_run.measure import MeasureOptions, policies
 
     file = tmp_path / "run.yaml"
     file.write_text("placement: {name: ray, engines: 2}\n")
-    assert policies([str(file)], Asked())[0].config.placement.name == "local"
-    asked = policies([str(file)], Asked(["placement.engines=3"]))[0].config.placement
+    assert policies([str(file)], MeasureOptions())[0].config.placement.name == "local"
+    asked = policies([str(file)], MeasureOptions(["placement.engines=3"]))[0].config.placement
     assert (asked.name, asked.engines) == ("ray", 3)
 
 

@@ -19,8 +19,8 @@ from arborl.cluster.plan import Forecaster
 from arborl.cluster.plan_memory import learner_plan
 from arborl.cluster.plan_model import KNOWN, shape_of, shaped
 from arborl.cluster.plan_work import given, of_run, slowest
-from arborl.config.load import from_kwargs
-from arborl.config.run import LoraConfig, ModelConfig
+from arborl.config.load_config import from_kwargs
+from arborl.config.run_config import LoraConfig, ModelConfig
 from arborl.learner.memory import sizes_of
 from arborl.models.attention import NAME
 from arborl.models.lora import add_lora

@@ -21,7 +21,6 @@ from arborl import (
     reward_function,
     train,
 )
-from arborl.build import build
 from arborl.conversational import trl as wrapper_module
 from arborl.conversational.training import run_config
 from arborl.conversational.trl_terms import batch_of, fail_branched, played, row_of
@@ -29,7 +28,8 @@ from arborl.conversational.trl_terms import settings as trl_settings
 from arborl.errors import ConfigError, EpisodeError, RunStopped
 from arborl.models.load import read_weights, resolve
 from arborl.rollout.store import EpisodeStore
-from arborl.types import Call, Completion, Episode, Finish, Task
+from arborl.training_run.build import build
+from arborl.types import Call, Completion, Episode, FinishReason, Task
 
 pytest.importorskip("trl")
 from trl import GRPOConfig
@@ -232,7 +232,7 @@ EXPECTED = {
 
 
 def call(prompt, tokens, trained=True):
-    return Call(tuple(prompt), Completion(tuple(tokens), (-1.0,) * len(tokens), Finish.STOP), 0, trained=trained)
+    return Call(tuple(prompt), Completion(tuple(tokens), (-1.0,) * len(tokens), FinishReason.STOP), 0, trained=trained)
 
 
 def episode(*calls, name="one"):

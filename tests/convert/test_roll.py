@@ -9,16 +9,16 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from arborl.api import train
-from arborl.build import build, check
 from arborl.cli.main import app
-from arborl.config.base import validate
-from arborl.config.load import load
-from arborl.config.run import RunConfig
+from arborl.config.config_base import validate
+from arborl.config.load_config import load
+from arborl.config.run_config import RunConfig
 from arborl.convert import convert
 from arborl.convert.report import as_yaml
 from arborl.convert.roll.pipelines import pipeline
 from arborl.errors import ConfigError
+from arborl.training_run import train
+from arborl.training_run.build import build, check
 
 GAMES = """
 pattern: <answer>(.*?)</answer>

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from arborl.config.data import DataConfig
+from arborl.config.data_config import DataConfig
 from arborl.data import open_source
 from arborl.data.from_config import GivenRows
 from arborl.data.reading.given import GivenReader, GivenTask

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from arborl.config.load import load
+from arborl.config.load_config import load
 from arborl.data import FileTasks
 from arborl.data.made.arithmetic import problems, show
 from arborl.data.made.datasets import make

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arborl.config.data import DataConfig
+from arborl.config.data_config import DataConfig
 from arborl.data import open_source
 from arborl.data.mixing.order import Order
 from arborl.data.mixing.streams import RowPool

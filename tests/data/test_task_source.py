@@ -138,7 +138,7 @@ def test_batches_of_changing_size_leave_nothing_out_and_go_on_from_their_state(p
 
 
 def test_rows_may_come_in_their_own_order_and_held_out_ones_from_a_function():
-    from arborl.config.data import DataConfig
+    from arborl.config.data_config import DataConfig
     from arborl.data.from_config import open_source
 
     def rows():
@@ -155,7 +155,7 @@ def test_rows_may_come_in_their_own_order_and_held_out_ones_from_a_function():
 
 
 def test_what_says_two_things_about_rows_is_refused():
-    from arborl.config.data import DataConfig
+    from arborl.config.data_config import DataConfig
 
     with pytest.raises(ValueError, match="both give held-out rows"):
         DataConfig(path="a.json", evaluation_path="b.json", evaluation_rows="m:f")

@@ -14,12 +14,12 @@ from fault_parts import AGAIN, CONTENT, NO_THOUGHTS, model, swap
 from fault_runs import always, both, grows, since
 
 import arborl
-from arborl.config.load import load
+from arborl.config.load_config import load
 from arborl.doctor import Finding, examine_run, template
 from arborl.doctor.model import ask, examine_model
 from arborl.errors import RunStopped
 from arborl.models.find import described
-from arborl.types import Failure, Finish
+from arborl.types import Failure, FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +187,7 @@ def same(step: int, task: int, member: int) -> Any:
 def silent(step: int, task: int, member: int) -> Any:
     made = runs.episode(step, task, member)
     made.calls = [
-        replace(call, completion=replace(call.completion, tokens=(2,), logprobs=(-0.1,), finish=Finish.STOP))
+        replace(call, completion=replace(call.completion, tokens=(2,), logprobs=(-0.1,), finish=FinishReason.STOP))
         for call in made.calls
     ]
     return made

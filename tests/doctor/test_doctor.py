@@ -16,8 +16,8 @@ from typer.testing import CliRunner, Result
 
 from arborl.cli.main import app
 from arborl.config import RunConfig
-from arborl.config.base import Config
-from arborl.config.load import load
+from arborl.config.config_base import Config
+from arborl.config.load_config import load
 from arborl.doctor import examine_run, first_step, template
 from arborl.doctor.episode_rules import EPISODE_RULES
 from arborl.doctor.model import examine_model

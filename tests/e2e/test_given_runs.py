@@ -10,12 +10,12 @@ from click.testing import Result
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from arborl.api import Asked, measure, train
 from arborl.cli.main import app
-from arborl.config.load import load
+from arborl.config.load_config import load
 from arborl.errors import ConfigError
 from arborl.rollout.runner import Rollout
 from arborl.track.jsonl import read_metrics
+from arborl.training_run import MeasureOptions, measure, train
 
 QUIET = [
     "track.gifs=0", "track.tensorboard=false", "deterministic=true", "threads=1", "model.device=cpu",
@@ -64,7 +64,7 @@ def nothing_is_sampled(request, monkeypatch):
         return {}
 
     if "[sft]" not in request.node.name:  # drawing takes longer than training here
-        monkeypatch.setattr("arborl.api.session.keepsakes", no_pictures)
+        monkeypatch.setattr("arborl.training_run.run_session.keepsakes", no_pictures)
 
 
 def invoke(*words: str) -> Result:
@@ -149,7 +149,7 @@ def test_demonstrations_may_come_from_a_function_and_have_a_learning_rate_of_the
 
 def test_measuring_a_run_does_not_make_its_demonstrations_again():
     asked = "demonstrations={rows: 'no_such_package:rows', steps: 2}"
-    (played,) = measure(["seedling"], Asked([*QUIET, asked, "evaluation.tasks=1"], [1.0]))
+    (played,) = measure(["seedling"], MeasureOptions([*QUIET, asked, "evaluation.tasks=1"], [1.0]))
     assert played.metrics["tasks"] == 1
 
 
@@ -161,14 +161,14 @@ def test_measuring_a_run_does_not_make_its_demonstrations_again():
         (["algorithm=sft", "data.path=FILE", "rollout.group_size=4"], "rollout.group_size: with given rows nothing"),
         (["algorithm=sft", "data.path=FILE", "engine=local"], "engine=local: with given rows nothing is sampled"),
         (["algorithm=sft", "data.path=FILE", "tools=[calculator]"], "tools: with given rows nothing is sampled"),
-        (["data.offline=true", "data.path=FILE"], "algorithm.loss=ppo: given rows are learned from by one of"),
+        (["data.offline=true", "data.path=FILE"], "algorithm.loss=ppo: offline runs have one of the losses"),
         (["algorithm=sft", "data.offline=true"], "a source has none. Write data.path=FILE"),
         (["algorithm=kto", "data.path=FILE", "rollout.tasks_per_step=1"], "Write rollout.tasks_per_step=2 or more"),
-        (["engine=none"], "engine=none samples nothing, and this run plays"),
+        (["engine=none"], "engine=none samples nothing, and this run is not offline"),
         (["demonstrations.path=FILE"], "Write steps=20, or weight=0.1"),
-        (["demonstrations.steps=3"], "demonstrations are asked for, and there are none. Write path=FILE"),
+        (["demonstrations.steps=3"], "steps or weight is set, but there are no demonstrations. Write path=FILE"),
         (["demonstrations={path: FILE, steps: 30}"], "no step is left for the rest"),
-        (["algorithm=distill"], "there is no one to learn from. Write algorithm.teacher=MODEL"),
+        (["algorithm=distill"], "there is no teacher. Write algorithm.teacher=MODEL"),
         (["algorithm.teacher=seedling"], "teacher=seedling is not read with"),
         (["algorithm=distill", "algorithm.teacher=http://x", "sampling.top_p=0.9"], "at temperature 1, of all tokens"),
     ],

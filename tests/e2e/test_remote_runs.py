@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 from fake_server import FakeServer
 
 from arborl.cli.main import app
-from arborl.config.base import validate
-from arborl.config.run import RunConfig
+from arborl.config.config_base import validate
+from arborl.config.run_config import RunConfig
 from arborl.engines import replicas
 from arborl.engines.http import HttpEngine
 from arborl.errors import ConfigError
@@ -111,7 +111,10 @@ def test_a_server_that_will_not_do_is_one_message_and_nothing_is_written(serve, 
     ("settings", "complaint"),
     [
         (["engine=vllm"], "engine=vllm: this environment has no vLLM. Install it there"),
-        (["engine=vllm", "engine.python=/no/python"], "engine.python=/no/python: is no Python that can be started"),
+        (
+            ["engine=vllm", "engine.python=/no/python"],
+            "engine.python=/no/python: cannot be started as a Python interpreter",
+        ),
         (
             ["engine=http", "engine.urls=[http://127.0.0.1:9]"],
             "http://127.0.0.1:9: no server there",
@@ -130,7 +133,7 @@ def test_an_engine_that_is_not_there_is_one_message_and_nothing_is_written(tmp_p
     ("settings", "complaint"),
     [
         ({"engine": "http"}, "engine=http needs its servers. Write engine.urls=[http://HOST:8000]"),
-        ({"engine": {"name": "http", "urls": ["host:80"]}}, "'host:80' is no address"),
+        ({"engine": {"name": "http", "urls": ["host:80"]}}, "'host:80' is not an address"),
         ({"engine": {"name": "http", "urls": ["http://a", "http://a"]}}, "named twice"),
         ({"engine": {"urls": ["http://a"]}}, "urls is for engine=http, not for engine=local"),
         ({"engine": {"name": "http", "urls": ["http://a"], "python": "x"}}, "python is for engine=vllm"),

@@ -90,7 +90,7 @@ def test_a_run_killed_with_9_and_resumed_ends_bit_equal_to_one_that_was_not(tmp_
 @pytest.mark.parametrize(
     ("number", "code"),
     [
-        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),  # each alone is in tests/api/test_signals.py
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),  # each alone is in tests/training_run/test_signals.py
         (signal.SIGTERM, 143),
         pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow),
     ],

@@ -66,7 +66,7 @@ def place(tmp_path_factory):
 
 
 def test_a_run_is_resumed_and_measured(place):
-    assert "Goes on from step 1" in arborl(place, "train", "--resume", "runs/tiny-001", "trainer.steps=2")
+    assert "Resumes from step 1" in arborl(place, "train", "--resume", "runs/tiny-001", "trainer.steps=2")
     rows = [json.loads(line) for line in (place / "runs/tiny-001/metrics.jsonl").read_text().splitlines()]
     assert max(row["policy/logprob_diff"] for row in rows if "policy/logprob_diff" in row) < 1e-3
     assert "reward" in arborl(place, "evaluate", "runs/tiny-001", "--episodes", "2")

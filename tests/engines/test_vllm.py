@@ -9,7 +9,7 @@ import importlib.util
 import pytest
 import torch
 
-from arborl.config.run import LoraConfig
+from arborl.config.run_config import LoraConfig
 from arborl.engines.copies import PROMPT, Probe
 from arborl.engines.vllm import VllmEngine
 from arborl.models.load import load_model, resolve

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import arborl
-from arborl.config.run import LearnerConfig
+from arborl.config.run_config import LearnerConfig
 from arborl.engines.local import LocalEngine
 from arborl.learner.learner import Learner
 from arborl.models.load import load_model, resolve

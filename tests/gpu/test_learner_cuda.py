@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from arborl.algorithms.algorithm import Needs
-from arborl.config.run import LearnerConfig, LoraConfig
+from arborl.config.run_config import LearnerConfig, LoraConfig
 from arborl.learner.attention_choice import why_wrong
 from arborl.learner.executor import Way
 from arborl.learner.learner import Learner
 from arborl.models.load import load_model, resolve
 from arborl.models.lora import add_lora
 from arborl.rollout.tree import plant
-from arborl.types import Call, Completion, Episode, Finish, Forest, Group, Sampling, Task
+from arborl.types import Call, Completion, Episode, FinishReason, Forest, Group, Sampling, Task
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -63,7 +63,7 @@ def forest_of(seed: int, groups: int = 3, prompt: int = 150, answer: int = 40) -
             calls = []
             for turn, context in enumerate(contexts):
                 sampled = some(answer)
-                calls.append(Call(context, Completion(sampled, (-6.0,) * len(sampled), Finish.STOP), turn))
+                calls.append(Call(context, Completion(sampled, (-6.0,) * len(sampled), FinishReason.STOP), turn))
             episodes.append(Episode(str(e), Task("t"), calls=calls))
         made.append(Group(Task("t"), episodes))
     forest = plant(made)

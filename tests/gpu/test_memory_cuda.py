@@ -10,7 +10,7 @@ from test_learner_cuda import Simple, forest_of
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from arborl.algorithms.algorithm import Needs
-from arborl.config.run import LearnerConfig, LoraConfig
+from arborl.config.run_config import LearnerConfig, LoraConfig
 from arborl.learner.forecast import GIB, Planner
 from arborl.learner.learner import Learner
 from arborl.learner.memory import sizes_of

@@ -9,7 +9,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from arborl.algorithms.algorithm import Needs
-from arborl.config.run import LearnerConfig
+from arborl.config.run_config import LearnerConfig
 from arborl.learner import offload
 from arborl.learner.learner import Learner
 from arborl.models.attention import NAME

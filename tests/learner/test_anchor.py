@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from arborl.algorithms import make_algorithm
-from arborl.config.algorithm import NARROW, AlgorithmConfig
-from arborl.config.run import LearnerConfig
+from arborl.config.algorithm_config import NARROW, AlgorithmConfig
+from arborl.config.run_config import LearnerConfig
 from arborl.engines.local import LocalEngine
 from arborl.learner.learner import Learner
 from arborl.rollout.tree import plant
@@ -115,7 +115,7 @@ def test_a_policy_that_has_not_moved_pays_no_kl(model, groups, estimator):
     ids=str,
 )
 def test_ratios_with_little_leeway_are_taken_against_the_learner(settings, against):
-    assert AlgorithmConfig(**settings).against == against
+    assert AlgorithmConfig(**settings).ratio_policy == against
 
 
 def test_cut_into_pieces_a_sequence_has_the_same_anchor(model, groups):

@@ -13,7 +13,7 @@ from learner_fakes import forest_of, random_groups
 from arborl.learner import packing
 from arborl.learner.packing import Costs, branches, cuts, is_cut, pruned, rows_pay, split
 from arborl.rollout.tree import grow
-from arborl.types import Call, Completion, Episode, Finish, Group, Task, TokenTree
+from arborl.types import Call, Completion, Episode, FinishReason, Group, Task, TokenTree
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=10), min_size=1, max_size=7)
 
@@ -61,7 +61,9 @@ def test_trees_that_begin_alike_share_it_and_every_term_keeps_its_context(monkey
 
 
 def group_of(prompt: list[int], *replies: list[int]) -> Group:
-    calls = [Call(tuple(prompt), Completion(tuple(reply), (-1.0,) * len(reply), Finish.STOP), 0) for reply in replies]
+    calls = [
+        Call(tuple(prompt), Completion(tuple(reply), (-1.0,) * len(reply), FinishReason.STOP), 0) for reply in replies
+    ]
     return Group(Task("t"), [Episode(f"{n}", Task("t"), calls=[call]) for n, call in enumerate(calls)])
 
 

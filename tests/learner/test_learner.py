@@ -11,7 +11,7 @@ import torch
 from learner_fakes import SAMPLING, Fake, assert_same, batch_of, forest_of, gradients, random_groups
 
 from arborl.algorithms.algorithm import Needs
-from arborl.config.run import LearnerConfig
+from arborl.config.run_config import LearnerConfig
 from arborl.learner.executor import EXECUTORS, Executor
 from arborl.learner.learner import Learner
 from arborl.learner.tree_attention import DenseAttend

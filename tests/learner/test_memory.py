@@ -12,8 +12,8 @@ from learner_fakes import SAMPLING, Fake, batch_of, random_groups
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from arborl.algorithms.algorithm import Needs
-from arborl.config.load import load
-from arborl.config.run import LearnerConfig, LoraConfig
+from arborl.config.load_config import load
+from arborl.config.run_config import LearnerConfig, LoraConfig
 from arborl.learner.attention_choice import sample
 from arborl.learner.executor import Way, hidden
 from arborl.learner.forecast import GIB, LADDER, Planner, Sizes, learner_sizes, logit_rows

@@ -9,7 +9,7 @@ import pytest
 import torch
 from learner_fakes import SAMPLING, Fake, batch_of, random_groups
 
-from arborl.config.run import LearnerConfig, LoraConfig
+from arborl.config.run_config import LearnerConfig, LoraConfig
 from arborl.learner import host_copy, offload
 from arborl.learner.files import parts_of
 from arborl.learner.learner import Learner

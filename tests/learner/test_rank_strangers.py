@@ -20,8 +20,8 @@ from learner_fakes import SAMPLING, Fake
 from strangers import as_other_user, reached, second_address, why_not
 from worlds import Copies, body, world
 
-from arborl.config.run import LearnerConfig
-from arborl.errors import ConfigError, LearnerLost
+from arborl.config.run_config import LearnerConfig
+from arborl.errors import ConfigError, LearnerRankLost
 from arborl.learner import rank_connections
 from arborl.learner.blueprint import Blueprint
 from arborl.learner.group import LearnerGroup
@@ -76,7 +76,7 @@ def test_a_stranger_that_calls_itself_a_rank_is_sent_no_pickle_and_runs_no_code(
     assert ready.wait(300)
     try:
         blueprint = Blueprint(CONFIG.model_copy(update={"strategy": "ddp", "ranks": 2}), SAMPLING, NEEDS, 0, 0, body)
-        with pytest.raises((ConfigError, LearnerLost), match="rank 1 did not come"):
+        with pytest.raises((ConfigError, LearnerRankLost), match="rank 1 did not come"):
             LearnerGroup(meeting, blueprint, body(), Nothing())
     finally:
         stranger.kill()
@@ -92,7 +92,7 @@ def test_a_line_whose_other_end_cannot_prove_itself_is_refused_before_anything_i
     monkeypatch.setattr(rank_connections, "proof", lambda session, *which: truth(session + "x", *which))
     meeting, info = Meeting.host(2)
     blueprint = Blueprint(CONFIG.model_copy(update={"strategy": "ddp", "ranks": 2}), SAMPLING, NEEDS, 0, 0, body)
-    with pytest.raises((ConfigError, LearnerLost), match="could not prove that it belongs to this run"):
+    with pytest.raises((ConfigError, LearnerRankLost), match="could not prove that it belongs to this run"):
         LearnerGroup(meeting, blueprint, body(), Copies(2, info))
 
 

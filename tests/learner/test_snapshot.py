@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from arborl.algorithms.algorithm import Needs
-from arborl.config.run import LearnerConfig, LoraConfig
+from arborl.config.run_config import LearnerConfig, LoraConfig
 from arborl.learner import host_copy
 from arborl.learner.files import parts_of
 from arborl.learner.host_copy import HostCopies

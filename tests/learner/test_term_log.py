@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from learner_fakes import SAMPLING, Fake, batch_of, random_groups
 
-from arborl.config.run import LearnerConfig
+from arborl.config.run_config import LearnerConfig
 from arborl.learner.learner import Learner
 from arborl.learner.term_log import TermLog
 from arborl.rollout.downsample import thin

@@ -18,7 +18,7 @@ from learner_fakes import SAMPLING
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from arborl.algorithms.algorithm import Needs
-from arborl.config.run import LearnerConfig, LoraConfig
+from arborl.config.run_config import LearnerConfig, LoraConfig
 from arborl.learner.blueprint import Blueprint
 from arborl.learner.group import LearnerGroup
 from arborl.learner.learner import Learner

@@ -21,15 +21,15 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from arborl.api import train
-from arborl.config.load import load
-from arborl.config.run import LearnerConfig, LoraConfig
+from arborl.config.load_config import load
+from arborl.config.run_config import LearnerConfig, LoraConfig
 from arborl.engines.local import LocalEngine
 from arborl.learner.learner import Learner
 from arborl.models.adapted import Adapted, product
 from arborl.models.load import load_model, resolve
 from arborl.models.lora import add_lora, dropout_on, factors_of
 from arborl.rollout.tree import plant
+from arborl.training_run import train
 from arborl.types import Call, Episode, Group, Sampling, Task
 
 peft = pytest.importorskip("peft")

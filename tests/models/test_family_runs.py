@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from arborl.cli.main import app
-from arborl.config.run import LearnerConfig, LoraConfig
+from arborl.config.run_config import LearnerConfig, LoraConfig
 from arborl.engines.local import LocalEngine
 from arborl.errors import ConfigError
 from arborl.learner.learner import Learner

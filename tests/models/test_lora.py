@@ -13,9 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from arborl.algorithms.algorithm import Needs
-from arborl.build import build
-from arborl.config.load import load
-from arborl.config.run import LearnerConfig, LoraConfig
+from arborl.config.load_config import load
+from arborl.config.run_config import LearnerConfig, LoraConfig
 from arborl.engines.local import LocalEngine
 from arborl.errors import ConfigError
 from arborl.learner.learner import Learner
@@ -23,7 +22,8 @@ from arborl.models.lean import is_lean, lean
 from arborl.models.load import load_model, resolve
 from arborl.models.lora import adapter_of, add_lora, dropout_on, export_merged, has_lora, load_4bit, with_adapter
 from arborl.rollout.tree import plant
-from arborl.types import Call, Completion, Episode, Finish, Group, Sampling, Task
+from arborl.training_run.build import build
+from arborl.types import Call, Completion, Episode, FinishReason, Group, Sampling, Task
 
 pytest.importorskip("peft")
 
@@ -77,7 +77,7 @@ def forest():
     chance = np.random.default_rng(0)
     prompt = tuple(chance.integers(0, 500, 12).tolist())
     calls = [
-        Call(prompt, Completion(tuple(chance.integers(0, 500, 6).tolist()), (-5.0,) * 6, Finish.STOP), 0)
+        Call(prompt, Completion(tuple(chance.integers(0, 500, 6).tolist()), (-5.0,) * 6, FinishReason.STOP), 0)
         for _ in range(3)
     ]
     made = plant([Group(Task("t"), [Episode("e", Task("t"), calls=calls)])])

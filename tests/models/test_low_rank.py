@@ -8,7 +8,7 @@ from peft import LoraConfig as PeftConfig
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from arborl.config.run import LoraConfig
+from arborl.config.run_config import LoraConfig
 from arborl.models.attention import NAME
 from arborl.models.lora import ADAPTER, add_lora
 from arborl.models.low_rank import through

@@ -13,7 +13,7 @@ from arborl.seedling.corpus import WRITERS, write
 from arborl.seedling.make import spoken_by_assistant, template
 from arborl.seeds import generator
 from arborl.tools.library.calculator import calculator
-from arborl.types import Completion, Finish, Message
+from arborl.types import Completion, FinishReason, Message
 
 
 def test_the_weights_are_at_most_8_mb_and_record_how_they_were_made():
@@ -62,7 +62,7 @@ def test_incremental_rendering_of_its_own_transcripts_equals_the_full_render(see
             renderer.text(transcript.messages[:end], transcript.tools)
         )
         said = (*renderer.tokenizer.encode(message.content), renderer.stop[0])
-        conversations.sampled(prompt, Completion(said, (0.0,) * len(said), Finish.STOP))
+        conversations.sampled(prompt, Completion(said, (0.0,) * len(said), FinishReason.STOP))
 
 
 def test_the_maker_imitates_the_assistants_words_and_nothing_else():

@@ -7,10 +7,9 @@ import asyncio
 import pytest
 
 from arborl.agents.chat import ChatAgent
-from arborl.build import build
 from arborl.busy_time import BusyTime
 from arborl.chat import Renderer
-from arborl.config.load import load
+from arborl.config.load_config import load
 from arborl.engines.local import LocalEngine
 from arborl.envs.frozen_lake import FrozenLake
 from arborl.errors import ConfigError
@@ -20,6 +19,7 @@ from arborl.rollout.recorder import Limits
 from arborl.rollout.runner import Cast, Rollout
 from arborl.rollout.slots import Slots
 from arborl.rollout.workers import Workers
+from arborl.training_run.build import build
 from arborl.types import Sampling, Task
 
 

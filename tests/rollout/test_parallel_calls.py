@@ -18,7 +18,7 @@ from arborl.rollout.runner import Cast, Rollout
 from arborl.rollout.store import to_json
 from arborl.rollout.tree import plant
 from arborl.seeds import derive
-from arborl.types import Completion, Finish, Group, Message, Sampling, Task
+from arborl.types import Completion, FinishReason, Group, Message, Sampling, Task
 
 WHO = (Message("user", "qzx 7 ~~ vwk !! 31 ; tell"),)
 
@@ -211,7 +211,7 @@ def test_equal_texts_in_other_tokens_go_on_from_the_message_they_are(seedling):
     said = []
     for ids in (letters, whole):
         tokens = (*ids, renderer.stop[0])
-        completion = Completion(tokens, (0.0,) * len(tokens), Finish.STOP)
+        completion = Completion(tokens, (0.0,) * len(tokens), FinishReason.STOP)
         said.append(renderer.read(completion))
         conversations.sampled(prompt, completion, said=said[-1])
     more = Message("user", "Go on.")

@@ -19,7 +19,7 @@ from arborl.data.source import EnvTasks
 from arborl.rollout.groups import Manager, Manner
 from arborl.rollout.pipeline import Pipeline
 from arborl.seeds import generator
-from arborl.types import Call, Completion, Episode, Failure, Finish, Group
+from arborl.types import Call, Completion, Episode, Failure, FinishReason, Group
 
 
 class VirtualTime(asyncio.SelectorEventLoop):
@@ -86,7 +86,7 @@ class World:
                 for _ in range(2):  # a completion may straddle an update
                     stamps.append(max(self.version - self.behind, 0))
                     await asyncio.sleep(self.pause())
-                said = Completion((1, 2), (-1.0, -1.0), Finish.STOP, stamps[1], versions=tuple(stamps))
+                said = Completion((1, 2), (-1.0, -1.0), FinishReason.STOP, stamps[1], versions=tuple(stamps))
                 episode.calls.append(Call((0,), said, turn))
         except asyncio.CancelledError:
             self.cancelled.append(name)
@@ -122,7 +122,7 @@ class Run:
             groups = await self.pipeline.take(step)
             await asyncio.sleep(1.0)
             self.trained += groups
-            calls = [call for group in groups for episode in group.survivors for call in episode.calls]
+            calls = [call for group in groups for episode in group.valid_episodes for call in episode.calls]
             self.lags += [step - version for call in calls for version in call.completion.versions]
             self.pipeline.trained()
             self.world.version = step + 1
@@ -234,7 +234,10 @@ def test_groups_of_an_engine_whose_weights_are_behind_are_played_again():
         world.behind = 0
         groups = await job
         assert all(
-            call.completion.oldest >= 1 for group in groups for episode in group.survivors for call in episode.calls
+            call.completion.oldest >= 1
+            for group in groups
+            for episode in group.valid_episodes
+            for call in episode.calls
         )
         await run.pipeline.close()
 

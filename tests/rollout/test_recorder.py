@@ -17,7 +17,7 @@ from arborl.envs.env import Env, Observation, Step
 from arborl.rollout.recorder import Limits
 from arborl.rollout.runner import Cast, Rollout
 from arborl.rollout.tree import plant
-from arborl.types import Group, Message, Sampling, Stop, Task, ToolSpec
+from arborl.types import Group, Message, Sampling, StopReason, Task, ToolSpec
 
 STOP = 0
 SHAPE = (
@@ -244,7 +244,7 @@ def shown(text: str, max_context: int = 500):
 
 def test_an_observation_of_megabytes_fills_the_context_and_is_not_tokenised_to_find_out():
     episode, given = shown("five megabytes " * 350_000)
-    assert (episode.failure, episode.stop) == (None, Stop.CONTEXT_FULL)
+    assert (episode.failure, episode.stop) == (None, StopReason.CONTEXT_FULL)
     assert len(episode.calls) == 1
     assert max(given) < 10_000
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 import arborl
-from arborl.config.run import RunConfig
+from arborl.config.run_config import RunConfig
 from arborl.rollout.rivals import Rivals
 from arborl.rollout.store import EpisodeStore
 
@@ -28,11 +28,11 @@ def test_rivals_are_kept_and_change_nothing(tmp_path):
     assert [[call.completion.tokens for call in one.calls] for one in asked] == [
         [call.completion.tokens for call in one.calls] for one in plain
     ]
-    assert all(call.rivals == () for one in plain for call in one.calls)
+    assert all(call.top_logprobs == () for one in plain for call in one.calls)
     for call in (call for one in asked for call in one.calls):
         said = call.completion
-        assert len(call.rivals) == len(said.tokens)
-        for token, logprob, others in zip(said.tokens, said.logprobs, call.rivals, strict=True):
+        assert len(call.top_logprobs) == len(said.tokens)
+        for token, logprob, others in zip(said.tokens, said.logprobs, call.top_logprobs, strict=True):
             assert len(others) == 3
             assert token not in [other for other, _ in others]
             assert math.exp(logprob) + sum(math.exp(chance) for _, chance in others) < 1.01

@@ -17,8 +17,7 @@ from pathlib import Path
 import endpoint_programs as programs
 import pytest
 
-from arborl.build import check
-from arborl.config.load import load
+from arborl.config.load_config import load
 from arborl.envs.env import Env, Observation, Step
 from arborl.envs.question import Question
 from arborl.errors import ConfigError
@@ -28,7 +27,8 @@ from arborl.rollout.recorder import Limits
 from arborl.rollout.runner import Cast, Rollout
 from arborl.rollout.tree import plant
 from arborl.serve.endpoint import EndpointAgent
-from arborl.types import Message, Sampling, Stop, Task
+from arborl.training_run.build import check
+from arborl.types import Message, Sampling, StopReason, Task
 
 ROOT = Path(__file__).parents[2]
 ASKED = Task("t", messages=(Message("user", "Add 97 and 62. Answer as <answer>number</answer>."),))
@@ -130,7 +130,7 @@ def test_a_program_that_dies_costs_its_episode_and_is_named(opened, name, words)
     (episode,), _ = played(opened, command=process(name))
     assert episode.failure.where == f"program '{Path(sys.executable).name} endpoint_programs.py {name}'"
     assert words in episode.failure.message
-    assert episode.stop is Stop.ERROR
+    assert episode.stop is StopReason.ERROR
 
 
 def test_programs_that_print_faster_than_they_are_listened_to_are_ended_at_once(opened):
@@ -197,7 +197,7 @@ def test_output_that_a_stranger_process_holds_costs_no_deadline(opened, tmp_path
 def test_one_that_takes_too_long_is_ended_by_the_episodes_deadline(opened):
     limits = Limits(max_context=512, episode_seconds=1.0)
     (episode,), _ = played(opened, limits=limits, command=process("lingers"))
-    assert episode.stop is Stop.TIMEOUT
+    assert episode.stop is StopReason.TIMEOUT
     assert episode.failure.where.startswith("program ")
 
 
@@ -213,17 +213,17 @@ def test_a_function_that_fails_costs_its_episode(opened, name, words):
 
 def test_a_program_that_dies_of_a_full_context_has_used_it_up_and_not_failed(opened):
     (episode,), _ = played(opened, call="endpoint_programs:too_long")
-    assert (episode.failure, episode.stop, len(episode.calls)) == (None, Stop.CONTEXT_FULL, 1)
+    assert (episode.failure, episode.stop, len(episode.calls)) == (None, StopReason.CONTEXT_FULL, 1)
 
 
 def test_a_program_may_make_room_in_a_full_context(opened):
     (episode,), _ = played(opened, call="endpoint_programs:forgets")
-    assert (episode.failure, episode.stop, len(episode.calls)) == (None, Stop.DONE, 1)
+    assert (episode.failure, episode.stop, len(episode.calls)) == (None, StopReason.DONE, 1)
 
 
 def test_a_program_that_never_ends_has_so_many_calls(opened):
     (episode,), _ = played(opened, call="endpoint_programs:greedy", max_calls=3)
-    assert (episode.failure, episode.stop, len(episode.calls)) == (None, Stop.MAX_TURNS, 3)
+    assert (episode.failure, episode.stop, len(episode.calls)) == (None, StopReason.MAX_TURNS, 3)
 
 
 def test_garbage_is_answered_and_the_episode_goes_on(opened):
@@ -367,7 +367,7 @@ class Counting(Env):
         return Step(Observation((Message("user", f"Step {self.steps}."),)), 1.0, terminated=self.steps == 3)
 
 
-@pytest.mark.parametrize(("most", "stop", "turns"), [(9, Stop.DONE, 3), (2, Stop.MAX_TURNS, 2)])
+@pytest.mark.parametrize(("most", "stop", "turns"), [(9, StopReason.DONE, 3), (2, StopReason.MAX_TURNS, 2)])
 def test_a_program_plays_an_environment_step_by_step(opened, most, stop, turns):
     limits = Limits(max_turns=most, max_context=512)
     (episode,), _ = played(opened, env=Counting, limits=limits, call="endpoint_programs:plays")

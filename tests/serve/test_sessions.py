@@ -175,9 +175,9 @@ def test_a_reader_of_long_documents_answers_in_a_session_as_it_does_in_a_rollout
     """StateLM over documents eight times its window, greedily: the same words, through the same calls."""
     from pathlib import Path
 
-    from arborl.build import build_served
-    from arborl.config.load import load
+    from arborl.config.load_config import load
     from arborl.rollout.runner import Rollout
+    from arborl.training_run.build import build_served
 
     recipe = Path(__file__).parents[2] / "recipes/statelm/run.yaml"
     served = build_served(load(recipe, ["env.args.tokens=[8200,8300]", "agent.args.max_assistant_turns=6"]))

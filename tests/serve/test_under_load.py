@@ -184,7 +184,7 @@ def test_a_server_that_follows_a_run_drops_no_stream_when_a_checkpoint_comes(tmp
     settings = ["trainer.steps=1", "evaluation.tasks=2", "rollout.tasks_per_step=1", "rollout.group_size=2"]
     command = [sys.executable, "-m", "arborl", "train", *settings, f"output_dir={run}"]
     subprocess.run(command, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    (first,) = checkpoint.complete(run / "checkpoints")
+    (first,) = checkpoint.complete_checkpoints(run / "checkpoints")
 
     def save(step):
         def write(folder):

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from arborl.config.load import from_kwargs
+from arborl.config.load_config import from_kwargs
 from arborl.errors import ConfigError
 from arborl.track.aside import Aside
 from arborl.track.from_config import followers

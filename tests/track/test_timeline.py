@@ -6,11 +6,11 @@ import asyncio
 import json
 
 from arborl import spans
-from arborl.api import train
-from arborl.config.load import load
-from arborl.spans import drawn, span
+from arborl.config.load_config import load
+from arborl.spans import add_to_timeline, span
 from arborl.track.jsonl import read_metrics
 from arborl.track.timeline import Timeline
+from arborl.training_run import train
 
 
 def slices(path) -> list[dict]:
@@ -35,7 +35,7 @@ def test_what_goes_on_at_the_same_time_has_lines_of_its_own_and_a_free_one_is_us
 
     with Timeline(path, steps=1):
         asyncio.run(several())
-        drawn("engine", "steps", 1.0, 1.5, steps=7)
+        add_to_timeline("engine", "steps", 1.0, 1.5, steps=7)
     assert lines(path, "arborl.episode") == {1, 2, 3}
     assert slices(path)[0]["args"] == {"arborl.turns": 3}
     (engine,) = [one for one in slices(path) if one["name"] == "steps"]

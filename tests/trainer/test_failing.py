@@ -12,7 +12,7 @@ import arborl
 from arborl.cli.main import app
 from arborl.envs.env import Env, Observation, Step
 from arborl.errors import EpisodeError, RunStopped
-from arborl.failures import MOST, Failures, Firsts, cause_of, trimmed
+from arborl.failures import MOST, Failures, FirstFailureLogger, failure_key, trim_traceback
 from arborl.rollout import recorder
 from arborl.rollout.store import EpisodeStore
 from arborl.track.jsonl import read_metrics
@@ -118,11 +118,11 @@ def raised(text: str, place: str = "first") -> Failure:
 
 
 def test_failures_are_one_cause_by_their_lines_whatever_their_words():
-    assert cause_of(raised("task 1")) == cause_of(raised("task 2, another"))
-    assert cause_of(raised("task 1")) != cause_of(raised("task 1", "second"))
+    assert failure_key(raised("task 1")) == failure_key(raised("task 2, another"))
+    assert failure_key(raised("task 1")) != failure_key(raised("task 1", "second"))
     late = [Failure("tool 'x'", "timeout", f"took longer than {n} s", "TimeoutError") for n in (1, 2)]
-    assert cause_of(late[0]) == cause_of(late[1])
-    assert cause_of(late[0]) != cause_of(Failure("tool 'x'", "timeout", "gone"))
+    assert failure_key(late[0]) == failure_key(late[1])
+    assert failure_key(late[0]) != failure_key(Failure("tool 'x'", "timeout", "gone"))
 
 
 def test_causes_are_counted_over_batches_and_survive_a_checkpoint():
@@ -136,7 +136,7 @@ def test_causes_are_counted_over_batches_and_survive_a_checkpoint():
 
 
 def test_causes_without_end_are_told_apart_up_to_a_point_and_all_are_counted(caplog):
-    failures, firsts = Failures(), Firsts(logging.getLogger("tests.failing"))
+    failures, firsts = Failures(), FirstFailureLogger(logging.getLogger("tests.failing"))
     for number in range(500):
         word = "".join(chr(97 + int(digit)) for digit in str(number))
         broken = Episode(word, Task("t"), failure=Failure("tool 'x'", "ValueError", f"{word}\n" * 1000))
@@ -167,13 +167,13 @@ def test_a_traceback_from_another_process_is_shown_as_it_was_there():
     theirs = (
         'Traceback (most recent call last):\n  File "/home/me/lake.py", line 9, in step\n    raise\nValueError: ice\n'
     )
-    assert trimmed(ours + theirs) == theirs.strip()
-    assert trimmed(ours) == ours.strip()  # better than nothing
+    assert trim_traceback(ours + theirs) == theirs.strip()
+    assert trim_traceback(ours) == ours.strip()  # better than nothing
     checked = ours.replace(arborl.__file__, recorder.__file__)  # our check of what somebody's code returned
-    assert trimmed(checked) == "ValueError: ice"
+    assert trim_traceback(checked) == "ValueError: ice"
     chained = theirs + "\nThe above exception was the direct cause of the following exception:\n\n" + ours
-    assert trimmed(chained) == theirs.strip()
-    assert trimmed("") == ""
+    assert trim_traceback(chained) == theirs.strip()
+    assert trim_traceback("") == ""
 
 
 def test_few_failures_are_bad_luck_and_many_in_a_row_are_not():

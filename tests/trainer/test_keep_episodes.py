@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from arborl.checkpoint import complete
-from arborl.errors import CannotWrite
+from arborl.checkpoint import complete_checkpoints
+from arborl.errors import DiskWriteError
 from arborl.rollout.store import EpisodeStore
 from arborl.trainer.hooks import KeepEpisodes, Save
 from arborl.types import Episode, Group, Task
@@ -79,23 +79,23 @@ def test_no_checkpoint_is_complete_before_the_episodes_of_its_step_are_written(k
     after(keep, 1)
     save(trainer)
     assert not save.background.wait(0.2)
-    assert complete(tmp_path / "checkpoints") == []
+    assert complete_checkpoints(tmp_path / "checkpoints") == []
     keep.store.may_write.set()
     save.finish()
-    assert len(keep.store.paths()) == len(complete(tmp_path / "checkpoints")) == 1
+    assert len(keep.store.paths()) == len(complete_checkpoints(tmp_path / "checkpoints")) == 1
     save.close()
 
 
 def test_a_file_that_cannot_be_written_ends_the_run_at_the_next_step_and_no_checkpoint_follows(keep, tmp_path):
-    keep.store.error = CannotWrite("disk full")
+    keep.store.error = DiskWriteError("disk full")
     after(keep, 1)
     keep.store.may_write.set()
-    with pytest.raises(CannotWrite, match="disk full"):
+    with pytest.raises(DiskWriteError, match="disk full"):
         after(keep, 2)
     trainer = SimpleNamespace(step=2, last=9, learner=Learner(), state=lambda: {"step": 2})
     save = Save(tmp_path / "checkpoints", 1, 2, {}, lambda folder: None, keep.flush)
     save(trainer)
-    with pytest.raises(CannotWrite, match="disk full"):
+    with pytest.raises(DiskWriteError, match="disk full"):
         save.finish()
-    assert complete(tmp_path / "checkpoints") == []
+    assert complete_checkpoints(tmp_path / "checkpoints") == []
     save.close()

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from arborl.algorithms import make_algorithm
-from arborl.config.algorithm import AlgorithmConfig
-from arborl.config.run import LearnerConfig
+from arborl.config.algorithm_config import AlgorithmConfig
+from arborl.config.run_config import LearnerConfig
 from arborl.learner.learner import Learner
 from arborl.trainer.look import look
-from arborl.types import Call, Completion, Episode, Finish, Group, Sampling, Stop, Task
+from arborl.types import Call, Completion, Episode, FinishReason, Group, Sampling, StopReason, Task
 
 NAN, RARE = float("nan"), 49
 
@@ -23,7 +23,7 @@ def group(number: int, *rewards: float) -> Group:
     task = Task(f"task-{number}")
 
     def episode(place: int, reward: float) -> Episode:
-        said = Completion((7 + place, 9, 11), (-1.0, -2.0, -3.0), Finish.STOP)
+        said = Completion((7 + place, 9, 11), (-1.0, -2.0, -3.0), FinishReason.STOP)
         return Episode(f"{task.id}/{place}", task, calls=[Call((1, 2, 3 + number), said, 0)], rewards={"r": reward})
 
     return Group(task, [episode(place, reward) for place, reward in enumerate(rewards)])
@@ -46,7 +46,7 @@ def test_what_the_engine_said_costs_the_episode(tiny_llama, caplog, poison):
     groups = [group(0, 1.0, 0.0, 5.0), group(1, 1.0, 0.0)]
     with_completion(groups[0].episodes[2], logprobs=(-1.0, poison, -1.0))
     kept, terms, metrics = looked(tiny_llama, groups, {"std": "none"})
-    assert [e.id for g in kept for e in g.survivors] == ["task-0/0", "task-0/1", "task-1/0", "task-1/1"]
+    assert [e.id for g in kept for e in g.valid_episodes] == ["task-0/0", "task-0/1", "task-1/0", "task-1/1"]
     assert set(terms.advantage) == {0.5, -0.5}  # the mean is that of those who stayed
     assert {name: count for name, count in metrics.items() if count} == {"dropped/failed": 1.0}
     assert "episode task-0/2 failed and is left out: engine: ArithmeticError" in caplog.text
@@ -97,11 +97,17 @@ def test_what_follows_a_cut_episode_is_the_value_where_the_next_token_would_have
 
     def groups(more: tuple[int, ...]) -> list[Group]:
         said = [(7, 9), (7, 9, 11), (8,), (7, 9), (5, 5)]
-        stops = [Stop.MAX_TURNS, Stop.CONTEXT_FULL, Stop.DONE, Stop.TRUNCATED, Stop.MAX_TURNS]
+        stops = [
+            StopReason.MAX_TURNS,
+            StopReason.CONTEXT_FULL,
+            StopReason.DONE,
+            StopReason.TRUNCATED,
+            StopReason.MAX_TURNS,
+        ]
         made = []
         for number, (tokens, stop) in enumerate(zip(said, stops, strict=True)):
-            longer = (*tokens, *more) if stop is not Stop.DONE else tokens
-            call = Call((1, 2, 3), Completion(longer, (-1.0,) * len(longer), Finish.STOP), 0)
+            longer = (*tokens, *more) if stop is not StopReason.DONE else tokens
+            call = Call((1, 2, 3), Completion(longer, (-1.0,) * len(longer), FinishReason.STOP), 0)
             made.append(Episode(f"{number}", task, calls=[call], stop=stop, rewards={"r": float(number)}))
         return [Group(task, made[:4]), Group(task, made[4:])]
 
@@ -124,7 +130,7 @@ def test_a_critic_that_says_no_number_of_what_follows_costs_the_episode(tiny_lla
     groups = [group(number, 1.0, 0.0) for number in range(2)]
     with_completion(groups[1].episodes[0], tokens=(7, 9, RARE))  # read by nothing but what follows
     for one in groups[1].episodes:
-        one.stop = Stop.MAX_TURNS
+        one.stop = StopReason.MAX_TURNS
     _, terms, _ = looked(model, groups, {"name": "a2c", "bootstrap": True})
     assert "task-1/0 failed and is left out: critic" in caplog.text
     assert np.isfinite(terms.advantage).all()

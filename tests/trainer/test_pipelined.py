@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from arborl.api import train
-from arborl.build import build
-from arborl.config.load import load
+from arborl.config.load_config import load
 from arborl.engines.engine import PROBE
 from arborl.envs.frozen_lake import FrozenLake
 from arborl.errors import ConfigError, RunStopped
@@ -24,6 +22,8 @@ from arborl.track.tracker import Trackers
 from arborl.trainer.look import look
 from arborl.trainer.thread import LearnerThread
 from arborl.trainer.trainer import Trainer
+from arborl.training_run import train
+from arborl.training_run.build import build
 
 SMALL = [
     "rollout.tasks_per_step=2", "rollout.group_size=3", "env.args.size=3", "env.args.max_steps=4", "threads=1",
@@ -203,7 +203,7 @@ def test_what_is_sampled_while_the_learner_computes_is_of_the_version_that_it_sa
 
     class Calls:
         async def after(self, trainer, groups, metrics):
-            kept.extend(call for group in groups for episode in group.survivors for call in episode.calls)
+            kept.extend(call for group in groups for episode in group.valid_episodes for call in episode.calls)
 
     parts.learner.update, parts.engine.load, parts.engine.generate = slow, load_and_keep, late
     trainer = Trainer(
@@ -250,8 +250,8 @@ def test_learner_and_engine_each_have_half_of_the_threads_while_both_compute_and
     ("setting", "said"),
     [
         (["rollout.max_lag=-1"], "rollout.max_lag"),
-        (["rollout.max_lag=1", "deterministic=true"], "who is trained with whom depends on the clock"),
-        (["rollout.max_lag=1", "rollout.record=x.jsonl"], "a tape holds whole batches"),
+        (["rollout.max_lag=1", "deterministic=true"], "the composition of batches depends on time"),
+        (["rollout.max_lag=1", "rollout.record=x.jsonl"], "a recording holds whole batches"),
         (["engine.update=stop"], "engine.update"),
     ],
 )

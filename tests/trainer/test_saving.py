@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from arborl.checkpoint import complete, find, load_state
-from arborl.errors import CannotWrite
+from arborl.checkpoint import complete_checkpoints, find, load_state
+from arborl.errors import DiskWriteError
 from arborl.trainer.hooks import Save
 
 
@@ -85,7 +85,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_it_holds_the_step_it
     trainer.learner.gate.clear()
     for _ in range(3):
         trainer.train(save)
-    assert complete(tmp_path) == []
+    assert complete_checkpoints(tmp_path) == []
     trainer.learner.gate.set()
     save.finish()
     found = find(tmp_path, "latest")
@@ -100,7 +100,7 @@ def test_with_a_slow_disk_and_a_checkpoint_each_step_none_is_left_out_and_never_
         threading.Timer(0.05, trainer.learner.gate.set).start()
         trainer.train(save)
     save.finish()
-    assert [weights(folder) for folder in complete(tmp_path)] == [1, 2, 3, 4, 5]
+    assert [weights(folder) for folder in complete_checkpoints(tmp_path)] == [1, 2, 3, 4, 5]
     assert trainer.learner.most == 1
 
 
@@ -147,7 +147,7 @@ def failed(save: Save, trainer: Trainer) -> None:
 def test_a_write_that_fails_ends_the_run_at_the_next_step_and_the_former_checkpoint_is_intact(make, tmp_path):
     save, trainer = make(every=2, keep=1), Trainer()
     failed(save, trainer)
-    with pytest.raises(CannotWrite, match=r"step-000004: cannot be written: No space left on device\. .*as it was"):
+    with pytest.raises(DiskWriteError, match=r"step-000004: cannot be written: No space left on device\. .*as it was"):
         trainer.train(save)
     assert weights(find(tmp_path, "latest")) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
@@ -156,7 +156,7 @@ def test_a_write_that_fails_ends_the_run_at_the_next_step_and_the_former_checkpo
 def test_a_write_that_fails_is_told_at_the_end_of_the_run_where_it_was_the_last(make):
     save, trainer = make(every=2), Trainer()
     failed(save, trainer)
-    with pytest.raises(CannotWrite, match="step-000004"):
+    with pytest.raises(DiskWriteError, match="step-000004"):
         save.finish()
 
 
@@ -189,7 +189,7 @@ def test_the_last_step_is_saved_and_memory_is_taken_ahead_once(make, tmp_path):
     for _ in range(3):
         trainer.train(save)
     save.finish()
-    assert [folder.name for folder in complete(tmp_path)] == ["step-000003"]
+    assert [folder.name for folder in complete_checkpoints(tmp_path)] == ["step-000003"]
     assert trainer.learner.reserved == 1
 
 
@@ -207,7 +207,7 @@ def test_a_checkpoint_that_is_due_before_its_memory_is_there_comes_with_it_and_t
     trainer.train(save)
     trainer.train(save)
     save.finish()
-    assert [folder.name for folder in complete(tmp_path)] == ["step-000004"]
+    assert [folder.name for folder in complete_checkpoints(tmp_path)] == ["step-000004"]
 
 
 def test_the_last_step_waits_for_its_memory(make, tmp_path, monkeypatch):
@@ -218,4 +218,4 @@ def test_the_last_step_waits_for_its_memory(make, tmp_path, monkeypatch):
     trainer.train(save)
     trainer.train(save)
     save.finish()
-    assert [folder.name for folder in complete(tmp_path)] == ["step-000002"]
+    assert [folder.name for folder in complete_checkpoints(tmp_path)] == ["step-000002"]

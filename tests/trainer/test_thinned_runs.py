@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from arborl.api import train
-from arborl.build import build
-from arborl.config.load import load
+from arborl.config.load_config import load
 from arborl.errors import ConfigError
 from arborl.track.jsonl import read_metrics
+from arborl.training_run import train
+from arborl.training_run.build import build
 
 STEPS = [
     "agent=step", "agent.args.history_length=0", "rollout.tasks_per_step=2", "rollout.group_size=3", "trainer.steps=2",

@@ -7,14 +7,14 @@ import json
 import pytest
 from PIL import Image
 
-from arborl.types import Call, Completion, Episode, Finish, Task
+from arborl.types import Call, Completion, Episode, FinishReason, Task
 from arborl.view import composition, context_length, write_report
 from arborl.view.context_length import edits_itself, lengths
 from arborl.view.sources import sources_of
 
 
 def episode(*prompts: int) -> Episode:
-    calls = [Call(tuple(range(size)), Completion((1, 2), (-0.1, -0.1), Finish.STOP), 0) for size in prompts]
+    calls = [Call(tuple(range(size)), Completion((1, 2), (-0.1, -0.1), FinishReason.STOP), 0) for size in prompts]
     return Episode("e", Task("t"), calls=calls)
 
 

@@ -29,7 +29,7 @@ from arborl.algorithms.by_source import BySource, make_algorithm
 from arborl.algorithms.losses import LOSSES, PREPARES
 from arborl.algorithms.own import finder
 from arborl.algorithms.token_losses import LossParts, Said, TermBatch
-from arborl.config.presets import PRESETS
+from arborl.config.algorithm_config import PRESETS
 
 __all__ = [
     "ADVANTAGES",

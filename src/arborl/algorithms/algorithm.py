@@ -24,8 +24,7 @@ from arborl.algorithms.reward_arrays import kl_costs, penalised
 from arborl.algorithms.selection import reasons, select
 from arborl.algorithms.statistics import whitened, whitened_by_token
 from arborl.algorithms.token_losses import LossParts, Said, TermBatch, value_loss
-from arborl.config.algorithm import AlgorithmConfig, loss_reads
-from arborl.config.algorithm_parts import TrustRegionConfig
+from arborl.config.algorithm_config import AlgorithmConfig, TrustRegionConfig, settings_read_by_loss
 from arborl.registry import load
 from arborl.types import Floats, Group, Metrics, Terms
 
@@ -136,13 +135,13 @@ class Recipe(Algorithm):
     @property
     def needs(self) -> Needs:
         config = self.config
-        reads, (own, own_loss) = loss_reads(config.loss), self.own
+        reads, (own, own_loss) = settings_read_by_loss(config.loss), self.own
         credited = "advantage" in reads
-        anchored = config.loss == "decoupled_ppo" or ("anchor" in reads and config.against == "proximal")
+        anchored = config.loss == "decoupled_ppo" or ("anchor" in reads and config.ratio_policy == "proximal")
         searched = config.loss == "trpo"  # its line search asks for the loss again when weights have moved
         return Needs(
             proximal=config.importance_weights.kind != "none"
-            or config.kl_in_reward
+            or config.has_kl_in_reward
             or (anchored and searched)
             or self._asks_strangers,
             anchor=anchored and not searched,
@@ -180,14 +179,14 @@ class Recipe(Algorithm):
     def credit(self, groups: Sequence[Group], terms: Terms) -> Terms:
         config, self.found = self.config, {}
         groups = [penalised(group, config.overlong) for group in groups]
-        if "advantage" not in loss_reads(config.loss):
+        if "advantage" not in settings_read_by_loss(config.loss):
             return self._preferred(groups, terms)
         rule = self.own[0] or ADVANTAGES[config.advantage]
         advantage, target = rule(groups, terms, config, self.memory)
         if config.whiten == "token":
             advantage = whitened_by_token(advantage)
         elif config.whiten:
-            advantage = whitened(advantage, terms.episode, centre=not config.compares)
+            advantage = whitened(advantage, terms.episode, centre=not config.compares_episodes)
         if config.advantage_clip is not None:
             self.found["algorithm/advantage_clipped"] = float((np.abs(advantage) > config.advantage_clip).mean())
             advantage = np.clip(advantage, -config.advantage_clip, config.advantage_clip)
@@ -207,7 +206,7 @@ class Recipe(Algorithm):
     def _preferred(self, groups: Sequence[Group], terms: Terms) -> Terms:
         """Losses without an advantage: the column says which episodes are better, or nothing."""
         config = self.config
-        episodes = [episode for group in groups for episode in group.survivors]
+        episodes = [episode for group in groups for episode in group.valid_episodes]
         score_E = np.array([episode.reward for episode in episodes], dtype=np.float64)
         weight_E = np.array([episode.weight for episode in episodes], dtype=np.float64)
         if config.loss not in ("dpo", "ipo", "kto"):
@@ -260,7 +259,7 @@ class Recipe(Algorithm):
     def _adapt_kl(self, terms: Terms) -> None:
         """After the step's advantages: move the coefficient of a KL penalty in the reward towards its target."""
         kl = self.config.kl
-        if not self.config.kl_in_reward or not len(terms):
+        if not self.config.has_kl_in_reward or not len(terms):
             return
         coef = self.memory.get("kl_coef", kl.coef)
         episodes = len(np.unique(terms.episode))

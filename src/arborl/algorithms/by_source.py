@@ -17,8 +17,7 @@ from arborl.algorithms.algorithm import Algorithm, Needs, Recipe, counted
 from arborl.algorithms.own import Find
 from arborl.algorithms.selection import select
 from arborl.algorithms.token_losses import LossParts, Said, TermBatch
-from arborl.config.algorithm import AlgorithmConfig
-from arborl.config.algorithm_parts import TrustRegionConfig
+from arborl.config.algorithm_config import AlgorithmConfig, TrustRegionConfig
 from arborl.registry import load
 from arborl.types import Group, Ints, Metrics, Terms
 
@@ -88,7 +87,7 @@ class BySource(Algorithm):
         self._of_tree = [self.source_of(group) for group in groups]
         self._share = {}
         columns = {name: getattr(terms, name).copy() for name in ("advantage", "weight", "target")}
-        sizes = np.array([len(group.survivors) for group in groups], dtype=np.int64)
+        sizes = np.array([len(group.valid_episodes) for group in groups], dtype=np.int64)
         for name, part in self.parts.items():
             mine = np.array([n for n, whose in enumerate(self._of_tree) if whose == name], dtype=np.int64)
             rows = np.flatnonzero(np.isin(terms.tree, mine))
@@ -156,8 +155,8 @@ def pick_terms(terms: TermBatch, rows: Tensor) -> TermBatch:
 
 def renumbered(terms: Terms, mine: Ints, groups: Sequence[Group]) -> Terms:
     """The terms of the groups that are `mine`, counted as if there were no others."""
-    episodes = np.array([len(group.survivors) for group in groups])
-    calls = np.array([sum(len(episode.calls) for episode in group.survivors) for group in groups])
+    episodes = np.array([len(group.valid_episodes) for group in groups])
+    calls = np.array([sum(len(episode.calls) for episode in group.valid_episodes) for group in groups])
     return dataclasses.replace(
         terms,
         tree=np.searchsorted(mine, terms.tree),

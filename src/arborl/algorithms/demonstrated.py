@@ -13,8 +13,7 @@ from torch import Tensor
 from arborl.algorithms.algorithm import Algorithm, Needs, Recipe
 from arborl.algorithms.by_source import columns_of, pick_terms, renumbered
 from arborl.algorithms.token_losses import LossParts, Said, TermBatch
-from arborl.config.algorithm import AlgorithmConfig
-from arborl.config.algorithm_parts import TrustRegionConfig
+from arborl.config.algorithm_config import AlgorithmConfig, TrustRegionConfig
 from arborl.types import NOT_SAMPLED, Group, Metrics, Terms
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from arborl.algorithms import preference_losses, token_losses
 from arborl.algorithms.token_losses import LossParts, Said, TermBatch
-from arborl.config.algorithm import AlgorithmConfig
+from arborl.config.algorithm_config import AlgorithmConfig
 
 Loss = Callable[[Said, TermBatch, AlgorithmConfig], LossParts]
 Prepare = Callable[[Tensor, TermBatch, AlgorithmConfig], Tensor]
@@ -29,7 +29,7 @@ def known(column: Tensor | None, name: str) -> Tensor:
 
 def anchor(terms: TermBatch, config: AlgorithmConfig) -> Tensor:
     """Log-probabilities that ratios are taken against."""
-    return known(terms.proximal_M, "proximal") if config.against == "proximal" else terms.old_M
+    return known(terms.proximal_M, "proximal") if config.ratio_policy == "proximal" else terms.old_M
 
 
 def _ppo(said: Said, terms: TermBatch, config: AlgorithmConfig) -> LossParts:
@@ -102,7 +102,7 @@ LOSSES: dict[str, Loss] = {
     "sft": _sft,
     "distill": _distill,
 }
-"""Name to loss; the settings each reads are in `arborl.config.presets`."""
+"""Name to loss; the settings each reads are in `arborl.config.algorithm_config`."""
 
 
 # ------------------------------------------------------------------------------------------------ whole sequences

@@ -15,7 +15,7 @@ from torch import Tensor
 from arborl.algorithms.advantages import Credit, Memory, arrays_of, over_branches
 from arborl.algorithms.losses import anchor, known
 from arborl.algorithms.token_losses import LossParts, Said, TermBatch
-from arborl.config.algorithm import AlgorithmConfig, is_own
+from arborl.config.algorithm_config import AlgorithmConfig, is_custom
 from arborl.errors import ConfigError, did_you_mean
 from arborl.registry import load
 from arborl.types import Floats, Group, Terms
@@ -31,7 +31,7 @@ def finder(objects: Mapping[str, Any]) -> Find:
 
 ADVANTAGE = {
     "rewards": "a list of arrays, one a group: what each of its episodes earned",
-    "groups": "the groups themselves, `arborl.types.Group`; failed episodes are not among their `survivors`",
+    "groups": "the groups themselves, `arborl.types.Group`; failed episodes are not among their `valid_episodes`",
     "terms": "one row per sampled token, `arborl.types.Terms`",
     "value": "the critic's estimate where each token was sampled; then return two arrays, advantage and target",
     "memory": "a dict that lasts from step to step and is saved; only what JSON has goes in",
@@ -188,9 +188,9 @@ def read_only(terms: Terms) -> Terms:
 def own_parts(config: AlgorithmConfig, find: Find = load) -> tuple[OwnAdvantage | None, OwnLoss | None]:
     """The advantage and the loss that are the user's own; every setting is taken by one of them."""
     advantage = loss = None
-    if is_own(config.advantage):
+    if is_custom(config.advantage):
         advantage = OwnAdvantage("advantage", config.advantage, find(config.advantage, "advantage"), config.args)
-    if is_own(config.loss):
+    if is_custom(config.loss):
         loss = OwnLoss("loss", config.loss, find(config.loss, "loss"), config.args)
     both = [one for one in (advantage, loss) if one is not None]
     settings = [name for one in both for name in one.settings]

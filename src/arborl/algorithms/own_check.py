@@ -14,9 +14,9 @@ from torch import Tensor
 
 from arborl.algorithms.own import Own, OwnAdvantage, OwnLoss
 from arborl.algorithms.token_losses import Said, TermBatch
-from arborl.config.algorithm import AlgorithmConfig
+from arborl.config.algorithm_config import AlgorithmConfig
 from arborl.errors import ConfigError
-from arborl.types import Call, Completion, Episode, Finish, Group, Message, Task, Terms, Turn
+from arborl.types import Call, Completion, Episode, FinishReason, Group, Message, Task, Terms, Turn
 
 T = TypeVar("T")
 CLOSE = 1e-6
@@ -95,7 +95,7 @@ def small_groups() -> list[Group]:
             for turn in range(1 + place % 2):
                 tokens = tuple(range(5, 6 + place + turn))
                 logprobs = tuple(-0.5 - 0.1 * token for token in tokens)
-                calls.append(Call(prompt, Completion(tokens, logprobs, Finish.STOP), turn))
+                calls.append(Call(prompt, Completion(tokens, logprobs, FinishReason.STOP), turn))
                 prompt = (*prompt, *tokens, 3)
             turns = [Turn(Message("assistant", "…"), reward=0.0) for _ in calls]
             one = Episode(f"small-{number}#{place}", task, turns=turns, calls=calls, rewards={"r": reward})
@@ -110,7 +110,7 @@ def small_terms(groups: list[Group]) -> Terms:
     logprobs: list[float] = []
     episodes = calls = 0
     for number, group in enumerate(groups):
-        for episode in group.survivors:
+        for episode in group.valid_episodes:
             for call in episode.calls:
                 said = call.completion
                 rows += [(number, n, token, episodes, calls, call.turn) for n, token in enumerate(said.tokens)]

@@ -18,22 +18,24 @@ import torch
 
 from arborl.algorithms.kl import KL
 from arborl.algorithms.off_policy import overlong_penalty
-from arborl.config.algorithm_parts import KLConfig, OverlongConfig
-from arborl.types import Episode, Finish, Floats, Group, Ints, Stop, Terms
+from arborl.config.algorithm_config import KLConfig, OverlongConfig
+from arborl.types import Episode, FinishReason, Floats, Group, Ints, StopReason, Terms
 
-CUT_SHORT = (Stop.CONTEXT_FULL, Stop.MAX_TURNS)
-CUT = (*CUT_SHORT, Stop.TRUNCATED)
+CUT_SHORT = (StopReason.CONTEXT_FULL, StopReason.MAX_TURNS)
+CUT = (*CUT_SHORT, StopReason.TRUNCATED)
 """Ends that came from a limit; something would have followed. (An episode past its deadline has failed.)"""
 
 
 def is_overlong(episode: Episode) -> bool:
     """Whether the episode ran out of room rather than came to its end."""
-    return episode.stop in CUT_SHORT or bool(episode.calls and episode.calls[-1].completion.finish is Finish.LENGTH)
+    return episode.stop in CUT_SHORT or bool(
+        episode.calls and episode.calls[-1].completion.finish is FinishReason.LENGTH
+    )
 
 
 def cut_rows(groups: Sequence[Group], terms: Terms) -> Ints:
     """The last term of each episode that a limit ended."""
-    cut = np.array([episode.stop in CUT for group in groups for episode in group.survivors], dtype=bool)
+    cut = np.array([episode.stop in CUT for group in groups for episode in group.valid_episodes], dtype=bool)
     episodes, ahead = np.unique(terms.episode[::-1], return_index=True)
     return np.asarray(len(terms) - 1 - ahead[cut[episodes]], dtype=np.int64)
 
@@ -87,12 +89,12 @@ class RewardArrays:
 
     @cached_property
     def episodes(self) -> list[Episode]:
-        return [episode for group in self.groups for episode in group.survivors]
+        return [episode for group in self.groups for episode in group.valid_episodes]
 
     @cached_property
     def sizes(self) -> list[int]:
         """Episodes of each group."""
-        return [len(group.survivors) for group in self.groups]
+        return [len(group.valid_episodes) for group in self.groups]
 
     @cached_property
     def group_E(self) -> Ints:

@@ -13,7 +13,7 @@ import torch
 from arborl.algorithms import preference_losses, turn_advantages
 from arborl.algorithms.reward_arrays import is_overlong, penalised, turn_rewards
 from arborl.algorithms.statistics import is_flat
-from arborl.config.algorithm import AlgorithmConfig
+from arborl.config.algorithm_config import AlgorithmConfig
 from arborl.types import Episode, Group
 
 
@@ -26,7 +26,7 @@ def select(groups: Sequence[Group], config: AlgorithmConfig) -> tuple[list[Group
     dropped: Counter[str] = Counter()
     kept = []
     for group in groups:
-        dropped["failed"] += len(group.episodes) - len(group.survivors)
+        dropped["failed"] += len(group.episodes) - len(group.valid_episodes)
         found = _without_bad(group, config, dropped)
         why = _teaches_nothing(penalised(found, config.overlong), config)
         if why:
@@ -47,13 +47,13 @@ def reasons(config: AlgorithmConfig) -> list[str]:
         "outside_pairs": config.loss in ("dpo", "ipo"),
         "no_greedy": config.advantage == "remax",
         "negative_reward": config.advantage == "maxrl",
-        "zero_variance": config.drops_flat,
+        "zero_variance": config.drops_zero_variance,
     }
     return ["failed", "reward_not_finite", "empty_group", "nothing_sampled", *(why for why, can in may.items() if can)]
 
 
 def _without_bad(group: Group, config: AlgorithmConfig, dropped: Counter[str]) -> Group:
-    reasons = {id(episode): why for episode in group.survivors if (why := _why_not(episode, config))}
+    reasons = {id(episode): why for episode in group.valid_episodes if (why := _why_not(episode, config))}
     dropped.update(reasons.values())
     if not reasons:
         return group
@@ -73,7 +73,7 @@ def _why_not(episode: Episode, config: AlgorithmConfig) -> str:
 
 
 def _teaches_nothing(group: Group, config: AlgorithmConfig) -> str:
-    alive = group.survivors
+    alive = group.valid_episodes
     if not alive:
         return "empty_group"
     if not any(episode.sampled for episode in alive):
@@ -86,7 +86,7 @@ def _teaches_nothing(group: Group, config: AlgorithmConfig) -> str:
         return "no_greedy"
     if config.advantage == "maxrl" and min(episode.reward for episode in alive) < 0:
         return "negative_reward"
-    if config.drops_flat and FLAT.get(config.advantage, _flat_rewards)(alive, config):
+    if config.drops_zero_variance and FLAT.get(config.advantage, _flat_rewards)(alive, config):
         return "zero_variance"
     return ""
 
@@ -101,7 +101,7 @@ def _pairs(episodes: Sequence[Episode], config: AlgorithmConfig) -> torch.Tensor
 
 def _in_pairs(group: Group, config: AlgorithmConfig, dropped: Counter[str]) -> Group:
     """The episodes that are part of a pair; of the best and the worst alone where so asked (first of equals)."""
-    alive = group.survivors
+    alive = group.valid_episodes
     scored = penalised(Group(group.task, alive), config.overlong).episodes
     found = _pairs(scored, config)
     if config.pairs == "best_worst":

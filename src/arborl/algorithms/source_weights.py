@@ -11,7 +11,7 @@ from torch import Tensor
 
 from arborl.algorithms.algorithm import Algorithm, Needs
 from arborl.algorithms.token_losses import LossParts, Said, TermBatch
-from arborl.config.algorithm_parts import TrustRegionConfig
+from arborl.config.algorithm_config import TrustRegionConfig
 from arborl.types import Group, Metrics, Terms
 
 
@@ -39,7 +39,7 @@ class SourceWeights(Algorithm):
     def credit(self, groups: Sequence[Group], terms: Terms) -> Terms:
         found = self.inner.credit(groups, terms)
         factors = np.array([self.weights.get(group.task.source, 1.0) for group in groups])
-        episodes = np.array([len(group.survivors) for group in groups], dtype=np.float64)
+        episodes = np.array([len(group.valid_episodes) for group in groups], dtype=np.float64)
         if not len(found):
             return found
         mean = float((factors * episodes).sum() / episodes.sum())

@@ -7,8 +7,26 @@ In reading order:
     manifest.py    The file that makes a checkpoint complete: every file with its size and hash, written last
 """
 
-from arborl.checkpoint.background import Background
-from arborl.checkpoint.checkpoint import any_of, check_model, complete, find, load_state, rewind, save
-from arborl.checkpoint.manifest import Damaged
+from arborl.checkpoint.background import BackgroundWriter
+from arborl.checkpoint.checkpoint import (
+    check_model,
+    complete_checkpoints,
+    find,
+    has_checkpoints,
+    load_state,
+    rewind,
+    save,
+)
+from arborl.checkpoint.manifest import DamagedCheckpoint
 
-__all__ = ["Background", "Damaged", "any_of", "check_model", "complete", "find", "load_state", "rewind", "save"]
+__all__ = [
+    "BackgroundWriter",
+    "DamagedCheckpoint",
+    "check_model",
+    "complete_checkpoints",
+    "find",
+    "has_checkpoints",
+    "load_state",
+    "rewind",
+    "save",
+]

@@ -10,7 +10,7 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 
-class Background:
+class BackgroundWriter:
     """Does a job in a thread of its own. What the job reads must not change meanwhile: give it copies.
 
     A job that fails raises its own error from the next `look`, `wait` or `start`, whichever comes first, once.

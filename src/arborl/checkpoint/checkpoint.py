@@ -18,8 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from arborl.checkpoint.manifest import NAME, Damaged, check, write_manifest
-from arborl.errors import ConfigError, writing
+from arborl.checkpoint.manifest import NAME, DamagedCheckpoint, check, write_manifest
+from arborl.errors import ConfigError, disk_errors
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def save(root: Path, step: int, write: Callable[[Path], None], state: dict[str, 
         save(folder / "checkpoints", 12, lambda to: model.save_pretrained(to / "model"), {"seed": 0}, keep=2)
     """
     final, fresh = root / f"step-{step:06}", _hidden(root, "tmp", step)
-    with writing(final):
+    with disk_errors(final):
         root.mkdir(parents=True, exist_ok=True)
         _restore(root)
         try:
@@ -81,20 +81,20 @@ def find(root: Path, which: str, verify: bool = True) -> Path:
         raise ConfigError(f"no checkpoint at {folder}. {_what_exists(root)}")
     try:
         check(folder, verify)
-    except Damaged as error:
-        raise Damaged(f"the checkpoint {folder} cannot be used: {error}. {_what_exists(root)}") from error
+    except DamagedCheckpoint as error:
+        raise DamagedCheckpoint(f"the checkpoint {folder} cannot be used: {error}. {_what_exists(root)}") from error
     return folder
 
 
 def load_state(folder: Path) -> dict[str, Any]:
-    """The `state` a checkpoint was saved with. A key that it lacks is `Damaged` when it is asked for."""
+    """The `state` a checkpoint was saved with. A key that it lacks is `DamagedCheckpoint` when it is asked for."""
     path = folder / STATE
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise Damaged(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+        raise DamagedCheckpoint(f"{path} cannot be read: {type(error).__name__}: {error}") from error
     if not isinstance(state, dict):
-        raise Damaged(f"{path} holds a {type(state).__name__} and not an object")
+        raise DamagedCheckpoint(f"{path} holds a {type(state).__name__} and not an object")
     return _State(path, state)
 
 
@@ -104,7 +104,7 @@ class _State(dict[str, Any]):
         self.path = path
 
     def __missing__(self, key: str) -> Any:
-        raise Damaged(f"{self.path} has no {key!r}: it is not the state of such a run")
+        raise DamagedCheckpoint(f"{self.path} has no {key!r}: it is not the state of such a run")
 
 
 def check_model(folder: Path) -> Path:
@@ -113,18 +113,18 @@ def check_model(folder: Path) -> Path:
     if (home / NAME).exists() or STEP.fullmatch(home.name):
         try:
             check(home, verify=True, under=folder.name)
-        except Damaged as error:
-            raise Damaged(f"the model {folder} cannot be used: {error}.") from error
+        except DamagedCheckpoint as error:
+            raise DamagedCheckpoint(f"the model {folder} cannot be used: {error}.") from error
     return folder
 
 
-def any_of(root: Path) -> bool:
+def has_checkpoints(root: Path) -> bool:
     """Whether there is a checkpoint, whole or not."""
     _restore(root)
     return bool(_steps(root))
 
 
-def complete(root: Path) -> list[Path]:
+def complete_checkpoints(root: Path) -> list[Path]:
     """The checkpoints whose files are all there in full size, oldest step first."""
     return [folder for folder in _steps(root) if _damage(folder, verify=False) is None]
 
@@ -151,10 +151,10 @@ def _latest(root: Path, verify: bool) -> Path:
     raise ConfigError(f"no complete checkpoint in {root}. {found} Start a run in another output_dir, or give a path.")
 
 
-def _damage(folder: Path, verify: bool) -> Damaged | None:
+def _damage(folder: Path, verify: bool) -> DamagedCheckpoint | None:
     try:
         check(folder, verify)
-    except Damaged as error:
+    except DamagedCheckpoint as error:
         return error
     return None
 
@@ -169,15 +169,15 @@ def _number(folder: Path) -> int:
 
 
 def _what_exists(root: Path) -> str:
-    names = [str(_number(folder)) for folder in complete(root)]
+    names = [str(_number(folder)) for folder in complete_checkpoints(root)]
     if not names:
         return f"{root} has no complete checkpoint; start a run in another output_dir."
     return f"{root} has steps {', '.join(names)}; write 'latest', one of these numbers, or a path."
 
 
 def _prune(root: Path, written: Path, keep: int) -> None:
-    kept = {written, *complete(root)[-keep:]} if keep > 0 else {written}
-    for folder in complete(root):
+    kept = {written, *complete_checkpoints(root)[-keep:]} if keep > 0 else {written}
+    for folder in complete_checkpoints(root):
         if folder not in kept:
             _discard(folder)
     for pattern in (".tmp-*", ".old-*"):

@@ -18,7 +18,7 @@ THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
 """The run goes on meanwhile, and needs cores too."""
 
 
-class Damaged(ConfigError):
+class DamagedCheckpoint(ConfigError):
     """A checkpoint is incomplete, or not what was written."""
 
 
@@ -34,7 +34,7 @@ def write_manifest(folder: Path, step: int) -> None:
 
 
 def check(folder: Path, verify: bool, under: str = "") -> None:
-    """Raise `Damaged`, which names the bad file, unless the folder holds what was written.
+    """Raise `DamagedCheckpoint`, which names the bad file, unless the folder holds what was written.
 
     Args:
         folder: a checkpoint.
@@ -49,9 +49,9 @@ def check(folder: Path, verify: bool, under: str = "") -> None:
             try:
                 _check_size(path, size)
                 if verify and digest_of(path) != digest:
-                    raise Damaged(f"{path} has the right size but not the bytes that were written")
+                    raise DamagedCheckpoint(f"{path} has the right size but not the bytes that were written")
             except OSError as error:
-                raise Damaged(f"{path} cannot be read: {error.strerror}") from error
+                raise DamagedCheckpoint(f"{path} cannot be read: {error.strerror}") from error
 
 
 def in_pieces(path: Path) -> str:
@@ -82,16 +82,18 @@ def _piece(path: Path, start: int) -> bytes:
 
 def _check_size(path: Path, size: int) -> None:
     if not path.is_file():
-        raise Damaged(f"{path} is missing, though {NAME} lists it")
+        raise DamagedCheckpoint(f"{path} is missing, though {NAME} lists it")
     if path.stat().st_size != size:
-        raise Damaged(f"{path} has {path.stat().st_size} bytes, and {size} were written")
+        raise DamagedCheckpoint(f"{path} has {path.stat().st_size} bytes, and {size} were written")
 
 
 def _listed(folder: Path) -> tuple[int, dict[str, tuple[int, str]]]:
     """The manifest's version, and size and hash of each file."""
     path = folder / NAME
     if not path.is_file():
-        raise Damaged(f"{path} is missing: writing this checkpoint was never finished, or it is not a checkpoint")
+        raise DamagedCheckpoint(
+            f"{path} is missing: writing this checkpoint was never finished, or it is not a checkpoint"
+        )
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         version = manifest["version"]
@@ -99,8 +101,8 @@ def _listed(folder: Path) -> tuple[int, dict[str, tuple[int, str]]]:
             files = {_inside(name): (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
             return int(version), files
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise Damaged(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-    raise Damaged(f"{path} has version {version!r}, and this Arbor reads versions 1 and {VERSION}")
+        raise DamagedCheckpoint(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+    raise DamagedCheckpoint(f"{path} has version {version!r}, and this Arbor reads versions 1 and {VERSION}")
 
 
 def _inside(name: str) -> str:

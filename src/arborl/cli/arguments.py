@@ -63,13 +63,13 @@ def one_path(paths: Sequence[str], what: str) -> str | None:
 
 def _unknown_option(argument: str, after: str, options: Sequence[str]) -> str:
     """What to write instead, where it was meant as a setting: `--seed 7`, `--learner.lr=1e-4`, `--lr 1e-4`."""
-    from arborl.config.load import named_key
+    from arborl.config.load_config import find_setting
 
     name, equals, value = argument.partition("=")
     key = name.lstrip("-")
     if equals and key not in [option.lstrip("-") for option in options]:
         return f"{argument!r}: a setting has no dashes. Write {key}={value}."
-    known = named_key(key)
+    known = find_setting(key)
     if known is not None:
         value = after if after and not after.startswith("-") and "=" not in after else "VALUE"
         return f"{name}: a setting has no dashes. Write {known}={value}."

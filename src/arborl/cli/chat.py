@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from arborl.cli.arguments import LogLevel, one_path, split
-from arborl.errors import ConfigError, writing
+from arborl.errors import ConfigError, disk_errors
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -170,7 +170,7 @@ class Talk:
             self.console.print("/save FILE", markup=False)
             return
         try:
-            with writing(Path(name)):
+            with disk_errors(Path(name)):
                 text = "".join(dumps(to_json(episode)) + "\n" for episode in self.session.episodes)
                 Path(name).write_text(text, encoding="utf-8", errors="surrogatepass")
         except ConfigError as error:

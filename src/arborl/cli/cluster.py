@@ -146,7 +146,7 @@ def run_of(
 ) -> tuple[list[str], dict[str, bytes]]:
     """`arborl train` with a file that travels along; what is wrong in it is said here."""
     from arborl.cli.arguments import one_path, split
-    from arborl.config.load import load, write_setting
+    from arborl.config.load_config import format_override, load
 
     paths, settings = split(words, ("--config", "--working-dir", "--detach"))
     file = Path(one_path(paths, "file") or "")
@@ -163,7 +163,7 @@ def run_of(
             raise ConfigError(f"{file} is not in --working-dir {folder}. Put it there.")
         name = str(file.absolute().relative_to(folder.absolute()))
     if run.name and not any(text.startswith("name=") for text in settings):  # a folder of Ray's would give it its own
-        settings = [*settings, write_setting("name", run.name)]
+        settings = [*settings, format_override("name", run.name)]
     if run.output_dir is None:  # its folder is Ray's, and goes with the cluster
         settings = [*settings, f"output_dir=~/runs/{run.name or file.stem}-{time.strftime('%Y%m%d-%H%M%S')}"]
     elif not run.output_dir.is_absolute():

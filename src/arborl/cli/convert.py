@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from arborl.errors import ConfigError, writing
+from arborl.errors import ConfigError, disk_errors
 
 
 def convert(
@@ -24,18 +24,18 @@ def convert(
     ] = None,
 ) -> None:
     """Turn a script or YAML of verl, AgentFly or ROLL into a configuration, and say what became of every key."""
-    from arborl.build import check
-    from arborl.config.base import validate
-    from arborl.config.run import RunConfig
+    from arborl.config.config_base import validate
+    from arborl.config.run_config import RunConfig
     from arborl.convert import convert as read
     from arborl.convert.report import as_yaml, rows
+    from arborl.training_run.build import check
 
     draft = read(system, files, _pairs(use or ()))
     tree = draft.tree()
     check(validate(RunConfig, tree))
     text = as_yaml(tree)
     if out is not None:
-        with writing(out):
+        with disk_errors(out):
             names = ", ".join(file.name for file in files)
             out.write_text(f"# Converted from {names} ({system}).\n{text}", encoding="utf-8")
     if as_json:

@@ -153,7 +153,7 @@ def mix(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Draw batches as training would, without training, and print what they are made of."""
-    from arborl.config.load import load
+    from arborl.config.load_config import load
     from arborl.data.mixing.composition import composition
 
     paths, settings = split(arguments, ("--batches", "--json", "--help"))

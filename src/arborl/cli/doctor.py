@@ -70,7 +70,7 @@ def findings(arguments: Sequence[str], model: str, config: Path | None) -> list[
 
         return examine_installation()
     from arborl.cli.play import model_folder
-    from arborl.config.load import load
+    from arborl.config.load_config import load
     from arborl.doctor.model import examine_model
 
     named = [f"model.name={model_folder(model)}"] if model else []

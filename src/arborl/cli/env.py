@@ -76,8 +76,8 @@ def play(
 ) -> None:
     """Play by hand in the terminal, or watch a player."""
     from arborl.cli.play import Stage, by_hand, by_model, by_oracle, by_random, run_with
-    from arborl.config.base import validate
-    from arborl.config.prompt import PromptConfig
+    from arborl.config.config_base import validate
+    from arborl.config.part_config import PromptConfig
     from arborl.envs.prompted import Sizes, prompted
     from arborl.types import Task
 
@@ -110,8 +110,8 @@ def check(
     """Hold an environment to the contract. Exit code 1 if it breaks it."""
     from time import monotonic
 
-    from arborl.config.base import validate
-    from arborl.config.prompt import PromptConfig
+    from arborl.config.config_base import validate
+    from arborl.config.part_config import PromptConfig
     from arborl.envs.checker import check_env
     from arborl.envs.prompted import prompted
     from arborl.types import Message, Task

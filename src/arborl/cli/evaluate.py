@@ -86,12 +86,13 @@ def evaluate(
     if prompts is not None and (env or episodes is not None):
         raise ConfigError("--env and --episodes are about held-out tasks, and --input and --message bring their own.")
 
-    from arborl import api
+    from arborl import training_run
 
     where = {} if base_url is None else {"base_url": base_url}
-    played = api.measure(
-        names, api.Asked(settings, temperature or (), attempts, prompts, key=api_key_env, trust=trust, **where)
+    options = training_run.MeasureOptions(
+        settings, temperature or (), attempts, prompts, key=api_key_env, trust=trust, **where
     )
+    played = training_run.measure(names, options)
     for path in output or ():
         write(played, path)
     if as_json:
@@ -115,7 +116,7 @@ def as_text(played: Sequence[Played], replies: bool) -> str:
 
 def check_names(names: Sequence[str], base_url: str | None) -> None:
     """That somebody is named, and that nobody is a setting which lost its `=`."""
-    from arborl.config.load import named_key
+    from arborl.config.load_config import find_setting
     from arborl.models.find import EMBEDDED
 
     if not names:
@@ -126,7 +127,7 @@ def check_names(names: Sequence[str], base_url: str | None) -> None:
     if base_url is not None and not any(name.startswith("openai:") for name in names):
         raise ConfigError("--base-url is where a model is served. Name it: --model openai:NAME.")
     for name in names[1:]:
-        known = None if name in EMBEDDED or Path(name).exists() else named_key(name)
+        known = None if name in EMBEDDED or Path(name).exists() else find_setting(name)
         if known is not None:
             raise ConfigError(f"{name!r}: no such folder or file, and a setting is written {known}=VALUE.")
 

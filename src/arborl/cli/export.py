@@ -34,7 +34,7 @@ def export(
         raise ConfigError("what and where to is missing. Write arborl export PATH --out FOLDER.")
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype}: write {', '.join(DTYPES)}.")
-    from arborl.api.export import export as write
+    from arborl.training_run.export_model import export as write
 
     done = write(path, out, tuple(settings), dtype, trust)
     if as_json:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from arborl.cli.starters import PARTS, PRESETS
-from arborl.errors import ConfigError, did_you_mean, writing
+from arborl.errors import ConfigError, did_you_mean, disk_errors
 
 
 def init(
@@ -30,7 +30,7 @@ def init(
     if there and not force:
         raise ConfigError(f"{', '.join(there)}: there already. Write another name, or --force to replace.")
     for file, text in files.items():
-        with writing(file):
+        with disk_errors(file):
             file.write_text(text, encoding="utf-8")
         typer.echo(f"{file}  written.")
     typer.echo(then)
@@ -38,7 +38,7 @@ def init(
 
 def configuration(path: Path, preset: str) -> str:
     """The text of a configuration file; an algorithm's name is the lake with that algorithm."""
-    from arborl.config.presets import PRESETS as ALGORITHMS
+    from arborl.config.algorithm_config import PRESETS as ALGORITHMS
 
     playing = [name for name in ALGORITHMS if name not in ("dpo", "ipo", "kto", "sft", "distill")]
     if path.suffix != ".yaml":

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from arborl.cluster.plan import Forecaster, Placed
     from arborl.cluster.plan_work import Work
-    from arborl.config.run import RunConfig
+    from arborl.config.run_config import RunConfig
 
 OPTIONS = (
     "--gpus", "--gpu", "--from", "--prompt-tokens", "--reply-tokens", "--observed-tokens", "--turns", "--tool-seconds",
@@ -69,7 +69,7 @@ def plan(
 
     from arborl.cluster.hardware import device_named
     from arborl.cluster.plan import SWEEP
-    from arborl.config.load import load
+    from arborl.config.load_config import load
 
     device = device_named(gpu)
     check(gpus, strategy, lag)

@@ -164,7 +164,7 @@ def bare(text: str) -> str:
 
 def by_model(config: RunConfig, task: Task, seed: int) -> tuple[Player, int]:
     """A model's episode, played first and then shown; and the seed its environment had."""
-    from arborl.build import build
+    from arborl.training_run.build import build
 
     episode = asyncio.run(build(config).rollout.play(task, seed, f"{task.id}#0"))
     if episode.failure is not None:
@@ -181,17 +181,17 @@ def run_with(model: str, name: str, args: Mapping[str, Any], prompt: Mapping[str
         name, args: the environment.
         prompt: settings of `env.prompt`, on top of those of a run of the same environment.
     """
-    from arborl.config.base import plain, validate
-    from arborl.config.run import RunConfig
-    from arborl.config.trust import load_run
+    from arborl.config.config_base import to_plain, validate
+    from arborl.config.run_config import RunConfig
+    from arborl.config.trust import load_run_config
 
     env: dict[str, Any] = {"name": name, "args": dict(args), "prompt": dict(prompt)}
     tree: dict[str, Any] = {}
     place = Path(model).expanduser()
     file = next((one / "config.yaml" for one in (place, *place.parents[:2]) if (one / "config.yaml").is_file()), None)
     if file is not None:
-        config = load_run(file)
-        its = plain(config)
+        config = load_run_config(file)
+        its = to_plain(config)
         tree |= {key: its[key] for key in ("model", "agent", "tools", "sampling", "context", "sandbox")}
         if config.env.name == name:
             env["prompt"] = its["env"]["prompt"] | env["prompt"]

@@ -57,8 +57,8 @@ def rollout(
 
     from rich.console import Console
 
-    from arborl.build import build
     from arborl.cli.play import model_folder
+    from arborl.training_run.build import build
 
     chosen = {"env.name": env, "agent.name": agent, "model.name": str(model_folder(model)) if model else ""}
     given = {name: value for name, value in chosen.items() if value} | ({} if seed is None else {"seed": seed})
@@ -81,7 +81,7 @@ def configured(arguments: Sequence[str], given: Mapping[str, Any]) -> Any:
     from pathlib import Path
 
     from arborl.cli.arguments import one_path
-    from arborl.config.load import load
+    from arborl.config.load_config import load
 
     paths, settings = split(arguments, OPTIONS)
     path = one_path(paths, "file")

@@ -79,15 +79,15 @@ def show(
 def of_run(arguments: Sequence[str]) -> list[tuple[str, AnyTool]]:
     """The tools of a run and of its sources, each with where it comes from; servers are started, asked and left."""
     from arborl.cli.arguments import one_path, split
-    from arborl.config.load import load
-    from arborl.workshop import Workshop
+    from arborl.config.load_config import load
+    from arborl.training_run.part_factory import RunPartFactory
 
     paths, settings = split(arguments, ("--help",))
     file = one_path(paths, "file")
     agent = [] if file is not None or any(text.startswith("agent") for text in settings) else ["agent=tool"]
-    workshop = Workshop(load(Path(file) if file is not None else None, [*agent, *settings]), {}, connect=True)
+    workshop = RunPartFactory(load(Path(file) if file is not None else None, [*agent, *settings]), {}, connect=True)
     try:
-        workshop.tools(workshop.seats())
+        workshop.tools()
         return [(entry.origin, tool) for entry, some in workshop.open_tools.opened.values() for tool in some]
     finally:
         workshop.open_tools.stop()

@@ -48,8 +48,8 @@ def train(
 
     Example: arborl train --config run.yaml --save runs/mine learner.lr=1e-5
     """
-    from arborl.config.base import dump_yaml
-    from arborl.config.load import load
+    from arborl.config.config_base import dump_yaml
+    from arborl.config.load_config import load
 
     paths, settings = split(arguments or (), OPTIONS)
     given = one_path([*paths, *([str(config_file)] if config_file is not None else [])], "file")
@@ -64,14 +64,14 @@ def train(
     else:
         config, resume = resumed(file, settings, resume, trust, save)
     if print_only:
-        from arborl.build import check
+        from arborl.training_run.build import check
 
         check(config)
         typer.echo(dump_yaml(config), nl=False)
         return
-    from arborl import api
+    from arborl import training_run
 
-    api.train(config, resume=resume, stub=stub, profile=profile)  # prints its own progress, and where everything is
+    training_run.train(config, resume=resume, stub=stub, profile=profile)  # prints its own progress, and where everything is
 
 
 def resumed(
@@ -86,8 +86,8 @@ def resumed(
         trust: import what the run's own file names though this user did not write it.
         save: the run's folder, as `output_dir` would name it.
     """
-    from arborl.config.load import load
-    from arborl.config.trust import load_run
+    from arborl.config.load_config import load
+    from arborl.config.trust import load_run_config
 
     # Only these two say which run is meant; the others may make sense on top of the run's own file alone.
     naming = [text for text in settings if text.lstrip("+").partition("=")[0] in ("output_dir", "name")]
@@ -100,7 +100,7 @@ def resumed(
             raise ConfigError(
                 f"{own.absolute()}: no such file, so {folder} is no run to resume. Write output_dir=FOLDER."
             )
-        config = load_run(own, settings, trust)
+        config = load_run_config(own, settings, trust)
     is_run = here is not None and here == Path(resume).expanduser()
     return config.model_copy(update={"output_dir": folder}), "latest" if is_run else resume
 

@@ -49,14 +49,14 @@ def report(run: Run, out: Out = None) -> None:
     """Write one self-contained page about a run, from what its folder holds so far."""
     from tempfile import TemporaryDirectory
 
-    from arborl.errors import writing
+    from arborl.errors import disk_errors
     from arborl.view.report import write_report
     from arborl.view.web.words import decoder_of
 
     if not any(os.path.lexists(run / name) for name in ("config.yaml", "metrics.jsonl")):
         raise ConfigError(f"{run}: holds no run. Write arborl report RUN: a folder with config.yaml and metrics.jsonl.")
     path = out or run / "report.html"
-    with writing(path), TemporaryDirectory() as drawn:
+    with disk_errors(path), TemporaryDirectory() as drawn:
         path.parent.mkdir(parents=True, exist_ok=True)
         pictures = Path(drawn) if out is not None else None
         typer.echo(write_report(run, decoder_of(run), out=path, pictures=pictures))
@@ -68,11 +68,11 @@ Page = Annotated[Path, typer.Option(help="The file to write.")]
 
 def compare(runs: Runs, out: Page = Path("compare.html")) -> None:
     """Write one self-contained page about several runs: seeds of a setting together, with intervals."""
-    from arborl.errors import writing
+    from arborl.errors import disk_errors
     from arborl.view.comparison import write_comparison
 
     if len(runs) < 2:
         raise ConfigError("one run alone cannot be compared. Write arborl compare RUN RUN …, or arborl report RUN.")
-    with writing(out):
+    with disk_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         typer.echo(write_comparison(runs, out))

@@ -23,7 +23,7 @@ from arborl.cluster.host import versions
 from arborl.cluster.own_cluster import OwnCluster
 from arborl.cluster.pulse import GROUP, Pulse
 from arborl.cluster.seats import Node, Seat, find_node, gpus_of
-from arborl.config.placement import PlacementConfig
+from arborl.config.engine_config import PlacementConfig
 from arborl.errors import ConfigError
 from arborl.sandbox import unsafe_allowed
 

@@ -14,8 +14,8 @@ from arborl.cluster.connection import Cluster
 from arborl.cluster.engine import RayEngine
 from arborl.cluster.engine_host import Blueprint, EnginePlan
 from arborl.cluster.rewards import place_rewards
-from arborl.config.placement import PlacementConfig
-from arborl.config.run import RunConfig
+from arborl.config.engine_config import PlacementConfig
+from arborl.config.run_config import RunConfig
 from arborl.engines.cache import default_kv_tokens
 from arborl.errors import ConfigError, EngineError
 from arborl.rewards import Rewards

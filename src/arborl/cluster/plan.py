@@ -26,7 +26,7 @@ from arborl.cluster.plan_times import Times
 from arborl.cluster.plan_work import Mean, Work, slowest
 from arborl.cluster.simulate import Outcome, simulate
 from arborl.cluster.simulate_engine import Setting
-from arborl.config.run import RunConfig
+from arborl.config.run_config import RunConfig
 from arborl.errors import ConfigError
 from arborl.learner.forecast import Plan
 
@@ -168,7 +168,7 @@ class Forecaster:
         needs = Needs.of(self.config)
         passes = (2.0 if sizes.rank else 3.0) + plan.recompute
         asked = float(needs.reference) + float(self.config.algorithm.importance_weights.kind != "none")
-        passes = passes * (2 if needs.value and learner.own_critic else 1) * learner.epochs + asked
+        passes = passes * (2 if needs.value and learner.has_separate_critic else 1) * learner.epochs + asked
         compute = times.learning(own, own * terms / max(tokens, 1), self.mean.tokens / 2, passes) / width
         count = math.ceil(own / max(plan.tokens, 1)) * learner.epochs
         compute += times.pieces(count)

@@ -12,7 +12,7 @@ from typing import Literal
 
 from arborl.cluster.hardware import Device
 from arborl.cluster.plan_model import Shape
-from arborl.config.run import RunConfig
+from arborl.config.run_config import RunConfig
 from arborl.engines.cache_size import usual_tokens
 from arborl.learner.forecast import BESIDE, SEQUENCES, Forecast, Plan, Planner, Sizes, fused, learner_sizes, logit_rows
 
@@ -46,7 +46,7 @@ class Needs:
         """From what the configuration says; parts of a user's own are not asked."""
         chosen = (config.algorithm, *config.algorithm.by_source.values())
         return cls(
-            value=any(one.values for one in chosen),
+            value=any(one.uses_critic for one in chosen),
             reference=any(one.kl.coef > 0 or one.loss in ("dpo", "ipo", "kto") for one in chosen),
         )
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from arborl.config.run import ModelConfig
+from arborl.config.run_config import ModelConfig
 from arborl.errors import ConfigError, did_you_mean
 from arborl.learner.forecast import Sizes
 from arborl.models.find import EMBEDDED, described, holds_model, resolve

@@ -16,7 +16,7 @@ from typing import Any
 from arborl.cluster import on_host
 from arborl.cluster.on_host.answers import MARK
 from arborl.cluster.spec import ClusterSpec, HostConfig
-from arborl.config.secrets import Veil
+from arborl.config.secrets import SecretRedactor
 from arborl.errors import ConfigError
 
 SENT = ("answers", "folder", "processes", "logs", "head", "start", "main")
@@ -55,7 +55,7 @@ class Hosts:
 
     def __init__(self, spec: ClusterSpec, secrets: Mapping[str, str] | None = None):
         self.spec, self.open = spec, set[subprocess.Popen[str]]()
-        self.veil = Veil({name: {"secret": value} for name, value in (secrets or {}).items()})
+        self.veil = SecretRedactor({name: {"secret": value} for name, value in (secrets or {}).items()})
         if spec.ssh.key is not None and not spec.ssh.key.expanduser().is_file():
             raise ConfigError(f"ssh.key={spec.ssh.key}: no such file here. Name the private key, not the public one.")
 

@@ -99,7 +99,7 @@ class Callbacks:
     async def saved(self, trainer: Trainer) -> None:
         """Tell of checkpoints that have come since the last time; those of an earlier part of the run are not new."""
         root: Path | None = getattr(trainer.save, "root", None)
-        there = set(checkpoint.complete(root)) if root is not None and root.is_dir() else set()
+        there = set(checkpoint.complete_checkpoints(root)) if root is not None and root.is_dir() else set()
         known = there if self._saved is None else self._saved
         for path in sorted(there - known):
             await self.tell("checkpoint_saved", step=int(path.name.rpartition("-")[2]), path=path)
@@ -107,7 +107,7 @@ class Callbacks:
 
     async def end(self, folder: Path, steps: int, summary: Mapping[str, Any]) -> None:
         """The run is over: tell of its last checkpoint, and of the end."""
-        for path in sorted(set(checkpoint.complete(folder / "checkpoints")) - (self._saved or set())):
+        for path in sorted(set(checkpoint.complete_checkpoints(folder / "checkpoints")) - (self._saved or set())):
             await self.tell("checkpoint_saved", step=int(path.name.rpartition("-")[2]), path=path)
         await self.tell("train_end", steps=steps, folder=folder, summary=summary)
 

@@ -13,8 +13,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from arborl.config.algorithm import reads_of
-from arborl.config.presets import BY_LOSS, PRESETS
+from arborl.config.algorithm_config import BY_LOSS, PRESETS, settings_read
 from arborl.conversational.agent import AgentConfig
 from arborl.conversational.environment import EVAL_SHARE
 from arborl.conversational.settings import Settings
@@ -309,7 +308,7 @@ def suiting(settings: Mapping[str, Any], algorithm: str) -> dict[str, Any]:
     if algorithm not in PRESETS:
         return dict(settings)  # who is given them will say so
     chosen = {"advantage": "grpo", "loss": "ppo"} | PRESETS[algorithm]
-    reads = reads_of(chosen)
+    reads = settings_read(chosen)
     own = BY_LOSS.get(str(chosen["loss"]), {})
     read_as = {"clip_range": "clip_low", "kl_penalty": "kl", "entropy_coef": "entropy_coef"}
     return {

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from arborl.config.run import as_name
+from arborl.config.run_config import folder_name
 from arborl.errors import ConfigError
 from arborl.tune.named import get_search_space
 from arborl.tune.space import Domain, Params, read_space
@@ -102,7 +102,7 @@ async def quick_hpo(
         raise ConfigError("hpo_config says n_trials and search_space. Leave them out beside it.")
     asked = hpo_config or HPOConfig(search_space or "grpo", 50 if n_trials is None else n_trials)
     once = run_trial or _training()
-    where = Path(folder) if folder is not None else Path("studies") / as_name(type(agent).__name__)
+    where = Path(folder) if folder is not None else Path("studies") / folder_name(type(agent).__name__)
     plan = asked.plan(where, {name: getattr(base_config, name, None) for name in asked.space})
 
     async def objective(params: Params, report: Report) -> float:

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from arborl.chat import Renderer
-from arborl.config.run import RunConfig
-from arborl.config.training import LearnerConfig
+from arborl.config.run_config import RunConfig
+from arborl.config.training_config import LearnerConfig
 from arborl.conversational.preferences import Preference, held_out, read_preferences
-from arborl.errors import ConfigError, RunStopped, writing
+from arborl.errors import ConfigError, RunStopped, disk_errors
 from arborl.models.find import described, resolve
 from arborl.rewards.neural import NeuralReward
 from arborl.rewards.reward_model import Record, shown
@@ -123,9 +123,9 @@ class NeuralRewardTrainer:
         return NeuralReward(folder.absolute(), device=self.device, dtype=self.dtype)
 
     def _train(self, stop: threading.Event) -> Path:
-        from arborl.api.folder import claimed
         from arborl.learner.pairs import NO_GAIN, PairLearner, fit
         from arborl.models.scalar import Scorer
+        from arborl.training_run.run_folder import claimed
 
         asked = RunConfig(name="neural-reward", output_dir=self.output_dir)
         source = resolve(self.model_name, "model_name")
@@ -244,13 +244,13 @@ class _Shown:
 
 def _save(folder: Path, learner: PairLearner, source: Path, renderer: Renderer, record: Record) -> None:
     """A whole model in Hugging Face form; what makes the folder one comes last."""
-    from arborl.build import copy_tokenizer
+    from arborl.training_run.build import save_tokenizer
 
     making = folder / ".making"
-    with writing(folder):
+    with disk_errors(folder):
         try:
             learner.scorer.model.save_pretrained(making)
-            copy_tokenizer(source, renderer, making)
+            save_tokenizer(source, renderer, making)
             record.write(making)
             for file in sorted(making.iterdir(), key=lambda file: file.name == "config.json"):
                 file.rename(folder / file.name)

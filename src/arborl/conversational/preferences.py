@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from arborl.config.bounds import is_text
+from arborl.config.load_config import is_text
 from arborl.conversational.trajectory import ConversationTurn, MultiTurnTrajectory
 from arborl.data.reading.files import open_table
 from arborl.data.reading.given import GivenReader

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ConfigDict, ValidationError
 
-from arborl.config.base import Config, explain
+from arborl.config.config_base import Config, explain
 from arborl.errors import ConfigError
 
 

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from arborl import checkpoint
-from arborl.api.entry_points import train_here
-from arborl.api.objects import name_objects
-from arborl.config.load import from_kwargs
-from arborl.config.run import RunConfig
+from arborl.config.load_config import from_kwargs
+from arborl.config.run_config import RunConfig
 from arborl.conversational.agent import AgentConfig, MultiTurnAgent
 from arborl.conversational.callbacks import Callback, Callbacks, CheckpointCallback
 from arborl.conversational.config import TrainingConfig
 from arborl.conversational.environment import Environment, split
 from arborl.conversational.value import ValueFunction
 from arborl.errors import ConfigError, did_you_mean
+from arborl.training_run.entry_points import train_async
+from arborl.training_run.object_names import name_objects
 
 log = logging.getLogger("arborl.conversational")
 
@@ -76,7 +76,7 @@ async def train(
     hook = Callbacks(callbacks, chosen.logging_steps)
     await agent.close()
     await hook.tell("train_start", steps=chosen.steps)
-    done = await train_here(run, resume=chosen.resume_from_checkpoint, objects=objects, hooks=[hook])
+    done = await train_async(run, resume=chosen.resume_from_checkpoint, objects=objects, hooks=[hook])
     await hook.end(done.folder, chosen.steps, done.summary)
     model = checkpoint.find(done.folder / "checkpoints", "latest") / "model"
     system = agent.config.system_prompt or getattr(environment, "system", None) or None

@@ -44,7 +44,7 @@ class TrajectoryGroup:
 
     @classmethod
     def of(cls, group: Group) -> TrajectoryGroup:
-        return cls(group.task.id, [MultiTurnTrajectory.of(episode) for episode in group.survivors])
+        return cls(group.task.id, [MultiTurnTrajectory.of(episode) for episode in group.valid_episodes])
 
     @property
     def rewards(self) -> list[float]:

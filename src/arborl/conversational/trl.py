@@ -23,10 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from arborl import checkpoint
-from arborl.api import folder as folders
-from arborl.api.artifacts import keepsakes
-from arborl.build import build
-from arborl.config.run import RunConfig
+from arborl.config.run_config import RunConfig
 from arborl.conversational.agent import MultiTurnAgent
 from arborl.conversational.config import TrainingConfig
 from arborl.conversational.environment import Environment
@@ -47,6 +44,9 @@ from arborl.rollout.store import EpisodeStore
 from arborl.seeds import derive
 from arborl.track.jsonl import JsonlTracker
 from arborl.trainer.failing import FailureWatch
+from arborl.training_run import run_folder as folders
+from arborl.training_run.artifacts import write_artifacts
+from arborl.training_run.build import build
 from arborl.types import Episode, Metrics
 
 if TYPE_CHECKING:  # what needs torch
@@ -158,7 +158,7 @@ class Work:
             told = {"before": before, "after": after, "train_seconds": round(seconds, 3), "steps": last}
             summary = told | {"seed": self.asked.seed, "failures": self.watch.failures.state()}
             folders.write_summary(self.home, summary)
-            runner.run(keepsakes(self.parts, self.home, []))
+            runner.run(write_artifacts(self.parts, self.home, []))
             return summary
         finally:
             runner.run(self.parts.close())
@@ -166,7 +166,7 @@ class Work:
     def write(self, folder: Path) -> None:
         """The model as it was measured: a whole one, adapters added."""
         self.parts.model.save_pretrained(folder / "model")
-        self.parts.copy_tokenizer(folder / "model")
+        self.parts.save_tokenizer(folder / "model")
 
     def trainer(self) -> GRPOTrainer:
         """TRL's, with a model of its own. Its tokenizer says what to pad with and what ends a reply, no more."""

@@ -8,12 +8,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from arborl.build import Parts
-from arborl.config.algorithm_parts import KLConfig
-from arborl.config.run import RunConfig
+from arborl.config.algorithm_config import KLConfig
+from arborl.config.run_config import RunConfig
 from arborl.conversational.config import TrainingConfig
 from arborl.errors import ConfigError, EpisodeError
 from arborl.models.find import described, resolve
+from arborl.training_run.build import RunParts
 from arborl.types import Episode
 
 if TYPE_CHECKING:  # what needs torch
@@ -63,7 +63,7 @@ def played(run: RunConfig) -> RunConfig:
     return run.model_copy(update={"model": model, "algorithm": algorithm, "learner": learner})
 
 
-def settings(run: RunConfig, config: TrainingConfig, parts: Parts, home: Path) -> dict[str, Any]:
+def settings(run: RunConfig, config: TrainingConfig, parts: RunParts, home: Path) -> dict[str, Any]:
     """Fields of `GRPOConfig`. A batch is counted in conversations there and in groups here. Weights are in float32 and
     the arithmetic in what the model is in, which is what Arbor's float32 copies come to."""
     from arborl.learner.schedule import warmup

@@ -11,9 +11,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from arborl.config.algorithm import AlgorithmConfig, reads_of
-from arborl.config.base import validate
-from arborl.config.run import RunConfig
+from arborl.config.algorithm_config import AlgorithmConfig, settings_read
+from arborl.config.config_base import validate
+from arborl.config.run_config import RunConfig
 from arborl.convert import agentfly
 from arborl.convert.draft import Draft, Rule
 from arborl.convert.reading.collect import Collected, collect
@@ -136,7 +136,7 @@ def _finish(draft: Draft) -> None:
     own = {key.removeprefix("algorithm."): value for key, value in settings.items() if key.startswith("algorithm.")}
     loss, advantage = own.get("loss", base.loss), own.get("advantage", base.advantage)
     filled = {name: getattr(base, name) for name in type(base).model_fields}
-    reads = reads_of(filled | {"loss": loss, "advantage": advantage} | own | {"importance_weights": _guard(own)})
+    reads = settings_read(filled | {"loss": loss, "advantage": advantage} | own | {"importance_weights": _guard(own)})
     for key in own:
         if key.partition(".")[0] not in reads and key.partition(".")[0] in type(base).model_fields:
             draft.undo(f"algorithm.{key}", f"algorithm={base.name} does not read it")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from arborl.config.data import DemonstrationsConfig, RowsConfig
-from arborl.config.run import RunConfig
+from arborl.config.data_config import DemonstrationsConfig, RowsConfig
+from arborl.config.run_config import RunConfig
 from arborl.data.from_config import GivenRows, open_given
 from arborl.data.mixing.mixture import Mixture
 from arborl.data.source import TaskSource

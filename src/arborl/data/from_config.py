@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from arborl.config.data import DataConfig, RowsConfig, SourceConfig
-from arborl.config.parts import Part as RowsPart
+from arborl.config.data_config import DataConfig, RowsConfig, SourceConfig
+from arborl.config.part_config import PartConfig as RowsPart
 from arborl.data.mixing.mixture import Band, Mixture
 from arborl.data.mixing.streams import EnvPool, Pool, RowPool, StreamPool, call_rows
 from arborl.data.reading.files import MEMORY_BYTES, MEMORY_ROWS, objects_only, open_tables

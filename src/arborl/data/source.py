@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from arborl.data.reading.splits import EVALUATION_SEED
 from arborl.errors import ConfigError
-from arborl.registry import short
+from arborl.registry import short_name
 from arborl.seeds import derive
 from arborl.types import Group, Metrics, Task
 
@@ -51,7 +51,7 @@ class TaskSource(Protocol):
 
 def env_task(env: str, source: str, split: str, name: str, seed: int) -> Task:
     """A task that an environment makes itself, from its seed."""
-    return Task(f"{short(source)}/{split}/{name}", source=source, env=env, fields={"split": split}, seed=seed)
+    return Task(f"{short_name(source)}/{split}/{name}", source=source, env=env, fields={"split": split}, seed=seed)
 
 
 def held_out_seed(number: int) -> int:

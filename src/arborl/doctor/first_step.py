@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from arborl.algorithms.algorithm import Needs
-from arborl.build import Parts
 from arborl.doctor.finding import Evidence, Finding, State
 from arborl.envs.checker import check_env
 from arborl.rollout.tree import plant
@@ -17,6 +16,7 @@ from arborl.trainer.diagnosis import FINE_STEP, diagnose
 from arborl.trainer.look import look
 from arborl.trainer.probe import StaleEngine, SyncProbe
 from arborl.trainer.summary import describe_batch, summarize
+from arborl.training_run.build import RunParts
 from arborl.types import NOT_SAMPLED, Episode, Forest, Group, Metrics, Terms
 
 TASKS, MEMBERS = 4, 8
@@ -33,7 +33,7 @@ SECONDS = 10.0
 class FirstStep:
     """What was played, what the models say of it, and what one update did."""
 
-    parts: Parts
+    parts: RunParts
     groups: list[Group]
     forest: Forest
     terms: Terms
@@ -55,7 +55,7 @@ class FirstStep:
         return np.asarray(self.terms.version != NOT_SAMPLED)
 
 
-async def take(parts: Parts) -> FirstStep:
+async def take(parts: RunParts) -> FirstStep:
     """Play and learn, as the trainer does; the weights change in memory alone."""
     config, learner, algorithm = parts.config, parts.learner, parts.algorithm
     seed = derive(config.seed, "step", 0)
@@ -68,7 +68,7 @@ async def take(parts: Parts) -> FirstStep:
     else:
         groups = await parts.rollout.collect(tasks, seed, min(MEMBERS, config.rollout.group_size))
         await parts.rewards.score(groups)
-    alive = [Group(group.task, group.survivors) for group in groups if group.survivors]
+    alive = [Group(group.task, group.valid_episodes) for group in groups if group.valid_episodes]
     forest = plant(alive)
     asked = Needs(proximal=True, reference=algorithm.needs.reference)
     terms = learner.look(forest.trees, forest.terms, asked)

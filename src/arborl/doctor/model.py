@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from arborl.build import Parts, build, renderer_of
 from arborl.checkpoint import check_model
-from arborl.config.run import RunConfig
+from arborl.config.run_config import RunConfig
 from arborl.doctor import template
 from arborl.doctor.finding import Finding
 from arborl.errors import ArborError
 from arborl.models.find import check_supported, described, resolve
+from arborl.training_run.build import RunParts, build, make_renderer
 
 BROKEN = "This is a fault of the model or of a part that the configuration names: mend it, or name another."
 
@@ -34,7 +34,7 @@ def examine_model(config: RunConfig) -> list[Finding]:
         known = described(folder)
         check_supported(known, config.model.name, config.sampling.max_context)
         found.append(Finding("model", "ok", f"{known.get('model_type', 'a model')} in {folder}"))
-        renderer = renderer_of(config, folder)
+        renderer = make_renderer(config, folder)
         tools = bool(config.tools) or any(source.tools for source in config.data.sources.values())
         subject = template.Subject(renderer, known, tools)
     except (ArborError, OSError, ValueError) as error:
@@ -61,7 +61,7 @@ def _with_weights(config: RunConfig) -> list[Finding]:
     return asyncio.run(_first_step(parts))
 
 
-async def _first_step(parts: Parts) -> list[Finding]:
+async def _first_step(parts: RunParts) -> list[Finding]:
     from arborl.doctor.first_step import QUESTIONS, take
 
     try:

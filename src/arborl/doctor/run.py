@@ -12,9 +12,9 @@ from pathlib import Path
 from arborl.doctor.episode_rules import EPISODE_RULES, SHOWN, evidence
 from arborl.doctor.finding import Evidence, Finding, State, worst_first
 from arborl.doctor.run_files import Played, RunFiles
-from arborl.failures import brief
+from arborl.failures import one_line
 from arborl.trainer.diagnosis import FINE_STEP, PATIENCE, Diagnosis, Notice, notices
-from arborl.types import Episode, Finish, Stop
+from arborl.types import Episode, FinishReason, StopReason
 
 
 def examine_run(folder: Path) -> list[Finding]:
@@ -112,7 +112,7 @@ Worth = Callable[[Episode], float]
 
 
 def _cut(episode: Episode) -> float:
-    return sum(call.completion.finish is Finish.LENGTH for call in episode.calls)
+    return sum(call.completion.finish is FinishReason.LENGTH for call in episode.calls)
 
 
 def _failed(episode: Episode) -> float:
@@ -137,9 +137,9 @@ SHOWS: dict[str, Worth] = {
     "some_fail": _failed,
     "cut_off": _cut,
     "cut_off_often": _cut,
-    "prompts_too_long": lambda episode: episode.stop is Stop.CONTEXT_FULL,
-    "context_often_full": lambda episode: episode.stop is Stop.CONTEXT_FULL,
-    "out_of_turns": lambda episode: episode.stop is Stop.MAX_TURNS,
+    "prompts_too_long": lambda episode: episode.stop is StopReason.CONTEXT_FULL,
+    "context_often_full": lambda episode: episode.stop is StopReason.CONTEXT_FULL,
+    "out_of_turns": lambda episode: episode.stop is StopReason.MAX_TURNS,
     "length_explodes": lambda episode: episode.sampled,
     "all_invalid": lambda episode: 1.0 - episode.metrics.get("valid", 0.0),
     "form_lost": lambda episode: 1.0 - episode.metrics.get("valid", 1.0),
@@ -168,5 +168,5 @@ def _shown_by(notice: Notice, files: RunFiles) -> tuple[Evidence, ...]:
 
 def _why(episode: Episode) -> str:
     if episode.failure is not None:
-        return brief(episode.failure)
+        return one_line(episode.failure)
     return f"{episode.stop}, reward {episode.reward:.3g}, {episode.sampled} tokens"

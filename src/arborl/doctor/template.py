@@ -12,7 +12,7 @@ from typing import Any
 from arborl.chat import Renderer
 from arborl.chat.conversation import Conversations
 from arborl.doctor.finding import Finding, State
-from arborl.types import Completion, Finish, Message, ToolCall, ToolSpec
+from arborl.types import Completion, FinishReason, Message, ToolCall, ToolSpec
 
 SAID = "An answer of some words."
 TOOL = ToolSpec(
@@ -53,7 +53,7 @@ def append_only(subject: Subject) -> Finding:
         talk, conversations = [Message("user", "What is 2 + 3?")], Conversations(renderer)
         prompt = conversations.prompt(talk)
         ids = (*renderer.encode(renderer.said(text)), ending(renderer) or renderer.stop[0])
-        completion = Completion(ids, (0.0,) * len(ids), Finish.STOP)
+        completion = Completion(ids, (0.0,) * len(ids), FinishReason.STOP)
         said = renderer.read(completion)
         conversations.sampled(prompt, completion, said=said)
         if not conversations.prompt([*talk, said, Message("user", "And 3 + 4?")]).reused:

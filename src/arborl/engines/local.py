@@ -29,8 +29,8 @@ from arborl.engines.rows import Request, Rows
 from arborl.engines.scheduler import Scheduler
 from arborl.errors import EngineError
 from arborl.models.fallbacks import fallbacks
-from arborl.spans import drawn
-from arborl.types import Completion, Finish, Metrics, Sampling
+from arborl.spans import add_to_timeline
+from arborl.types import Completion, FinishReason, Metrics, Sampling
 
 UPDATES = ("continue", "finish", "restart")
 APART, LONG = 0.02, 0.5
@@ -63,7 +63,7 @@ class Stretch:
 
     def end(self) -> None:
         if self.steps:
-            drawn("engine", "steps", self.began, self.ended, steps=self.steps)
+            add_to_timeline("engine", "steps", self.began, self.ended, steps=self.steps)
         self.steps = 0
 
 
@@ -363,7 +363,9 @@ class LocalEngine:
             self._tell(row[heard], tokens[heard], logprobs[heard], top and (top[0][here][heard], top[1][here][heard]))
         for index in np.flatnonzero(stopped | (rows.known[row] >= rows.limit[row])):
             if (request := live.get(row[index])) is not None:  # one that was refused has left
-                self.scheduler.answer(request, Finish.STOP if stopped[index] else Finish.LENGTH, self.version)
+                self.scheduler.answer(
+                    request, FinishReason.STOP if stopped[index] else FinishReason.LENGTH, self.version
+                )
         if spoilt.any():  # so are its keys, and a page that holds them would spoil the next sequence in it
             self.scheduler.read_again()
             self.executor.cache.clear()

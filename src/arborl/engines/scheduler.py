@@ -17,7 +17,7 @@ from arborl.engines.engine import told
 from arborl.engines.pages import Pages, Path, Tokens
 from arborl.engines.rows import Request, Rows
 from arborl.errors import EngineError
-from arborl.types import Completion, Finish, Metrics
+from arborl.types import Completion, FinishReason, Metrics
 
 WORTH_WAITING = 16
 """Tokens a request must save to wait one step for a sibling to read them."""
@@ -176,7 +176,7 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------ going
 
-    def answer(self, request: Request, finish: Finish, version: int) -> None:
+    def answer(self, request: Request, finish: FinishReason, version: int) -> None:
         """Tell the caller what has been sampled, unless it has gone, be it in this very turn of the loop."""
         if not request.done.done():
             sampled, logprobs, versions = self._sampled(request)
@@ -201,7 +201,7 @@ class Scheduler:
             for request in (*self.waiting, *self.live.values()):
                 limit = request.sampling.seconds
                 if limit is not None and now - request.began > limit:
-                    self.answer(request, Finish.ABORT, version)
+                    self.answer(request, FinishReason.ABORT, version)
                     self.ended = True
         if self.ended:
             self.ended = False

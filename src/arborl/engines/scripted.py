@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from arborl.engines.checks import check_sampling, read_prompt
 from arborl.engines.engine import Weights
 from arborl.errors import EngineError
-from arborl.types import Completion, Finish, Metrics, Sampling
+from arborl.types import Completion, FinishReason, Metrics, Sampling
 
 
 class ScriptedEngine:
@@ -45,7 +45,7 @@ class ScriptedEngine:
         reply = self.replies[index % len(self.replies)]
         tokens = reply[: sampling.max_tokens]
         cut = self._stop_text(tokens, sampling.stop_texts)
-        finish = Finish.STOP if cut or tokens == reply else Finish.LENGTH
+        finish = FinishReason.STOP if cut or tokens == reply else FinishReason.LENGTH
         tokens = tokens[:cut] if cut else tokens
         self.sampled += len(tokens)
         return Completion(tokens, (0.0,) * len(tokens), finish, self.version)

@@ -33,7 +33,7 @@ from arborl.engines.shared_memory import SharedMemory
 from arborl.engines.vllm_process import Process, Said
 from arborl.errors import EngineError
 from arborl.models.lora import has_lora
-from arborl.types import Completion, Finish, Metrics, Sampling
+from arborl.types import Completion, FinishReason, Metrics, Sampling
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of adapters that it makes room for."""
 WHOLE_PROMPTS = {"enable_chunked_prefill": False}
 """On a CPU: vLLM 0.32 ends itself when a request with a seed is read in parts (its generator cannot be set back)."""
-FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH}
+FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
 class VllmEngine:
@@ -215,7 +215,7 @@ class VllmEngine:
             raise EngineError("the model's output for this prompt is not finite (NaN or infinite)")
         self.counts["sampled"] += len(said["tokens"])
         self.counts["requests"] += 1
-        finish = Finish.STOP if cut else FINISH.get(said["finish"], Finish.ABORT)
+        finish = FinishReason.STOP if cut else FINISH.get(said["finish"], FinishReason.ABORT)
         version, mixed = told(versions, self.version)
         return Completion(tuple(said["tokens"]), tuple(said["logprobs"]), finish, version, seconds, mixed)
 

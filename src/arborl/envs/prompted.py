@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from arborl.config.prompt import PromptConfig, places
+from arborl.config.part_config import PromptConfig, template_fields
 from arborl.envs.answers import answer, read_answer
 from arborl.envs.env import Env, Observation, Step
 from arborl.envs.validation import faults_of_observation, faults_of_step
@@ -48,7 +48,7 @@ def prompted(env: Env, prompt: PromptConfig = NO_PROMPT, system: str | None = No
     Example:
         prompted(FrozenLake(), PromptConfig(observation="Turn {turn_idx}:\\n{observation}"), "You are a player.")
     """
-    if not prompt.says_something and not system:
+    if not prompt.is_set and not system:
         return env
     return PromptedEnv(env, prompt, system or "", sizes or Sizes(32, 64))
 
@@ -187,7 +187,7 @@ class PromptedEnv(PassingEnv):
 @lru_cache(maxsize=256)
 def _places(*templates: str) -> frozenset[str]:
     """The names in braces of all of them."""
-    return frozenset(name for template in templates for name in places(template))
+    return frozenset(name for template in templates for name in template_fields(template))
 
 
 def written(pattern: re.Pattern[str], action: str) -> str:

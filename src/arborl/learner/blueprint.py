@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from arborl.algorithms.algorithm import Needs
-from arborl.config.run import LearnerConfig
+from arborl.config.run_config import LearnerConfig
 from arborl.learner.learner import Learner
 from arborl.learner.schedule import NONE, FirstSteps
 from arborl.learner.strategy import Strategy

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from arborl.config.training import LearnerConfig
+from arborl.config.training_config import LearnerConfig
 from arborl.errors import ConfigError
 from arborl.learner.executor import Way, hidden
 from arborl.learner.packing import MicroBatch

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from arborl.config.run import LearnerConfig
+from arborl.config.run_config import LearnerConfig
 
 GIB = 2**30
 AT_ONCE = 2**28
@@ -207,7 +207,7 @@ class Planner:
     def forecast(self, tokens: int, recompute: bool, kv_tokens: int, lent: bool = False) -> Forecast:
         """What these settings come to."""
         sizes, master, offload = self.sizes, self.config.master == "float32", self.config.offload
-        models = 2 if self.needs.value and self.config.own_critic else 1
+        models = 2 if self.needs.value and self.config.has_separate_critic else 1
         longest = max(tokens, self.context)
         optimizer = models * sizes.optimizer(master)
         activations = models * sizes.activations(longest, recompute, self.fused, self.cuda)

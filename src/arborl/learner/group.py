@@ -39,7 +39,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from arborl.algorithms.algorithm import Algorithm, Needs
-from arborl.errors import ConfigError, LearnerLost
+from arborl.errors import ConfigError, LearnerRankLost
 from arborl.learner.balance import owners, share
 from arborl.learner.blueprint import Blueprint
 from arborl.learner.files import Snapshot
@@ -87,7 +87,7 @@ class LearnerGroup:
     ):
         self.meeting, self.model, self.config = meeting, model, blueprint.config
         self.launcher = launcher or Nobody()
-        self.lost: LearnerLost | None = None
+        self.lost: LearnerRankLost | None = None
         self.caller: int | None = None
         """The thread in which a call is under way, where one is."""
         self.closed, self.fresh, self.snapshots = False, True, 0
@@ -309,7 +309,7 @@ class LearnerGroup:
         """In the thread that watches: this learner is over. What waits for the lost rank is let go by ending all
         others."""
         mine = not isinstance(self.launcher, Nobody)
-        self.lost = LearnerLost(f"learner rank {rank} of {self.meeting.count} {why}", again=mine)
+        self.lost = LearnerRankLost(f"learner rank {rank} of {self.meeting.count} {why}", again=mine)
         if self.closed:
             return
         self.launcher.stop()

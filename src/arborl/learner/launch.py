@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from arborl.algorithms.algorithm import Algorithm
-from arborl.config.run import LearnerConfig
+from arborl.config.run_config import LearnerConfig
 from arborl.errors import ConfigError
 from arborl.learner.blueprint import Blueprint
 from arborl.learner.group import LearnerGroup

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from arborl.algorithms.algorithm import Algorithm, Needs
 from arborl.algorithms.token_losses import Said, TermBatch
-from arborl.config.run import LearnerConfig
+from arborl.config.run_config import LearnerConfig
 from arborl.errors import ConfigError
 from arborl.learner import schedule
 from arborl.learner.attention_choice import CHECKED, Ways, sample
@@ -102,7 +102,7 @@ class Learner(Precompute):
         self.guest = Guest(self.reference) if visits and self.reference is not None else None
         """Brings the reference to the device."""
         check_critic(config, needs.value)
-        separate = config.own_critic
+        separate = config.has_separate_critic
         self.critic = Critic(model, separate, config.critic_detach, origin) if needs.value else None
         self.ways = Ways(config.attention, config.recompute is True)
         self.fitting = Fitting(model, config, strategy.meeting)

@@ -10,7 +10,7 @@ import dataclasses
 import torch
 from transformers import PreTrainedModel
 
-from arborl.config.run import RunConfig
+from arborl.config.run_config import RunConfig
 from arborl.engines.cache import default_kv_tokens, host_memory, token_bytes
 from arborl.learner.forecast import GIB, SEQUENCES, Plan, Planner, Sizes, Wants, fused, learner_sizes
 from arborl.learner.optimizer import COARSE

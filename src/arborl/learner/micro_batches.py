@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from transformers import PreTrainedModel
 
-from arborl.config.run import LearnerConfig
+from arborl.config.run_config import LearnerConfig
 from arborl.learner.executor import EXECUTORS
 from arborl.learner.packing import Costs, MicroBatch, rows_pay, spare, split
 from arborl.learner.peers import ALONE, Peers

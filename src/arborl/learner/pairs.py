@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from arborl.config.training import LearnerConfig
+from arborl.config.training_config import LearnerConfig
 from arborl.errors import RunStopped
 from arborl.learner import schedule
 from arborl.learner.optimizer import Optimizer

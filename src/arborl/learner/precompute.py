@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from arborl.algorithms.algorithm import Needs
-from arborl.config.run import LearnerConfig
+from arborl.config.run_config import LearnerConfig
 from arborl.learner.apart import ask_apart
 from arborl.learner.attention_choice import Ways
 from arborl.learner.critic import Critic

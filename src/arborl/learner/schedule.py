@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from arborl.config.training import LearnerConfig
+from arborl.config.training_config import LearnerConfig
 
 
 @dataclass(frozen=True, slots=True)

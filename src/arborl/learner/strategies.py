@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from arborl.config.run import LearnerConfig
+from arborl.config.run_config import LearnerConfig
 from arborl.learner.peers import ALONE, Peers
 from arborl.learner.strategy import Replicated, Strategy
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from arborl.config.training import LearnerConfig
+from arborl.config.training_config import LearnerConfig
 from arborl.errors import ConfigError
 from arborl.learner.optimizer import Optimizer, local
 from arborl.learner.peers import ALONE, Peers

@@ -21,7 +21,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from arborl.chat.tokenizer import FileTokenizer
-from arborl.config.run import RunConfig
+from arborl.config.run_config import RunConfig
 from arborl.errors import ConfigError
 from arborl.models.find import check_supported, described, resolve, stored_dtype
 from arborl.models.load import load_model

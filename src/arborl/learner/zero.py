@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from arborl.config.training import LearnerConfig
+from arborl.config.training_config import LearnerConfig
 from arborl.errors import ConfigError
 from arborl.learner.attention_choice import Ways
 from arborl.learner.optimizer import Masters, Optimizer, parameter_groups

@@ -14,7 +14,7 @@ from typing import Literal
 from arborl.rewards.fields import field_of
 from arborl.rewards.numbers import final_part
 from arborl.rewards.reward import Reward
-from arborl.types import Episode, Stop
+from arborl.types import Episode, StopReason
 
 LETTER = re.compile(r"\s*\(?([A-Za-z])(?:[).:]|\s*$)")
 ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -33,7 +33,7 @@ class Penalised(Reward):
         self.exceeded, self.too_few_turns, self.invalid = exceeded, too_few_turns, invalid
 
     async def __call__(self, episode: Episode) -> float | dict[str, float]:
-        if episode.stop in (Stop.CONTEXT_FULL, Stop.MAX_TURNS):
+        if episode.stop in (StopReason.CONTEXT_FULL, StopReason.MAX_TURNS):
             return self.exceeded
         if episode.metrics.get("context/too_few_turns", 0.0) > 0:
             return self.too_few_turns

@@ -7,7 +7,7 @@ import os
 
 import httpx
 
-from arborl.errors import queued
+from arborl.errors import paused_deadlines
 
 LATER = (408, 409, 429, 500, 502, 503, 504)
 """What a server says when the same request may work later."""
@@ -52,7 +52,7 @@ class Endpoint:
         key = os.environ.get(self.key, "")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         slots = self._slots_here()
-        with queued():
+        with paused_deadlines():
             await slots.acquire()
         try:
             async with httpx.AsyncClient(timeout=self.seconds, headers=headers) as client:

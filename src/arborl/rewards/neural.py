@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from arborl.errors import ConfigError, writing
+from arborl.errors import ConfigError, disk_errors
 from arborl.rewards.reward_model import RewardModel
 from arborl.rewards.text.base import Context, RewardFunction, RewardResult, Turns
 from arborl.rewards.text.turns import as_turns, episode_of
@@ -69,7 +69,7 @@ class NeuralReward(RewardFunction):
         to = Path(folder).expanduser()
         if to.exists() and (not to.is_dir() or any(to.iterdir())):
             raise ConfigError(f"{to}: is there already. Give a new or an empty folder.")
-        with writing(to):
+        with disk_errors(to):
             shutil.copytree(self.folder, to, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".*"))
         return to
 

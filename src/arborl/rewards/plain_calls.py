@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from arborl.errors import current_deadline, queued
+from arborl.errors import current_deadline, paused_deadlines
 from arborl.tools.threads import in_thread
 
 FEW = 8
@@ -100,7 +100,7 @@ class CallSlots:
         self.waiting.append(turn)
         self._plan_look()
         try:
-            with queued():
+            with paused_deadlines():
                 await turn
         except asyncio.CancelledError:
             if not turn.cancelled():  # it was given in this very moment

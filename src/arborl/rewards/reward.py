@@ -17,9 +17,9 @@ from typing import Any, Protocol, overload, runtime_checkable
 
 from arborl.busy_time import BusyTime
 from arborl.errors import EpisodeError, boundary
-from arborl.failures import Firsts
+from arborl.failures import FirstFailureLogger
 from arborl.rewards.plain_calls import call, is_async, threaded
-from arborl.spans import scored
+from arborl.spans import end_scored_spans
 from arborl.tools.threads import left_behind
 from arborl.types import Episode, Group, Metrics
 
@@ -183,7 +183,7 @@ class Rewards:
         by_turn = [weight for _, one, weight in self.rewards if getattr(one, "by_turn", False)]
         self.turn_weight = sum(by_turn)
         self.seconds = seconds
-        self.firsts = Firsts(log)
+        self.firsts = FirstFailureLogger(log)
         self.busy_time = BusyTime()
         self.hung = left_behind.stuck()
         """Calls of others in this process, which hang already."""
@@ -219,23 +219,23 @@ class Rewards:
 
     async def _score_group(self, group: Group) -> None:
         if self.inline:
-            for episode in group.survivors:
+            for episode in group.valid_episodes:
                 await self.judge(episode)
         else:
-            await asyncio.gather(*(self.judge(episode) for episode in group.survivors))
+            await asyncio.gather(*(self.judge(episode) for episode in group.valid_episodes))
         for name, one, weight in self.asked:
             if _compares(one):
                 with self.busy_time:
-                    await self._compare(name, one, weight, group.survivors)
+                    await self._compare(name, one, weight, group.valid_episodes)
         for name, whole, weight in self.combined:
-            await asyncio.gather(*(self._combine(name, whole, weight, episode) for episode in group.survivors))
+            await asyncio.gather(*(self._combine(name, whole, weight, episode) for episode in group.valid_episodes))
         judges = any(weight != 0 and not getattr(one, "by_turn", False) for _, one, weight in self.rewards)
-        for episode in group.survivors:
+        for episode in group.valid_episodes:
             for name in self.shown:
                 episode.metrics[f"reward/{name}"] = _taken(name, episode.rewards)
             if judges or episode.metrics.get("judged", 1.0):
                 episode.metrics.setdefault("success", float(episode.reward >= 1))
-        scored(group.episodes)
+        end_scored_spans(group.episodes)
 
     async def _compare(self, name: str, one: Any, weight: float, episodes: Sequence[Episode]) -> None:
         """Let a reward look at all episodes of the task. One that raises there costs them all."""

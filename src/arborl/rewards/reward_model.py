@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from arborl.chat import Renderer
-from arborl.errors import queued
+from arborl.errors import paused_deadlines
 from arborl.models.find import described, holds_model
 from arborl.rewards.reward import Reward
 from arborl.types import Episode, Message
@@ -118,7 +118,7 @@ class RewardModel(Reward):
         if self._worker is None or self._worker.done():
             self._worker = asyncio.create_task(self._work())
         try:
-            with queued():  # whose turn it is depends on the others
+            with paused_deadlines():  # whose turn it is depends on the others
                 await ticket.begun
             return self.scale * await ticket.score + self.shift
         finally:

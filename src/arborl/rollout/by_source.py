@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from arborl.agents.context.policy import Policy
-from arborl.config.data import SourceConfig
-from arborl.config.run import AgentConfig, ContextConfig, EnvConfig, RewardConfig, RunConfig, ToolConfig
+from arborl.config.data_config import SourceConfig
+from arborl.config.run_config import AgentConfig, ContextConfig, EnvConfig, RewardConfig, RunConfig, ToolConfig
 from arborl.envs.prompted import Sizes
 from arborl.rollout.recorder import Limits
 from arborl.tools.opened import names

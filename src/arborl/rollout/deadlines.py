@@ -13,7 +13,7 @@ from inspect import isawaitable
 from types import CoroutineType
 from typing import Any
 
-from arborl.errors import EpisodeError, EpisodeOver, boundary
+from arborl.errors import EpisodeError, EpisodeLimitReached, boundary
 
 ENGINE = "engine"
 """Who is called when the model is."""
@@ -42,7 +42,7 @@ async def across(where: str, seconds: float | None, function: Callable[..., Any]
             value, waits = (first, None) if done else (None, Resumed(value, first))
         elif isawaitable(value):
             waits = value
-    except (EpisodeError, EpisodeOver, KeyboardInterrupt):
+    except (EpisodeError, EpisodeLimitReached, KeyboardInterrupt):
         raise
     except BaseException as error:  # `sys.exit` too; and before the first wait nobody but itself can have cancelled it
         raise EpisodeError(where, error) from error
@@ -59,7 +59,7 @@ async def untimed(where: str, function: Callable[..., Any], *args: Any, **more: 
     try:
         value = function(*args, **more)
         return await value if isawaitable(value) else value
-    except (EpisodeError, EpisodeOver, KeyboardInterrupt):
+    except (EpisodeError, EpisodeLimitReached, KeyboardInterrupt):
         raise
     except asyncio.CancelledError as error:
         task = asyncio.current_task()

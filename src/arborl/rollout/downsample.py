@@ -66,14 +66,14 @@ def thin(groups: Sequence[Group], terms: Terms, most: int, how: How, seed: int) 
         raise ValueError(f"most={most}: give 1 or more")
     if how not in ("last", "random"):
         raise ValueError(f"how={how!r}: give last or random")
-    calls = sum(len(episode.calls) for group in groups for episode in group.survivors)
+    calls = sum(len(episode.calls) for group in groups for episode in group.valid_episodes)
     weight_C = np.bincount(terms.call, terms.weight, minlength=calls).astype(np.float64)
     kept: list[Group] = []
     factor_C: list[float] = []
     dropped = 0
     for group in groups:
         episodes = []
-        for episode in group.survivors:
+        for episode in group.valid_episodes:
             chance = generator(seed, group.task.id, episode.id, episode.seed)
             own_C = weight_C[len(factor_C) : len(factor_C) + len(episode.calls)]
             scale, fewer = _call_factors(episode, own_C, most, how, chance)

@@ -11,9 +11,9 @@ Keep = Callable[[Group], bool]
 
 def varied(group: Group) -> bool:
     """Rewards differ: one compared with another, something can be learned (DAPO's dynamic sampling)."""
-    return len({episode.reward for episode in group.survivors}) > 1
+    return len({episode.reward for episode in group.valid_episodes}) > 1
 
 
 def solvable(group: Group) -> bool:
     """Somebody succeeded."""
-    return any(episode.metrics.get("success", 0.0) >= 1 for episode in group.survivors)
+    return any(episode.metrics.get("success", 0.0) >= 1 for episode in group.valid_episodes)

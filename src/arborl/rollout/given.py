@@ -15,10 +15,10 @@ from itertools import takewhile
 from arborl.chat.control import Rendered
 from arborl.chat.conversation import Conversations, Prompt
 from arborl.chat.renderer import Renderer
-from arborl.config.run import RunConfig
+from arborl.config.run_config import RunConfig
 from arborl.data.from_config import GivenRows
 from arborl.data.reading.given import GivenTask, Kind, Side
-from arborl.types import NOT_SAMPLED, Call, Completion, Episode, Finish, Group, Message, Stop, Turn
+from arborl.types import NOT_SAMPLED, Call, Completion, Episode, FinishReason, Group, Message, StopReason, Turn
 
 KINDS: dict[str, Kind] = {"sft": "transcripts", "dpo": "pairs", "ipo": "pairs", "kto": "labels"}
 """Loss to the rows it learns from."""
@@ -82,10 +82,10 @@ class GivenEpisodes:
             prompt = conversations.prompt(messages, task.tools)
             ids, room = self.said(prompt, messages, message, task), self.max_context - len(prompt.tokens)
             if room < 1:
-                episode.stop = Stop.CONTEXT_FULL
+                episode.stop = StopReason.CONTEXT_FULL
                 break
             cut = tuple(ids[:room])
-            finish = Finish.STOP if len(cut) == len(ids) else Finish.LENGTH
+            finish = FinishReason.STOP if len(cut) == len(ids) else FinishReason.LENGTH
             completion = Completion(cut, (math.nan,) * len(cut), finish, NOT_SAMPLED)
             reply = self.renderer.read(completion)
             names |= {
@@ -97,8 +97,8 @@ class GivenEpisodes:
             episode.turns.append(Turn(reply, tuple(answered)))
             conversations.sampled(prompt, completion, said=reply)
             messages.append(reply)
-            if finish is Finish.LENGTH:
-                episode.stop = Stop.CONTEXT_FULL
+            if finish is FinishReason.LENGTH:
+                episode.stop = StopReason.CONTEXT_FULL
                 break
         return episode
 

@@ -58,7 +58,7 @@ class Seat:
     @property
     def oldest(self) -> int:
         """The oldest version among the tokens of its finished groups, by what the engine says."""
-        calls = [call.completion for group in self.groups for episode in group.survivors for call in episode.calls]
+        calls = [call.completion for group in self.groups for episode in group.valid_episodes for call in episode.calls]
         return min((said.oldest for said in calls if said.tokens and said.version != NOT_SAMPLED), default=BEFORE)
 
     def leave(self) -> None:

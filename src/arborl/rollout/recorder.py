@@ -35,13 +35,13 @@ from arborl.types import (
     NOT_SAMPLED,
     Call,
     Completion,
-    Drawn,
     Episode,
-    Finish,
+    FinishReason,
     Message,
     Metrics,
     Sampling,
-    Stop,
+    SamplingDistribution,
+    StopReason,
     Task,
     ToolSpec,
     Turn,
@@ -89,7 +89,7 @@ class Recorder:
         sampling: Sampling,
         limits: Limits,
         episode: Episode,
-        drawn: Drawn | None = None,
+        drawn: SamplingDistribution | None = None,
         asked: BusyTime | None = None,
         rivals: int = 0,
     ):
@@ -194,7 +194,7 @@ class Recorder:
         """From an engine that takes messages: what was said is on record, and nobody knows how likely it was."""
         reply, finish = await untimed(ENGINE, chat, messages, tools, sampling, session=self.episode.id)
         ids = self.renderer.encode(self.renderer.said(reply.content))
-        tokens = (*ids, *(self.renderer.stop[:1] if finish is Finish.STOP else ()))
+        tokens = (*ids, *(self.renderer.stop[:1] if finish is FinishReason.STOP else ()))
         return Completion(tokens, (math.nan,) * len(tokens), finish, NOT_SAMPLED), reply
 
     def _record(self, prompt: Prompt, call: Call, place: Place, written: tuple[str, str]) -> None:
@@ -272,7 +272,7 @@ class RecordedEnv(PassingEnv):
         episode.turns.append(Turn(action, observation.messages, float(step.reward), self.key, dict(step.info)))
         self.key = observation.state_key
         if step.over:
-            episode.stop = Stop.DONE if step.terminated else Stop.TRUNCATED
+            episode.stop = StopReason.DONE if step.terminated else StopReason.TRUNCATED
         elif len(episode.turns) >= self.limits.max_turns:
             raise MaxTurns(f"{self.limits.max_turns} turns are used up")
         return step

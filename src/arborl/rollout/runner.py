@@ -21,9 +21,9 @@ from arborl.chat.renderer import Renderer
 from arborl.data.reading.given import GivenTask
 from arborl.engines.engine import Engine
 from arborl.envs.env import Env
-from arborl.errors import EpisodeError, EpisodeOver, boundary
-from arborl.failures import Firsts
-from arborl.registry import short
+from arborl.errors import EpisodeError, EpisodeLimitReached, boundary
+from arborl.failures import FirstFailureLogger
+from arborl.registry import short_name
 from arborl.rewards.reward import of_reward
 from arborl.rollout.given import GivenEpisodes
 from arborl.rollout.groups import PLAIN, Manager, Manner, named
@@ -34,7 +34,7 @@ from arborl.rollout.watchdog import Watchdog
 from arborl.rollout.workers import Workers
 from arborl.spans import span
 from arborl.tools.threads import left_behind
-from arborl.types import Episode, Group, Metrics, Sampling, Stop, Task
+from arborl.types import Episode, Group, Metrics, Sampling, StopReason, Task
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class Rollout:
         self.workers, self.training, self.tape = workers or Workers(), training, tape
         self.given, self.rivals = given, rivals
         self.counts: Counter[str] = Counter()
-        self.firsts, self.lost = Firsts(log), list[Episode]()
+        self.firsts, self.lost = FirstFailureLogger(log), list[Episode]()
         self.asked = BusyTime()
         self.hung = left_behind.stuck()
         """Calls of others in this process, which hang already."""
@@ -148,7 +148,7 @@ class Rollout:
     async def meet(self, tasks: Sequence[Task]) -> None:
         """Before the first environment of a name is made: find out where such ones may run."""
         for task in {task.env: task for task in tasks}.values():
-            called = short(task.env) if task.env else None
+            called = short_name(task.env) if task.env else None
             await self.workers.meet(partial(self.cast.env, task), called, self.limits.step_seconds)
 
     @contextmanager
@@ -224,13 +224,13 @@ class Rollout:
             told.note(
                 arborl__stop=episode.stop.value, arborl__turns=len(episode.turns), arborl__sampled=episode.sampled
             )
-            told.until_scored(episode)
+            told.end_when_scored(episode)
         episode.seconds = time.perf_counter() - began
         return episode
 
     async def _act(self, episode: Episode, sampling: Sampling, limits: Limits) -> None:
         task = episode.task
-        called = short(task.env) if task.env else None
+        called = short_name(task.env) if task.env else None
         async with boundary(f"environment {called!r}" if called else "environment of the run"):
             inner, name = await self.workers.place(partial(self.cast.env, task), called, limits.step_seconds)
         env = RecordedEnv(inner, name, limits, episode)
@@ -241,8 +241,8 @@ class Rollout:
             try:
                 with closing(model):
                     await agent.run(task, env, model)
-            except EpisodeOver as over:
-                episode.stop = Stop(over.stop)
+            except EpisodeLimitReached as over:
+                episode.stop = StopReason(over.stop)
             except BaseException:
                 with suppress(EpisodeError):  # what failed first is what is told
                     await env.close()

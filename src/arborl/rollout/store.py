@@ -19,19 +19,19 @@ from typing import Any
 import numpy as np
 import pydantic_core
 
-from arborl.errors import ConfigError, writing
+from arborl.errors import ConfigError, disk_errors
 from arborl.tokens import Tokens
 from arborl.track.folder_files import entries_of, parse_json, read_lines
 from arborl.types import (
     Call,
     Completion,
-    Drawn,
     Episode,
     Failure,
-    Finish,
+    FinishReason,
     Group,
     Message,
-    Stop,
+    SamplingDistribution,
+    StopReason,
     Task,
     ToolCall,
     Turn,
@@ -59,7 +59,7 @@ class EpisodeStore:
         """Write the episodes of a step, whole or not at all. Writing a step again replaces it."""
         path = self.folder / f"step-{step:06}.jsonl"
         fresh = path.with_name(f".{path.name}.tmp")
-        with writing(path):
+        with disk_errors(path):
             self.folder.mkdir(parents=True, exist_ok=True)
             try:
                 with fresh.open("wb") as file:
@@ -140,7 +140,7 @@ def from_json(row: Mapping[str, Any]) -> Episode:
         opening=tuple(_message_from(message) for message in row["opening"]),
         turns=[_turn_from(turn) for turn in row["turns"]],
         calls=_calls_from(row["calls"]),
-        stop=Stop(row["stop"]),
+        stop=StopReason(row["stop"]),
         rewards=row["rewards"],
         metrics=row["metrics"],
         failure=Failure(**row["failure"]) if row["failure"] else None,
@@ -173,8 +173,8 @@ def _calls_to(calls: Sequence[Call]) -> list[dict[str, Any]]:
         row["finish"], row["version"], row["seconds"] = said.finish.value, said.version, said.seconds
         if said.versions:
             row["versions"] = list(said.versions)
-        if call.rivals:
-            row["rivals"] = [_rivals_to(others) for others in call.rivals]
+        if call.top_logprobs:
+            row["rivals"] = [_rivals_to(others) for others in call.top_logprobs]
         rows.append(row)
     return rows
 
@@ -204,13 +204,13 @@ def _calls_from(rows: Sequence[Mapping[str, Any]]) -> list[Call]:
         completion = Completion(
             tokens=tuple(row["tokens"]),
             logprobs=tuple(row["logprobs"]),
-            finish=Finish(row["finish"]),
+            finish=FinishReason(row["finish"]),
             version=row["version"],
             seconds=row["seconds"],
             versions=tuple(row.get("versions", ())),
         )
         messages, reply = _spoken_from(row, spoken)
-        drawn = Drawn(*row["drawn"]) if "drawn" in row else None
+        drawn = SamplingDistribution(*row["drawn"]) if "drawn" in row else None
         rivals = tuple(tuple(zip(flat[::2], flat[1::2], strict=True)) for flat in row.get("rivals", ()))
         calls.append(Call(prompt, completion, row["turn"], row.get("trained", True), messages, reply, drawn, rivals))
     return calls

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from arborl.errors import writing
+from arborl.errors import disk_errors
 from arborl.track.folder_files import Unreadable, read_arrays
 
 Columns = dict[str, NDArray[Any]]
@@ -49,7 +49,7 @@ class TermStore:
         rows = np.sort(np.argsort(-push, kind="stable")[:most])
         kinds = PLACE | NUMBERS
         kept: dict[str, Any] = {name: np.asarray(columns[name])[rows].astype(kind) for name, kind in kinds.items()}
-        with writing(path):
+        with disk_errors(path):
             self.folder.mkdir(parents=True, exist_ok=True)
             try:
                 with fresh.open("wb") as file:

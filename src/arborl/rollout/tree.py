@@ -16,9 +16,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from arborl.tokens import Tokens
-from arborl.types import Call, Drawn, Floats, Forest, Group, Ints, Terms, TokenTree
+from arborl.types import Call, Floats, Forest, Group, Ints, SamplingDistribution, Terms, TokenTree
 
-NOT_NOTED = (np.nan,) * len(Drawn._fields)
+NOT_NOTED = (np.nan,) * len(SamplingDistribution._fields)
 
 
 def grow(sequences: Iterable[Sequence[int]]) -> tuple[TokenTree, list[Ints]]:
@@ -67,13 +67,13 @@ def plant(groups: Sequence[Group]) -> Forest:
     trees: list[TokenTree] = []
     columns: list[tuple[Ints, ...]] = []
     logprobs: list[float] = []
-    drawn: list[Drawn | None] = []
+    drawn: list[SamplingDistribution | None] = []
     raw = episodes = calls = 0
     for group in groups:
-        rows = [[call.whole for call in episode.calls if call.trained] for episode in group.survivors]
+        rows = [[call.whole for call in episode.calls if call.trained] for episode in group.valid_episodes]
         tree, paths = grow(row for some in rows for row in some)
         path = iter(paths)
-        for episode, some in zip(group.survivors, rows, strict=True):
+        for episode, some in zip(group.valid_episodes, rows, strict=True):
             raw += _raw(some)
             for call in episode.calls:
                 if call.trained:
@@ -96,7 +96,7 @@ def plant(groups: Sequence[Group]) -> Forest:
     return Forest(tuple(trees), terms, raw)
 
 
-def _drawn(notes: Sequence[Drawn | None]) -> Floats | None:
+def _drawn(notes: Sequence[SamplingDistribution | None]) -> Floats | None:
     """Nothing, where every token was drawn as the run draws: then nothing need be looked up."""
     if not any(notes):
         return None

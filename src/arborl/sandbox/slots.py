@@ -10,7 +10,7 @@ from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from arborl.errors import queued
+from arborl.errors import paused_deadlines
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Slots:
         start, turn = time.perf_counter(), self._ask()
         if turn is not None:
             try:
-                with queued():
+                with paused_deadlines():
                     await asyncio.wrap_future(turn)
             except asyncio.CancelledError:
                 if not turn.cancel():  # it had just been given

@@ -23,7 +23,7 @@ from arborl.chat.messages import read_messages
 from arborl.data.made.documents import DocumentProblem
 from arborl.data.made.words import COLOURS, OBJECTS, PEOPLE, TOWNS, TRADES
 from arborl.envs.documents import Documents
-from arborl.errors import EpisodeOver
+from arborl.errors import EpisodeLimitReached
 from arborl.seedling.transcript import MARKS, PIECE, Chance, Transcript, draw, pick
 from arborl.types import Message, Metrics, Task, ToolCall, ToolSpec
 
@@ -217,7 +217,7 @@ def play(chance: Chance, tokens: int, manner: Manner, summaries: bool = False) -
         await env.reset(task, 0)
         assert env.problem is not None, "without data the environment makes a problem"
         player = Player(env.problem, manner, chance)
-        with contextlib.suppress(EpisodeOver):
+        with contextlib.suppress(EpisodeLimitReached):
             await agent.run(task, env, player)
         return player
 

@@ -15,7 +15,7 @@ from arborl.chat.formats import Parser
 from arborl.chat.renderer import Renderer
 from arborl.serve.source import Likely, Refused, Saying, Source, Unavailable
 from arborl.serve.text import Detokenizer, Until
-from arborl.types import Finish, Message, ToolCall, ToolSpec
+from arborl.types import FinishReason, Message, ToolCall, ToolSpec
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 
@@ -120,9 +120,9 @@ class Choice:
         told, self._untold = tuple(self._untold), []
         return Delta(text, told, calls, finish)
 
-    def _end(self, text: str, finish: Finish) -> Delta:
+    def _end(self, text: str, finish: FinishReason) -> Delta:
         """What was held is text after all, or calls."""
-        if finish is Finish.ABORT:
+        if finish is FinishReason.ABORT:
             raise Unavailable("the answer took longer than a request may", status=504, code="timeout")
         text += self._passed(self._stop.add(self._words.rest()))
         if self._stop.found is None:
@@ -130,7 +130,7 @@ class Choice:
         held = self._whole if self._silent else self._call.let_go()
         calls = () if self.manner.parser is None else read_calls(self.manner.parser, self._whole, self._mark())
         self.calls = calls[:1] if self.manner.one_call else calls
-        self.finish = "tool_calls" if self.calls else "length" if finish is Finish.LENGTH else "stop"
+        self.finish = "tool_calls" if self.calls else "length" if finish is FinishReason.LENGTH else "stop"
         return self._shown(text if self.calls else text + held, self.calls, self.finish)
 
 

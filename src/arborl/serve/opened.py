@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from arborl.api.located import located
-from arborl.build import Served, build_served
-from arborl.checkpoint import any_of
-from arborl.config.load import load
-from arborl.config.run import EnvConfig, RunConfig
-from arborl.config.trust import load_run
+from arborl.checkpoint import has_checkpoints
+from arborl.config.load_config import load
+from arborl.config.run_config import EnvConfig, RunConfig
+from arborl.config.trust import load_run_config
 from arborl.errors import ConfigError
 from arborl.models.find import described, resolve
-from arborl.registry import short
+from arborl.registry import short_name
 from arborl.serve.sessions import Company
 from arborl.serve.speaker import EngineThread, Speaker
+from arborl.training_run.build import ServingParts, build_served
+from arborl.training_run.run_folder import locate_model
 
 WINDOW = 4096
 """Tokens of context of a model that no run says anything about, where it reads as many."""
@@ -26,7 +26,7 @@ WINDOW = 4096
 class Opened:
     """A model and its agents, ready to be asked."""
 
-    served: Served
+    served: ServingParts
     engine: EngineThread
     speaker: Speaker
     company: Company
@@ -50,10 +50,10 @@ def open_model(
     """
     run = Path(path)
     step = 0
-    if begins and (run / "config.yaml").exists() and not any_of(run / "checkpoints"):
-        config = load_run(run / "config.yaml", settings, trust)
+    if begins and (run / "config.yaml").exists() and not has_checkpoints(run / "checkpoints"):
+        config = load_run_config(run / "config.yaml", settings, trust)
     else:
-        found = located(path, settings, trust)
+        found = locate_model(path, settings, trust)
         config = found.config if found.run is not None else bare(path, settings)
         config = named(config, str(found.model))
         step = found.step
@@ -63,7 +63,7 @@ def open_model(
     size, called = served.model.config.vocab_size, name or run.resolve().name
     speaker = Speaker(engine, served.renderer, size, called, config.sampling.max_context, served.sampling)
     speaker.version = step
-    agents = (short(config.agent.name), *config.data.agents)
+    agents = (short_name(config.agent.name), *config.data.agents)
     company = Company(engine, served.renderer, served.cast, served.sampling, served.limits, agents)
     return Opened(served, engine, speaker, company)
 

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from arborl.agents.agent import is_async
-from arborl.errors import queued
+from arborl.errors import paused_deadlines
 from arborl.registry import load
 from arborl.serve.episodes import Visit
 from arborl.tools import guard
@@ -78,7 +78,7 @@ class Command:
     async def play(self, visit: Visit, at: str) -> str | None:
         assert visit.endpoint is not None
         slots = visit.endpoint.slots(self.most)
-        with queued():
+        with paused_deadlines():
             await slots.acquire()
         try:
             return await self._run(visit.question, self._environment(visit, at))

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from arborl.chat.fit import USUAL_CHARS, cannot_fit, rendered_cannot_fit, tool_text, tools_cannot_fit
 from arborl.chat.tokenizer import TextTokenizer
-from arborl.errors import ContextFull, EpisodeError, EpisodeOver, MaxTurns
+from arborl.errors import ContextFull, EpisodeError, EpisodeLimitReached, MaxTurns
 from arborl.rollout.recorder import Recorder
 from arborl.serve.memory import Memory
 from arborl.serve.source import TOO_LONG, Asked, Piece, Refused, Unavailable
@@ -45,7 +45,7 @@ class Recorded:
         """Asked so far."""
         self.last: Message | None = None
         """What the model said last."""
-        self.over: EpisodeOver | None = None
+        self.over: EpisodeLimitReached | None = None
         """The limit that the last call ran into."""
         self.failed: EpisodeError | None = None
         """What broke, and was not the program's doing."""

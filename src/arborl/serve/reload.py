@@ -52,7 +52,7 @@ class Follower:
     async def look(self) -> bool:
         """Serve the newest checkpoint, if it is newer than what is served; whether it was. What goes wrong leaves the
         weights that there are."""
-        newest = next(reversed(await asyncio.to_thread(checkpoint.complete, self.root)), None)
+        newest = next(reversed(await asyncio.to_thread(checkpoint.complete_checkpoints, self.root)), None)
         step = int(newest.name.removeprefix("step-")) if newest is not None else -1
         if newest is None or step <= self.speaker.version:
             return False

@@ -18,12 +18,12 @@ from typing import Any
 from arborl.chat.renderer import Renderer
 from arborl.engines.engine import Engine
 from arborl.envs.env import Env, Observation, Step
-from arborl.errors import EpisodeError, EpisodeOver, boundary
+from arborl.errors import EpisodeError, EpisodeLimitReached, boundary
 from arborl.rollout.recorder import Limits, RecordedEnv, Recorder
 from arborl.rollout.runner import Cast
 from arborl.serve.source import Refused, Unavailable
 from arborl.spans import span
-from arborl.types import Call, Episode, Message, Sampling, Stop, Task, ToolSpec
+from arborl.types import Call, Episode, Message, Sampling, StopReason, Task, ToolSpec
 
 FOR_EVER = 7 * 24 * 3600.0
 """Seconds that a person may take; sessions that nobody uses are ended before."""
@@ -226,8 +226,8 @@ class AgentSession:
                     try:
                         with closing(model):
                             await company.cast.agent(task).run(task, env, model)
-                    except EpisodeOver as over:
-                        episode.stop = Stop(over.stop)
+                    except EpisodeLimitReached as over:
+                        episode.stop = StopReason(over.stop)
                     finally:
                         await env.close()
         except EpisodeError as error:

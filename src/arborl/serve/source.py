@@ -13,7 +13,7 @@ from typing import Protocol
 from arborl.chat.renderer import Renderer
 from arborl.errors import ArborError
 from arborl.serve.memory import Memory
-from arborl.types import Finish, Message, Sampling, ToolSpec
+from arborl.types import FinishReason, Message, Sampling, ToolSpec
 
 TOO_LONG = "context_length_exceeded"
 Likely = tuple[tuple[int, float], ...]
@@ -58,7 +58,7 @@ class Piece:
     logprobs: tuple[float, ...]
     top: tuple[Likely, ...] = ()
     """One entry a token, where they were asked for."""
-    finish: Finish | None = None
+    finish: FinishReason | None = None
     """Why it ended; of the last piece."""
     version: int = 0
     """Of the weights that sampled the last of them."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from arborl.errors import ArborError, EpisodeError, boundary, queued
+from arborl.errors import ArborError, EpisodeError, boundary, paused_deadlines
 from arborl.sandbox.slots import Slots
 from arborl.tools.injection import Context
 from arborl.tools.tool import AnyTool, Limit, Tool
@@ -68,7 +68,7 @@ class Bounds:
     async def _once(self, tool: AnyTool, arguments: Mapping[str, Any], context: Context | None) -> ToolResult:
         if self.limit is not None:
             try:
-                with queued():
+                with paused_deadlines():
                     await self.limit.acquire()
             except ArborError as error:  # the limit is kept elsewhere, and nobody answers there; or it is another's
                 return ToolResult(f"{tool.name}: {error}", False, "unavailable")

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 from pydantic import TypeAdapter, ValidationError
 
-from arborl.errors import ArborError, ConfigError, EpisodeError, boundary, did_you_mean, queued
+from arborl.errors import ArborError, ConfigError, EpisodeError, boundary, did_you_mean, paused_deadlines
 from arborl.tools.breaker import Breaker
 from arborl.tools.http import Broken, Connections, Reply
 from arborl.tools.injection import Context
@@ -173,7 +173,7 @@ class ToolClient:
         known = False
         try:
             if self.limit is not None:
-                with queued():
+                with paused_deadlines():
                     await self.limit.acquire()
             async with asyncio.timeout(self.attempt_seconds):
                 answer = await line.http.request(method, path, body)
@@ -285,7 +285,7 @@ class _Turn:
     async def __aenter__(self) -> None:
         self.line._under_way += 1
         try:
-            with queued():
+            with paused_deadlines():
                 await self.line._slots.acquire()
         except BaseException:
             self.line._under_way -= 1

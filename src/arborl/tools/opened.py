@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from arborl.config.tools import ToolConfig
-from arborl.errors import ConfigError, UnknownName
-from arborl.registry import short
+from arborl.config.tool_config import ToolConfig
+from arborl.errors import ConfigError, UnknownPartError
+from arborl.registry import short_name
 from arborl.tools.bounded import Bounded, Bounds
 from arborl.tools.client import ToolClient
 from arborl.tools.limit import RateLimit
@@ -80,8 +80,8 @@ class OpenTools:
         if entry.name is not None:
             try:
                 found = self.find(entry.name)
-            except UnknownName as error:
-                raise UnknownName(f"{where}: {error}") from error
+            except UnknownPartError as error:
+                raise UnknownPartError(f"{where}: {error}") from error
             made = (as_tool if self.connect else stand_in)(found, entry.args, args_where)
             return [Bounded(made, self._bounds(entry, where)) if _bounded(entry) else made]
         key = self._variable(entry.api_key_env, f"{where}.api_key_env")
@@ -180,7 +180,7 @@ def with_args(
         place = f"{where}tools.{index}"
         written = bool(entry.args)
         more = ""
-        called = next((name for name in (entry.name, short(entry.name or "")) if name in args), None)
+        called = next((name for name in (entry.name, short_name(entry.name or "")) if name in args), None)
         if called is not None:
             more = f"{where}agent.tool_args.{called}"
             if twice := [key for key in args[called] if key in entry.args]:
@@ -193,7 +193,7 @@ def with_args(
 def names(entries: Iterable[ToolConfig]) -> set[str]:
     """All that the named tools among these may be called."""
     whole = [entry.name for entry in entries if entry.name is not None]
-    return {*whole, *map(short, whole)}
+    return {*whole, *map(short_name, whole)}
 
 
 def warn_of_variables(entries: Sequence[ToolConfig]) -> None:

@@ -11,10 +11,10 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from arborl.config.parts import Part
-from arborl.config.track import TrackConfig
+from arborl.config.part_config import PartConfig
+from arborl.config.training_config import TrackConfig
 from arborl.errors import ConfigError, did_you_mean
-from arborl.registry import Registry, short, unique
+from arborl.registry import Registry, short_name, unique_name
 from arborl.track.mlflow_run import MlflowTracker
 from arborl.track.tracker import Tracker
 from arborl.track.wandb_run import WandbTracker, mode_of
@@ -41,11 +41,11 @@ def followers(config: TrackConfig, objects: Mapping[str, Any]) -> Makers:
         makers["mlflow"] = partial(MlflowTracker, config.mlflow)
     for number, part in enumerate(config.trackers):
         where = f"track.trackers.{number}"
-        makers[unique(short(part.name), makers)] = _own(part, objects, where)
+        makers[unique_name(short_name(part.name), makers)] = _own(part, objects, where)
     return makers
 
 
-def _own(part: Part, objects: Mapping[str, Any], where: str) -> Callable[[], Tracker]:
+def _own(part: PartConfig, objects: Mapping[str, Any], where: str) -> Callable[[], Tracker]:
     found = objects[part.name] if part.name in objects else TRACKERS[part.name]
     if not callable(getattr(found, "log", None)) or not callable(getattr(found, "close", None)):
         raise ConfigError(f"{where}={part.name}: a tracker has log(metrics, step) and close(); see docs/tracking.md.")

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from arborl.config.track import MlflowConfig
+from arborl.config.training_config import MlflowConfig
 from arborl.track.episode_rows import COLUMNS, rows
 from arborl.track.run_ids import keep_id, known_id
 from arborl.track.tracker import Begun

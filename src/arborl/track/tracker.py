@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from arborl.errors import CannotWrite
+from arborl.errors import DiskWriteError
 from arborl.types import Episode, Metrics
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class Trackers:
             try:
                 if (told := getattr(tracker, method, None)) is not None:
                     told(*args)
-            except CannotWrite:  # the run's own file: without it, the run is not worth its time
+            except DiskWriteError:  # the run's own file: without it, the run is not worth its time
                 raise
             except Exception:
                 log.warning("%s failed%s and is dropped; the run goes on", name_of(tracker), when, exc_info=True)

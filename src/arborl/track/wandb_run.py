@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from arborl.config.track import WandbConfig
+from arborl.config.training_config import WandbConfig
 from arborl.track.episode_rows import COLUMNS, rows
 from arborl.track.jsonl import read_metrics
 from arborl.track.run_ids import keep_id, known_id

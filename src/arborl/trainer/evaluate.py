@@ -9,14 +9,14 @@ from functools import partial
 from statistics import fmean
 from typing import Protocol
 
-from arborl.config.rollout import ValEnvsConfig
-from arborl.config.run import EvaluationConfig
+from arborl.config.rollout_config import ValEnvsConfig
+from arborl.config.run_config import EvaluationConfig
 from arborl.data.mixing.mixture import Mixture
 from arborl.data.source import TaskSource
 from arborl.rewards.reward import Rewards
 from arborl.rollout.runner import Rollout
 from arborl.seeds import derive
-from arborl.spans import settle, span
+from arborl.spans import end_open_spans, span
 from arborl.trainer.failing import hopeless
 from arborl.trainer.intervals import student, wilson
 from arborl.types import Episode, Group, Metrics, Task
@@ -90,7 +90,7 @@ class Evaluator:
         with span("arborl.evaluation", arborl__temperature=temperature):
             groups = await self.rollout.collect(self.tasks(), seed, size, own)
             await self.rewards.score(groups)
-        settle()
+        end_open_spans()
         return groups
 
     def tasks(self) -> list[Task]:
@@ -114,7 +114,7 @@ def headline(groups: list[Group]) -> Metrics:
 def counted(groups: list[Group]) -> tuple[int, int]:
     """Episodes, and how many of them failed."""
     played = sum(len(group.episodes) for group in groups)
-    return played, played - sum(len(group.survivors) for group in groups)
+    return played, played - sum(len(group.valid_episodes) for group in groups)
 
 
 def warn_of_failures(groups: list[Group]) -> None:
@@ -140,7 +140,7 @@ def scores(groups: list[Group]) -> Metrics:
     """
     _, failed = counted(groups)
     found = {"tasks": float(len(groups)), "failed": float(failed)}
-    alive = [episode for group in groups for episode in group.survivors]
+    alive = [episode for group in groups for episode in group.valid_episodes]
     if not alive:
         return found
     if any("success" in episode.metrics for episode in alive):

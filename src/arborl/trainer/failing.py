@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from arborl.errors import RunStopped
 from arborl.failures import BEGINS as FRAMES
-from arborl.failures import Failures, printable, trimmed
+from arborl.failures import Failures, printable, trim_traceback
 from arborl.types import Episode
 
 HOPELESS = 0.9
@@ -72,7 +72,7 @@ def explain(failed: list[Episode], played: int, when: str, in_a_row: int) -> str
     again = f", and nearly all of the {in_a_row - 1} before" if in_a_row > 1 else ""
     listed = [f"  {cause}" for cause in causes][:CAUSES]
     more = [f"  … and {len(causes) - CAUSES} other causes"] if len(causes) > CAUSES else []
-    trace = trimmed(first.failure.traceback)
+    trace = trim_traceback(first.failure.traceback)
     shown = ["", printable(trace)] if FRAMES in trace else []  # a deadline that passed has no lines
     return "\n".join(
         [f"Stopped: {len(failed)} of {played} episodes of {when} failed{again}.", *listed, *more, *shown, "", HOW]

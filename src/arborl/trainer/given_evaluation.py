@@ -10,8 +10,8 @@ import torch
 
 from arborl.algorithms.algorithm import Algorithm, Needs
 from arborl.algorithms.token_losses import Said
-from arborl.config.algorithm import AlgorithmConfig
-from arborl.config.run import RunConfig
+from arborl.config.algorithm_config import AlgorithmConfig
+from arborl.config.run_config import RunConfig
 from arborl.data.source import TaskSource
 from arborl.learner.group import LearnerGroup
 from arborl.learner.learner import Learner
@@ -80,7 +80,7 @@ class GivenEvaluator:
 def preferred(groups: Sequence[Group], terms: Terms, config: AlgorithmConfig) -> Metrics:
     """How often the better side is preferred, and by how much: `beta` times its gain over the reference, less the
     other's. Single answers are on the right side where their gain is above KTO's reference point if they are good."""
-    episodes = [episode for group in groups for episode in group.survivors]
+    episodes = [episode for group in groups for episode in group.valid_episodes]
     gain_E = config.beta * np.bincount(terms.episode, terms.proximal - terms.reference, minlength=len(episodes))
     good_E = np.array([episode.reward >= config.reward_threshold for episode in episodes])
     if config.loss == "kto":

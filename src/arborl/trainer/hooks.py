@@ -35,7 +35,7 @@ class KeepEpisodes:
 
     def __init__(self, folder: Path):
         self.store = EpisodeStore(folder)
-        self.background = checkpoint.Background("an episode file")
+        self.background = checkpoint.BackgroundWriter("an episode file")
         self.latest: Future[Any] | None = None
 
     async def after(self, trainer: Trainer, groups: Sequence[Group], metrics: Metrics) -> None:
@@ -124,7 +124,7 @@ class Save:
     ):
         self.root, self.every, self.keep = root, every, keep
         self.extra, self.beside, self.flush = extra, beside, flush
-        self.background = checkpoint.Background()
+        self.background = checkpoint.BackgroundWriter()
         self.spent = {"time/checkpoint": 0.0, "time/checkpoint_written": 0.0}
         self.told = dict(self.spent)
         self.first, self.taking, self.due = True, False, False
@@ -134,7 +134,7 @@ class Save:
         """By step, when what a checkpoint holds was copied."""
 
     def __call__(self, trainer: Trainer) -> None:
-        self.background.look()
+        self.background.raise_if_failed()
         last = trainer.step == trainer.last
         if self.first:
             self.background.start(trainer.learner.reserve())

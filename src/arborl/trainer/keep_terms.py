@@ -48,7 +48,7 @@ def _places(kept: Sequence[Group], groups: Sequence[Group]) -> tuple[Ints, Ints,
     rows = [
         (line.get(id(episode), -1), number, len(call.completion.tokens))
         for group in kept
-        for episode in group.survivors
+        for episode in group.valid_episodes
         for number, call in enumerate(episode.calls)
         if call.trained
     ]

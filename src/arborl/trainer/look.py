@@ -43,7 +43,7 @@ def look(
         cut = cut_rows(kept, forest.terms) if needs.after else np.zeros(0, dtype=np.int64)
         terms = learner.look(forest.trees, forest.terms, needs, cut)
         asked = ["logprob", *(name for name in ("proximal", "reference", "value", "teacher") if getattr(needs, name))]
-        episodes = [episode for group in kept for episode in group.survivors]
+        episodes = [episode for group in kept for episode in group.valid_episodes]
         given = terms.version == NOT_SAMPLED  # nobody has said how likely that was
         bad = {
             name: np.unique(terms.episode[~np.isfinite(getattr(terms, name)) & ~(given & (name == "logprob"))])

@@ -95,7 +95,7 @@ Measure = Callable[[Group], float]
 
 def measures(groups: Sequence[Group]) -> dict[str, Measure]:
     """What can be said of every task of these, by name."""
-    alive = [episode for group in groups for episode in group.survivors]
+    alive = [episode for group in groups for episode in group.valid_episodes]
     if not alive:
         return {}
     found: dict[str, Measure] = {}
@@ -139,7 +139,7 @@ def all_of(n: int, right: int, k: int) -> float:
 
 
 def _passed(k: int, chance: Callable[[int, int, int], float], group: Group) -> float:
-    right = sum(_metric("success", episode) >= 1.0 for episode in group.survivors)
+    right = sum(_metric("success", episode) >= 1.0 for episode in group.valid_episodes)
     return chance(len(group.episodes), right, k)
 
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from arborl.algorithms.episode_advantages import is_flat
-from arborl.types import NOT_SAMPLED, Episode, Finish, Forest, Group, Metrics, Stop, Terms
+from arborl.types import NOT_SAMPLED, Episode, FinishReason, Forest, Group, Metrics, StopReason, Terms
 
-STOPS = (Stop.DONE, Stop.TRUNCATED, Stop.MAX_TURNS, Stop.CONTEXT_FULL)
+STOPS = (StopReason.DONE, StopReason.TRUNCATED, StopReason.MAX_TURNS, StopReason.CONTEXT_FULL)
 """How an episode that did not fail can end."""
 SKIPPED: Metrics = {"learner/skipped": 0.0, "learner/skipped/no_terms": 0.0, "learner/skipped/gradient": 0.0}
 """Counters that are written at 0 too: a column that comes and goes is no curve."""
@@ -39,7 +39,7 @@ def summarize(groups: Sequence[Group]) -> Metrics:
         "episode/calls": float(np.mean([len(episode.calls) for episode in alive])),
     }
     finishes = [call.completion.finish for episode in alive for call in episode.calls]
-    metrics["call/cut_off"] = finishes.count(Finish.LENGTH) / max(len(finishes), 1)
+    metrics["call/cut_off"] = finishes.count(FinishReason.LENGTH) / max(len(finishes), 1)
     stops = Counter(episode.stop for episode in alive)
     metrics |= {f"stop/{stop}": stops[stop] / len(alive) for stop in dict.fromkeys((*STOPS, *stops))}
     if not given:
@@ -58,7 +58,7 @@ def _means(episodes: Sequence[Episode], field: str) -> Metrics:
 
 
 def _rewards(group: Group) -> np.ndarray:
-    return np.array([episode.reward for episode in group.survivors])
+    return np.array([episode.reward for episode in group.valid_episodes])
 
 
 def describe_batch(forest: Forest, terms: Terms, version: int) -> Metrics:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from arborl.algorithms.algorithm import Algorithm
-from arborl.checkpoint import Damaged
-from arborl.config.run import RunConfig
+from arborl.checkpoint import DamagedCheckpoint
+from arborl.config.run_config import RunConfig
 from arborl.data.source import TaskSource
 from arborl.engines.engine import Engine
 from arborl.learner.group import LearnerGroup
@@ -24,7 +24,7 @@ from arborl.rollout.downsample import thin
 from arborl.rollout.pipeline import Pipeline
 from arborl.rollout.runner import Rollout
 from arborl.seeds import derive
-from arborl.spans import settle, span
+from arborl.spans import end_open_spans, span
 from arborl.track.tracker import Tracker
 from arborl.trainer.diagnosis import Streak
 from arborl.trainer.failing import FailureWatch
@@ -142,7 +142,7 @@ class Trainer:
             while self.step < self.last:
                 with span("arborl.step", inside_arborl__step=self.step + 1):
                     await self.train_step()
-                settle()
+                end_open_spans()
         finally:
             await self.pipeline.close()
             self._release()
@@ -165,7 +165,7 @@ class Trainer:
         with clock("score"):
             await self.rewards.score([group for group in (*groups, *greedy) if not _scored(group)])
             for group, alone in zip(groups, greedy, strict=False):
-                group.greedy = alone.survivors[0].reward if alone.survivors else None
+                group.greedy = alone.valid_episodes[0].reward if alone.valid_episodes else None
         with clock("learn"):
             beside = self.rollout.shown(self.source.beside(self.step))
             learn = await self._learning()
@@ -204,7 +204,7 @@ class Trainer:
         terms = self.algorithm.credit(kept, terms)
         forest, terms, left_out = self._thinned(kept, forest, terms, derive(seed, "thin"))
         metrics |= describe_batch(forest, terms, self.step) | self.algorithm.metrics() | left_out
-        names = [episode.id for group in kept for episode in group.survivors]
+        names = [episode.id for group in kept for episode in group.valid_episodes]
         self.learner.log = self.credited = None
         if self.config.track.terms and terms.place is not None and len(terms):
             self.learner.log = TermLog(1 + int(terms.place.max()))
@@ -286,7 +286,7 @@ class Trainer:
             self.pipeline.load_state(state.get("pipeline", {}), self.step)
             self.watch.failures.load_state(state.get("failures", []))
         except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
-            raise Damaged(
+            raise DamagedCheckpoint(
                 f"the checkpoint's state.json is not the state of such a run: {type(error).__name__}: {error}"
             ) from error
 

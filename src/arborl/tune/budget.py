@@ -6,7 +6,7 @@ nothing. So where a parameter changes how many episodes a step has, another numb
 
 from __future__ import annotations
 
-from arborl.config.run import RunConfig
+from arborl.config.run_config import RunConfig
 from arborl.errors import ConfigError
 
 FREE = "or write --budget free, and trials cost what they cost"

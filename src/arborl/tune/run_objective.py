@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from arborl.api.resume import flat
-from arborl.build import check, count_steps
-from arborl.config.base import Config, paths, plain
-from arborl.config.load import load, write_setting
-from arborl.config.run import RunConfig
-from arborl.config.secrets import masked
+from arborl.config.config_base import Config, setting_paths, to_plain
+from arborl.config.load_config import format_override, load
+from arborl.config.run_config import RunConfig
+from arborl.config.secrets import mask_secrets
 from arborl.errors import ConfigError, RunStopped, did_you_mean
 from arborl.models.find import resolve
+from arborl.training_run.build import check, count_steps
+from arborl.training_run.resume import flatten
 from arborl.tune.budget import a_step, evened
 from arborl.tune.named import KEYS
 from arborl.tune.space import Params, Space
@@ -71,7 +71,7 @@ class RunObjective:
         jobs: int = 1,
     ) -> RunObjective:
         base = load(file, settings)
-        for key, value in flat(plain(base)).items():
+        for key, value in flatten(to_plain(base)).items():
             if key in SHARED and value is not None:
                 raise ConfigError(f"{key}={value}: all trials would write there. Leave it out; see --study.")
         name = known_metric(base, metric)
@@ -98,13 +98,13 @@ class RunObjective:
     @property
     def about(self) -> dict[str, Any]:
         """What trials of one study have in common."""
-        return {"budget": self.budget, "config": flat(masked(plain(self.base)))}
+        return {"budget": self.budget, "config": flatten(mask_secrets(to_plain(self.base)))}
 
     # -------------------------------------------------------------------------------------------- a trial
 
     def overrides(self, params: Mapping[str, Any]) -> list[str]:
         """The settings that a trial has besides the base's."""
-        asked = [write_setting(key, value) for name, value in params.items() for key in KEYS.get(name, (name,))]
+        asked = [format_override(key, value) for name, value in params.items() for key in KEYS.get(name, (name,))]
         if self.budget == "free" or not asked:
             return asked
         return [*asked, *evened(self.base, load(self.file, [*self.settings, *asked]))]
@@ -127,7 +127,7 @@ class RunObjective:
             part = -(-count_steps(self.base) // LOOKS) * a_step(self.base)
             wishes["evaluation.every"] = max(1, part // a_step(config))
         said = {f"{name}.{key}" for name in ("evaluation", "track", "trainer") for key in _given(config, name)}
-        return [write_setting(key, value) for key, value in wishes.items() if key not in said]
+        return [format_override(key, value) for key, value in wishes.items() if key not in said]
 
     async def __call__(self, params: Params, report: Report) -> float:
         if load(self.file, self.settings) != self.base:
@@ -152,7 +152,7 @@ class RunObjective:
         """Hand the run over, answer its reports, and return its number."""
         assert process.stdin is not None
         assert process.stdout is not None
-        order: dict[str, Any] = {"config": plain(config), "metric": self.metric}
+        order: dict[str, Any] = {"config": to_plain(config), "metric": self.metric}
         while True:
             with suppress(ConnectionError):  # it has died; nothing more is to be read either
                 process.stdin.write(json.dumps(order).encode() + b"\n")
@@ -172,7 +172,7 @@ class RunObjective:
 
 def _check_names(space: Space) -> None:
     """That parameters are about training, and that no two of them set the same key."""
-    everywhere, set_by = set(paths(RunConfig)), dict[str, str]()
+    everywhere, set_by = set(setting_paths(RunConfig)), dict[str, str]()
     for name in space:
         word = name.rpartition(".")[2]
         if name not in everywhere and name not in KEYS and word in KEYS:

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TextIO
 
-from arborl.config.base import validate
-from arborl.config.run import RunConfig
+from arborl.config.config_base import validate
+from arborl.config.run_config import RunConfig
 from arborl.errors import RunStopped
 from arborl.tune.budget import a_step
 from arborl.tune.trial import told
@@ -77,12 +77,12 @@ def main() -> None:
 
 
 def _train(order: dict[str, Any], study: Study) -> dict[str, Any]:
-    from arborl import api
+    from arborl import training_run
 
     metric = order["metric"]
     reports = Reports(study, metric)
     try:
-        run = api.train(validate(RunConfig, order["config"]), hooks=[reports])
+        run = training_run.train(validate(RunConfig, order["config"]), hooks=[reports])
     except Pruned:
         return {"value": float("nan")}  # what counts has been reported
     after = run.summary["after"]

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from arborl.errors import RunStopped, writing
+from arborl.errors import RunStopped, disk_errors
 from arborl.tune.space import Params
 from arborl.tune.trial import Direction, Plan, Trial
 
@@ -77,6 +77,6 @@ def _best(trials: Sequence[Trial], direction: Direction) -> Trial:
 def write_json(path: Path, value: Any) -> None:
     """Whole or not at all: another process may read or write it now."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    with writing(path):
+    with disk_errors(path):
         fresh.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
         fresh.replace(path)

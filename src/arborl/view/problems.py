@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from arborl.failures import Failures, trimmed
+from arborl.failures import Failures, trim_traceback
 from arborl.rollout.store import EpisodeStore
 from arborl.track.jsonl import read_metrics
 from arborl.trainer.diagnosis import Notice, notices
@@ -51,7 +51,7 @@ def failures_of(known: Sequence[dict[str, Any]] | None, episodes: Path, last_ste
             failures.add(store.read(path), f"step {int(path.stem.removeprefix('step-'))}")
     blocks: list[str] = []
     for cause in list(failures)[:SHOWN]:
-        failure, trace = cause.failure, trimmed(cause.failure.traceback)
+        failure, trace = cause.failure, trim_traceback(cause.failure.traceback)
         shown = f'<pre class="trace">{escape(trace)}</pre>' if trace else ""
         blocks.append(
             f'<details{"" if blocks else " open"}><summary><span class="count">×{cause.count}</span>'

@@ -11,8 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from arborl.errors import CannotWrite
-from arborl.failures import printable
+from arborl.errors import DiskWriteError, printable
 from arborl.rollout.store import EpisodeStore
 from arborl.track.console import measure, shown, span
 from arborl.track.folder_files import entries_of, is_regular, read_bytes, replace_file
@@ -88,7 +87,7 @@ def _section(title: str, make: Callable[[], str]) -> str:
     """A part of the page. One that cannot be made of what the folder holds says so in its place, and costs no other."""
     try:
         return make()
-    except CannotWrite:
+    except DiskWriteError:
         raise
     except Exception as error:
         why = f"{title}: {type(error).__name__}: {error}"[:400]

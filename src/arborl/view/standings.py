@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from arborl.errors import ConfigError, writing
+from arborl.errors import ConfigError, disk_errors
 from arborl.trainer.standings import Played, Score, compare
 
 COLUMNS = ("model", "way", "source", "metric", "mean", "low", "high", "tasks", "episodes", "failed")
@@ -154,5 +154,5 @@ def check_form(path: Path) -> None:
 
 def write(played: Sequence[Played], path: Path) -> None:
     """In the form that the file's ending asks for."""
-    with writing(path):
+    with disk_errors(path):
         path.write_text(FORMS[path.suffix.lower()](played), encoding="utf-8")

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from html import escape
 
-from arborl.failures import trimmed
+from arborl.failures import trim_traceback
 from arborl.types import NOT_SAMPLED, Call, Completion, Episode, Message
 
 Decode = Callable[[Sequence[int]], str]
@@ -34,7 +34,7 @@ def transcript(episode: Episode, label: str, decode: Decode | None = None, opene
     for unanswered in calls.values():  # sampled, and the episode ended before the environment heard it
         parts.append(_spoken(Message("assistant"), unanswered, decode, 0.0))
     if episode.failure:
-        trace = trimmed(episode.failure.traceback)
+        trace = trim_traceback(episode.failure.traceback)
         parts.append(f'<p class="failure">{escape(str(episode.failure))}</p>')
         parts += [f'<pre class="trace">{escape(trace)}</pre>'] if trace else []
     return (

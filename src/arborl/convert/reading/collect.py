@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from arborl.config.bounds import MAX_DEPTH, bounded, check_yaml
+from arborl.config.load_config import MAX_DEPTH, bounded_yaml, check_yaml
 from arborl.convert.reading.overrides import overrides
 from arborl.convert.reading.scripts import Said, near, read, text_of
 from arborl.errors import ConfigError
@@ -90,7 +90,7 @@ def _merge(told: Sequence[tuple[Path, Said | None]], absent: bool, out: Collecte
 
     beside: dict[str, Any] = {}
     tree: Any = OmegaConf.create({})
-    with bounded():
+    with bounded_yaml():
         for file, said in told:
             if said is None:
                 tree = OmegaConf.merge(tree, OmegaConf.create(_without_environment(_composed(file, absent, out))))

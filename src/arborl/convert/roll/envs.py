@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from arborl.config.prompt import HISTORY
+from arborl.config.part_config import HISTORY
 from arborl.convert.draft import Draft, names
 from arborl.convert.roll import places
 from arborl.convert.roll.places import Tag

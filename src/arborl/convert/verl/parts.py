@@ -13,7 +13,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from arborl.agents import FOREIGN
-from arborl.config.bounds import check_yaml
+from arborl.config.load_config import check_yaml
 from arborl.convert.draft import Draft
 from arborl.convert.report import Line
 from arborl.convert.verl.defaults import R, known

@@ -249,7 +249,7 @@ class Mixture(TaskSource):
             metrics[f"data/{name}/share"] = self._last[name] / max(size, 1)
             metrics[f"data/{name}/share_so_far"] = place.drawn.get(name, 0) / max(total, 1)
             metrics |= {f"data/{name}/{why}": float(number) for why, number in pool.counts.items()}
-            mine = [episode for group in groups if group.task.source == name for episode in group.survivors]
+            mine = [episode for group in groups if group.task.source == name for episode in group.valid_episodes]
             if mine and not mine[0].given:
                 metrics[f"data/{name}/reward"] = float(np.mean([episode.reward for episode in mine]))
             if (success := success_of(name, groups)) is not None:
@@ -259,7 +259,7 @@ class Mixture(TaskSource):
 
 def success_of(source: str, groups: Sequence[Group]) -> float | None:
     """The share of a source's episodes that succeeded; None where nobody judged that."""
-    mine = [episode for group in groups if group.task.source == source for episode in group.survivors]
+    mine = [episode for group in groups if group.task.source == source for episode in group.valid_episodes]
     if not any("success" in episode.metrics for episode in mine):
         return None
     return float(np.mean([episode.metrics.get("success", 0.0) for episode in mine]))

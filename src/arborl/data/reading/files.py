@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from arborl.config.bounds import MAX_DEPTH, is_text
+from arborl.config.load_config import MAX_DEPTH, is_text
 from arborl.data.reading.tables import JoinedTable, ListTable, ParquetTable, Row, Table, no_twins
 from arborl.errors import ConfigError
 

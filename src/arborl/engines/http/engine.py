@@ -37,7 +37,7 @@ from arborl.engines.http.replicas import (
 from arborl.engines.http.servers import ChatServer, Client, Piece, meet
 from arborl.engines.replicas import Replicas, Unreachable, now
 from arborl.errors import EngineError
-from arborl.types import Completion, Finish, Message, Metrics, Sampling, ToolSpec
+from arborl.types import Completion, FinishReason, Message, Metrics, Sampling, ToolSpec
 
 log = logging.getLogger(__name__)
 
@@ -146,12 +146,12 @@ class HttpEngine:
                         tokens.append(token)
                         logprobs.append(logprob)
                         if stops is not None and said_it(stops, tokens):
-                            last = Piece([], [], Finish.STOP)
+                            last = Piece([], [], FinishReason.STOP)
                             break
                     if last.finish is not None:
                         break
         except TimeoutError:
-            last = Piece([], [], Finish.ABORT)
+            last = Piece([], [], FinishReason.ABORT)
         if last.finish is None:
             raise Unreachable(f"{replica.url}: its answer broke off")
         if not all(map(math.isfinite, logprobs)):
@@ -164,10 +164,10 @@ class HttpEngine:
 
     async def _chat(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], sampling: Sampling, *, session: str
-    ) -> tuple[Message, Finish]:
+    ) -> tuple[Message, FinishReason]:
         """The next message, from a server that only chats."""
 
-        async def ask(replica: ServerReplica) -> tuple[Message, Finish]:
+        async def ask(replica: ServerReplica) -> tuple[Message, FinishReason]:
             assert isinstance(replica.server, ChatServer)
             assert replica.facts is not None
             return await replica.server.chat(self._client(replica), replica.facts.model, messages, tools, sampling)

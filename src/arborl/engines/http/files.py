@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from arborl.engines.copies import whole
 from arborl.engines.engine import Weights
-from arborl.errors import EngineError, disk_refusal
+from arborl.errors import EngineError, disk_error_reason
 from arborl.models.lora import export_merged, has_lora
 
 NAME = "arborl-weights-"
@@ -58,7 +58,7 @@ class WeightFiles:
                 tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in whole(weights).items()}
                 save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         except Exception as error:
-            if (reason := disk_refusal(error)) is None:
+            if (reason := disk_error_reason(error)) is None:
                 raise
             raise EngineError(f"weights for the servers cannot be written to {folder}: {reason}") from error
         self.folder = folder

@@ -16,10 +16,10 @@ import httpx
 
 from arborl.engines.replicas import Unreachable
 from arborl.errors import EngineError
-from arborl.types import Finish, Message, Sampling, ToolCall, ToolSpec
+from arborl.types import FinishReason, Message, Sampling, ToolCall, ToolSpec
 
 Client = httpx.AsyncClient
-FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH}
+FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 UPDATE = 900.0
 """Seconds that an update may take."""
 
@@ -30,7 +30,7 @@ class Piece:
 
     tokens: list[int]
     logprobs: list[float]
-    finish: Finish | None = None
+    finish: FinishReason | None = None
     spans: list[tuple[str, int, int]] = field(default_factory=list)
     """Labels of the weights that sampled which tokens, where the server says so."""
 
@@ -210,9 +210,9 @@ def _of_completions(choice: Any, whole: bool) -> Piece:
     return Piece(list(choice["token_ids"]), [float(x) for x in logprobs], _finish(choice, whole))
 
 
-def _finish(choice: Any, whole: bool) -> Finish | None:
+def _finish(choice: Any, whole: bool) -> FinishReason | None:
     reason = choice.get("finish_reason")
-    return None if reason is None and not whole else FINISH.get(str(reason), Finish.ABORT)
+    return None if reason is None and not whole else FINISH.get(str(reason), FinishReason.ABORT)
 
 
 class SglangServer:
@@ -240,7 +240,7 @@ class SglangServer:
         about = said["meta_info"]
         pairs = about["output_token_logprobs"]
         finish = about.get("finish_reason") or {}
-        reason = FINISH.get(str(finish.get("type") if isinstance(finish, Mapping) else finish), Finish.ABORT)
+        reason = FINISH.get(str(finish.get("type") if isinstance(finish, Mapping) else finish), FinishReason.ABORT)
         label = about.get("weight_version")
         spans = [(str(label), 0, len(pairs))] if label is not None else []
         yield Piece([int(pair[1]) for pair in pairs], [float(pair[0]) for pair in pairs], reason, spans)
@@ -277,7 +277,7 @@ class ChatServer:
 
     async def chat(
         self, client: Client, model: str, messages: Sequence[Message], tools: Sequence[ToolSpec], sampling: Sampling
-    ) -> tuple[Message, Finish]:
+    ) -> tuple[Message, FinishReason]:
         body: dict[str, Any] = {
             "model": model,
             "messages": [as_dict(message) for message in messages],
@@ -294,7 +294,7 @@ class ChatServer:
         said = choice.get("message") or {}
         calls = tuple(_call(each) for each in said.get("tool_calls") or ())
         reply = Message("assistant", said.get("content") or "", calls, sampled=not calls)
-        return reply, FINISH.get(str(choice.get("finish_reason")), Finish.STOP)
+        return reply, FINISH.get(str(choice.get("finish_reason")), FinishReason.STOP)
 
 
 def _call(given: Mapping[str, Any]) -> ToolCall:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from arborl.errors import ConfigError, writing
+from arborl.errors import ConfigError, disk_errors
 from arborl.seeds import derive
 from arborl.tune.backends.backend import Tell, missing
 from arborl.tune.space import Choice, Domain, Params
@@ -106,7 +106,7 @@ class Board:
 
         self.plan = plan
         self.me = uuid.uuid4().hex
-        with writing(plan.folder):
+        with disk_errors(plan.folder):
             (plan.folder / "workers").mkdir(parents=True, exist_ok=True)
         self.guard = FileLock(plan.folder / ".lock")
         self.alive = self._lock_of(self.me)

@@ -136,10 +136,10 @@ def _sampled(call: Call, number: int, decode: Decode | None, terms: Columns | No
         "logprob": [None] * count if given else list(said.logprobs),
         "version": list(said.versions) or [said.version] * count,
     }
-    if call.rivals:
+    if call.top_logprobs:
         columns["against"] = [
             [{"text": pieces([token], decode)[0], "logprob": logprob} for token, logprob in others]
-            for others in call.rivals
+            for others in call.top_logprobs
         ]
     if terms is None:
         return columns
