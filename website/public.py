@@ -13,13 +13,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from arborl import _HOMES
+from arborl import _MODULES
 
 SOURCE = Path(__file__).parents[1] / "src"
 HEAD = """# Public names
 
-What `from arborl import …` has. A name that is not here may change without notice; [rooms.md](rooms.md) says where
-everything else is.
+What `from arborl import …` has. Other names may change without notice; [packages.md](packages.md) lists them.
 
 This page is generated: `python -m website`.
 """
@@ -28,11 +27,11 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef
 
 def page() -> str:
     """The whole page: functions and classes in the order of the alphabet."""
-    return "\n".join([HEAD, *(line for name in sorted(_HOMES, key=str.lower) for line in _name(name))])
+    return "\n".join([HEAD, *(line for name in sorted(_MODULES, key=str.lower) for line in _name(name))])
 
 
 def _name(name: str) -> Iterator[str]:
-    module, node = _found(_HOMES[name], name)
+    module, node = _found(_MODULES[name], name)
     yield f"## {name}\n"
     if isinstance(node, ast.ClassDef):
         yield from _class(module, node)

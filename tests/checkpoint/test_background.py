@@ -33,7 +33,7 @@ def test_looking_does_not_wait_and_waiting_does(background):
     job = Gate()
     background.start(job)
     assert job.began.wait(30)
-    background.look()
+    background.raise_if_failed()
     assert background.busy
     threading.Timer(0.05, job.may_end.set).start()
     background.wait()
@@ -60,7 +60,7 @@ def test_a_failure_is_raised_by_whatever_is_called_next_and_once(background, cal
         threading.Event().wait(0.01)
     with pytest.raises(DiskWriteError, match="disk full"):
         background.start(Gate()) if call == "start" else getattr(background, call)()
-    background.look()
+    background.raise_if_failed()
     background.wait()
 
 

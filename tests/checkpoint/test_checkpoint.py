@@ -86,7 +86,7 @@ def full_for_torch(folder):
     ("write", "why"),
     [
         (full, "No space left on device"),
-        (full_for_torch, "the file could not be written whole"),
+        (full_for_torch, "the file could not be written completely"),
         (unwritable, "Read-only file system"),
     ],
 )

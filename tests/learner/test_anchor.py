@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from arborl.algorithms import make_algorithm
-from arborl.config.algorithm_config import NARROW, AlgorithmConfig
+from arborl.config.algorithm_config import NARROW_CLIP, AlgorithmConfig
 from arborl.config.run_config import LearnerConfig
 from arborl.engines.local import LocalEngine
 from arborl.learner.learner import Learner
@@ -104,7 +104,7 @@ def test_a_policy_that_has_not_moved_pays_no_kl(model, groups, estimator):
         ({}, "rollout"),
         ({"name": "gspo"}, "proximal"),
         ({"name": "gspo", "clip_low": 0.2, "clip_high": 0.2}, "rollout"),
-        ({"clip_high": NARROW / 2}, "proximal"),
+        ({"clip_high": NARROW_CLIP / 2}, "proximal"),
         ({"name": "cispo"}, "rollout"),
         ({"name": "sapo"}, "rollout"),
         ({"name": "sapo", "tau_negative": 50.0}, "proximal"),

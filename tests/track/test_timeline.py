@@ -52,7 +52,7 @@ def test_after_some_steps_only_the_learner_is_drawn_and_afterwards_nothing(tmp_p
     names = [one["name"] for one in slices(tmp_path / "a.json")]
     assert names.count("arborl.learn") == 3
     assert names.count("chat") == 1
-    assert spans.span("chat") is spans.NOTHING
+    assert spans.span("chat") is spans.NO_SPAN
 
 
 def test_a_file_that_was_left_whole_or_torn_is_gone_on_with(tmp_path):

@@ -12,7 +12,7 @@ import arborl
 from arborl.cli.main import app
 from arborl.envs.env import Env, Observation, Step
 from arborl.errors import EpisodeError, RunStopped
-from arborl.failures import MOST, Failures, FirstFailureLogger, failure_key, trim_traceback
+from arborl.failures import MAX_CAUSES, Failures, FirstFailureLogger, failure_key, trim_traceback
 from arborl.rollout import recorder
 from arborl.rollout.store import EpisodeStore
 from arborl.track.jsonl import read_metrics
@@ -142,7 +142,7 @@ def test_causes_without_end_are_told_apart_up_to_a_point_and_all_are_counted(cap
         broken = Episode(word, Task("t"), failure=Failure("tool 'x'", "ValueError", f"{word}\n" * 1000))
         failures.add([broken], "step 1")
         firsts.tell(broken)
-    assert len(failures) == MOST == len(caplog.records)
+    assert len(failures) == MAX_CAUSES == len(caplog.records)
     assert sum(cause.count for cause in failures) == 500
     assert all(len(str(cause)) < 600 and "\n" not in str(cause) for cause in failures)
 

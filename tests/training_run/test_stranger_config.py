@@ -18,7 +18,7 @@ from arborl.cli.main import app
 from arborl.config.config_base import Config
 from arborl.config.load_config import from_kwargs
 from arborl.config.run_config import RunConfig
-from arborl.config.trust import KEYS, capabilities, load_run_config
+from arborl.config.trust import ACTION_KEYS, capabilities, load_run_config
 from arborl.envs import ENVS
 from arborl.errors import ArborError, ConfigError
 from arborl.registry import load, parse_part_name
@@ -186,7 +186,7 @@ def test_export_reads_no_environment_variable_of_a_strangers_configuration(stran
 
 def test_every_built_in_parameter_that_is_called_like_an_address_a_program_or_a_key_is_listed():
     named = re.compile(r"(^|_)(urls?|uri|host|address|server|endpoint|command|python|env|key|allow|public)$")
-    listed = {name for names in KEYS.values() for name in names}
+    listed = {name for names in ACTION_KEYS.values() for name in names}
     found = {
         parameter
         for registry in (AGENTS, ENVS, REWARDS, TOOLS)

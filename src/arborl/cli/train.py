@@ -71,7 +71,7 @@ def train(
         return
     from arborl import training_run
 
-    training_run.train(config, resume=resume, stub=stub, profile=profile)  # prints its own progress, and where everything is
+    training_run.train(config, resume=resume, stub=stub, profile=profile)
 
 
 def resumed(

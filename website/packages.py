@@ -1,4 +1,4 @@
-"""The page of the rooms of the source, from what each room's `__init__.py` says of itself."""
+"""Generates docs/packages.md from the docstrings of the packages."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "arborl"
-HEAD = """# Rooms
+HEAD = """# Packages
 
-Every folder of `src/arborl` is a room: what it does, what it never does, its files in reading order, and the
-page that is about using it. A room imports only rooms below it; the order is in [concepts.md](concepts.md#the-rooms).
+The packages of `src/arborl`: purpose, files in reading order, and the page on their use. A package imports only
+packages of lower layers; the layers are in `pyproject.toml`.
 
-This page is generated from the rooms themselves: `python -m website`.
+This page is generated from the docstrings of the packages: `python -m website`.
 """
-ABOUT: dict[str, tuple[str, ...]] = {
+USAGE_PAGES: dict[str, tuple[str, ...]] = {
     "agents": ("agents.md", "context.md"),
     "algorithms": ("algorithms.md", "which-algorithm.md"),
-    "api": ("getting-started.md", "evaluation.md"),
     "chat": ("models.md", "concepts.md#text-is-text"),
     "checkpoint": ("resume.md",),
     "cli": ("command-line.md", "cli-reference.md"),
@@ -40,24 +39,25 @@ ABOUT: dict[str, tuple[str, ...]] = {
     "tools": ("tools.md",),
     "track": ("tracking.md", "run-folder.md"),
     "trainer": ("concepts.md#one-step", "async.md"),
+    "training_run": ("getting-started.md", "evaluation.md"),
     "tune": ("tuning.md",),
     "view": ("viewer.md", "run-folder.md"),
 }
-"""The pages on using each room."""
+"""Pages on the use of each package."""
 
 
 def page() -> str:
     """The whole page."""
-    return "\n".join([HEAD, *(line for room in sorted(ABOUT) for line in _room(room))])
+    return "\n".join([HEAD, *(line for package in sorted(USAGE_PAGES) for line in _package(package))])
 
 
-def _room(name: str) -> Iterator[str]:
-    said = ast.get_docstring(ast.parse((SOURCE / name / "__init__.py").read_text(encoding="utf-8"))) or ""
-    files = re.findall(r"^    (\w+(?:\.py|/)) +(.+(?:\n {8,}.+)*)$", said, re.MULTILINE)
-    prose = re.sub(r"^    .*$|\s*In reading order:\s*$", "", said, flags=re.MULTILINE)
+def _package(name: str) -> Iterator[str]:
+    text = ast.get_docstring(ast.parse((SOURCE / name / "__init__.py").read_text(encoding="utf-8"))) or ""
+    files = re.findall(r"^    (\w+(?:\.py|/)) +(.+(?:\n {8,}.+)*)$", text, re.MULTILINE)
+    prose = re.sub(r"^    .*$|\s*In reading order:\s*$", "", text, flags=re.MULTILINE)
     yield f"## {name}\n"
     yield " ".join(prose.split()) + "\n"
-    yield f"How to use it: {', '.join(f'[{page}]({page})' for page in ABOUT[name])}.\n"
+    yield f"How to use it: {', '.join(f'[{page}]({page})' for page in USAGE_PAGES[name])}.\n"
     if files:
         yield "| file | |\n|---|---|"
         yield from (f"| `{file}` | {' '.join(what.split()).replace('|', chr(92) + '|')} |" for file, what in files)
