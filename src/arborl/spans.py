@@ -103,7 +103,7 @@ NO_SPAN = Span()
 class _TracedSpan(Span):
     """A span with a tracer."""
 
-    __slots__ = ("_held", "_inside", "_token", "attributes", "current", "name", "own")
+    __slots__ = ("_held", "_inside", "_token", "attributes", "current", "name", "otel_span")
 
     def __init__(self, name: str, attributes: dict[str, Any]):
         self.name, self.attributes = name, attributes
@@ -117,8 +117,8 @@ class _TracedSpan(Span):
         plain = {_dotted(key): value for key, value in self.attributes.items() if not key.startswith("inside_")}
         around = {**(_around.get() or {}), **inside}
         self._token = _around.set(around)
-        self.own = _tracer.start_span(self.name, attributes=_known({**around, **plain}))
-        self.current = trace.use_span(self.own, record_exception=False, set_status_on_exception=False)
+        self.otel_span = _tracer.start_span(self.name, attributes=_known({**around, **plain}))
+        self.current = trace.use_span(self.otel_span, record_exception=False, set_status_on_exception=False)
         self.current.__enter__()
         return self
 
@@ -127,26 +127,26 @@ class _TracedSpan(Span):
     ) -> None:
         if error is not None:
             if isinstance(error, Exception):
-                self.own.record_exception(error)
+                self.otel_span.record_exception(error)
             self.fail(kind.__name__ if kind is not None else "")
         self.current.__exit__(None, None, None)
         if self._token is not None:
             _around.reset(self._token)
         if not self._held:
-            self.own.end()
+            self.otel_span.end()
 
     def note(self, **attributes: Any) -> None:
-        self.own.set_attributes(_known({_dotted(key): value for key, value in attributes.items()}))
+        self.otel_span.set_attributes(_known({_dotted(key): value for key, value in attributes.items()}))
 
     def fail(self, why: str) -> None:
         from opentelemetry.trace import Status, StatusCode
 
-        self.own.set_status(Status(StatusCode.ERROR, why))
-        self.own.set_attribute("error.type", why)
+        self.otel_span.set_status(Status(StatusCode.ERROR, why))
+        self.otel_span.set_attribute("error.type", why)
 
     def end_when_scored(self, episode: Any) -> None:
         self._held = True
-        _unscored[id(episode)] = episode, self.own, time.time_ns()
+        _unscored[id(episode)] = episode, self.otel_span, time.time_ns()
 
 
 class _TimelineSpan(Span):
@@ -191,17 +191,17 @@ def end_scored_spans(episodes: Iterable[Any]) -> None:
     for episode in episodes:
         held = _unscored.pop(id(episode), None)
         if held is not None:
-            _, own, ended = held
+            _, otel_span, ended = held
             if episode.failure is None:
-                own.set_attributes({"arborl.reward": float(episode.reward)})
-            own.end(end_time=ended)
+                otel_span.set_attributes({"arborl.reward": float(episode.reward)})
+            otel_span.end(end_time=ended)
 
 
 def end_open_spans() -> None:
     """End the spans of episodes without rewards."""
     while _unscored:
-        _, (_, own, ended) = _unscored.popitem()
-        own.end(end_time=ended)
+        _, (_, otel_span, ended) = _unscored.popitem()
+        otel_span.end(end_time=ended)
 
 
 def _dotted(key: str) -> str:

@@ -163,8 +163,8 @@ NAN, INF = float("nan"), float("inf")
 )
 def test_what_cannot_be_sampled_is_refused_with_a_sentence_and_alone(engine, prompt, sampling, complaint):
     async def run():
-        asked = [(prompt, sampling), ([1, 2], Sampling(3))]
-        calls = (engine.generate(p, s, session=str(i)) for i, (p, s) in enumerate(asked))
+        requested = [(prompt, sampling), ([1, 2], Sampling(3))]
+        calls = (engine.generate(p, s, session=str(i)) for i, (p, s) in enumerate(requested))
         return await asyncio.gather(*calls, return_exceptions=True)
 
     bad, good = asyncio.run(run())

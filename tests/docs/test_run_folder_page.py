@@ -62,5 +62,5 @@ def test_every_field_of_an_episode_file_is_explained(tmp_path):
     row = json.loads((done.folder / "episodes" / "step-000001.jsonl").read_text().splitlines()[0])
     fields = {*row, *row["task"], *row["turns"][0], *row["calls"][0], *row["calls"][0]["reply"]}
     assert [field for field in sorted(fields) if f"`{field}`" not in PAGE] == []
-    said = [message for call in row["calls"] for message in call["messages"][2]]
-    assert {"user"} <= {message["role"] for message in said}
+    output = [message for call in row["calls"] for message in call["messages"][2]]
+    assert {"user"} <= {message["role"] for message in output}

@@ -31,15 +31,15 @@ CHAT = (("Hello!", "Hi! What can I do for you?"), ("Say yes.", "Yes."), ("Who ar
 
 
 def rows(kind: str) -> list[dict]:
-    asked = [(f"{question} {number}", answer) for number in range(7) for question, answer in CHAT]
+    requested = [(f"{question} {number}", answer) for number in range(7) for question, answer in CHAT]
     if kind == "sft":
-        return [{"prompt": question, "completion": answer} for question, answer in asked]
+        return [{"prompt": question, "completion": answer} for question, answer in requested]
     if kind == "kto":
         return [
             {"prompt": question, "completion": answer if number % 2 else "No.", "label": bool(number % 2)}
-            for number, (question, answer) in enumerate(asked)
+            for number, (question, answer) in enumerate(requested)
         ]
-    return [{"prompt": question, "chosen": answer, "rejected": "No, no."} for question, answer in asked]
+    return [{"prompt": question, "chosen": answer, "rejected": "No, no."} for question, answer in requested]
 
 
 @pytest.fixture(scope="module")
@@ -139,8 +139,8 @@ def test_demonstrations_come_first_then_beside_and_both_phases_go_on_exactly(fil
 
 
 def test_demonstrations_may_come_from_a_function_and_have_a_learning_rate_of_their_own(tmp_path):
-    asked = "demonstrations.rows={name: 'arborl.seedling.rows:transcript_rows', args: {kind: frozen_lake, count: 12}}"
-    own = [asked, "demonstrations.rows.args.skill=0.5", "demonstrations.imitation_lr=3e-3", "learner.lr=1e-4"]
+    rows = "demonstrations.rows={name: 'arborl.seedling.rows:transcript_rows', args: {kind: frozen_lake, count: 12}}"
+    own = [rows, "demonstrations.rows.args.skill=0.5", "demonstrations.imitation_lr=3e-3", "learner.lr=1e-4"]
     train(load(None, [*DEMONSTRATED, *own, f"output_dir={tmp_path / 'run'}"]))
     steps = [row for row in settled(tmp_path / "run") if "policy/loss" in row]
     assert [row["learner/lr"] for row in steps] == pytest.approx([3e-3, 3e-3, 1e-4, 5e-5])
@@ -148,8 +148,8 @@ def test_demonstrations_may_come_from_a_function_and_have_a_learning_rate_of_the
 
 
 def test_measuring_a_run_does_not_make_its_demonstrations_again():
-    asked = "demonstrations={rows: 'no_such_package:rows', steps: 2}"
-    (played,) = measure(["seedling"], MeasureOptions([*QUIET, asked, "evaluation.tasks=1"], [1.0]))
+    requested = "demonstrations={rows: 'no_such_package:rows', steps: 2}"
+    (played,) = measure(["seedling"], MeasureOptions([*QUIET, requested, "evaluation.tasks=1"], [1.0]))
     assert played.metrics["tasks"] == 1
 
 

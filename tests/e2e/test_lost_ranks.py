@@ -64,8 +64,8 @@ def whole(tmp_path_factory) -> Path:
 
 
 def begin(home: Path, *words: str, kill: Kill | None = None, resume: str | None = None):
-    asked = [*TWO, "learner.strategy=ddp", f"output_dir={home}", *words]
-    return train(load(None, asked), hooks=[kill] if kill else [], resume=resume)
+    requested = [*TWO, "learner.strategy=ddp", f"output_dir={home}", *words]
+    return train(load(None, requested), hooks=[kill] if kill else [], resume=resume)
 
 
 def assert_same_run(home: Path, whole: Path) -> None:
@@ -93,8 +93,8 @@ def test_a_run_that_loses_a_rank_goes_on_from_its_checkpoint(tmp_path, whole, ca
     begin(tmp_path / "run", kill=Kill(3))
     assert_same_run(tmp_path / "run", whole)
     assert losses(tmp_path / "run") == {3: (1.0, 1.0)}
-    said = " ".join(capfd.readouterr().out.split())
-    assert "learner rank 1 of 2 ended with -9. All ranks were restarted. Lost: 1 step, " in said
+    output = " ".join(capfd.readouterr().out.split())
+    assert "learner rank 1 of 2 ended with -9. All ranks were restarted. Lost: 1 step, " in output
 
 
 @pytest.mark.slow

@@ -84,9 +84,9 @@ def test_a_chat_server_is_measured(serve):
     ran = invoke("evaluate", "seedling", "engine=http", f"engine.urls=[{server.url}]", "evaluation.tasks=2", SMALL[-2])
     assert ran.exit_code == 0, ran.output
     assert "success" in ran.output
-    asked = [json.loads(body) for what, body in server.log if what == "chat"]
-    assert asked[0]["model"] == "somebody-elses"
-    assert asked[0]["messages"][-1]["role"] == "user"
+    requested = [json.loads(body) for what, body in server.log if what == "chat"]
+    assert requested[0]["model"] == "somebody-elses"
+    assert requested[0]["messages"][-1]["role"] == "user"
 
 
 @pytest.mark.parametrize(

@@ -66,8 +66,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("whole") / "run"
-    code, said = forked("-m", "arborl", "train", *SMALL, f"output_dir={folder}")
-    assert code == 0, said
+    code, output = forked("-m", "arborl", "train", *SMALL, f"output_dir={folder}")
+    assert code == 0, output
     return folder
 
 
@@ -83,8 +83,8 @@ def test_a_run_killed_while_a_checkpoint_is_written_goes_on_from_the_one_before_
     victim.communicate()
     there = complete_checkpoints(tmp_path / "cut" / "checkpoints")
     assert there
-    code, said = forked("-m", "arborl", "train", "--resume", "latest", f"output_dir={tmp_path / 'cut'}")
-    assert code == 0, said
+    code, output = forked("-m", "arborl", "train", "--resume", "latest", f"output_dir={tmp_path / 'cut'}")
+    assert code == 0, output
     ours, theirs = weights(tmp_path / "cut"), weights(whole)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert not list((tmp_path / "cut" / "checkpoints").glob(".*"))
@@ -94,10 +94,10 @@ def test_ctrl_c_while_a_checkpoint_is_written_waits_and_leaves_nothing_half(tmp_
     victim = start(tmp_path / "run", "trainer.steps=500")
     wait_until(half_written(tmp_path / "run", after=1), victim)
     victim.send_signal(signal.SIGINT)
-    said, _ = victim.communicate(timeout=60)
-    assert victim.returncode == 130, said
-    assert "Stopped at step" in said
-    assert "Traceback" not in said
+    output, _ = victim.communicate(timeout=60)
+    assert victim.returncode == 130, output
+    assert "Stopped at step" in output
+    assert "Traceback" not in output
     root = tmp_path / "run" / "checkpoints"
     assert not list(root.glob(".*"))
     steps = (tmp_path / "run" / "metrics.jsonl").read_text().count("\n")

@@ -33,7 +33,7 @@ class Talker(ChatAgent):
     """An agent of one's own."""
 
 
-def asked():
+def requested():
     return [{"question": f"{n}?", "answer": "wrong"} for n in range(40)]
 
 

@@ -49,17 +49,17 @@ def again(folder: Path, *settings: str, which: str = "latest"):
     return train(load(folder / "config.yaml", [*settings, f"output_dir={folder}"]), resume=which)
 
 
-def asked(folder: Path) -> list[str]:
+def requested(folder: Path) -> list[str]:
     store = EpisodeStore(folder / "episodes")
     return [e.task.messages[-1].content for path in store.paths() for e in store.read(path)][::2]  # groups of two
 
 
 def test_a_pass_shows_every_row_once_and_schedule_and_checkpoints_know_its_end(passed):
-    trained = len(set(asked(passed)))
+    trained = len(set(requested(passed)))
     assert 7 < trained < ROWS  # some rows are held out
     steps = -(-2 * trained // 7)
     assert [row["step"] for row in read_metrics(passed / "metrics.jsonl")] == list(range(1, steps + 1))
-    first, second = asked(passed)[:trained], asked(passed)[trained : 2 * trained]
+    first, second = requested(passed)[:trained], requested(passed)[trained : 2 * trained]
     assert sorted(first) == sorted(second) == sorted(set(first))
     assert first != second
     rates = [row["learner/lr"] / 6e-4 for row in read_metrics(passed / "metrics.jsonl")]
@@ -74,12 +74,12 @@ def test_a_run_by_passes_resumes_exactly_ends_and_can_be_made_longer(passed, tmp
     steps = json.loads((passed / "summary.json").read_text())["steps"]
     cut = shutil.copytree(passed, tmp_path / "run")
     again(cut, which="1")
-    assert asked(cut) == asked(passed)
+    assert requested(cut) == requested(passed)
     model = f"checkpoints/step-{steps:06}/model/model.safetensors"
     assert (cut / model).read_bytes() == (passed / model).read_bytes()
     again(cut)
-    assert "is finished" in (said := capsys.readouterr().out)
-    assert "Write trainer.epochs=4 to continue." in said
+    assert "is finished" in (output := capsys.readouterr().out)
+    assert "Write trainer.epochs=4 to continue." in output
     assert count_steps(load(cut / "config.yaml", ["trainer.epochs=3"])) > steps
     with pytest.raises(ConfigError, match=r"trainer.epochs=1, \d+ steps: \d+ steps are done"):
         again(cut, "trainer.epochs=1")

@@ -28,19 +28,19 @@ def invoke(*words: str):
 
 def nested():
     """What a script has: a tool with a library tool's name, and a reward, that no import leads to."""
-    asked: list[str] = []
+    requested: list[str] = []
 
     @arborl.tool
     def calculator(expression: str) -> str:
         """Compute."""
-        asked.append(expression)
+        requested.append(expression)
         return "3"
 
     @arborl.reward
     def half(episode) -> float:
         return 0.5
 
-    return calculator, half, asked
+    return calculator, half, requested
 
 
 def test_what_can_be_imported_again_is_called_by_its_path_and_the_command_line_evaluates_the_run(tmp_path):
@@ -53,13 +53,13 @@ def test_what_can_be_imported_again_is_called_by_its_path_and_the_command_line_e
     assert config.rewards[0].name == "parts_of_mine:right"
     assert config.data.rows.name == "parts_of_mine:asked"
     assert config.rollout.group_filter == "parts_of_mine:all_of_them"
-    said = invoke("evaluate", str(done.folder))
-    assert said.exit_code == 0, said.output
+    output = invoke("evaluate", str(done.folder))
+    assert output.exit_code == 0, output.output
     assert done.evaluate()["sampled"]["success"] == 1
 
 
 def test_a_tool_object_with_a_library_name_is_never_swapped_for_the_librarys(tmp_path):
-    calculator, half, asked = nested()
+    calculator, half, requested = nested()
     more = SMALL | {"engine": {"name": "scripted", "replies": [CALL]}, "rollout.max_turns": 1}
     done = arborl.run(
         data=[{"question": f"{n}?"} for n in range(40)], agent={"name": "tool", "args": {"max_tool_rounds": 1}},
@@ -68,15 +68,15 @@ def test_a_tool_object_with_a_library_name_is_never_swapped_for_the_librarys(tmp
     config = load(done.folder / "config.yaml")
     assert (config.tools[0].name, config.rewards[0].name) == ("object:calculator", "object:half")
     assert config.data.rows.name == "object:rows"
-    before = len(asked)
+    before = len(requested)
     assert done.evaluate()["sampled"]["reward"] == 0.5
-    assert len(asked) > before > 0
+    assert len(requested) > before > 0
     for words in (["evaluate", str(done.folder)], ["train", "--resume", str(done.folder), "trainer.steps=2"]):
-        said = invoke(*words)
-        assert said.exit_code == 2, said.output
-        assert "was given to the run as a Python object" in said.output
-        assert "run.evaluate()" in said.output
-        assert len(said.output.strip().splitlines()) == 1
+        output = invoke(*words)
+        assert output.exit_code == 2, output.output
+        assert "was given to the run as a Python object" in output.output
+        assert "run.evaluate()" in output.output
+        assert len(output.output.strip().splitlines()) == 1
     assert "can be evaluated and resumed from" in (done.folder / "config.yaml").read_text()
 
 

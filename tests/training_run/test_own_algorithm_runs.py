@@ -55,10 +55,10 @@ def test_the_configuration_names_them_and_a_run_goes_on_from_the_command_line(ou
     assert done.exit_code == 0, done.output
     assert weights(cut, 2) == weights(theirs, 2)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another"))  # somebody else's
-    said = CliRunner().invoke(app, ["train", "--resume", "latest", f"output_dir={cut}", "trainer.steps=3"])
-    assert said.exit_code == 2
-    assert "parts_of_mine:grpo_again" in said.output
-    assert "parts_of_mine:ppo_again" in said.output
+    output = CliRunner().invoke(app, ["train", "--resume", "latest", f"output_dir={cut}", "trainer.steps=3"])
+    assert output.exit_code == 2
+    assert "parts_of_mine:grpo_again" in output.output
+    assert "parts_of_mine:ppo_again" in output.output
 
 
 @pytest.mark.parametrize(

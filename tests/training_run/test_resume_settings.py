@@ -57,11 +57,11 @@ def test_another_rate_decay_and_betas_reach_the_optimiser_and_are_listed(run, ca
     group = adam(run, 3)[0]
     assert (group["base"], group["weight_decay"], tuple(group["betas"])) == (0.5, 0.25, (0.5, 0.6))
     assert list(read_metrics(run / "metrics.jsonl"))[-1]["learner/lr"] == 0.5
-    said = capsys.readouterr().out
-    assert "learner.lr: none -> 0.5" in said
-    assert "learner.betas: [0.9, 0.95] -> [0.5, 0.6]" in said
-    assert "trainer.steps: 2 -> 3" in said
-    assert "of the former settings" not in said
+    output = capsys.readouterr().out
+    assert "learner.lr: none -> 0.5" in output
+    assert "learner.betas: [0.9, 0.95] -> [0.5, 0.6]" in output
+    assert "trainer.steps: 2 -> 3" in output
+    assert "of the former settings" not in output
 
 
 def test_the_moments_of_the_optimiser_are_still_those_of_the_checkpoint(run):
@@ -88,9 +88,9 @@ def test_what_held_out_numbers_depend_on_is_said_to_have_changed(run, capsys):
 def test_a_finished_run_says_so_and_nothing_in_it_changes(run, capsys, settings):
     before = files(run)
     summary = again(run, *settings).summary
-    said = capsys.readouterr().out
-    assert "is finished: all 2 steps are done. Nothing is changed." in said
-    assert all(setting.partition("=")[0] in said for setting in settings)
+    output = capsys.readouterr().out
+    assert "is finished: all 2 steps are done. Nothing is changed." in output
+    assert all(setting.partition("=")[0] in output for setting in settings)
     assert files(run) == before
     assert summary == json.loads((run / "summary.json").read_text())
 
@@ -132,12 +132,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("settings", "said"), REFUSED.values(), ids=REFUSED)
-def test_what_the_checkpoint_is_of_cannot_change_and_nothing_is_written(run, settings, said):
+def test_what_the_checkpoint_is_of_cannot_change_and_nothing_is_written(run, settings, output):
     before = files(run)
     more = [] if "trainer.steps=1" in settings else ["trainer.steps=3"]
     with pytest.raises(ConfigError, match="start a new run") as refused:
         again(run, *more, *settings)
-    assert said in str(refused.value)
+    assert output in str(refused.value)
     assert files(run) == before
 
 

@@ -75,9 +75,9 @@ def test_of_two_runs_into_one_folder_one_is_refused_and_the_lock_dies_with_its_p
     both = [start("x"), start("x")]
     for process in both:
         go(process)
-    said = [line(process) for process in both]
-    assert sorted(said) == ["", "x"]
-    winner, loser = (both[said.index(name)] for name in ("x", ""))
+    output = [line(process) for process in both]
+    assert sorted(output) == ["", "x"]
+    winner, loser = (both[output.index(name)] for name in ("x", ""))
     assert "is locked: another process trains there" in loser.communicate()[1]
     with pytest.raises(ConfigError, match="is in use"), claimed(RunConfig(output_dir=here / "x"), resuming=True):
         pass
@@ -166,20 +166,20 @@ def test_a_folder_that_cannot_be_used_is_one_line(here, kind):
     make(here, kind)
     before = sorted(here.rglob("*"))
     words, complaint = POISON[kind]
-    said = CliRunner().invoke(app, words)
-    assert said.exit_code == 2, said.output
-    assert complaint in said.stderr
-    assert said.stderr.count("\n") == 1
+    output = CliRunner().invoke(app, words)
+    assert output.exit_code == 2, output.output
+    assert complaint in output.stderr
+    assert output.stderr.count("\n") == 1
     assert [path for path in sorted(here.rglob("*")) if path.name != ".lock"] == before
 
 
 @pytest.mark.parametrize("given", ["file/run", "/proc/arborl-run", "n" * 300])
 def test_where_nothing_can_be_written_is_one_line(here, given):
     (here / "file").touch()
-    said = CliRunner().invoke(app, ["train", f"output_dir={given}"])
-    assert said.exit_code == 2, said.output
-    assert "output_dir: cannot write" in said.stderr
-    assert said.stderr.count("\n") == 1
+    output = CliRunner().invoke(app, ["train", f"output_dir={given}"])
+    assert output.exit_code == 2, output.output
+    assert "output_dir: cannot write" in output.stderr
+    assert output.stderr.count("\n") == 1
 
 
 def test_mistakes_that_need_no_model_are_found_without_torch(here):

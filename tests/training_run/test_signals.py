@@ -114,28 +114,28 @@ arborl.run(
 """
 
 
-def stopped(tmp_path, reward: str, asked: int, settings: str = "{}") -> tuple[str, int | None]:
+def stopped(tmp_path, reward: str, requested: int, settings: str = "{}") -> tuple[str, int | None]:
     """What a run says that gets SIGTERM while so many calls of its reward do not return, and its exit code."""
     script = tmp_path / "blocked.py"
     script.write_text(BLOCKED)
     run = Forked([str(script), reward, str(tmp_path), settings])
-    while len(list(tmp_path.glob("asked*"))) < asked:
+    while len(list(tmp_path.glob("asked*"))) < requested:
         assert run.poll() is None, run.communicate()
         time.sleep(0.05)
     run.send_signal(signal.SIGTERM)
-    said, _ = run.communicate(timeout=200)
-    return said, run.returncode
+    output, _ = run.communicate(timeout=200)
+    return output, run.returncode
 
 
 def test_a_reward_that_blocks_neither_holds_up_the_stop_nor_goes_unnamed(tmp_path):
-    said, code = stopped(tmp_path, "judge", 2)
-    assert code == 143, said
-    assert "saved" in said
-    assert "SIGTERM: calls in threads have not returned: reward 'judge' ×2" in said
+    output, code = stopped(tmp_path, "judge", 2)
+    assert code == 143, output
+    assert "saved" in output
+    assert "SIGTERM: calls in threads have not returned: reward 'judge' ×2" in output
 
 
 def test_a_reward_that_holds_the_event_loop_is_named_where_the_run_is_given_up(tmp_path):
-    said, code = stopped(tmp_path, "holding", 1, '{"trainer.stop_seconds": 1}')
-    assert code == 143, said
-    assert "1 s after SIGTERM, reward 'holding' (" in said
-    assert "in judge) still runs" in said
+    output, code = stopped(tmp_path, "holding", 1, '{"trainer.stop_seconds": 1}')
+    assert code == 143, output
+    assert "1 s after SIGTERM, reward 'holding' (" in output
+    assert "in judge) still runs" in output

@@ -61,8 +61,8 @@ def check_refused(home: Path, name: str, place: str, verb: list[str]) -> None:
     quoted = value.replace("'", '"')
     env = "env: gymnasium\n" if place == "env.args.id" else ""
     (home / "config.yaml").write_text(f"{env}{place}: {quoted}\n", encoding="utf-8")
-    said = CliRunner().invoke(app, verb)
-    assert said.exit_code != 0, (place, verb, said.output)
+    output = CliRunner().invoke(app, verb)
+    assert output.exit_code != 0, (place, verb, output.output)
     assert not (home / "ran").exists(), (place, verb)
 
 
@@ -136,10 +136,10 @@ def test_addresses_programs_and_keys_of_a_strangers_configuration_need_trust_and
     stranger, monkeypatch, caplog, text
 ):
     monkeypatch.setenv("HF_TOKEN", "hf_secret_secret")
-    said = refused(stranger, text)
-    assert REACHES[text] in said
-    assert "hf_secret" not in said
-    if "unknown key" not in said:
+    output = refused(stranger, text)
+    assert REACHES[text] in output
+    assert "hf_secret" not in output
+    if "unknown key" not in output:
         load_run_config(stranger / "config.yaml", trust=True)
         assert REACHES[text] in caplog.text
 
@@ -171,17 +171,17 @@ def test_settings_inside_a_strangers_checkpoint_are_not_imported(stranger):
 
 
 def test_the_terminal_is_shown_no_control_characters(stranger):
-    said = refused(stranger, 'engine: {name: vllm, python: "\\e[2Jevil\\r"}')
-    assert "\x1b" not in said
-    assert "\r" not in said
+    output = refused(stranger, 'engine: {name: vllm, python: "\\e[2Jevil\\r"}')
+    assert "\x1b" not in output
+    assert "\r" not in output
 
 
 def test_export_reads_no_environment_variable_of_a_strangers_configuration(stranger, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret_secret")
     (stranger / "config.yaml").write_text("name: '${oc.env:HF_TOKEN}'\n")
-    said = CliRunner().invoke(app, ["export", ".", "--out", "out"])
-    assert said.exit_code == 2
-    assert "read the environment variable HF_TOKEN" in said.stderr
+    output = CliRunner().invoke(app, ["export", ".", "--out", "out"])
+    assert output.exit_code == 2
+    assert "read the environment variable HF_TOKEN" in output.stderr
 
 
 def test_every_built_in_parameter_that_is_called_like_an_address_a_program_or_a_key_is_listed():

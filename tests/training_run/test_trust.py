@@ -45,10 +45,10 @@ def test_a_run_of_somebody_elses_is_named_and_refused_until_trusted(run, monkeyp
     monkeypatch.setenv("XDG_STATE_HOME", str(run.parent / "another"))
     for words in (["evaluate", str(run)], ["evaluate", str(run / "checkpoints" / "step-000001")],
                   ["train", "--resume", str(run)]):  # fmt: skip
-        said = invoke(*words)
-        assert said.exit_code == 2, said.output
-        assert "would import and run parts_of_mine:Lake" in said.stderr
-        assert "--trust" in said.stderr
+        output = invoke(*words)
+        assert output.exit_code == 2, output.output
+        assert "would import and run parts_of_mine:Lake" in output.stderr
+        assert "--trust" in output.stderr
     assert invoke("evaluate", str(run), "--trust").exit_code == 0
     assert invoke("train", "--resume", str(run), "--trust", "trainer.steps=1").exit_code == 0
 
@@ -109,10 +109,10 @@ def test_commands_and_servers_of_tools_are_code_too(tmp_path, monkeypatch):
     write_config(home, config)
     load_run_config(home / "config.yaml")  # ours, and signed
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another"))
-    said = invoke("train", "--resume", "latest", f"output_dir={home}")
-    assert said.exit_code == 2, said.output
-    assert f"would connect to http://m:1/mcp and start touch {tmp_path}/mark" in said.stderr
-    assert "connect to http://h:1 and use the environment variable HOME, and was not written" in said.stderr
+    output = invoke("train", "--resume", "latest", f"output_dir={home}")
+    assert output.exit_code == 2, output.output
+    assert f"would connect to http://m:1/mcp and start touch {tmp_path}/mark" in output.stderr
+    assert "connect to http://h:1 and use the environment variable HOME, and was not written" in output.stderr
     assert not (tmp_path / "mark").exists()
     with pytest.raises(ConfigError, match="would connect to http://m:1/mcp, and"):  # what is given is the user's own
         load_run_config(home / "config.yaml", ["tools=[{server:'http://h:1'}]"])
@@ -131,11 +131,11 @@ def test_what_is_pythons_own_or_behind_another_module_is_no_part(path):
 @pytest.mark.parametrize(("setting", "said"), [("env=json.decoder:JSONDecoder", "Python's own"),
                                                 ("env=numpy:float64", "has no method 'reset'"),
                                                 ("agent=numpy:float64", "float64 is no agent")])  # fmt: skip
-def test_what_is_no_environment_or_agent_is_refused_at_the_start(tmp_path, monkeypatch, setting, said):
+def test_what_is_no_environment_or_agent_is_refused_at_the_start(tmp_path, monkeypatch, setting, output):
     monkeypatch.chdir(tmp_path)
-    told = invoke("train", setting)
-    assert told.exit_code == 2, told.output
-    assert said in told.stderr
+    reported = invoke("train", setting)
+    assert reported.exit_code == 2, reported.output
+    assert output in reported.stderr
 
 
 def test_ones_own_parts_may_be_called_and_made_as_they_like(tmp_path, monkeypatch):

@@ -195,10 +195,10 @@ def _compose(path: Path, groups: Sequence[Override]) -> DictConfig:
     from hydra.core.global_hydra import GlobalHydra
     from omegaconf import DictConfig, OmegaConf
 
-    own = OmegaConf.load(path)
-    if not isinstance(own, DictConfig):
+    tree = OmegaConf.load(path)
+    if not isinstance(tree, DictConfig):
         raise ConfigError(f"{path}: must be keys with values (key: value), not a list.")
-    if "hydra" in own:
+    if "hydra" in tree:
         raise ConfigError(f"{path}: hydra: unknown key. Only the `defaults` list is for Hydra; remove it.")
     hydra = GlobalHydra.instance()
     before, hydra.hydra = hydra.hydra, None
